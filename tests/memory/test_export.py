@@ -24,7 +24,7 @@ from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, Memory
 from memstore.memory import Document, Memory
 from memstore.memory import export as exporting
 from memstore.memory import interchange as importing
-from memstore.memory.export import export_memory
+from memstore.memory.export import export_memory, export_table
 from memstore.memory.interchange import block_bytes, import_memory
 from memstore.memory.spec import CODECS
 from tests.memory.conftest import MakeMemory
@@ -376,9 +376,11 @@ def small_disk() -> Iterator[None]:
     """No file may be longer than 2,000 bytes; not for longer than needed, as pytest writes files too."""
     limits, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    kept, sys.dont_write_bytecode = sys.dont_write_bytecode, True  # Python would keep the first 2,000 bytes of it
     try:
         yield
     finally:
+        sys.dont_write_bytecode = kept
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
 
@@ -388,6 +390,15 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, out: Path) -> None:
         append(memory.document("text"), TEXT)
         with small_disk(), pytest.raises(StoreFull, match="no room for the export"):
             export_memory(memory, out)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_table_that_finds_no_room_leaves_nothing(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow", reason="tables need pyarrow")
+    with memstore.open("ram:", spec=make_spec()) as memory:
+        append(memory.document("text"), TEXT)
+        with small_disk(), pytest.raises(StoreFull, match="no room for"):
+            export_table(memory, tmp_path / "t.parquet")
     assert list(tmp_path.iterdir()) == []
 
 

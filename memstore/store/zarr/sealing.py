@@ -29,7 +29,7 @@ from memstore.store.zarr.extents import (
     to_record,
 )
 from memstore.store.zarr.objects import Objects
-from memstore.store.zarr.tail import Deletes, ManifestCache, Puts, Snapshot, Tail
+from memstore.store.zarr.tail import Deletes, Puts, Snapshot, Tail
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +37,10 @@ logger = logging.getLogger(__name__)
 class Sealer:
     """Seals what the tail of the memory in the folder ``path`` has too much of. Whoever calls it holds its lock."""
 
-    def __init__(self, path: Path, tail: Tail, objects: Objects, cache: ManifestCache, shard_bytes: int) -> None:
+    def __init__(self, path: Path, tail: Tail, objects: Objects, shard_bytes: int) -> None:
         self._path = path
         self._tail = tail
         self._objects = objects
-        self._cache = cache
         self._shard_bytes = shard_bytes
         self._waiting: dict[Series, int] = {}  # blocks in the tail, at most: those rewritten are counted twice
 
@@ -101,7 +100,7 @@ class Sealer:
     def _seal_shard(self, series: Series, start: int, values: list[tuple[Record, ...]]) -> None:
         """Write one shard of each field, then let the manifest name it and the tail forget its blocks."""
         with self._tail.snapshot() as snapshot:
-            extents = snapshot.extents(series, self._cache)
+            extents = snapshot.extents(series)
             counters = snapshot.counters()
         layouts, joined = _layouts(values[0]), self._objects.joined
         old = next((extent for extent in extents if _continues(extent, start, len(values), layouts, joined)), None)
@@ -164,24 +163,24 @@ class Cut(NamedTuple):
         return self.old.live_shards() - self.new.live_shards()
 
 
-def cuts_of(batch: Batch, snapshot: Snapshot, cache: ManifestCache) -> list[Cut]:
+def cuts_of(batch: Batch, snapshot: Snapshot) -> list[Cut]:
     """The extents that lose blocks by ``batch``: what is written again lives in the tail from then on."""
     pairs = [
         Cut(extent, _without(extent, ranges))
         for series, ranges in _gone(batch, snapshot).items()
-        for extent in snapshot.extents(series, cache)
+        for extent in snapshot.extents(series)
     ]
     return [cut for cut in pairs if cut.new != cut.old]
 
 
-def manifest_changes(cuts: Sequence[Cut], snapshot: Snapshot, cache: ManifestCache) -> tuple[Deletes, Puts]:
+def manifest_changes(cuts: Sequence[Cut], snapshot: Snapshot) -> tuple[Deletes, Puts]:
     """What has to be deleted and put in the manifest, in the transaction of the batch."""
     deletes: Deletes = []
     puts: Puts = []
     after = {cut.old.number: cut.new for cut in cuts}
     counters = snapshot.counters()
     for series in sorted({cut.old.series for cut in cuts}):
-        extents = [after.get(one.number, one) for one in snapshot.extents(series, cache)]
+        extents = [after.get(one.number, one) for one in snapshot.extents(series)]
         if left := [extent for extent in extents if extent.live]:
             puts.append((series.manifest, (to_record(left),)))
         else:

@@ -48,9 +48,8 @@ from memstore.store.zarr.bucket import READS_AHEAD, BucketObjects
 from memstore.store.zarr.extents import COUNTERS, SHARD_BYTES, Extent, Series
 from memstore.store.zarr.objects import FileObjects, Objects, RangeRead, ZarrObjects, absent
 from memstore.store.zarr.published import NOTE, Publisher, last_version
-from memstore.store.zarr.reading import Failure, SealedBlocks, items
 from memstore.store.zarr.sealing import Cut, Garbage, Sealer, cuts_of, manifest_changes, shard_paths
-from memstore.store.zarr.tail import Deletes, Puts, Snapshot, Tail
+from memstore.store.zarr.tail import Deletes, Failure, Puts, SealedBlocks, Snapshot, Tail, items
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store
@@ -78,8 +77,7 @@ class ZarrStore(BlockStore):
         self._tail = tail
         self._objects = objects
         self._sealed = SealedBlocks(tail, objects)
-        self._cache = self._sealed.cache
-        self._sealer = Sealer(path, tail, objects, self._cache, SHARD_BYTES if shard_bytes is None else shard_bytes)
+        self._sealer = Sealer(path, tail, objects, SHARD_BYTES if shard_bytes is None else shard_bytes)
         self._garbage = Garbage(path, objects)
         self._writing = threading.RLock()
         self._publisher: Publisher | None = None
@@ -190,8 +188,8 @@ class ZarrStore(BlockStore):
 
     def _changes(self, batch: Batch, snapshot: Snapshot) -> tuple[list[Cut], Deletes, Puts]:
         """What ``batch`` does to the extents that ``snapshot`` shows, and to the tail with its manifest."""
-        cuts = cuts_of(batch, snapshot, self._cache)
-        deletes, puts = manifest_changes(cuts, snapshot, self._cache)
+        cuts = cuts_of(batch, snapshot)
+        deletes, puts = manifest_changes(cuts, snapshot)
         return cuts, [*batch.deletes, *deletes], [*batch.puts, *puts]
 
     def read(self, keys: Sequence[Key], layouts: Sequence[Layout], out: Sequence[Bytes]) -> None:
@@ -242,7 +240,7 @@ class ZarrStore(BlockStore):
             sealed = [
                 series.block(item)
                 for series in snapshot.series(*ends)
-                for extent in snapshot.extents(series, self._cache)
+                for extent in snapshot.extents(series)
                 for item in items(extent)
             ]
         return sorted(found + [key for key in sealed if first <= key <= last])
@@ -321,7 +319,7 @@ class ZarrStore(BlockStore):
 
     def _extents(self) -> list[Extent]:
         with self._tail.snapshot() as snapshot:
-            return [each for series in snapshot.all_series() for each in snapshot.extents(series, self._cache)]
+            return [each for series in snapshot.all_series() for each in snapshot.extents(series)]
 
     def _leave(self, extent: Extent, shard: int) -> None:
         """Move the living blocks of a shard to the tail, if there are dead ones in it; the shard is deleted then."""
@@ -433,7 +431,7 @@ class ZarrStore(BlockStore):
         named = {"blocks/zarr.json"}
         with self._tail.snapshot() as snapshot:
             for series in snapshot.all_series():
-                for extent in snapshot.extents(series, self._cache):
+                for extent in snapshot.extents(series):
                     named.update(shard_paths(extent, extent.live_shards()))
                     named.add(f"{extent.folder}/zarr.json")
                     named.update(f"{extent.folder}/{record}/zarr.json" for record in range(len(extent.arrays)))
