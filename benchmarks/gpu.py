@@ -2,7 +2,7 @@
 
     python3 benchmarks/gpu.py --out gpu.jsonl --budget 530
     python3 benchmarks/gpu.py --parts kernels tune                 # again, after a mend
-    python3 benchmarks/gpu.py --tiny                               # without a GPU: everything small, on a pretended one
+    python3 benchmarks/gpu.py --tiny                               # without a GPU: some of it, on a pretended one
 
 Every part runs in processes of its own and prints one JSON object a line, which is in --out at once: a part that dies,
 hangs or prints rubbish costs its own time and nothing else. Rows of ``--tiny`` say so, and are no measurements.
@@ -53,6 +53,8 @@ class Part:
     """Seconds that must be left for it to begin."""
     pieces: tuple[str, ...] = ("",)
     """Each is a process."""
+    tiny: tuple[str, ...] = ()
+    """Those of ``--tiny``, where the others only tell that they are left out, or are tests that run elsewhere."""
     processes: int = 1
     """That run at the same time."""
     beside: bool = False
@@ -61,6 +63,7 @@ class Part:
 
 OPERATIONS = ("gca", "landmark", "knn", "search")
 PARITY = tuple(f"{op} {dtype}" for op in OPERATIONS for dtype in ("bfloat16", "float32", "float16"))
+REAL = (*(f"{op} real" for op in OPERATIONS), "codes", "attention", "index")
 PARTS = (
     Part(
         name="compile", limit=90, least=30, processes=14, beside=True,
@@ -69,20 +72,31 @@ PARTS = (
             for kernel in ("gca", "landmark 64", "landmark 50", "knn")
             for dtype in ("bfloat16", "float32")
         ),
+        tiny=("gca bfloat16",),
     ),
     Part(name="ceilings", limit=25, least=5),
     Part(
         name="parity", limit=90, least=30, processes=8,
-        pieces=(*PARITY, *(f"{op} real" for op in OPERATIONS), "codes", "attention", "index"),
+        pieces=(*PARITY, *REAL),
+        tiny=(*(f"{op} float32" for op in OPERATIONS), *REAL),
     ),
-    Part(name="attach", limit=60, least=20, processes=4, pieces=("promises", "cases", "more")),
-    Part(name="models", limit=80, least=25, processes=5, pieces=("cases", "more", "shipped", "training", "waits")),
+    Part(
+        name="attach", limit=60, least=20, processes=4,
+        pieces=("promises", "cases", "more"),
+        tiny=("promises", "cases"),
+    ),
+    Part(
+        name="models", limit=80, least=25, processes=5,
+        pieces=("cases", "more", "shipped", "training", "waits"),
+        tiny=("cases",),
+    ),
     Part(
         name="graphs", limit=40, least=10, processes=4,
         pieces=("graphs, stock", "graphs, lists of each group", "graphs, drt", "graphs, landmark"),
+        tiny=("graphs, stock",),
     ),
     Part(name="kernels", limit=110, least=40),
-    Part(name="speed", limit=100, least=40, pieces=("8b", "8b without cuDNN", "135m")),
+    Part(name="speed", limit=100, least=40, pieces=("8b", "8b without cuDNN", "135m"), tiny=("135m",)),
     Part(name="tiers", limit=30, least=10),
     Part(name="tune", limit=500, least=60),
 )  # fmt: skip
@@ -98,7 +112,7 @@ def main() -> int:
         run(options.part, options.piece, options.seconds, tiny=options.tiny)
         return 0
     if not options.tiny and shutil.which("nvidia-smi") is None and shutil.which("rocm-smi") is None:
-        print("There is no GPU here. --tiny tries everything, small, on a pretended one.")
+        print("There is no GPU here. --tiny tries some of every part, small, on a pretended one.")
         return 0
     parts = [part for part in PARTS if options.parts is None or part.name in options.parts]
     with options.out.open("a", encoding="utf-8") as out, _folder() as folder:
@@ -112,7 +126,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=Path("gpu.jsonl"), help="where rows are appended")
     parser.add_argument("--budget", type=float, default=530, help="seconds in all")
     parser.add_argument("--parts", nargs="+", choices=[part.name for part in PARTS])
-    parser.add_argument("--tiny", action="store_true", help="everything small, on a pretended device")
+    parser.add_argument("--tiny", action="store_true", help="some of every part, small, on a pretended device")
     parser.add_argument("--part", help=argparse.SUPPRESS)
     parser.add_argument("--piece", default="", help=argparse.SUPPRESS)
     parser.add_argument("--seconds", type=float, default=600, help=argparse.SUPPRESS)
@@ -173,11 +187,12 @@ class Run:
         end = time.monotonic() + min(part.limit * slower, self.left)
         begun = time.monotonic()
         waiting: queue.SimpleQueue[str] = queue.SimpleQueue()
-        for piece in part.pieces:
+        pieces = part.tiny if self._tiny and part.tiny else part.pieces
+        for piece in pieces:
             waiting.put(piece)
         threads = [
             threading.Thread(target=self._pieces, args=(part, waiting, end))
-            for _ in range(min(part.processes, len(part.pieces)))
+            for _ in range(min(part.processes, len(pieces)))
         ]
         for thread in threads:
             thread.start()

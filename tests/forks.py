@@ -28,7 +28,10 @@ from tests import disk
 IMPORTED = [
     "transformers.generation.utils",
     "memstore.memory.salvage",
+    "transformers.models.llama.modeling_llama",
     "tests.readers.child",
+    "tests.readers.ranks",
+    "tests.readers.test_contract",
     "tests.models.child",
     "tests.memory.helpers",
 ]

@@ -81,8 +81,10 @@ class Run:
         return made
 
 
-def attach(retrieval: Retrieval, *, codec: str = "none", pool: bool = False) -> Callable[[Run], None]:
-    """A stock model reads, is asked, writes, and is asked by others at the same time."""
+def attach(
+    retrieval: Retrieval, *, codec: str = "none", pool: bool = False, counted: bool = True
+) -> Callable[[Run], None]:
+    """A stock model reads, is asked, writes, and is asked by others at the same time. What is not counted is short."""
 
     def case(run: Run) -> None:
         model, prompt = run.model(small_llama(97, LAYERS)), run.ids(24, 1, seed=2)
@@ -92,30 +94,36 @@ def attach(retrieval: Retrieval, *, codec: str = "none", pool: bool = False) -> 
             run.results["index lies there"] = reader.memory._shared.index_device.type == run.device
             if run.device == "cuda" and reader.memory.spec.key_dtype == "bit":  # signs are not held as numbers there
                 assert reader.memory._shared.new_index().dtype == torch.bool  # type: ignore[attr-defined]
-            ids = run.ids(20 * SEGMENT).cpu()
-            reader.read(ids[: 5 * SEGMENT], document="d")
-            run.count("read of 5 segments", lambda: reader.read(ids[: 10 * SEGMENT], document="d"))
-            run.count("read of 10 segments", lambda: reader.read(ids, document="d"))
+            ids = run.ids((20 if counted else 6) * SEGMENT).cpu()
+            reader.read(ids[: len(ids) // 4], document="d")
+            if counted:
+                run.count("read of 5 segments", lambda: reader.read(ids[: 10 * SEGMENT], document="d"))
+                run.count("read of 10 segments", lambda: reader.read(ids, document="d"))
+            else:
+                reader.read(ids, document="d")
         given: Any = {"device_bytes": 1 << 22, "device": "cuda"} if pool and run.device == "cuda" else {}
         with memstore.open(path, **given) as memory, memstore.attach(model, memory, document="d", **options) as reader:
             with torch.no_grad():
                 run.results["logits"] = model(prompt).logits
-            run.results["tokens"] = write(run, model, prompt)
+            run.results["tokens"] = write(run, model, prompt, counted=counted)
             both = torch.cat([prompt, prompt.flip(1)])
             mask = torch.ones_like(both)
             mask[1, :5] = 0
             run.results["padded"] = model.generate(both, attention_mask=mask, max_new_tokens=4, **GREEDY)
             run.results["beams"] = model.generate(prompt, max_new_tokens=4, num_beams=2, **GREEDY)
             run.results["found"] = [found.block for found in reader.search(prompt[0], 3)]
-        write(run, model, prompt, "generate without a memory")
-        with memstore.open(path) as memory, memstore.attach(model, memory, document="d", **options):
-            step(run, model, prompt, DynamicCache())
+        if counted:
+            write(run, model, prompt, "generate without a memory")
+            with memstore.open(path) as memory, memstore.attach(model, memory, document="d", **options):
+                step(run, model, prompt, DynamicCache())
 
     return case
 
 
-def write(run: Run, writer: Any, prompt: Tensor, name: str = "generate") -> Any:
+def write(run: Run, writer: Any, prompt: Tensor, name: str = "generate", *, counted: bool = True) -> Any:
     """Tokens after ``prompt``; what twice as many need tells what a token needs, without the prompt."""
+    if not counted:
+        return writer.generate(prompt, max_new_tokens=NEW_TOKENS, **GREEDY)
     run.count(f"{name} twice", lambda: writer.generate(prompt, max_new_tokens=2 * NEW_TOKENS, **GREEDY))
     return run.count(name, lambda: writer.generate(prompt, max_new_tokens=NEW_TOKENS, **GREEDY))
 
@@ -134,25 +142,33 @@ def step(run: Run, model: Any, prompt: Tensor, cache: Any) -> None:
 
 
 def reader(
-    make: Callable[[], Any], *, searches: bool = True, padded: bool = False, **options: Any
+    make: Callable[[], Any],
+    *,
+    tokens: int = 200,
+    searches: bool = True,
+    padded: bool = False,
+    counted: bool = True,
+    **options: Any,
 ) -> Callable[[Run], None]:
-    """A model with a memory of its own reads, writes, and goes on where it was closed."""
+    """A model with a memory of its own reads, writes, and goes on where it was closed. What is not counted is short."""
+    tokens = tokens if counted else 100
 
     def case(run: Run) -> None:
         model, prompt, path = run.model(make()), run.ids(21, 1, seed=2), run.folder / "memory"
         with memstore.attach(model, path, **options) as one:
-            ids = run.ids(200).cpu()
-            one.read(ids[:100])
+            ids = run.ids(tokens).cpu()
+            one.read(ids[: tokens // 2])
             run.count("read", lambda: one.read(ids))
             with torch.no_grad():
                 run.results["logits"] = model(prompt, **{CACHE: one.cache()}, use_cache=True).logits
-            run.results["tokens"] = write(run, one, prompt)
+            run.results["tokens"] = write(run, one, prompt, counted=counted)
             if padded:
                 both = torch.cat([prompt, prompt.flip(1)])
                 mask = torch.ones_like(both)
                 mask[1, :5] = 0
                 run.results["padded"] = one.generate(both, attention_mask=mask, max_new_tokens=12, **GREEDY)
-            step(run, model, prompt, one.cache())
+            if counted:
+                step(run, model, prompt, one.cache())
             if searches:
                 run.results["found"] = [found.block for found in one.search(prompt[0], 3)]
         with memstore.attach(model, path, **options) as one:
@@ -340,12 +356,13 @@ def memorizing(**changes: Any) -> MemorizingForCausalLM:
 
 CASES: dict[str, Callable[[Run], None]] = {
     "attach": attach(Retrieval(top_k=4, span=8)),
-    "attach, lists of each group, from a pool": attach(Retrieval(top_k=4, share="group"), pool=True),
-    "attach, int8": attach(Retrieval(top_k=4, span=8), codec="int8", pool=True),
+    "attach, lists of each group, from a pool": attach(Retrieval(top_k=4, share="group"), pool=True, counted=False),
+    "attach, int8": attach(Retrieval(top_k=4, span=8), codec="int8", pool=True, counted=False),
     "drt": reader(drt.make),
     "landmark": reader(landmark, padded=True),
     "landmark, lists of a segment": reader(landmark, retrieval=Retrieval(top_k=2, every="segment", share="layer")),
-    "memorizing": reader(memorizing),
+    # Small blocks: a program of the kernel that searches, which takes minutes here otherwise, goes through their keys.
+    "memorizing": reader(memorizing, tokens=100, block_size=4),
     "index": index(torch.float32),
     "index of signs": index(torch.bool),
     "index of int8": index(torch.int8),
@@ -356,21 +373,21 @@ CASES: dict[str, Callable[[Run], None]] = {
     "train a kNN memory": training(stock_knn),
 }
 MORE: dict[str, Callable[[Run], None]] = {
-    "attach, two passes": attach(Retrieval(top_k=4, span=8, passes=2)),
-    "attach, every token": attach(Retrieval(top_k=4, span=8, every=1)),
-    "attach, lists of each layer": attach(Retrieval(top_k=4, share="layer")),
-    "attach, each head alone": attach(Retrieval(top_k=4, share="none"), pool=True),
-    "attach, all blocks where they were": attach(Retrieval(top_k="all", positions="true")),
-    "attach, positions clamped": attach(Retrieval(top_k=4, span=8, positions="clamped")),
-    "drt, float16 states": reader(lambda: drt.make("tied, float16 states")),
-    "drt, chunked": reader(lambda: drt.make("chunked")),
+    "attach, two passes": attach(Retrieval(top_k=4, span=8, passes=2), counted=False),
+    "attach, every token": attach(Retrieval(top_k=4, span=8, every=1), counted=False),
+    "attach, lists of each layer": attach(Retrieval(top_k=4, share="layer"), counted=False),
+    "attach, each head alone": attach(Retrieval(top_k=4, share="none"), pool=True, counted=False),
+    "attach, all blocks where they were": attach(Retrieval(top_k="all", positions="true"), counted=False),
+    "attach, positions clamped": attach(Retrieval(top_k=4, span=8, positions="clamped"), counted=False),
+    "drt, float16 states": reader(lambda: drt.make("tied, float16 states"), counted=False),
+    "drt, chunked": reader(lambda: drt.make("chunked"), counted=False),
     "landmark, each head and token": reader(
-        landmark, retrieval=Retrieval(top_k=2, every=1, share="none", share_tokens=False)
+        landmark, counted=False, retrieval=Retrieval(top_k=2, every=1, share="none", share_tokens=False)
     ),
     "landmark, all": reader(
-        landmark, searches=False, retrieval=Retrieval(top_k="all", share="layer", positions="true")
+        landmark, searches=False, counted=False, retrieval=Retrieval(top_k="all", share="layer", positions="true")
     ),
-    "landmark with context misses": reader(lambda: landmark(context_miss=True), padded=True),
+    "landmark with context misses": reader(lambda: landmark(context_miss=True), padded=True, counted=False),
     "train memorizing in bfloat16": training(lambda: memorizing().bfloat16()),
     "train landmark with context misses": training(lambda: landmark(context_miss=True)),
     "train landmark in a window": training(lambda: landmark(attention="window", window=16)),

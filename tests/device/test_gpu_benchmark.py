@@ -85,7 +85,7 @@ def test_without_a_gpu_it_says_so_and_is_content(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_all_of_it_runs_to_its_end_on_a_pretended_device(tmp_path: Path) -> None:
+def test_every_part_runs_to_its_end_on_a_pretended_device(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="Triton, an optional extra, is not installed")
     out = tmp_path / "rows.jsonl"
     done = subprocess.run(

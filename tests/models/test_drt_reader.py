@@ -23,7 +23,7 @@ from tests.models.drt import KINDS, TOLERANCE, close, embed, logits, make, token
 from tests.pairs import each
 
 READS = [kind for kind in KINDS if kind != "none"]
-KILLS = 12
+KILLS = 4
 MOST_COMMITS = 20  # until a reading is killed
 QUESTION = 17
 
@@ -35,11 +35,11 @@ def asked(model: DRTForCausalLM, reader: DRTReader, question: Tensor) -> Tensor:
     return result
 
 
-@each(kind=READS, short=[1, 7, 8])
-def test_a_question_after_a_document_is_one_pass_over_both(kind: str, short: int) -> None:
+@each(kind=READS, short=[1, 7, 8], segments=[(1, 128), (128, 5), (5, 1), (128, 128)])
+def test_a_question_after_a_document_is_one_pass_over_both(kind: str, short: int, segments: tuple[int, int]) -> None:
     # States near the middle of two float16 numbers are the same only if segments are cut alike.
     model = make(kind, state_dtype="float32")
-    for length, segment_blocks in [(short, 1), (short, 128), (403, 1), (403, 5), (403, 128)]:
+    for length, segment_blocks in zip((short, 403), segments, strict=True):
         text = tokens(length + QUESTION)[0]
         expected = logits(model, text[None])[0, length:]
         with DRTReader(model, "ram:", segment_blocks=segment_blocks) as reader:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from memstore.models.drt import DRTCache, DRTForCausalLM
 from tests.models.drt import KINDS, close, logits, make, tokens
+from tests.pairs import each
 
 
 @torch.no_grad()
@@ -93,10 +94,10 @@ def padded(rows: list[Tensor], places: list[list[int]], width: int) -> tuple[Ten
     return ids, mask
 
 
-@pytest.mark.parametrize(
-    "kind", ["rope", "alibi, two groups", "landmark uses own", "chunked", "random", "external", "none"]
+@each(
+    kind=["rope", "alibi, two groups", "landmark uses own", "chunked", "random", "external", "none"],
+    side=["left", "right", "scattered"],
 )
-@pytest.mark.parametrize("side", ["left", "right", "scattered"])
 def test_padding_is_left_out_and_a_ragged_batch_goes_on(kind: str, side: str) -> None:
     model, rng = make(kind), random.Random(0)
     lengths, width, more = [60, 23, 1, 7, 41], 64, 40

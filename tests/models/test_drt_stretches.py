@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import memstore
 from memstore.memory.copy import compare_memories, copy_document
 from memstore.readers import many
 from memstore.readers.many import stretches
 from tests.models.drt import make, tokens
+from tests.pairs import each
 
 LONG: dict[str, Any] = {"segment_blocks": 4}
 """Segments of 28 tokens."""
@@ -32,9 +31,9 @@ def check_same(folder: Path) -> None:
         assert memory.verify() == []
 
 
-@pytest.mark.parametrize("kind", ["rope", "alibi, two groups", "normalised scores", "external"])
-@pytest.mark.parametrize(("length", "stored"), [(1000, 0), (1008, 0), (700, 333)])
-def test_stretches_of_a_text_are_read_apart_and_only_once(tmp_path: Path, kind: str, length: int, stored: int) -> None:
+@each(kind=["rope", "alibi, two groups", "normalised scores", "external"], sizes=[(1000, 0), (1008, 0), (700, 333)])
+def test_stretches_of_a_text_are_read_apart_and_only_once(tmp_path: Path, kind: str, sizes: tuple[int, int]) -> None:
+    length, stored = sizes
     text = tokens(length)[0]
     read_alone(tmp_path / "alone", kind, {"long": text})
     with memstore.attach(make(kind), tmp_path / "m", **LONG) as reader:

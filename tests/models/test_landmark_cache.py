@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from memstore.models.landmark.tables import FirstLayerBlocks
 from memstore.models.packing import Packing
 from tests.models.landmark import close, logits, make, tokens
 from tests.models.landmark_memory import Remembering, in_pieces, remembered
+from tests.pairs import each, pairs
 
 GRANULARITIES: dict[str, dict[str, Any]] = {
     "each head and token": {"share": "none", "share_tokens": False, "every": 1},
@@ -94,8 +94,15 @@ def test_local_layers_see_the_latest_blocks() -> None:
     assert cache.asked.searches[1] == 0 < cache.asked.searches[2]
 
 
-@pytest.mark.parametrize("threshold", [None, 0.02, 0.3, 1.0])
-@pytest.mark.parametrize("granularity", ["each head and token", "each token", "one list"])
+@pytest.mark.parametrize(
+    ("granularity", "threshold"),
+    [
+        ("each token", None),
+        ("one list", None),
+        *(("each head and token", threshold) for threshold in (None, 0.02, 0.3, 1.0)),
+        *((granularity, 0.3) for granularity in ("each token", "one list")),
+    ],
+)
 def test_a_context_miss_token_divides_the_weight_as_in_appendix_d(granularity: str, threshold: float | None) -> None:
     model, ids = make("context miss", **SMALL), tokens(38)
     retrieval = options(granularity, threshold=threshold)
@@ -131,9 +138,9 @@ def test_only_lists_that_are_called_for_are_searched() -> None:
 
 
 # 6 blocks are in memory when the last segment begins.
-@pytest.mark.parametrize("granularity", GRANULARITIES)
-@pytest.mark.parametrize(("kind", "top_k"), [("llama", 6), ("gpt2", 9), ("context miss", "all"), ("llama", "all")])
-def test_as_many_blocks_as_there_are_is_full_attention(granularity: str, kind: str, top_k: Any) -> None:
+@each(granularity=list(GRANULARITIES), case=[("llama", 6), ("gpt2", 9), ("context miss", "all"), ("llama", "all")])
+def test_as_many_blocks_as_there_are_is_full_attention(granularity: str, case: tuple[str, Any]) -> None:
+    kind, top_k = case
     model, ids = make(kind, segment_blocks=2), tokens(55)
     _, cache, _ = remembered(model, ids, options(granularity, top_k))
     if kind != "context miss":  # whose memory is under its control, which nothing is in a pass without one
@@ -175,8 +182,7 @@ def test_rows_with_padding_are_what_they_are_alone(granularity: str) -> None:
         close(after[row], in_pieces(model, tokens(9, 3, seed=8)[row : row + 1], lonely, 1)[0])
 
 
-@pytest.mark.parametrize("granularity", ["each head and token", "each group and token", "each token"])
-@pytest.mark.parametrize("sizes", [(1,), (5,), (23, 1), (60, 2)])
+@each(granularity=["each head and token", "each group and token", "each token"], sizes=[(1,), (5,), (23, 1), (60, 2)])
 def test_where_each_token_chooses_it_does_not_matter_how_a_text_is_cut(
     granularity: str, sizes: tuple[int, ...]
 ) -> None:
@@ -330,7 +336,7 @@ UNTIL[("max_over_tokens", 3, 2)] = 105
 """Tokens before the first one of which the published code took other blocks of equal score in the first layer."""
 
 
-@pytest.mark.parametrize(("segment", "top_k", "kind"), list(product((2, 3), (1, 2, 3), KINDS)))
+@pairs(segment=(2, 3), top_k=(1, 2, 3), kind=list(KINDS))
 def test_chunked_inference_is_that_of_the_published_code(segment: int, top_k: int, kind: str) -> None:
     retrieval = options("each head", top_k, share_tokens=KINDS[kind])
     ours, _, _ = remembered(published(segment), IDS, retrieval)

@@ -18,6 +18,7 @@ from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.reader import memory_spec
 from tests.models.landmark import close, make, tokens
 from tests.models.landmark_memory import in_pieces
+from tests.pairs import each
 
 TEXT = tokens(203)[0]
 QUESTION = tokens(12, seed=5)
@@ -61,8 +62,7 @@ def states(reader: LandmarkReader) -> Tensor:
     return torch.stack([x for layer in layers for x in (layer["k"], layer["v"])])
 
 
-@pytest.mark.parametrize("url", ["ram:", "lmdb"])
-@pytest.mark.parametrize("name", RETRIEVALS)
+@each(name=list(RETRIEVALS), url=["ram:", "lmdb"])
 def test_a_document_is_what_the_model_remembers_without_one(name: str, url: str, tmp_path: Path) -> None:
     llama, retrieval = model(), RETRIEVALS[name]
     cache = LandmarkCache(llama.config, 1, retrieval=retrieval)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 import memstore
 from memstore.errors import InvalidArgument
@@ -191,6 +191,8 @@ def test_a_step_of_several_windows_learns_what_one_window_at_a_time_does(checkpo
 
 
 def test_the_trainer_trains_it(tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments  # seconds, which processes that import this file need not wait
+
     model = make()
     model.float()  # type: ignore[no-untyped-call]
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}

@@ -298,16 +298,6 @@ def test_what_was_read_in_inference_mode_is_read_on_outside_of_it() -> None:
         assert attached.read(tokens(300)).tokens == 300
 
 
-@pytest.mark.slow
-def test_a_compiled_model_answers_like_the_model() -> None:
-    model, ids = tiny("llama"), tokens(40, seed=3)[None]
-    with attach(model, "ram:", document="text", retrieval=Retrieval(top_k=2), **SIZES) as attached:
-        attached.read(tokens(300))
-        with torch.no_grad():
-            want, got = model(ids).logits, torch.compile(model, backend="eager")(ids).logits
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
-
-
 def test_two_threads_take_turns_or_are_told_to() -> None:
     model, ids = tiny("llama"), tokens(40, seed=3)[None]
     with attach(model, "ram:", document="text", retrieval=Retrieval(top_k=2), **SIZES) as attached:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from memstore import Retrieval
 from memstore.readers.caches import CACHE
 from memstore.readers.stock.reader import StockReader
+from tests.pairs import each
 from tests.pretended import on_device, pretended
 from tests.readers.lists import layers_fetched, lists_of, lists_of_reading
 from tests.readers.models import attach, tiny, tokens
@@ -71,11 +73,9 @@ def test_no_states_are_fetched_for_layers_that_a_pass_ends_before(monkeypatch: p
 # How often
 
 
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize(
-    ("every", "steps"), [("segment", [9]), (1, [9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]), (4, [9, 13, 17])]
-)
-def test_a_list_is_chosen_every_so_many_tokens(share: Any, every: Any, steps: list[int]) -> None:
+@each(share=SHARES, often=[("segment", [9]), (1, [9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20]), (4, [9, 13, 17])])
+def test_a_list_is_chosen_every_so_many_tokens(share: Any, often: tuple[Any, list[int]]) -> None:
+    every, steps = often
     model = tiny("llama")
     with reading(model, Retrieval(top_k=2, every=every, share=share)) as attached:
         generate(model, prompt())
@@ -144,8 +144,7 @@ def test_layers_can_choose_among_blocks_of_any_size() -> None:
     assert result.isfinite().all()
 
 
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
+@each(share=SHARES, name=["llama", "gemma3_text"])
 def test_the_trace_names_blocks_between_sink_and_window(share: Any, name: str) -> None:
     model = tiny(name)
     with reading(model, Retrieval(top_k=3, share=share, every=2)) as attached:
@@ -163,16 +162,16 @@ def test_the_trace_names_blocks_between_sink_and_window(share: Any, name: str) -
 # By what, and where
 
 
-@pytest.mark.parametrize("share", ["model", "group"])
 @pytest.mark.parametrize(
-    ("one", "other"),
+    ("share", "one", "other"),
     [
-        ({"pool": "max"}, {"pool": "mean"}),
-        ({"query": "last"}, {"query": "all"}),
-        ({"span": 4}, {"span": 32}),
-        ({"top_k": 2}, {"top_k": 3}),
+        ("model", {"pool": "max"}, {"pool": "mean"}),
+        ("model", {"query": "last"}, {"query": "all"}),
+        ("group", {"query": "last"}, {"query": "all"}),
+        ("model", {"span": 4}, {"span": 32}),
+        ("group", {"top_k": 2}, {"top_k": 3}),
     ],
-    ids=["pool", "query", "span", "top_k"],
+    ids=["pool", "query", "query of a group", "span", "top_k"],
 )
 def test_an_option_of_choosing_changes_lists_and_answers(
     share: Any, one: dict[str, Any], other: dict[str, Any]
@@ -261,22 +260,28 @@ def padded_batch() -> tuple[Tensor, Tensor]:
     return ids * mask, mask
 
 
+WAYS: list[dict[str, Any]] = [
+    {},
+    {"query": "all", "span": 8},
+    {"positions": "true"},
+    {"positions": "clamped"},
+    {"order": "time"},
+    {"passes": 2},
+    *({"share": share} for share in ("none", "group", "layer")),
+    {"share": "none", "positions": "true"},
+]
+
+
 @pytest.mark.parametrize(
-    "options",
+    ("name", "options"),
     [
-        {},
-        {"query": "all", "span": 8},
-        {"positions": "true"},
-        {"positions": "clamped"},
-        {"order": "time"},
-        {"passes": 2},
-        *({"share": share} for share in ("none", "group", "layer")),
-        {"share": "none", "positions": "true"},
+        *(("llama", options) for options in WAYS),
+        *(
+            pytest.param(name, options, marks=pytest.mark.slow)
+            for name, options in zip(cycle(["gemma3_text", "mistral"]), WAYS, strict=False)
+        ),
     ],
     ids=str,
-)
-@pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3_text", "mistral"))]
 )
 def test_every_row_of_a_padded_batch_is_that_row_alone(name: str, options: dict[str, Any]) -> None:
     model = tiny(name)
@@ -309,8 +314,7 @@ def test_every_row_of_a_padded_batch_is_continued_as_if_alone(share: Any) -> Non
             assert together[row].tolist() == alone.tolist()
 
 
-@pytest.mark.parametrize("every", ["segment", 1, 2])
-@pytest.mark.parametrize("share", SHARES)
+@each(share=SHARES, every=[2, "segment", 1])
 def test_beams_score_what_their_tokens_score_one_by_one(share: Any, every: Any) -> None:
     """A beam may descend from any other: its list and its states must have gone with it."""
     model = tiny("llama")
@@ -406,8 +410,7 @@ def test_a_span_longer_than_the_window_survives_an_interruption(monkeypatch: pyt
     assert lists[0] == lists[1]
 
 
-@pytest.mark.parametrize("share", ["model", "group"])
-@pytest.mark.parametrize("name", ["gemma3_text", "gemma2", "mistral"])
+@each(name=["gemma3_text", "gemma2", "mistral"], share=["model", "group"])
 def test_models_with_sliding_windows_read_and_generate(name: str, share: Any) -> None:
     model = tiny(name)
     with reading(model, Retrieval(top_k=2, share=share, every=4)) as attached:

@@ -20,6 +20,7 @@ from memstore.kernels.block_attention import attend as attend_plainly
 from memstore.memory import Look, Memory, Trace, traces
 from memstore.readers.caches import CACHE
 from memstore.readers.stock.reader import StockReader
+from tests.pairs import each
 from tests.readers.lists import lists_of
 from tests.readers.models import attach, generate, tiny, tokens
 from tests.readers.test_retrieval import (
@@ -123,8 +124,7 @@ def _weight_of(values: Tensor, block: Tensor, weights: Tensor) -> float:
     return sum(float(weights[start : start + len(block)].sum()) for start in starts)
 
 
-@pytest.mark.parametrize("share", SHARES)
-@pytest.mark.parametrize("every", [1, "segment"])
+@each(share=SHARES, every=[1, "segment"])
 def test_weights_are_those_of_the_models_attention(share: Any, every: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     check_weights(tiny("llama"), Retrieval(top_k=3, share=share, every=every), monkeypatch)
 
@@ -263,9 +263,15 @@ def test_searching_and_gathering_are_timed_where_they_happen() -> None:
     assert all(look.gather_us == 0 for step in steps[1:4] for look in step.looks)
 
 
-@pytest.mark.parametrize("top_k", [3, "all"])
-@pytest.mark.parametrize("share", ["model", "group"])
-@pytest.mark.parametrize(("host_bytes", "warm", "tiers"), [(0, True, {2}), (1 << 24, True, {1}), (1 << 24, False, {2})])
+@pytest.mark.parametrize(
+    ("host_bytes", "warm", "tiers", "share", "top_k"),
+    [
+        (0, True, {2}, "group", 3),
+        (1 << 24, True, {1}, "model", 3),
+        (1 << 24, True, {1}, "group", "all"),
+        (1 << 24, False, {2}, "model", "all"),
+    ],
+)
 def test_tiers_are_those_that_the_blocks_came_from(
     tmp_path: Path, host_bytes: int, warm: bool, tiers: set[int], share: Any, top_k: Any
 ) -> None:
