@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import product
 from typing import Any
 
 import torch
@@ -54,9 +55,10 @@ def agrees(name: str, kind: str, queries: str, backend: Backend, device: str = "
 
 
 def interpreted() -> dict[str, bool]:
-    """Every case, as the interpreter computes it."""
-    names = [(name, kind, queries) for name in CASES for kind in KINDS for queries in QUERIES]
-    return {", ".join(each): agrees(*each, backend="triton") for each in names}
+    """Every case, as the interpreter computes it: half of all combinations, with every two values of two dimensions."""
+    numbered = product(*(enumerate(names) for names in (CASES, KINDS, QUERIES)))
+    chosen = [(name, kind, queries) for (i, name), (j, kind), (k, queries) in numbered if (i + j + k) % 2 == 0]
+    return {", ".join(each): agrees(*each, backend="triton") for each in chosen}
 
 
 def compiled(target: str) -> list[dict[str, Any]]:

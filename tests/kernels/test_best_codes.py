@@ -38,7 +38,7 @@ def test_bits_are_held_as_a_memory_stores_them() -> None:
 def test_the_kernel_gives_the_best_products() -> None:
     pytest.importorskip("triton", reason="Triton, an optional extra, is not installed")
     found = json.loads(program("tests.kernels.codes", TRITON_INTERPRET="1"))
-    assert len(found) == len(CASES) * len(KINDS) * len(QUERIES)
+    assert len(found) == len(CASES) * len(KINDS) * len(QUERIES) // 2
     assert [case for case, right in found.items() if not right] == []
 
 

@@ -86,7 +86,7 @@ def fall(server: Seaweed, puts: int, seconds: float) -> tuple[Fault, list[thread
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("rounds", [1, pytest.param(16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [1, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_server_that_is_killed_in_mid_upload_has_the_version_before_or_the_new_one_whole(
     way: Way, server: Seaweed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int
 ) -> None:

@@ -86,10 +86,15 @@ def test_a_store_of_ones_own_is_found_where_one_is_and_rows_stay_if_it_keeps_no_
 
 
 @pytest.mark.parametrize(
-    "store", ["lmdb", *(pytest.param(name, marks=pytest.mark.slow) for name in ("zarr", "bucket"))]
+    ("store", "faults"),
+    [
+        ("lmdb", ()),
+        pytest.param("zarr", (), marks=pytest.mark.slow),
+        pytest.param("bucket", ("--fault", "restart", "--fault", "kill"), marks=pytest.mark.slow),
+    ],
 )
-def test_a_memory_loses_nothing_and_serves_nothing_wrong(store: str) -> None:
-    code, rows = tortured(store, "--rounds", "3")
+def test_a_memory_loses_nothing_and_serves_nothing_wrong(store: str, faults: tuple[str, ...]) -> None:
+    code, rows = tortured(store, "--rounds", "3", *faults)
     assert code == 0, rows
     assert [row["fault"] for row in rows if not row["rounds"]] == []
 

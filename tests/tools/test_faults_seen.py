@@ -294,7 +294,7 @@ def test_a_limit_without_room(cli: Cli, notes: Path, tmp_path: Path) -> None:
 def test_a_process_that_was_killed(cli: Cli, model_folder: Path, tmp_path: Path, store: str) -> None:
     """What it had committed is there, the lock is free, and the same command goes on."""
     text, folder = tmp_path / "log.txt", tmp_path / "log.mem"
-    text.write_text("".join(f"Line {i} of the log tells of nothing new. " for i in range(1000)))
+    text.write_text("".join(f"Line {i} of the log tells of nothing new. " for i in range(500)))
     url = str(folder) if store == "lmdb" else f"zarr:{folder}"
     reading = ["read", str(text), url, "--model", str(model_folder), "--dtype", "float32"]
     process = forks.start(main, reading)

@@ -675,14 +675,19 @@ def test_a_watch_waits_for_a_memory_in_use_and_a_folder_that_is_away(notes: Path
     assert set(texts(memory_path)) == {*there, "notes/new.md"}
 
 
-@pytest.mark.parametrize("verb", ["ls", "stats", "verify", "pin", "limit", "forget", "compact", "read"])
-def test_what_needs_no_tensors_starts_without_pytorch(memory_path: Path, notes: Path, verb: str) -> None:
-    """It takes seconds to load."""
-    given = {"pin": ["notes/bakery.md"], "forget": ["notes/bakery.md"], "limit": ["--max-bytes", "1GB"]}.get(verb, [])
-    words = [verb, str(notes), str(memory_path)] if verb == "read" else [verb, str(memory_path), *given]
+def test_what_needs_no_tensors_starts_without_pytorch(memory_path: Path, notes: Path) -> None:
+    """It takes seconds to load. One process tries all, and says of each what is loaded then."""
+    given = {"pin": ["notes/bakery.md"], "forget": ["notes/bakery.md"], "limit": ["--max-bytes", "1GB"]}
+    others = ("ls", "stats", "verify", "pin", "limit", "forget", "compact")
+    calls = [[name, str(memory_path), *given.get(name, [])] for name in others]
+    calls.insert(0, ["read", str(notes), str(memory_path)])
     code = (
-        "import sys; from memstore.tools.app import main; code = main(sys.argv[1:]); "
-        "print('loaded', code, sorted({'torch', 'transformers'} & set(sys.modules)))"
+        "import json, sys; from memstore.tools.app import main\n"
+        "for words in json.loads(sys.argv[1]):\n"
+        "    code = main(words)\n"
+        "    print('loaded', words[0], code, sorted({'torch', 'transformers'} & set(sys.modules)))"
     )
-    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines()[-1:] == ["loaded 0 []"], done.stderr
+    command = [sys.executable, "-c", code, json.dumps(calls)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    told = [line for line in done.stdout.splitlines() if line.startswith("loaded ")]
+    assert told == [f"loaded {words[0]} 0 []" for words in calls], done.stderr

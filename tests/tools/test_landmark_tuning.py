@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ from safetensors.torch import load_file
 
 from memstore.errors import InvalidArgument, TrainingDiverged
 from memstore.models.landmark import LandmarkForCausalLM
+from memstore.tools.app import main
 from memstore.train import Optimisation, corpora, train_on_texts
 from memstore.train.family import LANDMARK
 from tests.tools.conftest import Cli
-from tests.train.helpers import RUNTIME, losses, same_weights, use_little_text
+from tests.train.helpers import RUNTIME, losses, same_weights
 
 USAGE = 2
 SETTINGS = ("--steps", 16, "--batch", 2, "--save-every", 5, "--log-every", 1, "--seed", 3, "--device", "cpu", "--json")
@@ -32,17 +34,19 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(autouse=True)
-def tiny_smollm2(model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memstore.tools.gguf.smollm2_path", lambda: model_folder)
+@pytest.fixture(scope="module", autouse=True)
+def tiny_smollm2(model_folder: Path) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("memstore.tools.gguf.smollm2_path", lambda: model_folder)
+        yield
 
 
-@pytest.fixture
-def tuned(cli: Cli, text: Path, tmp_path: Path) -> Path:
+@pytest.fixture(scope="module")
+def tuned(tiny_smollm2: None, text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose adapters were trained and merged."""
-    done = cli("train", "landmark", text, *TUNING, *LORA, *SETTINGS, "--out", tmp_path / "tuned")
-    assert done.code == 0, done.err
-    return tmp_path / "tuned"
+    folder = tmp_path_factory.mktemp("model") / "tuned"
+    assert main([str(word) for word in ("train", "landmark", text, *TUNING, *LORA, *SETTINGS, "--out", folder)]) == 0
+    return folder
 
 
 def test_adapters_are_trained_and_become_part_of_the_model(tuned: Path, model_folder: Path) -> None:
@@ -58,7 +62,9 @@ def test_adapters_are_trained_and_become_part_of_the_model(tuned: Path, model_fo
 
 
 def test_a_recipe_in_bfloat16_can_be_told_otherwise(cli: Cli, tuned: Path, text: Path, tmp_path: Path) -> None:
-    done = cli("train", "landmark", text, *TUNING, *LORA, *SETTINGS, "--no-bf16", "--out", tmp_path / "float32")
+    done = cli(
+        "train", "landmark", text, *TUNING, *LORA, *SETTINGS, "--steps", 1, "--no-bf16", "--out", tmp_path / "float32"
+    )
     assert done.code == 0, done.err
     used = [json.loads((each / "run.json").read_text())["optimisation"] for each in (tuned, tmp_path / "float32")]
     assert [each["bf16"] for each in used] == [True, False]
@@ -81,18 +87,10 @@ def test_the_model_is_one_like_any_other(cli: Cli, tuned: Path, text: Path, tmp_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(("--recipe", "landmark-cpu", "--steps", 14, *SETTINGS[4:]), id="needles"),
-        pytest.param(("{text}", "--context", 93, "--vocabulary", 300, *SETTINGS), id="texts"),
-        pytest.param(("{text}", *TUNING, "--init", "{stock}", *LORA[2:], *SETTINGS), id="adapters"),
-    ],
-)
-def test_a_killed_training_goes_on_to_the_losses_and_weights_of_one_that_was_not(
-    cli: Cli, text: Path, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: tuple[Any, ...]
+def test_a_killed_tuning_goes_on_to_the_losses_and_weights_of_one_that_was_not(
+    cli: Cli, text: Path, model_folder: Path, tmp_path: Path
 ) -> None:
-    use_little_text(monkeypatch)
+    kind = ("{text}", *TUNING, "--init", "{stock}", *LORA[2:], *SETTINGS)
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     words = [str(each).format(text=text, stock=model_folder) for each in ("train", "landmark", *kind)]
     child = [sys.executable, "-m", "tests.train.child", *words, "--out", str(killed)]

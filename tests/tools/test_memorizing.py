@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,6 @@ import pytest
 from memstore.train import corpora
 from tests.eval.memorizing import save_memorizing
 from tests.tools.conftest import Cli
-from tests.train.helpers import losses, same_weights
 
 USAGE, NOT_FOUND, REFUSED = 2, 3, 5
 SMALL = ("--steps", 3, "--batch", 2, "--vocabulary", 300, "--window", 32)
@@ -45,37 +42,6 @@ def test_training_without_a_memory_giving_it_late_and_measuring(cli: Cli, text: 
     assert measured.code == 0, measured.err
     assert [row["memory_size"] for row in measured.json["rows"]] == [0, 512, 1536, 8192]
     assert all(1 < row["perplexity"] < 300 for row in measured.json["rows"])
-
-
-@pytest.mark.slow
-def test_a_killed_training_goes_on_to_the_losses_and_weights_of_one_that_was_not(
-    cli: Cli, text: Path, tmp_path: Path
-) -> None:
-    killed, whole = tmp_path / "killed", tmp_path / "whole"
-    settings = (
-        "--memory-size",
-        64,
-        "--window",
-        32,
-        "--vocabulary",
-        300,
-        "--steps",
-        16,
-        "--batch",
-        2,
-        "--save-every",
-        5,
-    )
-    words = [
-        str(each) for each in ("train", "memorizing", text, *settings, "--log-every", 1, "--device", "cpu", "--json")
-    ]
-    child = [sys.executable, "-m", "tests.train.child", *words, "--out", str(killed)]
-    assert subprocess.run(child, capture_output=True).returncode == -9
-    assert not (killed / "model.safetensors").exists()
-    resumed, undisturbed = (cli(*words, "--out", folder) for folder in (killed, whole))
-    assert (resumed.json["resumed_from_step"], undisturbed.json["resumed_from_step"]) == (10, 0)
-    assert losses(killed) == losses(whole)
-    assert same_weights(killed, whole)
 
 
 @pytest.mark.slow

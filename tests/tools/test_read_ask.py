@@ -18,7 +18,7 @@ from tests.instruct import instruct_tokenizer
 from tests.tools.conftest import Cli
 
 TEXT = "".join(f"Line {i} of the log tells of nothing new. " for i in range(40))
-MANY = 25
+MANY = 12
 """So often, it takes some seconds to read."""
 PATIENCE = 180  # seconds, on a machine that does other things too
 

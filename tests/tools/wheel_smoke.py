@@ -25,6 +25,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 DEMO = ["transformers", "accelerate", "gguf", "psutil", "starlette", "uvicorn"]
 """What the extra ``demo`` brings beside the command."""
+SMALL_DEMO = """
+import json
+from memstore.tools import demo_drt
+print(json.dumps(demo_drt.run("passkey", json=True, tokens=50_000)))
+"""
+"""``memstore demo --json``, but for its million tokens."""
 
 
 def check_releases(folder: Path) -> None:
@@ -112,7 +118,9 @@ def smoke(folder: Path) -> None:
     assert (site / "memstore/py.typed").exists(), "the wheel lacks py.typed"
     for package in declared(DEMO).values():
         link(package, site)
-    told = json.loads(run(folder / "venv/bin/memstore", "demo", "--json", cwd=folder))
+    help_text = run(folder / "venv/bin/memstore", "demo", "--help", cwd=folder)
+    assert "memstore demo" in help_text, help_text
+    told = json.loads(run(python, "-c", SMALL_DEMO, cwd=folder))
     assert [answer["found"] for answer in told["answers"]] == [True] * 5, told
     check_releases(folder)
     print(f"{wheel.name}: memstore {version} imports and runs with {len(packages)} declared packages")
