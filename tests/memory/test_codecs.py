@@ -93,6 +93,7 @@ def test_a_complete_memory_is_clean_smaller_and_comes_back(tmp_path: Path, codec
         check(memory, memory.document("a"), states)
 
 
+@pytest.mark.parametrize("make_memory", ["ram"], indirect=True)
 @pytest.mark.parametrize("codec", ["none", *LOSSY])
 @pytest.mark.parametrize("number", [torch.nan, torch.inf, -torch.inf, 1e5])
 def test_what_is_not_finite_is_refused(make_memory: MakeMemory, codec: str, number: float) -> None:

@@ -312,6 +312,7 @@ EXPORTED: list[Any] = [
 ]
 
 
+@pytest.mark.parametrize("sound", [""], indirect=True)
 @pytest.mark.parametrize("change", EXPORTED, ids=lambda change: repr(change)[:60])
 def test_a_crafted_export_ends_soon_in_one_line(sound: tuple[str, Path], tmp_path: Path, change: Any) -> None:
     kind, path = sound

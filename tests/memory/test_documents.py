@@ -27,6 +27,9 @@ from tests.memory.helpers import (
     states,
 )
 
+in_ram = pytest.mark.parametrize("make_memory", ["ram"], indirect=True)
+"""What is refused before a store is asked."""
+
 
 @pytest.mark.parametrize("length", [1, S, S + 1, 10 * S, 10 * S + 3])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -104,6 +107,7 @@ def test_gather_takes_any_order_and_repeats(memory: Memory) -> None:
     assert document.layer(1).gather([])["k"].shape == (0, G, S, 3)
 
 
+@in_ram
 @pytest.mark.parametrize("blocks", [[-1], [6], [0, 99], torch.tensor([2**40])])
 def test_a_block_out_of_range_is_not_found(memory: Memory, blocks: Any) -> None:
     append(memory.document("a"), random_tokens(6 * S))
@@ -111,6 +115,7 @@ def test_a_block_out_of_range_is_not_found(memory: Memory, blocks: Any) -> None:
         memory.document("a").layer(1).gather(blocks)
 
 
+@in_ram
 @pytest.mark.parametrize("blocks", [torch.ones(2), torch.ones(2).bool(), torch.ones(2, 2).long(), ["a"], 3, [0.5]])
 def test_blocks_must_be_integers(memory: Memory, blocks: Any) -> None:
     append(memory.document("a"), random_tokens(6 * S))
@@ -140,6 +145,7 @@ def test_documents_do_not_see_each_other(memory: Memory) -> None:
     assert memory.document("first") is memory.documents()[0]
 
 
+@in_ram
 @pytest.mark.parametrize(
     "tokens", [[1.5], [-1], [2**31], [[1, 2]], ["a"], torch.ones(3), torch.ones(3).bool(), [2**70], 5]
 )
@@ -148,6 +154,7 @@ def test_tokens_must_be_ids(memory: Memory, tokens: Any) -> None:
         memory.document("a").append(tokens)
 
 
+@in_ram
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -270,6 +277,7 @@ def test_a_forgotten_document_is_gone_and_its_number_is_not_used_again(memory: M
     assert memory.document("b").id == 3
 
 
+@in_ram
 @pytest.mark.parametrize("name", ["", "x" * 512, "é" * 256, 5, None, "\ud800"])
 def test_bad_names_are_refused(memory: Memory, name: Any) -> None:
     with pytest.raises(InvalidArgument, match="name of a document"):
@@ -406,6 +414,7 @@ def test_tokens_of_a_range_of_blocks(make_memory: MakeMemory) -> None:
             document.tokens(wanted)
 
 
+@in_ram
 @pytest.mark.parametrize("block", [range(0, 4, 2), range(4, 0, -1), 1.0, "1", True])
 def test_tokens_takes_a_number_or_a_range_of_step_1(memory: Memory, block: Any) -> None:
     document = memory.document("a")
