@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, help="of each pool, spread by chance")
     parser.add_argument("--half", choices=HALVES, default="held-out")
     parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--system", default=INSTRUCTION, help="the system prompt, of all ways")
     parser.add_argument("--ways", help="some of the ways, separated by commas")
     parser.add_argument("--memories", type=Path, default=Path("answers.mem"), help="folder that the pools are read to")
     parser.add_argument("--out", type=Path, required=True)
@@ -71,13 +72,14 @@ def main() -> None:
                 texts = pool.texts(reader.memory.spec.block_size, tokenizer)
                 words, sentences = WordRanker(texts), SentenceRanker(texts, embed)
                 rankers = [MemoryRanker(reader), words, sentences, FusedRanker(words, sentences)]
-                asking = Asking(bare, reader, asked, texts, rankers, options.top_k)
+                asking = Asking(bare, reader, asked, texts, rankers, options.top_k, options.system)
                 for question in asked.of(options.half, options.questions):
                     for row in asking.rows(question, options.ways and options.ways.split(",")):
                         rows.append({"set": options.set, "pool": number, "half": options.half, **row})
                         out.write(json.dumps(rows[-1]) + "\n")
                         out.flush()
-    facts = {"task": options.set, "model": options.model, "half": options.half, "pools": sizes, "top_k": options.top_k}
+    chosen = {"half": options.half, "top_k": options.top_k, "system": options.system}
+    facts = {"task": options.set, "model": options.model, "pools": sizes, **chosen}
     print(json.dumps({**facts, "rows": table(rows), **hardware()}))
 
 
@@ -110,12 +112,13 @@ class Asking:
         texts: Sequence[str],
         rankers: Sequence[Ranker],
         top_k: int,
+        system: str,
     ) -> None:
         """``model``: another copy of the reader's, which no memory is attached to."""
-        self._model, self._reader = model, reader
+        self._model, self._reader, self._system = model, reader, system
         self._asked, self._texts, self._top_k = asked, texts, top_k
         self._rankers = {f"{ranker.name} as text": ranker for ranker in rankers}
-        self._frame = Template.of(reader.tokenizer, INSTRUCTION) or Template.plain(INSTRUCTION)
+        self._frame = Template.of(reader.tokenizer, system) or Template.plain(system)
 
     def rows(self, question: Question, ways: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
         """What the model says to a question in each way, how right it is, and how long it takes."""
@@ -136,7 +139,7 @@ class Asking:
 
     def _say(self, question: Question, way: str) -> str:
         if way == "memory":
-            return self._reader.ask(question.text, max_tokens=MOST).text
+            return self._reader.ask(question.text, system=self._system, max_tokens=MOST).text
         before: list[str] = []
         if way in self._rankers:
             found = self._rankers[way].rank(question.text, self._top_k)

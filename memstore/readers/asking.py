@@ -31,10 +31,9 @@ if TYPE_CHECKING:
     from memstore.memory import Document, Memory, Recorder
     from memstore.readers.kinds import Kind
 
-INSTRUCTION = (
-    "Answer with a name, a number or a short phrase from what you have read, never with a sentence. "
-    "If it does not say, answer that you do not know."
-)
+# Asked for a short phrase and "never a sentence", small models answer more briefly and are wrong more often: in a
+# sentence they say first what they were asked for (docs/notes/questions.md).
+INSTRUCTION = "Answer from what you have read, in a few words. If it does not say, answer that you do not know."
 """The system prompt of a question, unless said otherwise."""
 TELL = Callable[[str], object]
 THINK, THOUGHT = "<think>", "</think>"
