@@ -124,7 +124,7 @@ def serve(
 
     In Python: memstore.tools.web.run.
     """
-    from memstore.tools.web import require_web, run
+    from memstore.tools.web import require_web, run, server_of
 
     require_web()
     from memstore.tools.endpoint.app import Endpoint
@@ -145,7 +145,7 @@ def serve(
             endpoint = Endpoint(shelf, token=token, hosts=(host, *(name or ())), sessions=sessions)
         try:
             url = run(
-                endpoint.app,
+                server_of(endpoint.app),
                 host=host,
                 port=port,
                 path="/v1",
@@ -188,7 +188,7 @@ def mcp(
 
     from memstore.tools.endpoint.agents import Agents
     from memstore.tools.endpoint.shelf import Shelf
-    from memstore.tools.web import run
+    from memstore.tools.web import run, server_of
 
     token = token_for(host, token_file)
     with ExitStack() as stack:
@@ -209,7 +209,7 @@ def mcp(
             anyio.run(agents.run_stdio_async)
             return Report(data={"memory": memory}, text=lambda _: None)
         url = run(
-            agents.over_http(host, token),
+            server_of(agents.over_http(host, token)),
             host=host,
             port=port,
             path="/mcp",
@@ -237,12 +237,12 @@ def view(
 
         memstore view notes.mem
 
-    In Python: memstore.tools.inspector.serve.
+    In Python: memstore.tools.inspector.app.serve.
     """
     from memstore.tools.web import is_loopback, require_web
 
     require_web()
-    from memstore.tools import inspector
+    from memstore.tools.inspector.app import serve as serve_page
 
     def started(url: str) -> None:
         typer.echo(f"{url}\nCtrl-C ends it.", err=True)
@@ -253,7 +253,7 @@ def view(
 
     with memstore.open(memory, mode="r") as opened, TemporaryDirectory(prefix="memstore-view-") as private:
         name_model(opened, model)
-        url = inspector.serve(opened, host=host, port=port, allow_write=allow_write, started=started)
+        url = serve_page(opened, host=host, port=port, allow_write=allow_write, started=started)
     return Report(data={"memory": memory, "url": url.partition("?")[0]}, text=lambda _: None)
 
 

@@ -89,7 +89,7 @@ def status_of(error: Exception) -> int:
     return 500
 
 
-def server_of(app: ASGIApp, *, most: int = 100, grace: int = 1, lifespan: bool = False) -> uvicorn.Server:
+def server_of(app: ASGIApp, *, most: int = CONNECTIONS, grace: int = 5, lifespan: bool = True) -> uvicorn.Server:
     """A server of ``app`` that speaks HTTP alone, believes no proxy, and logs nothing but errors.
 
     ``most`` connections; what runs when it is to end has ``grace`` seconds. With ``lifespan`` the app is told when
@@ -114,19 +114,16 @@ def server_of(app: ASGIApp, *, most: int = 100, grace: int = 1, lifespan: bool =
 
 
 def run(
-    app: ASGIApp,
+    server: uvicorn.Server,
     *,
     host: str = LOOPBACK,
     port: int = 0,
     path: str = "",
     started: Callable[[str], None] = lambda _: None,
-    most: int = CONNECTIONS,
-    grace: int = 5,
-    lifespan: bool = True,
 ) -> str:
     """Serve until Ctrl-C or SIGTERM; the url of ``path``, which ``started`` is given once it can be asked.
 
-    ``port`` 0 is a free one; see ``server_of`` for the rest. In a thread it hears no signals. Raises
+    ``port`` 0 is a free one. In a thread it hears no signals. Raises
     ``InvalidArgument`` for a host or port that cannot be had.
     """
 
@@ -141,7 +138,7 @@ def run(
         try:
             with suppress(KeyboardInterrupt):  # how a server is put away: not a failure, so exit status 0
                 started(url)
-                server_of(app, most=most, grace=grace, lifespan=lifespan).run([listening])
+                server.run([listening])
         finally:
             if heard:
                 signal.signal(signal.SIGTERM, before)

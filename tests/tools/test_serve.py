@@ -58,7 +58,7 @@ def serving(*memories: Path, on: dict[str, Any] | None = None, **options: Any) -
         for each in memories:
             shelf.open(str(each))
         endpoint = Endpoint(shelf, **options)
-        server = server_of(endpoint.app, most=300)
+        server = server_of(endpoint.app, most=300, grace=1, lifespan=False)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:

@@ -19,7 +19,7 @@ from memstore.tools.inspector import data, traced
 from memstore.tools.inspector.asking import PATHS, AskBox, can_ask, conversations, takes_several
 from memstore.tools.inspector.guard import Guard
 from memstore.tools.inspector.words import Words
-from memstore.tools.web import LOOPBACK, MOST_BYTES, body_of, require_web, run, status_of
+from memstore.tools.web import LOOPBACK, MOST_BYTES, body_of, require_web, run, server_of, status_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -54,14 +54,11 @@ def serve(
 
     try:
         return run(
-            inspector.app,
+            server_of(inspector.app, most=100, grace=1, lifespan=False),
             host=host,
             port=port,
             path=f"/?token={inspector.token}",
             started=begun,
-            most=100,
-            grace=1,
-            lifespan=False,
         )
     finally:
         inspector.close()

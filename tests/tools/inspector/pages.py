@@ -91,7 +91,7 @@ def served(memory: memstore.Memory, *, allow_write: bool = False) -> Iterator[st
     """Serve the page of a memory from a thread; the link to it."""
     inspector = Inspector(memory, allow_write=allow_write)
     with listen("127.0.0.1", 0) as listening:
-        server = server_of(inspector.app)
+        server = server_of(inspector.app, most=100, grace=1, lifespan=False)
         thread = threading.Thread(target=server.run, args=([listening],))
         thread.start()
         try:

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 import memstore
-from memstore.tools import inspector, web
+from memstore.tools import web
+from memstore.tools.inspector import app
 from tests.tools.conftest import Cli
 
 PATIENCE = 60
@@ -53,7 +54,7 @@ def test_it_can_serve_in_a_thread(memory: Path) -> None:
         raise KeyboardInterrupt
 
     with memstore.open(memory, mode="r") as opened, ThreadPoolExecutor(1) as pool:
-        assert [pool.submit(inspector.serve, opened, started=started).result()] == links
+        assert [pool.submit(app.serve, opened, started=started).result()] == links
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def serving(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         started("http://127.0.0.1:1/?token=x")
         return "http://127.0.0.1:1/?token=x"
 
-    monkeypatch.setattr(inspector, "serve", serve)
+    monkeypatch.setattr(app, "serve", serve)
 
     def browse(url: str) -> None:
         page = Path(url_to_path(url))
