@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import gc
 import os
 import shutil
 import signal
@@ -25,6 +26,7 @@ from memstore.memory.urls import open_unchecked
 from memstore.store.keys import MasterKey
 from tests import disk, forks
 
+gc.disable()  # importing and collecting make a million objects of which none is garbage: seconds
 sys.dont_write_bytecode = False
 # Started in the background by a shell, tests and what they start would ignore Ctrl-C, which some of them send.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -50,6 +52,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.timeout(600))
     # Where all run, a worker that is done takes over quick tests of the others, not the last long one.
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.fixture

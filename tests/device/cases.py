@@ -166,7 +166,7 @@ def reader(
                 both = torch.cat([prompt, prompt.flip(1)])
                 mask = torch.ones_like(both)
                 mask[1, :5] = 0
-                run.results["padded"] = one.generate(both, attention_mask=mask, max_new_tokens=12, **GREEDY)
+                run.results["padded"] = one.generate(both, attention_mask=mask, max_new_tokens=4, **GREEDY)
             if counted:
                 step(run, model, prompt, one.cache())
             if searches:
@@ -387,7 +387,7 @@ MORE: dict[str, Callable[[Run], None]] = {
     "landmark, all": reader(
         landmark, searches=False, counted=False, retrieval=Retrieval(top_k="all", share="layer", positions="true")
     ),
-    "landmark with context misses": reader(lambda: landmark(context_miss=True), padded=True, counted=False),
+    "landmark with context misses": reader(lambda: landmark(context_miss=True), counted=False),
     "train memorizing in bfloat16": training(lambda: memorizing().bfloat16()),
     "train landmark with context misses": training(lambda: landmark(context_miss=True)),
     "train landmark in a window": training(lambda: landmark(attention="window", window=16)),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from importlib.util import find_spec
-from typing import Any
 
 import pytest
 import torch
@@ -15,7 +14,6 @@ pytest.importorskip("triton", reason="Triton, an optional extra, is not installe
 from tests.device.cases import CASES, FAISS, GRAPHS, LAYERS, LISTS, MORE, NEW_TOKENS
 from tests.pretended import pretended
 
-QUICK = ("attach", "index", "index of signs", "memory", "lists in place, 4 for a token")
 MOST: dict[str, dict[str, float]] = {
     "attach": {
         "kernels per layer and token beside the model's": 3,
@@ -76,43 +74,15 @@ MOST: dict[str, dict[str, float]] = {
 """What there is now. Nothing may need more; who makes something need less writes it here."""
 
 
-@pytest.fixture(scope="module")
-def quick() -> dict[str, Any]:
-    return outcomes(*QUICK)
-
-
-@pytest.fixture(scope="module")
-def everything() -> dict[str, Any]:
-    faiss = FAISS if find_spec("faiss") else {}
-    return outcomes(*(name for name in (*CASES, *MORE, *LISTS, *faiss, *GRAPHS) if name not in QUICK))
-
-
-def outcomes(*names: str) -> dict[str, Any]:
-    """Of cases, run in a process of its own, where Triton is interpreted."""
-    printed = program("tests.device.cases", *names, TRITON_INTERPRET="1")
-    return {row.pop("case"): row for row in map(json.loads, printed.splitlines())}
-
-
-def test_a_memory_and_an_index_on_a_device_give_what_the_cpu_gives(quick: dict[str, Any]) -> None:
-    assert {name: (row.get("trace"), row.get("different")) for name, row in quick.items()} == dict.fromkeys(
-        QUICK, (None, [])
-    )
-
-
-def test_nothing_waits_or_copies_more_than_it_did(quick: dict[str, Any]) -> None:
-    check(quick)
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_every_reader_and_every_training_step_on_a_device_is_that_of_the_cpu(everything: dict[str, Any]) -> None:
-    wrong = {name: row for name, row in everything.items() if row.get("different") != []}
+def test_whatever_runs_on_a_device_gives_what_the_cpu_gives_and_waits_or_copies_no_more_than_it_did() -> None:
+    # In a process of its own, where Triton is interpreted.
+    cases = (*CASES, *MORE, *LISTS, *(FAISS if find_spec("faiss") else {}), *GRAPHS)
+    printed = program("tests.device.cases", *cases, TRITON_INTERPRET="1")
+    found = {row.pop("case"): row for row in map(json.loads, printed.splitlines())}
+    wrong = {name: row for name, row in found.items() if row.get("different") != []}
     assert not wrong, wrong
-    check(everything)
-
-
-def check(found: dict[str, Any]) -> None:
-    """No figure above what it was."""
     for name, row in found.items():
         figures = rates(row["counts"])
         assert not {what: figures[what] for what, most in MOST.get(name, {}).items() if figures[what] > most}, name

@@ -334,11 +334,11 @@ def test_throttling_and_cut_lines_are_tried_again(way: Way) -> None:
             (503, 0, None)[min(seen[method + path], 3) - 1] if method == "GET" else (503, None)[seen[method + path] > 1]
         )
 
-    way.fault = sometimes
-    written()
+    way.fault, text = sometimes, TOKENS[: 9 * S]
+    written(tokens=text)
     seen.clear()
     with memstore.open(HERE, host_bytes=0) as memory:
-        check_content(memory.document("whale"), TOKENS)
+        check_content(memory.document("whale"), text)
 
 
 def test_what_is_not_answered_in_time_is_asked_again(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:

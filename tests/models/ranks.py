@@ -31,7 +31,6 @@ CASES = [
     "memorizing, joint",
     "stock with a kNN layer",
 ]
-FEW = ["drt, alibi, two groups", "landmark, each head and token", "landmark, each group", "memorizing, gate"]
 """A case of each mechanism."""
 
 

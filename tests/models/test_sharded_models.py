@@ -13,24 +13,18 @@ from tests.models import ranks
 from tests.readers.test_sharded import check, run_ranks
 
 
-@pytest.mark.parametrize(
-    ("size", "length", "cases"),
-    [
-        pytest.param(3, 200, ranks.FEW),
-        *(pytest.param(size, length, ranks.CASES, marks=pytest.mark.slow) for size, length in [(2, 317), (4, 41)]),
-    ],
-    ids=lambda value: None if isinstance(value, int) else "few" if value is ranks.FEW else "all",
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("size", "length"), [(3, 317), (4, 41)])
 def test_ranks_answer_as_one_process_also_where_there_are_more_of_them_than_blocks(
-    tmp_path: Path, size: int, length: int, cases: list[str]
+    tmp_path: Path, size: int, length: int
 ) -> None:
     alone = {}
-    for case in cases:
+    for case in ranks.CASES:
         (tmp_path / case).mkdir()
         ranks.read(tmp_path / case / "m", case, length)
         alone[case] = ranks.answer(str(tmp_path / case / "m"), case)
-    assert run_ranks(ranks.work, size, str(tmp_path), cases) == [0] * size
-    for case in cases:
+    assert run_ranks(ranks.work, size, str(tmp_path), ranks.CASES) == [0] * size
+    for case in ranks.CASES:
         held = check(tmp_path / case, alone[case], size)
         if length > 100:
             assert max(held) < sum(held), case

@@ -60,16 +60,25 @@ def check(folder: Path, texts: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("ray_starts")
-def test_several_processes_store_what_one_stores_and_only_once(tmp_path: Path) -> None:
-    load = Loader(tmp_path / "processes")
-    read = read_many(load, TEXTS, tmp_path / "m", **SIZES)
-    assert [(each.document, each.new_tokens) for each in read] == [(name, len(ids)) for name, ids in TEXTS.items()]
+def test_several_processes_store_what_one_stores_and_only_once_and_only_what_failed_again(tmp_path: Path) -> None:
+    load, place = Loader(tmp_path / "processes"), tmp_path / "parts"
+    place.write_text("no folder")
+    with pytest.raises(MemstoreError, match="4 of 4 documents were not read"):
+        read_many(load, TEXTS, tmp_path / "m", parts=place, **SIZES)
     assert len(load.processes()) == 3, "two workers, and this one"
+    place.unlink()
+    with memstore.attach(tiny("llama"), tmp_path / "m", **SIZES) as reader:
+        reader.read(TEXTS["text 0"], "text 0")
+        reader.read(TEXTS["text 1"][:64], "text 1")
+    read = read_many(load, TEXTS, tmp_path / "m", parts=place, **SIZES)
+    assert [(each.document, each.tokens) for each in read] == [(name, len(ids)) for name, ids in TEXTS.items()]
+    assert [each.reused_tokens for each in read] == [150, 64, 0, 0]
+    assert len(load.processes()) == 5, "two workers more"
     check(tmp_path, TEXTS)
     again = read_many(load, {**TEXTS, "text 1": TEXTS["text 1"][:90]}, tmp_path / "m", **SIZES)
     assert [each.new_tokens for each in again] == [0] * 4
     assert [each.tokens for each in again] == [len(ids) for ids in TEXTS.values()], "also of a text that ends before"
-    assert len(load.processes()) == 3, "nobody else was needed"
+    assert len(load.processes()) == 5, "nobody else was needed"
     with pytest.raises(InvalidArgument, match="'text 2' holds another text"):
         read_many(load, {"text 2": tokens(100, seed=9)}, tmp_path / "m", **SIZES)
 
@@ -155,23 +164,6 @@ def test_whoever_is_killed_at_any_moment_loses_nothing(tmp_path: Path) -> None:
             held = sum(map(len, found.values()))
     read_long(load, str(tmp_path))
     check(tmp_path, LONG_TEXTS)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("ray_starts")
-def test_only_what_has_failed_is_read_again(tmp_path: Path) -> None:
-    load = Loader(tmp_path / "processes")
-    place = tmp_path / "parts"
-    place.write_text("no folder")
-    with pytest.raises(MemstoreError, match="4 of 4 documents were not read"):
-        read_many(load, TEXTS, tmp_path / "m", parts=place, **SIZES)
-    place.unlink()
-    with memstore.attach(tiny("llama"), tmp_path / "m", **SIZES) as reader:
-        reader.read(TEXTS["text 0"], "text 0")
-        reader.read(TEXTS["text 1"][:64], "text 1")
-    read = read_many(load, TEXTS, tmp_path / "m", parts=place, **SIZES)
-    assert [each.reused_tokens for each in read] == [150, 64, 0, 0]
-    check(tmp_path, TEXTS)
 
 
 @pytest.mark.slow

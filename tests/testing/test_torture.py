@@ -44,7 +44,7 @@ class Store(ArrayFiles):
 
 class Elsewhere(Subject):
     def __init__(self, folder):
-        {}
+        pass
     def __len__(self):
         return 0
     def append(self, states):
@@ -53,36 +53,25 @@ class Elsewhere(Subject):
         pass
     def read(self, block):
         raise KeyError
+
+class Bare(Elsewhere):
+    def __init__(self, folder):
+        folder.mkdir(exist_ok=True)
 """
 
 
-@pytest.mark.parametrize("folder", ["pass", "folder.mkdir(exist_ok=True)"])
-def test_a_store_of_ones_own_is_found_where_one_is_and_rows_stay_if_it_keeps_no_files(
-    tmp_path: Path, folder: str
-) -> None:
-    (tmp_path / "mine.py").write_text(OWN.format(folder))
-    command = str(Path(sys.executable).with_name("memstore"))
-    call = [
-        command,
-        "torture",
-        "mine:Elsewhere",
-        "mine:Store",
-        "--fault",
-        "restart",
-        "--fault",
-        "swap",
-        "--rounds",
-        "1",
-    ]
+def test_a_store_of_ones_own_is_found_where_one_is_and_rows_stay_if_it_keeps_no_files(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    command, stores = str(Path(sys.executable).with_name("memstore")), ("mine:Elsewhere", "mine:Bare", "mine:Store")
+    call = [command, "torture", *stores, "--fault", "restart", "--fault", "swap", "--rounds", "1"]
     done = subprocess.run([*call, "--json"], cwd=tmp_path, capture_output=True, text=True, check=False)
     told = json.loads(done.stdout)
     assert (done.returncode, [(row["store"], row["fault"]) for row in told["rows"]]) == (
         1,
-        [("mine:Elsewhere", "restart"), ("mine:Store", "restart"), ("mine:Store", "swap")],
+        [(store, "restart") for store in stores] + [("mine:Store", "swap")],
     )
-    assert told["untried"] == {
-        "mine:Elsewhere": "the store has written nothing into its folder, so there is nothing to damage."
-    }
+    untried = "the store has written nothing into its folder, so there is nothing to damage."
+    assert told["untried"] == dict.fromkeys(stores[:2], untried)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The demo of a DRT, whole, on few tokens, with weights that have learned nothing."""
+"""The demo of a DRT, whole, on few tokens."""
 
 from __future__ import annotations
 
@@ -9,36 +9,25 @@ import pytest
 import memstore
 from memstore.errors import InvalidArgument
 from memstore.eval.asking import needle_blocks
-from memstore.readers.kinds import DRT, PASSKEY, kind_in, load_model, shipped_model
+from memstore.readers.kinds import PASSKEY, load_model, shipped_model
 from memstore.tools import demo_drt
 from tests.eval.drts import save_drt
 from tests.tools.conftest import Cli
 
-TOKENS = 1_000
 
-
-def test_every_volume_is_read_and_asked_in_a_new_process(
-    tmp_path: Path, cli: Cli, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.slow
+def test_every_volume_is_read_and_asked_in_a_new_process_and_the_traces_name_the_blocks_of_the_passkeys(
+    tmp_path: Path, cli: Cli, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(demo_drt, "VOLUMES", 2)
-    model = save_drt(tmp_path / "model")
-    assert kind_in(model) is DRT
-    result = demo_drt.run(model, threads=1, tokens=TOKENS, keep=tmp_path / "m")
-    assert result["tokens_read"] == TOKENS
-    assert result["reopened_in_new_process"] is True
-    assert result["passkeys_asked"] == len(result["answers"]) == demo_drt.VOLUMES
+    folder = tmp_path / "a demo.mem"
+    result = demo_drt.run(shipped_model(PASSKEY), threads=1, tokens=10_000, keep=folder)
+    assert (result["tokens_read"], result["reopened_in_new_process"]) == (10_000, True)
+    assert result["passkeys_asked"] == result["passkeys_found"] == len(result["answers"]) == demo_drt.VOLUMES
     assert all(answer["expected"] in answer["text"] for answer in result["answers"])
     shown = capsys.readouterr().out
     assert "passkeys found" in shown
     assert all(answer["document"] in shown for answer in result["answers"])
-    assert cli("verify", tmp_path / "m").code == 0
-
-
-@pytest.mark.slow
-def test_the_traces_of_a_kept_demo_name_the_blocks_that_hold_the_passkeys(tmp_path: Path, cli: Cli) -> None:
-    folder = tmp_path / "a demo.mem"
-    result = demo_drt.run(shipped_model(PASSKEY), threads=1, tokens=10_000, keep=folder)
-    assert result["passkeys_found"] == demo_drt.VOLUMES
+    assert cli("verify", folder).code == 0
     with memstore.open(folder, mode="r") as memory:
         assert [trace.number for trace in memory.traces.list()] == [each["trace"] for each in result["answers"]]
         _, tokenizer = load_model(shipped_model(PASSKEY))
@@ -61,8 +50,8 @@ def test_the_traces_of_a_kept_demo_name_the_blocks_that_hold_the_passkeys(tmp_pa
         assert all(step["blocks"][0]["block"] in blocks for step in told["steps"])
         texts = {used["block"]: used["text"] for used in told["blocks"] if used["block"] in blocks}
         assert f"passkey is:{answer['expected']}|" in "".join(texts[block] for block in sorted(texts))
-    shown = cli("trace", folder)
-    assert (shown.code, result["answers"][-1]["expected"] in shown.out) == (0, True)
+    told = cli("trace", folder)
+    assert (told.code, result["answers"][-1]["expected"] in told.out) == (0, True)
 
 
 def test_what_to_type_after_the_demo() -> None:

@@ -627,7 +627,8 @@ def test_documents_are_asked_by_name_time_and_what_was_noted(
 
 
 @pytest.mark.timeout(600)
-def test_a_watch_reads_what_changes_until_ctrl_c(notes: Path, memory_path: Path) -> None:
+def test_a_watch_reads_what_changes_and_waits_for_what_is_in_use_or_away(notes: Path, memory_path: Path) -> None:
+    there = set(texts(memory_path))
     command = [sys.executable, "-m", "memstore", "read", str(notes), str(memory_path), "--watch", "--prune"]
     environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environment) as process:
@@ -635,28 +636,6 @@ def test_a_watch_reads_what_changes_until_ctrl_c(notes: Path, memory_path: Path)
         assert process.stderr is not None
         assert "4 files as before; watching " in process.stderr.readline()
         assert "libtorch" in Path(f"/proc/{process.pid}/maps").read_text()  # the first change waits for no model
-        (notes / "new.md").write_text("A note.")
-        assert "read notes/new.md: 7 new tokens" in process.stdout.readline()
-        (notes / "bakery.md").unlink()
-        assert "gone: notes/bakery.md, forgotten" in process.stdout.readline()
-        (notes / "new.md").write_text("A note that has grown.")
-        assert "read notes/new.md: " in process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        assert "2 files read" in process.stdout.read()
-    assert process.returncode == 0
-    read = texts(memory_path)
-    assert (read["notes/new.md"], "notes/bakery.md" in read) == ("A note that has grown.", False)
-
-
-@pytest.mark.timeout(600)
-def test_a_watch_waits_for_a_memory_in_use_and_a_folder_that_is_away(notes: Path, memory_path: Path) -> None:
-    command = [sys.executable, "-m", "memstore", "read", str(notes), str(memory_path), "--watch", "--prune"]
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1"}
-    there = set(texts(memory_path))
-    with subprocess.Popen(command, stdout=-1, stderr=-1, text=True, env=environment) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        assert "4 files as before; watching " in process.stderr.readline()
         with memstore.open(memory_path):
             (notes / "new.md").write_text("A note.")
             said = process.stderr.readline()
@@ -669,10 +648,14 @@ def test_a_watch_waits_for_a_memory_in_use_and_a_folder_that_is_away(notes: Path
         notes.with_name("away").rename(notes)
         (notes / "new.md").write_text("A note that has grown.")
         assert "read notes/new.md: " in process.stdout.readline()
+        (notes / "bakery.md").unlink()
+        assert "gone: notes/bakery.md, forgotten" in process.stdout.readline()  # and nothing that was away
         process.send_signal(signal.SIGINT)
-        assert "forgotten" not in process.stdout.read()
+        assert "2 files read" in process.stdout.read()
     assert process.returncode == 0
-    assert set(texts(memory_path)) == {*there, "notes/new.md"}
+    read = texts(memory_path)
+    assert set(read) == {*there, "notes/new.md"} - {"notes/bakery.md"}
+    assert read["notes/new.md"] == "A note that has grown."
 
 
 def test_what_needs_no_tensors_starts_without_pytorch(memory_path: Path, notes: Path) -> None:

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PAGE = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
 
 PROGRAM = """
@@ -37,6 +39,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_the_programs_of_several_processes_run(model_folder: Path, tmp_path: Path) -> None:
     blocks = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert len(blocks) == 3

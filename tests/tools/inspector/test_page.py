@@ -24,6 +24,8 @@ from tests.tools.inspector.pages import BLOCK, fill, served, small_spec
 if TYPE_CHECKING:
     from selenium.webdriver import Chrome
 
+pytestmark = pytest.mark.slow
+
 PLACE = NEEDLE // BLOCK
 PATIENCE = 60.0  # seconds, on a machine that does other things too
 RECORD = """
