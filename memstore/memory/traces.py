@@ -85,6 +85,10 @@ class Trace:
         """
         return most_weight(self._steps(0, None), layer=layer, head=head)
 
+    def scores(self) -> dict[tuple[str, int], float]:
+        """The best score by which each (document, block) was chosen; without those that nobody had to choose."""
+        return best_scores(self._steps(0, None))
+
     def steps_using(self, document: str, block: int) -> list[tuple[int, float]]:
         """The steps that retrieved a block, as (number, weight): means over layers and query heads."""
         using = []
@@ -247,6 +251,18 @@ def most_weight(
         (of[key >> 40], key & (1 << 40) - 1, mean)
         for key, mean in zip(keys[order].tolist(), means[order].tolist(), strict=True)
     ]
+
+
+def best_scores(steps: Iterable[Step]) -> dict[tuple[str, int], float]:
+    """The best score of each (document, block) that ``steps`` retrieved; see ``Trace.scores``."""
+    best: dict[tuple[str, int], float] = {}
+    for look in (look for step in steps for look in step.looks):
+        columns = (look.document, look.blocks, look.scores)
+        for place, block, score in zip(*(each.ravel().tolist() for each in columns), strict=True):
+            if place >= 0 and score == score:  # not NaN
+                of = look.documents[place], block
+                best[of] = max(score, best.get(of, score))
+    return best
 
 
 class _Pending:

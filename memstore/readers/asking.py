@@ -106,7 +106,7 @@ class Passage:
     page: int | None
     """Its page, from 1; None for a document without pages."""
     score: float | None
-    """How well it was found by whoever searched; None where an answer tells its sources."""
+    """How well it was found: by a search, or by the question of an answer. None where nobody had to choose."""
     attention: float | None
     """The part of attention that it had: mean over an answer's tokens, layers and heads; None without an answer."""
     excerpt: str
@@ -132,6 +132,8 @@ class Answer:
     """Its number among the traces of the memory, where it was recorded."""
     used: list[tuple[str, int, float]]
     """All blocks that were retrieved for it as (document, block, part of attention), most attention first."""
+    scores: dict[tuple[str, int], float]
+    """The scores by which blocks were chosen for it, of (document, block); without those that nobody had to choose."""
     missing: dict[tuple[str, int], str]
     """Blocks that it was written without because they could not be read, as (document, block), and why: empty unless
     ``Retrieval(on_error="miss")``."""
@@ -142,7 +144,7 @@ class Answer:
 
     def sources(self, most: int = 8) -> list[Passage]:
         """The ``most`` blocks that had most attention, most first; to be asked for while the memory is open."""
-        return attended(self.reader, self.used[:most], f"{self.question}\n{self.text}")
+        return attended(self.reader, self.used[:most], self.scores, f"{self.question}\n{self.text}")
 
 
 def stored(memories: Sequence[Memory], name: str) -> Document | None:
@@ -155,10 +157,12 @@ def stored(memories: Sequence[Memory], name: str) -> Document | None:
     return None
 
 
-def attended(reader: Asker, used: Sequence[tuple[str, int, float]], words: str) -> list[Passage]:
-    """The passages of blocks that an answer was written with, (document, block, part of attention)."""
+def attended(
+    reader: Asker, used: Sequence[tuple[str, int, float]], scores: Mapping[tuple[str, int], float], words: str
+) -> list[Passage]:
+    """The passages of blocks that an answer was written with, (document, block, part of attention), with ``scores``."""
     found = passages(reader, [Match(*each) for each in used], words)
-    return [replace(each, score=None, attention=each.score) for each in found]
+    return [replace(each, score=scores.get((each.document, each.block)), attention=each.score) for each in found]
 
 
 def passages(reader: Asker, matches: Sequence[Match], words: str) -> list[Passage]:
@@ -578,6 +582,7 @@ def answered(
     ):
         made = reader.generate(prompt, max_new_tokens=max_tokens, streamer=teller, **options)[0, prompt.shape[1] :]
         recorder.close(made.tolist())
+    recorded = traces.get(recorder.number)
     return Answer(
         question=question,
         text=teller.text,
@@ -586,7 +591,8 @@ def answered(
         ended=not teller.loops and (teller.ended or len(made) < max_tokens),
         seconds=time.perf_counter() - begun,
         trace=recorder.number if trace else None,
-        used=traces.get(recorder.number).used(),
+        used=recorded.used(),
+        scores=recorded.scores(),
         missing=missing,
         reader=reader,
     )

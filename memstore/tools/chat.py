@@ -219,7 +219,7 @@ def _show_trace(conversation: Conversation, command: str) -> None:
         show_steps(page, describe(reader.memory, trace), 1)
     else:
         words = "\n".join(turn.text for turn in conversation.turns[-2:])
-        for source in attended(reader, trace.used()[:SOURCES], words):
+        for source in attended(reader, trace.used()[:SOURCES], trace.scores(), words):
             page.line(source_line(source))
             page.line(source.text.strip("\n"))
 

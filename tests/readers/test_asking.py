@@ -109,6 +109,7 @@ def test_an_event_loop_goes_on_while_a_text_is_read_and_asked(reader: Reader) ->
 def test_sources_say_where_they_stand_and_what_they_say(reader: Reader) -> None:
     sources = reader.ask("What is new?", max_tokens=3).sources()
     text = "\n".join(LINES)
+    scores = {match.block: match.score for match in reader.search("What is new?", 100)}
     assert sources
     for source in sources:
         assert source.document == "log"
@@ -116,7 +117,7 @@ def test_sources_say_where_they_stand_and_what_they_say(reader: Reader) -> None:
         beginning = text[: source.first_token].count("\n")
         assert source.line in (beginning + 1, beginning + 2)
         assert source.excerpt.startswith(LINES[source.line - 1])
-        assert (source.score, source.page) == (None, None)
+        assert (source.score, source.page) == (pytest.approx(scores[source.block]), None)
     shares = [source.attention or 0 for source in sources]
     assert shares == sorted(shares, reverse=True)
     assert 0 < sum(shares) <= 1
