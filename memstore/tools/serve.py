@@ -116,7 +116,8 @@ def serve(
     pip install 'torch-memstore[web]'.
 
     Memories are only read, unless you say otherwise: with --sessions a request can name a conversation, metadata
-    {"session": "ada"}, which the memory keeps as it is said; with --new-in it can ask for a memory that is not there.
+    {"session": "ada"} or the header X-Memstore-Session, which the memory keeps as it is said; with --new-in it can ask
+    for a memory that is not there.
 
     Example:
 

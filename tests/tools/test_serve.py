@@ -538,6 +538,50 @@ def test_no_request_sees_a_conversation_that_is_not_its_own(shelf: Path, tmp_pat
         assert len(opened.infos("said/one/")) == 1
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_header_names_the_document_as_metadata_do_or_not_at_all(shelf: Path, tmp_path: Path, path: str) -> None:
+    memory = tmp_path / "ferry.mem"
+    shutil.copytree(shelf / "ferry.mem", memory)
+    with memstore.open(memory) as opened:
+        opened.document("ferry").fork("fähre")
+    asked = chat("ferry") if path.startswith("/v1/chat") else {"model": "ferry", "prompt": "The last"}
+    named, utf8 = asked | {"metadata": {"document": "fähre"}}, "fähre".encode().decode("latin-1")
+    with serving(memory) as port:
+        expected = ask(port, path, named)[1]
+        for body in (asked, named):
+            status, answer, _ = ask(port, path, body, x_memstore_document=utf8)
+            assert (status, answer["choices"]) == (200, expected["choices"])
+            assert answer["sources"] == expected["sources"]
+        for wrong in ("ferry", "x" * 513, "f\xe4hre", ""):
+            status, answer, _ = ask(port, path, named, x_memstore_document=wrong)
+            assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+            assert answer["error"]["param"] == "X-Memstore-Document"
+        assert ask(port, path, asked, x_memstore_document="whale")[0] == 404
+
+
+def test_a_header_names_the_session_as_metadata_do_or_not_at_all(shelf: Path, tmp_path: Path) -> None:
+    memory = tmp_path / "ferry.mem"
+    shutil.copytree(shelf / "ferry.mem", memory)
+    path, first, second = "/v1/chat/completions", chat("ferry", "My word is heron"), said("ada", "Go on")
+    with serving(memory, sessions=2) as port:
+        assert ask(port, path, first, x_memstore_session="ada")[0] == 200
+        assert ask(port, path, second, x_memstore_session="ada")[0] == 200
+        assert ask(port, path, second, x_memstore_session="eve")[0] == 400
+        assert ask(port, path, first, x_memstore_session="x" * 101)[0] == 400
+        client = HTTPConnection("127.0.0.1", port, timeout=60)
+        client.putrequest("POST", path)
+        client.putheader("content-type", "application/json")
+        client.putheader("content-length", str(len(json.dumps(first))))
+        for name in ("ada", "eve"):  # one of them may be a proxy's, the other one its client's
+            client.putheader("x-memstore-session", name)
+        client.endheaders(json.dumps(first).encode())
+        assert client.getresponse().status == 400
+        client.close()
+    with memstore.open(memory, mode="r") as opened:
+        assert {each.name for each in opened.documents()} == {"ferry", "chat/served/ada"}
+    assert turns(memory, "ada")[::2] == ["My word is heron", "Go on"]
+
+
 def test_no_name_of_a_session_breaks_another(shelf: Path, tmp_path: Path) -> None:
     memory = tmp_path / "ferry.mem"
     shutil.copytree(shelf / "ferry.mem", memory)
