@@ -163,6 +163,7 @@ def mcp(
     read_only: ReadOnly = False,
     port: AgentsPort = None,
     host: Host = "127.0.0.1",
+    name: Names = None,
     token_file: TokenFile = None,
     model: Model = None,
     top_k: TopK = None,
@@ -210,7 +211,7 @@ def mcp(
             anyio.run(agents.run_stdio_async)
             return Report(data={"memory": memory}, text=lambda _: None)
         url = run(
-            server_of(agents.over_http(host, token)),
+            server_of(agents.over_http(host, token, name or ())),
             host=host,
             port=port,
             path="/mcp",
