@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -18,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
+from string import ascii_letters
 from textwrap import dedent
 from typing import Any
 
@@ -391,6 +393,46 @@ def test_a_killed_server_comes_back_with_every_turn_that_it_answered(shelf: Path
         assert ask(port, "/v1/chat/completions", said("x" * 101, "Hello"))[0] == 400
     with serving(memory) as port:
         assert ask(port, "/v1/chat/completions", said("ada", "Hello"))[0] == 403
+
+
+def answer_of(port: int, name: str, text: str) -> tuple[str, int, tuple[tuple[str, int], ...]]:
+    """What a memory answers, to how many tokens, and the blocks that it was written with."""
+    status, answer, _ = ask(port, "/v1/chat/completions", chat(name, text, max_tokens=8))
+    assert status == 200, answer
+    places = tuple((each["document"], each["block"]) for each in answer["sources"])
+    return answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens"], places
+
+
+@pytest.mark.slow
+def test_a_hundred_clients_at_once_are_each_told_what_their_memory_says_when_it_is_asked_alone(
+    tmp_path: Path, instruct_folder: Path
+) -> None:
+    memories = [tmp_path / f"notes-{number}.mem" for number in range(10)]
+    options = ["--model", str(instruct_folder), "--dtype", "float32", "--block-size", "16"]
+    alone = dict[tuple[str, str], Any]()
+    for number, memory in enumerate(memories):
+        text = memory.with_suffix(".txt")
+        text.write_text("".join(random.Random(number).choices(ascii_letters, k=400)))
+        assert main(["read", str(text), str(memory), *options]) == 0
+        with serving(memory) as port:
+            questions = [(memory.stem, "Where? " * count) for count in range(1, 11)]
+            alone |= {question: answer_of(port, *question) for question in questions}
+    assert len({*alone.values()}) == 100  # any mix-up would show
+    assert all({document for document, _ in places} == {name} for (name, _), (_, _, places) in alone.items())
+    command = [sys.executable, "-m", "memstore", "serve", *map(str, memories), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process, ThreadPoolExecutor(100) as pool:
+        assert process.stderr is not None
+        port = int(process.stderr.readline().split("/v1")[0].rpartition(":")[2])
+        together = threading.Barrier(100, timeout=60)
+
+        def client(question: tuple[str, str]) -> object:
+            together.wait()
+            return answer_of(port, *question)
+
+        try:
+            assert dict(zip(alone, pool.map(client, alone), strict=True)) == alone
+        finally:
+            process.terminate()
 
 
 def test_a_full_disk_fails_a_turn_and_with_room_the_session_goes_on(shelf: Path, tmp_path: Path) -> None:
