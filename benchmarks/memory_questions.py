@@ -1,11 +1,12 @@
 """The memory questions of bfcl-eval through the OpenAI-compatible endpoint: sessions in, questions later.
 
     pip download --no-deps bfcl-eval==2026.3.23
-    python benchmarks/memory_questions.py --wheel bfcl_eval-*.whl --model MODEL --scenario healthcare
+    python benchmarks/memory_questions.py --wheel bfcl_eval-*.whl --model MODEL --scenario healthcare --out ROWS.json
 
 A server takes what a user says, turn by turn, as a session; the model's answers are cut after a token, for they are not
-what is asked for later. Another server, a new process, is asked each question over that session, and tells the sources
-that its answer was written with. A question's evidence is found where one of them has the words that bfcl-eval names
+what is asked for later. The session is forked into a document, for requests see no conversations but their own. Another
+server, a new process, is asked each question over that document, and tells the sources that its answer was written
+with. A question's evidence is found where one of them has the words that bfcl-eval names
 as its source: a run of 40 characters of it, or most of a shorter one; or where blocks that follow each other, all of
 them among the sources, have them together, for blocks end within sentences. An answer is right where it has one of the
 expected texts. Questions whose source is not in what was said, word for word, are left out and counted.
@@ -16,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -23,13 +25,17 @@ import urllib.request
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import memstore
 from memstore.eval.resources import hardware
+from memstore.memory.shared import CHAT
+from memstore.tools.endpoint.worker import SERVED
 
 DATA = "bfcl_eval/data"
 RUN = 40
@@ -37,7 +43,7 @@ RUN = 40
 
 
 def main() -> None:
-    """Run it and print what was measured."""
+    """Run it, print what was measured, and keep the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--wheel", required=True)
     parser.add_argument("--model", required=True)
@@ -46,8 +52,11 @@ def main() -> None:
     parser.add_argument("--most", type=int, help="questions of each scenario at most")
     parser.add_argument("--answers", type=int, default=40, help="tokens of an answer; 1 where the sources are enough")
     parser.add_argument("--keep", help="a folder for the memories; those that are there are asked again")
+    parser.add_argument("--out", type=Path, help="a file for the rows, as JSON")
     options = parser.parse_args()
-    all_found = all_whole = all_right = all_asked = 0
+    facts: dict[str, Any] = {"command": shlex.join(["python", *sys.argv]), "date": datetime.now(UTC).date().isoformat()}
+    facts |= {"model": options.model, "top_k": options.top_k, **hardware(), "threads": 1}
+    rows = list[dict[str, Any]]()
     for scenario in options.scenario:
         turns, questions = load(options.wheel, scenario)
         good = [each for each in questions if any(is_evidence(each["source"], turn) for turn in turns)]
@@ -57,26 +66,26 @@ def main() -> None:
             served = [str(memory), "--top-k", str(options.top_k)]
             if not memory.exists():
                 talk(memory, turns, options.model, served)
+            make_document(memory)
             found = whole = right = 0
             with serving(*served) as url:
                 for each in asked:
-                    told = ask(url, scenario, each["question"], {"document": f"chat/{scenario}"}, options.answers)
+                    told = ask(url, scenario, each["question"], {"document": scenario}, options.answers)
                     answer = told["choices"][0]["message"]["content"]
                     within = any(is_evidence(each["source"], source["text"]) for source in told["sources"])
                     hit = within or any(is_evidence(each["source"], text) for text in joined(told["sources"]))
                     said = any(text.lower() in answer.lower() for text in each["ground_truth"])
                     found, whole, right = found + hit, whole + within, right + said
                     print(f"  {'found' if hit else 'lost '} {each['question']!r}: {answer!r}", flush=True)
-        left_out = len(questions) - len(good)
-        print(
-            f"{scenario}: {len(turns)} turns; evidence in the sources of {found} of {len(asked)} questions, within one "
-            f"block of {whole}, {right} answers right; {left_out} left out",
-            flush=True,
-        )
-        all_found, all_whole, all_right = all_found + found, all_whole + whole, all_right + right
-        all_asked += len(asked)
-    shares = f"{all_found / all_asked:.3f} ({all_whole / all_asked:.3f} within one block)"
-    print(f"evidence {shares}, answers {all_right / all_asked:.3f}, of {all_asked} questions")
+        counts = {"asked": len(asked), "found": found, "whole": whole, "right": right}
+        row = {"scenario": scenario, "turns": len(turns), **counts, "left_out": len(questions) - len(good)}
+        print(json.dumps(row), flush=True)
+        rows.append(row)
+        if options.out is not None:
+            options.out.write_text(json.dumps(facts | {"rows": rows}, indent=1) + "\n")
+    found, whole, right, count = (sum(row[name] for row in rows) for name in ("found", "whole", "right", "asked"))
+    shares = f"{found / count:.3f} ({whole / count:.3f} within one block)"
+    print(f"evidence {shares}, answers {right / count:.3f}, of {count} questions")
     print(hardware())
 
 
@@ -87,6 +96,13 @@ def talk(memory: Path, turns: list[str], model: str, served: list[str]) -> None:
     with serving(*served, "--sessions", "1") as url:
         for turn in turns:
             ask(url, memory.stem, turn, {"session": memory.stem}, 1)
+
+
+def make_document(memory: Path) -> None:
+    """Fork the session of ``memory`` into a document of its name, where there is none."""
+    with memstore.open(memory) as opened:
+        if memory.stem not in [each.name for each in opened.documents()]:
+            opened.document(CHAT + SERVED + memory.stem).fork(memory.stem)
 
 
 def load(wheel: str, scenario: str) -> tuple[list[str], list[dict[str, Any]]]:

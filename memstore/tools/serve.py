@@ -116,7 +116,8 @@ def serve(
     pip install 'torch-memstore[web]'.
 
     Memories are only read, unless you say otherwise: with --sessions a request can name a conversation, metadata
-    {"session": "ada"}, which the memory keeps as it is said; with --new-in it can ask for a memory that is not there.
+    {"session": "ada"} or the header X-Memstore-Session, which the memory keeps as it is said; with --new-in it can ask
+    for a memory that is not there.
 
     Example:
 
@@ -162,6 +163,7 @@ def mcp(
     read_only: ReadOnly = False,
     port: AgentsPort = None,
     host: Host = "127.0.0.1",
+    name: Names = None,
     token_file: TokenFile = None,
     model: Model = None,
     top_k: TopK = None,
@@ -209,7 +211,7 @@ def mcp(
             anyio.run(agents.run_stdio_async)
             return Report(data={"memory": memory}, text=lambda _: None)
         url = run(
-            server_of(agents.over_http(host, token)),
+            server_of(agents.over_http(host, token, name or ())),
             host=host,
             port=port,
             path="/mcp",

@@ -103,11 +103,13 @@ def serving(*arguments: object) -> Iterator[str]:
 
 
 @pytest.mark.timeout(600)
-def test_over_http_a_read_only_memory_has_no_tool_that_writes(notes: Path, cli: Cli, instruct_folder: Path) -> None:
+def test_over_http_it_answers_to_its_names_and_a_read_only_memory_has_no_tool_that_writes(
+    notes: Path, cli: Cli, instruct_folder: Path
+) -> None:
     (notes.parent / "token").write_text(f"{TOKEN}\n")
 
     async def talk(url: str) -> None:
-        headers = {"authorization": f"Bearer {TOKEN}"}
+        headers = {"authorization": f"Bearer {TOKEN}", "host": "notes.example", "origin": "https://notes.example"}
         async with (
             httpx2.AsyncClient(headers=headers) as http,
             Client(streamable_http_client(url, http_client=http)) as client,
@@ -120,8 +122,11 @@ def test_over_http_a_read_only_memory_has_no_tool_that_writes(notes: Path, cli: 
             found = await call(client, "recall", query="Where is the key?", documents=["cottage"])
             assert {each["document"] for each in found} == {"cottage"}
 
-    with serving(notes, "--read-only", "--port", 0, "--token-file", notes.parent / "token") as url:
+    options = ["--read-only", "--port", 0, "--name", "Notes.example", "--token-file", notes.parent / "token"]
+    with serving(notes, *options) as url:
         assert httpx2.post(url, json={}).status_code == 401
+        for wrong in ({"host": "other.example"}, {"origin": "https://other.example"}):
+            assert httpx2.post(url, json={}, headers={"authorization": f"Bearer {TOKEN}", **wrong}).status_code == 403
         anyio.run(talk, url)
     assert cli("mcp", notes.parent / "nothing.mem", "--read-only").code == 3
     assert cli("mcp", notes, "--host", "0.0.0.0", "--port", 0).code == 2  # noqa: S104 - refused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -18,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from http.client import HTTPConnection
 from pathlib import Path
+from string import ascii_letters
 from textwrap import dedent
 from typing import Any
 
@@ -393,6 +395,46 @@ def test_a_killed_server_comes_back_with_every_turn_that_it_answered(shelf: Path
         assert ask(port, "/v1/chat/completions", said("ada", "Hello"))[0] == 403
 
 
+def answer_of(port: int, name: str, text: str) -> tuple[str, int, tuple[tuple[str, int], ...]]:
+    """What a memory answers, to how many tokens, and the blocks that it was written with."""
+    status, answer, _ = ask(port, "/v1/chat/completions", chat(name, text, max_tokens=8))
+    assert status == 200, answer
+    places = tuple((each["document"], each["block"]) for each in answer["sources"])
+    return answer["choices"][0]["message"]["content"], answer["usage"]["prompt_tokens"], places
+
+
+@pytest.mark.slow
+def test_a_hundred_clients_at_once_are_each_told_what_their_memory_says_when_it_is_asked_alone(
+    tmp_path: Path, instruct_folder: Path
+) -> None:
+    memories = [tmp_path / f"notes-{number}.mem" for number in range(10)]
+    options = ["--model", str(instruct_folder), "--dtype", "float32", "--block-size", "16"]
+    alone = dict[tuple[str, str], Any]()
+    for number, memory in enumerate(memories):
+        text = memory.with_suffix(".txt")
+        text.write_text("".join(random.Random(number).choices(ascii_letters, k=400)))
+        assert main(["read", str(text), str(memory), *options]) == 0
+        with serving(memory) as port:
+            questions = [(memory.stem, "Where? " * count) for count in range(1, 11)]
+            alone |= {question: answer_of(port, *question) for question in questions}
+    assert len({*alone.values()}) == 100  # any mix-up would show
+    assert all({document for document, _ in places} == {name} for (name, _), (_, _, places) in alone.items())
+    command = [sys.executable, "-m", "memstore", "serve", *map(str, memories), "--port", "0"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process, ThreadPoolExecutor(100) as pool:
+        assert process.stderr is not None
+        port = int(process.stderr.readline().split("/v1")[0].rpartition(":")[2])
+        together = threading.Barrier(100, timeout=60)
+
+        def client(question: tuple[str, str]) -> object:
+            together.wait()
+            return answer_of(port, *question)
+
+        try:
+            assert dict(zip(alone, pool.map(client, alone), strict=True)) == alone
+        finally:
+            process.terminate()
+
+
 def test_a_full_disk_fails_a_turn_and_with_room_the_session_goes_on(shelf: Path, tmp_path: Path) -> None:
     memory = tmp_path / "ferry.mem"
     shutil.copytree(shelf / "ferry.mem", memory)
@@ -536,6 +578,50 @@ def test_no_request_sees_a_conversation_that_is_not_its_own(shelf: Path, tmp_pat
         assert (status, answer["error"]["code"]) == (403, "session_limit")  # a session of its own, and one too many
     with memstore.open(memory, mode="r") as opened:
         assert len(opened.infos("said/one/")) == 1
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+def test_a_header_names_the_document_as_metadata_do_or_not_at_all(shelf: Path, tmp_path: Path, path: str) -> None:
+    memory = tmp_path / "ferry.mem"
+    shutil.copytree(shelf / "ferry.mem", memory)
+    with memstore.open(memory) as opened:
+        opened.document("ferry").fork("fähre")
+    asked = chat("ferry") if path.startswith("/v1/chat") else {"model": "ferry", "prompt": "The last"}
+    named, utf8 = asked | {"metadata": {"document": "fähre"}}, "fähre".encode().decode("latin-1")
+    with serving(memory) as port:
+        expected = ask(port, path, named)[1]
+        for body in (asked, named):
+            status, answer, _ = ask(port, path, body, x_memstore_document=utf8)
+            assert (status, answer["choices"]) == (200, expected["choices"])
+            assert answer["sources"] == expected["sources"]
+        for wrong in ("ferry", "x" * 513, "f\xe4hre", ""):
+            status, answer, _ = ask(port, path, named, x_memstore_document=wrong)
+            assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
+            assert answer["error"]["param"] == "X-Memstore-Document"
+        assert ask(port, path, asked, x_memstore_document="whale")[0] == 404
+
+
+def test_a_header_names_the_session_as_metadata_do_or_not_at_all(shelf: Path, tmp_path: Path) -> None:
+    memory = tmp_path / "ferry.mem"
+    shutil.copytree(shelf / "ferry.mem", memory)
+    path, first, second = "/v1/chat/completions", chat("ferry", "My word is heron"), said("ada", "Go on")
+    with serving(memory, sessions=2) as port:
+        assert ask(port, path, first, x_memstore_session="ada")[0] == 200
+        assert ask(port, path, second, x_memstore_session="ada")[0] == 200
+        assert ask(port, path, second, x_memstore_session="eve")[0] == 400
+        assert ask(port, path, first, x_memstore_session="x" * 101)[0] == 400
+        client = HTTPConnection("127.0.0.1", port, timeout=60)
+        client.putrequest("POST", path)
+        client.putheader("content-type", "application/json")
+        client.putheader("content-length", str(len(json.dumps(first))))
+        for name in ("ada", "eve"):  # one of them may be a proxy's, the other one its client's
+            client.putheader("x-memstore-session", name)
+        client.endheaders(json.dumps(first).encode())
+        assert client.getresponse().status == 400
+        client.close()
+    with memstore.open(memory, mode="r") as opened:
+        assert {each.name for each in opened.documents()} == {"ferry", "chat/served/ada"}
+    assert turns(memory, "ada")[::2] == ["My word is heron", "Go on"]
 
 
 def test_no_name_of_a_session_breaks_another(shelf: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from urllib.parse import quote, unquote
 from mcp.server.lowlevel.helper_types import ReadResourceContents
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ResourceError, ResourceNotFoundError
+from mcp.server.transport_security import TransportSecuritySettings
 from mcp.types import Resource, ToolAnnotations
 from pydantic import Field
 from starlette.types import ASGIApp
@@ -30,6 +31,7 @@ from memstore.tools.endpoint.app import WAITING, Gate
 from memstore.tools.endpoint.request import MOST_TOKENS, Refused
 from memstore.tools.endpoint.worker import QueuedJob, ServedMemory, Worker
 from memstore.tools.verb import FACT
+from memstore.tools.web import LOOPBACK, in_url, is_loopback, names_of
 
 SCHEME = "memstore://"
 NOTES = "remembered"
@@ -98,11 +100,17 @@ class Agents(MCPServer[Any]):
         """Answer no more."""
         self._worker.close()
 
-    def over_http(self, host: str, token: str | None) -> ASGIApp:
-        """The server at the path ``/mcp``; see ``Gate``."""
-        return Gate(
-            self.streamable_http_app(host=host, json_response=True, stateless_http=True), token=token, hosts=(host,)
+    def over_http(self, host: str, token: str | None, names: Sequence[str] = ()) -> ASGIApp:
+        """The server at the path ``/mcp``, called ``names`` beside the machine's own; see ``Gate``."""
+        hosts = (host, *names)
+        # What others cannot reach, the package guards too, also against pages of other sites; it must know the names.
+        known = [end for each in (LOOPBACK, "[::1]", in_url(host), *names_of(hosts)) for end in (each, f"{each}:*")]
+        origins = [f"{scheme}://{each}" for scheme in ("http", "https") for each in known]
+        security = TransportSecuritySettings(
+            enable_dns_rebinding_protection=is_loopback(host), allowed_hosts=known, allowed_origins=origins
         )
+        app = self.streamable_http_app(json_response=True, stateless_http=True, transport_security=security)
+        return Gate(app, token=token, hosts=hosts)
 
     # Tools: their words are told to models
 

@@ -103,10 +103,10 @@ class Endpoint:
         return {"id": served.name, "object": "model", "created": self._begun, "owned_by": "memstore", "also": also}
 
     async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, Ask.chat(await _object(request)))
+        return await self._answer(request, Ask.chat(await _object(request), request.headers))
 
     async def _completion(self, request: Request) -> Response:
-        return await self._answer(request, Ask.completion(await _object(request)))
+        return await self._answer(request, Ask.completion(await _object(request), request.headers))
 
     # One vector for a text is what such a model does worst: see docs/decisions/014.
     async def _embeddings(self, _: Request) -> Response:

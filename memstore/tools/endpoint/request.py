@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from starlette.datastructures import Headers
 
 MOST_TOKENS = 8192
 """Of an answer, whoever asks: one answer is computed at a time."""
 MOST_STOPS = 4
 """Texts that end an answer."""
 MOST_CHARACTERS = {"session": 100, "document": 512}
-"""Of names in metadata."""
+"""Of names in metadata and headers."""
 HARMLESS = {
     "metadata",
     "prompt_cache_key",
@@ -76,9 +79,9 @@ class Ask:
     """Of ``model.generate``."""
 
     @classmethod
-    def chat(cls, given: Mapping[str, Any]) -> Ask:
+    def chat(cls, given: Mapping[str, Any], headers: Headers) -> Ask:
         """Of ``POST /v1/chat/completions``. Raises ``Refused``."""
-        fields = _Fields(given, "messages", "max_completion_tokens")
+        fields = _Fields(given, headers, "messages", "max_completion_tokens")
         turns = [_turn(each) for each in fields.of("messages", list, [])]
         system = []
         while turns and turns[0][0] == "system":
@@ -96,14 +99,14 @@ class Ask:
             raw=False,
             before=list(zip(words[:-1:2], words[1::2], strict=True)),
             system="\n\n".join(system) if system else None,
-            session=_name(fields.of("metadata", dict, {}), "session"),
+            session=fields.name("session"),
             **fields.common(256),
         )
 
     @classmethod
-    def completion(cls, given: Mapping[str, Any]) -> Ask:
+    def completion(cls, given: Mapping[str, Any], headers: Headers) -> Ask:
         """Of ``POST /v1/completions``. Raises ``Refused``."""
-        fields = _Fields(given, "prompt")
+        fields = _Fields(given, headers, "prompt")
         prompt = given.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1:
             (prompt,) = prompt
@@ -115,7 +118,8 @@ class Ask:
 class _Fields:
     """The fields of a request, beside those that only one kind has."""
 
-    def __init__(self, given: Mapping[str, Any], *own: str) -> None:
+    def __init__(self, given: Mapping[str, Any], headers: Headers, *own: str) -> None:
+        self._headers = headers
         self._given = {name: value for name, value in given.items() if value is not None}
         known = {"model", "max_tokens", "seed", "stop", "stream", "temperature", "top_p", *own, *HARMLESS}
         for name, value in self._given.items():
@@ -141,11 +145,27 @@ class _Fields:
             raise Refused(f"{name} must be from {low:g} to {high:g}, got {value}", param=name)
         return value
 
+    def name(self, what: str) -> str | None:
+        """The name of a conversation or a document, where metadata or a header has one, and no two of them differ."""
+        header, most = f"X-Memstore-{what.title()}", MOST_CHARACTERS[what]
+        given = self.of("metadata", dict, {}).get(what)
+        told = [] if given is None else [("metadata", given)]
+        # Servers take headers for Latin-1. What is no UTF-8 becomes characters that cannot be printed.
+        utf8 = (each.encode("latin-1").decode(errors="surrogateescape") for each in self._headers.getlist(header))
+        told += [(header, each) for each in utf8]
+        for place, name in told:
+            if not (isinstance(name, str) and len(name) <= most and name.isprintable() and name.strip()):
+                raise Refused(f"{what} in {place} is a name of at most {most} characters, in UTF-8", param=place)
+        names = {name for _, name in told}
+        if len(names) > 1:
+            raise Refused(f"metadata and the header {header} name more than one {what}", param=header)
+        return names.pop() if names else None
+
     def common(self, max_tokens: int) -> dict[str, Any]:
         """What both kinds have."""
         if not (model := self.of("model", str, "")):
             raise Refused("say in model which memory is asked; GET /v1/models tells their names", param="model")
-        document = _name(self.of("metadata", dict, {}), "document")
+        document = self.name("document")
         limit = self.number("max_completion_tokens", None, 1, MOST_TOKENS)
         temperature = self.number("temperature", 0, 0, 2, (int, float))
         top_p = self.number("top_p", 1.0, 0, 1, (int, float))
@@ -168,16 +188,6 @@ class _Fields:
         if len(stops) > MOST_STOPS or not all(isinstance(each, str) and each for each in stops):
             raise Refused(f"stop is a text, or a list of at most {MOST_STOPS}, none of them empty", param="stop")
         return stops
-
-
-def _name(metadata: Mapping[str, Any], what: str) -> str | None:
-    """The name of a conversation or a document, where metadata have one."""
-    name, most = metadata.get(what), MOST_CHARACTERS[what]
-    if name is None:
-        return None
-    if not (isinstance(name, str) and len(name) <= most and name.isprintable() and name.strip()):
-        raise Refused(f"{what} in metadata is a name of at most {most} characters", param="metadata")
-    return name
 
 
 def _is(value: object, wanted: object) -> bool:
