@@ -96,7 +96,7 @@ coverage: $(READY) ## Say which part of the branches of each package `make test`
 	$(BIN)/python -m tests.branches build/coverage.json
 
 house: $(READY) ## Say how large and how tangled the package is, and how many files common calls pass
-	$(BIN)/python -m tests.house
+	$(BIN)/python -m tests.house --check
 
 docs: $(READY) ## Write docs/cli.md and docs/api.md anew
 	$(BIN)/python -m tests.tools.reference

@@ -49,7 +49,7 @@ def main() -> None:
     options = _options()
     torch.set_num_threads(options.threads or torch.get_num_threads())
     loaded = load_model(options.model, options.dtype)
-    retrieval = memstore.Retrieval(top_k=options.top_k, passes=options.passes)
+    retrieval = memstore.Retrieval(top_k=options.top_k)
     rows = [
         measure(loaded, retrieval, tokens, count, options)
         for tokens, count in zip(options.lengths, options.documents, strict=False)
@@ -82,7 +82,6 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--top-k", type=int, default=4)
-    parser.add_argument("--passes", type=int, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--json", action="store_true")

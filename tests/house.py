@@ -25,9 +25,10 @@ REGISTRY = PACKAGE / "readers" / "kinds.py"
 KIND = re.compile(
     r"\bkind(_\w+\(.*\))? (is|is not|in|not in|==) \(?(kinds\.)?(DRT|LANDMARK|MEMORIZING|KNN|STOCK)\b"
     r"|(?<!stock\.)model_type (==|in|not in) "
-    r"|[^t] isinstance\(.*(DRTForCausalLM|LandmarkForCausalLM|MemorizingForCausalLM)"
+    r"|[^t] isinstance\(.*(DRT|Landmark|Memorizing)(ForCausalLM|Config)"
 )
-"""A decision by the kind of a model. To ask ``kind_of(model)`` for what the registry knows of the kind is none."""
+"""A decision by the kind of a model. To ask ``kind_of(model)`` for what the registry knows of the kind is none, nor is
+to refuse an argument of another type (``if not isinstance``, ``assert isinstance``)."""
 LIMITS = {
     "public classes with the name of another": 0,
     "import circles": 0,

@@ -137,30 +137,18 @@ class Moments(NamedTuple):
         return cls(mean, (scores - mean).square().mean(-1, keepdim=True).sqrt())
 
 
-def late_interaction(
-    scores: Tensor, *, span: int, pool: Literal["max", "mean"], moments: Moments | None = None
-) -> Tensor:
+def late_interaction(scores: Tensor, moments: Moments | None = None) -> Tensor:
     """Score of each block for a query of ``T`` tokens: ``[T, N]`` best inner products to ``[N]``.
 
-    Tokens are taken in groups of ``span``, the last group ending at the last token; ``pool`` is over groups.
     ``moments`` are those of more blocks, where these are some of them.
     """
-    z = standardised(scores, moments).clamp(min=FLOOR)
-    groups = [group.sum(0) for group in _groups_from_the_end(z, span)]
-    stacked = torch.stack(groups)
-    return stacked.amax(0) if pool == "max" else stacked.mean(0)
+    return standardised(scores, moments).clamp(min=FLOOR).sum(0)
 
 
 def standardised(scores: Tensor, moments: Moments | None = None) -> Tensor:
     """Scores ``[..., N]`` with mean 0 and standard deviation 1 over the blocks, or over those of ``moments``."""
     mean, deviation = Moments.of(scores) if moments is None else moments
     return (scores - mean) / deviation.clamp(min=1e-6)
-
-
-def _groups_from_the_end(x: Tensor, span: int) -> list[Tensor]:
-    first = len(x) % span
-    rest = list(x[first:].split(span)) if len(x) > first else []
-    return [x[:first], *rest] if first else rest
 
 
 def inherited(scores: Tensor, consecutive: Tensor) -> Tensor:

@@ -218,7 +218,7 @@ class Memory:
         return None if found is None or state is None else (self._document(state.name), found[1])
 
     def limit(self, max_bytes: int | None, when_full: WhenFull | None = None) -> None:
-        """Set the most that the values may take, in bytes as ``stats`` tells them in ``used_bytes``; None: no limit.
+        """Cap the memory at ``max_bytes`` (compare ``stats()["used_bytes"]``); None removes the cap.
 
         It is stored with the memory and holds for every append of every writer. ``when_full`` says what an append does
         that there is no room for: "refuse" raises ``StoreFull``; "evict-oldest-document" and "evict-least-read" forget

@@ -109,7 +109,7 @@ class Rules(Generic[K]):
         return replace(self, expires=times, clock=now)
 
     def read(self, counts: Mapping[K, int]) -> Self:
-        """With blocks read since."""
+        """Return the rules with these blocks counted as read."""
         totals = Counter(self.reads)
         totals.update(counts)
         return replace(self, reads=totals)

@@ -86,10 +86,9 @@ class Retrieval:
             for itself (``every=1``), or the first one for those that follow it. Only landmark models can do without.
         threshold: Weight of the context-miss token below which nothing is retrieved, from 0 to 1; None retrieves
             always. For landmark models that were trained with one.
-        pool: ``share="model"``: a block's score is that of its best (or mean) group of ``span`` query tokens.
-            Otherwise: the score of its best (or mean) query token.
-        span: Query tokens that choose together. Pooling over hundreds of tokens loses what a question asks for.
-        query: Which tokens of a prompt choose: the last ``span`` ones, or all of them, in groups of ``span``.
+        pool: Where layers choose for themselves: a block's score is that of its best (or mean) query token. With
+            ``share="model"`` all of them count.
+        span: Tokens that choose together: the last ones of a prompt. Pooling over hundreds loses what a question asks.
         words: ``share="model"``: how much the words count that a query and a block have in common: a factor of their
             BM25 score, of the block and of it with a neighbour, added to that of the states where there is more
             than a little in common. 0 leaves words out. Only where somebody asks in words: ``generate(query=...)`` and
@@ -98,8 +97,6 @@ class Retrieval:
             query behind each of them (Sachan et al. 2022), and both orders vote by reciprocal ranks. 0: they are not.
             Each block costs a pass over the query, so 32 of them make a question two to three times as long. Only
             where ``words`` count.
-        passes: 2 reads a prompt twice: the first pass chooses, at the last layer that has landmarks; the second
-            attends.
         positions: Where retrieved blocks are placed: in small consecutive slots before the window, where they truly
             were, or there but never further away than the model was trained for.
         order: Which blocks take which of the stingy slots: the best one next to the window, or the latest one. A small
@@ -117,10 +114,8 @@ class Retrieval:
     threshold: float | None = None
     pool: Literal["max", "mean"] = "max"
     span: int = 32
-    query: Literal["last", "all"] = "last"
     words: float = 2.0
     rerank: int = 0
-    passes: Literal[1, 2] = 1
     positions: Positions = "stingy"
     order: Literal["score", "time"] = "score"
     on_error: Literal["raise", "miss"] = "raise"
@@ -132,14 +127,12 @@ class Retrieval:
         self._one_of("share", ("none", "group", "layer", "model"))
         self._one_of("share_tokens", (True, False))
         self._one_of("pool", ("max", "mean"))
-        self._one_of("query", ("last", "all"))
         if isinstance(self.words, bool) or not isinstance(self.words, int | float) or not 0 <= self.words < math.inf:
             raise InvalidArgument(f"Retrieval.words must be a number of at least 0, got {self.words!r}")
         if isinstance(self.rerank, bool) or not isinstance(self.rerank, int) or self.rerank < 0:
             raise InvalidArgument(f"Retrieval.rerank must be a whole number of at least 0, got {self.rerank!r}")
         if self.rerank and self.share != "model":
             raise InvalidArgument(f"Retrieval.rerank needs share='model', got share={self.share!r}")
-        self._one_of("passes", (1, 2))
         self._one_of("positions", ("stingy", "true", "clamped"))
         self._one_of("order", ("score", "time"))
         self._one_of("on_error", ("raise", "miss"))
@@ -245,10 +238,8 @@ RETRIEVAL: dict[str, tuple[Kind, ...]] = {
     "threshold": (LANDMARK,),
     "pool": (STOCK, LANDMARK),
     "span": (STOCK,),
-    "query": (STOCK,),
     "words": (STOCK,),
     "rerank": (STOCK,),
-    "passes": (STOCK,),
     "positions": (STOCK, LANDMARK),
     "order": (STOCK,),
     "on_error": (STOCK, DRT, LANDMARK),

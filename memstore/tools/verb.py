@@ -572,7 +572,7 @@ def _dict(value: object) -> dict[str, Any]:
 OK, FAILED, USAGE, NOT_FOUND, DAMAGED, REFUSED, INTERRUPTED, PIPE = 0, 1, 2, 3, 4, 5, 130, 141
 
 EXIT_CODES = """\
-Exit codes: 0 done, 1 another failure (a mistake in memstore, or of the system), 2 bad usage, 3 not found, 4 damaged,
+Exit codes: 0 done, 1 another failure (a bug in memstore, or the system's fault), 2 bad usage, 3 not found, 4 damaged,
 5 refused (another model's memory, another key or training run there, in use, read-only, full), 130 interrupted,
 141 the reader of the output left.
 With --json a failure is the object {"error": TYPE, "message": TEXT} on standard output."""
@@ -588,7 +588,7 @@ class Mistake(MemstoreError):
     def __init__(self, error: Exception) -> None:
         self.kind = type(error).__name__
         words = " ".join(str(error).split())
-        super().__init__(f"{self.kind}: {words} - this is a mistake in memstore; please report it")
+        super().__init__(f"{self.kind}: {words} - this is a bug in memstore; please report it")
 
 
 def exit_code(error: Exception) -> int:

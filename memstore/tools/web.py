@@ -173,7 +173,7 @@ def _unavailable(host: str, port: int, error: OSError) -> MemstoreError:
     if error.errno == errno.EADDRINUSE:
         return InvalidArgument(f"port {port} is in use; choose another with --port, or leave it out for a free one.")
     if error.errno == errno.EACCES:
-        return InvalidArgument(f"port {port} is not for everybody to use; choose one above 1023 with --port.")
+        return InvalidArgument(f"port {port} needs root; choose one above 1023 with --port.")
     return InvalidArgument(f"cannot listen at --host {host}: {error.strerror}.")
 
 

@@ -96,7 +96,7 @@ class RouterRanker(Ranker):
     def _best(self, question: str, depth: int) -> list[int]:
         codes = self._router.encode(self._asked.query(question))
         whole = (codes / codes.abs().amax(-1, keepdim=True) * 127).round().to(torch.int8)
-        scores = late_interaction(best_products(self._codes, whole).T, span=SPAN, pool="max")
+        scores = late_interaction(best_products(self._codes, whole).T)
         ranked = inherited(scores, self._consecutive).topk(min(depth, len(scores))).indices
         return [int(block) for block in ranked]
 

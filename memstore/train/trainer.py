@@ -19,7 +19,6 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 
 from memstore.errors import TrainingDiverged
 from memstore.models.drt import DRTConfig, DRTForCausalLM
-from memstore.models.memorizing import MemorizingConfig
 from memstore.train.bank import Bank
 from memstore.train.needles import NeedleRows
 from memstore.train.recipes import Recipe
@@ -58,20 +57,13 @@ def arguments(
         dataloader_pin_memory=not cpu,
         use_cpu=cpu,
         ddp_backend="gloo" if cpu and PartialState().num_processes > 1 else None,
-        ddp_find_unused_parameters=_leaves_unused(config),
+        ddp_find_unused_parameters=getattr(config, "leaves_parameters_unused", False),
         disable_tqdm=True,
         report_to="none",
     )
     # Several GPUs in one process would be DataParallel, which knows nothing of banks; torchrun starts one for each.
     made._n_gpu = min(made.n_gpu, 1)
     return made
-
-
-def _leaves_unused(config: Any) -> bool:
-    """Whether parameters go without a gradient: those of a DRT whose scores weigh nothing, or a gate without memory."""
-    if isinstance(config, MemorizingConfig):
-        return config.memory_layer is not None
-    return isinstance(config, DRTConfig) and (config.fusion == "chunked" or config.retrieval == "external")
 
 
 def rate(step: int, steps: int, optimisation: Optimisation) -> float:

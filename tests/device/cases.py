@@ -373,7 +373,6 @@ CASES: dict[str, Callable[[Run], None]] = {
     "train a kNN memory": training(stock_knn),
 }
 MORE: dict[str, Callable[[Run], None]] = {
-    "attach, two passes": attach(Retrieval(top_k=4, span=8, passes=2), counted=False),
     "attach, every token": attach(Retrieval(top_k=4, span=8, every=1), counted=False),
     "attach, lists of each layer": attach(Retrieval(top_k=4, share="layer"), counted=False),
     "attach, each head alone": attach(Retrieval(top_k=4, share="none"), pool=True, counted=False),

@@ -271,7 +271,6 @@ def test_what_a_landmark_model_cannot_do_is_refused() -> None:
     for retrieval, words in (
         (Retrieval(top_k=2), "share must be 'none', 'group' or 'layer'"),
         (options(span=4), "Retrieval.span is for stock models"),
-        (options(passes=2), "Retrieval.passes"),
         (options(every=4), "must divide the 14 tokens"),
         (options(threshold=0.5), "context-miss token; this one has none"),
     ):

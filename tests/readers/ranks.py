@@ -29,7 +29,7 @@ from tests.readers.models import attach, tiny, tokens
 SIZES: dict[str, Any] = {"window": 16, "sink": 16, "segment": 32}
 CASES = {
     "model": Retrieval(top_k=3),
-    "model, two passes": Retrieval(top_k=3, passes=2, order="time"),
+    "model, in order of time": Retrieval(top_k=3, order="time"),
     "group": Retrieval(top_k=3, share="group"),
     "none": Retrieval(top_k=2, share="none", pool="mean"),
     "all": Retrieval(top_k="all", positions="true"),

@@ -165,21 +165,17 @@ def test_the_trace_names_blocks_between_sink_and_window(share: Any, name: str) -
 @pytest.mark.parametrize(
     ("share", "one", "other"),
     [
-        ("model", {"pool": "max"}, {"pool": "mean"}),
-        ("model", {"query": "last"}, {"query": "all"}),
-        ("group", {"query": "last"}, {"query": "all"}),
+        ("group", {"pool": "max"}, {"pool": "mean"}),
         ("model", {"span": 4}, {"span": 32}),
         ("group", {"top_k": 2}, {"top_k": 3}),
     ],
-    ids=["pool", "query", "query of a group", "span", "top_k"],
+    ids=["pool", "span", "top_k"],
 )
 def test_an_option_of_choosing_changes_lists_and_answers(
     share: Any, one: dict[str, Any], other: dict[str, Any]
 ) -> None:
     model, ids = tiny("llama"), prompt(60)
-    base = {"top_k": 2, "span": 6, "query": "all", "share": share}
-    if share == "group":  # whose queries are not taken in groups: there a span counts for the last tokens only
-        base["query"] = "last"
+    base = {"top_k": 2, "span": 6, "share": share}
     lists, results = zip(*(answer(model, Retrieval(**{**base, **each}), ids) for each in (one, other)), strict=True)
     assert lists[0] != lists[1]
     assert_all_differ(results)
@@ -212,40 +208,6 @@ def test_clamped_positions_are_true_below_the_limit_and_differ_beyond() -> None:
     assert not torch.allclose(clamped, true, atol=1e-3)
 
 
-# Two passes
-
-
-def test_two_passes_choose_at_the_last_layer_for_all() -> None:
-    model = tiny("llama")
-    results, lists = [], []
-    for passes in (1, 2):
-        retrieval = Retrieval(top_k=2, passes=passes)
-        with reading(model, retrieval, routing_layers=(1, 2)) as attached:
-            results.append(logits(model, prompt(seed=7)))
-            (entry,) = lists_of(attached)
-            assert (entry.layer, entry.step) == (1, PROMPT), "what the first pass chose is used by layers before it too"
-            lists.append(entry.blocks)
-    assert lists[0] != lists[1], "else this text shows nothing"
-    assert_all_differ(results)
-
-
-def test_two_passes_choose_again_at_the_steps_asked_for() -> None:
-    model = tiny("llama")
-    with reading(model, Retrieval(top_k=2, passes=2, every=4), routing_layers=(1, 2)) as attached:
-        generate(model, prompt())
-        assert sorted({entry.step for entry in lists_of(attached)}) == [9, 13, 17]
-
-
-def test_two_passes_over_the_same_text_see_the_same() -> None:
-    """Whoever has all blocks in a list has nothing to choose, once or twice."""
-    model = tiny("llama")
-    one, two = (
-        answer(model, Retrieval(top_k="all", passes=passes), prompt(), routing_layers=(1, 2)) for passes in (1, 2)
-    )
-    assert one[0] == two[0] == []
-    assert torch.equal(one[1], two[1])
-
-
 # Batches and beams
 
 
@@ -262,11 +224,10 @@ def padded_batch() -> tuple[Tensor, Tensor]:
 
 WAYS: list[dict[str, Any]] = [
     {},
-    {"query": "all", "span": 8},
+    {"span": 8},
     {"positions": "true"},
     {"positions": "clamped"},
     {"order": "time"},
-    {"passes": 2},
     *({"share": share} for share in ("none", "group", "layer")),
     {"share": "none", "positions": "true"},
 ]
@@ -286,8 +247,7 @@ WAYS: list[dict[str, Any]] = [
 def test_every_row_of_a_padded_batch_is_that_row_alone(name: str, options: dict[str, Any]) -> None:
     model = tiny(name)
     ids, mask = padded_batch()
-    more: dict[str, Any] = {"routing_layers": (1, 2)} if "passes" in options else {}
-    with reading(model, Retrieval(top_k=2, **options), **more) as attached:
+    with reading(model, Retrieval(top_k=2, **options)) as attached:
         together = logits(model, ids, attention_mask=mask)
         lists = by_row(attached)
         assert lists[0] != lists[1] or lists[0] != lists[2], "rows must choose for themselves, or this shows nothing"

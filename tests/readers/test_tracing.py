@@ -337,16 +337,6 @@ def test_beams_take_their_steps_with_them(monkeypatch: pytest.MonkeyPatch) -> No
             assert (look.weights.sum(-1) <= 1.001).all()
 
 
-def test_an_answer_in_two_passes_is_recorded_once() -> None:
-    model = tiny("llama")
-    with reading(model, Retrieval(top_k=2, passes=2)) as attached:
-        with attached.record():
-            generate(model, prompt(), max_new_tokens=3, do_sample=False)
-        steps = last(attached.memories[0]).steps()
-    assert len(steps) == 3
-    assert sum(look.search_us > 0 for look in steps[0].looks) == 1
-
-
 def test_where_everything_is_direct_there_is_nothing_to_tell() -> None:
     model = tiny("llama")
     with reading(model, Retrieval(top_k=2), length=40) as attached:

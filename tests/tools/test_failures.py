@@ -201,7 +201,7 @@ def flip(path: Path, value: bytes) -> None:
 @pytest.mark.parametrize(
     ("error", "code", "kind", "says"),
     [
-        (ZeroDivisionError("by\nzero"), 1, "ZeroDivisionError", "ZeroDivisionError: by zero - this is a mistake in"),
+        (ZeroDivisionError("by\nzero"), 1, "ZeroDivisionError", "ZeroDivisionError: by zero - this is a bug in"),
         (PermissionError(13, "Permission denied", "/secret"), 5, "ReadOnlyMemory", "/secret: permission denied"),
         (OSError(40, "Too many links", "/loop"), 1, "MemstoreError", "/loop: Too many links"),
         (KeyboardInterrupt(), 130, "Interrupted", "interrupted; run the same command again"),

@@ -80,7 +80,7 @@ def call(cli: Cli, memory: object, verb: list[str]) -> Outcome:
     done = cli(verb[0], memory, *verb[1:])
     lines = [line for line in done.err.splitlines() if not line.startswith("copying")]
     assert "Traceback" not in done.err + done.out, done
-    assert "mistake in memstore" not in done.err, done
+    assert "bug in memstore" not in done.err, done
     assert len(lines) <= 3, done
     assert all(len(line) < 400 for line in lines), done
     assert done.code or not lines, done

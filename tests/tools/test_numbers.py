@@ -45,7 +45,6 @@ def faults() -> int:
 
 
 ATTACH = {each["about"]["dtype"].removeprefix("torch."): each for each in rows("attach")}
-PROSE = next(row for row in rows("needles")["rows"] if row["tokens"] == 65_536)
 LONG = rows("eval-passkey-100m")["rows"][0]
 RIGHT = next(row for row in rows("questions-answers")[0]["answers"] if row["with"] == "the right paragraphs")
 GATHER = next(row for row in rows("store")["rows"] if row["what"] == "warm gather, LMDB")
@@ -121,14 +120,12 @@ def kilobytes(model: str, codec: str) -> str:
 FIGURES: list[tuple[str, Callable[[], object]]] = [
     (r"\| ([\d.,]+) of \d+ found, [\d.]+ GB of memory", lambda: f"{LONG['accuracy'] * LONG['samples']:.0f}"),
     (r"of \d+ found, ([\d.]+) GB of memory", lambda: f"{LONG['peak_bytes'] / 1e9:.1f}"),
-    (r"block retrieved ([\d.]+), whole answer", lambda: f"{PROSE['recall']:.2f}"),
-    (r"whole answer ([\d.]+) \|", lambda: f"{PROSE['accuracy']:.2f}"),
     (r"\| ([\d.]+) \(BM25", lambda: f"{squad('memory'):.3f}"),
     (r"\(BM25 ([\d.]+),", lambda: f"{squad('bm25'):.3f}"),
     (r"MiniLM ([\d.]+),", lambda: f"{squad('minilm'):.3f}"),
     (r"both fused ([\d.]+)\)", lambda: f"{squad('bm25+minilm'):.3f}"),
-    (r"their answers among them \| ([\d.]+) \(", lambda: f"{with_answer('memory'):.3f}"),
-    (r"their answers among them \| [\d.]+ \(both fused ([\d.]+)", lambda: f"{with_answer('bm25+minilm'):.3f}"),
+    (r"\); ([\d.]+) \(both fused", lambda: f"{with_answer('memory'):.3f}"),
+    (r"\); [\d.]+ \(both fused ([\d.]+)", lambda: f"{with_answer('bm25+minilm'):.3f}"),
     (r"\| ([\d.]+) \(bfloat16\)", lambda: f"{ATTACH['bfloat16']['decode']['32768']['decode_ratio']:.2f}"),
     (r"([\d.]+) \(float32\)", lambda: f"{ATTACH['float32']['decode']['32768']['decode_ratio']:.2f}"),
     (r"of a memcpy's speed \| ([\d.]+) \|", lambda: f"{GATHER['ratio']:.2f}"),

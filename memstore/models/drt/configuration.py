@@ -127,6 +127,11 @@ class DRTConfig(PreTrainedConfig):
         return self.lower_layers + sum(self.upper_layers)
 
     @property
+    def leaves_parameters_unused(self) -> bool:
+        """Whether parameters go without a gradient: those of scores that weigh nothing."""
+        return self.fusion == "chunked" or self.retrieval == "external"
+
+    @property
     def head_dim(self) -> int:
         """Size of a head."""
         return self.hidden_size // self.num_attention_heads

@@ -91,6 +91,11 @@ class MemorizingConfig(PreTrainedConfig):
         self._check()
 
     @property
+    def leaves_parameters_unused(self) -> bool:
+        """Whether parameters go without a gradient: those of a gate, as long as there is nothing in the memory."""
+        return self.memory_layer is not None
+
+    @property
     def head_dim(self) -> int:
         """Size of a head."""
         return self.hidden_size // self.num_attention_heads

@@ -171,11 +171,8 @@ class Hooks:
                 begun = torch.cat((call.opening, begun))
             for observer in self._observers:
                 observer.begin(begun, fresh=call.fresh)
-        if self._next is None and call.due():
-            if self.query is not None:
-                self._choose_by_query(call, self.query)
-            elif self.selection.retrieval.passes == 2 and not call.length:
-                self._choose_in_a_first_pass(call, given, len(inputs))
+        if self._next is None and self.query is not None and call.due():
+            self._choose_by_query(call, self.query)
         self._call = call
         given["attention_mask"] = None
         if self.architecture.learned_positions:
@@ -230,24 +227,6 @@ class Hooks:
         if cache is None and not wanted:
             self._loose = call
         return call
-
-    def _choose_in_a_first_pass(self, call: Call, given: dict[str, Any], rows: int) -> None:
-        """Run the prompt up to the last layer that has landmarks, and let ``call`` attend to what was chosen there."""
-        first = Call(self.selection, call.seen, call.states, recurrent=call.recurrent)
-        self._next, self._tap = first, {}
-        try:
-            names = ("input_ids", "inputs_embeds", "attention_mask")
-            keep: dict[str, Any] = {name: given[name] for name in names if name in given}
-            if self.architecture.linear is not None:
-                keep[CACHE] = cache_of(first, rows)
-            self.architecture.decoder(**keep, use_cache=False)
-        except _Enough:
-            pass
-        finally:
-            self._next = self._tap = None
-            first.release()
-        if first.last_chosen is not None:
-            call.set_chosen(first.last_chosen, from_layer=self.selection.first_layer)
 
     # On its own, as the texts that routers are fitted to: then the same question chooses the same blocks wherever it
     # stands. Seeing the document's end finds no more (docs/notes/questions.md).

@@ -338,8 +338,8 @@ class StockReader(Reader):
     def _reading(self, *, retrieve: bool) -> dict[str, Any]:
         sizes = {"window": self.window, "sink": self.sink, "segment": self.segment, "retrieve": retrieve}
         options = {**asdict(self.retrieval), **sizes}
-        # The first six concern prompts, the others landmark models.
-        for elsewhere in ("every", "query", "words", "rerank", "passes", "on_error", "share_tokens", "threshold"):
+        # The first four concern prompts, the others landmark models.
+        for elsewhere in ("every", "words", "rerank", "on_error", "share_tokens", "threshold"):
             del options[elsewhere]
         return options
 
@@ -458,7 +458,7 @@ class StockReader(Reader):
             states = self.hooks.query_states(tokens, layer)
             return selection.routed(candidates, layer, selection.encode(layer, states[None])[0], tokens).cpu()
         asking = self.hooks.asking(tokens)[layer]
-        queries = asking if options.query == "all" else asking[:, -options.span :]  # [H, t, D]
+        queries = asking[:, -options.span :]  # [H, t, D]
         scores = candidates.score(layer, [queries.float()] * candidates.memories, selection.short)
         return pooled(scores, pool=options.pool, lists=1)[0].cpu()
 
@@ -534,7 +534,7 @@ def _spec(
     }
     if retrieval.share == "model":
         return MemorySpec(
-            index_layers=_routing_layers(len(layers), retrieval, routing_layers),
+            index_layers=_routing_layers(len(layers), routing_layers),
             key_heads=1,
             key_dim=_code_dim(architecture),
             keys_per_block=size,
@@ -556,10 +556,9 @@ def usual_routing_layer(layers: int) -> int:
     return min(layers - 1, max(1, round(layers * ROUTING_DEPTH)))
 
 
-def _routing_layers(layers: int, retrieval: Retrieval, asked: tuple[int, ...] | None) -> tuple[int, ...]:
+def _routing_layers(layers: int, asked: tuple[int, ...] | None) -> tuple[int, ...]:
     if asked is None:
-        early = usual_routing_layer(layers)
-        asked = (early,) if retrieval.passes == 1 else tuple(sorted({early, layers // 2}))
+        asked = (usual_routing_layer(layers),)
     if not asked or sorted(set(asked)) != list(asked) or not 0 <= asked[0] <= asked[-1] < layers:
         raise InvalidArgument(f"routing_layers must be ascending layer numbers from 0 to {layers - 1}, got {asked}")
     return asked

@@ -200,7 +200,7 @@ class Selection:
         """
         parts = [(source, blocks) for source, blocks in candidates.parts if blocks]
         asking = self._asking(codes)
-        if len(parts) != 1 or candidates.incomplete or len(asking) > self.retrieval.span:
+        if len(parts) != 1 or candidates.incomplete:
             return None
         (source, blocks), top_k = parts[0], self.slots(candidates)
         document = source.document
@@ -211,13 +211,13 @@ class Selection:
 
     def _asking(self, codes: Tensor) -> Tensor:
         """Those of the query codes ``[t, ...]`` that choose."""
-        return codes if self.retrieval.query == "all" else codes[-self.retrieval.span :]
+        return codes[-self.retrieval.span :]
 
     def routed(self, candidates: Candidates, layer: int, codes: Tensor, query: Tensor | None = None) -> Tensor:
         """Scores ``[N]`` of the candidates for query codes ``[t, memories, dim]``, and the words ``query [n]``."""
         options, codes = self.retrieval, self._asking(codes)
         scores = candidates.score(layer, [each[None] for each in codes.unbind(1)], self.short)[0]  # [t, N]
-        blocks = late_interaction(scores, span=options.span, pool=options.pool)
+        blocks = late_interaction(scores)
         by_states = inherited(blocks, candidates.consecutive(blocks.device))
         if query is None:
             return by_states
@@ -240,13 +240,13 @@ class Selection:
     ) -> CandidateLists:
         """The layer's own lists from each row's queries ``[H, t, D]``.
 
-        ``whole`` lets all query tokens choose; otherwise the options say which do.
+        ``whole`` lets all query tokens choose; otherwise the last ``span`` do.
         """
         options, begun = self.retrieval, time.perf_counter()
         lists = {"none": plan.heads, "group": plan.key_heads, "layer": 1}[options.share]
         chosen = []
         for queries in rows:
-            queries = queries if whole or options.query == "all" else queries[:, -options.span :]
+            queries = queries if whole else queries[:, -options.span :]
             one_for_all = [queries.detach().float()] * candidates.memories
             scores = candidates.score(plan.index, one_for_all, self.short)  # [H, t, N]
             numbers, best = choose(pooled(scores, pool=options.pool, lists=lists), self.slots(candidates))

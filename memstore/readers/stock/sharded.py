@@ -88,7 +88,7 @@ class ShardedSelection(Selection):
         options, codes = self.retrieval, self._asking(codes)
         scores, numbers, own = self._scored(candidates, layer, [each[None] for each in codes.unbind(1)])
         moments = self.ranks.moments(scores[0][:, own])
-        blocks = late_interaction(scores[0], span=options.span, pool=options.pool, moments=moments)
+        blocks = late_interaction(scores[0], moments)
         follows = candidates.consecutive()[numbers]
         follows[1:] &= numbers[1:] == numbers[:-1] + 1
         follows[:1] = False
@@ -106,7 +106,7 @@ class ShardedSelection(Selection):
         lists = {"none": plan.heads, "group": plan.key_heads, "layer": 1}[options.share]
         found = []
         for queries in rows:
-            queries = queries if whole or options.query == "all" else queries[:, -options.span :]
+            queries = queries if whole else queries[:, -options.span :]
             scores, numbers, own = self._scored(
                 candidates, plan.index, [queries.detach().float()] * candidates.memories
             )
