@@ -147,8 +147,17 @@ def _load(name: str, dtype: str, device: str) -> LoadedModel:
         with quiet_transformers():
             return _named(LoadedModel(*kinds.load_model(Path(source), device)), name)
     with _loading(name), quiet_transformers():
-        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=precision, trust_remote_code=False)
+        model = _stock_class(transformers, source).from_pretrained(source, dtype=precision, trust_remote_code=False)
     return _named(LoadedModel(model.eval().to(device), load_tokenizer(name)), name)
+
+
+def _stock_class(transformers: Any, source: str) -> Any:
+    """The class of ``transformers`` that loads the stock model at ``source``."""
+    config = type(transformers.AutoConfig.from_pretrained(source, trust_remote_code=False))
+    causal, pictures = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    if config in pictures and config not in causal:  # asked in words, such a model answers with its text part
+        return transformers.AutoModelForImageTextToText
+    return transformers.AutoModelForCausalLM
 
 
 def _named(loaded: LoadedModel, name: str) -> LoadedModel:

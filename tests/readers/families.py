@@ -97,12 +97,12 @@ class Tried(NamedTuple):
     reason: str = ""
 
 
-def tiny_family(name: str) -> PreTrainedModel:
+def tiny_family(name: str, **sizes: Any) -> PreTrainedModel:
     """A random model of a family, with each kind of layer that its configuration has. Raises whatever prevents it."""
     errors = []
     for variant in VARIANTS:
         try:
-            model = _made(_config(name, {**SIZES, **HYBRID, **variant}), pictures=name in PICTURES)
+            model = _made(_config(name, {**SIZES, **HYBRID, **sizes, **variant}), pictures=name in PICTURES)
             with torch.no_grad():
                 model(torch.arange(2, 60)[None])
         except Exception as error:  # noqa: BLE001 - families fail in every way

@@ -17,7 +17,7 @@ SIZES: dict[str, Any] = {"block_size": 16, "window": 64, "sink": 16, "segment": 
 OPENING = "<|system|>Be brief.<|end|>\n"
 
 
-def attached(path: Path, **options: Any) -> Reader:
+def attached(path: Any, **options: Any) -> Reader:
     return memstore.attach(instruct_model(), path, tokenizer=instruct_tokenizer(), **SIZES, **options)
 
 
@@ -64,6 +64,22 @@ def test_other_documents_are_seen_beside_the_session(tmp_path: Path) -> None:
         answer = reader.chat("today").say("Where is the key?", max_tokens=3)
         assert "cottage" in {source.document for source in answer.sources()}
         assert reader.names is None
+
+
+def test_other_memories_are_seen_beside_that_of_the_session_and_stay_as_they_are(tmp_path: Path) -> None:
+    texts = {"cottage": "The key hangs in the woodshed. ", "ferry": "The last ferry leaves at 19:40. "}
+    for name, text in texts.items():
+        with attached(tmp_path / name) as reader:
+            reader.read(text * 8, document=name)
+    with memstore.open(tmp_path / "cottage", mode="r") as cottage, memstore.open(tmp_path / "ferry", mode="r") as ferry:
+        places = [tmp_path / "history", cottage, ferry]
+        for turns in (2, 4):
+            with attached(places, retrieval=memstore.Retrieval(top_k=100)) as reader:
+                answer = reader.chat("today").say("Where is the key?", max_tokens=3)
+                assert {*texts} <= {source.document for source in answer.sources(100)}
+                assert len(reader.chat("today").turns) == turns
+                assert [each.name for each in reader.memory.documents()] == ["chat/today"]
+        assert [[each.name for each in memory.documents()] for memory in (cottage, ferry)] == [["cottage"], ["ferry"]]
 
 
 def test_an_interrupted_answer_is_kept_as_far_as_it_came(tmp_path: Path) -> None:

@@ -17,6 +17,8 @@ from memstore.tools.models import kind_named, lasting_name, load_tokenizer, reso
 from tests.eval.drts import save_drt
 from tests.eval.landmarks import save_landmark
 from tests.eval.memorizing import save_memorizing
+from tests.instruct import MARKS, instruct_tokenizer
+from tests.readers.families import tiny_family
 from tests.tools.conftest import Cli
 
 USAGE, NOT_FOUND, REFUSED = 2, 3, 5
@@ -129,6 +131,20 @@ def test_a_stock_model_with_a_knn_layer_reads_and_is_asked_with_it(
     assert done.code == 0, done.err
     refused = cli("audit", memory, "what?")
     assert "has no audit" in refused.err
+
+
+def test_the_text_part_of_a_model_of_pictures_reads_and_is_asked(cli: Cli, text: Path, tmp_path: Path) -> None:
+    folder, memory = tmp_path / "sees", tmp_path / "log.mem"
+    tiny_family("qwen2_5_vl", vocab_size=256 + len(MARKS)).save_pretrained(folder)
+    instruct_tokenizer().save_pretrained(folder)
+    done = cli("read", text, memory, "--model", folder, "--block-size", 16, "--json")
+    assert done.code == 0, done.err
+    assert done.json["new_tokens"] == len(TEXT)
+    done = cli("ask", memory, "What is new?", "--max-tokens", 3, "--json")
+    assert done.code == 0, done.err
+    assert done.json["tokens"] == 3
+    assert all(used["text"] in TEXT for used in done.json["sources"])
+    assert done.json["sources"]
 
 
 def test_landmark_models_retrieve_as_many_blocks_as_they_are_told(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import io
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import memstore
+from tests.instruct import instruct_tokenizer
 from tests.tools.conftest import Cli, Outcome
 
 
@@ -34,6 +38,37 @@ def test_a_chat_goes_on_tomorrow(talk: Callable[..., Outcome], tmp_path: Path) -
         facts, _ = memory.facts()
         assert [facts[f"said/today/{i}"]["role"] for i in range(6)] == ["user", "assistant"] * 3
         assert facts["said/today/4"]["text"] == "What was that?"
+
+
+def test_ctrl_c_keeps_an_answer_as_far_as_it_came_and_the_chat_goes_on(
+    talk: Callable[..., Outcome], tmp_path: Path, instruct_folder: Path
+) -> None:
+    options = ("--session", "today", "--model", instruct_folder)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "memstore", "chat", tmp_path / "m", *options],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+    )  # fmt: skip
+    try:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdin.write(b"Hello\n")
+        assert b"today: 0 turns so far" in child.stdout.readline()
+        child.stdout.read(1)  # of the answer, which has two hundred tokens
+        child.send_signal(signal.SIGINT)
+        out, errors = child.communicate(timeout=60)
+    finally:
+        child.kill()
+    assert (child.returncode, errors) == (0, b"")
+    assert b"(stopped; what was said so far is kept)" in out
+    with memstore.open(tmp_path / "m", mode="r") as memory:
+        facts = memory.infos("said/today/")
+        said, kept = facts["said/today/0"]["text"], facts["said/today/1"]["text"]
+        assert (len(facts), said) == (2, "Hello")
+        assert kept
+        text = str(instruct_tokenizer().decode(memory.document("chat/today").tokens()))
+    assert text.endswith(f"<|user|>Hello<|end|>\n<|assistant|>{kept}")
+    assert "today: 2 turns so far" in talk("And now?").out
+    assert "today: 4 turns so far" in talk().out
 
 
 def test_a_chat_reads_shows_its_sources_and_forgets(talk: Callable[..., Outcome], tmp_path: Path) -> None:

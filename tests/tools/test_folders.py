@@ -193,15 +193,17 @@ def test_of_a_file_that_changed_the_blocks_before_the_change_stay(cli: Cli, memo
     assert texts(memory_path)["notes/trips/ferry.txt"].strip() == changed.strip()
 
 
+@pytest.mark.parametrize("lines", [300, pytest.param(2_500, marks=pytest.mark.slow)])
 def test_a_word_that_changed_in_the_last_tenth_of_a_long_file_costs_a_tenth_at_most(
-    cli: Cli, memory_path: Path, notes: Path
+    cli: Cli, memory_path: Path, notes: Path, lines: int
 ) -> None:
-    text = "".join(f"Line {number} says that nothing has happened.\n" for number in range(300))
+    text = "".join(f"Line {number} says that nothing has happened.\n" for number in range(lines))
     (notes / "long.txt").write_text(text)
     (first,) = cli("read", notes, memory_path, "--json").json["documents"]
-    (notes / "long.txt").write_text(text.replace("Line 275 says", "Line 275 denies"))
+    changed = lines * 11 // 12
+    (notes / "long.txt").write_text(text.replace(f"Line {changed} says", f"Line {changed} denies"))
     (again,) = cli("read", notes, memory_path, "--json").json["documents"]
-    assert first["new_tokens"] > 10_000
+    assert first["new_tokens"] > 40 * lines
     assert 0 < again["new_tokens"] <= again["tokens"] / 10
     assert again["new_tokens"] + again["reused_tokens"] == again["tokens"]
 
@@ -530,7 +532,7 @@ def test_ten_thousand_unchanged_files_take_seconds(tmp_path: Path, cli: Cli, mon
     begun = time.process_time()
     done = cli("read", folder, tmp_path / "m", "--json")
     assert done.json["unchanged"] == 10_000, done.err
-    assert time.process_time() - begun < 20, "5 s"
+    assert time.process_time() - begun < 5
 
 
 MESSAGE = """\

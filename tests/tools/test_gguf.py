@@ -1,4 +1,4 @@
-"""Models in GGUF files: converted once. No real file is read here: those are large."""
+"""Models in GGUF files: converted once. test_everyday.py reads a real file."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_wheel_without_a_model_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture
 def gguf_file(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that transformers is made to read as the tiny model: writing a real one takes a converter of llama.cpp."""
+    """A file that transformers is made to read as the tiny model."""
     return read_as(model_folder, tmp_path, monkeypatch)
 
 

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import pty
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import pytest
 
 from memstore.stored import on_one_line, printable
 from memstore.tools.verb import Page, cell, counted
+from tests.tools.conftest import Cli
 
 
 @pytest.mark.parametrize(
@@ -60,3 +68,26 @@ def test_a_table_on_a_terminal_has_lines(capsys: pytest.CaptureFixture[str], mon
     out = capsys.readouterr().out
     assert "─" in out
     assert "[bold]whale" in out
+
+
+def test_a_question_shows_on_a_terminal_at_once_that_the_model_is_loaded(
+    cli: Cli, tmp_path: Path, instruct_folder: Path
+) -> None:
+    (tmp_path / "note.md").write_text("The key hangs in the woodshed.")
+    assert cli("read", tmp_path / "note.md", tmp_path / "m", "--model", instruct_folder).code == 0
+    terminal, end = pty.openpty()
+    begun = time.monotonic()
+    child = subprocess.Popen(
+        [sys.executable, "-m", "memstore", "ask", tmp_path / "m", "Where?"], stdin=end, stdout=end, stderr=end
+    )
+    try:
+        told = os.read(terminal, 1)
+        assert time.monotonic() - begun < 3, "half a second, on a machine with nothing else to do"
+        while b"loading the model" not in told:
+            told += os.read(terminal, 1000)
+    finally:
+        child.kill()
+        child.wait()
+        os.close(end)
+        os.close(terminal)
+    assert time.monotonic() - begun < 3

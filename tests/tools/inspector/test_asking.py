@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 TEXTS = {"cottage": "The key of the cottage hangs in the woodshed. ", "ferry": "The last ferry leaves at 19:40. "}
 ASKED = {"model": "notes", "messages": [{"role": "user", "content": "Where is it?"}], "max_tokens": 5, "stream": True}
 CHAT = "/v1/chat/completions"
-WIDTHS = (390, 768, 1024, 1400)
+SCREENS = ((390, "light"), (390, "dark"), (768, "dark"), (1024, "light"), (1400, "dark"))
 
 
 @pytest.fixture(scope="module")
@@ -202,8 +202,28 @@ def test_a_chat_is_kept_and_shown(made: Path, chrome: Chrome) -> None:
         seen.wait_for("#documents", "chat/chat")
 
 
-@pytest.mark.parametrize("width", WIDTHS)
-def test_nothing_is_cut_off_and_a_phone_has_tabs(asked: memstore.Memory, chrome: Chrome, width: int) -> None:
+# How bright the page is, and how each visible text stands out from the paper or panel that it is on (WCAG 2: 1 to 21).
+BRIGHTNESS = r"""
+const light = colour => {
+  const [red, green, blue] = colour.match(/[\d.]+/g).map(each => (each / 255) ** 2.2);
+  return 0.2126 * red + 0.7152 * green + 0.0722 * blue + 0.05;
+};
+const opaque = each => getComputedStyle(each).backgroundColor.startsWith("rgb(");
+const paper = each => opaque(each) ? each : paper(each.parentElement);
+const texts = [...document.querySelectorAll("body *")].filter(
+  each => each.offsetWidth && [...each.childNodes].some(node => node.nodeType == 3 && node.data.trim()));
+const contrasts = texts.map(each => {
+  const ratio = light(getComputedStyle(each).color) / light(getComputedStyle(paper(each)).backgroundColor);
+  return [Math.max(ratio, 1 / ratio), each.outerHTML];
+});
+return [light(getComputedStyle(document.documentElement).backgroundColor), contrasts.sort((a, b) => a[0] - b[0])[0]];
+"""
+
+
+@pytest.mark.parametrize(("width", "colours"), SCREENS)
+def test_nothing_is_cut_off_or_faint_and_a_phone_has_tabs(
+    asked: memstore.Memory, chrome: Chrome, width: int, colours: str
+) -> None:
     with shown(chrome, asked) as seen:
         if not asked.traces.list():
             ask(seen, "Where is it?")
@@ -211,7 +231,12 @@ def test_nothing_is_cut_off_and_a_phone_has_tabs(asked: memstore.Memory, chrome:
             "Emulation.setDeviceMetricsOverride",
             {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 600},
         )
+        wanted = [{"name": "prefers-color-scheme", "value": colours}]
+        seen.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": wanted})
         try:
+            paper, (contrast, text) = seen.run(BRIGHTNESS)
+            assert (paper < 0.1) == (colours == "dark")
+            assert contrast > 4, text
             visible = (
                 "return ['#flow', '#left', '#right', '#pair'].filter(each => document.querySelector(each).offsetWidth)"
             )
@@ -233,6 +258,7 @@ def test_nothing_is_cut_off_and_a_phone_has_tabs(asked: memstore.Memory, chrome:
                 assert seen.run(visible) == ["#flow", "#left", "#right", "#pair"]
         finally:
             seen.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+            seen.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
 def test_the_words_of_the_page_are_explained(asked: memstore.Memory, chrome: Chrome) -> None:
