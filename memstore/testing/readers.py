@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 
 import memstore
-from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory
+from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory, UnsupportedModel
 from memstore.readers.kinds import OPTIONS, RETRIEVAL, kind_of
 from memstore.readers.reader import Reader
 
-STRANGE: dict[str, Any] = {"share_tokens": False, "threshold": 0.5, "span": 3, "query": "all", "on_error": "miss"}
+STRANGE: dict[str, Any] = {"share_tokens": False, "threshold": 0.5, "span": 3, "rerank": 4, "on_error": "miss"}
 
 
 class ReaderTests(ABC):
@@ -139,6 +139,18 @@ class ReaderTests(ABC):
                 assert reader.read(text).reused_tokens > 0
                 torch.testing.assert_close(self.asked(reader), first, rtol=0, atol=self.tolerance)
 
+    def test_an_update_keeps_what_is_before_the_first_change(self) -> None:
+        model = self.model()
+        text = self.text(model)
+        changed = text.clone()
+        changed[-40] = 3 + (changed[-40] - 2) % 5
+        with self.attach(model, "ram:") as reader:
+            reader.read(text)
+            result = reader.update(changed)
+            assert 0 < result.reused_tokens <= len(text) - 40
+            assert torch.equal(reader.document.tokens(), changed)
+            assert [document.name for document in reader.documents] == ["text"]
+
     # Asking
 
     def test_generate_is_generate_of_the_model_and_sees_the_memory(self) -> None:
@@ -184,7 +196,29 @@ class ReaderTests(ABC):
             assert trace.info["documents"] == ["text"]
             assert [step.token for step in trace.steps()] == new.tolist()
 
+    def test_an_audit_says_what_attention_wanted_or_that_there_is_none(self) -> None:
+        model = self.model()
+        with self.attach(model, "ram:") as reader:
+            question = self.text(model, 1)[:9]
+            reader.read(self.text(model))
+            if not reader.kind.audit:
+                with pytest.raises(UnsupportedModel, match="has no audit"):
+                    reader.audit(question)
+                return
+            audit = reader.audit(question, tokens=2)
+            assert (audit.documents, audit.blocks > 0) == (["text"], True)
+            shares = torch.cat([share.flatten() for layer in audit.layers for share in (layer.recall, layer.captured)])
+            shares = shares[~shares.isnan()]
+            assert 0 <= shares.min() <= shares.max() <= 1 + 1e-5
+            assert len(reader) == self.length, "what is asked is not stored"
+
     # What is refused
+
+    def test_words_need_a_tokenizer(self) -> None:
+        with self.attach(self.model(), "ram:") as reader:
+            for use in (reader.ask, reader.search, reader.audit, lambda words: reader.chat().say(words)):
+                with pytest.raises((InvalidArgument, UnsupportedModel)):
+                    use("Who was it?")
 
     def test_the_memory_of_another_model_is_refused(self, tmp_path: Path) -> None:
         with self.attach(self.model(), tmp_path / "m") as reader:
