@@ -520,7 +520,8 @@ def check_same(spec: MemorySpec, memory: SharedStore | Container) -> None:
     if differences := spec.differences(memory.spec):
         raise ForeignMemory(
             f"memory {memory.url} was made for something else: {'; '.join(differences)}. Its states are not used. "
-            "Open it with the model and settings that it was made with, or make a new memory at another path."
+            "Open it with the model and settings that it was made with, or make a new memory at another path.",
+            memory=memory.url,
         )
 
 

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from memstore.errors import InvalidArgument, NotFound, ReadOnlyMemory, UnsupportedModel
-from memstore.memory import Document, Memory, MemorySpec, open_memory
+from memstore.errors import ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory, UnsupportedModel
+from memstore.memory import Document, Fingerprint, Memory, MemorySpec, open_memory
 from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.memory import check_same
 from memstore.memory.urls import Mode
@@ -32,6 +32,7 @@ from memstore.readers.fingerprint import dividing
 from memstore.readers.kinds import ATTACHED, OPTIONS, RETRIEVAL, Kind, Retrieval, encode
 from memstore.readers.observer import Observer
 from memstore.readers.ranks import Ranks, Share, SharedDocument
+from memstore.stored import on_one_line
 from memstore.transfer import background_workers, own_types
 
 UNNAMED = "document"
@@ -266,7 +267,24 @@ class Attachment(ABC):
 
     def _check_memory(self, memory: Memory, first: Memory) -> None:  # noqa: ARG002 - for those that see several
         """Raise ``ForeignMemory`` where ``memory`` was made by another model."""
-        check_same(self.spec(memory.spec), memory)
+        spec = self.spec(memory.spec)
+        self._check_named(memory, spec.fingerprint)
+        check_same(spec, memory)
+
+    def _check_named(self, memory: Memory, ours: Fingerprint) -> None:
+        """Raise ``ForeignMemory`` where another model made ``memory``, and the names of both are known."""
+        theirs, maker, name = memory.spec.fingerprint, memory.model_info().get("name"), _name_of(self.model)
+        # Where only the dtype differs the weights do too, and the names may be two of one model.
+        another = ours.architecture != theirs.architecture or (
+            ours.weights != theirs.weights and ours.dtype == theirs.dtype
+        )
+        if another and isinstance(maker, str) and name and maker != name:
+            maker, name = on_one_line([maker]), on_one_line([name])
+            raise ForeignMemory(
+                f"memory {memory.url} was read by {maker}, not by {name}: attach {maker} (leave --model out), or read "
+                "the text into a new memory",
+                memory=memory.url,
+            )
 
     def _begin(self) -> None:  # noqa: B027 - nothing for most
         """The memories are open: whatever else has to be checked or loaded."""

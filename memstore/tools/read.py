@@ -20,7 +20,7 @@ from memstore.readers.kinds import encode
 from memstore.stored import printable
 from memstore.tools.ask import attached
 from memstore.tools.files import STDIN, digest, find
-from memstore.tools.models import SMOLLM2, LoadedModel, load_model, record_model
+from memstore.tools.models import SMOLLM2, LoadedModel, load_model, record_model, usual_dtype
 from memstore.tools.plan import TOLD, Contents, FileText, ReadPlan, check_fit, check_room, gone, plan_of
 from memstore.tools.verb import (
     FACT,
@@ -311,7 +311,7 @@ def _model_of(known: Contents | None, options: Options) -> tuple[str, str]:
     """The name and precision of the model to read with."""
     model = options.model or (None if known is None else known.model) or SMOLLM2
     # A memory goes on in the precision that it was begun in, also where another one would be faster.
-    return model, options.dtype or (None if known is None else known.dtype) or "auto"
+    return model, options.dtype or usual_dtype(model, None if known is None else known.dtype)
 
 
 def _read_each(

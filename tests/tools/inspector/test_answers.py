@@ -391,8 +391,8 @@ def test_the_model_that_read_a_text_is_asked(cli: Cli, tmp_path: Path, model_fol
 
 def test_why_a_model_cannot_be_asked_is_told(client: TestClient) -> None:
     answer = client.get("/api/documents/1/ask", params={"text": "a dark night"})
-    assert answer.status_code == 400
-    assert "window must be a multiple of the block size" in answer.json()["message"]
+    assert answer.status_code == 409
+    assert "was not made by this model" in answer.json()["message"]
 
 
 def test_a_copy_of_the_folder_is_shown_like_the_folder(book: Path, tmp_path: Path) -> None:
