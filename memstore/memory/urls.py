@@ -15,7 +15,6 @@ from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 from urllib.parse import parse_qs, urlsplit
 
@@ -346,10 +345,6 @@ def _open_remote(url: str, mode: Mode, blank: Blank | None, **options: Any) -> O
         if not _has_tail(tail):
             mode, tail = _elsewhere(url, mode, blank, shards, tail)
         return _open_folder(ZarrStore, tail, url, mode, blank, exists=lambda: _has_tail(tail), **options)
-    except DamagedError as error:  # which knows the tail alone, and that is no memory by itself
-        raise DamagedError(
-            str(error).replace(quote(f"zarr:{tail}"), quote(url)), memory=url, remedy=error.remedy
-        ) from error
     except OSError as error:
         if isinstance(error, MemstoreError):
             raise
@@ -397,21 +392,21 @@ def _open_folder(
     ``options`` are those of ``kind``.
     """
     if mode == "r":
-        return OpenStore(kind.open(folder, read_only=True, **options))
+        return OpenStore(kind.open(folder, read_only=True, url=url, **options))
     if mode == "a" and exists():
         try:
-            return OpenStore(kind.open(folder, **options))
+            return OpenStore(kind.open(folder, url=url, **options))
         except NotFound:  # its creation was interrupted
             if blank is None:
                 raise
     if blank is None:
         if folder.exists():
-            return OpenStore(kind.open(folder, **options))  # which says what the path is instead
+            return OpenStore(kind.open(folder, url=url, **options))  # which says what the path is instead
         raise _missing(url, mode)
     more = 0 if blank.key is None else OVERHEAD
     options["blocks_per_value"] = _blocks_per_value(blank.block_bytes + more)
     options["tokens_per_value"] = _tokens_per_value(blank.token_bytes and blank.token_bytes + more)
-    return OpenStore(kind.create(folder, batch=partial(blank.first, folder), **options))
+    return OpenStore(kind.create(folder, batch=partial(blank.first, folder), url=url, **options))
 
 
 def _has_tail(folder: Path) -> bool:

@@ -569,7 +569,13 @@ def common_tokens(document: Document, tokens: Tensor) -> int:
 
 
 def compare(document: Document, start: int, tokens: Tensor) -> None:
-    """Raise ``InvalidArgument`` unless the document holds ``tokens`` from token ``start`` on.
+    """Raise ``InvalidArgument`` unless the document holds ``tokens`` from token ``start`` on."""
+    if (text := another_text(document, start, tokens)) is not None:
+        raise InvalidArgument(f"{text}: read this one under another name, or append() to go on after it")
+
+
+def another_text(document: Document, start: int, tokens: Tensor) -> str | None:
+    """That the document does not hold ``tokens`` from token ``start`` on, in words; None where it does.
 
     Nobody knows the tokens of blocks that a repair has dropped: they are taken for the same.
     """
@@ -581,12 +587,10 @@ def compare(document: Document, start: int, tokens: Tensor) -> None:
             low, high = max(at, 0), min(at + len(stored), len(part))
             different = stored[low - at : high - at] != part[low:high]
             if bool(different.any()):
-                raise InvalidArgument(
-                    f"document {document.name!r} holds another text (they differ from token "
-                    f"{start + low + int(different.nonzero()[0])} on): read this one under another name, or append() "
-                    "to go on after it"
-                )
+                place = start + low + int(different.nonzero()[0])
+                return f"document {document.name!r} holds another text (they differ from token {place} on)"
         start += len(part)
+    return None
 
 
 def segments(pieces: Iterator[Tensor], place: int, size: int) -> Iterator[Tensor]:

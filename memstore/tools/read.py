@@ -428,19 +428,16 @@ def _check_same(reader: Reader, name: str, ids: list[int]) -> None:
     """Raise ``InvalidArgument`` where the document holds another text."""
     import torch
 
-    from memstore.readers.attachment import compare
+    from memstore.readers.attachment import another_text
 
     document = reader.memory.document(name)
     if document.blocks.start:
         return  # read() says what to do with one that has lost its first blocks
-    try:
-        compare(document, 0, torch.tensor(ids)[: len(document)])
-    except InvalidArgument as error:
-        differ, _, _ = str(error).rpartition(": ")
+    if (text := another_text(document, 0, torch.tensor(ids)[: len(document)])) is not None:
         raise InvalidArgument(
-            f"{differ}: give this one a name of its own, memstore read TEXT MEMORY --document NAME, or memstore forget "
+            f"{text}: give this one a name of its own, memstore read TEXT MEMORY --document NAME, or memstore forget "
             "the other one first"
-        ) from None
+        )
 
 
 def _unchanged(name: str, known: Contents) -> dict[str, Any]:
