@@ -20,7 +20,16 @@ from urllib.parse import parse_qs, urlsplit
 
 from xxhash import xxh3_128_hexdigest
 
-from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError, NotAMemory, NotFound, WrongKey
+from memstore.errors import (
+    DamagedError,
+    ForeignMemory,
+    InvalidArgument,
+    MemstoreError,
+    NotAMemory,
+    NotFound,
+    WrongKey,
+    opening,
+)
 from memstore.paths import user_folder
 from memstore.store.contract import BlockStore
 from memstore.store.encrypted import OVERHEAD, EncryptedStore, sealed
@@ -135,7 +144,8 @@ def open_store(url: str | Path, mode: Mode, blank: Blank | None, key: KeySource 
     given = None if key is None else read_key(key)
     if blank is not None and (given or on_disk(url)):
         blank = blank._replace(key=given or key_of_environment())
-    found = _open(url, mode, blank)
+    with opening(url):
+        found = _open(url, mode, blank)
     try:
         return found._replace(store=_unlocked(found.store, url, given))
     except BaseException:
@@ -162,7 +172,8 @@ def _unlocked(store: BlockStore, url: str | Path, key: MasterKey | None) -> Bloc
             memory=str(url),
         )
     assert place is not None
-    return EncryptedStore(store, KeyTable.open(place, key))
+    with opening(url):
+        return EncryptedStore(store, KeyTable.open(place, key))
 
 
 def _is_encrypted(store: BlockStore, folder: Path | None) -> bool:
@@ -258,17 +269,18 @@ def open_unchecked(url: str | Path, key: MasterKey | None = None) -> BlockStore:
 
 def open_locked(url: str | Path) -> BlockStore:
     """The same as it lies there: ciphertext, where the memory is encrypted."""
-    if is_path(url):
-        from memstore.store.lmdb.store import LmdbStore
+    with opening(url):
+        if is_path(url):
+            from memstore.store.lmdb.store import LmdbStore
 
-        return LmdbStore.open(url, read_only=True, check=False)
-    if str(url).startswith("zarr:"):
-        from memstore.store.zarr import ZarrStore
+            return LmdbStore.open(url, read_only=True, check=False)
+        if str(url).startswith("zarr:"):
+            from memstore.store.zarr import ZarrStore
 
-        return ZarrStore.open(str(url)[5:], read_only=True, check=False)
-    if is_remote(url):
-        return _open_remote(str(url), "r", None, check=False).store
-    return _open(url, "r", None).store
+            return ZarrStore.open(str(url)[5:], read_only=True, check=False)
+        if is_remote(url):
+            return _open_remote(str(url), "r", None, check=False).store
+        return _open(url, "r", None).store
 
 
 def is_path(url: str | Path) -> bool:

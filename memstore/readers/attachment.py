@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from memstore.errors import ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory, UnsupportedModel
+from memstore.errors import ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory, UnsupportedModel, opening
 from memstore.memory import Document, Fingerprint, Memory, MemorySpec, open_memory
 from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.memory import check_same
@@ -238,7 +238,8 @@ class Attachment(ABC):
                 memory = open_memory(str(place), spec=spec, **self._opening)
                 stack.enter_context(memory)
                 self._sign(memory)
-            self._check_memory(memory, self.memories[0] if self._memories else found[0] or memory)
+            with opening(memory.url):
+                self._check_memory(memory, self.memories[0] if self._memories else found[0] or memory)
             yield memory
 
     def _existing(self, place: str | Path, stack: ExitStack) -> Memory | None:
@@ -282,8 +283,7 @@ class Attachment(ABC):
             maker, name = on_one_line([maker]), on_one_line([name])
             raise ForeignMemory(
                 f"memory {memory.url} was read by {maker}, not by {name}: attach {maker} (leave --model out), or read "
-                "the text into a new memory",
-                memory=memory.url,
+                "the text into a new memory"
             )
 
     def _begin(self) -> None:  # noqa: B027 - nothing for most

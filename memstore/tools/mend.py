@@ -223,13 +223,13 @@ def with_way_out(error: Exception, arguments: Sequence[str]) -> Exception:
     memories = [each for each in arguments[1:] if on_disk(each)]
     if not memories or not isinstance(error, MemstoreError):
         return error
+    # As the user wrote it; a copy names two memories, of which the first one is read and the last one written.
+    named = [each for each in memories if error.memory and _path(each) == _path(error.memory)] or memories
     match error:
         case DamagedError() if error.remedy is None:
-            return DamagedError(f"{error}\n{_damaged(memories[0])}")
-        case MemoryInUse() | ReadOnlyMemory() | StoreFull() if error.memory or error.remedy == "limit":
-            # As the user wrote it; a copy names two memories, of which the last one is written.
-            named = [each for each in memories if _path(each) == _path(error.memory or "")]
-            return type(error)(f"{error}\n{_refused(error, quote((named or memories)[-1]))}")
+            return error.reworded(f"{error}\n{_damaged(named[0])}")
+        case MemoryInUse() | ReadOnlyMemory() | StoreFull() if error.remedy == "limit" or on_disk(error.memory or ""):
+            return error.reworded(f"{error}\n{_refused(error, quote(named[-1]))}")
     return error
 
 

@@ -144,8 +144,7 @@ class StockReader(Reader):
         if differences := fingerprint.differences(memory.spec.fingerprint):
             raise ForeignMemory(
                 f"the memory {memory.url} was not made by this model ({'; '.join(differences)}): attach the model it "
-                "was made by, or read the text into a new memory",
-                memory=memory.url,
+                "was made by, or read the text into a new memory"
             )
         self._check_sizes(first.spec.block_size)
         if not memory.index_capabilities.dense:
@@ -400,7 +399,8 @@ class StockReader(Reader):
         elif not all(torch.equal(stored[each], arrays[each]) for each in arrays):
             raise ForeignMemory(
                 f"the memory {self.memory.url} has another router than the one that is named: leave router out, or "
-                "read the text into a new memory"
+                "read the text into a new memory",
+                memory=self.memory.url,
             )
 
     @property

@@ -345,7 +345,8 @@ def test_pins_documents_and_traces_can_be_changed_where_that_is_allowed(writable
         with memstore.open(writable):  # what another process does while it writes
             answer = client.post("/api/do/pin", json={"document": first})
             assert answer.status_code == 409
-            assert answer.json()["error"] == "MemoryInUse"
+            told = answer.json()
+            assert (told["error"], told["code"], told["memory"]) == ("MemoryInUse", "in-use", str(writable))
 
 
 def test_what_would_be_obeyed_is_spelled_out(
