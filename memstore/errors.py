@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from os import PathLike, fspath
 from typing import ClassVar, Literal, Self
 
@@ -26,6 +28,15 @@ class MemstoreError(Exception):
         super().__init__(*args)
         self.memory = None if memory is None else fspath(memory)
         self.remedy = remedy
+
+    def facts(self) -> dict[str, str]:
+        """``code``, and ``memory`` and ``remedy`` where they are known, as programs are told them."""
+        told = {"code": self.code, "memory": self.memory, "remedy": self.remedy}
+        return {name: value for name, value in told.items() if value is not None}
+
+    def reworded(self, message: str) -> Self:
+        """The same error with another message."""
+        return type(self)(message, memory=self.memory, remedy=self.remedy)
 
 
 class InvalidArgument(MemstoreError, ValueError):
@@ -110,6 +121,17 @@ class TrainingDiverged(MemstoreError, ArithmeticError):
     """The loss or the weights are no longer finite; training has stopped."""
 
     code = "diverged"
+
+
+@contextmanager
+def opening(memory: str | PathLike[str]) -> Iterator[None]:
+    """Errors inside are about ``memory``, whichever of its parts they name; but bad arguments are about none."""
+    try:
+        yield
+    except MemstoreError as error:
+        if not isinstance(error, InvalidArgument):
+            error.memory = fspath(memory)
+        raise
 
 
 def first_line(error: Exception) -> str:

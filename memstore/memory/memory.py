@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from memstore.errors import ForeignMemory, InvalidArgument, MemstoreError, StoreFull
+from memstore.errors import ForeignMemory, InvalidArgument, MemstoreError, StoreFull, opening
 from memstore.memory import verify
 from memstore.memory.document import Container, Document
 from memstore.memory.entry import LONGEST_NAME
@@ -72,7 +72,8 @@ def open_memory(
     try:
         budgets = {"host_bytes": host_bytes, "device_bytes": device_bytes, "device": device}
         kept = None if isinstance(opened.store, EncryptedStore) else folder(url)  # indexes are not encrypted
-        shared = SharedStore.opened(opened.store, str(url), mode, index, kept, budgets)
+        with opening(url):
+            shared = SharedStore.opened(opened.store, str(url), mode, index, kept, budgets)
         memory = Memory(shared, opened)
         if memory.encrypted and index.partition(":")[0] == "milvus":
             raise InvalidArgument(
@@ -520,7 +521,8 @@ def check_same(spec: MemorySpec, memory: SharedStore | Container) -> None:
     if differences := spec.differences(memory.spec):
         raise ForeignMemory(
             f"memory {memory.url} was made for something else: {'; '.join(differences)}. Its states are not used. "
-            "Open it with the model and settings that it was made with, or make a new memory at another path."
+            "Open it with the model and settings that it was made with, or make a new memory at another path.",
+            memory=memory.url,
         )
 
 

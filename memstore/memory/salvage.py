@@ -95,7 +95,7 @@ class _Child:
         lines, self.end = lines_of_child(python_module("memstore.memory.salvage"), json.dumps(order))
         for line in lines:
             if "failed" in line:
-                raise getattr(errors, line["failed"])(line["message"])
+                raise getattr(errors, line["failed"])(line["message"], memory=line["memory"], remedy=line["remedy"])
         self.saved = [line["saved"] for line in lines if "saved" in line]
         self.at = next((tuple(line["at"]) for line in reversed(lines) if "at" in line), None)
         self.made = any("made" in line for line in lines)
@@ -108,7 +108,8 @@ def main() -> None:
         key = None if order["key"] is None else MasterKey(bytes.fromhex(order["key"]))
         _save_all(order["source"], order["target"], {tuple(at) for at in order["skip"]}, key, again=order["again"])
     except MemstoreError as error:
-        say({"failed": type(error).__name__, "message": str(error)})
+        about = {"memory": error.memory, "remedy": error.remedy}
+        say({"failed": type(error).__name__, "message": str(error), **about})
     else:
         say(DONE)
 

@@ -166,11 +166,12 @@ class MemorySpec:
     def differences(self, other: MemorySpec) -> list[str]:
         """What differs between this spec and the ``other``, which is the memory's; the fingerprint first."""
         names = [item.name for item in fields(self) if item.name != "fingerprint"]
-        return self.fingerprint.differences(other.fingerprint) + [
+        found = self.fingerprint.differences(other.fingerprint) + [
             f"{name}: {getattr(self, name)} here, {getattr(other, name)} in the memory"
             for name in names
             if getattr(self, name) != getattr(other, name)
         ]
+        return list(dict.fromkeys(found))  # block_size and dtype stand in both
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""

@@ -15,13 +15,21 @@ from contextlib import ExitStack
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
-from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 from urllib.parse import parse_qs, urlsplit
 
 from xxhash import xxh3_128_hexdigest
 
-from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError, NotAMemory, NotFound, WrongKey
+from memstore.errors import (
+    DamagedError,
+    ForeignMemory,
+    InvalidArgument,
+    MemstoreError,
+    NotAMemory,
+    NotFound,
+    WrongKey,
+    opening,
+)
 from memstore.paths import user_folder
 from memstore.store.contract import BlockStore
 from memstore.store.encrypted import OVERHEAD, EncryptedStore, sealed
@@ -136,7 +144,8 @@ def open_store(url: str | Path, mode: Mode, blank: Blank | None, key: KeySource 
     given = None if key is None else read_key(key)
     if blank is not None and (given or on_disk(url)):
         blank = blank._replace(key=given or key_of_environment())
-    found = _open(url, mode, blank)
+    with opening(url):
+        found = _open(url, mode, blank)
     try:
         return found._replace(store=_unlocked(found.store, url, given))
     except BaseException:
@@ -163,7 +172,8 @@ def _unlocked(store: BlockStore, url: str | Path, key: MasterKey | None) -> Bloc
             memory=str(url),
         )
     assert place is not None
-    return EncryptedStore(store, KeyTable.open(place, key))
+    with opening(url):
+        return EncryptedStore(store, KeyTable.open(place, key))
 
 
 def _is_encrypted(store: BlockStore, folder: Path | None) -> bool:
@@ -259,17 +269,18 @@ def open_unchecked(url: str | Path, key: MasterKey | None = None) -> BlockStore:
 
 def open_locked(url: str | Path) -> BlockStore:
     """The same as it lies there: ciphertext, where the memory is encrypted."""
-    if is_path(url):
-        from memstore.store.lmdb.store import LmdbStore
+    with opening(url):
+        if is_path(url):
+            from memstore.store.lmdb.store import LmdbStore
 
-        return LmdbStore.open(url, read_only=True, check=False)
-    if str(url).startswith("zarr:"):
-        from memstore.store.zarr import ZarrStore
+            return LmdbStore.open(url, read_only=True, check=False)
+        if str(url).startswith("zarr:"):
+            from memstore.store.zarr import ZarrStore
 
-        return ZarrStore.open(str(url)[5:], read_only=True, check=False)
-    if is_remote(url):
-        return _open_remote(str(url), "r", None, check=False).store
-    return _open(url, "r", None).store
+            return ZarrStore.open(str(url)[5:], read_only=True, check=False)
+        if is_remote(url):
+            return _open_remote(str(url), "r", None, check=False).store
+        return _open(url, "r", None).store
 
 
 def is_path(url: str | Path) -> bool:
@@ -346,10 +357,6 @@ def _open_remote(url: str, mode: Mode, blank: Blank | None, **options: Any) -> O
         if not _has_tail(tail):
             mode, tail = _elsewhere(url, mode, blank, shards, tail)
         return _open_folder(ZarrStore, tail, url, mode, blank, exists=lambda: _has_tail(tail), **options)
-    except DamagedError as error:  # which knows the tail alone, and that is no memory by itself
-        raise DamagedError(
-            str(error).replace(quote(f"zarr:{tail}"), quote(url)), memory=url, remedy=error.remedy
-        ) from error
     except OSError as error:
         if isinstance(error, MemstoreError):
             raise
@@ -397,21 +404,21 @@ def _open_folder(
     ``options`` are those of ``kind``.
     """
     if mode == "r":
-        return OpenStore(kind.open(folder, read_only=True, **options))
+        return OpenStore(kind.open(folder, read_only=True, url=url, **options))
     if mode == "a" and exists():
         try:
-            return OpenStore(kind.open(folder, **options))
+            return OpenStore(kind.open(folder, url=url, **options))
         except NotFound:  # its creation was interrupted
             if blank is None:
                 raise
     if blank is None:
         if folder.exists():
-            return OpenStore(kind.open(folder, **options))  # which says what the path is instead
+            return OpenStore(kind.open(folder, url=url, **options))  # which says what the path is instead
         raise _missing(url, mode)
     more = 0 if blank.key is None else OVERHEAD
     options["blocks_per_value"] = _blocks_per_value(blank.block_bytes + more)
     options["tokens_per_value"] = _tokens_per_value(blank.token_bytes and blank.token_bytes + more)
-    return OpenStore(kind.create(folder, batch=partial(blank.first, folder), **options))
+    return OpenStore(kind.create(folder, batch=partial(blank.first, folder), url=url, **options))
 
 
 def _has_tail(folder: Path) -> bool:

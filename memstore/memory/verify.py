@@ -81,7 +81,7 @@ class Finding:
     """What was found wrong of a document: its ``tokens``, ``blocks``, ``landmarks``, ``history``, or a ``recurrent``
     state, which can be computed again."""
     remedy: str | None = None
-    """``"restore"``: nothing helps but a copy, see ``MemstoreError.remedy``."""
+    """``"restore"`` or ``"repair"``, as in ``MemstoreError.remedy``; None: what ``memstore repair`` does."""
 
 
 @dataclass
@@ -147,7 +147,7 @@ class Check:
             for scanned in self._store.scan():
                 yield from self._value(scanned)
         except MemstoreError as error:
-            yield Finding(kind="crash", message=f"the values cannot all be read: {error}")
+            yield Finding(kind="crash", message=f"the values cannot all be read: {error}", remedy=error.remedy)
         for state in self.documents.values():
             for message in self._contradictions(state):
                 yield Finding(kind="mismatch", message=message, document=state.name)
@@ -212,7 +212,8 @@ class Check:
             # A damaged value is there all the same: it is reported once, as damaged, and not as missing too.
             self._seen.setdefault((key.table, key.document, key.layer), _Items()).add(key.item)
             self._layers.setdefault((key.table, key.document), set()).add(key.layer)
-        problem = None if scanned.damage is None else str(scanned.damage)
+        damage = scanned.damage
+        problem = None if damage is None else str(damage)
         kind = "mismatch" if problem is None else "damaged"
         if problem is None:
             try:
@@ -220,7 +221,7 @@ class Check:
             except (KeyError, TypeError, ValueError, MemstoreError) as error:
                 problem = f"its content makes no sense ({error})"
         if problem is not None and key.document > MAX_DOCUMENT:  # of the tree as a whole: see ``BlockStore.scan``
-            yield Finding(kind="crash", message=problem)
+            yield Finding(kind="crash", message=problem, remedy=None if damage is None else damage.remedy)
         elif problem is not None:
             if key.table == Table.DOCUMENTS:
                 self.damaged_entries.add(key.document)
@@ -567,7 +568,7 @@ def in_child(path: str, key: MasterKey | None = None) -> list[Finding]:
             f"the process that checked the memory was ended {crash}: probably the tree around the values is damaged, "
             f"and not every value could be read. To save what can: memstore repair {quote(path)} --to NEW"
         )
-        findings.append(Finding(kind="crash", message=message))
+        findings.append(Finding(kind="crash", message=message, remedy="repair"))
     return findings
 
 

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from memstore.errors import InvalidArgument, NotFound, ReadOnlyMemory, UnsupportedModel
-from memstore.memory import Document, Memory, MemorySpec, open_memory
+from memstore.errors import ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory, UnsupportedModel, opening
+from memstore.memory import Document, Fingerprint, Memory, MemorySpec, open_memory
 from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.memory import check_same
 from memstore.memory.urls import Mode
@@ -32,6 +32,7 @@ from memstore.readers.fingerprint import dividing
 from memstore.readers.kinds import ATTACHED, OPTIONS, RETRIEVAL, Kind, Retrieval, encode
 from memstore.readers.observer import Observer
 from memstore.readers.ranks import Ranks, Share, SharedDocument
+from memstore.stored import on_one_line
 from memstore.transfer import background_workers, own_types
 
 UNNAMED = "document"
@@ -237,7 +238,8 @@ class Attachment(ABC):
                 memory = open_memory(str(place), spec=spec, **self._opening)
                 stack.enter_context(memory)
                 self._sign(memory)
-            self._check_memory(memory, self.memories[0] if self._memories else found[0] or memory)
+            with opening(memory.url):
+                self._check_memory(memory, self.memories[0] if self._memories else found[0] or memory)
             yield memory
 
     def _existing(self, place: str | Path, stack: ExitStack) -> Memory | None:
@@ -266,7 +268,23 @@ class Attachment(ABC):
 
     def _check_memory(self, memory: Memory, first: Memory) -> None:  # noqa: ARG002 - for those that see several
         """Raise ``ForeignMemory`` where ``memory`` was made by another model."""
-        check_same(self.spec(memory.spec), memory)
+        spec = self.spec(memory.spec)
+        self._check_named(memory, spec.fingerprint)
+        check_same(spec, memory)
+
+    def _check_named(self, memory: Memory, ours: Fingerprint) -> None:
+        """Raise ``ForeignMemory`` where another model made ``memory``, and the names of both are known."""
+        theirs, maker, name = memory.spec.fingerprint, memory.model_info().get("name"), _name_of(self.model)
+        # Where only the dtype differs the weights do too, and the names may be two of one model.
+        another = ours.architecture != theirs.architecture or (
+            ours.weights != theirs.weights and ours.dtype == theirs.dtype
+        )
+        if another and isinstance(maker, str) and name and maker != name:
+            maker, name = on_one_line([maker]), on_one_line([name])
+            raise ForeignMemory(
+                f"memory {memory.url} was read by {maker}, not by {name}: attach {maker} (leave --model out), or read "
+                "the text into a new memory"
+            )
 
     def _begin(self) -> None:  # noqa: B027 - nothing for most
         """The memories are open: whatever else has to be checked or loaded."""
@@ -551,7 +569,13 @@ def common_tokens(document: Document, tokens: Tensor) -> int:
 
 
 def compare(document: Document, start: int, tokens: Tensor) -> None:
-    """Raise ``InvalidArgument`` unless the document holds ``tokens`` from token ``start`` on.
+    """Raise ``InvalidArgument`` unless the document holds ``tokens`` from token ``start`` on."""
+    if (text := another_text(document, start, tokens)) is not None:
+        raise InvalidArgument(f"{text}: read this one under another name, or append() to go on after it")
+
+
+def another_text(document: Document, start: int, tokens: Tensor) -> str | None:
+    """That the document does not hold ``tokens`` from token ``start`` on, in words; None where it does.
 
     Nobody knows the tokens of blocks that a repair has dropped: they are taken for the same.
     """
@@ -563,12 +587,10 @@ def compare(document: Document, start: int, tokens: Tensor) -> None:
             low, high = max(at, 0), min(at + len(stored), len(part))
             different = stored[low - at : high - at] != part[low:high]
             if bool(different.any()):
-                raise InvalidArgument(
-                    f"document {document.name!r} holds another text (they differ from token "
-                    f"{start + low + int(different.nonzero()[0])} on): read this one under another name, or append() "
-                    "to go on after it"
-                )
+                place = start + low + int(different.nonzero()[0])
+                return f"document {document.name!r} holds another text (they differ from token {place} on)"
         start += len(part)
+    return None
 
 
 def segments(pieces: Iterator[Tensor], place: int, size: int) -> Iterator[Tensor]:

@@ -13,7 +13,7 @@ import typer
 import memstore
 from memstore.errors import MemstoreError, NotFound
 from memstore.tools.ask import all_but_chats, attached, say, source_line
-from memstore.tools.models import SMOLLM2, chosen_name, load_model, record_model, recorded_name
+from memstore.tools.models import SMOLLM2, chosen_name, load_model, record_model, recorded_name, usual_dtype
 from memstore.tools.read import read_into
 from memstore.tools.trace import describe, show_steps
 from memstore.tools.verb import (
@@ -106,9 +106,8 @@ def _model(url: str, model: str | None) -> tuple[str, str]:
     """The name of the model that talks, and its precision."""
     try:
         with memstore.open(url, mode="r") as memory:
-            dtype = memory.model_info().get("dtype")
             name = chosen_name(memory, model) if model or recorded_name(memory) else SMOLLM2
-            return name, dtype if isinstance(dtype, str) else "auto"
+            return name, usual_dtype(name, memory.model_info().get("dtype"))
     except NotFound:
         return model or SMOLLM2, "auto"
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import asdict
 from shlex import quote
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,6 +34,9 @@ from memstore.tools.verb import (
     waiting,
 )
 
+if TYPE_CHECKING:
+    from memstore.memory.verify import Finding
+
 _FINDING = ("kind", "document", "layer", "block", "tokens", "message")
 
 
@@ -60,7 +63,7 @@ def verify(memory: MemoryUrl, *, json: Json = False) -> Report:
         if findings:
             if opens and all(finding["kind"] != "crash" for finding in findings):
                 page.line(f"to see what can be put right: memstore repair {quote(memory)}")
-            elif all(finding["remedy"] != "restore" and " --to NEW" not in finding["message"] for finding in findings):
+            elif all(finding["remedy"] is None for finding in findings):  # else they say themselves what helps
                 page.line(f"to save what can be read: memstore repair {quote(memory)} --to NEW")
         for name, blocks in dropped.items():
             page.line(f"document {name!r} lacks blocks that a repair has dropped: {_in_words(blocks)}")
@@ -93,10 +96,10 @@ def _checked(memory: str) -> tuple[bool, list[dict[str, Any]], int | None, int |
         if not on_disk(memory):
             raise
         # It cannot be opened to be used, but something of it may still be read and named.
-        findings = [asdict(finding) for finding in in_child(memory)]
-        if [finding["message"] for finding in findings] in ([], [str(error)]):
+        found = in_child(memory)
+        if all(_is_of(finding, error) for finding in found):
             raise
-        return False, findings, 0, 0, {}
+        return False, [asdict(finding) for finding in found], 0, 0, {}
     with opened:
         findings = [asdict(finding) for finding in opened.verify()]
         try:
@@ -106,6 +109,12 @@ def _checked(memory: str) -> tuple[bool, list[dict[str, Any]], int | None, int |
             return True, findings, 0, 0, {}
         dropped = {each.name: [(part[0], part[-1]) for part in each.dropped] for each in documents if each.dropped}
         return True, findings, len(documents), tokens, dropped
+
+
+def _is_of(finding: Finding, error: DamagedError) -> bool:
+    """Whether a check says no more than the error that opening met: it is of no value, and has the same remedy."""
+    of_none = finding.document is None and finding.layer is None and finding.table is None
+    return of_none and finding.kind == error.code and finding.remedy == error.remedy is not None
 
 
 def _row(finding: dict[str, Any]) -> list[object]:
@@ -214,13 +223,13 @@ def with_way_out(error: Exception, arguments: Sequence[str]) -> Exception:
     memories = [each for each in arguments[1:] if on_disk(each)]
     if not memories or not isinstance(error, MemstoreError):
         return error
+    # As the user wrote it; a copy names two memories, of which the first one is read and the last one written.
+    named = [each for each in memories if error.memory and _path(each) == _path(error.memory)] or memories
     match error:
         case DamagedError() if error.remedy is None:
-            return DamagedError(f"{error}\n{_damaged(memories[0])}")
-        case MemoryInUse() | ReadOnlyMemory() | StoreFull() if error.memory or error.remedy == "limit":
-            # As the user wrote it; a copy names two memories, of which the last one is written.
-            named = [each for each in memories if _path(each) == _path(error.memory or "")]
-            return type(error)(f"{error}\n{_refused(error, quote((named or memories)[-1]))}")
+            return error.reworded(f"{error}\n{_damaged(named[0])}")
+        case MemoryInUse() | ReadOnlyMemory() | StoreFull() if error.remedy == "limit" or on_disk(error.memory or ""):
+            return error.reworded(f"{error}\n{_refused(error, quote(named[-1]))}")
     return error
 
 

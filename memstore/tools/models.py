@@ -256,8 +256,13 @@ def _trusted_file() -> Path:
 
 def load_recorded(memory: Memory, model: str | None, dtype: str | None, *, device: str) -> LoadedModel:
     """The model that read the memory, in the precision it read with, unless others are named."""
-    info = memory.model_info()
-    return load_model(chosen_name(memory, model), dtype or info.get("dtype", "auto"), device=device)
+    name = chosen_name(memory, model)
+    return load_model(name, dtype or usual_dtype(name, memory.model_info().get("dtype")), device=device)
+
+
+def usual_dtype(name: str, recorded: object) -> str:
+    """The precision of the model ``name`` for a memory that recorded one; auto where none is, or it has only one."""
+    return recorded if isinstance(recorded, str) and kind_named(name).half else "auto"
 
 
 def check_device(name: str) -> None:

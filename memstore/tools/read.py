@@ -20,7 +20,7 @@ from memstore.readers.kinds import encode
 from memstore.stored import printable
 from memstore.tools.ask import attached
 from memstore.tools.files import STDIN, digest, find
-from memstore.tools.models import SMOLLM2, LoadedModel, load_model, record_model
+from memstore.tools.models import SMOLLM2, LoadedModel, load_model, record_model, usual_dtype
 from memstore.tools.plan import TOLD, Contents, FileText, ReadPlan, check_fit, check_room, gone, plan_of
 from memstore.tools.verb import (
     FACT,
@@ -311,7 +311,7 @@ def _model_of(known: Contents | None, options: Options) -> tuple[str, str]:
     """The name and precision of the model to read with."""
     model = options.model or (None if known is None else known.model) or SMOLLM2
     # A memory goes on in the precision that it was begun in, also where another one would be faster.
-    return model, options.dtype or (None if known is None else known.dtype) or "auto"
+    return model, options.dtype or usual_dtype(model, None if known is None else known.dtype)
 
 
 def _read_each(
@@ -428,19 +428,16 @@ def _check_same(reader: Reader, name: str, ids: list[int]) -> None:
     """Raise ``InvalidArgument`` where the document holds another text."""
     import torch
 
-    from memstore.readers.attachment import compare
+    from memstore.readers.attachment import another_text
 
     document = reader.memory.document(name)
     if document.blocks.start:
         return  # read() says what to do with one that has lost its first blocks
-    try:
-        compare(document, 0, torch.tensor(ids)[: len(document)])
-    except InvalidArgument as error:
-        differ, _, _ = str(error).rpartition(": ")
+    if (text := another_text(document, 0, torch.tensor(ids)[: len(document)])) is not None:
         raise InvalidArgument(
-            f"{differ}: give this one a name of its own, memstore read TEXT MEMORY --document NAME, or memstore forget "
+            f"{text}: give this one a name of its own, memstore read TEXT MEMORY --document NAME, or memstore forget "
             "the other one first"
-        ) from None
+        )
 
 
 def _unchanged(name: str, known: Contents) -> dict[str, Any]:

@@ -575,15 +575,20 @@ EXIT_CODES = """\
 Exit codes: 0 done, 1 another failure (a bug in memstore, or the system's fault), 2 bad usage, 3 not found, 4 damaged,
 5 refused (another model's memory, another key or training run there, in use, read-only, full), 130 interrupted,
 141 the reader of the output left.
-With --json a failure is the object {"error": TYPE, "message": TEXT} on standard output."""
+With --json a failure is the object {"error": TYPE, "message": TEXT, "code": WORD} on standard output, with "memory" and
+"remedy" where they are known."""
 
 
 class Interrupted(MemstoreError):
     """Ctrl-C; the message says what is safe and how to go on."""
 
+    code = "interrupted"
+
 
 class Mistake(MemstoreError):
     """An error that nobody expected, in one line."""
+
+    code = "mistake"
 
     def __init__(self, error: Exception) -> None:
         self.kind = type(error).__name__
@@ -617,7 +622,8 @@ def report_failure(error: Exception, *, json: bool) -> int:
     message = " ".join(error.format_message().split()) if isinstance(error, typer.TyperException) else str(error)
     if json:
         kind = "UsageError" if usage else error.kind if isinstance(error, Mistake) else type(error).__name__
-        print(jsonlib.dumps({"error": kind, "message": message}))
+        facts = error.facts() if isinstance(error, MemstoreError) else {"code": "usage"}
+        print(jsonlib.dumps({"error": kind, "message": message, **facts}))
     else:
         print(f"memstore: {printable(message)}", file=sys.stderr)
         if usage:

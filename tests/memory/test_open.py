@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import shutil
 from importlib.metadata import EntryPoint, EntryPoints
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,15 @@ import lmdb
 import pytest
 
 import memstore
-from memstore.errors import ForeignMemory, InvalidArgument, MemoryInUse, NotAMemory, NotFound
+from memstore.errors import (
+    DamagedError,
+    ForeignMemory,
+    InvalidArgument,
+    MemoryInUse,
+    MemstoreError,
+    NotAMemory,
+    NotFound,
+)
 from memstore.memory import urls
 from memstore.memory.entry import HEADER
 from memstore.memory.spec import read_header
@@ -78,6 +88,37 @@ def test_a_foreign_fingerprint_is_named_word_by_word(tmp_path: Path) -> None:
         "Open it with the model and settings that it was made with, or make a new memory at another path."
     )
     memstore.open(tmp_path / "m", spec=make_spec()).close()  # the lock was released
+
+
+@pytest.mark.parametrize("url", ["{}", "zarr:{}"])
+def test_what_goes_wrong_while_a_memory_is_opened_is_about_its_url(tmp_path: Path, url: str) -> None:
+    url = url.format(tmp_path / "m")
+    data = tmp_path / "m" / ("data.mdb" if url.startswith("/") else "tail/data.mdb")
+
+    def refused(kind: type[MemstoreError], **arguments: Any) -> None:
+        with pytest.raises(kind) as raised:
+            memstore.open(url, **arguments)
+        assert (raised.value.code, raised.value.memory) == (kind.code, url)
+
+    refused(NotFound, mode="r")
+    memstore.open(url, spec=make_spec()).close()
+    refused(ForeignMemory, spec=make_spec(capacity=9))
+    with memstore.open(url):
+        refused(MemoryInUse)
+    os.truncate(data, 100)
+    refused(DamagedError)
+    shutil.rmtree(tmp_path / "m")
+    (tmp_path / "m").write_text("text")
+    refused(NotAMemory, spec=make_spec())
+    with pytest.raises(InvalidArgument) as raised:
+        memstore.open(url, mode="w")  # type: ignore[arg-type]
+    assert raised.value.memory is None
+
+
+def test_a_key_file_that_is_missing_is_no_memory_that_is_missing(tmp_path: Path) -> None:
+    with pytest.raises(NotFound, match="no key file") as raised:
+        memstore.open(tmp_path / "m", spec=make_spec(), key=tmp_path / "key")
+    assert raised.value.memory is None
 
 
 def test_only_one_writer_but_readers_beside_it(tmp_path: Path) -> None:

@@ -112,8 +112,9 @@ def test_a_damaged_tail_is_named_by_the_url_and_saved(tmp_path: Path) -> None:
     with memstore.open(url, spec=make_spec()) as memory:
         append(memory.document("whale"), TOKENS)
     miscount(tmp_path / "tail" / "tail" / "data.mdb")
-    with pytest.raises(DamagedError, match=re.escape(f"memstore repair {quote(url)} --to NEW")):
+    with pytest.raises(DamagedError, match=re.escape(f"memstore repair {quote(url)} --to NEW")) as raised:
         memstore.open(url, mode="r")
+    assert (raised.value.memory, raised.value.remedy) == (url, "repair")
     assert [finding.kind for finding in in_child(url)] != []
     salvage(url, tmp_path / "new")
     with memstore.open(tmp_path / "new") as memory:

@@ -9,7 +9,7 @@ import torch
 from memstore.errors import ForeignMemory, InvalidArgument
 from memstore.memory import MemorySpec
 from memstore.memory.rows import decode_landmarks, encode_landmarks
-from tests.memory.helpers import make_fingerprint, make_spec
+from tests.memory.helpers import S, make_fingerprint, make_spec
 
 
 def test_a_spec_survives_json_with_the_order_of_its_fields() -> None:
@@ -52,6 +52,13 @@ def test_a_spec_of_a_newer_version_is_refused() -> None:
     del values["codec"]
     with pytest.raises(ForeignMemory, match="another version of memstore wrote this memory: its spec lacks codec"):
         MemorySpec.from_dict(values)
+
+
+def test_what_fingerprint_and_spec_both_hold_is_named_once() -> None:
+    sizes: dict[str, Any] = {"block_size": 2 * S, "fields": {"k": (2, 2 * S, 3)}}
+    here = make_spec(**sizes, fingerprint=make_fingerprint(block_size=2 * S))
+    told = f"block_size: {2 * S} here, {S} in the memory"
+    assert here.differences(make_spec(fields={"k": (2, S, 3)})).count(told) == 1
 
 
 def test_differences_are_named_word_by_word_the_fingerprint_first() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from itertools import permutations
 from pathlib import Path
 
 import pytest
@@ -178,7 +179,6 @@ def test_memorizing_models_take_blocks_of_any_size(
         ("memorizing", "ask", ["--top-k", 3], USAGE, "leave --top-k out"),
         ("drt", "ask", ["--document", "nobody"], NOT_FOUND, "nobody"),
         ("landmark", "ask", ["--dtype", "float16"], USAGE, "--dtype float16 is for stock models"),
-        ("drt", "ask", ["--model", "{landmark}"], REFUSED, "was made for something else"),
         ("drt", "ask", ["--model", "./nowhere"], NOT_FOUND, "no model directory ./nowhere"),
     ],
 )
@@ -214,3 +214,16 @@ def test_a_document_that_another_model_read_is_refused(
     assert cli("read", text, path, "--model", folders["drt"]).code == 0
     outcome = cli("read", text, path, "--model", save_drt(tmp_path / "other", seed=1), "--document", "copy")
     assert (outcome.code, len(outcome.err.splitlines())) == (REFUSED, 1)
+
+
+@pytest.mark.parametrize(("maker", "other"), [*permutations(("stock", "drt", "landmark"), 2), ("stock", "memorizing")])
+def test_a_model_of_another_kind_is_refused_by_name(
+    maker: str, other: str, cli: Cli, text: Path, tmp_path: Path, folders: dict[str, Path], model_folder: Path
+) -> None:
+    path, models = tmp_path / "log.mem", {**folders, "stock": model_folder}
+    assert cli("read", text, path, "--model", models[maker]).code == 0
+    for command in (["ask", path, "What? "], ["read", text, path]):
+        outcome = cli(*command, "--model", models[other])
+        assert (outcome.code, len(outcome.err.splitlines())) == (REFUSED, 1), outcome
+        assert f"{path} was read by {models[maker]}, not by {models[other]}: " in outcome.err
+        assert "leave --model out" in outcome.err

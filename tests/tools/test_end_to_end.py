@@ -194,8 +194,9 @@ def test_another_model_and_bad_options_leave_a_memory_as_it_is(
     notes = tmp_path / "m"
     good(cli("read", log, notes, "--model", model_folder, *EXACT))
     before = (notes / "data.mdb").read_bytes()
-    refused(cli("read", log, notes, "--model", other_model, *EXACT), 5, "not made by this model (weights: ")
-    refused(cli("ask", notes, "Who?", "--model", other_model), 5, "not made by this model (weights: ")
+    names = f"was read by {model_folder}, not by {other_model}"
+    refused(cli("read", log, notes, "--model", other_model, *EXACT), 5, names)
+    refused(cli("ask", notes, "Who?", "--model", other_model), 5, names)
     refused(cli("ask", notes, "Who?", "--dtype", "bfloat16"), 5, "dtype: ")
     refused(cli("ask", notes, "Who?", "--top-k", 0), 2, "--top-k")
     refused(cli("read", log, notes, "--model", model_folder, *EXACT, "--top-k", 0), 2, "--top-k")

@@ -149,7 +149,7 @@ def test_bad_input_is_told_in_short(
     assert len(done.err.splitlines()) <= 3
     with_json = cli("eval", *filled, "--json")
     assert with_json.code == code
-    assert with_json.json.keys() == {"error", "message"}
+    assert with_json.json.keys() - {"memory", "remedy"} == {"error", "message", "code"}
 
 
 def test_a_model_that_is_not_in_the_package_is_told(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

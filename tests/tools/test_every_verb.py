@@ -92,7 +92,7 @@ def check_failure(cli: Cli, words: list[str], code: int) -> str:
     assert lines[0].startswith("memstore: ")
     with_json = cli(*words, "--json")
     assert (with_json.code, with_json.err) == (code, ""), with_json
-    assert with_json.json.keys() == {"error", "message"}
+    assert with_json.json.keys() - {"memory", "remedy"} == {"error", "message", "code"}
     assert cli(*words, "--csv").out == ""
     return lines[0]
 

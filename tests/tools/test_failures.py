@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,7 @@ from memstore.errors import (
     WrongKey,
 )
 from memstore.progress import progress_bar
+from memstore.tools.mend import with_way_out
 from memstore.tools.verb import Interrupted, exit_code
 from memstore.tools.web import status_of
 from tests.tools.conftest import Cli
@@ -131,7 +134,7 @@ def test_bad_input_is_told_in_short(
     with_json = cli(*filled, "--json")
     if arguments:
         assert with_json.code == code
-        assert with_json.json.keys() == {"error", "message"}
+        assert with_json.json.keys() - {"memory", "remedy"} == {"error", "message", "code"}
         assert with_json.err == ""
 
 
@@ -224,6 +227,57 @@ def test_no_error_ends_in_a_traceback(
 
     monkeypatch.setenv("MEMSTORE_DEBUG", "1")
     assert ("Traceback" in cli("ls", "notes.mem").err) == isinstance(error, ZeroDivisionError | OSError)
+
+
+def test_programs_are_told_the_kind_of_error_its_memory_and_its_remedy(
+    cli: Cli, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told(*words: object) -> dict[str, str]:
+        answer: dict[str, str] = cli(*words, "--json").json
+        return {name: value for name, value in answer.items() if name not in ("error", "message")}
+
+    assert told("ls", memory, "--loud") == {"code": "usage"}
+    assert told("ls", "ram:") == {"code": "invalid"}
+    assert told("ls", memory / "none") == {"code": "not-found", "memory": str(memory / "none")}
+    with memstore.open(memory):
+        assert told("forget", memory, "whale") == {"code": "in-use", "memory": str(memory)}
+    os.truncate(memory / "data.mdb", 100)
+    assert told("ls", memory) == {"code": "damaged", "memory": str(memory), "remedy": "restore"}
+    assert told("repair", memory, "--to", memory.parent / "saved") == told("ls", memory)
+    for error, code in ((ZeroDivisionError, "mistake"), (KeyboardInterrupt, "interrupted")):
+        monkeypatch.setattr(memstore, "open", partial(fail, error))
+        assert told("ls", memory) == {"code": code}
+
+
+def fail(error: type[BaseException], *_: object, **__: object) -> None:
+    raise error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DamagedError("why", memory="{}"),
+        DamagedError("why"),
+        MemoryInUse("why", memory="{}"),
+        ReadOnlyMemory("why", memory="{}"),
+        StoreFull("why", memory="{}", remedy="limit"),
+    ],
+)
+def test_the_advice_to_type_changes_nothing_that_programs_look_at(memory: Path, error: MemstoreError) -> None:
+    error.memory = error.memory and str(memory)
+    more = with_way_out(error, ["forget", str(memory), "whale"])
+    assert isinstance(more, type(error))
+    assert str(more).startswith("why\n")
+    assert "memstore " in str(more)
+    assert more.facts() == error.facts()
+
+
+def test_the_damaged_one_of_two_memories_is_the_one_to_look_at(memory: Path) -> None:
+    shutil.copytree(memory, memory.parent / "other")
+    error = DamagedError("why", memory=memory.parent / "other")
+    assert f"memstore verify {memory.parent / 'other'};" in str(
+        with_way_out(error, ["copy", str(memory), error.memory or ""])
+    )
 
 
 def test_an_interruption_before_reading(cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def test_another_text_of_the_same_name_is_refused_with_what_the_command_has(
     (tmp_path / "other/log.txt").write_text("Another text, which is long enough to differ.")
     done = cli("read", tmp_path / "other/log.txt", notes, "--document", "log")
     assert done.code == 2
+    assert "holds another text (they differ from token " in done.err
     assert "--document NAME" in done.err
     assert "append()" not in done.err
     assert "tokens/s" not in done.err, "nothing was read"

@@ -197,7 +197,8 @@ class DRTReader(CacheReader[DRTCache]):
                 raise ForeignMemory(
                     f"the memory {self.memory.url} was made with another retriever than this model's: its landmark of "
                     f"block {block} of {document.name!r} is not what this one makes of the same tokens. Set the "
-                    "retriever that it was made with, or read the text into a new memory"
+                    "retriever that it was made with, or read the text into a new memory",
+                    memory=self.memory.url,
                 )
             return
 

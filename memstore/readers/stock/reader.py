@@ -139,13 +139,14 @@ class StockReader(Reader):
                 )
 
     def _check_memory(self, memory: Memory, first: Memory) -> None:
-        self._check_sizes(first.spec.block_size)
-        differences = self._fingerprint(first.spec.block_size).differences(memory.spec.fingerprint)
-        if differences:
+        fingerprint = self._fingerprint(first.spec.block_size)
+        self._check_named(memory, fingerprint)
+        if differences := fingerprint.differences(memory.spec.fingerprint):
             raise ForeignMemory(
                 f"the memory {memory.url} was not made by this model ({'; '.join(differences)}): attach the model it "
                 "was made by, or read the text into a new memory"
             )
+        self._check_sizes(first.spec.block_size)
         if not memory.index_capabilities.dense:
             raise InvalidArgument(cannot_score(memory.index))
         routes = memory.spec.key_dtype == "bit"
@@ -398,7 +399,8 @@ class StockReader(Reader):
         elif not all(torch.equal(stored[each], arrays[each]) for each in arrays):
             raise ForeignMemory(
                 f"the memory {self.memory.url} has another router than the one that is named: leave router out, or "
-                "read the text into a new memory"
+                "read the text into a new memory",
+                memory=self.memory.url,
             )
 
     @property

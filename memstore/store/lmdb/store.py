@@ -81,9 +81,10 @@ class LmdbStore(BlockStore):
     capabilities = Capabilities(durable=True)
     _formats = FORMATS
 
-    def __init__(self, environment: Environment, writer: WriterLock | None) -> None:
+    def __init__(self, environment: Environment, writer: WriterLock | None, url: str) -> None:
         """Not for callers: use ``create`` or ``open``."""
         self.path = environment.folder
+        self.url = url
         self.read_only = writer is None
         self._environment = environment
         self._env = environment.env
@@ -91,7 +92,6 @@ class LmdbStore(BlockStore):
         self._use_format(self._formats[-1])
         self.values = Values(self.path, self._naming)
         """What a transaction shows; for the stores that are made of this one."""
-        url = self._url(self.path)
         check = partial(_check_large, self._env, self.path, url)  # not a method: nobody would release a forgotten store
         heads = Heads(environment.data_file, self._env.stat()["psize"], check)
         self._changes = Changes(self._naming, heads)
@@ -108,13 +108,14 @@ class LmdbStore(BlockStore):
         blocks_per_value: int = 1,
         tokens_per_value: int = 1,
         batch: Batch | Callable[[], Batch] | None = None,
+        url: str | None = None,
     ) -> Self:
         """Make a new memory folder and open it for writing.
 
         ``blocks_per_value`` consecutive blocks share one LMDB value, and so do the token ids of ``tokens_per_value``
         of them. ``batch`` is written in the transaction that makes the memory exist: after a kill there is either
         nothing, which can be created again, or all of it. A function that gives it is called once nobody else can make
-        a memory there.
+        a memory there. ``url`` is what errors call the memory, where that is not the path.
 
         Raises ``InvalidArgument`` if there is a memory already, ``NotAMemory`` if the folder holds something else,
         ``MemoryInUse``, ``ReadOnlyMemory`` or ``StoreFull``.
@@ -124,7 +125,7 @@ class LmdbStore(BlockStore):
                 raise InvalidArgument(f"{name} is a positive number of blocks, not {length}")
         folder = environments.make_folder(Path(path))
         writer = WriterLock(folder)
-        store = cls._attach(folder, writer, create=True)
+        store = cls._attach(folder, writer, url, create=True)
         try:
             store._initialise(blocks_per_value, tokens_per_value, batch or Batch())
         except BaseException:
@@ -133,8 +134,10 @@ class LmdbStore(BlockStore):
         return store
 
     @classmethod
-    def open(cls, path: str | Path, *, read_only: bool = False, check: bool = True) -> Self:
+    def open(cls, path: str | Path, *, read_only: bool = False, check: bool = True, url: str | None = None) -> Self:
         """Open an existing memory folder. ``check=False`` does not look whether its tree is damaged, see ``pages.py``.
+
+        ``url`` is what errors call the memory, where that is not the path.
 
         Raises ``NotFound`` (nothing there, or its creation was interrupted: it can be created), ``NotAMemory``,
         ``ForeignMemory``, ``DamagedError``, and for writing ``MemoryInUse`` or ``ReadOnlyMemory``.
@@ -142,7 +145,7 @@ class LmdbStore(BlockStore):
         folder = Path(path)
         environments.check_exists(folder)
         writer = None if read_only else WriterLock(folder)
-        store = cls._attach(folder, writer, create=False)
+        store = cls._attach(folder, writer, url, create=False)
         try:
             if check and (what := store._tree_problem()):
                 if not environments.looks_like_ours(folder):
@@ -150,8 +153,8 @@ class LmdbStore(BlockStore):
                 raise DamagedError(
                     f"memory {folder} is damaged: the pages that lead to its values are not those of a last commit "
                     f"({what}). None of it was used. "
-                    f"To save what can be read: memstore repair {quote(cls._url(folder))} --to NEW",
-                    memory=folder,
+                    f"To save what can be read: memstore repair {quote(store.url)} --to NEW",
+                    memory=store.url,
                     remedy="repair",
                 )
             store._read_facts()
@@ -164,12 +167,7 @@ class LmdbStore(BlockStore):
         return store
 
     @classmethod
-    def _url(cls, folder: Path) -> str:
-        """What to call the memory that lies in ``folder``."""
-        return str(folder)
-
-    @classmethod
-    def _attach(cls, folder: Path, writer: WriterLock | None, *, create: bool) -> Self:
+    def _attach(cls, folder: Path, writer: WriterLock | None, url: str | None, *, create: bool) -> Self:
         try:
             environment = environments.acquire(folder, create=create)
             if writer and environment.read_only:
@@ -179,7 +177,7 @@ class LmdbStore(BlockStore):
                     "close it and open it again, or use mode='r'",
                     memory=folder,
                 )
-            return cls(environment, writer)
+            return cls(environment, writer, url or str(folder))
         except BaseException:
             if writer:
                 writer.release()
@@ -385,7 +383,7 @@ class LmdbStore(BlockStore):
         """Every value of every table in one snapshot, in order, verified; damaged ones are reported, not raised."""
         self._check_open()
         if what := self._tree_problem(large=True):
-            yield ScannedValue(STORE_KEY, (), _tree_damaged(self.path, self._url(self.path), what))
+            yield ScannedValue(STORE_KEY, (), _tree_damaged(self.path, self.url, what))
         with self._reading() as txn:
             yield from self.values.scan(txn)
 
@@ -515,7 +513,7 @@ def _tree_damaged(folder: Path, url: str, what: str) -> DamagedError:
     return DamagedError(
         f"the tree of memory {folder} is damaged: {what}. To save what can be read: memstore repair {quote(url)} "
         "--to NEW",
-        memory=folder,
+        memory=url,
         remedy="repair",
     )
 

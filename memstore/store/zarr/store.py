@@ -97,12 +97,13 @@ class ZarrStore(BlockStore):
         blocks_per_value: int = 1,
         tokens_per_value: int = 1,
         batch: Batch | Callable[[], Batch] | None = None,
+        url: str | None = None,
     ) -> Self:
         """Make a new memory folder and open it for writing.
 
         ``shard_bytes`` is how long shards of the largest field are, 8 MiB by default. ``blocks_per_value`` and
-        ``tokens_per_value`` are those of the tail, as in ``LmdbStore.create``. ``batch`` is there when the memory is,
-        or there is no memory.
+        ``tokens_per_value`` are those of the tail, and ``url`` is what errors call the memory, as in
+        ``LmdbStore.create``. ``batch`` is there when the memory is, or there is no memory.
 
         Raises what ``LmdbStore.create`` raises, ``DamagedError`` also for shards whose tail has gone.
         """
@@ -110,7 +111,11 @@ class ZarrStore(BlockStore):
         paths.check_names(folder)
         _check_tail(folder)
         tail = Tail.create(
-            folder / TAIL_NAME, blocks_per_value=blocks_per_value, tokens_per_value=tokens_per_value, batch=batch
+            folder / TAIL_NAME,
+            blocks_per_value=blocks_per_value,
+            tokens_per_value=tokens_per_value,
+            batch=batch,
+            url=url or f"zarr:{folder}",
         )
         return cls(folder, tail, _objects(folder, shards), shard_bytes)._started()
 
@@ -123,8 +128,9 @@ class ZarrStore(BlockStore):
         shard_bytes: int | None = None,
         read_only: bool = False,
         check: bool = True,
+        url: str | None = None,
     ) -> Self:
-        """Open an existing memory folder; ``check`` as in ``LmdbStore.open``.
+        """Open an existing memory folder; ``check`` and ``url`` as in ``LmdbStore.open``.
 
         Raises what ``LmdbStore.open`` raises, and ``ForeignMemory`` for the shards of another memory.
         """
@@ -134,7 +140,7 @@ class ZarrStore(BlockStore):
             raise _no_memory(folder)
         paths.check_names(folder)
         _check_tail(folder)
-        tail = Tail.open(folder / TAIL_NAME, read_only=read_only, check=check)
+        tail = Tail.open(folder / TAIL_NAME, read_only=read_only, check=check, url=url or f"zarr:{folder}")
         return cls(folder, tail, _objects(folder, shards), shard_bytes)._started()
 
     def write(self, batch: Batch) -> None:

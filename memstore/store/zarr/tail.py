@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,17 +60,13 @@ class Tail(LmdbStore):
 
     _formats = TAIL_FORMATS
 
-    def __init__(self, environment: Environment, writer: WriterLock | None) -> None:
+    def __init__(self, environment: Environment, writer: WriterLock | None, url: str) -> None:
         """Not for callers: see ``LmdbStore``."""
-        super().__init__(environment, writer)
+        super().__init__(environment, writer, url)
         self.extents: dict[Series, tuple[bytes, tuple[Extent, ...]]] = {}
         """Extents that were read of the manifest before, and the value that said so: good while it is the same."""
         self.sums: OrderedDict[tuple[int, int], Sums] = OrderedDict()
         """Checksums of shards that were read before, good for ever."""
-
-    @classmethod
-    def _url(cls, folder: Path) -> str:
-        return f"zarr:{folder.parent}"
 
     def commit(self, deletes: Deletes, puts: Puts, then: Callable[[Any], None] | None = None) -> None:
         """``write`` for checked changes, those of the manifest among them; ``then`` may refuse or do more."""

@@ -12,7 +12,7 @@ from memstore.errors import NotFound
 from memstore.tools.ask import OnError, attached, several
 from memstore.tools.endpoint.request import Refused
 from memstore.tools.endpoint.worker import ServedMemory
-from memstore.tools.models import SMOLLM2, LoadedModel, chosen_name, load_model, record_model
+from memstore.tools.models import SMOLLM2, LoadedModel, chosen_name, load_model, record_model, usual_dtype
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}", re.IGNORECASE)
 """Of a memory that a request may ask for; no path can be told by it."""
@@ -51,7 +51,8 @@ class Shelf:
                 record_model(reader.memory, name, loaded)
             memory = memstore.open(url, mode="r", index=self.index, device=self.device)
         self.stack.enter_context(memory)
-        name, loaded = self._load(chosen_name(memory, self.model), str(memory.model_info().get("dtype", "auto")))
+        name = chosen_name(memory, self.model)
+        name, loaded = self._load(name, usual_dtype(name, memory.model_info().get("dtype")))
         reader = several(loaded, memory, None, top_k=self.top_k, on_error=self.on_error)
         with reader:  # a memory of another model is refused now, and not by every answer
             pass

@@ -245,4 +245,4 @@ def _json(answer: Mapping[str, Any], status: int = 200) -> Response:
 
 
 def _failed(error: MemstoreError) -> Response:
-    return _json({"error": type(error).__name__, "message": str(error)}, status_of(error))
+    return _json({"error": type(error).__name__, "message": str(error), **error.facts()}, status_of(error))

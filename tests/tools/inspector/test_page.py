@@ -255,10 +255,10 @@ def test_a_place_can_be_typed(page: Seen) -> None:
 
 
 def test_a_model_that_cannot_be_asked_leaves_no_search_open(opened: memstore.Memory, chrome: Chrome) -> None:
-    with shown(chrome, opened, expected="400 (Bad Request)") as seen:
+    with shown(chrome, opened, expected="409 (Conflict)") as seen:
         seen.run("document.querySelector('#mode').value = 'model'; document.querySelector('#query').value = 'night'")
         seen.run("document.querySelector('#search').requestSubmit()")
-        seen.wait_for("#trouble", "window must be a multiple of the block size")
+        seen.wait_for("#trouble", "was not made by this model")
         assert seen.run("return document.querySelector('#found').hidden")
 
 
