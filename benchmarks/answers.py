@@ -29,9 +29,9 @@ from memstore.eval.questions.rankers import FusedRanker, MemoryRanker, Ranker, S
 from memstore.eval.questions.recall import Pool
 from memstore.eval.questions.sets import HALVES, SEPARATOR, Question, QuestionSet
 from memstore.eval.questions.wheel import load_json
-from memstore.eval.resources import hardware
 from memstore.readers.asking import INSTRUCTION, Template, framed
 from memstore.readers.kinds import encode
+from memstore.resources import hardware
 from memstore.tools.models import load_model
 
 MEASURES = ("em", "f1", "has")

@@ -26,8 +26,8 @@ from torch import Tensor
 
 import memstore
 from memstore.eval import needles
-from memstore.eval.resources import PeakMemory, disk_bytes, hardware
 from memstore.readers.caches import CACHE
+from memstore.resources import PeakMemory, disk_bytes, hardware
 from memstore.tools.models import LoadedModel, load_model
 from memstore.tools.verb import Page
 

@@ -33,7 +33,7 @@ import torch
 import memstore
 from benchmarks.attach import attached_to, long_text
 from memstore import Retrieval
-from memstore.eval.resources import hardware
+from memstore.resources import hardware
 from memstore.store.zarr import store as zarr_store
 from memstore.tools.models import LoadedModel, load_model
 from tests.store.seaweed import BUCKET, HOST, Seaweed

@@ -23,13 +23,13 @@ from torch import Tensor
 import memstore
 from memstore.eval import needles
 from memstore.eval.filler import load_filler
-from memstore.eval.resources import hardware
 from memstore.eval.run import TaskPlan, evaluate
 from memstore.memory.spec import CODECS
 from memstore.models.drt.reader import memory_spec
 from memstore.readers import kinds
 from memstore.readers.kinds import encode
 from memstore.readers.reader import Reader
+from memstore.resources import hardware
 from memstore.store.codecs import LOSSY
 from memstore.tools.models import LoadedModel, load_model
 

@@ -24,7 +24,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import memstore
-from memstore.eval.resources import hardware
+from memstore.resources import hardware
 from memstore.tools.read import read
 from tests.instruct import instruct_model, instruct_tokenizer
 

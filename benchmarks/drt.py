@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memstore.eval.resources import PeakMemory, disk_bytes, hardware
 from memstore.models.drt import DRTCache, DRTConfig, DRTForCausalLM, DRTReader
+from memstore.resources import PeakMemory, disk_bytes, hardware
 
 RESULTS = Path(__file__).parent / "results" / "drt.json"
 ROUNDS = 24

@@ -25,8 +25,8 @@ import torch
 
 import memstore
 from benchmarks.store import LAYERS, LIST, SHAPE, spec
-from memstore.eval.resources import hardware
 from memstore.memory import Document
+from memstore.resources import hardware
 
 RESULTS = Path(__file__).parent / "results" / "encryption.json"
 SEGMENT = 8

@@ -34,10 +34,10 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import memstore
-from memstore.eval.resources import hardware
 from memstore.memory import Document
 from memstore.readers.asking import INSTRUCTION, Template
 from memstore.readers.caches import CACHE
+from memstore.resources import hardware
 from memstore.tools.models import load_model
 
 QUESTION = "Who was in charge of the lighthouse when the great storm came, and what was the keeper's dog called?"

@@ -22,8 +22,8 @@ from memstore.eval.questions.rankers import MemoryRanker
 from memstore.eval.questions.recall import Pool, recall
 from memstore.eval.questions.sets import HALVES, Question
 from memstore.eval.questions.shallow import cut_off
-from memstore.eval.resources import hardware
 from memstore.readers.asking import asked_in
+from memstore.resources import hardware
 from memstore.tools.models import load_model
 
 CHATTER = """

@@ -33,12 +33,12 @@ from benchmarks import keysets
 from benchmarks.keysets import KeySet
 from memstore.attention import late_interaction
 from memstore.errors import InvalidArgument
-from memstore.eval.resources import hardware
 from memstore.index import VectorIndex, open_index
 from memstore.index.cluster_index import ClusterIndex
 from memstore.index.codes import CodeIndex
 from memstore.index.faiss import TRAINING_KEYS
 from memstore.paths import cache_folder
+from memstore.resources import hardware
 
 RESULTS = Path(__file__).parent / "results" / "index.json"
 PICTURES = Path(__file__).parents[1] / "docs" / "pictures"

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 import memstore
-from memstore.eval.resources import hardware
+from memstore.resources import hardware
 from tests.tools.inspector.pages import CHROMEDRIVER, CHROMIUM, chromium, fill, served, small_spec
 
 if TYPE_CHECKING:

@@ -28,9 +28,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.on_gpu import child
-from memstore.eval.resources import hardware
 from memstore.kernels._backends import Backend
 from memstore.kernels.grouped_cross_attention import grouped_cross_attention
+from memstore.resources import hardware
 from memstore.tools.verb import Page
 
 RESULTS = Path(__file__).parent / "results" / "kernels.json"

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from memstore.attention.knn_memory import RecentTokens
-from memstore.eval.resources import hardware
 from memstore.models.memorizing import MemorizingCache, MemorizingConfig, MemorizingForCausalLM
+from memstore.resources import hardware
 
 RESULTS = Path(__file__).parent / "results" / "knn.json"
 SIZES = (0, 1536, 8192, 65_536)

@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.eval.resources import hardware
 from memstore.kernels.landmark_attention import landmark_attention
+from memstore.resources import hardware
 from memstore.tools.verb import Page
 
 RESULTS = Path(__file__).parent / "results" / "landmark.json"

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from memstore import Retrieval
-from memstore.eval.resources import hardware
 from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM, LandmarkReader
 from memstore.readers.caches import CACHE
+from memstore.resources import hardware
 
 RESULTS = Path(__file__).parent / "results" / "landmark-decoding.json"
 SIZES: dict[str, Any] = {

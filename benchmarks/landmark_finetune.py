@@ -25,10 +25,10 @@ import memstore
 from memstore import Retrieval
 from memstore.eval.filler import load_filler
 from memstore.eval.landmark import attention_size, check, retrieved, truncated, whole
-from memstore.eval.resources import hardware
 from memstore.eval.run import TaskPlan, evaluate, memory_spec
 from memstore.models.landmark import make_landmark
 from memstore.readers.kinds import encode, load_model
+from memstore.resources import hardware
 from memstore.tools.models import load_model as load_stock
 
 RESULTS = Path(__file__).parent / "results" / "landmark-finetune.json"

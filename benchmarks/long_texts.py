@@ -20,8 +20,8 @@ from torch import Tensor
 import memstore
 from memstore.eval.questions.squad import SOURCE
 from memstore.eval.questions.wheel import load_json
-from memstore.eval.resources import hardware
 from memstore.readers.kinds import encode
+from memstore.resources import hardware
 from memstore.tools.models import load_model
 
 

@@ -33,8 +33,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import memstore
-from memstore.eval.resources import hardware
 from memstore.memory.shared import CHAT
+from memstore.resources import hardware
 from memstore.tools.endpoint.worker import SERVED
 
 DATA = "bfcl_eval/data"

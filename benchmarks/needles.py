@@ -24,7 +24,7 @@ import torch
 import memstore
 from memstore.eval import needles
 from memstore.eval.needles import Haystack, Needle
-from memstore.eval.resources import hardware
+from memstore.resources import hardware
 from memstore.tools.models import LoadedModel, load_model
 from memstore.tools.verb import Page
 

@@ -29,8 +29,8 @@ from torch.multiprocessing import get_context
 import memstore
 from benchmarks.attach import long_text
 from benchmarks.scale import SPEC, append
-from memstore.eval.resources import hardware
 from memstore.readers.ranks import Ranks, Share, SharedDocument
+from memstore.resources import hardware
 from memstore.tools.models import load_model
 
 RESULTS = Path(__file__).parent / "results"

@@ -20,8 +20,8 @@ import torch
 import memstore
 from memstore import Retrieval
 from memstore.eval.questions import squad
-from memstore.eval.resources import hardware
 from memstore.readers.reader import Reader
+from memstore.resources import hardware
 from memstore.tools.models import load_model
 
 WAYS = ("tail", "query", "words")

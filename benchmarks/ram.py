@@ -22,8 +22,8 @@ import torch
 
 import memstore
 from memstore.eval import needles
-from memstore.eval.resources import hardware
 from memstore.readers.kinds import encode
+from memstore.resources import hardware
 from memstore.tools.models import load_model
 
 KINDS = {"anonymous": "RssAnon", "mapped": "RssFile"}

@@ -28,8 +28,8 @@ import torch
 
 import memstore
 from memstore import Fingerprint, MemorySpec
-from memstore.eval.resources import PeakMemory, hardware
 from memstore.memory import Document, Memory
+from memstore.resources import PeakMemory, hardware
 
 RESULTS = Path(__file__).parent / "results" / "scale.json"
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "scale.png"

@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import memstore
-from memstore.eval.resources import hardware
+from memstore.resources import hardware
 from memstore.tools.models import remember
 from tests.instruct import instruct_model, instruct_tokenizer
 

@@ -25,7 +25,7 @@ from memstore.eval.questions.rankers import FusedRanker, MemoryRanker, Ranker, S
 from memstore.eval.questions.recall import Pool
 from memstore.eval.questions.sets import Question
 from memstore.eval.questions.shallow import cut_off
-from memstore.eval.resources import hardware
+from memstore.resources import hardware
 from memstore.tools.models import load_model
 
 SETS = {"squad": squad.load, "hotpotqa": hotpotqa.load}

@@ -32,8 +32,8 @@ from xxhash import xxh3_64_intdigest
 
 import memstore
 from memstore import Fingerprint, MemorySpec
-from memstore.eval.resources import hardware
 from memstore.memory import Document, LayerView, Memory
+from memstore.resources import hardware
 
 RESULTS = Path(__file__).parent / "results" / "store.json"
 LIST = 32

@@ -26,8 +26,8 @@ import torch
 
 from benchmarks.attach import attached_to, long_text
 from benchmarks.tracing_models import MODELS, shipped
-from memstore.eval.resources import hardware
 from memstore.memory import Memory
+from memstore.resources import hardware
 from memstore.tools.models import load_model
 from memstore.tools.verb import Page
 

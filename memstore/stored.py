@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from memstore.errors import DamagedError, InvalidArgument
 
 Check = Callable[[Any, str], None]
-"""Raises ``Unfit`` for a value, found at the place in words, that is not as it should be."""
+"""Raises ``UnfitValue`` for a value, found at the place in words, that is not as it should be."""
 
 LARGEST = 2**63 - 1
 MOST_BYTES = 16 * 1024 * 1024
@@ -27,7 +27,7 @@ DEEPEST = 100
 """Brackets within brackets."""
 
 
-class Unfit(ValueError):
+class UnfitValue(ValueError):
     """A value that no memstore writes; the message says where it is and what was expected there."""
 
 
@@ -50,34 +50,34 @@ def check_storable(raw: bytes, check: Check, what: str) -> None:
 
 def _parsed(raw: bytes, most_bytes: int) -> Any:
     if len(raw) > most_bytes:
-        raise Unfit(f"it has {len(raw):,} bytes, and {most_bytes:,} is the most")
+        raise UnfitValue(f"it has {len(raw):,} bytes, and {most_bytes:,} is the most")
     if len(raw) > MOST_VALUES and sum(map(raw.count, (b",", b"[", b"{"))) > MOST_VALUES:
-        raise Unfit(f"it has more than {MOST_VALUES:,} values")
+        raise UnfitValue(f"it has more than {MOST_VALUES:,} values")
     try:
         value = _DECODER.decode(raw.decode())
     except RecursionError:
-        raise Unfit("its brackets are too deep") from None
+        raise UnfitValue("its brackets are too deep") from None
     if raw.count(b"[") + raw.count(b"{") > DEEPEST:
         check_depth(value)
     return value
 
 
 def check_depth(value: Any) -> None:
-    """Raise ``Unfit`` where lists and objects lie in one another more than ``DEEPEST`` times."""
+    """Raise ``UnfitValue`` where lists and objects lie in one another more than ``DEEPEST`` times."""
     level: list[Any] = [value]
     for _ in range(DEEPEST + 1):
         inner = [each for each in level if isinstance(each, dict | list)]
         if not inner:
             return
         level = [part for each in inner for part in (each.values() if isinstance(each, dict) else each)]
-    raise Unfit(f"its brackets are more than {DEEPEST} deep")
+    raise UnfitValue(f"its brackets are more than {DEEPEST} deep")
 
 
 def fit(value: Any, check: Check, what: str) -> Any:
     """``value``, which is as ``check`` wants it. Raises ``DamagedError``, which calls it ``what``."""
     try:
         check(value, "")
-    except Unfit as error:
+    except UnfitValue as error:
         raise DamagedError(f"{what} is damaged: {error}; restore it from a copy", remedy="restore") from None
     return value
 
@@ -180,7 +180,7 @@ def table(optional: Mapping[str, Check] | None = None, /, **required: Check) -> 
             if name in value:
                 inner(value[name], f"{at}.{name}" if at else name)
             elif name in required:
-                raise Unfit(f"{at + ' ' if at else ''}lacks {name}")
+                raise UnfitValue(f"{at + ' ' if at else ''}lacks {name}")
 
     return check
 
@@ -190,11 +190,11 @@ def anything(value: Any, at: str) -> None:
 
 
 def _unfit(at: str, expected: str, value: Any) -> NoReturn:
-    raise Unfit(f"{at or 'it'} must be {expected}, not {reprlib.repr(value)}")
+    raise UnfitValue(f"{at or 'it'} must be {expected}, not {reprlib.repr(value)}")
 
 
 def _no_number(constant: str) -> NoReturn:
-    raise Unfit(f"{constant} is no JSON number")
+    raise UnfitValue(f"{constant} is no JSON number")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_number)

@@ -75,6 +75,8 @@ def test_no_files_import_each_other_and_no_class_has_the_name_of_another() -> No
     assert house.import_circles(sources) == []
     assert {name: homes for name, homes in house.public_classes(sources).items() if len(homes) > 1} == {}
     assert house.kinds_asked(sources) == []
+    classes = [name for text in sources.values() for name in re.findall(r"^class (\w+)", text, re.MULTILINE)]
+    assert [name for name in classes if re.fullmatch(r"_?[A-Z][a-z]+ed", name)] == []  # a name is a noun
 
 
 def test_the_long_description_stands_alone() -> None:

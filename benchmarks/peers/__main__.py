@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks.peers.limits import limits
 from memstore.eval import needles
 from memstore.eval.questions.wheel import load_json
-from memstore.eval.resources import disk_bytes, hardware
+from memstore.resources import disk_bytes, hardware
 from memstore.tools.models import load_tokenizer, resolve_model
 
 ROOT = Path(__file__).parents[2]

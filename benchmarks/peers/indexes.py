@@ -27,8 +27,8 @@ from usearch.index import Index as Usearch
 from benchmarks import keysets
 from benchmarks.index import LAYERS_AND_HEADS, K, aim, build, by_turns, recall, true_best
 from benchmarks.keysets import KeySet
-from memstore.eval.resources import hardware
 from memstore.index.cluster_index import ClusterIndex
+from memstore.resources import hardware
 
 Ids = np.ndarray[Any, np.dtype[Any]]
 LOOKS = (16, 32, 64, 128, 256, 512, 1024)

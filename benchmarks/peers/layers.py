@@ -30,8 +30,8 @@ from benchmarks.keysets import KeySet
 from memstore.attention.knn import KNNAttention, TokenMemory, products
 from memstore.attention.knn_memory import RecentTokens
 from memstore.attention.knn_stored import StoredTokens, token_spec
-from memstore.eval.resources import hardware
 from memstore.memory import Fingerprint
+from memstore.resources import hardware
 
 SEGMENT, HEADS, DIM, TOP_K = 512, 8, 64, 32
 QUERIES, WIDTH = HEADS * DIM, (HEADS + 2) * DIM

@@ -24,10 +24,10 @@ from memstore import MemorySpec
 from memstore.errors import InvalidArgument
 from memstore.eval.asking import LayerScore, Reply
 from memstore.eval.filler import Filler
-from memstore.eval.resources import PeakMemory
 from memstore.eval.tasks import TASKS, Phrases, Sample, check_room, make, plant
 from memstore.memory import Memory
 from memstore.readers.kinds import kind_of
+from memstore.resources import PeakMemory
 
 Advance = Callable[[int], None]
 

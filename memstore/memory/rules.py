@@ -17,7 +17,17 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, get_args
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError
 from memstore.memory.entry import KEEPING, LONGEST_NAME, Address, Catalog
 from memstore.store.contract import BlockStore
-from memstore.store.records import MAX_DOCUMENT, MAX_ITEM, MAX_LAYER, Batch, Key, Misplaced, Record, Table, describe
+from memstore.store.records import (
+    MAX_DOCUMENT,
+    MAX_ITEM,
+    MAX_LAYER,
+    Batch,
+    Key,
+    MisplacedValue,
+    Record,
+    Table,
+    describe,
+)
 from memstore.stored import Check, array, check_whole, fit, maybe, members, number, on_one_line, row, table, text, whole
 
 if TYPE_CHECKING:  # it needs torch, and a check of a memory, which reads rules, does not
@@ -214,7 +224,7 @@ def _misplaced(store: BlockStore, key: Key) -> bool:
     try:
         store.get(key)
     except DamagedError as error:
-        return isinstance(error, Misplaced)
+        return isinstance(error, MisplacedValue)
     return False
 
 

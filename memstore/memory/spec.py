@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from memstore._version import __version__
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory
 from memstore.memory.entry import HEADER, DocumentState
-from memstore.memory.urls import Blank
+from memstore.memory.urls import NewMemory
 from memstore.store.contract import BlockStore
 from memstore.store.records import MAX_DIMENSIONS, Batch, Layout, Record
 from memstore.stored import anything, array, fit, maybe, members, on_one_line, row, table, text, whole
@@ -328,12 +328,12 @@ class Header(NamedTuple):
     """Blocks whose landmarks are stored together."""
 
 
-def blank(spec: MemorySpec) -> Blank:
+def blank(spec: MemorySpec) -> NewMemory:
     """What makes an empty store a memory with this spec."""
     batch = Batch()
     values = {"format": FORMAT, "library": __version__, "spec": spec.to_dict(), "blocks_per_run": blocks_per_run(spec)}
     batch.put(HEADER, Record.from_json(values))
-    return Blank(batch, sum(layout.nbytes for layout in block_layouts(spec)), token_layout(spec.block_size).nbytes)
+    return NewMemory(batch, sum(layout.nbytes for layout in block_layouts(spec)), token_layout(spec.block_size).nbytes)
 
 
 def read_header(store: BlockStore, url: str) -> Header:

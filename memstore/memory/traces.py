@@ -265,7 +265,7 @@ def best_scores(steps: Iterable[Step]) -> dict[tuple[str, int], float]:
     return best
 
 
-class _Pending:
+class _PendingStep:
     """A step that is not written yet."""
 
     def __init__(self, seconds: float) -> None:
@@ -286,7 +286,7 @@ class Recorder:
         self._file, self._info, self._max_bytes = file, info, max_bytes
         self._begun = self._written_at = time.perf_counter()
         self._first = 0
-        self._steps: list[_Pending] = []
+        self._steps: list[_PendingStep] = []
         self._recording = True
         self._encoded_last: tuple[list[Look], bytes | None] = ([], None)
         self.before_writing: Callable[[], None] | None = None
@@ -337,7 +337,7 @@ class Recorder:
         if now - self._written_at > INTERVAL:
             self._flush()
             self._written_at = now
-        self._steps.append(_Pending(now - self._begun))
+        self._steps.append(_PendingStep(now - self._begun))
 
     def look(self, look: Look, *, step: int | None = None) -> None:
         """What a layer retrieved, at the step that began last, or at an earlier ``step`` that is not written yet."""

@@ -110,7 +110,7 @@ _SCHEME = re.compile(r"([a-z][a-z0-9+.-]+):")
 _named: dict[str, BlockStore] = {}
 
 
-class Blank(NamedTuple):
+class NewMemory(NamedTuple):
     """What a store needs to become a new memory."""
 
     batch: Batch
@@ -135,7 +135,7 @@ class OpenStore(NamedTuple):
     """Whether closing the memory closes the store."""
 
 
-def open_store(url: str | Path, mode: Mode, blank: Blank | None, key: KeySource | None = None) -> OpenStore:
+def open_store(url: str | Path, mode: Mode, blank: NewMemory | None, key: KeySource | None = None) -> OpenStore:
     """Open the store at ``url``, or make one from ``blank`` where ``mode`` and ``blank`` allow it.
 
     ``key`` is that of an encrypted memory; without it the one of the environment, where there is one. Raises
@@ -214,7 +214,7 @@ def _needs_no_key(url: str | Path) -> WrongKey:
     )
 
 
-def _open(url: str | Path, mode: Mode, blank: Blank | None) -> OpenStore:
+def _open(url: str | Path, mode: Mode, blank: NewMemory | None) -> OpenStore:
     if mode not in ("a", "r", "x"):
         raise InvalidArgument(f"mode must be 'a' (open or create), 'r' (read) or 'x' (create), not {mode!r}.")
     if mode == "x" and blank is None:
@@ -241,7 +241,7 @@ def _open(url: str | Path, mode: Mode, blank: Blank | None) -> OpenStore:
     return found
 
 
-def opened(store: BlockStore, url: str, mode: Mode, blank: Blank | None) -> OpenStore:
+def opened(store: BlockStore, url: str, mode: Mode, blank: NewMemory | None) -> OpenStore:
     """A store of another package that makes what it lacks when it is opened: as a memory, in every mode.
 
     Nothing was ever committed where ``store.version()`` is 0. It is closed where this raises ``NotFound`` or
@@ -300,14 +300,14 @@ def folder(url: str | Path) -> Path | None:
     return Path(str(url).removeprefix("zarr:")) if on_disk(url) else None
 
 
-def _plugin(scheme: str, url: str) -> Callable[[str, Mode, Blank | None], object]:
+def _plugin(scheme: str, url: str) -> Callable[[str, Mode, NewMemory | None], object]:
     plugins = entry_points(group=ENTRY_POINTS)
     if scheme not in plugins.names:
         others = "".join(f", {name}:..." for name in sorted(plugins.names))
         here = f"a path (for a folder of this name, ./{url}), zarr:PATH, zarr+s3://BUCKET/PREFIX, ram:, ram:NAME"
         raise InvalidArgument(f"cannot open {url!r}: supported are {here}{others}.")
     try:
-        return cast("Callable[[str, Mode, Blank | None], object]", plugins[scheme].load())
+        return cast("Callable[[str, Mode, NewMemory | None], object]", plugins[scheme].load())
     except (ImportError, AttributeError) as error:
         raise InvalidArgument(
             f"cannot open {url!r}: {plugins[scheme].value}, which another package brings for it, cannot be loaded "
@@ -315,7 +315,7 @@ def _plugin(scheme: str, url: str) -> Callable[[str, Mode, Blank | None], object
         ) from error
 
 
-def _open_ram(name: str, mode: Mode, blank: Blank | None) -> OpenStore:
+def _open_ram(name: str, mode: Mode, blank: NewMemory | None) -> OpenStore:
     if name in _named:
         if mode == "x":
             raise InvalidArgument(
@@ -333,7 +333,7 @@ def _open_ram(name: str, mode: Mode, blank: Blank | None) -> OpenStore:
     return OpenStore(store, own=not name)
 
 
-def _open_lmdb(folder: Path, mode: Mode, blank: Blank | None) -> OpenStore:
+def _open_lmdb(folder: Path, mode: Mode, blank: NewMemory | None) -> OpenStore:
     from memstore.store.lmdb.store import LmdbStore
 
     if _has_tail(folder):
@@ -341,13 +341,13 @@ def _open_lmdb(folder: Path, mode: Mode, blank: Blank | None) -> OpenStore:
     return _open_folder(LmdbStore, folder, str(folder), mode, blank, exists=(folder / "data.mdb").exists)
 
 
-def _open_zarr(folder: Path, mode: Mode, blank: Blank | None) -> OpenStore:
+def _open_zarr(folder: Path, mode: Mode, blank: NewMemory | None) -> OpenStore:
     from memstore.store.zarr import ZarrStore
 
     return _open_folder(ZarrStore, folder, f"zarr:{folder}", mode, blank, exists=lambda: _has_tail(folder))
 
 
-def _open_remote(url: str, mode: Mode, blank: Blank | None, **options: Any) -> OpenStore:
+def _open_remote(url: str, mode: Mode, blank: NewMemory | None, **options: Any) -> OpenStore:
     from memstore.store.zarr import ZarrStore
 
     where = remote_places(url)
@@ -367,7 +367,7 @@ def _open_remote(url: str, mode: Mode, blank: Blank | None, **options: Any) -> O
 
 
 def _elsewhere(
-    url: str, mode: Mode, blank: Blank | None, shards: BucketObjects | Path, tail: Path
+    url: str, mode: Mode, blank: NewMemory | None, shards: BucketObjects | Path, tail: Path
 ) -> tuple[Mode, Path]:
     """How, and in which folder, to open a memory whose tail is not on this computer: what was published, to read."""
     if isinstance(shards, Path):
@@ -394,7 +394,7 @@ def _open_folder(
     folder: Path,
     url: str,
     mode: Mode,
-    blank: Blank | None,
+    blank: NewMemory | None,
     *,
     exists: Callable[[], bool],
     **options: Any,

@@ -259,13 +259,13 @@ def damaged(key: Key, what: str) -> DamagedError:
     return DamagedError(f"{describe(key)} is damaged: {what}; nothing of it was used")
 
 
-class Misplaced(DamagedError):
+class MisplacedValue(DamagedError):
     """A value is whole, but another key's."""
 
 
-def misplaced(key: Key, found: str) -> Misplaced:
+def misplaced(key: Key, found: str) -> MisplacedValue:
     """The error for a value under ``key`` that says of itself that it is another's."""
-    return Misplaced(f"{describe(key)} is damaged: wrong address: {found}; nothing of it was used")
+    return MisplacedValue(f"{describe(key)} is damaged: wrong address: {found}; nothing of it was used")
 
 
 def padding(nbytes: int) -> int:

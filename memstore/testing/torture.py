@@ -42,7 +42,7 @@ DISK_BYTES = 8 << 20
 """Of the disk that fills."""
 
 
-class Untried(RuntimeError):
+class UntriedStore(RuntimeError):
     """The store cannot be tried: it does not work, or has no files."""
 
 
@@ -410,7 +410,7 @@ def damage(name: str, make: Make, folder: Path, rounds: int, rng: random.Random)
             _whole(make, history, whole, STEPS - COPIES)
             for copy in older:  # each commit in a process of its own, so that nothing is open when it is copied
                 if not (whole.is_dir() and make.files(whole)):
-                    raise Untried("the store has written nothing into its folder, so there is nothing to damage.")
+                    raise UntriedStore("the store has written nothing into its folder, so there is nothing to damage.")
                 shutil.copytree(whole, copy)
                 _whole(make, history, whole, int(copy.name) + 1, start=int(copy.name))
         place = kept / "damaged"
@@ -449,7 +449,7 @@ def torture(make: Make, fault: str, rounds: int, seed: int = 0, folder: Path | N
 def _whole(make: Make, history: History, folder: Path, steps: int, start: int = 0) -> None:
     ending = run(lambda say: write(make, history, folder, start, steps, say))
     if ending.code:
-        raise Untried(f"the store does not work at all: {ending.last or ending.code}")
+        raise UntriedStore(f"the store does not work at all: {ending.last or ending.code}")
 
 
 def _history(rng: random.Random, *, writes_over: bool = False) -> History:

@@ -46,7 +46,7 @@ from memstore.tools.verb import (
     PIPE,
     USAGE,
     Dtype,
-    Interrupted,
+    Interruption,
     Json,
     Mistake,
     Report,
@@ -277,7 +277,7 @@ def _run(arguments: Sequence[str], pressed: Callable[[], bool]) -> int:
         _check_text(arguments)
         code: int = command_line().main(arguments, prog_name="memstore", standalone_mode=False) or 0
     except (MemstoreError, typer.TyperException) as error:
-        if not pressed() or isinstance(error, Interrupted):
+        if not pressed() or isinstance(error, Interruption):
             return report_failure(with_way_out(error, arguments), json=json)
         code = INTERRUPTED
     except SystemExit:  # typer's answer to a broken pipe, the only one of its exits that is left in this mode
@@ -292,7 +292,7 @@ def _run(arguments: Sequence[str], pressed: Callable[[], bool]) -> int:
         if not pressed():
             return report_failure(_explained(error), json=json)
         code = INTERRUPTED
-    # Where typer catches Ctrl-C, this code is all that it says; a verb that knows more raises Interrupted itself.
+    # Where typer catches Ctrl-C, this code is all that it says; a verb that knows more raises Interruption itself.
     return report_failure(_interrupted(arguments), json=json) if code == INTERRUPTED else code
 
 
@@ -320,9 +320,9 @@ def _explained(error: Exception) -> MemstoreError:
     return Mistake(error)
 
 
-def _interrupted(arguments: Sequence[str]) -> Interrupted:
+def _interrupted(arguments: Sequence[str]) -> Interruption:
     when = " before anything was read" if arguments and arguments[0] == "read" else ""
-    return Interrupted(f"interrupted{when}; run the same command again")
+    return Interruption(f"interrupted{when}; run the same command again")
 
 
 def _lost_output(why: str) -> int:

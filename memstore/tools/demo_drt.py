@@ -80,9 +80,9 @@ def _read(
 ) -> tuple[dict[str, Any], dict[str, Sample]]:
     """Write the memory: figures, and what is hidden in each volume."""
     from memstore.eval.filler import load_filler
-    from memstore.eval.resources import PeakMemory
     from memstore.memory import open_memory
     from memstore.models.drt.reader import DRTReader, memory_spec
+    from memstore.resources import PeakMemory
 
     with quiet_transformers():
         model, tokenizer = load_model(weights, only=(DRT,))
@@ -119,7 +119,7 @@ def hide(model: DRTForCausalLM, tokenizer: Any, filler: Filler, seed: int, token
 
 
 def _disk(folder: Path) -> dict[str, int]:
-    from memstore.eval.resources import disk_bytes
+    from memstore.resources import disk_bytes
 
     return {"disk_bytes": disk_bytes(folder)}
 

@@ -12,7 +12,7 @@ import typer
 import memstore
 from memstore.errors import InvalidArgument
 from memstore.tools.look import decode
-from memstore.tools.verb import Interrupted, MemoryUrl, Page, Report, counted, lasting
+from memstore.tools.verb import Interruption, MemoryUrl, Page, Report, counted, lasting
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
@@ -59,7 +59,7 @@ def export(memory: MemoryUrl, out: Out, *, document: Documents = None, format: F
         with memstore.open(memory, mode="r") as opened:
             return _table(opened, out, document) if format == "parquet" else _files(opened, out, document)
     except KeyboardInterrupt:
-        raise Interrupted(f"interrupted; nothing is left of {out}, run the same command again") from None
+        raise Interruption(f"interrupted; nothing is left of {out}, run the same command again") from None
 
 
 def _files(memory: Memory, out: Path, documents: list[str] | None) -> Report:
@@ -116,7 +116,7 @@ def import_(folder: Folder, memory: Target) -> Report:
     try:
         result = import_memory(folder, memory, progress=True)
     except KeyboardInterrupt:
-        raise Interrupted("interrupted; what was imported is sound, run the same command again to go on") from None
+        raise Interruption("interrupted; what was imported is sound, run the same command again to go on") from None
     told = (
         f"imported {counted(result.imported_tokens, 'token')}; {memory} has all "
         f"{counted(result.documents, 'document')} of {folder} now"

@@ -16,7 +16,7 @@ from memstore.errors import InvalidArgument
 from memstore.tools.verb import (
     FACT,
     DocumentArgument,
-    Interrupted,
+    Interruption,
     Json,
     MemoryUrl,
     Page,
@@ -315,7 +315,7 @@ def copy(source: Source, target: Target, codec: CopyCodec = None) -> Report:
     try:
         result = memstore.copy(source, target, codec=codec, progress=True)
     except KeyboardInterrupt:
-        raise Interrupted("interrupted; what was copied is sound, run the same command again to go on") from None
+        raise Interruption("interrupted; what was copied is sound, run the same command again to go on") from None
 
     def text(page: Page) -> None:
         there = counted(result.tokens, "token")

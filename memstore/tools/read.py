@@ -30,7 +30,7 @@ from memstore.tools.verb import (
     Codec,
     Device,
     Index,
-    Interrupted,
+    Interruption,
     Json,
     MemoryUrl,
     Model,
@@ -334,7 +334,7 @@ def _read_each(
         except KeyboardInterrupt:
             there = {document.name: len(document) for document in reader.memory.documents()}
             of = f" of {each.document!r}" if len(texts) > 1 else ""
-            raise Interrupted(
+            raise Interruption(
                 f"interrupted after {there.get(each.document, 0):,} tokens{of}; run the same command again to go on"
             ) from None
         except InvalidArgument as error:

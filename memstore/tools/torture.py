@@ -68,7 +68,7 @@ def torture(
     """
     import torch
 
-    from memstore.testing.torture import BAD, FAULTS, VERDICTS, Untried, torture
+    from memstore.testing.torture import BAD, FAULTS, VERDICTS, UntriedStore, torture
 
     chosen = {name: _subject(name) for name in stores or ("lmdb", "zarr")}
     if unknown := sorted(set(fault or ()) - set(FAULTS)):
@@ -85,7 +85,7 @@ def torture(
                 sys.stderr.write(f"\r\033[K{name}: {each}")
             try:
                 rows.append(_row(name, subject, torture(subject, each, rounds, seed, folder)))
-            except Untried as error:  # what was found until then is told
+            except UntriedStore as error:  # what was found until then is told
                 untried[name] = str(error)
                 break
     if sys.stderr.isatty():

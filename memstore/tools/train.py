@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from memstore.errors import InvalidArgument, NotFound
-from memstore.tools.verb import Interrupted, Json, Page, Report, Threads, taking, use_threads
+from memstore.tools.verb import Interruption, Json, Page, Report, Threads, taking, use_threads
 
 OPTIMISATION = ("steps", "epochs", "batch", "accumulate", "learning_rate", "warmup", "seed", "bf16")
 
@@ -274,12 +274,12 @@ def check_fit(init: Path, given: Mapping[str, Any], there: Mapping[str, Any]) ->
             )
 
 
-def _interrupted(out: Path) -> Interrupted:
+def _interrupted(out: Path) -> Interruption:
     from memstore.train.run import complete, last_checkpoint
 
     last = last_checkpoint(out)
     where = f"go on from step {complete(last)['step']:,}" if last else "start again, for no checkpoint was written yet"
-    return Interrupted(f"interrupted; run the same command again to {where}")
+    return Interruption(f"interrupted; run the same command again to {where}")
 
 
 def _show(page: Page, data: Mapping[str, Any]) -> None:

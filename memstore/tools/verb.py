@@ -579,7 +579,7 @@ With --json a failure is the object {"error": TYPE, "message": TEXT, "code": WOR
 "remedy" where they are known."""
 
 
-class Interrupted(MemstoreError):
+class Interruption(MemstoreError):
     """Ctrl-C; the message says what is safe and how to go on."""
 
     code = "interrupted"
@@ -609,7 +609,7 @@ def exit_code(error: Exception) -> int:
             return REFUSED
         case MemoryInUse() | ReadOnlyMemory() | StoreFull():
             return REFUSED
-        case Interrupted():
+        case Interruption():
             return INTERRUPTED
         case typer.TyperException():
             return error.exit_code

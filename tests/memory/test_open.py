@@ -22,7 +22,7 @@ from memstore.errors import (
 from memstore.memory import urls
 from memstore.memory.entry import HEADER
 from memstore.memory.spec import read_header
-from memstore.memory.urls import Blank, Mode, OpenStore
+from memstore.memory.urls import Mode, NewMemory, OpenStore
 from memstore.store import Batch, Record
 from memstore.store.ram import RamStore
 from tests.memory.helpers import append, check_content, make_fingerprint, make_spec, random_tokens
@@ -173,7 +173,7 @@ def test_an_unknown_scheme_lists_what_is_supported() -> None:
 
 
 def test_other_packages_bring_stores_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
-    def open_mine(url: str, mode: Mode, blank: Blank | None) -> OpenStore:
+    def open_mine(url: str, mode: Mode, blank: NewMemory | None) -> OpenStore:
         assert (url, mode) == ("mine:here", "a")
         assert blank is not None
         store = RamStore()

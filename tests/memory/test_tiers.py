@@ -11,8 +11,8 @@ import torch
 
 import memstore
 from memstore.errors import DamagedError, InvalidArgument, NotFound
-from memstore.eval.resources import PeakMemory, memory_in_use
 from memstore.memory import Document, Memory
+from memstore.resources import PeakMemory, memory_in_use
 from tests.memory.helpers import (
     G,
     S,

@@ -29,7 +29,7 @@ from memstore.errors import (
 )
 from memstore.progress import progress_bar
 from memstore.tools.mend import with_way_out
-from memstore.tools.verb import Interrupted, exit_code
+from memstore.tools.verb import Interruption, exit_code
 from memstore.tools.web import status_of
 from tests.tools.conftest import Cli
 
@@ -64,7 +64,7 @@ VERBS = [
         (MemoryInUse, 5, 409),
         (ReadOnlyMemory, 5, 409),
         (StoreFull, 5, 507),
-        (Interrupted, 130, 500),
+        (Interruption, 130, 500),
         (MemstoreError, 1, 500),
     ],
 )
@@ -207,8 +207,8 @@ def flip(path: Path, value: bytes) -> None:
         (ZeroDivisionError("by\nzero"), 1, "ZeroDivisionError", "ZeroDivisionError: by zero - this is a bug in"),
         (PermissionError(13, "Permission denied", "/secret"), 5, "ReadOnlyMemory", "/secret: permission denied"),
         (OSError(40, "Too many links", "/loop"), 1, "MemstoreError", "/loop: Too many links"),
-        (KeyboardInterrupt(), 130, "Interrupted", "interrupted; run the same command again"),
-        (typer.Abort(), 130, "Interrupted", "interrupted; run the same command again"),
+        (KeyboardInterrupt(), 130, "Interruption", "interrupted; run the same command again"),
+        (typer.Abort(), 130, "Interruption", "interrupted; run the same command again"),
     ],
 )
 def test_no_error_ends_in_a_traceback(

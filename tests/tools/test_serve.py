@@ -26,10 +26,10 @@ from typing import Any
 import pytest
 
 import memstore
-from memstore.eval.resources import memory_in_use
+from memstore.resources import memory_in_use
 from memstore.tools.app import main
 from memstore.tools.endpoint.app import MOST_BYTES, Endpoint
-from memstore.tools.endpoint.request import Refused
+from memstore.tools.endpoint.request import Refusal
 from memstore.tools.endpoint.shelf import Shelf
 from memstore.tools.endpoint.worker import QueuedJob, Result, Worker
 from memstore.tools.web import listen, server_of
@@ -656,13 +656,13 @@ def test_lines_take_turns_and_a_full_queue_has_room_for_each(monkeypatch: pytest
     assert begun.wait(60)
     for _ in range(4):
         worker.submit(job_of("many", told))
-    with pytest.raises(Refused):
+    with pytest.raises(Refusal):
         worker.submit(job_of("many", told))
     worker.submit(job_of("few", told))
     worker.submit(job_of("few", told))
-    with pytest.raises(Refused):
+    with pytest.raises(Refusal):
         worker.submit(job_of("few", told))
-    assert [(line, type(what)) for line, what in told] == [("many", Refused)] * 2
+    assert [(line, type(what)) for line, what in told] == [("many", Refusal)] * 2
     assert worker.waiting == 4
     go.set()
     while len(told) < 7:

@@ -46,7 +46,7 @@ REORDERS = "_reorder_cache"
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
-class _Enough(Exception):
+class _PassEnd(Exception):
     """Ends a forward pass whose first layers were all that was wanted."""
 
 
@@ -140,13 +140,13 @@ class KNNMemory(nn.Module):
         def enough(*_: object) -> None:
             seen.update(self._seen)
             self._seen.clear()
-            raise _Enough
+            raise _PassEnd
 
         attention: Any = self._around[0]
         handle = attention.o_proj.register_forward_pre_hook(enough, prepend=True)
         try:
             model(tokens[None].to(self.gate.device), use_cache=False)
-        except _Enough:
+        except _PassEnd:
             pass
         finally:
             handle.remove()

@@ -24,7 +24,7 @@ from memstore.readers.stock.draft import StockDraft
 from memstore.readers.stock.selection import CandidateLists, FetchedList, LocalTokens, Selection
 from memstore.readers.stock.sharded import OwnPart, ShardedSelection, attend_together
 from memstore.readers.stock.steps import CallSteps
-from memstore.readers.stock.visible import NOTHING, Candidates, States, Visible, gather
+from memstore.readers.stock.visible import NOTHING, Candidates, States, VisibleParts, gather
 from memstore.transfer import along, to_device
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class Call(LocalTokens):
     def __init__(
         self,
         selection: Selection,
-        seen: Visible = NOTHING,
+        seen: VisibleParts = NOTHING,
         states: Callable[[int, range], States] | None = None,
         *,
         reading: bool = False,

@@ -33,7 +33,7 @@ NAME = "memstore"
 _PLANS: WeakKeyDictionary[nn.Module, tuple[Hooks, LayerPlan]] = WeakKeyDictionary()
 
 
-class _Enough(Exception):
+class _PassEnd(Exception):
     """Ends a forward pass whose first layers were all that was wanted."""
 
 
@@ -106,7 +106,7 @@ class Hooks:
             if logits:
                 told: Tensor = result.logits
                 return told if ids.dim() == 2 else told[0]
-        except _Enough:
+        except _PassEnd:
             pass
         finally:
             self._next, self._states_only, self._thread = outer
@@ -256,7 +256,7 @@ class Hooks:
                 self._call.see_hidden(layer, hidden, again=self._tap is not None)
             if self._tap is not None and layer == last:
                 self._call = None
-                raise _Enough
+                raise _PassEnd
 
         return hook
 
@@ -307,7 +307,7 @@ def _attention(
     if hooks._states_only and plan is hooks.architecture.layers[-1]:
         call.layers[plan.index].fresh = (key, value)
         hooks._call = None
-        raise _Enough
+        raise _PassEnd
     options = {"scale": kwargs.get("scaling"), "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
     out = call.layers[plan.index].attend(query, key, value, **options)
     out = out if hooks.heads is None else hooks.heads.own(out)

@@ -29,7 +29,14 @@ from memstore.readers.stock.hooks import Hooks, cache_of, check_free
 from memstore.readers.stock.reading import Opening, SegmentReading, ending, recurrent_at_end
 from memstore.readers.stock.selection import CandidateLists, DocumentWords, Selection
 from memstore.readers.stock.sharded import ShardedSelection
-from memstore.readers.stock.visible import AttachedDocument, Candidates, DocumentStates, Visible, everything, visible
+from memstore.readers.stock.visible import (
+    AttachedDocument,
+    Candidates,
+    DocumentStates,
+    VisibleParts,
+    everything,
+    visible,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -254,7 +261,7 @@ class StockReader(Reader):
         sizes = {name: then.get(name, size) for name, size in now.items()}
         return recurrent_at_end(self.hooks, document, self.memory.spec, **sizes).states
 
-    def _visible(self) -> tuple[AttachedDocument, Visible] | None:
+    def _visible(self) -> tuple[AttachedDocument, VisibleParts] | None:
         """The document that is continued, and what is seen; None where nothing is stored."""
         sources = [source for source in self._sources() if source.state.tokens]
         if not sources:

@@ -50,7 +50,7 @@ class SegmentReading:
         hooks: Hooks,
         job: Job,
         spec: MemorySpec,
-        after: Recurrent,
+        after: RecurrentStates,
         *,
         window: int,
         sink: int,
@@ -193,7 +193,7 @@ class SegmentReading:
         self.job.nll.append(nll[max(0, self.job.score_from - first) :].cpu())
 
 
-class Recurrent(NamedTuple):
+class RecurrentStates(NamedTuple):
     """What layers that do not attend remember of the first tokens of a document."""
 
     tokens: int
@@ -201,14 +201,14 @@ class Recurrent(NamedTuple):
     """As ``LinearLayers`` has them; None where they have read nothing, or there are none."""
 
 
-def recurrent_at_end(hooks: Hooks, document: Document, spec: MemorySpec, **sizes: int) -> Recurrent:
+def recurrent_at_end(hooks: Hooks, document: Document, spec: MemorySpec, **sizes: int) -> RecurrentStates:
     """That of a document: as it is kept, or computed again from the last that is, by reading what lies behind it.
 
     Raises ``InvalidArgument`` where not all of that is there any more.
     """
     tokens = len(document)
     if hooks.architecture.linear is None:
-        return Recurrent(tokens, None)
+        return RecurrentStates(tokens, None)
     after = _last_kept(document, hooks.model.device)
     if after.tokens == tokens:
         return after
@@ -225,15 +225,15 @@ def recurrent_at_end(hooks: Hooks, document: Document, spec: MemorySpec, **sizes
     with own_types():  # whoever asks may do so in others
         for segment in segments(iter([rest]), after.tokens, reading.segment):
             reading.compute(segment)
-    return Recurrent(tokens, reading.recurrent)
+    return RecurrentStates(tokens, reading.recurrent)
 
 
-def _last_kept(document: Document, device: torch.device) -> Recurrent:
+def _last_kept(document: Document, device: torch.device) -> RecurrentStates:
     """The last that is kept and whole."""
     for place in reversed(document.recurrent_places()):
         with suppress(DamagedError, NotFound):  # verify names it; what was lost is computed again
-            return Recurrent(place, to_device(document.recurrent(place), device))
-    return Recurrent(0, None)
+            return RecurrentStates(place, to_device(document.recurrent(place), device))
+    return RecurrentStates(0, None)
 
 
 def ending(segments: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:

@@ -35,7 +35,7 @@ from memstore.errors import InvalidArgument
 from memstore.index.words import WordIndex, words_of
 from memstore.readers.kinds import Positions, Retrieval
 from memstore.readers.stock.architecture import Architecture, CosSin, LayerPlan, LayerRotary
-from memstore.readers.stock.visible import AttachedDocument, Candidates, ShortDocuments, Visible
+from memstore.readers.stock.visible import AttachedDocument, Candidates, ShortDocuments, VisibleParts
 from memstore.transfer import to_device, to_host
 
 if TYPE_CHECKING:
@@ -422,7 +422,7 @@ def place(
 class LocalTokens:
     """The local tokens of a call: how many there are, their positions, and their masks. All layers share them."""
 
-    def __init__(self, selection: Selection, seen: Visible, candidates: Candidates) -> None:
+    def __init__(self, selection: Selection, seen: VisibleParts, candidates: Candidates) -> None:
         self.selection, self.seen, self.candidates = selection, seen, candidates
         self.slots = selection.slots(candidates)
         self.device = torch.device("cpu")

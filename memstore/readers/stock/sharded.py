@@ -25,7 +25,7 @@ from memstore.readers.stock.visible import (
     SHORT,
     AttachedDocument,
     Candidates,
-    Short,
+    ShortDocument,
     ShortDocuments,
     best_of,
     incomplete_landmarks,
@@ -128,14 +128,14 @@ class ShardedSelection(Selection):
             ids, own = ids[wanted], own[wanted]
             last = len(ids) and int(ids[-1]) == blocks.stop - 1
             tokens = candidates.incomplete.get(stop - 1) if last else None
-            part = Short(source.document, source.state.edits, blocks, tokens)
+            part = ShortDocument(source.document, source.state.edits, blocks, tokens)
             short = len(blocks) <= SHORT and len(candidates.parts) > 1
             scores = self._scores_of(source, layer, ids, part, queries[source.memory].cpu(), short=short)
             parts.append(_Scores(scores, ids - blocks.stop + stop, own))
         return _Scores(*(torch.cat(each, -1) for each in zip(*parts, strict=True)))
 
     def _scores_of(
-        self, source: AttachedDocument, layer: int, ids: Tensor, part: Short, queries: Tensor, *, short: bool
+        self, source: AttachedDocument, layer: int, ids: Tensor, part: ShortDocument, queries: Tensor, *, short: bool
     ) -> Tensor:
         """Scores ``[H, T, n]`` of the blocks ``ids [n]`` of a ``part``; ``short``: as those of short documents."""
         full, scores = ids if part.tokens is None else ids[:-1], [queries.new_empty(*queries.shape[:2], 0)]

@@ -164,7 +164,7 @@ class Candidates:
     def _scored_as(self) -> tuple[list[tuple[AttachedDocument, range, range]], dict[int, tuple[Tensor, ShortParts]]]:
         """Parts that are scored by themselves, with their blocks and numbers; and by memory those scored together."""
         alone: list[tuple[AttachedDocument, range, range]] = []
-        together: dict[int, tuple[list[int], list[Short]]] = {}
+        together: dict[int, tuple[list[int], list[ShortDocument]]] = {}
         dense = [source.document.memory.index_capabilities.dense for source, _ in self.parts[:1]]
         stop = 0
         for source, blocks in self.parts:
@@ -175,7 +175,7 @@ class Candidates:
             if len(blocks) <= SHORT and len(self.parts) > 1 and all(dense):
                 at, parts = together.setdefault(source.memory, ([], []))
                 at += numbers
-                parts.append(Short(source.document, source.state.edits, blocks, self.incomplete.get(stop - 1)))
+                parts.append(ShortDocument(source.document, source.state.edits, blocks, self.incomplete.get(stop - 1)))
             else:
                 alone.append((source, blocks, numbers))
         return alone, {memory: (torch.tensor(at), tuple(parts)) for memory, (at, parts) in together.items()}
@@ -209,7 +209,7 @@ def gather(
 
 
 @dataclass(frozen=True)
-class Visible:
+class VisibleParts:
     """The parts of the memory that the tokens of one call see."""
 
     sink: range
@@ -223,7 +223,7 @@ class Visible:
         return self.direct if sliding is None else range(max(0, self.direct.stop - sliding), self.direct.stop)
 
 
-NOTHING = Visible(range(0), Candidates(()), range(0))
+NOTHING = VisibleParts(range(0), Candidates(()), range(0))
 
 
 def everything(sources: Sequence[AttachedDocument]) -> Candidates:
@@ -233,7 +233,7 @@ def everything(sources: Sequence[AttachedDocument]) -> Candidates:
 
 def visible(
     sources: Sequence[AttachedDocument], block_size: int, *, tokens: int, start: int, sink: int, window: int | None
-) -> Visible:
+) -> VisibleParts:
     """What a call sees that continues the last of ``sources`` after ``tokens`` tokens.
 
     ``start`` is the token from which the window is counted back: ``tokens`` for a prompt, the beginning of the segment
@@ -243,14 +243,14 @@ def visible(
     own = sources[-1]
     first = own.state.first * block_size
     if window is None:  # its sink is attended to as well, but does not say where an answer is from
-        return Visible(range(first, min(first + sink, tokens)), everything(sources), range(tokens, tokens))
+        return VisibleParts(range(first, min(first + sink, tokens)), everything(sources), range(tokens, tokens))
     others = everything(sources[:-1])
     window_start = (start - window) // block_size * block_size
     if window_start <= first + sink:
-        return Visible(range(first, first), others, range(first, tokens))
+        return VisibleParts(range(first, first), others, range(first, tokens))
     between = range((first + sink) // block_size, window_start // block_size)
     parts = tuple((own, part) for part in own.present(between) or [between[:0]])
-    return Visible(range(first, first + sink), Candidates((*others.parts, *parts)), range(window_start, tokens))
+    return VisibleParts(range(first, first + sink), Candidates((*others.parts, *parts)), range(window_start, tokens))
 
 
 class DocumentStates:
@@ -260,7 +260,7 @@ class DocumentStates:
         self.document, self.block_size, self.layers, self.device = document, block_size, layers, device
         self._there: dict[range, list[States]] = {}
 
-    def prefetch(self, layers: Sequence[LayerPlan], seen: Visible) -> None:
+    def prefetch(self, layers: Sequence[LayerPlan], seen: VisibleParts) -> None:
         """Bring ahead what ``layers`` will ask for of sink and window, where each read waits for a network."""
         if self.document.reads_ahead == 1:
             return
@@ -299,7 +299,7 @@ def as_blocks(tokens: Tensor, block_size: int) -> Tensor:
     return blocks.transpose(0, 1)
 
 
-class Short(NamedTuple):
+class ShortDocument(NamedTuple):
     """Blocks of a document at one commit."""
 
     document: Document
@@ -310,7 +310,7 @@ class Short(NamedTuple):
     """How many the last block has, where it is not full."""
 
 
-ShortParts = tuple[Short, ...]
+ShortParts = tuple[ShortDocument, ...]
 Key = tuple[int | None, int, range, int | None]
 """While it stays the same, the landmarks of a document do."""
 
@@ -370,7 +370,7 @@ def _starts(lengths: Sequence[int]) -> list[int]:
     return starts
 
 
-def _read(part: Short, layer: int, *, signs: bool) -> Tensor:
+def _read(part: ShortDocument, layer: int, *, signs: bool) -> Tensor:
     """Landmarks of a document's blocks, as an index keeps them: see ``ShortDocuments._keys``."""
     spec = part.document.memory.spec
     keys = part.document.layer(layer).landmarks(part.blocks)  # [n, G, P, D]

@@ -462,11 +462,11 @@ def _find_madvise() -> Callable[[int, int, int], int] | None:
 _madvise = _find_madvise()
 
 
-class _SoFar(threading.local):
+class _Waits(threading.local):
     waits = 0
 
 
-_so_far = _SoFar()
+_so_far = _Waits()
 
 
 def will_need(address: int, length: int) -> None:

@@ -109,7 +109,7 @@ class _Pages:
         self.lengths.append(lengths.astype(np.int64))
 
 
-class _Damaged(Exception):
+class _PageDamage(Exception):
     """What is wrong."""
 
 
@@ -129,7 +129,7 @@ def survey(
         pages = np.memmap(file, np.uint8, "r", shape=(count, page_bytes))
     try:
         return None, _Check(pages, transaction, key_bytes, large=large).run()
-    except _Damaged as error:
+    except _PageDamage as error:
         return str(error), None
 
 
@@ -151,7 +151,7 @@ class _Check:
         self._before = (_Tree(*other[4:12]), before) if before < number else None
 
     def run(self) -> int:
-        """The sum of the ends of all keys. Raises ``_Damaged``."""
+        """The sum of the ends of all keys. Raises ``_PageDamage``."""
         _require(
             (self._free.pad, self._free.flags & _TREE_FLAGS) == (self._size, _INTEGER_KEYS)
             and (self._values.pad, self._values.flags) == (0, 0),
@@ -278,7 +278,7 @@ class _Check:
 
 
 class _Nodes:
-    """All nodes of some pages of one kind, in order. Raises ``_Damaged``."""
+    """All nodes of some pages of one kind, in order. Raises ``_PageDamage``."""
 
     def __init__(self, pages: _Array, numbers: _Array, kind: int, key_bytes: int) -> None:
         size = pages.shape[1]
@@ -327,4 +327,4 @@ def _keys(key_bytes: int) -> str:
 
 def _require(holds: bool, what: str) -> None:
     if not holds:
-        raise _Damaged(what)
+        raise _PageDamage(what)

@@ -54,11 +54,11 @@ _STATUS = re.compile(r"status code: (\d+ [\w ]+)")
 _AROUND = re.compile(r"Error performing \w+ \S+ in \S+ - |,? ?(Debug )?source:.*", re.DOTALL)
 
 
-class Lost(OSError):
+class LostRace(OSError):
     """Another writer was first."""
 
 
-class Late(OSError):
+class NoAnswer(OSError):
     """There was no answer in time: what was asked for may have been done."""
 
 
@@ -91,10 +91,10 @@ class BucketObjects(Objects):
             else:
                 with told(path):
                     self._store.put(path, whole, use_multipart=False)
-        except Lost:
+        except LostRace:
             stored = self.get(path)
             if stored is None or stored.content != whole:
-                raise Lost(f"{path} lies in the bucket already, with another content: another writer put it") from None
+                raise LostRace(f"{path} lies in the bucket already, and another writer put other content") from None
         except OSError:
             self.doubtful |= durable
             raise
@@ -102,7 +102,7 @@ class BucketObjects(Objects):
     def put_new(self, path: str, content: bytes, *, instead: Tag | None = None) -> Tag:
         """Put an object where nothing lies, or ``instead`` of the version of this tag; its tag.
 
-        Raises ``Lost``, also where an earlier try of this call was not answered and did put it: compare what is there.
+        Raises ``LostRace``, also where an earlier try of this call was not answered and did put it: compare the content.
         """
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
@@ -111,7 +111,7 @@ class BucketObjects(Objects):
             return _tag(_repeated(path, lambda: self._store.put(path, content, mode=mode, use_multipart=False)))
         except OSError as error:
             if isinstance(error.__cause__, AlreadyExistsError | PreconditionError):
-                raise Lost(f"{path} was put by another writer") from None
+                raise LostRace(f"{path} was put by another writer") from None
             raise
 
     def get(self, path: str) -> StoredObject | None:
@@ -198,7 +198,7 @@ def _repeated(path: str, ask: Callable[[], T]) -> T:
         try:
             with told(path):
                 return ask()
-        except Late:
+        except NoAnswer:
             if not tries or time.monotonic() > until:
                 raise
     raise AssertionError("the last try returns or raises")
@@ -212,7 +212,7 @@ def told(path: str) -> Iterator[None]:
     try:
         yield
     except (BaseError, OSError, ValueError) as error:
-        kind = Late if _LATE.search(str(error)) else OSError
+        kind = NoAnswer if _LATE.search(str(error)) else OSError
         raise kind(f"{path}: {reason(error)}") from error
 
 

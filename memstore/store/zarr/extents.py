@@ -24,7 +24,7 @@ import numpy as np
 
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.store.records import ITEM_BYTES, MAX_DIMENSIONS, MAX_DOCUMENT, Bytes, Key, Layout, Record, Table
-from memstore.stored import Unfit, anything, array, fit, ranges, table, whole
+from memstore.stored import UnfitValue, anything, array, fit, ranges, table, whole
 
 STORE = MAX_DOCUMENT + 1
 """The document under whose number the manifest lies in the tail, out of reach of callers."""
@@ -45,7 +45,7 @@ HEXADECIMAL = re.compile("[0-9a-f]{32}")
 def hexadecimal(value: Any, at: str) -> None:
     """A name that becomes part of a path."""
     if not isinstance(value, str) or not HEXADECIMAL.fullmatch(value):
-        raise Unfit(f"{at} must be 32 hexadecimal digits")
+        raise UnfitValue(f"{at} must be 32 hexadecimal digits")
 
 
 COUNTERS_VALUE = table({"owner": hexadecimal}, next_extent=whole(0, 2**53), bytes=whole())
@@ -192,17 +192,17 @@ _ITEM = whole(0, 2**32 - 1)
 def yes(value: Any, at: str) -> None:
     """What stands for a fact by being there."""
     if value is not True:
-        raise Unfit(f"{at} must be true")
+        raise UnfitValue(f"{at} must be true")
 
 
 def _layout(value: Any, at: str) -> None:
     row_of = array(anything, MAX_DIMENSIONS + 1)
     row_of(value, at)
     if not value or value[0] not in ITEM_BYTES:
-        raise Unfit(f"{at} must be an element type and a shape")
+        raise UnfitValue(f"{at} must be an element type and a shape")
     array(whole(0, 2**31), MAX_DIMENSIONS)(value[1:], at)
     if Layout(value[0], tuple(value[1:])).nbytes > 2**32:
-        raise Unfit(f"{at} is larger than any value")
+        raise UnfitValue(f"{at} is larger than any value")
 
 
 EXTENTS = array(

@@ -23,7 +23,7 @@ from uuid import uuid4
 from memstore import paths
 from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, NotFound
 from memstore.store.lmdb.environment import DATA_NAME
-from memstore.store.zarr.bucket import BucketObjects, Lost, Tag
+from memstore.store.zarr.bucket import BucketObjects, LostRace, Tag
 from memstore.store.zarr.extents import HEXADECIMAL, hexadecimal
 from memstore.stored import array, fit, parse, table, text, whole
 
@@ -117,7 +117,7 @@ class Publisher:
         first = Version(owner=owner)
         try:
             self._version = self._put(first)
-        except Lost:
+        except LostRace:
             raise ForeignMemory("the shards that were given belong to another memory; choose an empty place") from None
 
     def found(self, version: Version | None, owner: str) -> None:
@@ -181,7 +181,7 @@ class Publisher:
         self._unanswered = after, commit
         try:
             put = self._put(after, instead=before.tag or None)
-        except Lost:
+        except LostRace:
             self._unanswered = None
             raise MemoryInUse(
                 f"another writer has published a version of this memory: version {after.number} was not put, and "
@@ -198,10 +198,10 @@ class Publisher:
             logger.warning("memory %s: pieces that no version needs were not deleted: %s", self._folder, error)
 
     def _put(self, version: Version, instead: Tag | None = None) -> Version:
-        """Put a manifest; what was put, with its tag. Raises ``Lost`` and ``OSError``."""
+        """Put a manifest; what was put, with its tag. Raises ``LostRace`` and ``OSError``."""
         try:
             return replace(version, tag=self._bucket.put_new(MANIFEST, version.encoded(), instead=instead))
-        except Lost:  # to this writer itself, where the answer to a first try did not come
+        except LostRace:  # to this writer itself, where the answer to a first try did not come
             there = last_version(self._bucket)
             if there is None or there.digest != version.digest:
                 raise

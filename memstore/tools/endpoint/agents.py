@@ -28,7 +28,7 @@ from memstore.readers.asking import Passage, passages
 from memstore.readers.reader import Reader
 from memstore.tools.ask import chosen_documents
 from memstore.tools.endpoint.app import WAITING, Gate
-from memstore.tools.endpoint.request import MOST_TOKENS, Refused
+from memstore.tools.endpoint.request import MOST_TOKENS, Refusal
 from memstore.tools.endpoint.worker import QueuedJob, ServedMemory, Worker
 from memstore.tools.verb import FACT
 from memstore.tools.web import LOOPBACK, in_url, is_loopback, names_of
@@ -207,7 +207,7 @@ class Agents(MCPServer[Any]):
     async def _done(self, work: Callable[[Reader, QueuedJob], T], *, writes: bool = False) -> T:
         try:
             return await self._worker.done(lambda: self._served, work, writes=writes)
-        except (MemstoreError, Refused) as error:
+        except (MemstoreError, Refusal) as error:
             # Of tools and of documents: what goes wrong with either may be told by this class.
             kind = ResourceNotFoundError if isinstance(error, NotFound) else ResourceError
             raise kind(str(error)) from error

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from memstore.tools.endpoint.metrics import Metrics
-from memstore.tools.endpoint.request import Ask, Refused
+from memstore.tools.endpoint.request import Ask, Refusal
 from memstore.tools.endpoint.shelf import Shelf
 from memstore.tools.endpoint.worker import QueuedJob, Result, ServedMemory, Work, Worker, answer, converse
 from memstore.tools.web import body_of, host_is_known, names_of, same, status_of
@@ -71,8 +71,8 @@ class Endpoint:
             Route("/v1/embeddings", self._embeddings, methods=["POST"]),
         ]
         handlers: dict[Any, Any] = {
-            HTTPException: lambda _, error: _failed(Refused(error.detail, status=error.status_code)),
-            Refused: lambda _, error: _failed(error),
+            HTTPException: lambda _, error: _failed(Refusal(error.detail, status=error.status_code)),
+            Refusal: lambda _, error: _failed(error),
         }
         app = Starlette(routes=routes, exception_handlers=handlers)
         self.app = self._metrics.counting(Gate(app, token=token, hosts=hosts))
@@ -95,7 +95,7 @@ class Endpoint:
     async def _model(self, request: Request) -> Response:
         name = self._shelf.check(request.path_params["name"])
         if name not in self._shelf.served:
-            raise Refused(f"no memory called {name!r} is open so far", status=404, code="model_not_found")
+            raise Refusal(f"no memory called {name!r} is open so far", status=404, code="model_not_found")
         return JSONResponse(self._described(self._shelf.served[name]))
 
     def _described(self, served: ServedMemory) -> dict[str, Any]:
@@ -110,7 +110,7 @@ class Endpoint:
 
     # One vector for a text is what such a model does worst: see docs/decisions/014.
     async def _embeddings(self, _: Request) -> Response:
-        raise Refused(
+        raise Refusal(
             "a memory has no vector for a text: it is searched by every token of a question. Ask /v1/chat/completions, "
             "whose sources are the passages; for vectors take a model that was trained to make them",
             status=501,
@@ -130,7 +130,7 @@ class Endpoint:
         name = self._shelf.check(ask.model)
         served = partial(self._shelf.find, name)
         if ask.session is not None and not self._sessions:
-            raise Refused(
+            raise Refusal(
                 "this server keeps no conversations: start it with --sessions NUMBER", status=403, param="metadata"
             )
         if ask.session is None:
@@ -246,26 +246,26 @@ def _usage(result: Result) -> dict[str, int]:
 
 
 async def _object(request: Request) -> dict[str, Any]:
-    """The JSON object that was sent. Raises ``Refused``."""
+    """The JSON object that was sent. Raises ``Refusal``."""
     # A page of another site may send any text here unasked, but JSON only if this server agreed, which it does not.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise Refused("the header Content-Type must be application/json", status=415)
+        raise Refusal("the header Content-Type must be application/json", status=415)
     try:
         body = await body_of(request, MOST_BYTES)
     except ValueError:
-        raise Refused(f"a request has at most {MOST_BYTES:,} bytes", status=413) from None
+        raise Refusal(f"a request has at most {MOST_BYTES:,} bytes", status=413) from None
     try:
         given = json.loads(body)
     except (ValueError, RecursionError):  # the second: brackets in brackets
-        raise Refused("the request is not JSON") from None
+        raise Refusal("the request is not JSON") from None
     if not isinstance(given, dict):
-        raise Refused("the request is not a JSON object")
+        raise Refusal("the request is not a JSON object")
     # Half of a surrogate pair is JSON, but no text: tokenizers cannot take it.
     if "\\ud" in body.decode("utf-8", "replace").lower():
         try:
             json.dumps(given, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise Refused("the request has text that is not valid Unicode") from None
+            raise Refusal("the request has text that is not valid Unicode") from None
     return given
 
 
@@ -277,7 +277,7 @@ def _error(error: Exception) -> dict[str, Any]:
 
 
 def _status(error: Exception) -> int:
-    return error.status if isinstance(error, Refused) else status_of(error)
+    return error.status if isinstance(error, Refusal) else status_of(error)
 
 
 def _failed(error: Exception) -> Response:
@@ -301,14 +301,14 @@ class Gate:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         scheme, _, token = headers.get("authorization", "").partition(" ")
         if not host_is_known(headers.get("host", ""), self._hosts):
-            refusal = Refused("this server does not answer to that host name", status=403)
+            refusal = Refusal("this server does not answer to that host name", status=403)
         # Whether it lives may be asked by those that watch over it, who need not know what it knows.
         elif (
             self._token is not None
             and scope["path"] != "/health"
             and not (scheme.lower() == "bearer" and same(token.strip(), self._token))
         ):
-            refusal = Refused("the token is missing or wrong: Authorization: Bearer TOKEN", status=401)
+            refusal = Refusal("the token is missing or wrong: Authorization: Bearer TOKEN", status=401)
         else:
             await self._app(scope, receive, send)
             return

@@ -44,7 +44,7 @@ ONLY: Mapping[str, tuple[object, ...]] = {
 """Fields that are taken with these values alone, which say what is done anyhow."""
 
 
-class Refused(Exception):
+class Refusal(Exception):
     """A request that is not answered, as OpenAI's error object says it."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
@@ -80,7 +80,7 @@ class Ask:
 
     @classmethod
     def chat(cls, given: Mapping[str, Any], headers: Headers) -> Ask:
-        """Of ``POST /v1/chat/completions``. Raises ``Refused``."""
+        """Of ``POST /v1/chat/completions``. Raises ``Refusal``."""
         fields = _Fields(given, headers, "messages", "max_completion_tokens")
         turns = [_turn(each) for each in fields.of("messages", list, [])]
         system = []
@@ -88,7 +88,7 @@ class Ask:
             system.append(turns.pop(0)[1])
         wanted = ["user", "assistant"] * (len(turns) // 2) + ["user"]
         if [role for role, _ in turns] != wanted:
-            raise Refused(
+            raise Refusal(
                 "messages are those of the system, if any, and then of user and assistant by turns; the last one is "
                 "the user's, and is answered",
                 param="messages",
@@ -105,13 +105,13 @@ class Ask:
 
     @classmethod
     def completion(cls, given: Mapping[str, Any], headers: Headers) -> Ask:
-        """Of ``POST /v1/completions``. Raises ``Refused``."""
+        """Of ``POST /v1/completions``. Raises ``Refusal``."""
         fields = _Fields(given, headers, "prompt")
         prompt = given.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1:
             (prompt,) = prompt
         if not isinstance(prompt, str) or not prompt.strip():
-            raise Refused("prompt is one text, not empty", param="prompt")
+            raise Refusal("prompt is one text, not empty", param="prompt")
         return cls(question=prompt, raw=True, **fields.common(40))
 
 
@@ -124,7 +124,7 @@ class _Fields:
         known = {"model", "max_tokens", "seed", "stop", "stream", "temperature", "top_p", *own, *HARMLESS}
         for name, value in self._given.items():
             if name not in known and not any(_is(value, each) for each in ONLY.get(name, ())):
-                raise Refused(
+                raise Refusal(
                     f"{name} is not supported here" + (" with this value" if name in ONLY else "") + ": leave it out",
                     param=name,
                     code="unsupported_parameter",
@@ -135,14 +135,14 @@ class _Fields:
         value = self._given.get(name, default)
         # A Python bool is an int, but true is no number of tokens.
         if value is not default and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
-            raise Refused(f"{name} has the wrong type: {type(value).__name__}", param=name)
+            raise Refusal(f"{name} has the wrong type: {type(value).__name__}", param=name)
         return value
 
     def number(self, name: str, default: Any, low: float, high: float, kind: Any = int) -> Any:
         """A number, which must lie in a range; a NaN lies in none."""
         value = self.of(name, kind, default)
         if value is not None and not low <= value <= high:
-            raise Refused(f"{name} must be from {low:g} to {high:g}, got {value}", param=name)
+            raise Refusal(f"{name} must be from {low:g} to {high:g}, got {value}", param=name)
         return value
 
     def name(self, what: str) -> str | None:
@@ -155,16 +155,16 @@ class _Fields:
         told += [(header, each) for each in utf8]
         for place, name in told:
             if not (isinstance(name, str) and len(name) <= most and name.isprintable() and name.strip()):
-                raise Refused(f"{what} in {place} is a name of at most {most} characters, in UTF-8", param=place)
+                raise Refusal(f"{what} in {place} is a name of at most {most} characters, in UTF-8", param=place)
         names = {name for _, name in told}
         if len(names) > 1:
-            raise Refused(f"metadata and the header {header} name more than one {what}", param=header)
+            raise Refusal(f"metadata and the header {header} name more than one {what}", param=header)
         return names.pop() if names else None
 
     def common(self, max_tokens: int) -> dict[str, Any]:
         """What both kinds have."""
         if not (model := self.of("model", str, "")):
-            raise Refused("say in model which memory is asked; GET /v1/models tells their names", param="model")
+            raise Refusal("say in model which memory is asked; GET /v1/models tells their names", param="model")
         document = self.name("document")
         limit = self.number("max_completion_tokens", None, 1, MOST_TOKENS)
         temperature = self.number("temperature", 0, 0, 2, (int, float))
@@ -186,7 +186,7 @@ class _Fields:
         given = self.of("stop", (str, list), [])
         stops = [given] if isinstance(given, str) else given
         if len(stops) > MOST_STOPS or not all(isinstance(each, str) and each for each in stops):
-            raise Refused(f"stop is a text, or a list of at most {MOST_STOPS}, none of them empty", param="stop")
+            raise Refusal(f"stop is a text, or a list of at most {MOST_STOPS}, none of them empty", param="stop")
         return stops
 
 
@@ -202,13 +202,13 @@ def _turn(message: object) -> tuple[str, str]:
         case {"role": "user" | "assistant" as role, "content": content}:
             pass
         case _:
-            raise Refused(
+            raise Refusal(
                 "a message is an object with role (system, developer, user or assistant) and content", param="messages"
             )
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     words = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
     if len(words) < len(parts) or any(part.get("type") != "text" for part in parts):
-        raise Refused("the content of a message is a text, or a list of parts that are texts", param="messages")
+        raise Refusal("the content of a message is a text, or a list of parts that are texts", param="messages")
     if role == "user" and not "".join(words).strip():
-        raise Refused("a user's message has no words", param="messages")
+        raise Refusal("a user's message has no words", param="messages")
     return role, "\n".join(words)

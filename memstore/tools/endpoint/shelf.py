@@ -10,7 +10,7 @@ from pathlib import Path
 import memstore
 from memstore.errors import NotFound
 from memstore.tools.ask import OnError, attached, several
-from memstore.tools.endpoint.request import Refused
+from memstore.tools.endpoint.request import Refusal
 from memstore.tools.endpoint.worker import ServedMemory
 from memstore.tools.models import SMOLLM2, LoadedModel, chosen_name, load_model, record_model, usual_dtype
 
@@ -62,7 +62,7 @@ class Shelf:
         return served
 
     def check(self, name: str) -> str:
-        """``name`` without its model, if there is such a memory or one may be made. Raises ``Refused``."""
+        """``name`` without its model, if there is such a memory or one may be made. Raises ``Refusal``."""
         model, _, memory = name.rpartition("@")
         found = self.served.get(memory)
         if found is not None and model in ("", found.model):
@@ -71,7 +71,7 @@ class Shelf:
             return name
         if self.folder is not None and not model and NAME.fullmatch(memory):
             return memory
-        raise Refused(
+        raise Refusal(
             f"no memory is served as {name[:80]!r}; there are {', '.join(self.served) or 'none'}",
             status=404,
             param="model",
@@ -79,7 +79,7 @@ class Shelf:
         )
 
     def find(self, name: str) -> ServedMemory:
-        """The memory that was checked as ``name``, opened or made if need be. Raises ``Refused``."""
+        """The memory that was checked as ``name``, opened or made if need be. Raises ``Refusal``."""
         if name in self.served:
             return self.served[name]
         if name in self.later:
@@ -87,7 +87,7 @@ class Shelf:
         assert self.folder is not None
         place = self.folder / f"{name}.mem"
         if not place.exists() and len(list(self.folder.glob("*.mem"))) >= self.most:
-            raise Refused(
+            raise Refusal(
                 f"this server makes at most {self.most:,} memories, and there are as many",
                 status=403,
                 param="model",

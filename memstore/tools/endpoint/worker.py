@@ -22,7 +22,7 @@ from memstore.memory.shared import CHAT, not_found
 from memstore.readers.asking import INSTRUCTION, Answer, Teller, Template, answered
 from memstore.readers.kinds import encode
 from memstore.tools.ask import all_but_chats, chosen_documents
-from memstore.tools.endpoint.request import Ask, Refused
+from memstore.tools.endpoint.request import Ask, Refusal
 from memstore.tools.verb import Mistake
 
 if TYPE_CHECKING:
@@ -116,11 +116,11 @@ class Worker:
         return sum(map(len, list(self._lines.values())))
 
     def submit(self, job: QueuedJob) -> None:
-        """Let a job wait for its turn. Raises ``Refused`` where too many do.
+        """Let a job wait for its turn. Raises ``Refusal`` where too many do.
 
         Then the last one of the longest line has to go, where this one's line is shorter.
         """
-        full = Refused("too many requests wait already: try again later", status=429, code="queue_full")
+        full = Refusal("too many requests wait already: try again later", status=429, code="queue_full")
         with self._changed:
             # Those that nobody waits for any more keep nobody out.
             lines = {name: deque(each for each in line if not each.left.is_set()) for name, line in self._lines.items()}
@@ -140,7 +140,7 @@ class Worker:
     async def done(
         self, served: Callable[[], ServedMemory], work: Callable[[Reader, QueuedJob], T], *, writes: bool = False
     ) -> T:
-        """What ``work`` returns, once its turn has come. Raises ``Refused``, and what ``work`` raises."""
+        """What ``work`` returns, once its turn has come. Raises ``Refusal``, and what ``work`` raises."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 
@@ -175,7 +175,7 @@ class Worker:
         while (job := self._next()) is not None:
             try:
                 done = self._do(job)
-            except (MemstoreError, Refused) as error:
+            except (MemstoreError, Refusal) as error:
                 done = error
                 self._attach(None)
             except Exception as error:  # noqa: BLE001 - told to whoever asked; the others are still to be answered
@@ -248,7 +248,7 @@ def converse(
     session, prefix = (ask.session, CHAT) if chats else (SERVED + ask.session, CHAT + SERVED)
     sessions = {each.name for each in reader.memory.documents() if each.name.startswith(prefix)}
     if CHAT + session not in sessions and len(sessions) >= most:
-        raise Refused(
+        raise Refusal(
             f"this server keeps at most {most:,} conversations in a memory, and there are as many: go on with one of "
             "them, or forget one",
             status=403,
@@ -274,10 +274,10 @@ def _choose(ask: Ask, reader: Reader, *, chats: bool) -> None:
 
 
 def _options(ask: Ask, reader: Reader, job: QueuedJob, length: int) -> dict[str, Any]:
-    """For an answer to a prompt of ``length`` tokens. Raises ``Refused`` where that is more than the model takes."""
+    """For an answer to a prompt of ``length`` tokens. Raises ``Refusal`` where that is more than the model takes."""
     limit = getattr(reader.model.config, "max_position_embeddings", None)
     if limit is not None and length + ask.max_tokens > limit:
-        raise Refused(
+        raise Refusal(
             f"the model takes {limit:,} tokens, got {length:,} and {ask.max_tokens:,} to be generated",
             code="context_length_exceeded",
         )

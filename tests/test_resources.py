@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from memstore.eval.resources import PeakMemory, disk_bytes, hardware, memory_in_use
+from memstore.resources import PeakMemory, disk_bytes, hardware, memory_in_use
 
 MB = 1 << 20
 PATIENCE = 60  # seconds
