@@ -102,7 +102,7 @@ class BucketObjects(Objects):
     def put_new(self, path: str, content: bytes, *, instead: Tag | None = None) -> Tag:
         """Put an object where nothing lies, or ``instead`` of the version of this tag; its tag.
 
-        Raises ``LostRace``, also where an earlier try of this call was not answered and did put it: compare the content.
+        Raises ``LostRace``, also where an earlier try of this call was not answered and did put it: compare the two.
         """
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
