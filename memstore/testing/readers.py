@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import memstore
-from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory, UnsupportedModel
+from memstore.errors import ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory, UnsupportedModel
 from memstore.readers.kinds import OPTIONS, RETRIEVAL, kind_of
 from memstore.readers.reader import Reader
 
@@ -268,6 +268,26 @@ class ReaderTests(ABC):
                     with pytest.raises(InvalidArgument):
                         take(text)
             assert len(reader) == 0
+
+    def test_calls_that_cannot_be_are_refused_and_leave_the_document(self, tmp_path: Path) -> None:
+        model = self.model()
+        text = self.text(model)
+        with pytest.raises(NotFound):
+            self.attach(model, tmp_path / "m", mode="r").open()
+        with self.attach(model, tmp_path / "m", mode="x") as reader:
+            reader.read(text)
+            with pytest.raises(InvalidArgument, match="the whole text at once"):
+                reader.update(iter(text.split(64)))
+            with pytest.raises(InvalidArgument):
+                reader.read(text, score=-1)
+            with pytest.raises(InvalidArgument):
+                reader.read(iter(text.split(64)), score=3)
+            with pytest.raises(InvalidArgument, match="open already"):
+                reader.open()
+            assert torch.equal(reader.document.tokens(), text)
+        if not reader.several:
+            with pytest.raises(InvalidArgument, match="one document at a time"):
+                self.attach(model, tmp_path / "m", document=["text", "other"])
 
     def test_options_of_other_kinds_are_refused_by_name(self) -> None:
         model = self.model()

@@ -213,3 +213,11 @@ def test_wrong_shapes_and_back_ends_are_named() -> None:
         block_attention(q, k, v, backend="triton")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="no softcap"):
         attend(q, k, v, softcap=1.0, backend="torch")
+    with pytest.raises(InvalidArgument, match=r"expected q \[B, H, T, D\]"):
+        attend(q[0], k, v)
+    with pytest.raises(InvalidArgument, match=r"boolean or floating point, got torch\.int64"):
+        block_attention(q, k, v, mask=torch.zeros(5, 8, dtype=torch.int64))
+    with pytest.raises(InvalidArgument, match=r"the mask is for 9 keys, there are 8"):
+        attend(q, k, v, mask=torch.zeros(1, 1, 5, 9))
+    with pytest.raises(InvalidArgument, match="as many outputs as log-sum-exps"):
+        merge_attention([q], [])

@@ -129,6 +129,8 @@ def test_a_model_without_a_template_talks_as_in_a_play(tmp_path: Path) -> None:
         script = saying(reader.tokenizer, " Good day.\nUser: And")
         answer = reader.chat("today", system=None).say("Hello.", logits_processor=script)
         assert answer.text == "Good day."
+        with pytest.raises(InvalidArgument, match="name of the session is empty"):
+            reader.chat(" ")
         with pytest.raises(InvalidArgument, match="nothing said"):
             reader.chat("today").say(" ")
 
