@@ -11,7 +11,8 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -61,15 +62,22 @@ class Child:
 
     def wait(self) -> Ending:
         """Hear everything until its end. Where the waiting is interrupted, the child ends too."""
-        try:
+        with self.ending_with_us():
             while piece := os.read(self.pipe, 1 << 16):
                 self._heard += piece
             status = os.waitpid(self.pid, 0)[1]
-        except BaseException:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            raise
         return self.reap(status)
+
+    @contextmanager
+    def ending_with_us(self) -> Iterator[None]:
+        """End the child where what is inside is interrupted: it would go on writing what is being cleared away."""
+        try:
+            yield
+        except BaseException:
+            with suppress(ProcessLookupError, ChildProcessError):
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+            raise
 
     def hear(self, line: str) -> None:
         """Wait until it has said this line, or has ended."""
@@ -180,15 +188,16 @@ def step_through(body: Callable[[Say], None], calls: int, instructions: int, *, 
         body(say)
 
     child = fork(traced if at_once else body)
-    status = os.waitpid(child.pid, 0)[1]
-    for step in range(calls + instructions):
-        if not os.WIFSTOPPED(status):
-            return child.reap(status)
-        arrived = os.WSTOPSIG(status)
-        deliver = 0 if arrived in (signal.SIGTRAP, signal.SIGSTOP) else arrived
-        _libc.ptrace(_SYSCALL if step < calls else _SINGLE_STEP, child.pid, None, deliver)
+    with child.ending_with_us():
         status = os.waitpid(child.pid, 0)[1]
-    if os.WIFSTOPPED(status):
-        os.kill(child.pid, signal.SIGKILL)
-        status = os.waitpid(child.pid, 0)[1]
+        for step in range(calls + instructions):
+            if not os.WIFSTOPPED(status):
+                break
+            arrived = os.WSTOPSIG(status)
+            deliver = 0 if arrived in (signal.SIGTRAP, signal.SIGSTOP) else arrived
+            _libc.ptrace(_SYSCALL if step < calls else _SINGLE_STEP, child.pid, None, deliver)
+            status = os.waitpid(child.pid, 0)[1]
+        if os.WIFSTOPPED(status):
+            os.kill(child.pid, signal.SIGKILL)
+            status = os.waitpid(child.pid, 0)[1]
     return child.reap(status)

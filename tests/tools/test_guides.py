@@ -22,7 +22,7 @@ QUESTIONS = {
         "README.md", "Twenty lines", ["memstore.attach(model", "reader.read(", "reader.ask("],
     ),
     "Where did an answer come from?": ("README.md", "Twenty lines", ["answer.sources(", "source.line"]),
-    "Can I use a GGUF file?": ("README.md", "Eight verbs", ["--model", "GGUF file"]),
+    "Can I use a GGUF file?": ("README.md", "Five verbs", ["--model", "GGUF file"]),
     "How do I read a folder of notes?": ("docs/everyday.md", "Read them", ["memstore read", "--model"]),
     "How do I ask it something?": ("docs/everyday.md", "Ask", ["memstore ask", "--sources"]),
     "How do I chat, and go on tomorrow?": ("docs/everyday.md", "Talk", ["memstore chat", "--session", "/forget"]),
