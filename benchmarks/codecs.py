@@ -175,7 +175,7 @@ def ask_needles(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[di
 
 def passkey(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Passkeys that the DRT of the package finds in filler."""
-    model, tokenizer = kinds.load_model(kinds.shipped_model(kinds.PASSKEY))
+    model, tokenizer = kinds.load_folder(kinds.shipped_model(kinds.PASSKEY))
     filler = load_filler(tokenizer, at_most=2 * options.passkey_tokens)
     plan = TaskPlan(task="passkey", lengths=[options.passkey_tokens], samples=options.samples, reuse=True)
     for codec in options.codecs:

@@ -170,13 +170,13 @@ def collect_drt(folder: Path, n: int, *, advance: Callable[[int], None] | None =
     block.
     """
     from memstore.eval.filler import load_filler
-    from memstore.readers.kinds import PASSKEY, load_model, shipped_model
+    from memstore.readers.kinds import PASSKEY, load_folder, shipped_model
 
     done, wanted = len(_parts(folder, "drt")), -(-n // PART) + 1
     if done >= wanted:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    model, tokenizer = load_model(shipped_model(PASSKEY))
+    model, tokenizer = load_folder(shipped_model(PASSKEY))
     tokens = model.config.tokens_per_block * PART
     filler = load_filler(tokenizer, at_most=wanted * tokens)
     for number in range(done, wanted):

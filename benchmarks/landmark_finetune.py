@@ -27,7 +27,7 @@ from memstore.eval.filler import load_filler
 from memstore.eval.landmark import attention_size, check, retrieved, truncated, whole
 from memstore.eval.run import TaskPlan, evaluate, memory_spec
 from memstore.models.landmark import make_landmark
-from memstore.readers.kinds import encode, load_model
+from memstore.readers.kinds import encode, load_folder
 from memstore.resources import hardware
 from memstore.tools.models import load_model as load_stock
 
@@ -38,7 +38,7 @@ def main() -> None:
     """Measure, print a line for each row, and write all of them down."""
     options = _options()
     torch.set_num_threads(options.threads)
-    tuned, tokenizer = load_model(options.tuned, "cpu")
+    tuned, tokenizer = load_folder(options.tuned, "cpu")
     stock, _ = load_stock(options.stock, "float32")
     block = tuned.config.block_size
     models: dict[str, Any] = {

@@ -26,7 +26,7 @@ from memstore.attention.knn_memory import RecentTokens
 from memstore.eval.memorizing import paired
 from memstore.models.memorizing import KNNMemory, knn_memory_of
 from memstore.readers.caches import CACHE
-from memstore.readers.kinds import encode, load_model
+from memstore.readers.kinds import encode, load_folder
 
 SIZES = (0, 512, 1536, 8192, 65_536)
 CHUNK = 4
@@ -148,7 +148,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, help="of each document at most")
     parser.add_argument("--out", type=Path, default=RESULT)
     options = parser.parse_args()
-    model, tokenizer = load_model(options.model)
+    model, tokenizer = load_folder(options.model)
     paths = sorted(options.text.glob("*.txt"))
     documents = {
         path.stem: torch.tensor(encode(tokenizer, path.read_text("utf-8"))[: options.tokens]) for path in paths

@@ -17,7 +17,7 @@ from memstore.eval.run import memory_spec
 from memstore.eval.tasks import Phrases, make, plant
 from memstore.memory import Memory, Recorder, open_memory
 from memstore.readers.caches import CACHE
-from memstore.readers.kinds import LANDMARK_PASSKEY, PASSKEY, load_model, shipped_model
+from memstore.readers.kinds import LANDMARK_PASSKEY, PASSKEY, load_folder, shipped_model
 from memstore.readers.reader import Reader
 
 
@@ -43,7 +43,7 @@ class Asked:
 @contextmanager
 def shipped(name: str, folder: Path, options: argparse.Namespace) -> Iterator[tuple[str, Memory, Any, Any]]:
     """The model of this name, which has read filler with a passkey: what a ``Case`` is made of."""
-    model, tokenizer = load_model(shipped_model(name))
+    model, tokenizer = load_folder(shipped_model(name))
     filler, rng = load_filler(tokenizer, at_most=options.tokens), random.Random(0)
     riddle = make("passkey", Phrases(tokenizer), rng)
     sample = plant(riddle, options.tokens, filler, model.config.tokens_per_block, rng, start=0)

@@ -284,7 +284,7 @@ def table() -> list[list[str]]:
     return [[f"`{name}`", *("yes" if kind in kinds else "" for kind in ATTACHED)] for name, kinds in rows]
 
 
-def load_model(folder: Path, device: str = "cpu", *, only: tuple[Kind, ...] = ()) -> tuple[Any, Any]:
+def load_folder(folder: Path, device: str = "cpu", *, only: tuple[Kind, ...] = ()) -> tuple[Any, Any]:
     """The model in ``folder``, in evaluation mode, and its tokenizer.
 
     Raises ``NotFound``, ``InvalidArgument`` for a folder without a model, ``UnsupportedModel`` for one that is of none

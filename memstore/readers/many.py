@@ -33,7 +33,7 @@ from memstore.memory.copy import copy_document
 from memstore.memory.urls import folder
 from memstore.progress import progress_bar
 from memstore.readers.attachment import Chunks, ReadResult, compare
-from memstore.readers.kinds import load_model
+from memstore.readers.kinds import load_folder
 from memstore.readers.reader import Reader, attach
 
 Load = Callable[[], tuple[Any, Any]]
@@ -102,7 +102,7 @@ def read_many(
     """
     if workers < 1:
         raise InvalidArgument(f"workers must be at least 1, not {workers}")
-    load = model if callable(model) else partial(load_model, Path(model).expanduser().resolve())
+    load = model if callable(model) else partial(load_folder, Path(model).expanduser().resolve())
     loaded, tokenizer = load()
     with attach(loaded, memory, tokenizer=tokenizer, **options) as reader:
         return read_parts(

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from memstore.children import python_module
 from memstore.errors import InvalidArgument, MemstoreError
-from memstore.readers.kinds import DRT, load_model, quiet_transformers
+from memstore.readers.kinds import DRT, load_folder, quiet_transformers
 from memstore.tools.models import remember, resolve_model
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _read(
     from memstore.resources import PeakMemory
 
     with quiet_transformers():
-        model, tokenizer = load_model(weights, only=(DRT,))
+        model, tokenizer = load_folder(weights, only=(DRT,))
     filler = load_filler(tokenizer, at_most=tokens)
     samples = hide(model, tokenizer, filler, seed, tokens)
     seconds = 0.0
@@ -147,7 +147,7 @@ def answer_questions(
     use_threads(threads)
     begun = time.perf_counter()
     with quiet_transformers():
-        model, tokenizer = load_model(Path(weights), only=(DRT,))
+        model, tokenizer = load_folder(Path(weights), only=(DRT,))
     with open_memory(folder, mode="r") as memory:
         answers = [_answer(model, tokenizer, memory, name, values) for name, values in questions.items()]
     return {

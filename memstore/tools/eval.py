@@ -19,7 +19,7 @@ from memstore.readers.kinds import (
     PASSKEY,
     encode,
     kind_in,
-    load_model,
+    load_folder,
     model_folder,
     quiet_transformers,
     require_transformers,
@@ -282,7 +282,7 @@ def by_context(
 
     content = read_text(text)
     with quiet_transformers():
-        loaded, tokenizer = load_model(folder, device)
+        loaded, tokenizer = load_folder(folder, device)
     tokens = torch.tensor(encode(tokenizer, content))
     total = sum(lengths) * len(places(len(tokens), max(lengths), samples))
     with progress_bar("perplexity", 0, total, not json and sys.stderr.isatty()) as advance:
@@ -353,13 +353,13 @@ def _load(
     folder: Path | None, shipped: str, device: str, threads: int | None, *, any_kind: bool = False
 ) -> tuple[str, Any, Any]:
     """Name, model and tokenizer: of a DRT, or of ``any_kind``."""
-    from memstore.readers.kinds import DRT, LANDMARK, load_model, model_folder, shipped_model
+    from memstore.readers.kinds import DRT, LANDMARK, load_folder, model_folder, shipped_model
 
     use_threads(threads)
     check_device(device)
     source = shipped_model(shipped) if folder is None else model_folder(folder)
     with quiet_transformers():
-        model, tokenizer = load_model(source, device, only=(DRT, LANDMARK) if any_kind else (DRT,))
+        model, tokenizer = load_folder(source, device, only=(DRT, LANDMARK) if any_kind else (DRT,))
     return shipped if folder is None else folder.name or str(folder), model, tokenizer
 
 

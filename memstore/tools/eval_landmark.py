@@ -118,10 +118,10 @@ def _all_lengths(
 
 
 def _load(folder: Path, device: str) -> tuple[Any, Any]:
-    from memstore.readers.kinds import load_model
+    from memstore.readers.kinds import load_folder
 
     with quiet_transformers():
-        return load_model(folder, device)
+        return load_folder(folder, device)
 
 
 def _baseline(name: Path, own: Path, config: Any, device: str) -> Any:

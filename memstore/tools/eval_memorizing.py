@@ -59,7 +59,7 @@ def lookup(
     """
     from memstore.eval.lookup import lookup as look_up
     from memstore.progress import progress_bar
-    from memstore.readers.kinds import KNN, MEMORIZING, load_model, model_folder
+    from memstore.readers.kinds import KNN, MEMORIZING, load_folder, model_folder
 
     require_transformers()
     size = tokens_of("--memory-size", memory_size, least=1)
@@ -67,7 +67,7 @@ def lookup(
     use_threads(threads)
     check_device(device)
     with quiet_transformers():
-        loaded, tokenizer = load_model(model_folder(model), device, only=(MEMORIZING, KNN))
+        loaded, tokenizer = load_folder(model_folder(model), device, only=(MEMORIZING, KNN))
     total = (3 if examples else 2) * len(encode(tokenizer, written))
     with progress_bar("lookup", 0, total, not json and sys.stderr.isatty()) as advance:
         found = look_up(loaded, tokenizer, written, memory_size=size, examples=examples, advance=advance)
@@ -82,14 +82,14 @@ def by_memory_size(text: str, folder: Path, *, memory_sizes: str | None = None, 
     from memstore.eval import memorizing
     from memstore.eval.memorizing import SIZES, fitting
     from memstore.progress import progress_bar
-    from memstore.readers.kinds import load_model
+    from memstore.readers.kinds import load_folder
 
     texts = read_documents(text)
     chosen = None
     if memory_sizes is not None:
         chosen = token_counts("--memory-sizes", memory_sizes, least=0, such_as="0,512,8K", what="size")
     with quiet_transformers():
-        model, tokenizer = load_model(folder, device)
+        model, tokenizer = load_folder(folder, device)
     documents = [torch.tensor(encode(tokenizer, text), dtype=torch.int64) for text in texts]
     total = sum(map(len, documents))
     if chosen is None:

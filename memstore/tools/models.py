@@ -64,7 +64,7 @@ def resolve_model(name: str) -> str:
         if not (path / "config.json").exists():
             raise InvalidArgument(f"{name} is not a model directory: it has neither config.json nor one GGUF file.")
         return str(path.resolve())
-    if not path.exists() and (shipped := shipped_folder(name)) is not None:
+    if not path.exists() and (shipped := _shipped(name)) is not None:
         return str(shipped)
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.exists():
         raise NotFound(
@@ -83,7 +83,7 @@ def gguf_in(path: Path) -> Path | None:
     return files[0] if len(files) == 1 else None
 
 
-def shipped_folder(name: str) -> Path | None:
+def _shipped(name: str) -> Path | None:
     """The folder of the model of this name that comes with the package, or None."""
     return kinds.shipped_folder(PASSKEY if name == DRT else name)
 
@@ -95,7 +95,7 @@ def lasting_name(name: str) -> str:
     if not path.is_dir() and path.suffix.lower() != GGUF:
         return name
     path = path.resolve()
-    return path.name if shipped_folder(path.name) == path else str(path)
+    return path.name if _shipped(path.name) == path else str(path)
 
 
 def kind_named(name: str) -> Kind:
@@ -145,7 +145,7 @@ def _load(name: str, dtype: str, device: str) -> LoadedModel:
         if dtype not in ("auto", "float32"):
             raise InvalidArgument(f"a {kind.name} computes in float32; --dtype {dtype} is for stock models.")
         with quiet_transformers():
-            return _named(LoadedModel(*kinds.load_model(Path(source), device)), name)
+            return _named(LoadedModel(*kinds.load_folder(Path(source), device)), name)
     with _loading(name), quiet_transformers():
         model = _stock_class(transformers, source).from_pretrained(source, dtype=precision, trust_remote_code=False)
     return _named(LoadedModel(model.eval().to(device), load_tokenizer(name)), name)
@@ -232,7 +232,7 @@ def is_trusted(name: str) -> bool:
 
         if is_cached():
             return True
-    elif shipped_folder(name) is not None:
+    elif _shipped(name) is not None:
         return True
     # A relative name means a folder of the working directory where there is one: lasting_name makes it that folder's.
     try:
@@ -245,7 +245,7 @@ def trusted(name: str) -> str | None:
     """What ``load_model`` takes for a model that a memory names, None where it may not be loaded."""
     if not is_trusted(name):
         return None
-    shipped = shipped_folder(name)
+    shipped = _shipped(name)
     # Such a name is trusted as that of the package, and a folder "drt" beside a foreign memory would be loaded for it.
     return name if shipped is None or not Path(name).exists() else str(shipped)
 

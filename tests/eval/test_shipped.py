@@ -10,7 +10,7 @@ import pytest
 import memstore
 from memstore.eval.filler import Filler, load_filler
 from memstore.eval.run import TaskPlan, evaluate, memory_spec
-from memstore.readers.kinds import LANDMARK_PASSKEY, PASSKEY, TWO_HOP, load_model, shipped_model
+from memstore.readers.kinds import LANDMARK_PASSKEY, PASSKEY, TWO_HOP, load_folder, shipped_model
 
 MOST_BYTES = 3_500_000
 FEWEST_RIGHT = 7
@@ -44,7 +44,7 @@ def test_they_are_small() -> None:
     ],
 )
 def test_they_answer(task: str, name: str, tmp_path: Path) -> None:
-    model, tokenizer = load_model(shipped_model(name))
+    model, tokenizer = load_folder(shipped_model(name))
     plan = TaskPlan(task=task, lengths=[4_096], samples=8, reuse=name == LANDMARK_PASSKEY)
     with memstore.open("ram:", spec=memory_spec(model, tokenizer)) as memory:
         (row,) = evaluate(model, tokenizer, plan, prose(tmp_path, tokenizer), memory)

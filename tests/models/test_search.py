@@ -18,7 +18,7 @@ from memstore.eval.filler import load_filler
 from memstore.eval.run import memory_spec
 from memstore.eval.tasks import Phrases, Sample, make, plant
 from memstore.models.landmark import LandmarkReader
-from memstore.readers.kinds import LANDMARK_PASSKEY, PASSKEY, TWO_HOP, load_model, shipped_model
+from memstore.readers.kinds import LANDMARK_PASSKEY, PASSKEY, TWO_HOP, load_folder, shipped_model
 
 TOKENS = 4_000
 
@@ -33,7 +33,7 @@ class Haystack:
 
 
 def haystack(name: str, task: str) -> Iterator[Haystack]:
-    model, tokenizer = load_model(shipped_model(name))
+    model, tokenizer = load_folder(shipped_model(name))
     filler, rng = load_filler(tokenizer, at_most=TOKENS), random.Random(1)
     sample = plant(make(task, Phrases(tokenizer), rng), TOKENS, filler, model.config.tokens_per_block, rng, start=0)
     with memstore.open("ram:", spec=memory_spec(model, tokenizer)) as memory:

@@ -9,7 +9,7 @@ import pytest
 import memstore
 from memstore.errors import InvalidArgument
 from memstore.eval.asking import needle_blocks
-from memstore.readers.kinds import PASSKEY, load_model, shipped_model
+from memstore.readers.kinds import PASSKEY, load_folder, shipped_model
 from memstore.tools import demo_drt
 from tests.eval.drts import save_drt
 from tests.tools.conftest import Cli
@@ -30,7 +30,7 @@ def test_every_volume_is_read_and_asked_in_a_new_process_and_the_traces_name_the
     assert cli("verify", folder).code == 0
     with memstore.open(folder, mode="r") as memory:
         assert [trace.number for trace in memory.traces.list()] == [each["trace"] for each in result["answers"]]
-        _, tokenizer = load_model(shipped_model(PASSKEY))
+        _, tokenizer = load_folder(shipped_model(PASSKEY))
         for answer in result["answers"]:
             trace = memory.traces.get(answer["trace"])
             assert trace.info["question"] == "|What is the passkey? The passkey is:"

@@ -32,7 +32,7 @@ from memstore.models.landmark.lists import (
     attend_each,
     attend_shown,
     check_capacity,
-    check_retrieval,
+    check_lists,
     default_retrieval,
     fetch,
     show,
@@ -75,7 +75,7 @@ class _KeptList(NamedTuple):
         return _KeptList(self.blocks[rows], shown, self.run[rows], self.made[rows])
 
 
-class _Retrieval(NamedTuple):
+class _MemoryAttention(NamedTuple):
     """What a segment's queries found in memory."""
 
     out: Tensor
@@ -150,7 +150,7 @@ class LandmarkCache(Past):
         """
         super().__init__(config, rows, blocks * config.tokens_per_block)
         self._retrieval = default_retrieval(config) if retrieval is None else retrieval
-        check_retrieval(config, self.retrieval)
+        check_lists(config, self.retrieval)
         check_capacity(self.retrieval, capacity)
         self.table = tensor_table(config.num_hidden_layers, rows) if table is None else table
         self.capacity = capacity
@@ -246,7 +246,13 @@ class LandmarkCache(Past):
         return joined_by_gate(local[0], memory, weight, called).to(q.dtype)
 
     def _tell(
-        self, layer: int, q: Tensor, turned: Tensor, local: Tensor, found: _Retrieval | None, opened: Tensor | None
+        self,
+        layer: int,
+        q: Tensor,
+        turned: Tensor,
+        local: Tensor,
+        found: _MemoryAttention | None,
+        opened: Tensor | None,
     ) -> None:
         """Tell the observers, if there are any, what a layer attends to; local layers retrieve nothing."""
         if found is None or self._last is None or not self._watched(layer):
@@ -425,7 +431,7 @@ class LandmarkCache(Past):
         blocks: Tensor = x.unflatten(2, (-1, self.config.block_size))
         return blocks.transpose(1, 2)
 
-    def _retrieved(self, layer: int, q: Tensor, turned: Tensor, called: Tensor | None) -> _Retrieval | None:
+    def _retrieved(self, layer: int, q: Tensor, turned: Tensor, called: Tensor | None) -> _MemoryAttention | None:
         """Attention to blocks in memory; None where nobody asks."""
         view = self._view
         assert view is not None
@@ -441,11 +447,11 @@ class LandmarkCache(Past):
         if not latest and self.retrieval.every == 1 and not self.retrieval.share_tokens:
             wanted = asks.unflatten(1, (self._lists, -1)).any(2)
             blocks = self._chosen(layer, self._questions(layer, q, turned), wanted)
-            return _Retrieval(*attend_each(turned, self._fetched(layer, blocks), scale), blocks, searched=True)
+            return _MemoryAttention(*attend_each(turned, self._fetched(layer, blocks), scale), blocks, searched=True)
         before = self._kept[layer]
         kept = self._latest(layer) if latest else self._one_list(layer, q, turned, asks)
         out, lse = attend_shown(turned.unsqueeze(2), kept.shown, scale)
-        return _Retrieval(out.squeeze(2), lse.squeeze(2), kept.blocks, searched=not latest and kept is not before)
+        return _MemoryAttention(out.squeeze(2), lse.squeeze(2), kept.blocks, searched=not latest and kept is not before)
 
     @property
     def _top_k(self) -> int:

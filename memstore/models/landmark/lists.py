@@ -16,7 +16,7 @@ from memstore.kernels import grouped_cross_attention
 from memstore.kernels._backends import Backend, triton_problem
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.tables import LayerBlocks
-from memstore.readers.attachment import check_retrieval as check_of_kind
+from memstore.readers.attachment import check_retrieval
 from memstore.readers.kinds import LANDMARK, Retrieval
 from memstore.transfer import to_device
 
@@ -42,7 +42,7 @@ def check_capacity(retrieval: Retrieval, capacity: int | None) -> None:
         raise InvalidArgument(f"a capacity of {capacity} blocks does not hold the {retrieval.top_k} of a list")
 
 
-def check_retrieval(config: LandmarkConfig, retrieval: Retrieval) -> None:
+def check_lists(config: LandmarkConfig, retrieval: Retrieval) -> None:
     """Raise ``InvalidArgument`` for what a landmark model cannot do."""
     if config.attention != "landmark":
         raise InvalidArgument(f"a model with attention={config.attention!r} has no landmarks and retrieves nothing")
@@ -51,7 +51,7 @@ def check_retrieval(config: LandmarkConfig, retrieval: Retrieval) -> None:
             "every layer of a landmark model chooses for itself: Retrieval.share must be 'none', 'group' or 'layer', "
             "not 'model'"
         )
-    check_of_kind(LANDMARK, retrieval)
+    check_retrieval(LANDMARK, retrieval)
     every = retrieval.every
     if isinstance(every, int) and config.segment_tokens % every:
         raise InvalidArgument(

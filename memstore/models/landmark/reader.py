@@ -24,7 +24,7 @@ from memstore.memory.search import Match, best, check_layer
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.choice import LandmarkChoice
 from memstore.models.landmark.configuration import LandmarkConfig
-from memstore.models.landmark.lists import SearchCounts, check_capacity, check_retrieval, default_retrieval
+from memstore.models.landmark.lists import SearchCounts, check_capacity, check_lists, default_retrieval
 from memstore.models.landmark.modeling import LandmarkForCausalLM
 from memstore.models.landmark.tables import document_table
 from memstore.models.packing import Packing
@@ -119,7 +119,7 @@ class LandmarkReader(CacheReader[LandmarkCache]):
             raise InvalidArgument(f"expected a LandmarkForCausalLM, got a {type(model).__name__}; see memstore.attach")
         super().__init__(model, memory, document, **shared)
         config = model.config
-        check_retrieval(config, self.retrieval)
+        check_lists(config, self.retrieval)
         check_capacity(self.retrieval, capacity)
         self._codec, self.capacity = codec, capacity
         self.asked = SearchCounts.of(config)
@@ -148,7 +148,7 @@ class LandmarkReader(CacheReader[LandmarkCache]):
     def _made(self, rows: int, *, retrieval: Retrieval | None = None) -> LandmarkCache:
         """See ``CacheReader``; ``retrieval``: other options than those the text was read with."""
         retrieval = self.retrieval if retrieval is None else retrieval
-        check_retrieval(self.model.config, retrieval)
+        check_lists(self.model.config, retrieval)
         cache = self._begun(self._continued(), rows, retrieval)
         cache.belong_to(self.model.model)
         return cache
