@@ -100,7 +100,7 @@ def test_the_walk_finds_the_pages_that_lmdb_counts(tmp_path: Path, fill: Fill) -
     assert survey.pages >= last + 1
     # The last commit's own pages and those that it lists as free are all there are: so the format is understood.
     free = survey.metas[1].free
-    trees = sum(tree.branches + tree.leaves + tree.overflows for tree in (free, values))
+    trees = sum(tree.branches + tree.leaves + tree.overflow for tree in (free, values))
     assert 2 + trees + len(survey.listed) == survey.pages
     assert not survey.used[[page for run in survey.unused() for page in run]].any()
 

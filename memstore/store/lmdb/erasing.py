@@ -42,17 +42,6 @@ _REPORT_EVERY = 4096  # pages
 _MOST_AT_ONCE = 64 << 20  # bytes erased between two reports of progress
 
 
-class Tree(NamedTuple):
-    """One tree as a meta page describes it."""
-
-    depth: int
-    branches: int
-    leaves: int
-    overflows: int
-    entries: int
-    root: int
-
-
 @dataclass(frozen=True)
 class Meta:
     """What one of the two meta pages says: the state of the file at one commit."""
@@ -60,8 +49,8 @@ class Meta:
     page_bytes: int
     commit: int
     last_page: int
-    free: Tree
-    values: Tree
+    free: layout.Tree
+    values: layout.Tree
 
     @classmethod
     def read(cls, file: int, place: int, number: int) -> Self:
@@ -72,8 +61,8 @@ class Meta:
         magic, version, _, _, *trees, last_page, commit = layout.METAS.unpack_from(raw, layout.HEADER_BYTES)
         if (magic, version) != (layout.MAGIC, layout.FORMAT):
             raise _damaged(f"meta page {number} is of another kind of file ({magic:#x}, format {version})")
-        page_bytes = trees[0]  # the free list's first field is used for it
-        free, values = Tree(*trees[2:8]), Tree(*trees[10:16])
+        free, values = layout.Tree(*trees[:8]), layout.Tree(*trees[8:])
+        page_bytes = free.pad
         if page_bytes < 512 or page_bytes & (page_bytes - 1):
             raise _damaged(f"meta page {number} says that pages have {page_bytes} bytes")
         return cls(page_bytes, commit, last_page, free, values)
@@ -146,12 +135,12 @@ class Survey:
         for start, stop in edges.reshape(-1, 2).tolist():
             yield range(start, stop)
 
-    def _check(self, meta: Meta, what: str, tree: Tree) -> None:
+    def _check(self, meta: Meta, what: str, tree: layout.Tree) -> None:
         if tree.depth > _DEEPEST:
             raise _damaged(f"the {what} of commit {meta.commit} is said to be {tree.depth} pages deep")
         lists = self._newest and tree is meta.free
         found = _Counts() if tree.root == layout.NO_PAGE else self._walk(tree.root, tree.depth, lists)
-        expected = _Counts(*tree[1:5])
+        expected = _Counts(tree.branches, tree.leaves, tree.overflow, tree.entries)
         if found != expected:
             raise _damaged(f"the {what} of commit {meta.commit} should have {expected}, and has {found}")
 

@@ -33,7 +33,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import lmdb
 import numpy as np
@@ -56,6 +56,20 @@ UNWRITTEN_BYTES = 1 << 20  # LMDB may leave its last pages unwritten where they 
 _KNOWN = (0, 9)
 
 
+class Tree(NamedTuple):
+    """A tree as its meta page describes it."""
+
+    pad: int
+    """Bytes of a page, in the list of free pages."""
+    flags: int
+    depth: int
+    branches: int
+    leaves: int
+    overflow: int
+    entries: int
+    root: int
+
+
 def is_known() -> bool:
     """Whether the LMDB in use lays pages out like this. Only its number tells: the format in its files stays at 1."""
     return lmdb.version()[:2] == _KNOWN
@@ -71,20 +85,6 @@ _Array = npt.NDArray[Any]
 _INTEGER_KEYS = 8  # flag of a tree
 _TREE_FLAGS = 0x3FFF  # the others are flags of the environment
 _CHUNK = 1024  # pages looked at together
-
-
-@dataclass(frozen=True)
-class _Tree:
-    """A tree as its meta page describes it."""
-
-    pad: int
-    flags: int
-    depth: int
-    branches: int
-    leaves: int
-    overflow: int
-    entries: int
-    root: int
 
 
 @dataclass
@@ -147,8 +147,8 @@ class _Check:
         self._transaction, self._last = number, last
         # LMDB does not write pages at the end of the file that a transaction took and gave up again: they are free.
         self._end = min(last + 1, len(pages))
-        self._free, self._values = _Tree(*found[4:12]), _Tree(*found[12:20])
-        self._before = (_Tree(*other[4:12]), before) if before < number else None
+        self._free, self._values = Tree(*found[4:12]), Tree(*found[12:20])
+        self._before = (Tree(*other[4:12]), before) if before < number else None
 
     def run(self) -> int:
         """The sum of the ends of all keys. Raises ``_PageDamage``."""
@@ -207,7 +207,7 @@ class _Check:
         own, _, flags, pages = struct.unpack_from("<QHHI", self._pages[number])
         return pages if (own, flags) == (number, OVERFLOW) else 0
 
-    def _free_pages(self, tree: _Tree, met: _Pages) -> Iterator[tuple[int, _Array]]:
+    def _free_pages(self, tree: Tree, met: _Pages) -> Iterator[tuple[int, _Array]]:
         """Number of a commit, and the pages that it freed."""
         for key, place, length in self._walk(tree, 8, met):
             numbers = np.frombuffer(self._pages.reshape(-1)[place : place + length - length % 8].tobytes(), "<u8")
@@ -216,7 +216,7 @@ class _Check:
             )
             yield int(key), numbers[1:].astype(np.int64)
 
-    def _walk(self, tree: _Tree, key_bytes: int, met: _Pages) -> Iterator[tuple[Any, int, int]]:
+    def _walk(self, tree: Tree, key_bytes: int, met: _Pages) -> Iterator[tuple[Any, int, int]]:
         """Check a tree level by level; yields key, place in the file and length of each value of the list of pages."""
         found = _Pages()
         if tree.root != NO_PAGE:
