@@ -81,7 +81,12 @@ class Inspector:
 
     def warm(self) -> None:
         """Load the tokenizer in a thread, so that it is there when the first text is asked for."""
-        threading.Thread(target=lambda: self._words.missing, daemon=True).start()
+
+        def load() -> None:
+            with contextlib.suppress(MemstoreError):  # the memory may be closed by now; who asks for a text is told
+                _ = self._words.missing
+
+        threading.Thread(target=load, name="tokenizer", daemon=True).start()
 
     def close(self) -> None:
         """Break off what is being answered."""

@@ -66,5 +66,5 @@ class Words:
     def _load(self) -> None:
         from memstore.tools.models import tokenizer_of
 
-        self._loaded = True
         self._tokenizer, self._missing = tokenizer_of(self._memory)
+        self._loaded = True

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import urllib.request
 import webbrowser
 from collections.abc import Callable
@@ -55,6 +56,15 @@ def test_it_can_serve_in_a_thread(memory: Path) -> None:
 
     with memstore.open(memory, mode="r") as opened, ThreadPoolExecutor(1) as pool:
         assert [pool.submit(app.serve, opened, started=started).result()] == links
+
+
+def test_a_memory_that_is_closed_before_its_tokenizer_is_there_ends_in_peace(memory: Path) -> None:
+    with memstore.open(memory, mode="r") as opened:
+        inspector = app.Inspector(opened)
+    inspector.warm()
+    for thread in threading.enumerate():
+        if thread.name == "tokenizer":
+            thread.join()  # what it raised would fail this test
 
 
 @pytest.fixture
