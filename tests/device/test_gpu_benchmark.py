@@ -45,6 +45,7 @@ def part(name: str, limit: float = 20, least: float = 0, **more: Any) -> Part:
     return Part(name=name, limit=limit, least=least, **more)
 
 
+@pytest.mark.slow
 def test_a_part_that_dies_hangs_or_prints_rubbish_costs_itself_alone(tmp_path: Path) -> None:
     rows = run(tmp_path, part("dies"), part("hangs", limit=2), part("rubbish"), part("many", limit=2), part("good"))
     of = {name: [row for row in rows if row["part"] == name] for name in ("dies", "hangs", "rubbish", "many", "good")}

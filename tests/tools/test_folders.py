@@ -628,6 +628,7 @@ def test_documents_are_asked_by_name_time_and_what_was_noted(
     assert asked("--meta", "place")[0] == asked("--since", "soon")[0] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_watch_reads_what_changes_and_waits_for_what_is_in_use_or_away(notes: Path, memory_path: Path) -> None:
     there = set(texts(memory_path))

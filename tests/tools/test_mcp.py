@@ -77,6 +77,7 @@ def test_an_agent_remembers_recalls_asks_and_forgets(notes: Path) -> None:
     anyio.run(talk)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_ctrl_c_ends_it_while_it_waits_for_input(notes: Path) -> None:
     command = [sys.executable, "-m", "memstore", "mcp", str(notes)]

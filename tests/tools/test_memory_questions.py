@@ -39,6 +39,7 @@ def write_wheel(path: Path) -> None:
             wheel.writestr(f"{DATA}/{name}.json", "\n".join(json.dumps(row) for row in rows))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_what_was_said_in_a_session_is_asked_of_the_next_server(
     tmp_path: Path, instruct_folder: Path, monkeypatch: pytest.MonkeyPatch

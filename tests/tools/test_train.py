@@ -127,6 +127,7 @@ def test_help_imports_neither_torch_nor_transformers() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)
 
 
+@pytest.mark.slow
 def test_ctrl_c_says_from_where_the_same_command_goes_on(text: Path, drt: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     command = [

@@ -150,6 +150,7 @@ def ask(seen: Seen, words: str) -> None:
     seen.until("document.querySelector('#answer .token')")
 
 
+@pytest.mark.slow
 def test_a_question_is_answered_on_the_page_and_drawn(asked: memstore.Memory, chrome: Chrome) -> None:
     with shown(chrome, asked) as seen:
         ask(seen, "When does the ferry leave?")
@@ -175,6 +176,7 @@ def test_a_question_is_answered_on_the_page_and_drawn(asked: memstore.Memory, ch
         assert "% of " in seen.text("#hits")
 
 
+@pytest.mark.slow
 def test_two_traces_side_by_side(asked: memstore.Memory, chrome: Chrome) -> None:
     with shown(chrome, asked) as seen:
         ask(seen, "Where is the key?")
@@ -189,6 +191,7 @@ def test_two_traces_side_by_side(asked: memstore.Memory, chrome: Chrome) -> None
         seen.until("document.querySelector('#other').hidden && !document.querySelector('#answer').hidden")
 
 
+@pytest.mark.slow
 def test_a_chat_is_kept_and_shown(made: Path, chrome: Chrome) -> None:
     with memstore.open(made, mode="r") as memory, shown(chrome, memory, allow_write=True) as seen:
         pick = "const how = document.querySelector('#how'); how.value = 'chat'; how.dispatchEvent(new Event('change'))"
@@ -220,6 +223,7 @@ return [light(getComputedStyle(document.documentElement).backgroundColor), contr
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("width", "colours"), SCREENS)
 def test_nothing_is_cut_off_or_faint_and_a_phone_has_tabs(
     asked: memstore.Memory, chrome: Chrome, width: int, colours: str
@@ -261,6 +265,7 @@ def test_nothing_is_cut_off_or_faint_and_a_phone_has_tabs(
             seen.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
+@pytest.mark.slow
 def test_the_words_of_the_page_are_explained(asked: memstore.Memory, chrome: Chrome) -> None:
     with shown(chrome, asked) as seen:
         seen.click("#explain")
