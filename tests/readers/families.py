@@ -71,6 +71,234 @@ HYBRID: dict[str, Any] = {
 }
 LAYER_TYPES = {"lfm2": ["conv", "full_attention"] * 2}
 """Where a configuration says nothing of layers that the published models have."""
+PART: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 1}
+"""Of a model, beside its text."""
+SEEING = {"model_type": "siglip_vision_model", "image_size": 56, **PART}
+"""In place of an encoder that only another package has."""
+QUERYING = {**PART, "num_hidden_layers": 2, "encoder_hidden_size": 32, "vocab_size": VOCABULARY}
+SEGMENTING = {
+    **PART,
+    "num_hidden_layers": 2,
+    "global_attn_indexes": [1],
+    "mlp_dim": 48,
+    "output_channels": 32,
+    "image_size": 64,
+}
+THREEFOLD = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}
+"""Positions in time, height and width."""
+PATCHES = {"vision_config": {"out_hidden_size": 32}, "rope_parameters": THREEFOLD}
+INDEXER = {
+    "indexer_n_heads": 2,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 8,
+    "indexer_budget": 64,
+    "indexer_compress_ratio": 16,
+    "hc_lowrank": 8,
+}
+NEMOTRON = {"n_groups": 2, "ssm_state_size": 8, "moe_shared_expert_intermediate_size": 16}
+GEMMA3N = {
+    "num_kv_shared_layers": 2,
+    "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+    "hidden_size_per_layer_input": 8,
+    "laurel_rank": 8,
+}
+COMPASS = {
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "rope_parameters": {"sliding_attention": THREEFOLD, "full_attention": None},
+}
+COMPRESSED = {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "head_dim": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+}
+DOTS = {
+    "num_key_value_heads": 4,
+    "index_topk": 32,
+    "index_head_dim": 8,
+    "index_n_heads": 2,
+    "layer_types": ["indexed_attention", "sliding_attention"] * 2,
+    "per_layer_config": {1: COMPRESSED, 3: COMPRESSED},
+}
+MOTLEY = {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"]}
+# What a family needs besides, by its own names; parts of its configuration are dictionaries.
+WORDLESS = {
+    *("blip", "blip-2", "idefics", "instructblip", "instructblipvideo", "kosmos-2", "pi0", "pix2struct"),
+    *("pp_formulanet", "t5gemma2", "udop", "vision-encoder-decoder", "gemma4_assistant", "gemma4_unified_assistant"),
+}
+"""Families that want more than words, so that a memory must refuse them."""
+OWN: dict[str, dict[str, Any]] = {
+    "blt": {
+        **dict.fromkeys(("patcher_config", "global_config"), PART | {"vocab_size": VOCABULARY}),
+        **dict.fromkeys(
+            ("encoder_config", "decoder_config"), PART | {"vocab_size": VOCABULARY, "hidden_size_global": 32}
+        ),
+        "encoder_hash_byte_group_vocab": 50,
+        "use_cache": False,
+    },
+    "cohere_compass_text": COMPASS,
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 16},
+    },
+    "dory": {"n_input_layers": 1, "n_output_layers": 1, "n_recurrent_layers": 2},
+    "dots3_note": DOTS
+    | {
+        "vision_config": {"per_layer_config": {}, "adapter_in_dim": 32, "adapter_out_dim": 32},
+        "audio_config": {"adapter_input_size": 32, "adapter_out_dim": 32, "num_key_value_heads": 4, "head_dim": 8},
+    },
+    "dots3_note_text": DOTS,
+    "falcon_h1": {"mamba_d_ssm": 64},
+    "gemma3n": GEMMA3N | {"vision_config": SEEING, "audio_config": {"conf_num_hidden_layers": 1}},
+    "gemma3n_text": GEMMA3N,
+    "gemma4_assistant": {
+        "text_config": {
+            "hidden_size_per_layer_input": 0,
+            "vocab_size_per_layer_input": 0,
+            "num_kv_shared_layers": 4,
+            "num_hidden_layers": 4,
+        }
+    },
+    "git": {"vision_config": PART},
+    "mamba2": {"num_heads": 8},
+    "nemotron_h": NEMOTRON,
+    "phi4_multimodal": {
+        "vision_config": PART,
+        "audio_config": {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_attention_heads": 4,
+            "num_blocks": 1,
+            "ext_pw_out_channel": 32,
+            "depthwise_separable_out_channel": 32,
+            "nemo_conv_channels": 32,
+        },
+    },
+    "qwen4_exp": INDEXER,
+    "qwen4_exp_text": INDEXER,
+    "recurrent_gemma": {"layer_types": None, "num_hidden_layers": 6},
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {
+        "layer_types": None,
+        "layers_block_type": ["linear_attention", "hybrid"] * 2,
+        "n_mamba_heads": 4,
+        "adapter_rank": 8,
+    },
+    "apertus1p5": {
+        "vocab_size": 256,
+        "image_token_offset": 128,
+        "audio_token_offset": 192,
+        "audio_config": {"codebook_dim": 32, "codebook_size": 64},
+        "vision_config": {"base_channels": 32, "latent_channels": 32, "embed_dim": 32, "codebook_size": 64},
+    },
+    "blip-2": {"qformer_config": QUERYING, "word_embed_proj_dim": 32},
+    "chameleon": {"vocabulary_map": {"<image>": 90}, "vq_config": {"base_channels": 32}},
+    "cohere_compass": COMPASS | {"vision_config": {"out_hidden_size": 32, "deepstack_visual_indexes": [0]}},
+    "deepseek_ocr2": MOTLEY
+    | {
+        "vision_config": {
+            "sam_config": SEGMENTING | {"downsample_channels": [32, 32]},
+            "encoder_config": PART | {"num_key_value_heads": 4, "vocab_size": VOCABULARY},
+        }
+    },
+    "deepseek_vl_hybrid": {"high_res_vision_config": SEGMENTING},
+    "diffusion_gemma": {"top_k_experts": 2},
+    "ernie4_5_vl_moe": MOTLEY | {"moe_intermediate_size": [16, 16], "moe_num_experts": 4, "moe_k": 2},
+    "fast_vlm": {"vision_config": SEEING},
+    "florence2": {
+        "vision_config": {
+            "depths": [1] * 4,
+            "embed_dim": [8, 16, 16, 32],
+            "num_heads": [2] * 4,
+            "num_groups": [2] * 4,
+            "projection_dim": 32,
+        }
+    },
+    "glm46v": PATCHES,
+    "glm4v": PATCHES,
+    "glm5_next": {
+        "qk_rope_head_dim": 0,
+        "num_key_value_heads": 4,
+        "index_topk": 32,
+        "index_head_dim": 8,
+        "index_n_heads": 2,
+        "vision_config": {"out_hidden_size": 32, "projection_intermediate_size": 48},
+    },
+    "glm_ocr": PATCHES,
+    "glmga": PATCHES,
+    "granite4_vision": {
+        "deepstack_layer_map": [[0, 0]],
+        "spatial_target_layers": [1],
+        "downsample_rate": "1/2",
+        "vision_config": {"hidden_size": 64},
+        "qformer_config": QUERYING | {"hidden_size": 64, "encoder_hidden_size": 64},
+    },
+    "granite_docling": {"vision_config": {"out_hidden_size": 32, "deepstack_visual_indexes": [0], "image_size": 64}},
+    "hunyuan_vl": PATCHES,
+    "hy_v4_vl": PATCHES,
+    "idefics": {
+        "vision_config": PART | {"embed_dim": 32},
+        "perceiver_config": {
+            "resampler_depth": 1,
+            "resampler_n_heads": 4,
+            "resampler_head_dim": 8,
+            "resampler_n_latents": 4,
+        },
+    },
+    "inkling2": {"vision_config": {"text_hidden_size": 32}},
+    "inkling2_loop": {"vision_config": {"text_hidden_size": 32}},
+    "inkling_mm_model": {
+        "vision_config": {"text_hidden_size": 32, "num_hidden_layers": 6, "patch_size": 4},
+        "audio_config": {"text_hidden_size": 32},
+    },
+    "instructblip": {"qformer_config": QUERYING, "word_embed_proj_dim": 32},
+    "instructblipvideo": {"qformer_config": QUERYING, "word_embed_proj_dim": 32},
+    "janus": {
+        "vision_config": {"projection_dim": 32},
+        "vq_config": {
+            "base_channels": 32,
+            "latent_channels": 32,
+            "num_embeddings": 64,
+            "projection_dim": 32,
+            "image_token_embed_dim": 32,
+        },
+    },
+    "molmo2": {"vision_config": {"num_hidden_layers": 2}, "adapter_config": {"vision_feature_layer": [1, 0]} | PART},
+    "muse_glimmer": {"out_hidden_size": 32, "projector_hidden_size": 32},
+    "muse_spark": {
+        "out_hidden_size": 32,
+        "projector_hidden_size": 32,
+        "audio_config": {
+            "num_hidden_layers": 4,
+            "depths": [1] * 4,
+            "hidden_sizes": [8, 8, 16, 32],
+            "out_hidden_size": 32,
+        },
+    },
+    "nemotron_h_omni": NEMOTRON
+    | {"projector_hidden_size": 32, "vision_hidden_size": 32, "vision_config": {"video_temporal_patch_size": 2}},
+    "ovis2": {"vision_config": {"vocab_size": 64}},
+    "perception_lm": {"vision_config": SEEING | {"model_args": {"embed_dim": 32}}},
+    "pi0": {"vlm_config": {"text_config": PART, "vision_config": PART}, "dit_config": PART},
+    "qwen2_vl": {"vision_config": {"embed_dim": 32, "num_heads": 4}, "rope_parameters": THREEFOLD},
+    "t5gemma2": {
+        "encoder": {
+            "text_config": {**SIZES, "layer_types": ["sliding_attention", "full_attention"] * 2},
+            "vision_config": PART,
+        }
+    },
+    "unlimited_ocr": {
+        "vision_config": {
+            "sam_config": SEGMENTING | {"downsample_channels": [32, 32]},
+            "encoder_config": PART,
+        }
+    },
+    "vision-encoder-decoder": {"encoder": PART | {"model_type": "vit"}},
+}
 # The first that the family can be made with, and run, is taken. None leaves a size to the family.
 VARIANTS: tuple[dict[str, Any], ...] = (
     {},
@@ -102,9 +330,11 @@ def tiny_family(name: str, **sizes: Any) -> PreTrainedModel:
     errors = []
     for variant in VARIANTS:
         try:
-            model = _made(_config(name, {**SIZES, **HYBRID, **sizes, **variant}), pictures=name in PICTURES)
-            with torch.no_grad():
-                model(torch.arange(2, 60)[None])
+            sized = {**SIZES, **HYBRID, **sizes, **variant}
+            model = _made(_config(name, sized, OWN.get(name, {})), pictures=name in PICTURES)
+            if name not in WORDLESS:
+                with torch.no_grad():
+                    model(input_ids=torch.arange(2, 60)[None])
         except Exception as error:  # noqa: BLE001 - families fail in every way
             errors.append(f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}")
         else:
@@ -127,9 +357,9 @@ def _made(config: Any, *, pictures: bool) -> PreTrainedModel:
     return model
 
 
-def _config(name: str, sizes: dict[str, Any]) -> Any:
-    usual = AutoConfig.for_model(name)
-    text = usual.get_text_config()
+def _config(name: str, sizes: dict[str, Any], own: dict[str, Any]) -> Any:
+    usual = AutoConfig.for_model(name, **{key: own[key] for key in own if key == "text_config"})
+    text, sizes = _text(usual), sizes | own
     kinds = LAYER_TYPES.get(name) or list(dict.fromkeys(getattr(text, "layer_types", None) or ()))
     if len(kinds) > 1 and "layer_types" not in sizes:
         count = max(4, len(kinds))
@@ -137,13 +367,23 @@ def _config(name: str, sizes: dict[str, Any]) -> Any:
     sizes = {key: value for key, value in sizes.items() if value is not None or key == "eos_token_id"}
     if text is usual:
         return _with(usual, sizes, name)
-    place = next(key for key in usual.to_dict() if getattr(usual, key, None) is text)
+    names = usual.to_dict()
+    place = next(key for key in names if getattr(usual, key, None) is text)
     parts = {place: {**_known(text, sizes), "model_type": text.model_type}}
     for part in ("vision_config", "audio_config"):
         if (other := getattr(usual, part, None)) is not None:
             kept = {key: SIZES[key] for key in ("hidden_size", "intermediate_size", "num_attention_heads")}
             parts[part] = {**_known(other, kept | {"num_hidden_layers": 1, "depth": 1}), "model_type": other.model_type}
+    for key in {*own} & {*names} - {*text.to_dict()}:
+        parts[key] = {**parts.get(key, {}), **own[key]} if isinstance(own[key], dict) else own[key]
     return AutoConfig.for_model(name, **parts)
+
+
+def _text(config: Any) -> Any:
+    try:
+        return config.get_text_config()
+    except ValueError:  # an encoder has words as well
+        return config.get_text_config(decoder=True)
 
 
 def _with(usual: Any, sizes: dict[str, Any], name: str) -> Any:
@@ -163,27 +403,29 @@ def _known(config: Any, sizes: dict[str, Any]) -> dict[str, Any]:
     return given | {key: value for key, value in sizes.items() if key in other and other[key] not in given}
 
 
-def tried(name: str) -> Tried:
+def tried(name: str, **sizes: Any) -> Tried:
     """Whether a memory, with everything retrieved at true positions, leaves a family's logits as they are."""
     try:
         with _late(PATIENCE):
-            model = tiny_family(name)
+            model = tiny_family(name, **sizes)
     except Exception as error:  # noqa: BLE001 - told as the reason
         return Tried(UNTRIED, str(error))
     ids = tokens(250)
     with torch.no_grad():
-        want = model(ids[None]).logits[0, 213:]
-    sizes: dict[str, Any] = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
+        want = None if name in WORDLESS else model(input_ids=ids[None]).logits[0, 213:]
+    chosen: dict[str, Any] = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
     everything = Retrieval(top_k="all", positions="true")
     try:
-        with memstore.attach(model, "ram:", document="text", retrieval=everything, **sizes) as reader:
+        with memstore.attach(model, "ram:", document="text", retrieval=everything, **chosen) as reader:
             reader.read(ids[:213])
             with torch.no_grad():
-                got = model(ids[None, 213:]).logits[0]
+                got = model(input_ids=ids[None, 213:]).logits[0]
     except MemstoreError as error:
         return Tried(REFUSED, _reason(str(error)))
     except Exception as error:  # noqa: BLE001 - it should have been refused
         return Tried(WRONG, f"{type(error).__name__}: {error}")
+    if want is None:
+        return Tried(WRONG, "it runs on words")
     difference = float((got - want).abs().max())
     return Tried(EXACT) if difference < 1e-4 else Tried(WRONG, f"{difference:.1e}")
 
@@ -191,6 +433,7 @@ def tried(name: str) -> Tried:
 def _reason(text: str) -> str:
     """Of a refusal, without the names of the model and what to do instead."""
     text = re.sub(r"^cannot attach a memory to [^:]+: ", "", text).partition(". Use a decoder")[0]
+    text = re.sub(r"(on tokens alone) \(.*", r"\1", text, flags=re.DOTALL)
     return re.sub(r"\b\d+\b", "n", text)
 
 

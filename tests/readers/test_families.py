@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
@@ -45,11 +47,28 @@ def test_dense_models_experts_and_compressed_states_are_exact(name: str) -> None
         ("jamba", "read in two parts, a text comes out otherwise"),
         ("hrm_text", "of its 32 layers attend"),
         ("mamba", "do not call the attention interface"),
+        ("unlimited_ocr", "in a cache of its own"),
+        ("minimax", "in a cache of its own"),
+        ("recurrent_gemma", "its layers keep it to themselves"),
+        ("deepseek_v32", "look into the mask themselves"),
+        ("llama4", "not given its positions as cosines and sines"),
+        ("blip-2", "does not run on tokens alone .*pixel_values"),
     ],
 )
 def test_a_family_that_would_be_wrong_is_refused(name: str, reason: str) -> None:
     with pytest.raises(UnsupportedModel, match=reason):
         examine(tiny_family(name))
+
+
+@pytest.mark.parametrize("name", ["beam", "ministral3"])
+def test_queries_that_positions_scale_are_scaled_as_without_a_memory(name: str) -> None:
+    sizes: dict[str, Any] = {}
+    if name == "ministral3":  # those of its models begin to be scaled at 16384
+        usual = transformers.AutoConfig.for_model(name).rope_parameters
+        sizes = {"rope_parameters": usual | {"original_max_position_embeddings": 64}}
+    assert examine(tiny_family(name, **sizes)).scaled_queries
+    assert tried(name, **sizes) == Tried(EXACT)
+    assert not examine(tiny_family("llama")).scaled_queries
 
 
 def test_a_window_that_only_the_mask_has_is_found() -> None:

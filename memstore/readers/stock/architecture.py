@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
 PROBE = "memstore_probe"
 PROBE_TOKENS = 5
+FAR = 1 << 20
+"""A position at which what depends on positions shows."""
 Part = Literal["none", "all", "first", "last"]
+OWN_CACHE = "it keeps what it has read in a cache of its own"
 CosSin = tuple[Tensor, Tensor]
 Table = Callable[[Tensor], CosSin]
 """Cosines and sines ``[B, T, d]`` of positions ``[B, T]``."""
@@ -120,6 +123,8 @@ class Architecture:
     """The position encoding in words, for the fingerprint."""
     divided: Any = None
     """The process group that the heads of each layer are divided among; the plans count all of them."""
+    scaled_queries: bool = False
+    """Positions scale the queries (Ministral 3), so that the model has to be told them."""
     linear: LinearLayers | None = None
     """The layers of a hybrid that do not attend, and which of its layers the others are."""
 
@@ -157,7 +162,29 @@ def examine(model: PreTrainedModel) -> Architecture:
     except MemstoreError:
         raise
     except Exception as error:  # whatever a model of an unknown kind does, the answer is the same
-        raise _unsupported(model, f"trying it out failed ({type(error).__name__}: {error})") from error
+        raise _unsupported(model, _why(model, error)) from error
+
+
+def _why(model: PreTrainedModel, error: Exception) -> str:
+    """Why ``error`` came of trying it out, in words where the cause can be found."""
+    if other := _failure(model):
+        return f"it does not run on tokens alone ({other})"
+    with torch.no_grad(), _probing(model, _values):
+        without = _failure(model)
+    with torch.no_grad(), _probing(model, _values, _open_mask):
+        if without and not _failure(model):
+            return "its layers look into the mask themselves, and a memory gives them none"
+    return f"trying it out failed ({type(error).__name__}: {error})"
+
+
+def _failure(model: PreTrainedModel) -> str:
+    """The error that a few tokens alone end in, empty for none."""
+    try:
+        with torch.no_grad():
+            _forward_probe(model)
+    except Exception as error:  # noqa: BLE001 - models of an unknown kind fail in every way
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def _examine(model: PreTrainedModel) -> Architecture:
@@ -170,14 +197,19 @@ def _examine(model: PreTrainedModel) -> Architecture:
             "layer that computes. Give each process the whole model, or divide the heads of its layers instead"
         )
     config = model.config.get_text_config(decoder=True)
+    if _has_layers_of_its_own(model):
+        raise _unsupported(model, OWN_CACHE)
     seen = _run_probe(model, config)
     expected = int(config.num_hidden_layers)
     if not seen:
         raise _unsupported(model, "its attention layers do not call the attention interface of transformers")
     once, linear = all(entry.calls == 1 for entry in seen), None
     if _has_linear_layers(model) and once:
-        with torch.no_grad(), _probing(model, _values):
-            found = find_linear_layers(model, len(seen))
+        try:
+            with torch.no_grad(), _probing(model, _values):
+                found = find_linear_layers(model, len(seen))
+        except ValueError as error:  # it takes no other cache
+            raise _unsupported(model, OWN_CACHE) from error
         if isinstance(found, str):
             raise _unsupported(
                 model,
@@ -217,19 +249,30 @@ def _examine(model: PreTrainedModel) -> Architecture:
         max_positions=int(getattr(config, "max_position_embeddings", 0) or 2**31 - 1),
         learned_positions=learned,
         positions=_describe_positions(config, learned),
+        scaled_queries=not learned and _scaled_queries(model, decoder, layers),
         divided=divided,
         linear=linear,
     )
 
 
+def _has_layers_of_its_own(model: PreTrainedModel) -> bool:
+    """Whether a cache of ``model`` has layers that come with it, as where what is generated is forgotten otherwise."""
+    return any(type(layer).__module__ != "transformers.cache_utils" for layer in _cache_layers(model))
+
+
 def _has_linear_layers(model: PreTrainedModel) -> bool:
     """Whether a cache of ``model`` has layers for what is no key and no value."""
+    return any(hasattr(layer, "conv_states") for layer in _cache_layers(model))
+
+
+def _cache_layers(model: PreTrainedModel) -> list[Any]:
+    """The layers of a new cache, none where they are of no kind that transformers keeps."""
     from transformers import DynamicCache
 
     try:
-        return any(hasattr(layer, "conv_states") for layer in DynamicCache(config=model.config).layers)
-    except (AttributeError, KeyError, TypeError, ValueError):  # its layers are of no kind that transformers keeps
-        return False
+        return list(DynamicCache(config=model.config).layers)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return []
 
 
 def _fully_sharded(model: nn.Module) -> bool:
@@ -341,6 +384,11 @@ def _marked_mask(
     return torch.full((1, 1, q_length, kv_length), float(window), device=device)
 
 
+def _open_mask(*_: Any, q_length: int = 1, kv_length: int = 1, device: Any = None, **__: Any) -> Tensor:
+    """A mask ``[1, 1, q_length, kv_length]`` that lets see everything."""
+    return torch.zeros(1, 1, q_length, kv_length, device=device)
+
+
 def _window_in(model: PreTrainedModel, mask: Any) -> int | None:
     """The window that ``_marked_mask`` has told a layer, None for none."""
     if mask is None:
@@ -412,6 +460,8 @@ def _rotary(
     given = kwargs.get("position_embeddings")
     positioned, free = seen.keys, seen.keys
     if given is not None:
+        if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, Tensor) for part in given)):
+            raise _unsupported(model, f"layer {index} is not given its positions as cosines and sines")
         free = _keys_again(again, seen, position_embeddings=identity(given))
     elif isinstance(positions := kwargs.get("position_ids"), Tensor):
         moved = _keys_again(again, seen, position_ids=positions + PROBE_TOKENS)
@@ -479,7 +529,10 @@ def _matching_table(tables: list[Table], given: CosSin) -> Table | None:
     """The one of ``tables`` that makes exactly ``given`` for the positions 0..T-1."""
     positions = torch.arange(given[0].shape[1], device=given[0].device)[None]
     for table in tables:
-        made = table(positions)
+        try:
+            made = table(positions)
+        except KeyError:  # a layer type that has no rotary positions
+            continue
         if all(x.shape[-1] == y.shape[-1] and torch.equal(x.expand_as(y), y) for x, y in zip(made, given, strict=True)):
             return table
     return None
@@ -554,6 +607,27 @@ def _first_states(model: nn.Module, run: Callable[[], object]) -> Tensor:
     finally:
         hook.remove()
     return states[0]
+
+
+def _scaled_queries(model: PreTrainedModel, decoder: nn.Module, layers: tuple[LayerPlan, ...]) -> bool:
+    """True if queries are longer or shorter at other positions, which rotary ones leave as long as they are."""
+    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+        return False
+    lengths: list[Tensor] = []
+
+    def note(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        lengths.append(torch.stack((q.float().norm(), k.float().norm())))
+        return _values(module, q, k, v)
+
+    tokens = torch.arange(1, PROBE_TOKENS + 1, device=model.device)[None]
+    with torch.no_grad(), _probing(model, note):
+        for first in (0, FAR):
+            decoder(input_ids=tokens, position_ids=tokens - 1 + first, use_cache=False)
+    near, far = torch.stack(lengths).unflatten(0, (2, len(layers)))
+    queries, keys = ((far - near).abs() > 0.02 * near).any(0).tolist()
+    if keys:
+        raise _unsupported(model, "it scales its keys by their positions")
+    return bool(queries)
 
 
 def _describe_positions(config: Any, learned: bool) -> str:

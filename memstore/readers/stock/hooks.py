@@ -175,7 +175,7 @@ class Hooks:
             self._choose_by_query(call, self.query)
         self._call = call
         given["attention_mask"] = None
-        if self.architecture.learned_positions:
+        if self.architecture.learned_positions or self.architecture.scaled_queries:
             given["position_ids"] = call.positions.expand(len(inputs), -1)
         return (), given
 

@@ -84,6 +84,8 @@ def find_linear_layers(model: PreTrainedModel, attending: int) -> LinearLayers |
     slots = tuple(_slots(first))
     if len(places) != attending or any(slot.layer in places for slot in slots):
         return "its layers attend and remember in another way at once"
+    if not slots:
+        return "its layers keep it to themselves"
     states = _states(first, slots)
     found = LinearLayers(model.config, places, slots, tuple(to_record(state[0]).layout for state in states))
 
