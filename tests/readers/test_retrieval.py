@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from memstore import Retrieval
 from memstore.readers.caches import CACHE
+from memstore.readers.stock.architecture import FAR
 from memstore.readers.stock.reader import StockReader
 from tests.pairs import each
 from tests.pretended import on_device, pretended
@@ -412,6 +413,7 @@ def test_a_text_longer_than_the_trained_positions_is_read_within_them(positions:
         assert len(generate(model, prompt(), new=5)[0]) == PROMPT + 5
         assert lists_of(attached)
     used = torch.cat([positions.flatten() for positions in seen])
+    used = used[used < FAR]  # what the model is tried at before
     assert used.min() == 0
     assert used.max() < trained
 

@@ -621,9 +621,9 @@ def _scaled_queries(model: PreTrainedModel, decoder: nn.Module, layers: tuple[La
 
     tokens = torch.arange(1, PROBE_TOKENS + 1, device=model.device)[None]
     with torch.no_grad(), _probing(model, note):
-        for first in (0, FAR):
+        for first in (FAR, 0):  # the near ones last: tables that grow with the positions they see shrink again
             decoder(input_ids=tokens, position_ids=tokens - 1 + first, use_cache=False)
-    near, far = torch.stack(lengths).unflatten(0, (2, len(layers)))
+    far, near = torch.stack(lengths).unflatten(0, (2, len(layers)))
     queries, keys = ((far - near).abs() > 0.02 * near).any(0).tolist()
     if keys:
         raise _unsupported(model, "it scales its keys by their positions")
