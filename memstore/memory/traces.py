@@ -9,6 +9,7 @@ from __future__ import annotations
 import builtins
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -84,10 +85,6 @@ class Trace:
         a block was not retrieved it had none.
         """
         return most_weight(self._steps(0, None), layer=layer, head=head)
-
-    def scores(self) -> dict[tuple[str, int], float]:
-        """The best score by which each (document, block) was chosen; without those that nobody had to choose."""
-        return best_scores(self._steps(0, None))
 
     def steps_using(self, document: str, block: int) -> list[tuple[int, float]]:
         """The steps that retrieved a block, as (number, weight): means over layers and query heads."""
@@ -253,16 +250,38 @@ def most_weight(
     ]
 
 
-def best_scores(steps: Iterable[Step]) -> dict[tuple[str, int], float]:
-    """The best score of each (document, block) that ``steps`` retrieved; see ``Trace.scores``."""
-    best: dict[tuple[str, int], float] = {}
-    for look in (look for step in steps for look in step.looks):
-        columns = (look.document, look.blocks, look.scores)
-        for place, block, score in zip(*(each.ravel().tolist() for each in columns), strict=True):
-            if place >= 0 and score == score:  # not NaN
-                of = look.documents[place], block
-                best[of] = max(score, best.get(of, score))
+def best_looks(looks: Iterable[Look]) -> dict[tuple[str, int], dict[str, Any]]:
+    """Of each (document, block): its best ``score``, and its ``tier``, ``offset`` and ``layer`` in the look with it.
+
+    What is not known, or was not to be chosen, is None.
+    """
+    best: dict[tuple[str, int], dict[str, Any]] = {}
+    for look in looks:
+        offsets = np.full(look.blocks.shape, -1) if look.offsets is None else look.offsets
+        columns = (look.document, look.blocks, look.scores, look.tiers, offsets)
+        for place, block, score, tier, offset in zip(*(each.ravel().tolist() for each in columns), strict=True):
+            if block < 0 or place < 0:
+                continue
+            of = look.documents[place], block
+            known = score if math.isfinite(score) else None
+            before = best[of]["score"] if of in best else None
+            if of not in best or (known is not None and (before is None or known > before)):
+                best[of] = {
+                    "score": known,
+                    "tier": TIERS[tier] if 0 <= tier < len(TIERS) else None,
+                    "offset": None if offset < 0 else offset,
+                    "layer": look.layer,
+                }
     return best
+
+
+def best_scores(steps: Iterable[Step]) -> dict[tuple[str, int], float]:
+    """The best score by which each (document, block) was chosen; without those that nobody had to choose.
+
+    ``steps`` begin with a trace's first one: where a list stayed from one step to the next, nothing was chosen.
+    """
+    chosen = (look for step in steps for look in step.looks if look.fetched or not step.number)
+    return {of: look["score"] for of, look in best_looks(chosen).items() if look["score"] is not None}
 
 
 class _PendingStep:

@@ -24,6 +24,7 @@ from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.index.words import words_of
 from memstore.memory import Traces
 from memstore.memory.search import Match
+from memstore.memory.traces import best_scores, most_weight
 from memstore.memory.view import noting_left_out
 from memstore.readers.kinds import encode
 
@@ -582,7 +583,7 @@ def answered(
     ):
         made = reader.generate(prompt, max_new_tokens=max_tokens, streamer=teller, **options)[0, prompt.shape[1] :]
         recorder.close(made.tolist())
-    recorded = traces.get(recorder.number)
+    steps = traces.get(recorder.number).steps()
     return Answer(
         question=question,
         text=teller.text,
@@ -591,8 +592,8 @@ def answered(
         ended=not teller.loops and (teller.ended or len(made) < max_tokens),
         seconds=time.perf_counter() - begun,
         trace=recorder.number if trace else None,
-        used=recorded.used(),
-        scores=recorded.scores(),
+        used=most_weight(steps),
+        scores=best_scores(steps),
         missing=missing,
         reader=reader,
     )

@@ -207,6 +207,7 @@ def _obey(talk: Talk, command: str, rest: str) -> None:
 
 def _show_trace(conversation: Conversation, command: str) -> None:
     """What was recorded of the last answer: the blocks that it was written with, or one for each word."""
+    from memstore.memory.traces import best_scores, most_weight
     from memstore.readers.asking import attended
 
     reader, trace, page = conversation.reader, conversation.trace, Page()
@@ -218,7 +219,8 @@ def _show_trace(conversation: Conversation, command: str) -> None:
         show_steps(page, describe(reader.memory, trace), 1)
     else:
         words = "\n".join(turn.text for turn in conversation.turns[-2:])
-        for source in attended(reader, trace.used()[:SOURCES], trace.scores(), words):
+        steps = trace.steps()
+        for source in attended(reader, most_weight(steps)[:SOURCES], best_scores(steps), words):
             page.line(source_line(source))
             page.line(source.text.strip("\n"))
 

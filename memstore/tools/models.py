@@ -147,17 +147,19 @@ def _load(name: str, dtype: str, device: str) -> LoadedModel:
         with quiet_transformers():
             return _named(LoadedModel(*kinds.load_folder(Path(source), device)), name)
     with _loading(name), quiet_transformers():
-        model = _stock_class(transformers, source).from_pretrained(source, dtype=precision, trust_remote_code=False)
+        model = _stock(transformers, source, precision)
     return _named(LoadedModel(model.eval().to(device), load_tokenizer(name)), name)
 
 
-def _stock_class(transformers: Any, source: str) -> Any:
-    """The class of ``transformers`` that loads the stock model at ``source``."""
-    config = type(transformers.AutoConfig.from_pretrained(source, trust_remote_code=False))
+def _stock(transformers: Any, source: str, dtype: torch.dtype) -> Any:
+    """The stock model at ``source``; one of pictures and text answers words with its text part."""
+    config, kind = None, transformers.AutoModelForCausalLM
+    with contextlib.suppress(OSError):  # an adapter has none of its own; loading says what else is wrong
+        config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
     causal, pictures = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    if config in pictures and config not in causal:  # asked in words, such a model answers with its text part
-        return transformers.AutoModelForImageTextToText
-    return transformers.AutoModelForCausalLM
+    if type(config) in pictures and type(config) not in causal:
+        kind = transformers.AutoModelForImageTextToText
+    return kind.from_pretrained(source, config=config, dtype=dtype, trust_remote_code=False)
 
 
 def _named(loaded: LoadedModel, name: str) -> LoadedModel:

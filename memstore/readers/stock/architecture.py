@@ -249,7 +249,7 @@ def _examine(model: PreTrainedModel) -> Architecture:
         max_positions=int(getattr(config, "max_position_embeddings", 0) or 2**31 - 1),
         learned_positions=learned,
         positions=_describe_positions(config, learned),
-        scaled_queries=not learned and _scaled_queries(model, decoder, layers),
+        scaled_queries=not learned and _scaled_queries(model, decoder, seen),
         divided=divided,
         linear=linear,
     )
@@ -609,9 +609,12 @@ def _first_states(model: nn.Module, run: Callable[[], object]) -> Tensor:
     return states[0]
 
 
-def _scaled_queries(model: PreTrainedModel, decoder: nn.Module, layers: tuple[LayerPlan, ...]) -> bool:
+def _scaled_queries(model: PreTrainedModel, decoder: nn.Module, seen: list[_ProbedModule]) -> bool:
     """True if queries are longer or shorter at other positions, which rotary ones leave as long as they are."""
-    if "position_ids" not in inspect.signature(decoder.forward).parameters:
+    # Two passes take as long as all else here, so only where a layer asks for more than states, cosines and sines.
+    given = (inspect.signature(each.module.forward).bind(*each.inputs[0], **each.inputs[1]).arguments for each in seen)
+    more = any(isinstance(value, Tensor) for each in given for value in [*each.values()][1:])
+    if not more or "position_ids" not in inspect.signature(decoder.forward).parameters:
         return False
     lengths: list[Tensor] = []
 
@@ -623,7 +626,7 @@ def _scaled_queries(model: PreTrainedModel, decoder: nn.Module, layers: tuple[La
     with torch.no_grad(), _probing(model, note):
         for first in (FAR, 0):  # the near ones last: tables that grow with the positions they see shrink again
             decoder(input_ids=tokens, position_ids=tokens - 1 + first, use_cache=False)
-    far, near = torch.stack(lengths).unflatten(0, (2, len(layers)))
+    far, near = torch.stack(lengths).unflatten(0, (2, len(seen)))
     queries, keys = ((far - near).abs() > 0.02 * near).any(0).tolist()
     if keys:
         raise _unsupported(model, "it scales its keys by their positions")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import numpy as np
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound
-from memstore.memory.traces import ELSEWHERE, KEPT, TIERS, Step, Trace, counted, elsewhere, most_weight
+from memstore.memory.traces import ELSEWHERE, KEPT, TIERS, Step, Trace, best_looks, counted, elsewhere, most_weight
 from memstore.stored import printable
 from memstore.tools.inspector.data import sizes
 from memstore.tools.inspector.words import Words
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
-    from memstore.memory.trace_file import Array, Look
+    from memstore.memory.trace_file import Array
 
 
 MOST_STEPS = 256
@@ -197,7 +197,7 @@ def step(memory: Memory, words: Words, number: int, step: int, layer: int | None
     for found in memory.traces.get(number).steps(step, step + 1):
         looks = [look for look in _first_row(found).looks if layer in (None, look.layer)]
         used = most_weight([replace(found, looks=looks)], head=head)
-        details = _details(looks)
+        details = best_looks(looks)
         places = [
             place | {"weight": weight} | details.get((name, block), {})
             for (name, block, weight), place in zip(used, _places(memory, words, used), strict=False)
@@ -239,28 +239,6 @@ def using(memory: Memory, document: int, block: int) -> dict[str, Any]:
 def _first_row(step: Step) -> Step:
     """Of a batch, the row whose tokens the trace has."""
     return replace(step, looks=[look for look in step.looks if look.row == 0])
-
-
-def _details(looks: Iterable[Look]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Of each block: its best score, and where it was, as the look with that score says."""
-    details: dict[tuple[str, int], dict[str, Any]] = {}
-    for look in looks:
-        offsets = np.full(look.blocks.shape, -1) if look.offsets is None else look.offsets
-        columns = (look.document, look.blocks, look.scores, look.tiers, offsets)
-        for place, block, score, tier, offset in zip(*(each.ravel().tolist() for each in columns), strict=True):
-            if block < 0 or place < 0:
-                continue
-            name = look.documents[place]
-            if (name, block) not in details or (_finite(score) or -math.inf) > (
-                details[name, block]["score"] or -math.inf
-            ):
-                details[name, block] = {
-                    "score": _finite(score),
-                    "tier": TIERS[tier] if 0 <= tier < len(TIERS) else None,
-                    "offset": None if offset < 0 else offset,
-                    "layer": look.layer,
-                }
-    return details
 
 
 def _places(memory: Memory, words: Words, used: Sequence[tuple[str, int, float]]) -> list[dict[str, Any]]:
