@@ -339,15 +339,16 @@ class Locomo(QuestionSetting):
     """The options of ``memstore eval locomo``."""
 
     path: Annotated[Path, typer.Argument(metavar="FILE", help="Where locomo10.json lies.", show_default=False)]
-    conversation: Annotated[str | None, typer.Option(help="Which one, such as conv-26; by default the first.")] = None
+    conversation: Annotated[str | None, typer.Option(help="One of them, such as conv-26; without it all.")] = None
 
 
 @taking(Locomo)
 def locomo(setting: Locomo) -> Report:
     """Ask what two people have said over months (LoCoMo): are the turns found that say it?
 
-    One conversation, a paragraph for each turn. The file is that of the benchmark, which is not fetched (CC BY-NC 4.0).
-    Beside the memory: BM25 and MiniLM over the same blocks, and rankings fused.
+    All ten conversations in one document, a paragraph for each turn, or one of them. The file is that of the benchmark,
+    which is not fetched (CC BY-NC 4.0); the sources of neuromem-core 0.2.2 on PyPI have it. Beside the memory: BM25 and
+    MiniLM over the same blocks, and rankings fused.
 
     Example:
 
@@ -359,7 +360,9 @@ def locomo(setting: Locomo) -> Report:
 
     def load() -> Sequence[QuestionSet]:
         sets = {each.name: each for each in source.load(setting.path)}
-        name = setting.conversation or next(iter(sets), "")
+        name = setting.conversation
+        if name is None:
+            return [source.pooled(list(sets.values()))]
         if name not in sets:
             raise InvalidArgument(f"{setting.path} has no conversation {name!r}: it has {', '.join(sets) or 'none'}")
         return [sets[name]]

@@ -108,21 +108,25 @@ def test_words_outlive_the_opening_of_a_memory_and_count_only_for_the_same_block
     monkeypatch.setattr(DocumentWords, "_read", reads)
     attached = attach(tiny("llama"), tmp_path / "m", **SIZES)
 
-    def check(full: int) -> None:
+    def check(anew: int) -> None:
         """So many blocks are read off anew."""
         candidates = everything(attached._sources())
         read.clear()
         found = attached._words.score(candidates, query)
-        assert sum(len(blocks) for blocks in read if len(blocks) > 1) == full
+        assert sum(map(len, read)) == anew
         assert torch.equal(found, DocumentWords(None).score(candidates, query))
 
     with attached:
         attached.read(tokens(100), document="a")
-        check(12)
+        check(13)
     with attached:
         check(0)
         attached.append(tokens(60, seed=1), document="a")
         check(8)
+        attached.append(tokens(3, seed=2), document="a")
+        check(1)
+        attached.append(tokens(3, seed=3), document="a")
+        check(1)
     shutil.rmtree(tmp_path / "m")
     with attached:
         attached.read(tokens(160, seed=4), document="a")

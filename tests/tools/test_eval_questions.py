@@ -93,8 +93,9 @@ def test_the_first_paragraphs_alone(cli: Cli, model_folder: Path) -> None:
 def test_conversations_are_measured(cli: Cli, model_folder: Path, tmp_path: Path) -> None:
     file, folder = locomo_file(tmp_path), beam_folder(tmp_path)
     options = ("--model", model_folder, "--half", "all", "--no-baselines", "--json")
-    done = cli("eval", "locomo", file, "--conversation", "conv-1", *options)
-    assert (done.code, done.json["questions"], done.json["rows"][0]["all"]) == (0, 2, 1), done.err
+    for which in ((), ("--conversation", "conv-1")):
+        done = cli("eval", "locomo", file, *which, *options)
+        assert (done.code, done.json["questions"], done.json["rows"][0]["all"]) == (0, 2, 1), done.err
     done = cli("eval", "beam", folder, *options)
     assert (done.code, done.json["questions"], done.json["rows"][0]["all"]) == (0, 2, 1), done.err
     done = cli("eval", "locomo", file, "--conversation", "conv-2", *options[:-1])

@@ -7,7 +7,8 @@ Questions that have no answer in the conversation (category 5) are left out, and
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,19 @@ def load(path: Path) -> list[QuestionSet]:
         return [_set(sample) for sample in json_in(path)]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InvalidArgument(f"{path} is not LoCoMo's file, locomo10.json ({error!r})") from None
+
+
+def pooled(sets: Sequence[QuestionSet]) -> QuestionSet:
+    """All conversations, one behind another, with their questions: what others said is in the way."""
+    paragraphs: list[str] = []
+    questions: list[Question] = []
+    for each in sets:
+        before = len(paragraphs)
+        paragraphs += each.paragraphs
+        questions += [
+            replace(asked, evidence=tuple(before + turn for turn in asked.evidence)) for asked in each.questions
+        ]
+    return QuestionSet("locomo", SOURCE, tuple(paragraphs), tuple(questions))
 
 
 def _set(sample: Mapping[str, Any]) -> QuestionSet:

@@ -55,7 +55,7 @@ AT_ONCE = 1024
 """Blocks that are decoded at a time."""
 MEMOS = 1024
 """Positions and rotations of lists of blocks kept before all are made anew; a small ``every`` alone makes that many."""
-_NO_WORDS = torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=torch.int64)
+_NO_WORDS = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,19 +255,24 @@ class Selection:
 
 
 _State = tuple[ReferenceType[Any], int | None, int, int]
-"""A document of an open memory, its edits, and how far it goes or where it begins."""
+"""A document of an open memory, its edits, and its first block."""
 
 
-class _WordRun(NamedTuple):
-    """The words of the complete blocks of a document."""
+class _DocumentRun(NamedTuple):
+    """The words of a document."""
 
     state: _State
     digest: str | None
     """Of the document when it was in this state; None where it is not known."""
     stop: int
+    """The first block that is not complete."""
     words: Tensor
+    """Of the complete blocks."""
     of: Tensor
     """The block of each."""
+    tokens: int
+    last: Tensor
+    """The words of the block that is not complete, when the document had so many ``tokens``."""
 
     def goes_on(self, state: _State, digest: str | None) -> bool:
         """Whether a document in ``state`` begins with these: it has grown at most, or was opened again as it was."""
@@ -291,8 +296,7 @@ class DocumentWords:
         """Without a tokenizer every token is a word of its own."""
         self._tokenizer = tokenizer
         self._numbers: defaultdict[str, int] = defaultdict(count().__next__)
-        self._runs: dict[tuple[int, str], _WordRun] = {}
-        self._lasts: dict[tuple[int, str], tuple[_State, Tensor, Tensor]] = {}
+        self._runs: dict[tuple[int, str], _DocumentRun] = {}
         self._indexes: WeakKeyDictionary[Candidates, tuple[WordIndex, WordIndex]] = WeakKeyDictionary()
 
     def score(self, candidates: Candidates, query: Tensor) -> Tensor:
@@ -313,16 +317,12 @@ class DocumentWords:
         """Of the candidates, and of each of them together with the one that follows it in its document."""
         index = self._indexes.get(candidates)
         if index is None:
-            words, of, first = [torch.empty(0, dtype=torch.int64)], [torch.empty(0, dtype=torch.int64)], 0
+            words, of, first = [_NO_WORDS], [_NO_WORDS], 0
             for source, blocks in candidates.parts:
                 first += len(blocks)
-                full = blocks[:-1] if first - 1 in candidates.incomplete else blocks
-                runs = [self._run(source, full)]
-                if full != blocks:
-                    runs.append(self._last(source, blocks[-1:]))
-                for run, places in runs:
-                    words.append(run)
-                    of.append(places - blocks.stop + first)
+                run, places = self._run(source, blocks)
+                words.append(run)
+                of.append(places - blocks.stop + first)
             own, at = torch.cat(words), torch.cat(of)
             follow = candidates.consecutive()[at]
             pairs = torch.cat((own, own[follow])), torch.cat((at, at[follow] - 1))
@@ -330,35 +330,28 @@ class DocumentWords:
             self._indexes[candidates] = index
         return index
 
-    def _last(self, source: AttachedDocument, blocks: range) -> tuple[Tensor, Tensor]:
-        """As ``_run``, of the last block, which is not full and grows."""
-        document, state = source.document, source.state
-        key, now = (source.memory, document.name), (ref(document.memory), document.id, state.edits, state.tokens)
-        held, words, of = self._lasts.get(key, (None, *_NO_WORDS))
-        if held != now:
-            words, of = self._read(document, blocks)
-            self._lasts[key] = now, words, of
-        return words, of
-
     def _run(self, source: AttachedDocument, blocks: range) -> tuple[Tensor, Tensor]:
         """The words of ``blocks``, in their order, and the block of each."""
         if not blocks:
-            return _NO_WORDS
-        document = source.document
-        complete = source.state.complete(document.memory.spec.block_size)
-        (whole,) = (run for run in source.present(complete) if blocks.start in run)
-        key, digest = (source.memory, document.name), source.state.digest
-        state = (ref(document.memory), document.id, source.state.edits, whole.start)
+            return _NO_WORDS, _NO_WORDS
+        document, entry = source.document, source.state
+        (whole,) = (run for run in entry.present() if blocks.start in run)
+        complete = min(whole.stop, entry.complete(document.memory.spec.block_size).stop)
+        key, state = (source.memory, document.name), (ref(document.memory), document.id, entry.edits, whole.start)
         held = self._runs.get(key)
-        if held is None or not held.goes_on(state, digest):
-            held = _WordRun(state, digest, whole.start, *_NO_WORDS)
-        words, of = held.words, held.of
-        if held.stop < whole.stop:
+        if held is None or not held.goes_on(state, entry.digest):
+            held = _DocumentRun(state, entry.digest, whole.start, _NO_WORDS, _NO_WORDS, 0, _NO_WORDS)
+        words, of, last = held.words, held.of, held.last
+        if held.stop < complete or (complete < whole.stop and held.tokens != entry.tokens):
             new, places = self._read(document, range(held.stop, whole.stop))
-            words, of = torch.cat((words, new)), torch.cat((of, places))
-        self._runs[key] = _WordRun(state, digest, max(held.stop, whole.stop), words, of)
-        first, last = torch.searchsorted(of, torch.tensor([blocks.start, blocks.stop])).tolist()
-        return words[first:last], of[first:last]
+            full = int(torch.searchsorted(places, complete))
+            words, of, last = torch.cat((words, new[:full])), torch.cat((of, places[:full])), new[full:]
+        stop = max(held.stop, complete)
+        self._runs[key] = _DocumentRun(state, entry.digest, stop, words, of, entry.tokens, last)
+        if blocks.stop > complete:
+            words, of = torch.cat((words, last)), torch.cat((of, torch.full((len(last),), complete)))
+        first, end = torch.searchsorted(of, torch.tensor([blocks.start, blocks.stop])).tolist()
+        return words[first:end], of[first:end]
 
     def _read(self, document: Document, blocks: range) -> tuple[Tensor, Tensor]:
         size = document.memory.spec.block_size

@@ -74,12 +74,10 @@ class Candidates:
 
     def empty(self, numbers: Tensor, block_size: int) -> Tensor | None:
         """``[..., S]``: True where the candidates ``numbers [...]`` have no token; None where they are full."""
-        if not self.incomplete:
+        tokens = [self.incomplete.get(number, block_size) for number in numbers.ravel().tolist()]
+        if all(count == block_size for count in tokens):
             return None
-        tokens = torch.full((len(self),), block_size)
-        tokens[list(self.incomplete)] = torch.tensor(list(self.incomplete.values()))
-        empty = torch.arange(block_size) >= tokens[numbers].unsqueeze(-1)
-        return empty if bool(empty.any()) else None
+        return torch.arange(block_size) >= torch.tensor(tokens).view(*numbers.shape, 1)
 
     @cached_property
     def memories(self) -> int:
@@ -108,11 +106,12 @@ class Candidates:
         return document, block
 
     def named(self, numbers: Tensor) -> tuple[list[str], Tensor, Tensor]:
-        """Names of the documents, and of the candidates ``numbers``: which of the names, and the block, of each."""
-        places: dict[str, int] = {}
-        of_part = torch.tensor([places.setdefault(each.document.name, len(places)) for each, _ in self.parts])
+        """Names of the documents of the candidates ``numbers``; and which of the names, and the block, of each."""
         part = self._parts_of(numbers)
-        return list(places), of_part[part], numbers + self._shifts[part]
+        parts, of = part.unique(return_inverse=True)  # a few of thousands
+        places: dict[str, int] = {}
+        of_part = [places.setdefault(self.parts[each][0].document.name, len(places)) for each in parts.tolist()]
+        return list(places), torch.tensor(of_part, dtype=torch.int64)[of], numbers + self._shifts[part]
 
     @cached_property
     def blocks(self) -> Tensor:

@@ -78,6 +78,13 @@ def test_a_question_about_turns_needs_all_of_them_and_an_answer(tmp_path: Path) 
     ]
 
 
+def test_conversations_in_one_keep_their_own_turns(tmp_path: Path) -> None:
+    (found,) = locomo.load(locomo_file(tmp_path))
+    both = locomo.pooled([found, found])
+    assert both.paragraphs == found.paragraphs * 2
+    assert [each.evidence for each in both.questions] == [(0,), (0, 2), (3,), (3, 5)]
+
+
 def test_a_question_about_messages_names_them_in_lists_and_objects(tmp_path: Path) -> None:
     found = beam.load(beam_folder(tmp_path))
     assert found.paragraphs == ("user: I row.", "assistant: Good.", "user: I sail now.")
