@@ -163,7 +163,7 @@ class Memory:
 
         Raises ``InvalidArgument`` for a bad name, and ``NotFound`` where nothing can be made (mode "r").
         """
-        _check_name(name)
+        check_name(name)
         document = self._document(name)
         if self._shared.read_only and document.id is None:
             with self._lock:
@@ -506,7 +506,8 @@ class Memory:
         return not_found(name, self.url, list(self._shared.catalog.names().values()))
 
 
-def _check_name(name: object) -> None:
+def check_name(name: object) -> None:
+    """Raise ``InvalidArgument`` for what no document can be called."""
     try:
         good = isinstance(name, str) and 1 <= len(name.encode()) <= LONGEST_NAME
     except UnicodeEncodeError:

@@ -552,6 +552,14 @@ def wanted_in(words: str) -> str:
     return max(reversed(asked), key=len, default=words)
 
 
+def too_long(model: Any, length: int, new: int) -> str | None:
+    """Why a prompt of ``length`` tokens and ``new`` more are too long for a model; None where they fit."""
+    most = getattr(model.config, "max_position_embeddings", None)
+    if most is None or length + new <= most:
+        return None
+    return f"the model takes {most:,} tokens, got {length:,} and {new:,} to be generated"
+
+
 def answered(
     reader: Asker,
     question: str,
@@ -564,6 +572,8 @@ def answered(
     **options: Any,
 ) -> Answer:
     """Generate after ``prompt [1, T]``, and note what was retrieved, and ``told``; see ``Reader.ask``."""
+    if reason := too_long(reader.model, prompt.shape[1], max_tokens):
+        raise InvalidArgument(f"{reason}: ask in fewer words, or read long texts into the memory")
     memory = reader.memory
     options = {"do_sample": False, **options}
     if teller.frame is not None:

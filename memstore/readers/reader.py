@@ -266,7 +266,7 @@ class Reader(Attachment):
             trace: keep what was retrieved among the memory's traces, for ``memstore trace``.
             options: of ``model.generate``; the likeliest token is taken unless they say otherwise.
 
-        Raises ``InvalidArgument`` without a tokenizer, and for a question without words.
+        Raises ``InvalidArgument`` without a tokenizer, for a question without words, and for more than the model takes.
         """
         self._check_alone()
         if self.tokenizer is None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from memstore.readers.reader import Reader
 
 ANSWERED = ("set", "with", "answered", "em", "f1", "has", "ms_to_answer")
-RULER_COLUMNS = ("task", "length", "tokens", "samples", "score", "ms_to_answer")
+RULER_COLUMNS = ("task", "length", "tokens", "samples", "score", "alone", "ms_to_answer")
 COLUMNS = ("set", "ranker", "top_k", "all", "any", "ms")
 
 Model = Annotated[
@@ -417,8 +417,9 @@ def ruler(setting: Ruler) -> Report:
     """Ask RULER's thirteen tasks of a memory: needles, chains, counting words, documents.
 
     The tasks and measures are the paper's, texts and questions are memstore's own, so scores are not those of others'
-    tables. Each text is read into a memory and asked once. Tasks that count words over the whole text cannot be
-    answered from a few blocks. The first run with qa_1 or qa_2 fetches the questions (19 MB).
+    tables. Each text is read into a memory and asked once; the model alone, where the text fits it, has it in its
+    prompt. Tasks that count words over the whole text cannot be answered from a few blocks. The first run with qa_1 or
+    qa_2 fetches the questions (19 MB).
 
     Example:
 

@@ -66,9 +66,11 @@ def resolve_model(name: str) -> str:
         return str(path.resolve())
     if not path.exists() and (shipped := _shipped(name)) is not None:
         return str(shipped)
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.exists():
+    missing_file = path.suffix.lower() == GGUF
+    if missing_file or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.exists():
         raise NotFound(
-            f"no model directory {name}. Name a directory, a GGUF file, a hub id such as owner/name, or {SMOLLM2}."
+            f"no model {'file' if missing_file else 'directory'} {name}. Name a directory, a GGUF file, a hub id such "
+            f"as owner/name, or {SMOLLM2}."
         )
     return name
 

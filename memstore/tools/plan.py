@@ -91,7 +91,7 @@ class ReadPlan:
     passed_over: list[dict[str, str]] = field(default_factory=list)
     """Files that have no text, each with the reason."""
     gone: list[str] = field(default_factory=list)
-    """Documents whose files are no longer there."""
+    """Documents whose files are no longer there, or have no text any more."""
     bad: list[dict[str, str]] = field(default_factory=list)
     """Files that cannot be read, each with the error."""
 
@@ -108,11 +108,17 @@ def plan_of(
     """Which files are new or changed. ``alone``: there is one, and what is wrong with it is raised.
 
     ``gone``: documents whose files are there no more; a new file with the same text is one of them that was renamed.
+    Raises ``InvalidArgument`` for a ``document`` that is the name of a conversation.
     """
+    from memstore.memory.memory import check_name
+    from memstore.memory.shared import CHAT
+
+    if document is not None and document.startswith(CHAT):
+        raise InvalidArgument(f"{document!r} is the name of a chat: choose another with --document")
     plan, files = ReadPlan(gone=list(gone)), {} if known is None else known.files
     names = {str(fact.get("path")): name for name, fact in files.items()}
     taken = set(files)
-    noted = {files[name].get("digest"): files[name].get("meta") or {} for name in gone if files[name].get("whole")}
+    read = {fact.get("digest"): name for name, fact in files.items() if fact.get("whole")}
     for each in found:
         before = None if each.path is None else names.get(str(each.path))
         name = document or before or _free(each, taken)
@@ -123,6 +129,8 @@ def plan_of(
             continue
         try:
             content = each.text(encoding)
+            if content:
+                check_name(name)
         except (InvalidArgument, NotFound, OSError) as error:
             if alone:
                 raise
@@ -133,22 +141,29 @@ def plan_of(
         if not content:
             reason = "no text" if content is None else "empty"
             plan.passed_over.append({"path": str(each.path), "reason": reason})
+            if fact:
+                plan.gone.append(name)
         elif fact.get("whole") and fact.get("digest") == digest(content):
             plan.unchanged.append(name)  # touched, or copied anew
         else:
-            renamed = noted.get(digest(content)) if noted and not fact else None
-            plan.read.append(FileText(each, name, content, renamed or {}))
+            moved = None if fact else read.get(digest(content))
+            if moved is not None and moved not in plan.gone and not Path(str(files[moved].get("path"))).exists():
+                plan.gone.append(moved)  # from a folder that is not looked into
+            meta = files[moved].get("meta") if moved in plan.gone else None
+            plan.read.append(FileText(each, name, content, meta or {}))
     return plan
 
 
 def _free(found: SourceFile, taken: set[str]) -> str:
-    """A name for the document that no other file has."""
+    """A name for the document that no other file has, nor a conversation."""
+    from memstore.memory.shared import CHAT  # the command starts without numpy
+
     names = [found.name]
     if found.path is not None:
         if found.in_folder:  # another folder of its name is there: with the name of the one around it
             names.append("/".join(found.path.parts[-len(found.name.split("/")) - 1 :]).lstrip("/"))
         names += [found.path.name, str(found.path)]
-    return next((name for name in names if name not in taken), names[-1])
+    return next((name for name in names if name not in taken and not name.startswith(CHAT)), names[-1])
 
 
 def _same(found: SourceFile, fact: Mapping[str, Any]) -> bool:

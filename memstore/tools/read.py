@@ -127,8 +127,8 @@ def read(options: Options) -> Report:
     everything is read that is text, but what is hidden, a link, or named by a .gitignore or .memstoreignore.
 
     Run again, it reads what has changed: a file that is as it was costs nothing, and of one that changed the blocks
-    before the change stay. A file that is gone is told, and forgotten with --prune. What was read is on disk segment by
-    segment: after an interruption the same command goes on where it stopped. What it will cost is told before, and
+    before the change stay. A file that is gone or empty is told, and forgotten with --prune. What was read is on disk
+    segment by segment: after an interruption the same command goes on where it stopped. What it will cost is told before, and
     what does not fit is not begun. A file that cannot be read is named and passed over; the exit code is 1 then. With
     --watch it stays, looks every second for what has changed, has its model at hand, and ends with Ctrl-C.
 
@@ -181,7 +181,7 @@ def _once(options: Options, noted: Mapping[str, str], load: Callable[[str, str],
     done: Done = []
     if plan.read:
         done = _read_all(plan, known, options, noted, load)
-    elif known is not None and len(plan.unchanged) == len(found) == 1 and not options.watch:
+    elif known is not None and options.one_file and plan.unchanged and not options.watch:
         done = [_unchanged(plan.unchanged[0], known)]
     if known is not None:
         _note(options.memory, known, plan, noted)

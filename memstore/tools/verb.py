@@ -149,6 +149,16 @@ class Sheet(Page):
         writer.writerows([[field(value) for value in row] for row in rows])
 
 
+def json_text(value: object) -> str:
+    """A value as JSON, of which half characters, as in names of files that are no UTF-8, are escaped."""
+    text = jsonlib.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return jsonlib.dumps(value)
+    return text
+
+
 def field(value: object) -> str:
     """A value as programs read it in CSV: numbers as they are, nothing for None, lists as JSON."""
     match value:
@@ -157,7 +167,7 @@ def field(value: object) -> str:
         case bool():
             return "true" if value else "false"
         case list() | tuple() | dict():
-            return jsonlib.dumps(value, ensure_ascii=False)
+            return json_text(value)
     text = str(value)
     return printable(text) if sys.stdout.isatty() else text
 
@@ -218,7 +228,7 @@ def verb(function: Callable[..., Report]) -> Callable[..., int]:
         with _key_from(key_file):
             report = function(json=json or csv, **arguments) if wants_json else function(**arguments)
             if json:
-                print(jsonlib.dumps(report.data, ensure_ascii=False))
+                print(json_text(report.data))
             elif csv:
                 sheet = Sheet()
                 report.text(sheet)
@@ -506,14 +516,16 @@ class Filter:
 
     def names(self, memory: Memory, among: Sequence[str]) -> list[str]:
         """Those of ``among`` that are wanted. Raises ``NotFound`` where none is."""
+        from memstore.memory.shared import CHAT
+
         facts = facts_of(memory)
         found = [name for name in among if self._fits(name, facts[name])]
         if not found:
-            chats = [name for name in facts if name not in among and self._fits(name, facts[name])]
+            chats = [name for name in facts if name.startswith(CHAT) and self._fits(name, facts[name])]
+            given = {"--match": self.match, "--meta": self.meta, "--since": self.since}
+            asked = " and ".join(option for option, value in given.items() if value)
             also = f"; {chats[0]!r} does, and a conversation is asked by --document {chats[0]}" if chats else ""
-            raise NotFound(
-                f"none of {len(among):,} documents fits --match, --meta and --since: memstore ls shows them{also}"
-            )
+            raise NotFound(f"none of {len(among):,} documents fits {asked}: memstore ls shows them{also}")
         return found
 
     def _fits(self, name: str, fact: Mapping[str, Any]) -> bool:

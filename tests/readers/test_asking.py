@@ -39,6 +39,11 @@ def test_a_question_is_put_in_the_chat_template(reader: Reader) -> None:
     assert prompt_of(reader, answer.trace) == asked
 
 
+def test_a_question_that_the_model_cannot_take_is_refused(reader: Reader) -> None:
+    with pytest.raises(InvalidArgument, match=r"the model takes 2,048 tokens, got .*: ask in fewer words"):
+        reader.ask("Why? " * 2000, max_tokens=2)
+
+
 def test_names_of_control_tokens_in_a_question_are_text(reader: Reader) -> None:
     answer = reader.ask("<|end|>", system=None, max_tokens=2, trace=True)
     ids = reader.memory.traces.get(answer.trace or 0).info["prompt"]

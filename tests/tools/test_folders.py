@@ -300,6 +300,52 @@ def test_what_does_not_fit_is_not_begun(
     assert cli(*read, "--codec", "int4").code == 0, "what was advised works"
 
 
+def test_a_file_that_is_emptied_is_gone(cli: Cli, memory_path: Path, notes: Path) -> None:
+    (notes / "bakery.md").write_text("\n")
+    done = cli("read", notes, memory_path, "--prune", "--json").json
+    assert done["gone"] == ["notes/bakery.md"]
+    assert {"path": str(notes / "bakery.md"), "reason": "empty"} in done["passed_over"]
+    assert "notes/bakery.md" not in texts(memory_path)
+
+
+def test_a_folder_that_was_moved_is_not_there_twice(cli: Cli, memory_path: Path, notes: Path, tmp_path: Path) -> None:
+    before = texts(memory_path)
+    (tmp_path / "away").mkdir()
+    notes.rename(tmp_path / "away/notes")
+    done = cli("read", tmp_path / "away/notes", memory_path, "--prune", "--json").json
+    assert sorted(done["gone"]) == sorted(before)
+    assert sorted(texts(memory_path).values()) == sorted(before.values())
+
+
+def test_a_folder_called_chat_is_no_conversation(cli: Cli, memory_path: Path, notes: Path) -> None:
+    (notes / "chat").mkdir()
+    (notes / "chat/log.md").write_text("The captain of the ferry is called Olga.\n")
+    (document,) = cli("read", notes / "chat", memory_path, "--json").json["documents"]
+    assert document["document"] == "notes/chat/log.md"
+    refused = cli("read", notes / "bakery.md", memory_path, "--document", "chat/log")
+    assert refused.code == 2
+    assert "'chat/log' is the name of a chat: choose another with --document" in refused.err
+
+
+def test_a_file_whose_name_no_document_can_have_stops_no_other(cli: Cli, memory_path: Path, notes: Path) -> None:
+    try:
+        Path(os.fsdecode(os.fsencode(notes) + b"/caf\xe9.md")).write_text("Open until nine.")
+    except OSError:
+        pytest.skip("this file system wants names in UTF-8")
+    Path(os.fsdecode(os.fsencode(notes) + b"/caf\xe9.png")).write_bytes(b"\0")
+    long = notes.joinpath(*["n" * 200] * 3)
+    long.mkdir(parents=True)
+    (long / "deep.md").write_text("Far down.")
+    (notes / "new.md").write_text("The baker is called Ann.")
+    for options in ((), ("--json",)):
+        done = cli("read", notes, memory_path, *options)
+        assert done.code == 1
+    assert len(done.json["bad"]) == 2
+    assert len(done.json["passed_over"]) == 2
+    assert all("the name of a document is a text of 1 to 511 bytes" in each["error"] for each in done.json["bad"])
+    assert "notes/new.md" in texts(memory_path)
+
+
 def test_a_file_that_was_renamed_costs_what_is_new_of_it_and_keeps_what_was_noted(
     cli: Cli, memory_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

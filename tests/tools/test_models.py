@@ -64,6 +64,11 @@ def test_a_missing_directory_is_not_found(name: str) -> None:
         resolve_model(name)
 
 
+def test_a_missing_gguf_file_is_not_looked_for_on_the_hub() -> None:
+    with pytest.raises(NotFound, match=r"no model file nofile\.gguf"):
+        resolve_model("nofile.gguf")
+
+
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"neither config\.json"):
         resolve_model(str(tmp_path))

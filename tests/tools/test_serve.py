@@ -21,7 +21,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from string import ascii_letters
 from textwrap import dedent
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -31,7 +31,7 @@ from memstore.tools.app import main
 from memstore.tools.endpoint.app import MOST_BYTES, Endpoint
 from memstore.tools.endpoint.request import Refusal
 from memstore.tools.endpoint.shelf import Shelf
-from memstore.tools.endpoint.worker import QueuedJob, Result, Worker
+from memstore.tools.endpoint.worker import QueuedJob, Result, Served, Worker
 from memstore.tools.web import listen, server_of
 from tests.tools.conftest import Cli
 from tests.tools.test_failures import flip
@@ -92,6 +92,17 @@ def ask(port: int, path: str, body: Any = None, **headers: str) -> tuple[int, An
 
 def chat(model: str = "cottage", text: str = "Where is it?", **more: Any) -> dict[str, Any]:
     return {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 3, **more}
+
+
+def test_a_greeting_is_passed_over_and_words_in_a_row_are_one_message(port: int) -> None:
+    said = [("assistant", "Hello!"), ("user", "Where is the key?"), ("user", "And the ferry?")]
+    apart = [{"role": role, "content": words} for role, words in said]
+    together = [{"role": "user", "content": "Where is the key?\n\nAnd the ferry?"}]
+    (status, answer, _), (_, same, _) = (
+        ask(port, "/v1/chat/completions", chat() | {"messages": messages}) for messages in (apart, together)
+    )
+    assert status == 200
+    assert (answer["choices"], answer["usage"]) == (same["choices"], same["usage"])
 
 
 def test_each_answer_comes_from_its_own_memory(port: int) -> None:
@@ -211,7 +222,7 @@ WRONG: list[tuple[Any, int, str]] = [
     (chat() | {"messages": "Where?"}, 400, "messages has the wrong type"),
     (chat() | {"messages": [{"role": "tool", "content": "x"}]}, 400, "a message is an object with role"),
     (chat() | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "parts that are texts"),
-    (chat() | {"messages": [{"role": "assistant", "content": "Hello"}]}, 400, "by turns"),
+    (chat() | {"messages": [{"role": "assistant", "content": "Hello"}]}, 400, "the last one is the user's"),
     (chat(text=" "), 400, "has no words"),
     (chat(max_tokens=True), 400, "max_tokens has the wrong type"),
     (chat(max_tokens=0), 400, "max_tokens must be from 1 to"),
@@ -477,6 +488,16 @@ def test_a_memory_is_made_when_it_is_asked_for_within_limits(
     assert turns(tmp_path / "ada.mem", "today")[0] == "Hello"
 
 
+def test_memories_are_made_and_opened_while_another_one_is_attached(
+    shelf: Path, tmp_path: Path, instruct_folder: Path
+) -> None:
+    on = {"folder": tmp_path, "most": 2, "model": str(instruct_folder)}
+    for _ in ("made", "opened"):
+        with serving(shelf / "ferry.mem", on=on) as port:
+            names = ("ferry", "ada", "bob", "ada", "ferry")
+            assert [ask(port, "/v1/chat/completions", chat(name))[0] for name in names] == [200] * 5
+
+
 @pytest.mark.timeout(600)
 def test_memory_stays_bounded_over_many_requests(shelf: Path) -> None:
     names, used = list(TEXTS), []
@@ -636,7 +657,8 @@ def test_no_name_of_a_session_breaks_another(shelf: Path, tmp_path: Path) -> Non
 
 
 def job_of(line: str, told: list[Any], *, left: bool = False) -> QueuedJob:
-    job = QueuedJob(lambda: None, lambda *_: None, lambda what: told.append((line, what)), line=line)  # type: ignore[arg-type,return-value]
+    nothing = cast("Served", lambda _: None)
+    job = QueuedJob(nothing, lambda *_: None, lambda what: told.append((line, what)), line=line)
     if left:
         job.left.set()
     return job

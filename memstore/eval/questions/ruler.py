@@ -2,8 +2,8 @@
 
 The tasks, what varies between them, and the two measures are those of the paper; words, sentences and questions are our
 own, and Python's language reference stands where RULER has essays, so scores are not to be put beside published ones.
-A text is read into a memory and asked once. What counts words over the whole text (``cwe``, ``fwe``) cannot be answered
-from a few blocks, and says so in its rows.
+A text is read into a memory and asked once; the model alone, where the text fits it, has it in its prompt. What counts
+words over the whole text (``cwe``, ``fwe``) cannot be answered from a few blocks, and says so in its rows.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import memstore
 from memstore.errors import InvalidArgument
 from memstore.eval.questions import hotpotqa, squad
 from memstore.eval.questions.facts import paragraphs, reference
-from memstore.eval.questions.sets import QuestionSet
+from memstore.eval.questions.sets import SEPARATOR, QuestionSet
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 CHARACTERS = 2_000_000
@@ -40,6 +40,8 @@ SEVERAL = 4
 HOPS = 4
 COMMON, OFTEN, SELDOM = 10, 30, 3
 """``cwe``: words that are common, and how often they and the others come, at most."""
+ROOM = 150
+"""Tokens for a question and what stands around it."""
 FREQUENT, ALPHA = 3, 2.0
 """``fwe``: words that are asked for, and the exponent of how often the k-th word comes."""
 
@@ -237,10 +239,12 @@ def measure(
 ) -> Iterator[dict[str, Any]]:
     """A row for each of ``tasks``: mean score of ``samples`` texts, each read into a memory of its own and asked once.
 
+    ``alone`` is that of the model without a memory, None where the text and the question do not fit its positions.
     ``attached``: options of ``memstore.attach``.
     """
+    fits = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 0
     for task in tasks:
-        scores, spent, read = list[float](), 0.0, 0
+        scores, alone, spent, read = list[float](), list[float](), 0.0, 0
         for number in range(samples):
             sample = maker.sample(task, number)
             with memstore.attach(model, "ram:", tokenizer=tokenizer, **attached) as reader:
@@ -249,11 +253,16 @@ def measure(
                 answer = reader.ask(sample.question, max_tokens=sample.tokens)
                 spent += time.perf_counter() - begun
             scores.append(score(answer.text, sample))
+            if maker.size(sample.text) + ROOM + sample.tokens <= fits:
+                with memstore.attach(model, "ram:", tokenizer=tokenizer, **attached) as reader:
+                    answer = reader.ask(f"{sample.text}{SEPARATOR}{sample.question}", max_tokens=sample.tokens)
+                alone.append(score(answer.text, sample))
         yield {
             "task": task,
             "length": maker.tokens,
             "tokens": round(read / samples),
             "samples": samples,
             "score": round(sum(scores) / samples, 4),
+            "alone": round(sum(alone) / samples, 4) if len(alone) == samples else None,
             "ms_to_answer": round(1e3 * spent / samples),
         }

@@ -162,6 +162,8 @@ class Agents(MCPServer[Any]):
 
         def work(reader: Reader, _: QueuedJob) -> Receipt:
             _check_place(reader, document)
+            if not text.strip():
+                raise InvalidArgument("there is nothing to remember: the text is empty")
             result = reader.append(text.strip() + "\n", document)
             return Receipt(document, result.new_tokens, result.tokens)
 
@@ -206,7 +208,7 @@ class Agents(MCPServer[Any]):
 
     async def _done(self, work: Callable[[Reader, QueuedJob], T], *, writes: bool = False) -> T:
         try:
-            return await self._worker.done(lambda: self._served, work, writes=writes)
+            return await self._worker.done(lambda _: self._served, work, writes=writes)
         except (MemstoreError, Refusal) as error:
             # Of tools and of documents: what goes wrong with either may be told by this class.
             kind = ResourceNotFoundError if isinstance(error, NotFound) else ResourceError

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -86,14 +88,17 @@ class Ask:
         system = []
         while turns and turns[0][0] == "system":
             system.append(turns.pop(0)[1])
-        wanted = ["user", "assistant"] * (len(turns) // 2) + ["user"]
-        if [role for role, _ in turns] != wanted:
+        while turns and turns[0][0] == "assistant":  # a greeting
+            turns.pop(0)
+        # Who says two things in a row, as after an answer that failed, says them together.
+        by_role = [(role, [text for _, text in said]) for role, said in groupby(turns, key=itemgetter(0))]
+        if not by_role or {role for role, _ in by_role} - {"user", "assistant"} or by_role[-1][0] != "user":
             raise Refusal(
-                "messages are those of the system, if any, and then of user and assistant by turns; the last one is "
-                "the user's, and is answered",
+                "messages are those of the system, if any, and then of user and assistant; the last one is the user's, "
+                "and is answered",
                 param="messages",
             )
-        words = [text for _, text in turns]
+        words = ["\n\n".join(texts) for _, texts in by_role]
         return cls(
             question=words[-1],
             raw=False,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,10 +79,14 @@ class Shelf:
             code="model_not_found",
         )
 
-    def find(self, name: str) -> ServedMemory:
-        """The memory that was checked as ``name``, opened or made if need be. Raises ``Refusal``."""
+    def find(self, name: str, leave: Callable[[], None]) -> ServedMemory:
+        """The memory that was checked as ``name``, opened or made if need be. Raises ``Refusal``.
+
+        ``leave``: called before one is opened, for the model is attached to it, and may be to another one.
+        """
         if name in self.served:
             return self.served[name]
+        leave()
         if name in self.later:
             return self.open(self.later[name])
         assert self.folder is not None

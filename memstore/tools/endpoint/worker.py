@@ -19,7 +19,7 @@ import torch
 
 from memstore.errors import MemstoreError
 from memstore.memory.shared import CHAT, not_found
-from memstore.readers.asking import INSTRUCTION, Answer, Teller, Template, answered
+from memstore.readers.asking import INSTRUCTION, Answer, Teller, Template, answered, too_long
 from memstore.readers.kinds import encode
 from memstore.tools.ask import all_but_chats, chosen_documents
 from memstore.tools.endpoint.request import Ask, Refusal
@@ -68,13 +68,15 @@ class Result:
 
 Work = Callable[["Reader", "QueuedJob"], object]
 """What is done in the worker's thread with a reader that is open."""
+Served = Callable[[Callable[[], None]], ServedMemory]
+"""Finds a memory. It is given what leaves all models alone, to be called before one is attached to another memory."""
 
 
 @dataclass(frozen=True)
 class QueuedJob:
     """A request that waits, or is being done."""
 
-    served: Callable[[], ServedMemory]
+    served: Served
     """The memory; asked for in the worker's thread, which may have to open it."""
     work: Work
     tell: Callable[[Any], object]
@@ -137,9 +139,7 @@ class Worker:
             self._lines[job.line] = mine
             self._changed.notify()
 
-    async def done(
-        self, served: Callable[[], ServedMemory], work: Callable[[Reader, QueuedJob], T], *, writes: bool = False
-    ) -> T:
+    async def done(self, served: Served, work: Callable[[Reader, QueuedJob], T], *, writes: bool = False) -> T:
         """What ``work`` returns, once its turn has come. Raises ``Refusal``, and what ``work`` raises."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
@@ -210,7 +210,7 @@ class Worker:
                 self._attached = reader.open()
 
     def _do(self, job: QueuedJob) -> object:
-        served = job.served()
+        served = job.served(lambda: self._attach(None))
         self._attach(served.writer if job.writes else served.reader)
         assert self._attached is not None
         try:
@@ -275,12 +275,8 @@ def _choose(ask: Ask, reader: Reader, *, chats: bool) -> None:
 
 def _options(ask: Ask, reader: Reader, job: QueuedJob, length: int) -> dict[str, Any]:
     """For an answer to a prompt of ``length`` tokens. Raises ``Refusal`` where that is more than the model takes."""
-    limit = getattr(reader.model.config, "max_position_embeddings", None)
-    if limit is not None and length + ask.max_tokens > limit:
-        raise Refusal(
-            f"the model takes {limit:,} tokens, got {length:,} and {ask.max_tokens:,} to be generated",
-            code="context_length_exceeded",
-        )
+    if reason := too_long(reader.model, length, ask.max_tokens):
+        raise Refusal(reason, code="context_length_exceeded")
     if ask.seed is not None:
         torch.manual_seed(ask.seed)
     return {**ask.options, "max_tokens": ask.max_tokens, "stopping_criteria": job.stopping}
