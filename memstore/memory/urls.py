@@ -11,11 +11,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, cast
 from urllib.parse import parse_qs, urlsplit
 
 from xxhash import xxh3_128_hexdigest
@@ -298,6 +298,34 @@ def folder(url: str | Path) -> Path | None:
     if is_remote(url):
         return remote_places(str(url)).tail
     return Path(str(url).removeprefix("zarr:")) if on_disk(url) else None
+
+
+class OpenFolder:
+    """The folder of an open memory: one that comes to lie there later is another memory."""
+
+    def __init__(self, url: str) -> None:
+        self._folder = folder(url)
+        self._open = None if self._folder is None else os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._open is not None:
+            os.close(self._open)
+            self._open = None
+
+    def check(self) -> None:
+        """Raise ``NotFound`` where the memory is no longer there, before one is made in its place."""
+        if self._folder is None or self._open is None:
+            return
+        with suppress(FileNotFoundError, NotADirectoryError):
+            if os.path.samestat(os.fstat(self._open), self._folder.stat()):
+                return
+        raise NotFound(
+            f"the memory that was opened at {self._folder} was removed or replaced: put it back, or begin again",
+            memory=str(self._folder),
+        )
 
 
 def _plugin(scheme: str, url: str) -> Callable[[str, Mode, NewMemory | None], object]:

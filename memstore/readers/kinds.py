@@ -319,6 +319,10 @@ def load_folder(folder: Path, device: str = "cpu", *, only: tuple[Kind, ...] = (
 
 def encode(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a user's ``text``, without special tokens and without a word about its length."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidArgument(f"the text has half a character ({error}): give whole ones") from None
     # A text may quote "<|endoftext|>"; as the control token of that name it would end what the model has understood.
     ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
     return ids

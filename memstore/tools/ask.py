@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from dataclasses import asdict, replace
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 import memstore
-from memstore.errors import InvalidArgument, NotFound
+from memstore.errors import InvalidArgument, MemoryInUse, NotFound
 from memstore.stored import printable
 from memstore.tools.models import LoadedModel, load_recorded
 from memstore.tools.verb import (
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 LEAST = 0.001
 """Part of attention under which people are not shown a block."""
+PATIENCE = 2.0
+"""Seconds that who writes a line waits for another one."""
 STDIN = "-"
 OnError = Literal["raise", "miss"]
 
@@ -166,6 +169,7 @@ def chosen_documents(model: Any, memory: Memory, documents: list[str] | None) ->
     """``documents``, or all that there are but chats where none is named; None for all."""
     from memstore.readers.kinds import kind_of
 
+    documents = None if documents is None else list(dict.fromkeys(documents))
     if not kind_of(model).reader_class().several:
         named = documents or [None]  # type: ignore[list-item]  # the only one
         documents = [document_name(memory, named[0])] if len(named) == 1 else documents
@@ -236,6 +240,21 @@ def attached(
     return memstore.attach(
         loaded.model, memory, document=document, tokenizer=loaded.tokenizer, retrieval=retrieval, **options
     )
+
+
+def opened_to_write(reader: Reader) -> Reader:
+    """``reader``, opened as soon as nobody else writes, which takes an agent or a chat some milliseconds.
+
+    Raises ``MemoryInUse`` where it takes longer than ``PATIENCE``.
+    """
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return reader.open()
+        except MemoryInUse:
+            if time.monotonic() > until:
+                raise
+        time.sleep(PATIENCE / 50)
 
 
 def document_name(memory: Memory, wanted: str | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +12,7 @@ import typer
 
 import memstore
 from memstore.errors import MemstoreError, NotFound
-from memstore.tools.ask import all_but_chats, attached, say, source_line
+from memstore.tools.ask import all_but_chats, attached, opened_to_write, say, source_line
 from memstore.tools.models import SMOLLM2, chosen_name, load_model, record_model, recorded_name, usual_dtype
 from memstore.tools.read import read_into
 from memstore.tools.trace import describe, show_steps
@@ -31,6 +31,7 @@ from memstore.tools.verb import (
 )
 
 if TYPE_CHECKING:
+    from memstore.memory.urls import OpenFolder
     from memstore.readers.conversation import Conversation
     from memstore.readers.reader import Reader
 
@@ -75,6 +76,8 @@ def chat(
 
     In Python: memstore.readers.reader.Reader.chat, of what memstore.attach gives.
     """
+    from memstore.memory.urls import OpenFolder  # help comes without numpy
+
     with waiting("loading the model", show=True):
         use_threads(threads)
         name, dtype = _model(memory, model)
@@ -87,9 +90,9 @@ def chat(
         with writer:
             record_model(writer.memory, name, loaded)
         opened = memstore.open(memory, mode="r")
-    with opened:
+    with opened, OpenFolder(memory) as place:
         reader = attached(loaded, opened, document=None, top_k=top_k, **made)
-        talk = Talk(reader, writer, memory, session, {} if system is None else {"system": system})
+        talk = Talk(reader, writer, place, memory, session, {} if system is None else {"system": system})
         with talk.reading() as conversation:
             _greet(conversation)
         if recorded_name(opened) is None:
@@ -126,6 +129,7 @@ class Talk:
     reader: Reader
     """Of the memory as it is open for reading all the while."""
     writer: Reader
+    place: OpenFolder
     memory: str
     session: str
     told: dict[str, str]
@@ -139,8 +143,9 @@ class Talk:
 
     @contextmanager
     def writing(self) -> Iterator[Conversation]:
-        """The conversation, to go on with. Raises ``MemoryInUse``."""
-        with self.writer as reader:
+        """The conversation, to go on with. Raises ``MemoryInUse``, and ``NotFound`` where the memory is gone."""
+        self.place.check()
+        with closing(opened_to_write(self.writer)) as reader:
             yield reader.chat(self.session, **self.told)
 
 

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import memstore
@@ -118,7 +118,10 @@ def plan_of(
     plan, files = ReadPlan(gone=list(gone)), {} if known is None else known.files
     names = {str(fact.get("path")): name for name, fact in files.items()}
     taken = set(files)
-    read = {fact.get("digest"): name for name, fact in files.items() if fact.get("whole")}
+    read: dict[Any, list[str]] = {}
+    for name, fact in files.items():
+        if fact.get("whole"):
+            read.setdefault(fact.get("digest"), []).append(name)
     for each in found:
         before = None if each.path is None else names.get(str(each.path))
         name = document or before or _free(each, taken)
@@ -146,12 +149,32 @@ def plan_of(
         elif fact.get("whole") and fact.get("digest") == digest(content):
             plan.unchanged.append(name)  # touched, or copied anew
         else:
-            moved = None if fact else read.get(digest(content))
-            if moved is not None and moved not in plan.gone and not Path(str(files[moved].get("path"))).exists():
-                plan.gone.append(moved)  # from a folder that is not looked into
-            meta = files[moved].get("meta") if moved in plan.gone else None
+            same = [] if fact else read.get(digest(content), [])
+            left = [other for other in same if other in plan.gone or _is_gone(files[other])]
+            if left:  # it was moved; of several one that was called so
+                called = PurePath(each.path or each.name).name
+                moved = next((other for other in left if _path(files[other]).name == called), left[0])
+                same.remove(moved)
+                if moved not in (name, *plan.gone):
+                    plan.gone.append(moved)  # from a folder that is not looked into
+            meta = files[moved].get("meta") if left else None
             plan.read.append(FileText(each, name, content, meta or {}))
     return plan
+
+
+def _path(fact: Mapping[str, Any]) -> Path:
+    return Path(str(fact.get("path")))
+
+
+def _is_gone(fact: Mapping[str, Any]) -> bool:
+    """Whether it is known that a file is no longer where it was."""
+    try:
+        _path(fact).lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return True
+    except OSError:
+        pass
+    return False
 
 
 def _free(found: SourceFile, taken: set[str]) -> str:

@@ -128,9 +128,9 @@ def read(options: Options) -> Report:
 
     Run again, it reads what has changed: a file that is as it was costs nothing, and of one that changed the blocks
     before the change stay. A file that is gone or empty is told, and forgotten with --prune. What was read is on disk
-    segment by segment: after an interruption the same command goes on where it stopped. What it will cost is told before, and
-    what does not fit is not begun. A file that cannot be read is named and passed over; the exit code is 1 then. With
-    --watch it stays, looks every second for what has changed, has its model at hand, and ends with Ctrl-C.
+    segment by segment: after an interruption the same command goes on where it stopped. What it will cost is told
+    before, and what does not fit is not begun. A file that cannot be read is named and passed over; the exit code is
+    1 then. With --watch it stays, looks every second for what has changed, has its model at hand, and ends with Ctrl-C.
 
     Example:
 
@@ -166,7 +166,10 @@ def read(options: Options) -> Report:
 
 def _once(options: Options, noted: Mapping[str, str], load: Callable[[str, str], LoadedModel]) -> tuple[ReadPlan, Done]:
     """Read what is new or changed now."""
+    # Asked before and after: a folder that comes and goes meanwhile has not lost its files.
+    folders = [each for each in options.text if Path(each).is_dir()]
     found = list(find(options.text))
+    folders = [each for each in folders if Path(each).absolute() not in {other.path for other in found}]
     known = Contents.at(options.memory, options.model)
     spec = None if known is None else known.spec
     check_fit(options.memory, spec, block_size=options.block_size, codec=options.codec)
@@ -174,8 +177,9 @@ def _once(options: Options, noted: Mapping[str, str], load: Callable[[str, str],
         options.top_k is not None or options.dtype not in (None, known.dtype) or not known.read_by(options.model)
     ):
         known = replace(known, files={})  # all is compared with what is read otherwise, and refused
-    lost = gone(known, found, [Path(each).resolve() for each in options.text if Path(each).is_dir()])
-    plan = plan_of(found, known, options.document, encoding=options.encoding, alone=options.one_file, gone=lost)
+    lost = gone(known, found, [Path(each).resolve() for each in folders if Path(each).is_dir()])
+    alone = options.one_file and not options.watch  # in a watch a file that is being written is read the next time
+    plan = plan_of(found, known, options.document, encoding=options.encoding, alone=alone, gone=lost)
     if not (plan.read or plan.unchanged or plan.bad or plan.gone or options.watch):
         raise InvalidArgument(f"there is nothing to read in {', '.join(options.text)}: no file with text was found.")
     done: Done = []
@@ -230,7 +234,7 @@ def _look(once: Callable[[], tuple[ReadPlan, Done]], options: Options) -> tuple[
             begun = time.perf_counter()
             news = once()
             return news, 0.0 if news[1] else time.perf_counter() - begun
-        except (MemoryInUse, NotFound) as error:
+        except (MemoryInUse, NotFound, FileNotFoundError, NotADirectoryError) as error:
             if not told and not options.json:
                 typer.echo(f"{datetime.now():%H:%M:%S} {printable(str(error))}; trying again", err=True)  # noqa: DTZ005
             told = True

@@ -142,7 +142,7 @@ def serve(
             use_threads(threads)
             shelf = Shelf(stack, model, top_k, device, index, on_error, folder, most)
             for each in urls:
-                shelf.open(each)
+                shelf.open(each, name_of(each))
             endpoint = Endpoint(shelf, token=token, hosts=(host, *(name or ())), sessions=sessions)
         try:
             url = run(
@@ -189,14 +189,14 @@ def mcp(
     import anyio
 
     from memstore.tools.endpoint.agents import Agents
-    from memstore.tools.endpoint.shelf import Shelf
+    from memstore.tools.endpoint.shelf import Shelf, name_of
     from memstore.tools.web import run, server_of
 
     token = token_for(host, token_file)
     with ExitStack() as stack:
         with waiting("loading the model", show=True):
             use_threads(threads)
-            served = Shelf(stack, model, top_k, device, index).open(memory, create=not read_only)
+            served = Shelf(stack, model, top_k, device, index).open(memory, name_of(memory), create=not read_only)
             agents = Agents(served, write=not read_only)
             stack.callback(agents.close)
         if port is None:

@@ -44,6 +44,11 @@ def test_a_question_that_the_model_cannot_take_is_refused(reader: Reader) -> Non
         reader.ask("Why? " * 2000, max_tokens=2)
 
 
+def test_half_a_character_is_told(reader: Reader) -> None:
+    with pytest.raises(InvalidArgument, match="half a character"):
+        reader.ask("What is \ud800?", max_tokens=2)
+
+
 def test_names_of_control_tokens_in_a_question_are_text(reader: Reader) -> None:
     answer = reader.ask("<|end|>", system=None, max_tokens=2, trace=True)
     ids = reader.memory.traces.get(answer.trace or 0).info["prompt"]

@@ -96,6 +96,18 @@ def test_words_are_exact_after_appends_cuts_forks_and_forgetting() -> None:
         check(20)
 
 
+def test_words_of_a_last_block_that_was_cut_and_grew_to_the_same_length_are_the_new_ones() -> None:
+    query = torch.tensor([RARE])
+    with attach(tiny("llama"), "ram:", **SIZES) as attached:
+        words, text = DocumentWords(None), tokens(100).clamp(min=2, max=RARE - 1)
+        text[-1] = RARE
+        attached.read(text, document="a")
+        assert float(bm25(attached, query, words)[-1]) > 0
+        attached.memory.document("a").truncate(12)
+        attached.append(tokens(4, seed=2).clamp(min=2, max=RARE - 1), document="a")
+        assert not bm25(attached, query, words).any()
+
+
 def test_words_outlive_the_opening_of_a_memory_and_count_only_for_the_same_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -120,6 +132,7 @@ def test_words_outlive_the_opening_of_a_memory_and_count_only_for_the_same_block
         attached.read(tokens(100), document="a")
         check(13)
     with attached:
+        check(1)
         check(0)
         attached.append(tokens(60, seed=1), document="a")
         check(8)

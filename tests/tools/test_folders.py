@@ -317,6 +317,31 @@ def test_a_folder_that_was_moved_is_not_there_twice(cli: Cli, memory_path: Path,
     assert sorted(texts(memory_path).values()) == sorted(before.values())
 
 
+def test_a_file_that_was_renamed_under_the_document_it_is_read_into_stays(
+    cli: Cli, memory_path: Path, notes: Path
+) -> None:
+    assert cli("read", notes / "bakery.md", memory_path, "--document", "bread").code == 0
+    (notes / "bakery.md").rename(notes / "bread.md")
+    assert cli("read", notes / "bread.md", memory_path, "--document", "bread", "--prune").code == 0
+    assert texts(memory_path)["bread"] == NOTES["bakery.md"]
+
+
+def test_of_files_of_one_text_each_that_is_moved_keeps_what_was_noted_of_it(
+    cli: Cli, memory_path: Path, tmp_path: Path
+) -> None:
+    folders = [tmp_path / name for name in ("p", "q")]
+    for folder in folders:
+        (folder / "in").mkdir(parents=True)
+        (folder / f"{folder.name}.md").write_text("To do: nothing yet, but soon.\n")
+        assert cli("read", folder, memory_path, "--meta", f"project={folder.name}").code == 0
+        (folder / f"{folder.name}.md").rename(folder / f"in/{folder.name}.md")
+    done = cli("read", *folders, memory_path, "--prune", "--json").json
+    assert sorted(done["gone"]) == ["p/p.md", "q/q.md"]
+    with memstore.open(memory_path, mode="r") as memory:
+        for name in ("p", "q"):
+            assert memory.get_info(f"file/{name}/in/{name}.md")["meta"] == {"project": name}
+
+
 def test_a_folder_called_chat_is_no_conversation(cli: Cli, memory_path: Path, notes: Path) -> None:
     (notes / "chat").mkdir()
     (notes / "chat/log.md").write_text("The captain of the ferry is called Olga.\n")

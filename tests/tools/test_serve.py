@@ -58,7 +58,7 @@ def serving(*memories: Path, on: dict[str, Any] | None = None, **options: Any) -
     with ExitStack() as stack, listen("127.0.0.1", 0) as listening:
         shelf = Shelf(stack, **on or {})
         for each in memories:
-            shelf.open(str(each))
+            shelf.open(str(each), each.stem)
         endpoint = Endpoint(shelf, **options)
         server = server_of(endpoint.app, most=300, grace=1, lifespan=False)
         thread = threading.Thread(target=server.run, args=([listening],))
@@ -215,6 +215,8 @@ WRONG: list[tuple[Any, int, str]] = [
     (b"[" * 100_000, 400, "not JSON"),
     (b"[]", 400, "not a JSON object"),
     (b'{"model": "cottage", "messages": [{"role": "user", "content": "\\ud800"}]}', 400, "not valid Unicode"),
+    (b'{"model": "cottage", "messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', 400, "not JSON in UTF-8"),
+    ('{"model": "cottage", "messages": [{"role": "user", "content": "\\ud800"}]}'.encode("utf-16"), 400, "not JSON"),
     (b" " * (MOST_BYTES + 1), 413, "at most 1,048,576 bytes"),
     ({"messages": []}, 400, "messages are those"),
     (chat(model="../cottage"), 404, "no memory is served as"),
@@ -496,6 +498,36 @@ def test_memories_are_made_and_opened_while_another_one_is_attached(
         with serving(shelf / "ferry.mem", on=on) as port:
             names = ("ferry", "ada", "bob", "ada", "ferry")
             assert [ask(port, "/v1/chat/completions", chat(name))[0] for name in names] == [200] * 5
+
+
+def test_a_link_to_another_memory_takes_no_name_from_one_that_is_served(shelf: Path, tmp_path: Path) -> None:
+    (tmp_path / "other").mkdir()
+    shutil.copytree(shelf / "cottage.mem", tmp_path / "other/ferry.mem")
+    (tmp_path / "on").mkdir()
+    (tmp_path / "on/team.mem").symlink_to(tmp_path / "other/ferry.mem")
+    with serving(shelf / "ferry.mem", on={"folder": tmp_path / "on", "most": 2}) as port:
+        answers = [ask(port, "/v1/chat/completions", chat(name))[1] for name in ("ferry", "team", "ferry")]
+        assert [each["sources"][0]["document"] for each in answers] == ["ferry", "cottage", "ferry"]
+        assert [each["id"] for each in ask(port, "/v1/models")[1]["data"]] == ["ferry", "team"]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a_memory_that_is_gone_or_replaced_is_not_made_anew(shelf: Path, tmp_path: Path, replaced: bool) -> None:
+    memory = tmp_path / "ferry.mem"
+    shutil.copytree(shelf / "ferry.mem", memory)
+    with serving(memory, sessions=2) as port:
+        assert ask(port, "/v1/chat/completions", chat("ferry"))[0] == 200
+        memory.rename(tmp_path / "away")
+        if replaced:
+            shutil.copytree(shelf / "cottage.mem", memory)
+        for body in (chat("ferry"), said("ada", "Hello")):
+            status, answer, _ = ask(port, "/v1/chat/completions", body)
+            assert status == 404
+            assert "was removed or replaced" in answer["error"]["message"]
+        assert memory.exists() == replaced
+        shutil.rmtree(memory, ignore_errors=True)
+        (tmp_path / "away").rename(memory)
+        assert ask(port, "/v1/chat/completions", said("ada", "Hello"))[0] == 200
 
 
 @pytest.mark.timeout(600)

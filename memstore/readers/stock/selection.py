@@ -342,7 +342,8 @@ class DocumentWords:
         if held is None or not held.goes_on(state, entry.digest):
             held = _DocumentRun(state, entry.digest, whole.start, _NO_WORDS, _NO_WORDS, 0, _NO_WORDS)
         words, of, last = held.words, held.of, held.last
-        if held.stop < complete or (complete < whole.stop and held.tokens != entry.tokens):
+        same = (held.state, held.tokens) == (state, entry.tokens)  # the digest is that of complete blocks
+        if held.stop < complete or (complete < whole.stop and not same):
             new, places = self._read(document, range(held.stop, whole.stop))
             full = int(torch.searchsorted(places, complete))
             words, of, last = torch.cat((words, new[:full])), torch.cat((of, places[:full])), new[full:]

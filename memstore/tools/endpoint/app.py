@@ -255,13 +255,14 @@ async def _object(request: Request) -> dict[str, Any]:
     except ValueError:
         raise Refusal(f"a request has at most {MOST_BYTES:,} bytes", status=413) from None
     try:
-        given = json.loads(body)
+        text = body.decode()
+        given = json.loads(text)
     except (ValueError, RecursionError):  # the second: brackets in brackets
-        raise Refusal("the request is not JSON") from None
+        raise Refusal("the request is not JSON in UTF-8") from None
     if not isinstance(given, dict):
         raise Refusal("the request is not a JSON object")
     # Half of a surrogate pair is JSON, but no text: tokenizers cannot take it.
-    if "\\ud" in body.decode("utf-8", "replace").lower():
+    if "\\ud" in text.lower():
         try:
             json.dumps(given, ensure_ascii=False).encode()
         except UnicodeEncodeError:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import memstore
 from memstore.errors import NotFound
-from memstore.tools.ask import OnError, attached, several
+from memstore.memory.urls import OpenFolder
+from memstore.tools.ask import OnError, attached, opened_to_write, several
 from memstore.tools.endpoint.request import Refusal
 from memstore.tools.endpoint.worker import ServedMemory
 from memstore.tools.models import SMOLLM2, LoadedModel, chosen_name, load_model, record_model, usual_dtype
@@ -40,30 +41,33 @@ class Shelf:
     """Paths of memories, by their names, that are opened when they are first asked."""
     _loaded: dict[tuple[str, str], LoadedModel] = field(default_factory=dict)
 
-    def open(self, url: str, *, create: bool = False) -> ServedMemory:
-        """The memory at ``url``; with ``create`` it is made where it is not there."""
+    def open(self, url: str, name: str, *, create: bool = False) -> ServedMemory:
+        """The memory at ``url``, from now on called ``name``; with ``create`` it is made where it is not there."""
         try:
             memory = memstore.open(url, mode="r", index=self.index, device=self.device)
         except NotFound:
             if not create:
                 raise
-            name, loaded = self._load(self.model or SMOLLM2, "auto")
-            with attached(loaded, url, document=None) as reader:
-                record_model(reader.memory, name, loaded)
+            reading, loaded = self._load(self.model or SMOLLM2, "auto")
+            with closing(opened_to_write(attached(loaded, url, document=None))) as reader:
+                record_model(reader.memory, reading, loaded)
             memory = memstore.open(url, mode="r", index=self.index, device=self.device)
         self.stack.enter_context(memory)
-        name = chosen_name(memory, self.model)
-        name, loaded = self._load(name, usual_dtype(name, memory.model_info().get("dtype")))
+        place = self.stack.enter_context(OpenFolder(url))
+        answers = chosen_name(memory, self.model)
+        _, loaded = self._load(answers, usual_dtype(answers, memory.model_info().get("dtype")))
         reader = several(loaded, memory, None, top_k=self.top_k, on_error=self.on_error)
         with reader:  # a memory of another model is refused now, and not by every answer
             pass
         writer = attached(loaded, url, document=None, top_k=self.top_k, on_error=self.on_error, index=self.index)
-        model = Path(name).name.removesuffix(".gguf")
-        self.served[name_of(url)] = served = ServedMemory(name_of(url), model, loaded, memory, reader, writer)
+        model = Path(answers).name.removesuffix(".gguf")
+        self.served[name] = served = ServedMemory(name, model, loaded, memory, reader, writer, place)
         return served
 
     def check(self, name: str) -> str:
         """``name`` without its model, if there is such a memory or one may be made. Raises ``Refusal``."""
+        if name in self.served:
+            return name
         model, _, memory = name.rpartition("@")
         found = self.served.get(memory)
         if found is not None and model in ("", found.model):
@@ -88,7 +92,7 @@ class Shelf:
             return self.served[name]
         leave()
         if name in self.later:
-            return self.open(self.later[name])
+            return self.open(self.later[name], name)
         assert self.folder is not None
         place = self.folder / f"{name}.mem"
         if not place.exists() and len(list(self.folder.glob("*.mem"))) >= self.most:
@@ -98,7 +102,7 @@ class Shelf:
                 param="model",
                 code="memory_limit",
             )
-        return self.open(str(place), create=True)
+        return self.open(str(place), name, create=True)
 
     def _load(self, name: str, dtype: str) -> tuple[str, LoadedModel]:
         if (name, dtype) not in self._loaded:

@@ -21,12 +21,13 @@ from memstore.errors import MemstoreError
 from memstore.memory.shared import CHAT, not_found
 from memstore.readers.asking import INSTRUCTION, Answer, Teller, Template, answered, too_long
 from memstore.readers.kinds import encode
-from memstore.tools.ask import all_but_chats, chosen_documents
+from memstore.tools.ask import all_but_chats, chosen_documents, opened_to_write
 from memstore.tools.endpoint.request import Ask, Refusal
 from memstore.tools.verb import Mistake
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
+    from memstore.memory.urls import OpenFolder
     from memstore.readers.reader import Reader
     from memstore.tools.models import LoadedModel
 
@@ -48,6 +49,7 @@ class ServedMemory:
     reader: Reader
     writer: Reader
     """The same memory for writing; opened while something is written."""
+    place: OpenFolder
 
 
 @dataclass(frozen=True)
@@ -207,10 +209,11 @@ class Worker:
                 self._attached.close()
             self._attached = None
             if reader is not None:
-                self._attached = reader.open()
+                self._attached = opened_to_write(reader)
 
     def _do(self, job: QueuedJob) -> object:
         served = job.served(lambda: self._attach(None))
+        served.place.check()
         self._attach(served.writer if job.writes else served.reader)
         assert self._attached is not None
         try:
