@@ -305,7 +305,9 @@ class OpenFolder:
 
     def __init__(self, url: str) -> None:
         self._folder = folder(url)
-        self._open = None if self._folder is None else os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
+        self._open: int | None = None
+        if self._folder is not None and self._folder.is_dir():  # a reader of object storage may have none
+            self._open = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
 
     def __enter__(self) -> Self:
         return self

@@ -554,7 +554,7 @@ def wanted_in(words: str) -> str:
 
 def too_long(model: Any, length: int, new: int) -> str | None:
     """Why a prompt of ``length`` tokens and ``new`` more are too long for a model; None where they fit."""
-    most = getattr(model.config, "max_position_embeddings", None)
+    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if most is None or length + new <= most:
         return None
     return f"the model takes {most:,} tokens, got {length:,} and {new:,} to be generated"

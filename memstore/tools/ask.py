@@ -242,7 +242,7 @@ def attached(
     )
 
 
-def opened_to_write(reader: Reader) -> Reader:
+def opened_when_free(reader: Reader) -> Reader:
     """``reader``, opened as soon as nobody else writes, which takes an agent or a chat some milliseconds.
 
     Raises ``MemoryInUse`` where it takes longer than ``PATIENCE``.

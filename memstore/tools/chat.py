@@ -12,7 +12,7 @@ import typer
 
 import memstore
 from memstore.errors import MemstoreError, NotFound
-from memstore.tools.ask import all_but_chats, attached, opened_to_write, say, source_line
+from memstore.tools.ask import all_but_chats, attached, opened_when_free, say, source_line
 from memstore.tools.models import SMOLLM2, chosen_name, load_model, record_model, recorded_name, usual_dtype
 from memstore.tools.read import read_into
 from memstore.tools.trace import describe, show_steps
@@ -145,7 +145,7 @@ class Talk:
     def writing(self) -> Iterator[Conversation]:
         """The conversation, to go on with. Raises ``MemoryInUse``, and ``NotFound`` where the memory is gone."""
         self.place.check()
-        with closing(opened_to_write(self.writer)) as reader:
+        with closing(opened_when_free(self.writer)) as reader:
             yield reader.chat(self.session, **self.told)
 
 

@@ -24,7 +24,7 @@ from memstore.tools.parsing import chats, html_text
 from memstore.tools.verb import on_disk
 
 STDIN = "-"
-IN_FOLDER = "Save it as text in UTF-8, or name it in a .memstoreignore of its folder to leave it out."
+IN_FOLDER = "Save it as text, encoded as the others, or name it in a .memstoreignore of its folder to leave it out."
 TEXTS = {".txt", ".md", ".markdown", ".rst", ".org", ".tex", ".csv"}
 """Endings of what claims to be text: a file of these that is none is told, others are passed over."""
 PAGES = {".html", ".htm", ".xhtml"}

@@ -166,10 +166,11 @@ def read(options: Options) -> Report:
 
 def _once(options: Options, noted: Mapping[str, str], load: Callable[[str, str], LoadedModel]) -> tuple[ReadPlan, Done]:
     """Read what is new or changed now."""
-    # Asked before and after: a folder that comes and goes meanwhile has not lost its files.
-    folders = [each for each in options.text if Path(each).is_dir()]
+    before = [each for each in options.text if Path(each).is_dir()]
     found = list(find(options.text))
-    folders = [each for each in folders if Path(each).absolute() not in {other.path for other in found}]
+    # A folder that was away before, during or after the search, when it is none, has not lost its files.
+    named = {each.path for each in found if not each.in_folder}
+    folders = [Path(each).resolve() for each in before if Path(each).absolute() not in named and Path(each).is_dir()]
     known = Contents.at(options.memory, options.model)
     spec = None if known is None else known.spec
     check_fit(options.memory, spec, block_size=options.block_size, codec=options.codec)
@@ -177,7 +178,7 @@ def _once(options: Options, noted: Mapping[str, str], load: Callable[[str, str],
         options.top_k is not None or options.dtype not in (None, known.dtype) or not known.read_by(options.model)
     ):
         known = replace(known, files={})  # all is compared with what is read otherwise, and refused
-    lost = gone(known, found, [Path(each).resolve() for each in folders if Path(each).is_dir()])
+    lost = gone(known, found, folders)
     alone = options.one_file and not options.watch  # in a watch a file that is being written is read the next time
     plan = plan_of(found, known, options.document, encoding=options.encoding, alone=alone, gone=lost)
     if not (plan.read or plan.unchanged or plan.bad or plan.gone or options.watch):

@@ -39,6 +39,22 @@ def test_a_memory_is_made_then_opened_with_and_without_its_spec(tmp_path: Path) 
             check_content(memory.document("a"), random_tokens(9))
 
 
+def test_a_folder_is_known_from_another_one_in_its_place(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    with urls.OpenFolder(str(tmp_path / "m")) as opened, urls.OpenFolder("ram:") as nowhere:
+        opened.check()
+        nowhere.check()
+        (tmp_path / "m").rename(tmp_path / "away")
+        with pytest.raises(NotFound, match="was removed or replaced"):
+            opened.check()
+        (tmp_path / "m").mkdir()
+        with pytest.raises(NotFound, match="was removed or replaced"):
+            opened.check()
+        (tmp_path / "m").rmdir()
+        (tmp_path / "away").rename(tmp_path / "m")
+        opened.check()
+
+
 def test_a_missing_memory_is_not_found_and_not_made(tmp_path: Path) -> None:
     path = tmp_path / "nothing"
     with pytest.raises(NotFound, match="check the path, or pass a spec to create it"):

@@ -11,7 +11,7 @@ from pathlib import Path
 import memstore
 from memstore.errors import NotFound
 from memstore.memory.urls import OpenFolder
-from memstore.tools.ask import OnError, attached, opened_to_write, several
+from memstore.tools.ask import OnError, attached, opened_when_free, several
 from memstore.tools.endpoint.request import Refusal
 from memstore.tools.endpoint.worker import ServedMemory
 from memstore.tools.models import SMOLLM2, LoadedModel, chosen_name, load_model, record_model, usual_dtype
@@ -49,7 +49,7 @@ class Shelf:
             if not create:
                 raise
             reading, loaded = self._load(self.model or SMOLLM2, "auto")
-            with closing(opened_to_write(attached(loaded, url, document=None))) as reader:
+            with closing(opened_when_free(attached(loaded, url, document=None))) as reader:
                 record_model(reader.memory, reading, loaded)
             memory = memstore.open(url, mode="r", index=self.index, device=self.device)
         self.stack.enter_context(memory)

@@ -21,7 +21,7 @@ from memstore.errors import MemstoreError
 from memstore.memory.shared import CHAT, not_found
 from memstore.readers.asking import INSTRUCTION, Answer, Teller, Template, answered, too_long
 from memstore.readers.kinds import encode
-from memstore.tools.ask import all_but_chats, chosen_documents, opened_to_write
+from memstore.tools.ask import all_but_chats, chosen_documents, opened_when_free
 from memstore.tools.endpoint.request import Ask, Refusal
 from memstore.tools.verb import Mistake
 
@@ -209,7 +209,7 @@ class Worker:
                 self._attached.close()
             self._attached = None
             if reader is not None:
-                self._attached = opened_to_write(reader)
+                self._attached = opened_when_free(reader)
 
     def _do(self, job: QueuedJob) -> object:
         served = job.served(lambda: self._attach(None))
