@@ -356,7 +356,7 @@ def late_recall(options: argparse.Namespace, tokens: int, size: int) -> Iterator
     found, best, share = [], [], []
     for start in range(0, len(later) - 32, len(later) // 48):
         queries = later[start : start + 32]
-        every = late_interaction(index.score(queries[None])[0][0])
+        every = late_interaction(index.score(queries[None])[0][0], queries.norm(dim=-1))
         truth, ids = every.topk(K).indices, index.route(queries, K)[1]
         found.append(float(torch.isin(truth, ids).float().mean()))
         best.append(float(truth[0] in ids))

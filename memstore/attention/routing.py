@@ -12,7 +12,8 @@ are sign bits. A prompt is scored with its codes as they are; while reading, the
 signs.
 
 ``memstore.train.train_router`` makes the same object from questions whose evidence is known: mean and directions that
-let a question's tokens find its paragraph, where ``Router.fit`` knows only which directions all tokens share.
+let a question's tokens find its paragraph, where ``Router.fit`` knows only which directions all tokens share. It also
+learns how much a token of a question counts, 0 to 2: ``2 sigmoid((h / |h| - mean) w)``. That is the length of its code.
 
 **Lists per layer** use the layer's own position-free queries, and means of a few consecutive keys as landmarks.
 """
@@ -28,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.errors import DamagedError, ForeignMemory, NotFound
+from memstore.errors import DamagedError, NotFound
 
 FLOOR = 1.0
 """Standard deviations above the mean from which a block counts as standing out for a query token."""
@@ -44,6 +45,8 @@ class Router:
     """``[hidden]`` float32: mean of the normalised hidden states."""
     basis: Tensor
     """``[hidden, dim]`` float32: whitening directions."""
+    weight: Tensor | None = None
+    """``[hidden]`` float32: by which states of a query count; None where all count the same."""
 
     @classmethod
     def fit(cls, hidden: Tensor, dim: int) -> Router:
@@ -59,21 +62,29 @@ class Router:
 
     def encode(self, hidden: Tensor) -> Tensor:
         """Codes ``[..., dim]`` (float32, unit length) of hidden states ``[..., hidden]``."""
-        unit = F.normalize(hidden.float(), dim=-1)
-        return F.normalize((unit - self.mean) @ self.basis, dim=-1)
+        return F.normalize((F.normalize(hidden.float(), dim=-1) - self.mean) @ self.basis, dim=-1)
+
+    def ask(self, hidden: Tensor) -> Tensor:
+        """Codes of the tokens of a query: those of ``encode``, each as long as its token counts."""
+        codes = self.encode(hidden)
+        if self.weight is None:
+            return codes
+        apart = F.normalize(hidden.float(), dim=-1) - self.mean
+        return codes * (2 * torch.sigmoid(apart @ self.weight))[..., None]
 
     def to(self, device: torch.device) -> Router:
         """The same on ``device``."""
-        return Router(self.mean.to(device), self.basis.to(device))
+        return Router(**{name: array.to(device) for name, array in self.to_arrays().items()})
 
     def to_arrays(self) -> dict[str, Tensor]:
         """What has to be stored to make the router again."""
-        return {"mean": self.mean, "basis": self.basis}
+        arrays = {"mean": self.mean, "basis": self.basis, "weight": self.weight}
+        return {name: array for name, array in arrays.items() if array is not None}
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, Tensor], hidden: int, dim: int) -> Router:
         """The inverse of ``to_arrays``. Raises ``DamagedError`` for what is no router of these sizes."""
-        shapes = {"mean": [hidden], "basis": [hidden, dim]}
+        shapes = {"mean": [hidden], "basis": [hidden, dim], **({"weight": [hidden]} if "weight" in arrays else {})}
         found = {name: list(array.shape) for name, array in arrays.items() if array.dtype == torch.float32}
         if found != shapes or len(arrays) != len(shapes) or not all(each.isfinite().all() for each in arrays.values()):
             raise DamagedError(
@@ -83,43 +94,45 @@ class Router:
         return cls(**arrays)
 
 
-def save_router(path: str | Path, router: Router, layer: int, model: str) -> None:
+def save_router(path: str | Path, router: Router, layer: int, model: str, embedding: str) -> None:
     """Write ``router``, whose codes are made of what enters ``layer`` of a ``model`` of this shape, in words.
 
     It was trained once for a model (``memstore.train.train_router``), and many memories use it: each keeps it in the
-    place of the one that it would fit to its text. Two float32 arrays, in a safetensors file whose metadata says the
-    layer and the shape of the model.
+    place of the one that it would fit to its text. Float32 arrays, in a safetensors file whose metadata says the layer,
+    the shape of the model, and the digest of its ``embedding``.
     """
     from safetensors.torch import save_file
 
     arrays = {name: array.contiguous() for name, array in router.to_arrays().items()}
-    save_file(arrays, path, {"layer": str(layer), "model": model})
+    save_file(arrays, path, {"layer": str(layer), "model": model, "embedding": embedding})
 
 
-def load_router(path: str | Path, model: str, hidden: int, dim: int) -> tuple[int, Router]:
-    """The layer and the router in the file ``path``, of codes of ``dim`` numbers; ``model`` as for ``save_router``.
+class RouterFile(NamedTuple):
+    """What ``save_router`` wrote."""
 
-    Raises ``NotFound``, ``DamagedError``, or ``ForeignMemory`` where it was made for another model.
-    """
-    from safetensors import SafetensorError, safe_open
+    layer: int
+    router: Router
+    model: str
+    embedding: str
 
-    if not Path(path).is_file():
-        raise NotFound(f"no file {path}: name what memstore train router wrote")
-    try:
-        with safe_open(path, "pt") as file:
-            told = file.metadata() or {}
-            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
-    except SafetensorError as error:
-        raise DamagedError(f"{path} is no router: {error}; name what memstore train router wrote") from None
-    layer = told.get("layer", "")
-    if not layer.isdecimal() or "model" not in told:
-        raise DamagedError(f"{path} is no router: it does not say its layer; name what memstore train router wrote")
-    if told["model"] != model:
-        raise ForeignMemory(
-            f"the router {path} was trained for {told['model']}, and this model is {model}: train one for it, or leave "
-            "router out"
-        )
-    return int(layer), Router.from_arrays(arrays, hidden, dim)
+    @classmethod
+    def read(cls, path: str | Path, hidden: int, dim: int) -> RouterFile:
+        """The file ``path``, for codes of ``dim`` numbers. Raises ``NotFound`` or ``DamagedError``."""
+        from safetensors import SafetensorError, safe_open
+
+        if not Path(path).is_file():
+            raise NotFound(f"no file {path}: name what memstore train router wrote")
+        try:
+            with safe_open(path, "pt") as file:
+                told = file.metadata() or {}
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        except SafetensorError as error:
+            raise DamagedError(f"{path} is no router: {error}; name what memstore train router wrote") from None
+        layer = told.get("layer", "")
+        if not layer.isdecimal() or "model" not in told:
+            raise DamagedError(f"{path} is no router: it does not say its layer; name what memstore train router wrote")
+        router = Router.from_arrays(arrays, hidden, dim)
+        return cls(int(layer), router, told["model"], told.get("embedding", ""))
 
 
 class Moments(NamedTuple):
@@ -137,12 +150,13 @@ class Moments(NamedTuple):
         return cls(mean, (scores - mean).square().mean(-1, keepdim=True).sqrt())
 
 
-def late_interaction(scores: Tensor, moments: Moments | None = None) -> Tensor:
+def late_interaction(scores: Tensor, weights: Tensor | None = None, moments: Moments | None = None) -> Tensor:
     """Score of each block for a query of ``T`` tokens: ``[T, N]`` best inner products to ``[N]``.
 
-    ``moments`` are those of more blocks, where these are some of them.
+    A token counts ``weights [T]`` times. ``moments`` are those of more blocks, where these are some of them.
     """
-    return standardised(scores, moments).clamp(min=FLOOR).sum(0)
+    each = standardised(scores, moments).clamp(min=FLOOR)
+    return each.sum(0) if weights is None else weights.to(each) @ each
 
 
 def standardised(scores: Tensor, moments: Moments | None = None) -> Tensor:

@@ -141,25 +141,26 @@ class CodeIndex(VectorIndex):
     def route(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The best blocks for the query tokens ``[T, D]`` together: ``(scores [k], ids [k])``, best first.
 
-        A block's score is ``memstore.attention.late_interaction`` of one group of all these tokens. Fewer than ``k``
-        come back where there are fewer blocks. Only for one key head.
+        A block's score is ``memstore.attention.late_interaction`` of one group of all these tokens, each counting as
+        much as its code is long. Fewer than ``k`` come back where there are fewer blocks. Only for one key head.
         """
         contract.check_top_k(k)
         if self.key_heads != 1:
             raise InvalidArgument(f"blocks are routed by the codes of one key head; this index has {self.key_heads}.")
         rows, tokens = self._rows(allowed), self._grouped(queries[None])[0]
+        weights = tokens.norm(dim=-1)
         if rows.numel() <= CANDIDATES + SAMPLE or self.keys_per_block <= RUN:
             exact = self._maxima(self._keys, tokens, 0, rows)
-            summed = _summed(exact, *_moments(exact)) if rows.numel() else exact.sum(0)
+            summed = _summed(exact, weights, *_moments(exact)) if rows.numel() else exact.sum(0)
         else:
             coarse = self._maxima(self._runs, tokens, 0, rows) * self._scales[0, rows]
             moments = _moments(coarse)
-            best = _summed(coarse, *moments).topk(min(max(CANDIDATES, k), rows.numel())).indices.sort().values
+            best = _summed(coarse, weights, *moments).topk(min(max(CANDIDATES, k), rows.numel())).indices.sort().values
             some = torch.linspace(0, rows.numel() - 1, SAMPLE).long()
             sample = self._maxima(self._keys, tokens, 0, rows[some])
             mean, deviation = _estimated(sample, coarse[:, some], *moments)
             exact, rows = self._maxima(self._keys, tokens, 0, rows[best]), rows[best]
-            summed = _summed(exact, mean, deviation)
+            summed = _summed(exact, weights, mean, deviation)
         top = summed.topk(min(k, rows.numel()))
         return top.values, self._ids[rows[top.indices]]
 
@@ -274,10 +275,10 @@ def _summed_runs(codes: Tensor) -> tuple[Tensor, Tensor]:
     return runs.div_(scales[:, :, None, None]).round_().to(torch.int8), scales
 
 
-def _summed(scores: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
-    """Late interaction of ``[T, n]`` best products: the sum over tokens of standardised scores, each at least 1."""
+def _summed(scores: Tensor, weights: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
+    """Late interaction of ``[T, n]`` best products: the weighted sum of standardised scores, each at least 1."""
     z = (scores - mean[:, None]) / deviation.clamp(min=1e-6)[:, None]
-    return z.clamp(min=FLOOR).sum(0)
+    return weights @ z.clamp(min=FLOOR)
 
 
 def _moments(scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -110,7 +110,8 @@ class VectorIndex(ABC):
     def route(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
         """The best blocks for the query tokens ``[T, D]`` together, by late interaction: ``(scores [k], ids [k])``.
 
-        Best first, fewer where there are fewer. Only where ``capabilities.routes``.
+        A token counts as much as its code is long. Best first, fewer where there are fewer. Only where
+        ``capabilities.routes``.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot route; use score()")
 

@@ -73,6 +73,10 @@ class Kind:
         return resolve_name(self.document_scorer)(model)
 
 
+FITTED = "fit"
+"""In place of the file of a router: fit one to the text, also where one comes with the package."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Retrieval:
     """How many blocks are retrieved, how often, for whom, and where they are placed.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memstore.errors import InvalidArgument
-from memstore.readers.kinds import encode, require_transformers
+from memstore.readers.kinds import FITTED, encode, require_transformers
 from memstore.tools.eval import Lengths, Samples, Seed, memory_url, parse_lengths
 from memstore.tools.models import SMOLLM2, load_model
 from memstore.tools.verb import Device, Dtype, Json, Page, Report, RouterFile, Threads, listed, taking, use_threads
@@ -108,7 +108,7 @@ class QuestionSetting:
         show = not self.json and sys.stderr.isatty()
         model, tokenizer = load_model(self.model, self.dtype, device=self.device)
         # Nobody will answer from a memory that is thrown away, so it needs the layers that choose and no others.
-        alone = self.memory is None and not (self.answers or self.router or self.rerank)
+        alone = self.memory is None and self.router in (None, FITTED) and not (self.answers or self.rerank)
         layer = cut_off(model) if alone else None
         pool = recall.Pool.of(sets[0].paragraphs, tokenizer)
         with (

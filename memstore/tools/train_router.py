@@ -26,7 +26,8 @@ class RouterTraining:
     pairs: Annotated[
         str,
         typer.Option(
-            help="Questions and their evidence: a JSON Lines file, squad or hotpotqa. One half of them trains.",
+            help="Questions and their evidence: a JSON Lines file, squad-train, squad or hotpotqa. One half of them "
+            "trains.",
             show_default=False,
         ),
     ]
@@ -42,7 +43,7 @@ class RouterTraining:
     half: Annotated[str, typer.Option(help="The half of the questions that trains: chosen, held-out or all.")] = (
         "chosen"
     )
-    steps: Annotated[int, typer.Option(min=1, help="Steps of 24 questions each.")] = 150
+    steps: Annotated[int, typer.Option(min=1, help="Steps of 24 questions each.")] = 600
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 3e-3
     seed: Annotated[int, typer.Option(min=0, help="Of the order of questions.")] = 0
     dtype: Dtype = "auto"
@@ -63,7 +64,7 @@ def router(options: RouterTraining) -> Report:
     Example:
 
         memstore train router --pairs questions.jsonl --out mine.router
-        memstore train router --pairs squad --test hotpotqa --out squad.router
+        memstore train router --pairs squad-train --test squad --test hotpotqa --out squad.router
 
     In Python: memstore.train.train_router.
     """
@@ -89,6 +90,8 @@ def _questions(name: str, pooled: int) -> QuestionSet:
     match name:
         case "squad":
             return squad.load()
+        case "squad-train":
+            return squad.load_training()
         case "hotpotqa":
             return hotpotqa.load(count=pooled)
         case "facts":

@@ -412,7 +412,9 @@ Index = Annotated[
 RouterFile = Annotated[
     str | None,
     typer.Option(
-        "--router", help="File of a trained router, for a new memory of a stock model. Without it: fitted to the text."
+        "--router",
+        help="File of a trained router, for a new memory of a stock model. Without it the one that comes with the "
+        "package for this model, if there is one; else, and with fit, one that is fitted to the text.",
     ),
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Without it: what PyTorch chooses.")]

@@ -4,8 +4,11 @@ The router that a memory fits to its text (``memstore.attention.Router``) knows 
 one is the same object, mean and directions, moved so that a question finds its paragraph among many: the loss is the
 cross entropy of the evidence's score against that of other blocks, where scores are those that choose blocks later
 (late interaction over standardised products, Khattab & Zaharia 2020), codes are signs, and their gradient is that of
-the numbers they are signs of (Bengio et al. 2013). Other blocks are those of the batch, some at random, and some that
-the router so far takes for the evidence.
+the numbers they are signs of (Bengio et al. 2013). The questions of a step are about neighbouring paragraphs, so the
+other blocks are those that are hardest to tell from the evidence, those of the same subject; and some at random.
+
+How much a token of a question counts is learned beside it, from counting once: most words of a question say nothing of
+where its answer stands.
 
 Hidden states are computed once, segment by segment, up to the layer that routes.
 """
@@ -14,6 +17,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,20 +35,22 @@ from memstore.eval.questions.recall import Pool, recall
 from memstore.eval.questions.sets import Half, Question, QuestionSet
 from memstore.kernels import best_products
 from memstore.readers.kinds import encode
-from memstore.readers.stock.reader import StockReader
+from memstore.readers.stock.reader import StockReader, embedding_digest
 
 SEGMENT = 512
 """Tokens whose states are computed together, seeing nothing before them."""
 SPAN = 32
 """Query tokens that choose together, as ``Retrieval.span``."""
 BATCH = 24
-"""Questions of a step."""
+"""Questions of a step, at most."""
+WINDOW = 160
+"""Consecutive blocks of a step, whose questions are asked."""
+RANDOM = 80
+"""Blocks of a step that are drawn from all."""
 RATE = 3e-3
 """Learning rate, for directions whose numbers have a mean square of 1. A higher one loses paraphrases (notes)."""
-RANDOM = 160
-"""Blocks of a step that are drawn from all."""
-MINED, EVERY = 4, 50
-"""Blocks for each question that look like its evidence, and the steps after which they are looked for again."""
+WEIGHT_RATE = 3.0
+"""Times that, for how much a token counts."""
 LEAK = 0.1
 """Part of a score below the floor that has a gradient: none would leave a token that finds nothing where it is."""
 TESTED = 300
@@ -94,9 +100,9 @@ class RouterRanker(Ranker):
         self._consecutive = torch.arange(len(self._codes)) > 0
 
     def _best(self, question: str, depth: int) -> list[int]:
-        codes = self._router.encode(self._asked.query(question))
+        codes = self._router.ask(self._asked.query(question))
         whole = (codes / codes.abs().amax(-1, keepdim=True) * 127).round().to(torch.int8)
-        scores = late_interaction(best_products(self._codes, whole).T)
+        scores = late_interaction(best_products(self._codes, whole).T, codes.norm(dim=-1))
         ranked = inherited(scores, self._consecutive).topk(min(depth, len(scores))).indices
         return [int(block) for block in ranked]
 
@@ -146,7 +152,7 @@ def train_router(
             raise InvalidArgument("a router is trained for stock models; models that learn to retrieve have none")
         sets = [AskedPool(each, reader, advance) for each in (asked, *tested)]
         losses, trained = _trained(sets[0], chosen, reader.fitted(sets[0].pool.tokens)[sets[0].layer], options)
-        save_router(out, trained, sets[0].layer, reader.architecture.shape)
+        save_router(out, trained, sets[0].layer, reader.architecture.shape, embedding_digest(model))
         rows = [row for each in sets for row in _compared(each, trained, reader)]
     return {
         "out": str(out),
@@ -172,68 +178,53 @@ def _compared(asked: AskedPool, trained: Router, reader: StockReader) -> list[di
 def _trained(
     asked: AskedPool, questions: Sequence[Question], router: Router, options: RouterOptions
 ) -> tuple[list[float], Router]:
-    chance, few = random.Random(options.seed), min(BATCH, len(questions))
+    chance = random.Random(options.seed)
     size = router.basis.square().mean().sqrt()  # then one learning rate suits every model
+    spread, wide = router.mean.square().mean().sqrt(), math.sqrt(len(router.mean))
     mean, basis = nn.Parameter(router.mean.clone()), nn.Parameter(router.basis / size)
-    scale = nn.Parameter(torch.tensor(-1.0))
+    weight, scale = nn.Parameter(torch.zeros_like(router.mean)), nn.Parameter(torch.tensor(-1.0))
     optimizer = torch.optim.Adam(
         [
-            {"params": [basis], "lr": options.learning_rate},
-            {"params": [mean], "lr": options.learning_rate * float(router.mean.square().mean().sqrt())},
-            {"params": [scale], "lr": options.learning_rate},
+            {"params": [basis, scale], "lr": options.learning_rate},
+            {"params": [mean], "lr": options.learning_rate * float(spread)},
+            {"params": [weight], "lr": WEIGHT_RATE * options.learning_rate},
         ]
     )
     rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, options.steps))
-    mined: dict[str, list[int]] = {}
-    losses, asking = list[float](), list(questions)
-    for step in range(options.steps):
-        if step and step % EVERY == 0:
-            asking = chance.sample(list(questions), min(len(questions), EVERY * few))
-            mined = _mined(asked, asking, Router(mean.detach(), basis.detach()))
-        batch = chance.sample(asking, few)
-        loss = _loss(asked, batch, mined, chance, (mean, basis, scale))
+    about = defaultdict[int, list[Question]](list)
+    for question in questions:
+        about[asked.evidence(question)[0].start].append(question)
+    losses = list[float]()
+    for _ in range(options.steps):
+        start = asked.evidence(chance.choice(questions))[0].start - chance.randrange(WINDOW)
+        window = range(max(0, start), min(len(asked.blocks), start + WINDOW))
+        near = [question for block in window for question in about[block]]
+        batch = chance.sample(near, min(BATCH, len(near)))
+        others = {*window, *chance.sample(range(len(asked.blocks)), min(RANDOM, len(asked.blocks)))}
+        loss = _loss(asked, batch, others, Router(mean, basis, weight * wide), scale)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         rate.step()
         losses.append(loss.item())
     shown = [round(loss, 4) for loss in losses[:: max(1, len(losses) // 10)]]
-    return shown, Router(mean.detach(), basis.detach() * size)
+    return shown, Router(mean.detach(), basis.detach() * size, weight.detach() * wide)
 
 
 def _rate(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / 20) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
 
 
-def _mined(asked: AskedPool, questions: Sequence[Question], router: Router) -> dict[str, list[int]]:
-    """Blocks that ``router`` takes for the evidence of each question."""
-    ranker, found = RouterRanker(router, asked), dict[str, list[int]]()
-    for question in questions:
-        right = {block for blocks in asked.evidence(question) for block in blocks}
-        found[question.id] = [block for block in ranker.rank(question.text, 4 * MINED) if block not in right][:MINED]
-    return found
-
-
-def _loss(
-    asked: AskedPool,
-    batch: Sequence[Question],
-    mined: dict[str, list[int]],
-    chance: random.Random,
-    parameters: tuple[Tensor, Tensor, Tensor],
-) -> Tensor:
-    mean, basis, scale = parameters
+def _loss(asked: AskedPool, batch: Sequence[Question], others: set[int], router: Router, scale: Tensor) -> Tensor:
     evidence = [asked.evidence(question) for question in batch]
-    several = {block for each in evidence for blocks in each for block in blocks}
-    several.update(block for question in batch for block in mined.get(question.id, ()))
-    several.update(chance.sample(range(len(asked.blocks)), min(RANDOM, len(asked.blocks))))
-    numbers = torch.tensor(sorted(several))
+    numbers = torch.tensor(sorted(others | {block for each in evidence for blocks in each for block in blocks}))
     queries = [asked.query(question.text) for question in batch]
-    codes = Router(mean, basis).encode(torch.cat(queries))  # [t, dim]
-    keys = Router(mean, basis).encode(asked.blocks[numbers]).flatten(0, 1)  # [n * S, dim]
+    codes = router.ask(torch.cat(queries))  # [t, dim]
+    keys = router.encode(asked.blocks[numbers]).flatten(0, 1)  # [n * S, dim]
     signs = keys + (keys.sign() - keys).detach()
     best = (codes @ signs.T).unflatten(1, (len(numbers), -1)).amax(-1)  # [t, n]
     z = standardised(best)
-    z = torch.where(z > FLOOR, z, FLOOR + LEAK * (z - FLOOR))
+    z = torch.where(z > FLOOR, z, FLOOR + LEAK * (z - FLOOR)) * codes.norm(dim=-1, keepdim=True)
     losses = []
     for scores, needed in zip(z.split([len(query) for query in queries]), evidence, strict=True):
         each = scores.sum(0) * scale.exp()

@@ -75,30 +75,44 @@ def test_a_sample_that_repeats_one_token_gives_finite_codes() -> None:
     assert router.encode(correlated(50, seed=1)).isfinite().all()
 
 
+def test_a_code_of_a_query_is_as_long_as_its_token_counts() -> None:
+    hidden, weight = correlated(30, seed=1), torch.randn(HIDDEN)
+    fitted = Router.fit(correlated(500), 8)
+    router = Router(fitted.mean, fitted.basis, weight)
+    counts = [2 / (1 + math.exp(-float((h / h.norm() - router.mean) @ weight))) for h in hidden]
+    assert router.ask(hidden).norm(dim=-1).tolist() == pytest.approx(counts, rel=1e-5)
+    torch.testing.assert_close(F.normalize(router.ask(hidden), dim=-1), router.encode(hidden))
+    assert torch.equal(fitted.ask(hidden), router.encode(hidden))
+
+
 def test_a_router_made_again_from_its_arrays_is_the_same() -> None:
-    router, hidden = Router.fit(correlated(500), 8), correlated(30, seed=1)
-    assert torch.equal(Router(**router.to_arrays()).encode(hidden), router.encode(hidden))
+    hidden, fitted = correlated(30, seed=1), Router.fit(correlated(500), 8)
+    for router in (fitted, Router(fitted.mean, fitted.basis, torch.randn(HIDDEN))):
+        again = Router.from_arrays(router.to_arrays(), HIDDEN, 8)
+        assert torch.equal(again.ask(hidden), router.ask(hidden))
 
 
 # Scores of blocks
 
 
-def late_interaction_by_hand(scores: Tensor) -> list[float]:
-    """What the words say: standardise over blocks, at least 1 each, sum over the tokens."""
+def late_interaction_by_hand(scores: Tensor, weights: Tensor) -> list[float]:
+    """What the words say: standardise over blocks, at least 1 each, sum over the tokens as much as each counts."""
     sums = [0.0] * scores.shape[1]
-    for token in scores.double().tolist():
+    for token, weight in zip(scores.double().tolist(), weights.tolist(), strict=True):
         mean = sum(token) / len(token)
         deviation = math.sqrt(sum((score - mean) ** 2 for score in token) / len(token))
         for block, score in enumerate(token):
-            sums[block] += max(FLOOR, (score - mean) / max(deviation, 1e-6))
+            sums[block] += weight * max(FLOOR, (score - mean) / max(deviation, 1e-6))
     return sums
 
 
 @pytest.mark.parametrize("tokens", [1, 31, 111])
 def test_late_interaction_is_the_loop(tokens: int) -> None:
     for blocks in (1, 2, 63):
-        scores = random_scores(tokens, blocks)
-        assert late_interaction(scores).tolist() == pytest.approx(late_interaction_by_hand(scores), rel=1e-4)
+        scores, weights = random_scores(tokens, blocks), torch.rand(tokens)
+        wanted = late_interaction_by_hand(scores, weights)
+        assert late_interaction(scores, weights).tolist() == pytest.approx(wanted, rel=1e-4)
+        assert torch.allclose(late_interaction(scores), late_interaction(scores, torch.ones(tokens)))
 
 
 def test_tokens_for_which_no_block_stands_out_do_not_choose() -> None:

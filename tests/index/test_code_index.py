@@ -48,7 +48,7 @@ def topical(blocks: int, size: int, dim: int) -> tuple[Tensor, Tensor]:
 
 def by_definition(codes: Tensor, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:
     best = torch.einsum("nsd,td->tns", codes[:, 0].double(), queries.double()).amax(-1)
-    top = late_interaction(best).topk(k)
+    top = late_interaction(best, queries.norm(dim=-1)).topk(k)
     return top.values, top.indices
 
 
@@ -61,7 +61,7 @@ def test_few_blocks_are_routed_by_the_definition(blocks: int, tokens: int) -> No
     want, _ = by_definition(codes, queries, min(8, blocks))
     torch.testing.assert_close(scores.double(), want, rtol=1e-5, atol=1e-4)
     rows = ids // 3
-    every = late_interaction(index.score(queries[None])[0][0])
+    every = late_interaction(index.score(queries[None])[0][0], queries.norm(dim=-1))
     torch.testing.assert_close(every[rows], scores, rtol=1e-5, atol=1e-4)
 
 

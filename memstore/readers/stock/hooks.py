@@ -240,7 +240,7 @@ class Hooks:
         if call.query is not query:
             layer = self.selection.index_layers[-1]
             with own_types():  # as a search does
-                codes = self.selection.encode(layer, self.query_states(query, layer)[None])
+                codes = self.selection.ask(layer, self.query_states(query, layer)[None])
                 call.query, call.by_query = query, self.selection.route(call.candidates, layer, list(codes), query)
         assert call.by_query is not None, "it was just chosen"
         call.set_chosen(call.by_query, from_layer=self.selection.first_layer)

@@ -10,18 +10,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from memstore.attention import Router, choose, pooled
-from memstore.attention.routing import load_router
+from memstore.attention.routing import RouterFile
 from memstore.errors import ForeignMemory, InvalidArgument, NotFound
 from memstore.memory import Document, Fingerprint, Memory, MemorySpec
+from memstore.memory.rows import byte_rows
 from memstore.memory.search import Match, check_layer
 from memstore.memory.view import cannot_score, noting_left_out
 from memstore.readers.attachment import Job, Place, pipelined
 from memstore.readers.caches import CACHE
 from memstore.readers.fingerprint import fingerprint_of
-from memstore.readers.kinds import STOCK, Retrieval, encode
+from memstore.readers.kinds import FITTED, STOCK, Retrieval, encode
 from memstore.readers.reader import Reader
 from memstore.readers.stock.architecture import Architecture, examine
 from memstore.readers.stock.call import Call
@@ -54,6 +56,8 @@ AT_ONCE = 16
 """Blocks that a query is read behind at a time, at most."""
 TOKENS_AT_ONCE = 1024
 """Tokens of all these rows: each gets a logit for every word of the vocabulary, three times over."""
+ROUTERS = Path(__file__).with_name("routers")
+"""Routers that come with the package."""
 SUB_BLOCKS = 16
 """Mean keys per block where every layer chooses for itself."""
 ROUTING_DEPTH = 0.27
@@ -101,16 +105,15 @@ class StockReader(Reader):
             )
         self.window, self.sink, self.segment = window, sink, segment
         self._block_size, self._codec, self._routing_layers = block_size, codec, routing_layers
-        self._trained: tuple[int, Router] | None = None
-        if router is not None:
-            shape, hidden = self.architecture.shape, self.architecture.hidden_size
-            self._trained = load_router(router, shape, hidden, _code_dim(self.architecture))
-            if self.retrieval.share != "model" or routing_layers not in (None, (self._trained[0],)):
+        self._fits = router == FITTED
+        self._trained = None if router in (None, FITTED) else self._router_of(router)
+        if self._trained is not None:
+            if self.retrieval.share != "model" or routing_layers not in (None, (self._trained.layer,)):
                 raise InvalidArgument(
-                    f"the router {router} chooses for all layers in layer {self._trained[0]}: leave routing_layers and "
-                    "Retrieval.share out"
+                    f"the router {router} chooses for all layers in layer {self._trained.layer}: leave routing_layers "
+                    "and Retrieval.share out"
                 )
-            self._routing_layers = (self._trained[0],)
+            self._routing_layers = (self._trained.layer,)
         self._fingerprints: dict[int, Fingerprint] = {}
         self._words = DocumentWords(self.tokenizer)
         self._tail = True  # calls see the document's end
@@ -190,7 +193,7 @@ class StockReader(Reader):
     def _install(self, stack: ExitStack) -> None:
         self.hooks.install(stack)
         if self._trained is not None:
-            self._keep_trained(*self._trained)
+            self._keep_trained(self._trained.layer, self._trained.router)
         self._load_routers()
 
     # What calls see
@@ -416,12 +419,33 @@ class StockReader(Reader):
         return not selection.by_layer and any(layer not in selection.routers for layer in selection.index_layers)
 
     def calibrate(self, tokens: Tensor) -> None:
-        """Fit the routers to ``tokens`` and general text and store them, unless the memory has them already."""
+        """Store the model's router, unless the memory has one: the package's for it, or one fitted to ``tokens``."""
         if not self._uncalibrated:
             return
-        for layer, router in self.fitted(tokens).items():
+        for layer, router in (self._shipped() or self.fitted(tokens)).items():
             self.memory.put_arrays(_stored_name(layer), router.to_arrays())
         self._load_routers()
+
+    def _router_of(self, path: str | Path) -> RouterFile:
+        """What is in the file ``path``. Raises as ``RouterFile.read``, or ``ForeignMemory`` for another model."""
+        found = RouterFile.read(path, self.architecture.hidden_size, _code_dim(self.architecture))
+        if found.model != self.architecture.shape:
+            raise ForeignMemory(
+                f"the router {path} was trained for {found.model}, and this model is {self.architecture.shape}: train "
+                "one for it, or leave router out"
+            )
+        return found
+
+    # The embedding tells one model from another, in whatever precision, and stays where its last layers are left out.
+    def _shipped(self) -> dict[int, Router] | None:
+        """The router that comes with the package for just this model and layer, or None."""
+        path = ROUTERS / f"{self.architecture.name}-{self.architecture.hidden_size}.safetensors"
+        if self._fits or not path.is_file():
+            return None
+        found = RouterFile.read(path, self.architecture.hidden_size, self.memory.spec.key_dim)
+        if self.selection.index_layers != (found.layer,) or found.embedding != embedding_digest(self.model):
+            return None
+        return {found.layer: found.router}
 
     def fitted(self, tokens: Tensor) -> dict[int, Router]:
         """The routers of a memory whose first text begins with ``tokens [n]``, by layer; none is kept."""
@@ -465,7 +489,7 @@ class StockReader(Reader):
         selection, options = self.selection, self.retrieval
         if not selection.by_layer:
             states = self.hooks.query_states(tokens, layer)
-            return selection.routed(candidates, layer, selection.encode(layer, states[None])[0], tokens).cpu()
+            return selection.routed(candidates, layer, selection.ask(layer, states[None])[0], tokens).cpu()
         asking = self.hooks.asking(tokens)[layer]
         queries = asking[:, -options.span :]  # [H, t, D]
         scores = candidates.score(layer, [queries.float()] * candidates.memories, selection.short)
@@ -558,6 +582,12 @@ def _spec(
         key_dtype="bfloat16",
         **common,
     )
+
+
+def embedding_digest(model: PreTrainedModel) -> str:
+    """A digest of a model's embedding, as bfloat16."""
+    weight: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]  # a module's attribute
+    return xxhash.xxh3_128(byte_rows(weight.detach().cpu().bfloat16().reshape(1, -1)).data).hexdigest()
 
 
 def usual_routing_layer(layers: int) -> int:

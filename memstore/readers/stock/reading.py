@@ -117,7 +117,7 @@ class SegmentReading:
     # stored queries and use the segment's own.
     def _choose(self, call: Call, begin: int) -> None:
         layer = self.selection.index_layers[0]
-        queries = self.codes[layer].read(range(begin - self.selection.retrieval.span, begin))
+        queries = F.normalize(self.codes[layer].read(range(begin - self.selection.retrieval.span, begin)), dim=-1)
         chosen = self.selection.route(call.candidates, layer, [queries[:, None]])
         call.set_chosen(chosen, from_layer=self.selection.first_layer)
 

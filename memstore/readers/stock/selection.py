@@ -158,8 +158,12 @@ class Selection:
         return CandidateLists(numbers, numbers, torch.full(numbers.shape, float("nan")))
 
     def encode(self, layer: int, hidden: Tensor) -> Tensor:
-        """Codes ``[B, T, memories, dim]`` of hidden states ``[B, T, hidden]``."""
+        """Codes ``[B, T, memories, dim]`` of hidden states ``[B, T, hidden]``, to be stored."""
         return torch.stack([router.encode(hidden.detach()) for router in self.routers[layer]], dim=2)
+
+    def ask(self, layer: int, hidden: Tensor) -> Tensor:
+        """The same of a query: a code is as long as its token counts."""
+        return torch.stack([router.ask(hidden.detach()) for router in self.routers[layer]], dim=2)
 
     def route(
         self, candidates: Candidates, layer: int, rows: Sequence[Tensor], query: Tensor | None = None
@@ -216,8 +220,9 @@ class Selection:
     def routed(self, candidates: Candidates, layer: int, codes: Tensor, query: Tensor | None = None) -> Tensor:
         """Scores ``[N]`` of the candidates for query codes ``[t, memories, dim]``, and the words ``query [n]``."""
         options, codes = self.retrieval, self._asking(codes)
-        scores = candidates.score(layer, [each[None] for each in codes.unbind(1)], self.short)[0]  # [t, N]
-        blocks = late_interaction(scores)
+        units, weights = units_and_weights(codes)
+        scores = candidates.score(layer, units, self.short)[0]  # [t, N]
+        blocks = late_interaction(scores, weights)
         by_states = inherited(blocks, candidates.consecutive(blocks.device))
         if query is None:
             return by_states
@@ -252,6 +257,16 @@ class Selection:
             numbers, best = choose(pooled(scores, pool=options.pool, lists=lists), self.slots(candidates))
             chosen.append((numbers, best))
         return self._chosen(chosen, begun)
+
+
+def units_and_weights(codes: Tensor) -> tuple[list[Tensor], Tensor]:
+    """A query's codes ``[t, memories, dim]`` with length 1, ``[1, t, dim]`` for each memory, and their lengths ``[t]``.
+
+    Routers of several memories may differ: then a token counts as much as they say on average.
+    """
+    lengths = codes.norm(dim=-1, keepdim=True)
+    units = codes / lengths.clamp(min=1e-12)
+    return [each[None] for each in units.unbind(1)], lengths.mean((1, 2))
 
 
 _State = tuple[ReferenceType[Any], int | None, int, int]

