@@ -12,10 +12,11 @@ from safetensors.torch import load_file
 
 import memstore
 from memstore.attention import Router
-from memstore.attention.routing import save_router
+from memstore.attention.routing import RouterFile, save_router
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound
 from memstore.eval.questions import own
 from memstore.eval.questions.sets import QuestionSet
+from memstore.readers.stock.reader import CODE_DIM, ROUTERS
 from memstore.train import RouterOptions, train_router
 from memstore.train.router import AskedPool, RouterRanker
 from tests.eval.drts import byte_tokenizer, small_drt
@@ -134,6 +135,17 @@ def test_a_router_of_the_package_is_for_its_model_alone_and_for_new_memories(
     assert torch.equal(kept(model_of(), "asked", router="fit"), fitted)
     assert not torch.equal(kept(model_of(1), "other"), trained)
     assert not torch.equal(kept(model_of(), "elsewhere", routing_layers=(0,)), trained)
+
+
+@pytest.mark.parametrize("path", [pytest.param(each, id=each.stem) for each in sorted(ROUTERS.iterdir())])
+def test_a_router_of_the_package_is_sound_and_small(path: Path) -> None:
+    name, hidden = path.stem.rsplit("-", 1)
+    found = RouterFile.read(path, int(hidden), CODE_DIM)
+    assert found.model.startswith(f"{name} of ")
+    assert found.model.endswith(f" layers of {hidden}")
+    assert len(found.embedding) == 32
+    assert found.router.weight is not None
+    assert path.stat().st_size <= 1_000_000
 
 
 def test_a_file_that_is_no_router_for_the_model_is_refused(tmp_path: Path, router_file: Path) -> None:

@@ -56,7 +56,7 @@ AT_ONCE = 16
 """Blocks that a query is read behind at a time, at most."""
 TOKENS_AT_ONCE = 1024
 """Tokens of all these rows: each gets a logit for every word of the vocabulary, three times over."""
-ROUTERS = Path(__file__).with_name("routers")
+ROUTERS = Path(__file__).parents[2] / "models" / "shipped" / "routers"
 """Routers that come with the package."""
 SUB_BLOCKS = 16
 """Mean keys per block where every layer chooses for itself."""
