@@ -29,8 +29,9 @@ def squad(ranker: str, top_k: int = 8) -> float:
 
 def with_answer(ranker: str) -> float:
     """Of all questions of SQuAD: what is found of the right paragraph, in blocks of 64 tokens, has the answer."""
-    found = next(run["rows"] for run in rows("sizes") if "--baselines" in run["command"])
-    return next(float(each["answer"]) for each in found if (each["ranker"], each["block_size"]) == (ranker, 64))
+    runs = [run["rows"] for run in rows("sizes") if "--questions 5000" in run["command"]]
+    found = [row for run in runs for row in run if (row["ranker"], row["block_size"]) == (ranker, 64)]
+    return float(found[-1]["answer"])
 
 
 def faults() -> int:
