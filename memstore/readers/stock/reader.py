@@ -406,7 +406,7 @@ class StockReader(Reader):
         stored = self.memory.get_arrays(name)
         if stored is None:
             self.memory.put_arrays(name, arrays)
-        elif not all(torch.equal(stored[each], arrays[each]) for each in arrays):
+        elif stored.keys() != arrays.keys() or not all(torch.equal(stored[each], arrays[each]) for each in arrays):
             raise ForeignMemory(
                 f"the memory {self.memory.url} has another router than the one that is named: leave router out, or "
                 "read the text into a new memory",
