@@ -62,15 +62,17 @@ class Router:
 
     def encode(self, hidden: Tensor) -> Tensor:
         """Codes ``[..., dim]`` (float32, unit length) of hidden states ``[..., hidden]``."""
-        return F.normalize((F.normalize(hidden.float(), dim=-1) - self.mean) @ self.basis, dim=-1)
+        return F.normalize(self._apart(hidden) @ self.basis, dim=-1)
 
     def ask(self, hidden: Tensor) -> Tensor:
         """Codes of the tokens of a query: those of ``encode``, each as long as its token counts."""
         codes = self.encode(hidden)
         if self.weight is None:
             return codes
-        apart = F.normalize(hidden.float(), dim=-1) - self.mean
-        return codes * (2 * torch.sigmoid(apart @ self.weight))[..., None]
+        return codes * (2 * torch.sigmoid(self._apart(hidden) @ self.weight))[..., None]
+
+    def _apart(self, hidden: Tensor) -> Tensor:
+        return F.normalize(hidden.float(), dim=-1) - self.mean
 
     def to(self, device: torch.device) -> Router:
         """The same on ``device``."""
@@ -107,7 +109,7 @@ def save_router(path: str | Path, router: Router, layer: int, model: str, embedd
     save_file(arrays, path, {"layer": str(layer), "model": model, "embedding": embedding})
 
 
-class RouterFile(NamedTuple):
+class TrainedRouter(NamedTuple):
     """What ``save_router`` wrote."""
 
     layer: int
@@ -116,7 +118,7 @@ class RouterFile(NamedTuple):
     embedding: str
 
     @classmethod
-    def read(cls, path: str | Path, hidden: int, dim: int) -> RouterFile:
+    def read(cls, path: str | Path, hidden: int, dim: int) -> TrainedRouter:
         """The file ``path``, for codes of ``dim`` numbers. Raises ``NotFound`` or ``DamagedError``."""
         from safetensors import SafetensorError, safe_open
 
@@ -156,7 +158,8 @@ def late_interaction(scores: Tensor, weights: Tensor | None = None, moments: Mom
     A token counts ``weights [T]`` times. ``moments`` are those of more blocks, where these are some of them.
     """
     each = standardised(scores, moments).clamp(min=FLOOR)
-    return each.sum(0) if weights is None else weights.to(each) @ each
+    # Not a product of matrices: autocast would round that, and with it the order of blocks.
+    return each.sum(0) if weights is None else (each * weights.to(each)[:, None]).sum(0)
 
 
 def standardised(scores: Tensor, moments: Moments | None = None) -> Tensor:

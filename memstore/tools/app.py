@@ -91,7 +91,7 @@ def demo(
     and finds the passkey that is hidden in each. Takes half a minute on two cores. With --keep you can see why
     afterwards: what was retrieved for each answer is recorded, for memstore trace and memstore view.
 
-    With --model smollm2, a stock model without training reads four times its training length and answers from the
+    With --model smollm2, a stock model as it is reads four times its training length and answers from the
     memory in a new process: about five minutes. Its first run fetches 93 MB.
 
     Example:

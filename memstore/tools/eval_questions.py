@@ -125,6 +125,7 @@ class QuestionSetting:
         ):
             read = reader.read(pool.tokens, progress=show)
             size, options = reader.memory.spec.block_size, reader.document.reading or {}
+            router = _router_in(reader) if self.router in (None, FITTED) else self.router
             rows, in_prompt = self._found(reader, asked, pool, pool.texts(size, tokenizer), few, show=show)
             answered = self._with_memory(reader, asked)
         answered += self._with_text(model, tokenizer, sets, asked, in_prompt)
@@ -137,7 +138,7 @@ class QuestionSetting:
             "half": self.half,
             "words": self.words,
             "rerank": self.rerank,
-            "router": self.router,
+            "router": router,
             "window": options.get("window"),
             "questions": sum(map(len, asked.values())),
             "paragraphs": len(sets[0].paragraphs),
@@ -452,6 +453,12 @@ def ruler(setting: Ruler) -> Report:
         "rows": rows,
     }
     return Report(data=data, text=lambda page: _show_ruler(page, rows, mean))
+
+
+def _router_in(reader: Reader) -> str:
+    """What chooses in the memory: a router that was trained on questions, or one that was fitted to its text."""
+    routers = [each for several in reader.selection.routers.values() for each in several]  # type: ignore[attr-defined]
+    return FITTED if all(each.weight is None for each in routers) else "trained"
 
 
 def _blocks(text: str) -> int:

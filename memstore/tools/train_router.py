@@ -43,7 +43,7 @@ class RouterTraining:
     half: Annotated[str, typer.Option(help="The half of the questions that trains: chosen, held-out or all.")] = (
         "chosen"
     )
-    steps: Annotated[int, typer.Option(min=1, help="Steps of 24 questions each.")] = 600
+    steps: Annotated[int, typer.Option(min=1, help="Steps of up to 24 questions.")] = 600
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 3e-3
     seed: Annotated[int, typer.Option(min=0, help="Of the order of questions.")] = 0
     dtype: Dtype = "auto"
@@ -57,7 +57,8 @@ def router(options: RouterTraining) -> Report:
     """Train what finds blocks in the memories of a stock model, on questions whose evidence is known.
 
     The model stays as it is, and so does the format of memories: only the numbers of the router differ, which otherwise
-    are fitted to the text. A line of the file is {"question": "...", "evidence": ["paragraph", ...]}, and may have
+    are those that come with the package for the model, or fitted to the text. It also learns how much a token of a
+    question counts. A line of the file is {"question": "...", "evidence": ["paragraph", ...]}, and may have
     "others", paragraphs that look alike. At the end both routers are compared on the other half of the questions, by
     states alone. Memories that are made with it keep it: memstore read --router FILE, memstore.attach(router=FILE).
 

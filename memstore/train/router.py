@@ -111,7 +111,7 @@ class RouterRanker(Ranker):
 class RouterOptions:
     """What decides the result."""
 
-    steps: int = 150
+    steps: int = 600
     learning_rate: float = RATE
     seed: int = 0
     half: Half = "chosen"
@@ -151,8 +151,9 @@ def train_router(
         if not isinstance(reader, StockReader):
             raise InvalidArgument("a router is trained for stock models; models that learn to retrieve have none")
         sets = [AskedPool(each, reader, advance) for each in (asked, *tested)]
+        embedding = embedding_digest(model)  # if it cannot be had, before anything is trained
         losses, trained = _trained(sets[0], chosen, reader.fitted(sets[0].pool.tokens)[sets[0].layer], options)
-        save_router(out, trained, sets[0].layer, reader.architecture.shape, embedding_digest(model))
+        save_router(out, trained, sets[0].layer, reader.architecture.shape, embedding)
         rows = [row for each in sets for row in _compared(each, trained, reader)]
     return {
         "out": str(out),

@@ -113,6 +113,8 @@ def test_late_interaction_is_the_loop(tokens: int) -> None:
         wanted = late_interaction_by_hand(scores, weights)
         assert late_interaction(scores, weights).tolist() == pytest.approx(wanted, rel=1e-4)
         assert torch.allclose(late_interaction(scores), late_interaction(scores, torch.ones(tokens)))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            assert late_interaction(scores, weights).tolist() == pytest.approx(wanted, rel=1e-4)
 
 
 def test_tokens_for_which_no_block_stands_out_do_not_choose() -> None:

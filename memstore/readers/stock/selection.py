@@ -220,7 +220,7 @@ class Selection:
     def routed(self, candidates: Candidates, layer: int, codes: Tensor, query: Tensor | None = None) -> Tensor:
         """Scores ``[N]`` of the candidates for query codes ``[t, memories, dim]``, and the words ``query [n]``."""
         options, codes = self.retrieval, self._asking(codes)
-        units, weights = units_and_weights(codes)
+        units, weights = units_and_weights(codes, candidates)
         scores = candidates.score(layer, units, self.short)[0]  # [t, N]
         blocks = late_interaction(scores, weights)
         by_states = inherited(blocks, candidates.consecutive(blocks.device))
@@ -259,14 +259,15 @@ class Selection:
         return self._chosen(chosen, begun)
 
 
-def units_and_weights(codes: Tensor) -> tuple[list[Tensor], Tensor]:
+def units_and_weights(codes: Tensor, candidates: Candidates) -> tuple[list[Tensor], Tensor]:
     """A query's codes ``[t, memories, dim]`` with length 1, ``[1, t, dim]`` for each memory, and their lengths ``[t]``.
 
-    Routers of several memories may differ: then a token counts as much as they say on average.
+    Routers of several memories may differ: then a token counts as much as those of the candidates say on average.
     """
     lengths = codes.norm(dim=-1, keepdim=True)
     units = codes / lengths.clamp(min=1e-12)
-    return [each[None] for each in units.unbind(1)], lengths.mean((1, 2))
+    asked = sorted({source.memory for source, blocks in candidates.parts if blocks})
+    return [each[None] for each in units.unbind(1)], lengths[:, asked].mean((1, 2))
 
 
 _State = tuple[ReferenceType[Any], int | None, int, int]

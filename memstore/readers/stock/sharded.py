@@ -86,7 +86,7 @@ class ShardedSelection(Selection):
         self, candidates: Candidates, layer: int, codes: Tensor, query: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         options, codes = self.retrieval, self._asking(codes)
-        units, weights = units_and_weights(codes)
+        units, weights = units_and_weights(codes, candidates)
         scores, numbers, own = self._scored(candidates, layer, units)
         moments = self.ranks.moments(scores[0][:, own])
         blocks = late_interaction(scores[0], weights, moments)
