@@ -286,7 +286,7 @@ def test_what_does_not_fit_is_not_begun(
         free = 1000
 
     monkeypatch.setattr("shutil.disk_usage", lambda _: Disk)
-    read = ("read", notes, tmp_path / "m", "--model", model_folder)
+    read = ("read", notes, tmp_path / "m", "--model", model_folder, "--dtype", "bfloat16")
     done = cli(*read)
     assert (done.code, "room for 1.0 KB" in done.err) == (5, True), done.err
     assert "codec" not in done.err, "none of them would fit"
