@@ -267,7 +267,8 @@ def units_and_weights(codes: Tensor, candidates: Candidates) -> tuple[list[Tenso
     lengths = codes.norm(dim=-1, keepdim=True)
     units = codes / lengths.clamp(min=1e-12)
     asked = sorted({source.memory for source, blocks in candidates.parts if blocks})
-    return [each[None] for each in units.unbind(1)], lengths[:, asked].mean((1, 2))
+    weights = torch.stack([lengths[:, memory, 0] for memory in asked]).mean(0)  # a list of numbers would be copied
+    return [each[None] for each in units.unbind(1)], weights
 
 
 _State = tuple[ReferenceType[Any], int | None, int, int]
