@@ -163,6 +163,9 @@ def test_a_file_that_is_no_router_for_the_model_is_refused(tmp_path: Path, route
         memstore.attach(model_of(), "ram:", router=tmp_path / "small")
     with pytest.raises(InvalidArgument, match="leave routing_layers"):
         memstore.attach(model_of(), "ram:", router=router_file, routing_layers=(2,))
+    for router in (router_file, "fit"):
+        with pytest.raises(InvalidArgument, match="layers choose without a router: leave router out"):
+            memstore.attach(model_of(), "ram:", router=router, retrieval=memstore.Retrieval(share="group"))
     with pytest.raises(InvalidArgument, match="router is for stock models"):
         memstore.attach(small_drt(), "ram:", router=router_file)
 

@@ -105,13 +105,17 @@ class StockReader(Reader):
             )
         self.window, self.sink, self.segment = window, sink, segment
         self._block_size, self._codec, self._routing_layers = block_size, codec, routing_layers
+        if router is not None and self.retrieval.share != "model":
+            raise InvalidArgument(
+                f"with Retrieval(share={self.retrieval.share!r}) layers choose without a router: leave router out, or "
+                "use share='model'"
+            )
         self._fits = router == FITTED
         self._trained = None if router in (None, FITTED) else self._router_of(router)
         if self._trained is not None:
-            if self.retrieval.share != "model" or routing_layers not in (None, (self._trained.layer,)):
+            if routing_layers not in (None, (self._trained.layer,)):
                 raise InvalidArgument(
-                    f"the router {router} chooses for all layers in layer {self._trained.layer}: leave routing_layers "
-                    "and Retrieval.share out"
+                    f"the router {router} chooses in layer {self._trained.layer}: leave routing_layers out"
                 )
             self._routing_layers = (self._trained.layer,)
         self._fingerprints: dict[int, Fingerprint] = {}
