@@ -46,6 +46,9 @@ class RouterTraining:
     steps: Annotated[int, typer.Option(min=1, help="Steps of up to 24 questions.")] = 600
     learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 3e-3
     seed: Annotated[int, typer.Option(min=0, help="Of the order of questions.")] = 0
+    runs: Annotated[
+        int, typer.Option(min=1, help="Trainings in other orders of questions, whose routers are averaged.")
+    ] = 1
     dtype: Dtype = "auto"
     threads: Threads = None
     device: Device = "cpu"
@@ -77,11 +80,14 @@ def router(options: RouterTraining) -> Report:
 
     model, tokenizer = load_model(options.model, options.dtype, device=options.device)
     half: Any = options.half  # it is checked where questions are chosen
-    settings = RouterOptions(steps=options.steps, learning_rate=options.learning_rate, seed=options.seed, half=half)
+    settings = RouterOptions(
+        steps=options.steps, learning_rate=options.learning_rate, seed=options.seed, runs=options.runs, half=half
+    )
     show = not options.json and sys.stderr.isatty()
     with progress_bar(options.pairs, 0, None, show) as advance:
         told = train_router(model, tokenizer, sets[0], options.out, tested=sets[1:], options=settings, advance=advance)
-    data = {"model": options.model, "pairs": options.pairs, "half": options.half, "steps": options.steps, **told}
+    asked = {"pairs": options.pairs, "half": options.half, "steps": options.steps, "runs": options.runs}
+    data = {"model": options.model, **asked, **told}
     return Report(data=data, text=lambda page: _show(page, data))
 
 

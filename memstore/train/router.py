@@ -8,7 +8,8 @@ the numbers they are signs of (Bengio et al. 2013). The questions of a step are 
 other blocks are those that are hardest to tell from the evidence, those of the same subject; and some at random.
 
 How much a token of a question counts is learned beside it, from counting once: most words of a question say nothing of
-where its answer stands.
+where its answer stands. Routers that were trained from the same one in several orders of questions can be averaged
+(Wortsman et al. 2022): what one order alone made of them is less by it.
 
 Hidden states are computed once, segment by segment, up to the layer that routes.
 """
@@ -19,8 +20,9 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -114,6 +116,8 @@ class RouterOptions:
     steps: int = 600
     learning_rate: float = RATE
     seed: int = 0
+    runs: int = 1
+    """Trainings whose routers are averaged, each with a seed of its own from ``seed`` on."""
     half: Half = "chosen"
     """The questions that train; what is told of the router is measured on the others."""
 
@@ -152,14 +156,17 @@ def train_router(
             raise InvalidArgument("a router is trained for stock models; models that learn to retrieve have none")
         sets = [AskedPool(each, reader, advance) for each in (asked, *tested)]
         embedding = embedding_digest(model)  # if it cannot be had, before anything is trained
-        losses, trained = _trained(sets[0], chosen, reader.fitted(sets[0].pool.tokens)[sets[0].layer], options)
+        fitted = reader.fitted(sets[0].pool.tokens)[sets[0].layer]
+        seeds = range(options.seed, options.seed + options.runs)
+        runs = [_trained(sets[0], chosen, fitted, replace(options, seed=seed)) for seed in seeds]
+        trained = _averaged([router for _, router in runs])
         save_router(out, trained, sets[0].layer, reader.architecture.shape, embedding)
         rows = [row for each in sets for row in _compared(each, trained, reader)]
     return {
         "out": str(out),
         "layer": sets[0].layer,
         "questions": len(chosen),
-        "loss": losses,
+        "loss": [round(fmean(each), 4) for each in zip(*(losses for losses, _ in runs), strict=True)],
         "bytes": Path(out).stat().st_size,
         "rows": rows,
     }
@@ -208,8 +215,13 @@ def _trained(
         optimizer.step()
         rate.step()
         losses.append(loss.item())
-    shown = [round(loss, 4) for loss in losses[:: max(1, len(losses) // 10)]]
+    shown = losses[:: max(1, len(losses) // 10)]
     return shown, Router(mean.detach(), basis.detach() * size, weight.detach() * wide)
+
+
+def _averaged(routers: Sequence[Router]) -> Router:
+    arrays = [router.to_arrays() for router in routers]
+    return Router(**{name: torch.stack([each[name] for each in arrays]).mean(0) for name in arrays[0]})
 
 
 def _rate(step: int, steps: int) -> float:

@@ -74,6 +74,18 @@ def test_the_same_seed_trains_the_same_router(tmp_path: Path, pairs: QuestionSet
     assert all(torch.equal(one[name], other[name]) for name in ("mean", "basis", "weight"))
 
 
+def test_several_runs_are_averaged(tmp_path: Path, pairs: QuestionSet, router_file: Path) -> None:
+    def trained(seed: int, runs: int) -> dict[str, torch.Tensor]:
+        options, out = RouterOptions(steps=2, half="all", seed=seed, runs=runs), tmp_path / "router"
+        train_router(model_of(), byte_tokenizer(), pairs, out, options=options)
+        return load_file(out)
+
+    first, second, both = load_file(router_file), trained(1, 1), trained(0, 2)
+    assert not torch.equal(first["basis"], second["basis"])
+    for name, array in both.items():
+        torch.testing.assert_close(array, (first[name] + second[name]) / 2)
+
+
 def test_a_memory_keeps_the_router_that_it_was_made_with(tmp_path: Path, router_file: Path) -> None:
     model, tokenizer, text = model_of(), byte_tokenizer(), "Call me Ishmael. " * 40
     with attach(model, tmp_path / "m", tokenizer=tokenizer, router=router_file, **OPTIONS) as reader:
