@@ -121,6 +121,10 @@ class RouterOptions:
     half: Half = "chosen"
     """The questions that train; what is told of the router is measured on the others."""
 
+    def __post_init__(self) -> None:
+        if self.runs < 1:
+            raise InvalidArgument(f"a router is trained in at least one run, got runs={self.runs}")
+
 
 def train_router(
     model: Any,

@@ -182,6 +182,11 @@ def test_a_file_that_is_no_router_for_the_model_is_refused(tmp_path: Path, route
         memstore.attach(small_drt(), "ram:", router=router_file)
 
 
+def test_no_run_is_refused_before_anything_is_read() -> None:
+    with pytest.raises(InvalidArgument, match="at least one run, got runs=0"):
+        RouterOptions(runs=0)
+
+
 def test_only_stock_models_have_a_router_to_train(tmp_path: Path, pairs: QuestionSet) -> None:
     with pytest.raises(InvalidArgument, match="trained for stock models"):
         train_router(small_drt(), byte_tokenizer(), pairs, tmp_path / "r")
