@@ -47,6 +47,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, help="of each pool, spread by chance")
     parser.add_argument("--half", choices=HALVES, default="held-out")
     parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--quote", type=int, default=memstore.Retrieval().quote, help="see Retrieval.quote")
     parser.add_argument("--system", default=INSTRUCTION, help="the system prompt, of all ways")
     parser.add_argument("--ways", help="some of the ways, separated by commas")
     parser.add_argument("--memories", type=Path, default=Path("answers.mem"), help="folder that the pools are read to")
@@ -66,7 +67,7 @@ def main() -> None:
                 options.memories / f"{options.set}-{number}.mem",
                 document="pool",
                 tokenizer=tokenizer,
-                retrieval=memstore.Retrieval(top_k=options.top_k),
+                retrieval=memstore.Retrieval(top_k=options.top_k, quote=options.quote),
             ) as reader:
                 reader.read(pool.tokens)
                 texts = pool.texts(reader.memory.spec.block_size, tokenizer)
@@ -78,7 +79,7 @@ def main() -> None:
                         rows.append({"set": options.set, "pool": number, "half": options.half, **row})
                         out.write(json.dumps(rows[-1]) + "\n")
                         out.flush()
-    chosen = {"half": options.half, "top_k": options.top_k, "system": options.system}
+    chosen = {"half": options.half, "top_k": options.top_k, "quote": options.quote, "system": options.system}
     facts = {"task": options.set, "model": options.model, "pools": sizes, **chosen}
     print(json.dumps({**facts, "rows": table(rows), **hardware()}))
 

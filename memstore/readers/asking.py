@@ -30,7 +30,7 @@ from memstore.readers.kinds import encode
 
 if TYPE_CHECKING:
     from memstore.memory import Document, Memory, Recorder
-    from memstore.readers.kinds import Kind
+    from memstore.readers.kinds import Kind, Retrieval
 
 # Asked for a short phrase and "never a sentence", small models answer more briefly and are wrong more often: in a
 # sentence they say first what they were asked for (docs/notes/questions.md).
@@ -45,6 +45,10 @@ LONG = 50
 """Words of somebody from which on a question in them chooses. People's questions are shorter."""
 SHORT = 160
 """Characters of an excerpt at most."""
+SHOWN = 8
+"""Sources of an answer, unless said otherwise."""
+SEPARATOR = "\n\n"
+"""Behind each passage that is quoted."""
 BESIDE = 256
 """Tokens before and behind a block in which the sentences at its borders may begin and end."""
 PAGE = 1 << 14
@@ -67,8 +71,15 @@ class Asker(Protocol):
     names: list[str] | None
 
     @property
+    def retrieval(self) -> Retrieval:
+        """How blocks are chosen."""
+
+    @property
     def takes_questions(self) -> bool:
         """Whether a question chooses blocks by itself."""
+
+    def search(self, text: str, top_k: int) -> list[Match]:
+        """The best blocks for a question."""
 
     @property
     def memory(self) -> Memory:
@@ -109,7 +120,10 @@ class Passage:
     score: float | None
     """How well it was found: by a search, or by the question of an answer. None where nobody had to choose."""
     attention: float | None
-    """The part of attention that it had: mean over an answer's tokens, layers and heads; None without an answer."""
+    """The part of attention that its states had: mean over an answer's tokens, layers and heads; None without an
+    answer. What a quoted text had is not in it."""
+    quoted: bool
+    """Whether it also stood as text before the question."""
     excerpt: str
     """The sentence or line of the block with most of the words, rare ones first, and what follows; on one line."""
     text: str
@@ -135,6 +149,9 @@ class Answer:
     """All blocks that were retrieved for it as (document, block, part of attention), most attention first."""
     scores: dict[tuple[str, int], float]
     """The scores by which blocks were chosen for it, of (document, block); without those that nobody had to choose."""
+    quoted: list[tuple[str, int]]
+    """Those that also stood as text before the question, with their neighbours, best first; see
+    ``Retrieval.quote``."""
     missing: dict[tuple[str, int], str]
     """Blocks that it was written without because they could not be read, as (document, block), and why: empty unless
     ``Retrieval(on_error="miss")``."""
@@ -143,9 +160,13 @@ class Answer:
     def __str__(self) -> str:
         return self.text
 
-    def sources(self, most: int = 8) -> list[Passage]:
-        """The ``most`` blocks that had most attention, most first; to be asked for while the memory is open."""
-        return attended(self.reader, self.used[:most], self.scores, f"{self.question}\n{self.text}")
+    def sources(self, most: int = SHOWN) -> list[Passage]:
+        """The ``most`` blocks that it owes most to: those that were quoted, best first, then by attention.
+
+        To be asked for while the memory is open.
+        """
+        words = f"{self.question}\n{self.text}"
+        return written_with(self.reader, self.used, self.scores, words, quoted=self.quoted, most=most)
 
 
 def stored(memories: Sequence[Memory], name: str) -> Document | None:
@@ -158,12 +179,49 @@ def stored(memories: Sequence[Memory], name: str) -> Document | None:
     return None
 
 
-def attended(
-    reader: Asker, used: Sequence[tuple[str, int, float]], scores: Mapping[tuple[str, int], float], words: str
+def quotes(reader: Asker, question: str, *, session: str | None = None) -> tuple[list[tuple[str, int]], str]:
+    """The best blocks for a question, ``Retrieval.quote`` of them, and the text that they are with their neighbours.
+
+    Passages stand in order of time, those of the best document last, nearest to the question. What cannot be read is
+    not quoted: who attends to it says so. Nor is the ``session``, a document that is seen beside.
+    """
+    most = reader.retrieval.quote
+    found = reader.search(question, most + (SHOWN if session else 0))
+    best = [(match.document, match.block) for match in found if match.document != session][:most]
+    texts, told = list[str](), set[tuple[str, int]]()
+    for name in reversed(dict.fromkeys(name for name, _ in best)):
+        document = stored(reader.memories, name)
+        if document is None:
+            continue
+        near = sorted({block + step for at, block in best if at == name for step in (-1, 0, 1)})
+        there = [block for part in document.present(document.blocks) for block in near if block in part]
+        for _, run in groupby(enumerate(there), lambda each: each[1] - each[0]):
+            blocks = [block for _, block in run]
+            with suppress(DamagedError):
+                tokens = document.tokens(range(blocks[0], blocks[-1] + 1))
+                texts.append(reader.tokenizer.decode(tokens, skip_special_tokens=True))
+                told |= {(name, block) for block in blocks}
+    return [place for place in best if place in told], "".join(text + SEPARATOR for text in texts)
+
+
+def written_with(
+    reader: Asker,
+    used: Sequence[tuple[str, int, float]],
+    scores: Mapping[tuple[str, int], float],
+    words: str,
+    *,
+    quoted: Sequence[tuple[str, int]] = (),
+    most: int = SHOWN,
 ) -> list[Passage]:
-    """The passages of blocks that an answer was written with, (document, block, part of attention), with ``scores``."""
-    found = passages(reader, [Match(*each) for each in used], words)
-    return [replace(each, score=scores.get((each.document, each.block)), attention=each.score) for each in found]
+    """The passages of an answer: ``quoted`` blocks, then those ``used``, (document, block, part of attention)."""
+    parts = {(document, block): part for document, block, part in used}
+    places = [*quoted, *(place for place in parts if place not in quoted)][:most]
+    found = passages(reader, [Match(*place, parts.get(place, 0.0)) for place in places], words)
+    return [
+        replace(each, score=scores.get(place), attention=each.score, quoted=place in quoted)
+        for each in found
+        for place in [(each.document, each.block)]
+    ]
 
 
 def passages(reader: Asker, matches: Sequence[Match], words: str) -> list[Passage]:
@@ -192,6 +250,7 @@ def passages(reader: Asker, matches: Sequence[Match], words: str) -> list[Passag
                 page=None if page is None else page + each.counted("\f", at),
                 score=score,
                 attention=None,
+                quoted=False,
                 excerpt=excerpt,
                 text=each.own.replace("\f", "\n"),
             )
@@ -563,35 +622,47 @@ def too_long(model: Any, length: int, new: int) -> str | None:
 def answered(
     reader: Asker,
     question: str,
-    prompt: torch.Tensor,
+    prompt: Prompt,
     teller: Teller,
     *,
     max_tokens: int,
     trace: bool,
+    session: str | None = None,
     told: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Answer:
-    """Generate after ``prompt [1, T]``, and note what was retrieved, and ``told``; see ``Reader.ask``."""
-    if reason := too_long(reader.model, prompt.shape[1], max_tokens):
+    """Generate after ``prompt``, and note what was retrieved, and ``told``; see ``Reader.ask``.
+
+    ``session``: the document of the conversation that it is about.
+    """
+    if reason := too_long(reader.model, len(prompt.tokens), max_tokens):
         raise InvalidArgument(f"{reason}: ask in fewer words, or read long texts into the memory")
     memory = reader.memory
+    begun = time.perf_counter()
     options = {"do_sample": False, **options}
+    quoted = list[tuple[str, int]]()
     if teller.frame is not None:
         if reader.takes_questions:
             options["query"] = question  # not the template around it, which is the same for all questions
             opening = teller.frame.controls(reader.tokenizer, teller.frame.opening)
-            if prompt[0, : len(opening)].tolist() == opening:  # not where a conversation goes on
+            if prompt.tokens[: len(opening)] == opening:  # not where a conversation goes on
                 options["opening"] = len(opening)
+            if reader.retrieval.quote:
+                best, text = quotes(reader, question, session=session)
+                longer = replace(prompt, words=[*encode(reader.tokenizer, text), *prompt.words])
+                if best and not too_long(reader.model, len(longer.tokens), max_tokens):
+                    quoted, prompt = best, longer
         options["eos_token_id"] = teller.ends or None
     options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), teller.over]
     traces = memory.traces if trace else Traces(None, memory.url)
-    begun = time.perf_counter()
+    info = {**(told or {}), **({"quoted": quoted} if quoted else {})}
+    ids = torch.tensor([prompt.tokens], dtype=torch.int64, device=reader.model.device)
     with (
         torch.inference_mode(),
         noting_left_out() as missing,
-        reader.record(question=question, traces=traces, **(told or {})) as recorder,
+        reader.record(question=question, traces=traces, **info) as recorder,
     ):
-        made = reader.generate(prompt, max_new_tokens=max_tokens, streamer=teller, **options)[0, prompt.shape[1] :]
+        made = reader.generate(ids, max_new_tokens=max_tokens, streamer=teller, **options)[0, ids.shape[1] :]
         recorder.close(made.tolist())
     steps = traces.get(recorder.number).steps()
     return Answer(
@@ -604,6 +675,7 @@ def answered(
         trace=recorder.number if trace else None,
         used=most_weight(steps),
         scores=best_scores(steps),
+        quoted=quoted,
         missing=missing,
         reader=reader,
     )

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from memstore.errors import InvalidArgument
 from memstore.memory.shared import CHAT, owner_of
 from memstore.readers.asking import Answer, Prompt, Teller, Template, answered, framed, stored
@@ -80,13 +78,12 @@ class Conversation:
         self._complete()
         asked, start = self._framed(words), self._tokens
         self._note(Turn(role="user", text=words, time=_now(), start=start))
-        prompt = torch.tensor([asked.tokens], dtype=torch.int64, device=self.reader.model.device)
         teller = Teller(self.reader, self._frame, tell, stop)
         try:
             with self._seen(goes_on=start > 0):
                 told = {"conversation": {"document": self.name, "start": start}}
-                options = {"max_tokens": max_tokens, "trace": trace, "told": told, **options}
-                answer = answered(self.reader, words, prompt, teller, **options)
+                options = {"max_tokens": max_tokens, "trace": trace, "session": self.name, "told": told, **options}
+                answer = answered(self.reader, words, asked, teller, **options)
         except KeyboardInterrupt:
             self._keep(asked, teller.tokens, teller.text, start)
             raise

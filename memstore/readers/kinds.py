@@ -101,6 +101,9 @@ class Retrieval:
             query behind each of them (Sachan et al. 2022), and both orders vote by reciprocal ranks. 0: they are not.
             Each block costs a pass over the query, so 32 of them make a question two to three times as long. Only
             where ``words`` count.
+        quote: ``share="model"``: so many of the best blocks, each with the one before and the one behind it, also
+            stand as text before what is asked, so that they are read together with the question. Only where it is put
+            in a chat template (``ask``, ``chat``, ``serve``), and never kept. 0: none.
         positions: Where retrieved blocks are placed: in small consecutive slots before the window, where they truly
             were, or there but never further away than the model was trained for.
         order: Which blocks take which of the stingy slots: the best one next to the window, or the latest one. A small
@@ -120,6 +123,7 @@ class Retrieval:
     span: int = 32
     words: float = 2.0
     rerank: int = 0
+    quote: int = 0
     positions: Positions = "stingy"
     order: Literal["score", "time"] = "score"
     on_error: Literal["raise", "miss"] = "raise"
@@ -133,16 +137,18 @@ class Retrieval:
         self._one_of("pool", ("max", "mean"))
         if isinstance(self.words, bool) or not isinstance(self.words, int | float) or not 0 <= self.words < math.inf:
             raise InvalidArgument(f"Retrieval.words must be a number of at least 0, got {self.words!r}")
-        if isinstance(self.rerank, bool) or not isinstance(self.rerank, int) or self.rerank < 0:
-            raise InvalidArgument(f"Retrieval.rerank must be a whole number of at least 0, got {self.rerank!r}")
+        for name in ("rerank", "quote"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise InvalidArgument(f"Retrieval.{name} must be a whole number of at least 0, got {value!r}")
         if self.rerank and self.share != "model":
             raise InvalidArgument(f"Retrieval.rerank needs share='model', got share={self.share!r}")
         self._one_of("positions", ("stingy", "true", "clamped"))
         self._one_of("order", ("score", "time"))
         self._one_of("on_error", ("raise", "miss"))
-        value = self.threshold
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1):
-            raise InvalidArgument(f"Retrieval.threshold must be a number from 0 to 1 or None, got {value!r}")
+        least = self.threshold
+        if least is not None and (isinstance(least, bool) or not isinstance(least, int | float) or not 0 <= least <= 1):
+            raise InvalidArgument(f"Retrieval.threshold must be a number from 0 to 1 or None, got {least!r}")
 
     def _positive(self, name: str, *words: str) -> None:
         value = getattr(self, name)
@@ -244,6 +250,7 @@ RETRIEVAL: dict[str, tuple[Kind, ...]] = {
     "span": (STOCK,),
     "words": (STOCK,),
     "rerank": (STOCK,),
+    "quote": (STOCK,),
     "positions": (STOCK, LANDMARK),
     "order": (STOCK,),
     "on_error": (STOCK, DRT, LANDMARK),

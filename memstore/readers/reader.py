@@ -22,7 +22,7 @@ from memstore.memory import Document, Memory, Recorder, Traces
 from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.search import Match
 from memstore.memory.urls import Mode
-from memstore.readers.asking import INSTRUCTION, Answer, Teller, Template, answered, asked_in, framed
+from memstore.readers.asking import INSTRUCTION, Answer, Prompt, Teller, Template, answered, asked_in, framed
 from memstore.readers.attachment import Attachment, Chunks, ReadResult, check_options
 from memstore.readers.audit import Audit
 from memstore.readers.caches import cache_in
@@ -279,10 +279,9 @@ class Reader(Attachment):
         if tail is False:
             check_options(self.kind, {"tail": tail})
         if frame is None:
-            prompt = self.prompt(question)
+            prompt = Prompt([], self.prompt(question)[0].tolist(), [])
         else:
-            ids = framed(self.tokenizer, frame, question, frame.opening).tokens
-            prompt = torch.tensor([ids], dtype=torch.int64, device=self.model.device)
+            prompt = framed(self.tokenizer, frame, question, frame.opening)
         teller = Teller(self, frame, tell)
         with self.seeing(tail=frame is None if tail is None else tail):
             return answered(self, question, prompt, teller, max_tokens=max_tokens, trace=trace, **options)

@@ -284,4 +284,6 @@ def source_line(passage: Passage) -> str:
     """Where a source stands, and how much of the model's attention it had."""
     line = "" if passage.line is None else f", line {passage.line:,}"
     page = "" if passage.page is None else f", page {passage.page:,}"
-    return f"[{passage.document}{line}{page}, block {passage.block:,}: {passage.attention or 0:.1%} of attention]"
+    quoted = "quoted, " if passage.quoted else ""
+    part = f"{quoted}{passage.attention or 0:.1%} of attention"
+    return f"[{passage.document}{line}{page}, block {passage.block:,}: {part}]"

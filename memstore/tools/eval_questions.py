@@ -55,6 +55,10 @@ WordsFactor = Annotated[
 Rerank = Annotated[
     int, typer.Option(min=0, help="So many of the best blocks are ranked once more, by how likely the question is.")
 ]
+Quote = Annotated[
+    int,
+    typer.Option(min=0, help="So many of the best blocks, with their neighbours, are also text before the question."),
+]
 Window = Annotated[
     int | None, typer.Option(min=64, help="Tokens that are seen right before a segment while the text is read.")
 ]
@@ -86,6 +90,7 @@ class QuestionSetting:
     answers: Answers = None
     words: WordsFactor = 2.0
     rerank: Rerank = 0
+    quote: Quote = 0
     router: RouterFile = None
     window: Window = None
     baselines: Baselines = True
@@ -118,7 +123,7 @@ class QuestionSetting:
                 place,
                 document=task,
                 tokenizer=tokenizer,
-                retrieval=memstore.Retrieval(words=self.words, rerank=self.rerank),
+                retrieval=memstore.Retrieval(words=self.words, rerank=self.rerank, quote=self.quote),
                 router=self.router,
                 **self._reading(layer),
             ) as reader,
@@ -138,6 +143,7 @@ class QuestionSetting:
             "half": self.half,
             "words": self.words,
             "rerank": self.rerank,
+            "quote": self.quote,
             "router": router,
             "window": options.get("window"),
             "questions": sum(map(len, asked.values())),

@@ -353,8 +353,8 @@ class StockReader(Reader):
     def _reading(self, *, retrieve: bool) -> dict[str, Any]:
         sizes = {"window": self.window, "sink": self.sink, "segment": self.segment, "retrieve": retrieve}
         options = {**asdict(self.retrieval), **sizes}
-        # The first four concern prompts, the others landmark models.
-        for elsewhere in ("every", "words", "rerank", "on_error", "share_tokens", "threshold"):
+        # The first five concern prompts, the others landmark models.
+        for elsewhere in ("every", "words", "rerank", "quote", "on_error", "share_tokens", "threshold"):
             del options[elsewhere]
         return options
 

@@ -12,14 +12,14 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from memstore.errors import MemstoreError
 from memstore.memory.shared import CHAT, not_found
-from memstore.readers.asking import INSTRUCTION, Answer, Teller, Template, answered, too_long
+from memstore.readers.asking import INSTRUCTION, Answer, Prompt, Teller, Template, answered, framed, too_long
 from memstore.readers.kinds import encode
 from memstore.tools.ask import all_but_chats, chosen_documents, opened_when_free
 from memstore.tools.endpoint.request import Ask, Refusal
@@ -231,12 +231,13 @@ def answer(ask: Ask, reader: Reader, job: QueuedJob, *, trace: bool = False, cha
     _choose(ask, reader, chats=chats)
     system = INSTRUCTION if ask.system is None else ask.system
     frame = None if ask.raw else Template.of(reader.tokenizer, system) or Template.plain(system)
-    prompt = reader.prompt(ask.question) if frame is None else _prompt(reader, frame, ask)
-    options = _options(ask, reader, job, prompt.shape[1])
+    prompt = Prompt([], reader.prompt(ask.question)[0].tolist(), []) if frame is None else _prompt(reader, frame, ask)
+    length = len(prompt.tokens)
+    options = _options(ask, reader, job, length)
     teller = Teller(reader, frame, job.tell, ask.stop)
     with reader.seeing(tail=ask.raw):
         made = answered(reader, ask.question, prompt, teller, trace=trace, **options)
-    return _result(made, job, prompt.shape[1])
+    return _result(made, job, length)
 
 
 def converse(
@@ -292,13 +293,12 @@ def _result(made: Answer, job: QueuedJob, length: int) -> Result:
     return Result(made.text, made.ended, length, tokens, made.seconds, sources, missing, made.trace)
 
 
-def _prompt(reader: Reader, frame: Template, ask: Ask) -> torch.Tensor:
-    """The question after what was said before, tokens ``[1, T]``. Control tokens' names in people's words are text."""
+def _prompt(reader: Reader, frame: Template, ask: Ask) -> Prompt:
+    """The question after what was said before. Control tokens' names in people's words are text."""
     tokens, before = [], frame.opening
     for question, answer in ask.before:
         tokens += frame.controls(reader.tokenizer, before) + encode(reader.tokenizer, question)
         tokens += frame.controls(reader.tokenizer, frame.past) + encode(reader.tokenizer, answer)
         before = frame.following
-    tokens += frame.controls(reader.tokenizer, before) + encode(reader.tokenizer, ask.question)
-    tokens += frame.controls(reader.tokenizer, frame.header)
-    return torch.tensor([tokens], dtype=torch.int64, device=reader.model.device)
+    asked = framed(reader.tokenizer, frame, ask.question, before)
+    return replace(asked, before=[*tokens, *asked.before])
