@@ -182,14 +182,14 @@ def stored(memories: Sequence[Memory], name: str) -> Document | None:
 def quotes(reader: Asker, question: str, *, session: str | None = None) -> tuple[list[tuple[str, int]], str]:
     """The best blocks for a question, ``Retrieval.quote`` of them, and the text that they are with their neighbours.
 
-    Passages stand in order of time, those of the best document last, nearest to the question. What cannot be read is
-    not quoted: who attends to it says so. Nor is the ``session``, a document that is seen beside.
+    Passages stand as ``Retrieval.order`` says, the best one nearest to the question or in order of time. What cannot be
+    read is not quoted: who attends to it says so. Nor is the ``session``, a document that is seen beside.
     """
     most = reader.retrieval.quote
     found = reader.search(question, most + (SHOWN if session else 0))
     best = [(match.document, match.block) for match in found if match.document != session][:most]
-    texts, told = list[str](), set[tuple[str, int]]()
-    for name in reversed(dict.fromkeys(name for name, _ in best)):
+    texts = dict[tuple[str, range], str]()
+    for name in dict.fromkeys(name for name, _ in best):
         document = stored(reader.memories, name)
         if document is None:
             continue
@@ -197,11 +197,17 @@ def quotes(reader: Asker, question: str, *, session: str | None = None) -> tuple
         there = [block for part in document.present(document.blocks) for block in near if block in part]
         for _, run in groupby(enumerate(there), lambda each: each[1] - each[0]):
             blocks = [block for _, block in run]
+            together = range(blocks[0], blocks[-1] + 1)
             with suppress(DamagedError):
-                tokens = document.tokens(range(blocks[0], blocks[-1] + 1))
-                texts.append(reader.tokenizer.decode(tokens, skip_special_tokens=True))
-                told |= {(name, block) for block in blocks}
-    return [place for place in best if place in told], "".join(text + SEPARATOR for text in texts)
+                tokens = document.tokens(together)
+                texts[name, together] = reader.tokenizer.decode(tokens, skip_special_tokens=True)
+
+    def rank(run: tuple[str, range]) -> int:
+        return min((at for at, (name, block) in enumerate(best) if name == run[0] and block in run[1]), default=most)
+
+    runs = sorted(texts, key=rank, reverse=True) if reader.retrieval.order == "score" else list(texts)
+    quoted = [(name, block) for name, block in best if any(name == run[0] and block in run[1] for run in runs)]
+    return quoted, "".join(texts[run] + SEPARATOR for run in runs)
 
 
 def written_with(

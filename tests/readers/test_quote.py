@@ -31,23 +31,30 @@ def prompt_of(reader: Reader, answer: Answer) -> str:
     return str(reader.tokenizer.decode(reader.memory.traces.get(answer.trace).info["prompt"]))
 
 
-def near(blocks: list[int]) -> str:
-    """The text of ``blocks`` with their neighbours, as it is quoted."""
-    wanted = sorted({block + step for block in blocks for step in (-1, 0, 1)} & {*range(-(-len(TEXT) // SIZE))})
-    quoted = ""
-    for block in wanted:
-        quoted += ("" if block - 1 in wanted or not quoted else "\n\n") + TEXT[block * SIZE :][:SIZE]
-    return quoted + "\n\n"
+def passages(blocks: list[int]) -> list[str]:
+    """The texts of ``blocks``, best first, with their neighbours, in order of time."""
+    wanted = {block + step for block in blocks for step in (-1, 0, 1)} & {*range(-(-len(TEXT) // SIZE))}
+    return "".join(
+        ("" if block - 1 in wanted else "\0") + TEXT[block * SIZE :][:SIZE] for block in sorted(wanted)
+    ).split("\0")[1:]
 
 
+@pytest.mark.parametrize("order", ["score", "time"])
 @pytest.mark.parametrize("quote", [1, 2, 5])
-def test_the_best_blocks_stand_with_their_neighbours_before_the_question_in_order_of_time(quote: int) -> None:
-    with attached("ram:", quote) as reader:
+def test_the_best_blocks_stand_with_their_neighbours_before_the_question(quote: int, order: str) -> None:
+    with attached("ram:", quote, order=order) as reader:
         reader.read(TEXT, document="log")
         best = [match.block for match in reader.search(QUESTION, quote)]
         answer = reader.ask(QUESTION, system=None, max_tokens=2, trace=True)
         assert answer.quoted == [("log", block) for block in best]
-        assert prompt_of(reader, answer) == f"<|user|>{near(best)}{QUESTION}<|end|>\n<|assistant|>"
+        before, question = prompt_of(reader, answer).split(QUESTION)
+        texts = before.removeprefix("<|user|>").split("\n\n")
+        assert (texts.pop(), question) == ("", "<|end|>\n<|assistant|>")
+        assert sorted(texts) == sorted(passages(best))
+        if order == "time":
+            assert texts == passages(best)
+        else:
+            assert TEXT[best[0] * SIZE :][:SIZE] in texts[-1], "the best one is nearest to the question"
 
 
 def test_what_is_quoted_is_told_first_among_the_sources_and_in_the_trace() -> None:
@@ -73,17 +80,16 @@ def test_the_states_of_the_blocks_are_attended_to_as_they_are_without_quotes() -
     assert len(chosen[0]) == 8
 
 
-def test_the_best_document_is_quoted_nearest_to_the_question() -> None:
-    with attached("ram:", 2) as reader:
-        notes = {"attic": "The lamp is in the attic. ", "cellar": "The key is in the cellar. "}
+def test_passages_of_several_documents_are_quoted_the_best_one_last() -> None:
+    notes = {"attic": "The lamp is there.", "cellar": "The key is here. "}
+    with attached("ram:", 4) as reader:
         for name, note in notes.items():
             reader.read(note, document=name)
         answer = reader.ask("What is in the cellar?", system=None, max_tokens=2, trace=True)
         (best, _), *_ = answer.quoted
-        prompt = prompt_of(reader, answer)
-        if len({name for name, _ in answer.quoted}) == 2:
-            assert prompt.index(notes[best][:10]) == max(prompt.index(note[:10]) for note in notes.values())
-        assert notes[best][:10] in prompt
+        before, _ = prompt_of(reader, answer).split("What is")
+        assert all(note in before for note in notes.values())
+        assert before.endswith(f"{notes[best]}\n\n")
 
 
 def test_a_document_cannot_speak_as_the_template_does() -> None:
