@@ -73,6 +73,8 @@ def test_other_memories_are_seen_beside_that_of_the_session_and_stay_as_they_are
             reader.read(text * 8, document=name)
     with memstore.open(tmp_path / "cottage", mode="r") as cottage, memstore.open(tmp_path / "ferry", mode="r") as ferry:
         places = [tmp_path / "history", cottage, ferry]
+        with attached(places, retrieval=memstore.Retrieval(top_k=2)) as reader:
+            assert len(reader.search("Where is the key?", 2)) == 2, "also where the first memory is still empty"
         for turns in (2, 4):
             with attached(places, retrieval=memstore.Retrieval(top_k=100)) as reader:
                 answer = reader.chat("today").say("Where is the key?", max_tokens=3)

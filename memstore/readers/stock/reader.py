@@ -394,14 +394,18 @@ class StockReader(Reader):
     # Routers
 
     def _load_routers(self) -> None:
+        self._uncalibrated = False
+        """Whether the memory that is read into has no router yet."""
         if self.selection.by_layer:
             return
         for layer in self.selection.index_layers:
             stored = [memory.get_arrays(_stored_name(layer)) for memory in self.memories]
-            sizes, first = (self.architecture.hidden_size, self.memories[0].spec.key_dim), stored[0]
-            if first is not None:
+            sizes = self.architecture.hidden_size, self.memories[0].spec.key_dim
+            self._uncalibrated |= stored[0] is None
+            any_of_them = next((arrays for arrays in stored if arrays is not None), None)
+            if any_of_them is not None:
                 # A memory without a router is empty; any router will do for the nothing that is in it.
-                routers = [Router.from_arrays(arrays or first, *sizes) for arrays in stored]
+                routers = [Router.from_arrays(arrays or any_of_them, *sizes) for arrays in stored]
                 self.selection.routers[layer] = [router.to(self.model.device) for router in routers]
 
     def _keep_trained(self, layer: int, router: Router) -> None:
@@ -416,11 +420,6 @@ class StockReader(Reader):
                 "read the text into a new memory",
                 memory=self.memory.url,
             )
-
-    @property
-    def _uncalibrated(self) -> bool:
-        selection = self.selection
-        return not selection.by_layer and any(layer not in selection.routers for layer in selection.index_layers)
 
     def calibrate(self, tokens: Tensor) -> None:
         """Store the model's router, unless the memory has one: the package's for it, or one fitted to ``tokens``."""
