@@ -123,7 +123,7 @@ class Retrieval:
     span: int = 32
     words: float = 2.0
     rerank: int = 0
-    quote: int = 0
+    quote: int = 1
     positions: Positions = "stingy"
     order: Literal["score", "time"] = "score"
     on_error: Literal["raise", "miss"] = "raise"

@@ -108,7 +108,8 @@ def ask(
 ) -> Report:
     """Ask the model that read a memory.
 
-    The question is put in the model's chat template, and the answer comes as it is written. After it stand the blocks
+    The question is put in the model's chat template, and the answer comes as it is written. The best
+    block is quoted before it. After it stand the blocks that it was written with, what was quoted first, then those
     that had most of the model's attention, with their line in the document. An answer that goes round in circles (the
     same 4 to 32 tokens six times) is ended. A model without a chat template goes on from the question's words; so does
     every model with --raw. With --trace it is also recorded, beside the memory,

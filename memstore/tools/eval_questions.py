@@ -90,7 +90,7 @@ class QuestionSetting:
     answers: Answers = None
     words: WordsFactor = 2.0
     rerank: Rerank = 0
-    quote: Quote = 0
+    quote: Quote = 1
     router: RouterFile = None
     window: Window = None
     baselines: Baselines = True

@@ -23,7 +23,10 @@ SIZES: dict[str, Any] = {"block_size": 16, "window": 64, "sink": 16, "segment": 
 
 @pytest.fixture
 def reader(tmp_path: Path) -> Iterator[Reader]:
-    attached = memstore.attach(instruct_model(), tmp_path / "m", tokenizer=instruct_tokenizer(), **SIZES)
+    alone = memstore.Retrieval(quote=0)
+    attached = memstore.attach(
+        instruct_model(), tmp_path / "m", tokenizer=instruct_tokenizer(), retrieval=alone, **SIZES
+    )
     with attached as reader:
         reader.read("\n".join(LINES), document="log")
         yield reader
