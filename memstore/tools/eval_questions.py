@@ -412,6 +412,7 @@ class Ruler:
     tasks: Tasks = None
     lengths: Lengths = "4K"
     samples: Samples = 5
+    quote: Quote = 1
     seed: Seed = 0
     dtype: Dtype = "auto"
     threads: Threads = None
@@ -437,16 +438,18 @@ def ruler(setting: Ruler) -> Report:
     lengths = parse_lengths(setting.lengths)
     require_transformers()
     use_threads(setting.threads)
+    import memstore
     from memstore.eval.questions.ruler import TASKS, Maker, measure
     from memstore.progress import progress_bar
 
     tasks = list(TASKS) if setting.tasks is None else [each.strip() for each in setting.tasks.split(",")]
     show, rows = not setting.json and sys.stderr.isatty(), list[dict[str, Any]]()
     model, tokenizer = load_model(setting.model, setting.dtype, device=setting.device)
+    retrieval = memstore.Retrieval(quote=setting.quote)
     with progress_bar("tasks", 0, len(tasks) * len(lengths), show) as advance:
         for length in lengths:
             maker = Maker(length, lambda text: len(encode(tokenizer, text)), setting.seed)
-            for row in measure(model, tokenizer, maker, tasks, setting.samples):
+            for row in measure(model, tokenizer, maker, tasks, setting.samples, retrieval=retrieval):
                 rows.append(row)
                 advance(1)
     mean = round(sum(row["score"] for row in rows) / len(rows), 4)
@@ -455,6 +458,7 @@ def ruler(setting: Ruler) -> Report:
         "model": setting.model,
         "dtype": str(model.dtype).removeprefix("torch."),
         "seed": setting.seed,
+        "quote": setting.quote,
         "mean": mean,
         "rows": rows,
     }
