@@ -12,7 +12,7 @@ import re
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise, takewhile
@@ -29,7 +29,7 @@ from memstore.memory.view import noting_left_out
 from memstore.readers.kinds import encode
 
 if TYPE_CHECKING:
-    from memstore.memory import Document, Memory, Recorder
+    from memstore.memory import Document, Memory, Recorder, Trace
     from memstore.readers.kinds import Kind, Retrieval
 
 # Asked for a short phrase and "never a sentence", small models answer more briefly and are wrong more often: in a
@@ -78,6 +78,14 @@ class Asker(Protocol):
     def takes_questions(self) -> bool:
         """Whether a question chooses blocks by itself."""
 
+    @property
+    def quoted_blocks(self) -> int:
+        """So many blocks are quoted before a question."""
+
+    @property
+    def documents(self) -> list[Document]:
+        """Those that are seen."""
+
     def search(self, text: str, top_k: int) -> list[Match]:
         """The best blocks for a question."""
 
@@ -92,7 +100,9 @@ class Asker(Protocol):
     def generate(self, text: torch.Tensor, **options: Any) -> Any:
         """Go on after ``text``."""
 
-    def record(self, *, question: str, traces: Traces, **info: Any) -> AbstractContextManager[Recorder]:
+    def record(
+        self, prompt: list[int], *, question: str, traces: Traces, **info: Any
+    ) -> AbstractContextManager[Recorder]:
         """Record what is retrieved."""
 
     def append(self, text: list[int], document: str) -> Any:
@@ -121,7 +131,7 @@ class Passage:
     """How well it was found: by a search, or by the question of an answer. None where nobody had to choose."""
     attention: float | None
     """The part of attention that its states had: mean over an answer's tokens, layers and heads; None without an
-    answer. What a quoted text had is not in it."""
+    answer, or where only its text was attended to. What a quoted text had is not in it."""
     quoted: bool
     """Whether it also stood as text before the question."""
     excerpt: str
@@ -180,34 +190,58 @@ def stored(memories: Sequence[Memory], name: str) -> Document | None:
 
 
 def quotes(reader: Asker, question: str, *, session: str | None = None) -> tuple[list[tuple[str, int]], str]:
-    """The best blocks for a question, ``Retrieval.quote`` of them, and the text that they are with their neighbours.
+    """The best blocks for a question, as many as ``reader`` quotes, and the text that they are with their neighbours.
 
-    Passages stand as ``Retrieval.order`` says, the best one nearest to the question or in order of time. What cannot be
-    read is not quoted: who attends to it says so. Nor is the ``session``, a document that is seen beside.
+    Passages stand as ``Retrieval.order`` says, the best one nearest to the question or in order of time. The
+    ``session``, a document that is seen beside, is not quoted, nor is what cannot be read, or is in several memories
+    under one name.
     """
-    most = reader.retrieval.quote
-    found = reader.search(question, most + (SHOWN if session else 0))
+    most, said = reader.quoted_blocks, None if session is None else stored(reader.memories, session)
+    try:
+        found = reader.search(question, most + (0 if said is None else len(said.blocks)))
+    except DamagedError:  # an answer may need none of it, and says so itself if it does
+        return [], ""
     best = [(match.document, match.block) for match in found if match.document != session][:most]
     texts = dict[tuple[str, range], str]()
     for name in dict.fromkeys(name for name, _ in best):
-        document = stored(reader.memories, name)
-        if document is None:
-            continue
-        near = sorted({block + step for at, block in best if at == name for step in (-1, 0, 1)})
-        there = [block for part in document.present(document.blocks) for block in near if block in part]
-        for _, run in groupby(enumerate(there), lambda each: each[1] - each[0]):
-            blocks = [block for _, block in run]
-            together = range(blocks[0], blocks[-1] + 1)
-            with suppress(DamagedError):
-                tokens = document.tokens(together)
-                texts[name, together] = reader.tokenizer.decode(tokens, skip_special_tokens=True)
+        holders = [document for memory in reader.memories if (document := stored([memory], name))]
+        if len(holders) == 1:
+            for blocks, text in _runs(reader.tokenizer, holders[0], [block for at, block in best if at == name]):
+                texts[name, blocks] = text
 
     def rank(run: tuple[str, range]) -> int:
         return min((at for at, (name, block) in enumerate(best) if name == run[0] and block in run[1]), default=most)
 
-    runs = sorted(texts, key=rank, reverse=True) if reader.retrieval.order == "score" else list(texts)
+    if reader.retrieval.order == "score":
+        runs = sorted(texts, key=rank, reverse=True)
+    else:
+        places = [document.name for document in reader.documents]
+        runs = sorted(texts, key=lambda run: (places.index(run[0]), run[1].start))
     quoted = [(name, block) for name, block in best if any(name == run[0] and block in run[1] for run in runs)]
     return quoted, "".join(texts[run] + SEPARATOR for run in runs)
+
+
+def _runs(tokenizer: Any, document: Document, best: Sequence[int]) -> Iterator[tuple[range, str]]:
+    """``best`` blocks of a document with their neighbours, as they follow each other; alone where those are damaged."""
+    near = sorted({block + step for block in best for step in (-1, 0, 1)})
+    there = [block for part in document.present(document.blocks) for block in near if block in part]
+    for _, run in groupby(enumerate(there), lambda each: each[1] - each[0]):
+        blocks = [block for _, block in run]
+        for some in (range(blocks[0], blocks[-1] + 1), *(range(block, block + 1) for block in blocks if block in best)):
+            try:
+                tokens = document.tokens(some)
+            except (DamagedError, NotFound):
+                continue
+            yield some, str(tokenizer.decode(tokens, skip_special_tokens=True))
+            if len(some) == len(blocks):
+                break
+
+
+def quoted_in(trace: Trace) -> list[tuple[str, int]]:
+    """The blocks that were quoted before the answer of a trace."""
+    told = trace.info.get("quoted")
+    pairs = told if isinstance(told, list) else []
+    return [(each[0], each[1]) for each in pairs if isinstance(each, list) and [*map(type, each)] == [str, int]]
 
 
 def written_with(
@@ -224,7 +258,7 @@ def written_with(
     places = [*quoted, *(place for place in parts if place not in quoted)][:most]
     found = passages(reader, [Match(*place, parts.get(place, 0.0)) for place in places], words)
     return [
-        replace(each, score=scores.get(place), attention=each.score, quoted=place in quoted)
+        replace(each, score=scores.get(place), attention=parts.get(place), quoted=place in quoted)
         for each in found
         for place in [(each.document, each.block)]
     ]
@@ -646,14 +680,14 @@ def answered(
     memory = reader.memory
     begun = time.perf_counter()
     options = {"do_sample": False, **options}
-    quoted = list[tuple[str, int]]()
+    quoted, asked = list[tuple[str, int]](), prompt
     if teller.frame is not None:
         if reader.takes_questions:
             options["query"] = question  # not the template around it, which is the same for all questions
             opening = teller.frame.controls(reader.tokenizer, teller.frame.opening)
             if prompt.tokens[: len(opening)] == opening:  # not where a conversation goes on
                 options["opening"] = len(opening)
-            if reader.retrieval.quote:
+            if reader.quoted_blocks:
                 best, text = quotes(reader, question, session=session)
                 longer = replace(prompt, words=[*encode(reader.tokenizer, text), *prompt.words])
                 if best and not too_long(reader.model, len(longer.tokens), max_tokens):
@@ -661,12 +695,13 @@ def answered(
         options["eos_token_id"] = teller.ends or None
     options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), teller.over]
     traces = memory.traces if trace else Traces(None, memory.url)
+    # A trace knows which blocks were quoted, and not their text, which it would keep when they are forgotten.
     info = {**(told or {}), **({"quoted": quoted} if quoted else {})}
     ids = torch.tensor([prompt.tokens], dtype=torch.int64, device=reader.model.device)
     with (
         torch.inference_mode(),
         noting_left_out() as missing,
-        reader.record(question=question, traces=traces, **info) as recorder,
+        reader.record(asked.tokens, question=question, traces=traces, **info) as recorder,
     ):
         made = reader.generate(ids, max_new_tokens=max_tokens, streamer=teller, **options)[0, ids.shape[1] :]
         recorder.close(made.tolist())

@@ -199,6 +199,11 @@ class Reader(Attachment):
         """Whether a question chooses blocks by itself, whatever prompt it stands in; see ``Retrieval.share``."""
         return self.kind in OPTIONS["query"] and self.retrieval.share == "model"
 
+    @property
+    def quoted_blocks(self) -> int:
+        """So many blocks stand as text before what ``ask`` and ``chat`` are asked; see ``Retrieval.quote``."""
+        return self.retrieval.quote if self.takes_questions else 0
+
     def _query(self, text: str | Tokens) -> Tensor:
         """Text that chooses blocks as tokens ``[n]`` int64."""
         if isinstance(text, str):
@@ -253,7 +258,8 @@ class Reader(Attachment):
     ) -> Answer:
         """Ask the model, and get its answer with the blocks that it was written with.
 
-        The question is put in the chat template of the tokenizer, and the answer ends where the model ends it, or goes
+        The question is put in the chat template of the tokenizer, behind the best block (``Retrieval.quote``), and the
+        answer ends where the model ends it, or goes
         round in circles: the same 4 to 32 tokens six times. A model without a template goes on from the question's
         words, as it does with ``raw``. Nothing is stored.
 

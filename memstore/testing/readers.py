@@ -28,7 +28,14 @@ from memstore.errors import ForeignMemory, InvalidArgument, NotFound, ReadOnlyMe
 from memstore.readers.kinds import OPTIONS, RETRIEVAL, kind_of
 from memstore.readers.reader import Reader
 
-STRANGE: dict[str, Any] = {"share_tokens": False, "threshold": 0.5, "span": 3, "rerank": 4, "on_error": "miss"}
+STRANGE: dict[str, Any] = {
+    "share_tokens": False,
+    "threshold": 0.5,
+    "span": 3,
+    "rerank": 4,
+    "quote": 2,
+    "on_error": "miss",
+}
 
 
 class ReaderTests(ABC):

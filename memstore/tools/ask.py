@@ -108,12 +108,11 @@ def ask(
 ) -> Report:
     """Ask the model that read a memory.
 
-    The question is put in the model's chat template, and the answer comes as it is written. The best
-    block is quoted before it. After it stand the blocks that it was written with, what was quoted first, then those
-    that had most of the model's attention, with their line in the document. An answer that goes round in circles (the
-    same 4 to 32 tokens six times) is ended. A model without a chat template goes on from the question's words; so does
-    every model with --raw. With --trace it is also recorded, beside the memory,
-    which blocks each token was written with.
+    The question is put in the model's chat template, behind the text of the best block, and the answer comes as it is
+    written. Then follow the blocks that it was written with, with their line in the document: what was quoted, and what
+    had most of the model's attention. An answer that goes round in circles (the same 4 to 32 tokens six times) is
+    ended. A model without a chat template goes on from the question's words; so does every model with --raw. With
+    --trace it is also recorded, beside the memory, which blocks each token was written with.
 
     Example:
 
@@ -272,7 +271,7 @@ def document_name(memory: Memory, wanted: str | None) -> str:
 def _show(page: Page, data: dict[str, Any], passages: list[Passage], memory: str, *, whole: bool) -> None:
     page.sheet(data["sources"])
     page.line()  # ends what was told as it came
-    for each in (each for each in passages if whole or (each.attention or 0) >= LEAST):
+    for each in (each for each in passages if whole or each.quoted or (each.attention or 0) >= LEAST):
         page.line()
         page.line(source_line(each))
         page.line(each.text.rstrip("\n") if whole else each.excerpt)
@@ -285,6 +284,7 @@ def source_line(passage: Passage) -> str:
     """Where a source stands, and how much of the model's attention it had."""
     line = "" if passage.line is None else f", line {passage.line:,}"
     page = "" if passage.page is None else f", page {passage.page:,}"
-    quoted = "quoted, " if passage.quoted else ""
-    part = f"{quoted}{passage.attention or 0:.1%} of attention"
-    return f"[{passage.document}{line}{page}, block {passage.block:,}: {part}]"
+    part = ["quoted"] * passage.quoted
+    if passage.attention is not None or not passage.quoted:
+        part.append(f"{passage.attention or 0:.1%} of attention")
+    return f"[{passage.document}{line}{page}, block {passage.block:,}: {', '.join(part)}]"

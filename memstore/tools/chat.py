@@ -213,7 +213,7 @@ def _obey(talk: Talk, command: str, rest: str) -> None:
 def _show_trace(conversation: Conversation, command: str) -> None:
     """What was recorded of the last answer: the blocks that it was written with, or one for each word."""
     from memstore.memory.traces import best_scores, most_weight
-    from memstore.readers.asking import written_with
+    from memstore.readers.asking import quoted_in, written_with
 
     reader, trace, page = conversation.reader, conversation.trace, Page()
     if not conversation.turns:
@@ -225,7 +225,7 @@ def _show_trace(conversation: Conversation, command: str) -> None:
     else:
         words = "\n".join(turn.text for turn in conversation.turns[-2:])
         steps = trace.steps()
-        quoted = [(name, block) for name, block in trace.info.get("quoted", [])]
+        quoted = quoted_in(trace)
         used, scores = most_weight(steps), best_scores(steps)
         for source in written_with(reader, used, scores, words, quoted=quoted, most=SOURCES):
             page.line(source_line(source))

@@ -119,10 +119,7 @@ def test_a_question_goes_into_the_chat_template_unless_it_is_raw(
     assert cli("ask", path, "What is new?", "--raw", "--max-tokens", 3, "--trace").code == 0
     with memstore.open(path, mode="r") as memory:
         prompts = [instruct_tokenizer().decode(trace.info["prompt"]) for trace in memory.traces.list()]
-    framed, raw = prompts
-    assert framed.startswith("<|system|>Be brief.<|end|>\n<|user|>")
-    assert framed.endswith("What is new?<|end|>\n<|assistant|>")
-    assert raw == "What is new?"
+    assert prompts == ["<|system|>Be brief.<|end|>\n<|user|>What is new?<|end|>\n<|assistant|>", "What is new?"]
     assert cli("ask", path, "What?", "--sources", "few").code == 2
 
 

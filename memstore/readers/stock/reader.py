@@ -226,6 +226,8 @@ class StockReader(Reader):
         now = [memory.version for memory in self.memories], self.names
         if now != self._held_of:
             self._held_of, self._held = now, {}
+            if self._borrowed:  # another process may have read into a memory that was empty
+                self._load_routers()
         if what not in self._held:
             self._held[what] = find()
         return self._held[what]  # type: ignore[no-any-return]  # each has a type of its own
@@ -245,6 +247,11 @@ class StockReader(Reader):
         for source in all_of_them:
             by_name.setdefault(source.document.name, []).append(source)
         return [source for name in self.names for source in by_name.get(name, [])]
+
+    @property
+    def quoted_blocks(self) -> int:
+        """See ``Reader``. Learned positions end soon; what is quoted would take those of a conversation."""
+        return 0 if self.architecture.learned_positions else super().quoted_blocks
 
     def _new_call(self) -> Call:
         """What a prompt sees."""
@@ -394,14 +401,15 @@ class StockReader(Reader):
     # Routers
 
     def _load_routers(self) -> None:
-        self._uncalibrated = False
-        """Whether the memory that is read into has no router yet."""
+        self._uncalibrated = self._borrowed = False
+        """Whether the memory that is read into has no router yet, and whether any has none."""
         if self.selection.by_layer:
             return
         for layer in self.selection.index_layers:
             stored = [memory.get_arrays(_stored_name(layer)) for memory in self.memories]
             sizes = self.architecture.hidden_size, self.memories[0].spec.key_dim
             self._uncalibrated |= stored[0] is None
+            self._borrowed |= any(arrays is None for arrays in stored)
             any_of_them = next((arrays for arrays in stored if arrays is not None), None)
             if any_of_them is not None:
                 # A memory without a router is empty; any router will do for the nothing that is in it.

@@ -125,6 +125,8 @@ class Selection:
         self.short = ShortDocuments()
         self.likelihood: Callable[[Candidates, Tensor, Tensor], Tensor] | None = None
         """How likely a query is behind each of some candidates."""
+        self._last: tuple[ReferenceType[Candidates], Tensor, Tensor, Tensor] | None = None
+        """Of the last query that words voted for: candidates, codes, words, and the scores."""
         self.search_seconds = 0.0
         """Time spent on choosing since a layer told who watches what it chose."""
         self.ended = False
@@ -220,6 +222,10 @@ class Selection:
     def routed(self, candidates: Candidates, layer: int, codes: Tensor, query: Tensor | None = None) -> Tensor:
         """Scores ``[N]`` of the candidates for query codes ``[t, memories, dim]``, and the words ``query [n]``."""
         options, codes = self.retrieval, self._asking(codes)
+        if query is not None and self._last is not None:  # an answer asks what was asked for its quote
+            of, *same, found = self._last
+            if of() is candidates and all(map(torch.equal, same, (codes, query))):
+                return found
         units, weights = units_and_weights(codes, candidates)
         scores = candidates.score(layer, units, self.short)[0]  # [t, N]
         blocks = late_interaction(scores, weights)
@@ -228,7 +234,9 @@ class Selection:
             return by_states
         if options.words:
             by_states = by_states + options.words * self.words.score(candidates, query).to(by_states.device)
-        return self._reranked(candidates, by_states, query) if options.rerank else by_states
+        found = self._reranked(candidates, by_states, query) if options.rerank else by_states
+        self._last = ref(candidates), codes, query, found
+        return found
 
     def _reranked(self, candidates: Candidates, scores: Tensor, query: Tensor) -> Tensor:
         """Scores ``[N]`` of which the best are reciprocal ranks, see ``Retrieval.rerank``; the others are below."""
