@@ -229,6 +229,6 @@ def test_a_memory_that_was_empty_is_searched_with_its_own_router_once_it_has_one
     with memstore.attach(instruct_model(), both, tokenizer=instruct_tokenizer(), mode="r", **SIZES) as early:
         assert early.search(QUESTION)
         with attached(tmp_path / "empty", 1) as writer:
-            writer.read("The key hangs in the woodshed. " * 20, document="cottage")
+            writer.read("The key hangs in the woodshed. " * 80, document="cottage")  # enough for a router of its own
         with memstore.attach(instruct_model(), both, tokenizer=instruct_tokenizer(), mode="r", **SIZES) as late:
             assert early.search(QUESTION, 20) == late.search(QUESTION, 20)
