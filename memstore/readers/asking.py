@@ -100,9 +100,7 @@ class Asker(Protocol):
     def generate(self, text: torch.Tensor, **options: Any) -> Any:
         """Go on after ``text``."""
 
-    def record(
-        self, prompt: list[int], *, question: str, traces: Traces, **info: Any
-    ) -> AbstractContextManager[Recorder]:
+    def record(self, *, question: str, traces: Traces, **info: Any) -> AbstractContextManager[Recorder]:
         """Record what is retrieved."""
 
     def append(self, text: list[int], document: str) -> Any:
@@ -701,8 +699,9 @@ def answered(
     with (
         torch.inference_mode(),
         noting_left_out() as missing,
-        reader.record(asked.tokens, question=question, traces=traces, **info) as recorder,
+        reader.record(question=question, traces=traces, **info) as recorder,
     ):
+        recorder.describe(prompt=asked.tokens)
         made = reader.generate(ids, max_new_tokens=max_tokens, streamer=teller, **options)[0, ids.shape[1] :]
         recorder.close(made.tolist())
     steps = traces.get(recorder.number).steps()

@@ -207,8 +207,9 @@ class Reader(Attachment):
     def _query(self, text: str | Tokens) -> Tensor:
         """Text that chooses blocks as tokens ``[n]`` int64."""
         if isinstance(text, str):
-            text = self._encoded(asked_in(self.tokenizer, text) if self.takes_questions else text)
-        tokens = as_tokens(text)
+            tokens = torch.tensor(self._encoded(asked_in(self.tokenizer, text) if self.takes_questions else text))
+        else:
+            tokens = as_tokens(text)
         if not len(tokens):
             raise InvalidArgument("a query needs at least one token")
         return self._checked(tokens).long()

@@ -125,8 +125,8 @@ class Selection:
         self.short = ShortDocuments()
         self.likelihood: Callable[[Candidates, Tensor, Tensor], Tensor] | None = None
         """How likely a query is behind each of some candidates."""
-        self._last: tuple[ReferenceType[Candidates], Tensor, Tensor, Tensor] | None = None
-        """Of the last query that words voted for: candidates, codes, words, and the scores."""
+        self._last: tuple[Retrieval, ReferenceType[Candidates], Tensor, Tensor, Tensor] | None = None
+        """Of the last query of words: how it chose, among what, its codes, its tokens, and the scores."""
         self.search_seconds = 0.0
         """Time spent on choosing since a layer told who watches what it chose."""
         self.ended = False
@@ -223,8 +223,8 @@ class Selection:
         """Scores ``[N]`` of the candidates for query codes ``[t, memories, dim]``, and the words ``query [n]``."""
         options, codes = self.retrieval, self._asking(codes)
         if query is not None and self._last is not None:  # an answer asks what was asked for its quote
-            of, *same, found = self._last
-            if of() is candidates and all(map(torch.equal, same, (codes, query))):
+            how, among, *same, found = self._last
+            if how == options and among() is candidates and all(map(torch.equal, same, (codes, query))):
                 return found
         units, weights = units_and_weights(codes, candidates)
         scores = candidates.score(layer, units, self.short)[0]  # [t, N]
@@ -235,7 +235,7 @@ class Selection:
         if options.words:
             by_states = by_states + options.words * self.words.score(candidates, query).to(by_states.device)
         found = self._reranked(candidates, by_states, query) if options.rerank else by_states
-        self._last = ref(candidates), codes, query, found
+        self._last = options, ref(candidates), codes, query, found
         return found
 
     def _reranked(self, candidates: Candidates, scores: Tensor, query: Tensor) -> Tensor:
