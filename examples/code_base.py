@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import memstore
-from memstore.readers.asking import passages
+from memstore.readers.passages import passages
 from memstore.tools.models import load_model
 
 

@@ -14,7 +14,7 @@ from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
 
 import memstore
-from memstore.readers.asking import passages
+from memstore.readers.passages import passages
 
 
 class MemstoreRetriever(BaseRetriever):

@@ -12,7 +12,7 @@ from llama_index.core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
 import memstore
-from memstore.readers.asking import passages
+from memstore.readers.passages import passages
 from memstore.readers.reader import Reader
 
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from memstore.errors import InvalidArgument
 from memstore.memory.shared import CHAT, owner_of
-from memstore.readers.asking import Answer, Prompt, Teller, Template, answered, framed, stored
+from memstore.readers.asking import Answer, Prompt, Teller, Template, answered, framed
+from memstore.readers.passages import stored
 
 if TYPE_CHECKING:
     from memstore.memory import Document, Trace

@@ -32,7 +32,7 @@ from memstore.tools.verb import (
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
-    from memstore.readers.asking import Passage
+    from memstore.readers.passages import Passage
     from memstore.readers.reader import Reader
 
 LEAST = 0.001

@@ -213,7 +213,7 @@ def _obey(talk: Talk, command: str, rest: str) -> None:
 def _show_trace(conversation: Conversation, command: str) -> None:
     """What was recorded of the last answer: the blocks that it was written with, or one for each word."""
     from memstore.memory.traces import best_scores, most_weight
-    from memstore.readers.asking import quoted_in, written_with
+    from memstore.readers.passages import quoted_in, written_with
 
     reader, trace, page = conversation.reader, conversation.trace, Page()
     if not conversation.turns:

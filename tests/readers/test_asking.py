@@ -12,7 +12,8 @@ import pytest
 import memstore
 from memstore.errors import InvalidArgument
 from memstore.memory.search import Match
-from memstore.readers.asking import Passage, asked_in, loops, passages, wanted_in
+from memstore.readers.asking import asked_in, loops, wanted_in
+from memstore.readers.passages import Passage, passages
 from memstore.readers.reader import Reader
 from tests.eval.drts import byte_tokenizer
 from tests.instruct import TEMPLATE, instruct_model, instruct_tokenizer, saying

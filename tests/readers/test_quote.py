@@ -10,7 +10,8 @@ import torch
 
 import memstore
 from memstore.errors import InvalidArgument
-from memstore.readers.asking import Answer, quoted_in
+from memstore.readers.asking import Answer
+from memstore.readers.passages import quoted_in
 from memstore.readers.reader import Reader
 from memstore.readers.stock.visible import Candidates
 from tests.instruct import instruct_model, instruct_tokenizer, saying

@@ -24,7 +24,7 @@ from memstore._version import __version__
 from memstore.errors import InvalidArgument, MemstoreError, NotFound
 from memstore.memory import Document
 from memstore.memory.shared import CHAT
-from memstore.readers.asking import Passage, passages
+from memstore.readers.passages import Passage, passages
 from memstore.readers.reader import Reader
 from memstore.tools.ask import chosen_documents
 from memstore.tools.endpoint.app import WAITING, Gate

@@ -1,0 +1,326 @@
+"""The passages of documents that an answer was written with: what is quoted before a question, what is told behind it.
+
+A ``Passage`` is of a block the sentence that fits best, with its line and page, and not the block's begin.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from memstore.errors import DamagedError, NotFound
+from memstore.index.words import words_of
+from memstore.memory.search import Match
+
+if TYPE_CHECKING:
+    from memstore.memory import Document, Memory, Trace
+    from memstore.readers.kinds import Retrieval
+
+SHORT = 160
+"""Characters of an excerpt at most."""
+SHOWN = 8
+"""Sources of an answer, unless said otherwise."""
+SEPARATOR = "\n\n"
+"""Behind each passage that is quoted."""
+BESIDE = 256
+"""Tokens before and behind a block in which the sentences at its borders may begin and end."""
+PAGE = 1 << 14
+"""Tokens of a first page at most: so far it is looked for its end."""
+SENTENCES = re.compile(r"(?<=\w{3}\.)\s+|(?<=[!?])\s+|(?<=[!?][\"')\u201d\u2019])\s+|(?<=[\u3002\uff01\uff1f])|[\n\f]+")
+"""Where a sentence ends: not behind "Dr." and the like."""
+
+
+class Searched(Protocol):
+    """What is needed of a reader to tell passages of what it has read; a ``Reader`` is one."""
+
+    tokenizer: Any
+
+    @property
+    def retrieval(self) -> Retrieval:
+        """How blocks are chosen."""
+
+    @property
+    def memories(self) -> tuple[Memory, ...]:
+        """All memories."""
+
+    @property
+    def documents(self) -> list[Document]:
+        """Those that are seen."""
+
+    @property
+    def quoted_blocks(self) -> int:
+        """So many blocks are quoted before a question."""
+
+    def search(self, text: str, top_k: int) -> list[Match]:
+        """The best blocks for a question."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passage:
+    """A block that was found, and what in it fits best."""
+
+    document: str
+    block: int
+    first_token: int
+    """Where the block begins in the document."""
+    line: int | None
+    """The line of the document's text that ``excerpt`` begins in, from 1; None where blocks before it were dropped."""
+    page: int | None
+    """Its page, from 1; None for a document without pages."""
+    score: float | None
+    """How well it was found: by a search, or by the question of an answer. None where nobody had to choose."""
+    attention: float | None
+    """The part of attention that its states had: mean over an answer's tokens, layers and heads; None without an
+    answer, or where only its text was attended to. What a quoted text had is not in it."""
+    quoted: bool
+    """Whether it also stood as text before the question."""
+    excerpt: str
+    """The sentence or line of the block with most of the words, rare ones first, and what follows; on one line."""
+    text: str
+    """All of the block."""
+
+
+def stored(memories: Sequence[Memory], name: str) -> Document | None:
+    """The document ``name`` of the first of ``memories`` that has it; None where none has."""
+    for memory in memories:
+        with suppress(NotFound):
+            document = memory.document(name)
+            if document.id is not None:
+                return document
+    return None
+
+
+def quotes(reader: Searched, question: str, *, session: str | None = None) -> tuple[list[tuple[str, int]], str]:
+    """The best blocks for a question, as many as ``reader`` quotes, and the text that they are with their neighbours.
+
+    Passages stand as ``Retrieval.order`` says, the best one nearest to the question or in order of time. The
+    ``session``, a document that is seen beside, is not quoted, nor is what cannot be read, or is in several memories
+    under one name.
+    """
+    most, said = reader.quoted_blocks, None if session is None else stored(reader.memories, session)
+    try:
+        found = reader.search(question, most + (0 if said is None else len(said.blocks)))
+    except DamagedError:  # an answer may need none of it, and says so itself if it does
+        return [], ""
+    best = [(match.document, match.block) for match in found if match.document != session][:most]
+    texts = dict[tuple[str, range], str]()
+    for name in dict.fromkeys(name for name, _ in best):
+        holders = [document for memory in reader.memories if (document := stored([memory], name))]
+        if len(holders) == 1:
+            for blocks, text in _runs(reader.tokenizer, holders[0], [block for at, block in best if at == name]):
+                texts[name, blocks] = text
+
+    def rank(run: tuple[str, range]) -> int:
+        return min((at for at, (name, block) in enumerate(best) if name == run[0] and block in run[1]), default=most)
+
+    if reader.retrieval.order == "score":
+        runs = sorted(texts, key=rank, reverse=True)
+    else:
+        places = [document.name for document in reader.documents]
+        runs = sorted(texts, key=lambda run: (places.index(run[0]), run[1].start))
+    quoted = [(name, block) for name, block in best if any(name == run[0] and block in run[1] for run in runs)]
+    return quoted, "".join(texts[run] + SEPARATOR for run in runs)
+
+
+def _runs(tokenizer: Any, document: Document, best: Sequence[int]) -> Iterator[tuple[range, str]]:
+    """``best`` blocks of a document with their neighbours, as they follow each other; alone where those are damaged."""
+    near = sorted({block + step for block in best for step in (-1, 0, 1)})
+    there = [block for part in document.present(document.blocks) for block in near if block in part]
+    for _, run in groupby(enumerate(there), lambda each: each[1] - each[0]):
+        blocks = [block for _, block in run]
+        for some in (range(blocks[0], blocks[-1] + 1), *(range(block, block + 1) for block in blocks if block in best)):
+            try:
+                tokens = document.tokens(some)
+            except (DamagedError, NotFound):
+                continue
+            yield some, str(tokenizer.decode(tokens, skip_special_tokens=True))
+            if len(some) == len(blocks):
+                break
+
+
+def quoted_in(trace: Trace) -> list[tuple[str, int]]:
+    """The blocks that were quoted before the answer of a trace."""
+    told = trace.info.get("quoted")
+    pairs = told if isinstance(told, list) else []
+    return [(each[0], each[1]) for each in pairs if isinstance(each, list) and [*map(type, each)] == [str, int]]
+
+
+def written_with(
+    reader: Searched,
+    used: Sequence[tuple[str, int, float]],
+    scores: Mapping[tuple[str, int], float],
+    words: str,
+    *,
+    quoted: Sequence[tuple[str, int]] = (),
+    most: int = SHOWN,
+) -> list[Passage]:
+    """The passages of an answer: ``quoted`` blocks, then those ``used``, (document, block, part of attention)."""
+    parts = {(document, block): part for document, block, part in used}
+    places = [*quoted, *(place for place in parts if place not in quoted)][:most]
+    found = passages(reader, [Match(*place, parts.get(place, 0.0)) for place in places], words)
+    return [
+        replace(each, score=scores.get(place), attention=parts.get(place), quoted=place in quoted)
+        for each in found
+        for place in [(each.document, each.block)]
+    ]
+
+
+def passages(reader: Searched, matches: Sequence[Match], words: str) -> list[Passage]:
+    """What was found with ``words``, and where it stands; without what is not in the memories any more.
+
+    The words of question and answer choose what of each block is told. Of several sentences that fit as well the first
+    is told, and where no word is in it what the block begins with.
+    """
+    documents = {name: stored(reader.memories, name) for name in {match.document for match in matches}}
+    found = [(there, match.block, match.score) for match in matches if (there := documents[match.document])]
+    around = [_Surroundings.of(reader.tokenizer, document, block) for document, block, _ in found]
+    wanted = set(words_of(words))
+    counts = Counter(word for each in around for sentence in each.sentences for word in sentence.words)
+    weights = {word: math.log(1 + counts.total() / counts[word]) for word in wanted & counts.keys()}
+    places = _places(reader.tokenizer, [(document, block) for document, block, _ in found])
+    made = []
+    for (document, block, score), each in zip(found, around, strict=True):
+        at, excerpt = _excerpt(each, weights)
+        line, page = places[document.name, block]
+        made.append(
+            Passage(
+                document=document.name,
+                block=block,
+                first_token=block * document.memory.spec.block_size,
+                line=None if line is None else line + each.counted("\n", at),
+                page=None if page is None else page + each.counted("\f", at),
+                score=score,
+                attention=None,
+                quoted=False,
+                excerpt=excerpt,
+                text=each.own.replace("\f", "\n"),
+            )
+        )
+    return made
+
+
+@dataclass(frozen=True)
+class _Sentence:
+    """A part of the text around a block."""
+
+    start: int
+    stop: int
+    words: list[str]
+
+
+@dataclass(frozen=True)
+class _Surroundings:
+    """A block with the text beside it."""
+
+    text: str
+    start: int
+    """Where the block begins in it."""
+    own: str
+    """The text of the block alone."""
+    sentences: list[_Sentence]
+    """Those that the block has a part of."""
+
+    @classmethod
+    def of(cls, tokenizer: Any, document: Document, block: int) -> _Surroundings:
+        size = document.memory.spec.block_size
+        reach, live = -(-BESIDE // size), document.blocks
+        near = range(max(live.start, block - reach), min(live.stop, block + reach + 1))
+        part = next((each for each in document.present(near) if block in each), range(block, block + 1))
+        try:
+            ids = document.tokens(part)
+        except DamagedError:  # beside it, or it is told now
+            part = range(block, block + 1)
+            ids = document.tokens(part)
+        at = (block - part.start) * size
+        before, own, text = (
+            str(tokenizer.decode(each, skip_special_tokens=True)) for each in (ids[:at], ids[at : at + size], ids)
+        )
+        start, stop = len(before), len(before) + len(own)
+        borders = [(0, 0), *(each.span() for each in SENTENCES.finditer(text)), (len(text), len(text))]
+        spans = [(end, begin) for (_, end), (begin, _) in pairwise(borders) if end < stop and begin > start]
+        there = [_Sentence(*each, words_of(text[slice(*each)])) for each in spans if text[slice(*each)].strip()]
+        return cls(text, start, own, there)
+
+    def counted(self, mark: str, at: int) -> int:
+        """How often ``mark`` comes between the begin of the block and ``at``; below 0 where that lies before it."""
+        return self.text.count(mark, self.start, at) - self.text.count(mark, at, self.start)
+
+
+def _excerpt(around: _Surroundings, weights: dict[str, float]) -> tuple[int, str]:
+    """Where what is told of a block begins, and its words on one line."""
+    if not around.sentences:
+        return around.start, ""
+    sums = [sum(weights.get(word, 0) for word in {*each.words}) for each in around.sentences]
+    chosen = sums.index(max(sums))
+    first, *others = around.sentences[chosen:]
+    start, text = first.start, around.text
+    if first.stop - start > SHORT:  # a part of it, with the rarest of the words or else what the block begins with
+        rare = max({*first.words} & weights.keys(), key=lambda word: (weights[word], word), default="")
+        word = re.compile(rf"\b{re.escape(rare)}\b", re.IGNORECASE)
+        inside = max(start, around.start)
+        found = (word.search(text, inside) or word.search(text, start)) if rare else None
+        at = found.start() if found else inside
+        if at + len(rare) - start > SHORT:
+            start = _border(text, at - SHORT // 2 if rare else at)
+    stop = first.stop
+    for each in others:
+        if len(_squeezed(text[start : each.stop])) > SHORT:
+            break
+        stop = each.stop
+    told = _squeezed(text[start:stop])
+    short = textwrap.shorten(told, SHORT, placeholder=" …").removeprefix("…") or told[: SHORT - 1] + "…"
+    return start, "… " * (start > first.start) + short
+
+
+def _border(text: str, at: int) -> int:
+    """Where the first word from ``at`` on begins, or ``at`` where that is far."""
+    found = re.compile(r"(?<!\S)\S").search(text, at, at + SHORT // 2)
+    return found.start() if found else at
+
+
+def _squeezed(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _places(
+    tokenizer: Any, places: Sequence[tuple[Document, int]]
+) -> dict[tuple[str, int], tuple[int | None, int | None]]:
+    """The line and page that each block begins in; None behind blocks that are gone, and for pages where none ends."""
+    found: dict[tuple[str, int], tuple[int | None, int | None]] = {}
+    for name, group in groupby(sorted(places, key=lambda each: (each[0].name, each[1])), lambda each: each[0].name):
+        there = list(group)
+        document, start, lines, pages = there[0][0], 0, 1, 1
+        begins: dict[int, tuple[int, int]] = {}
+        stop = min(document.blocks.stop, there[-1][1] + -(-PAGE // document.memory.spec.block_size))
+        with suppress(NotFound, DamagedError):  # nobody knows what was in blocks that were dropped or cannot be read
+            for block in (*(block for _, block in there), stop):
+                if block == stop and pages > 1:
+                    break  # else it is to be known whether this is a first page; no token is read twice
+                newlines, feeds = _breaks(tokenizer, document.tokens(range(start, block)))
+                start, lines, pages = block, lines + newlines, pages + feeds
+                begins[block] = lines, pages
+        for _, block in there:
+            line, page = begins.get(block, (None, None))
+            found[name, block] = line, page if pages > 1 else None
+    return found
+
+
+def _breaks(tokenizer: Any, tokens: torch.Tensor) -> tuple[int, int]:
+    """How often a new line and a new page begin in a text.
+
+    Each token tells, for no character but the whole newline or form feed has its byte.
+    """
+    ids, counts = tokens.unique(return_counts=True)
+    texts = tokenizer.batch_decode(ids[:, None]) if len(ids) else []
+    often = list(zip(texts, counts.tolist(), strict=True))
+    newlines, feeds = (sum(text.count(mark) * count for text, count in often) for mark in "\n\f")
+    return newlines, feeds
