@@ -22,7 +22,7 @@ from memstore.memory import Traces
 from memstore.memory.traces import best_scores, most_weight
 from memstore.memory.view import noting_left_out
 from memstore.readers.kinds import encode
-from memstore.readers.passages import SENTENCES, SHOWN, Passage, Searched, quotes, written_with
+from memstore.readers.passages import SENTENCES, SHOWN, Passage, PassageReader, quotes, written_with
 
 if TYPE_CHECKING:
     from memstore.memory import Memory, Recorder
@@ -45,7 +45,7 @@ _WORDS = ("memstore-words-1", "memstore-words-2", "memstore-words-3")
 """Stand for people's words while a template is cut: ordinary letters, which no template changes."""
 
 
-class Asker(Searched, Protocol):
+class Asker(PassageReader, Protocol):
     """What is needed of a reader to ask its model; a ``Reader`` is one."""
 
     model: Any

@@ -39,7 +39,7 @@ SENTENCES = re.compile(r"(?<=\w{3}\.)\s+|(?<=[!?])\s+|(?<=[!?][\"')\u201d\u2019]
 """Where a sentence ends: not behind "Dr." and the like."""
 
 
-class Searched(Protocol):
+class PassageReader(Protocol):
     """What is needed of a reader to tell passages of what it has read; a ``Reader`` is one."""
 
     tokenizer: Any
@@ -99,7 +99,7 @@ def stored(memories: Sequence[Memory], name: str) -> Document | None:
     return None
 
 
-def quotes(reader: Searched, question: str, *, session: str | None = None) -> tuple[list[tuple[str, int]], str]:
+def quotes(reader: PassageReader, question: str, *, session: str | None = None) -> tuple[list[tuple[str, int]], str]:
     """The best blocks for a question, as many as ``reader`` quotes, and the text that they are with their neighbours.
 
     Passages stand as ``Retrieval.order`` says, the best one nearest to the question or in order of time. The
@@ -155,7 +155,7 @@ def quoted_in(trace: Trace) -> list[tuple[str, int]]:
 
 
 def written_with(
-    reader: Searched,
+    reader: PassageReader,
     used: Sequence[tuple[str, int, float]],
     scores: Mapping[tuple[str, int], float],
     words: str,
@@ -174,7 +174,7 @@ def written_with(
     ]
 
 
-def passages(reader: Searched, matches: Sequence[Match], words: str) -> list[Passage]:
+def passages(reader: PassageReader, matches: Sequence[Match], words: str) -> list[Passage]:
     """What was found with ``words``, and where it stands; without what is not in the memories any more.
 
     The words of question and answer choose what of each block is told. Of several sentences that fit as well the first
