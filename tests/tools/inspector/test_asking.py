@@ -195,8 +195,16 @@ def test_two_traces_side_by_side(asked: memstore.Memory, chrome: Chrome) -> None
 def test_a_chat_is_kept_and_shown(made: Path, chrome: Chrome) -> None:
     with memstore.open(made, mode="r") as memory, shown(chrome, memory, allow_write=True) as seen:
         pick = "const how = document.querySelector('#how'); how.value = 'chat'; how.dispatchEvent(new Event('change'))"
+        # What was said before comes late: it does not take the place of what is asked meanwhile.
+        seen.run(
+            "const fetched = window.fetch; window.fetch = async (path, ...how) => {"
+            " const reply = await fetched(path, ...how); if (!path.includes('conversations')) return reply;"
+            " await new Promise(later => setTimeout(later, 1000));"
+            " setTimeout(() => { window.late = true; }); return reply; }"
+        )
         seen.run(pick)
         ask(seen, "Hello there.")
+        seen.until("window.late")
         assert seen.text("#asked .user") == "Hello there."
         seen.driver.refresh()
         seen.until("!document.body.hasAttribute('aria-busy')")

@@ -9,6 +9,7 @@ export class AskBox {
     Object.assign(this, { named, begun, ended, tell });
     this.stop = null;
     this.turns = [];
+    this.turning = Promise.resolve(); // ends when what was said in the chat that was chosen is here
     at("ask").addEventListener("submit", (event) => {
       event.preventDefault();
       if (this.stop) this.stop.abort();
@@ -20,8 +21,9 @@ export class AskBox {
       if (!this.stop) at("ask").requestSubmit();
     });
     at("question").addEventListener("input", () => grow());
-    at("how").addEventListener("change", () => this.turnTo());
-    at("session").addEventListener("change", () => this.turnTo());
+    for (const name of ["how", "session"]) {
+      at(name).addEventListener("change", () => (this.turning = this.turning.then(() => this.turnTo())));
+    }
   }
 
   /** Let things be asked: of a memory called `name`; `chats` where these may be kept in it. */
@@ -53,11 +55,12 @@ export class AskBox {
     const words = at("question").value;
     if (!words.trim()) return at("question").focus();
     const how = at("how").value;
-    const before = how === "chat" ? this.turns : [];
     const answer = { role: "assistant", text: "" };
-    this.turns = [...before, { role: "user", text: words }, answer];
     this.stop = new AbortController();
     at("ask").querySelector("button").textContent = "Stop";
+    await this.turning;
+    const turns = [...(how === "chat" ? this.turns : []), { role: "user", text: words }, answer];
+    this.turns = turns;
     this.show("The model is being loaded, or reads the question …");
     this.begun();
     let last = {};
@@ -75,7 +78,7 @@ export class AskBox {
     } finally {
       this.stop = null;
       at("ask").querySelector("button").textContent = "Ask";
-      if (how !== "chat") this.turns = [];
+      if (how !== "chat" && this.turns === turns) this.turns = [];
       this.show();
       await this.ended(last.trace ?? null);
     }
