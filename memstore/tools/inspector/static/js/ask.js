@@ -58,11 +58,11 @@ export class AskBox {
     const answer = { role: "assistant", text: "" };
     this.stop = new AbortController();
     at("ask").querySelector("button").textContent = "Stop";
+    this.begun();
     await this.turning;
     const turns = [...(how === "chat" ? this.turns : []), { role: "user", text: words }, answer];
     this.turns = turns;
     this.show("The model is being loaded, or reads the question …");
-    this.begun();
     let last = {};
     try {
       for await (const told of stream(...this.request(how, words), this.stop.signal)) {
