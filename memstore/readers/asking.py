@@ -97,8 +97,7 @@ class Answer:
     scores: dict[tuple[str, int], float]
     """The scores by which blocks were chosen for it, of (document, block); without those that nobody had to choose."""
     quoted: list[tuple[str, int]]
-    """Those that also stood as text before the question, with their neighbours, best first; see
-    ``Retrieval.quote``."""
+    """Those whose paragraphs also stood as text before the question, best first."""
     missing: dict[tuple[str, int], str]
     """Blocks that it was written without because they could not be read, as (document, block), and why: empty unless
     ``Retrieval(on_error="miss")``."""

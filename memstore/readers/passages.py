@@ -9,7 +9,7 @@ import math
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
@@ -31,6 +31,10 @@ SHOWN = 8
 """Sources of an answer, unless said otherwise."""
 SEPARATOR = "\n\n"
 """Behind each passage that is quoted."""
+REACH = 2
+"""Blocks before and behind a block in which a paragraph that is quoted may begin and end."""
+BLANK = re.compile(r"\n\s*\n|\f")
+"""Between paragraphs."""
 BESIDE = 256
 """Tokens before and behind a block in which the sentences at its borders may begin and end."""
 PAGE = 1 << 14
@@ -100,7 +104,7 @@ def stored(memories: Sequence[Memory], name: str) -> Document | None:
 
 
 def quotes(reader: PassageReader, question: str, *, session: str | None = None) -> tuple[list[tuple[str, int]], str]:
-    """The best blocks for a question, as many as ``reader`` quotes, and the text that they are with their neighbours.
+    """The best blocks for a question, as many as ``reader`` quotes, and the text of the paragraphs that fit best.
 
     Passages stand as ``Retrieval.order`` says, the best one nearest to the question or in order of time. The
     ``session``, a document that is seen beside, is not quoted, nor is what cannot be read, or is in several memories
@@ -112,39 +116,98 @@ def quotes(reader: PassageReader, question: str, *, session: str | None = None) 
     except DamagedError:  # an answer may need none of it, and says so itself if it does
         return [], ""
     best = [(match.document, match.block) for match in found if match.document != session][:most]
-    texts = dict[tuple[str, range], str]()
+    made = list[tuple[list[tuple[str, int]], str]]()
     for name in dict.fromkeys(name for name, _ in best):
         holders = [document for memory in reader.memories if (document := stored([memory], name))]
         if len(holders) == 1:
-            for blocks, text in _runs(reader.tokenizer, holders[0], [block for at, block in best if at == name]):
-                texts[name, blocks] = text
-
-    def rank(run: tuple[str, range]) -> int:
-        return min((at for at, (name, block) in enumerate(best) if name == run[0] and block in run[1]), default=most)
-
+            wanted = sorted(block for at, block in best if at == name)
+            for blocks, text in _quotes(reader.tokenizer, holders[0], wanted, {*words_of(question)}):
+                made.append(([(name, block) for block in blocks], text))
     if reader.retrieval.order == "score":
-        runs = sorted(texts, key=rank, reverse=True)
+        made.sort(key=lambda each: min(map(best.index, each[0])), reverse=True)
     else:
         places = [document.name for document in reader.documents]
-        runs = sorted(texts, key=lambda run: (places.index(run[0]), run[1].start))
-    quoted = [(name, block) for name, block in best if any(name == run[0] and block in run[1] for run in runs)]
-    return quoted, "".join(texts[run] + SEPARATOR for run in runs)
+        made.sort(key=lambda each: (places.index(each[0][0][0]), each[0][0][1]))
+    quoted = [place for place in best if any(place in places for places, _ in made)]
+    return quoted, "".join(text + SEPARATOR for _, text in made)
 
 
-def _runs(tokenizer: Any, document: Document, best: Sequence[int]) -> Iterator[tuple[range, str]]:
-    """``best`` blocks of a document with their neighbours, as they follow each other; alone where those are damaged."""
-    near = sorted({block + step for block in best for step in (-1, 0, 1)})
+def _quotes(
+    tokenizer: Any, document: Document, best: Sequence[int], words: set[str]
+) -> Iterator[tuple[list[int], str]]:
+    """Paragraphs of the ``best`` blocks in order, each with those blocks; blocks alone where others are damaged."""
+    near = sorted({block + step for block in best for step in range(-REACH, REACH + 1)})
     there = [block for part in document.present(document.blocks) for block in near if block in part]
     for _, run in groupby(enumerate(there), lambda each: each[1] - each[0]):
         blocks = [block for _, block in run]
-        for some in (range(blocks[0], blocks[-1] + 1), *(range(block, block + 1) for block in blocks if block in best)):
-            try:
-                tokens = document.tokens(some)
-            except (DamagedError, NotFound):
-                continue
-            yield some, str(tokenizer.decode(tokens, skip_special_tokens=True))
-            if len(some) == len(blocks):
-                break
+        wanted = [block for block in blocks if block in best]
+        try:
+            yield from _paragraphs(tokenizer, document, range(blocks[0], blocks[-1] + 1), wanted, words)
+        except (DamagedError, NotFound):
+            for block in wanted:
+                with suppress(DamagedError, NotFound):
+                    yield from _paragraphs(tokenizer, document, range(block, block + 1), [block], words)
+
+
+def _paragraphs(
+    tokenizer: Any, document: Document, around: range, best: Sequence[int], words: set[str]
+) -> Iterator[tuple[list[int], str]]:
+    """Of the paragraphs that each of the ``best`` blocks has a part of those with most of ``words``, with the blocks.
+
+    So many that they are as long as the block: what stands beside the right paragraph misleads small models. One that
+    goes on for more than ``REACH`` blocks is cut behind the next block. All is within ``around``.
+    """
+    ids, size, live = document.tokens(around), document.memory.spec.block_size, document.blocks
+    ends = [len(tokenizer.decode(ids[: size * n], skip_special_tokens=True)) for n in range(len(around) + 1)]
+    text = str(tokenizer.decode(ids, skip_special_tokens=True))
+
+    def begin(block: int) -> int:
+        return ends[min(max(block - around.start, 0), len(around))]
+
+    chosen = dict[tuple[int, int], list[int]]()
+    for block in best:
+        first, last = begin(block), begin(block + 1)
+        if own := text[first:last].strip():  # what is blank at its borders ends paragraphs too
+            first = text.index(own, first)
+            last = first + len(own)
+        before = [each.end() for each in BLANK.finditer(text, begin(block - REACH), first)]
+        behind = BLANK.search(text, last, begin(block + 1 + REACH))
+        start = before[-1] if before else begin(block - (REACH if block - REACH <= live.start else 1))
+        stop = behind.start() if behind else begin(block + 1 + (REACH if block + 1 + REACH >= live.stop else 1))
+        blanks = [each.span() for each in BLANK.finditer(text, start, stop)]
+        spans = [(end, at) for (_, end), (at, _) in pairwise([(0, start), *blanks, (stop, 0)]) if text[end:at].strip()]
+        for span in _fitting(text, spans, range(first, last), words):
+            chosen.setdefault(span, []).append(block)
+    met = list[tuple[int, int, list[int]]]()
+    for (start, stop), blocks in sorted(chosen.items()):
+        if met and start < met[-1][1]:  # of a text without paragraphs
+            start, _, others = met.pop()
+            blocks = [*others, *blocks]
+        met.append((start, stop, blocks))
+    for start, stop, blocks in met:
+        yield blocks, text[start:stop].strip()
+
+
+def _fitting(text: str, spans: Sequence[tuple[int, int]], block: range, words: set[str]) -> list[tuple[int, int]]:
+    """The ``spans`` of ``text`` with most of ``words``, then most of the ``block``; so many that they are as long."""
+    there = {span: words_of(text[slice(*span)]) for span in spans}
+    weights = _weights(words, there.values())
+
+    def fit(span: tuple[int, int]) -> tuple[float, int]:
+        own = min(span[1], block.stop) - max(span[0], block.start)
+        return sum(weights.get(word, 0) for word in {*there[span]}), own
+
+    chosen = list[tuple[int, int]]()
+    for span in sorted(spans, key=fit, reverse=True):
+        if sum(stop - start for start, stop in chosen) < len(block):
+            chosen.append(span)
+    return chosen
+
+
+def _weights(words: set[str], texts: Iterable[Sequence[str]]) -> dict[str, float]:
+    """How rare those of ``words`` are that are in ``texts``."""
+    counts = Counter(word for each in texts for word in each)
+    return {word: math.log(1 + counts.total() / counts[word]) for word in words & counts.keys()}
 
 
 def quoted_in(trace: Trace) -> list[tuple[str, int]]:
@@ -183,9 +246,7 @@ def passages(reader: PassageReader, matches: Sequence[Match], words: str) -> lis
     documents = {name: stored(reader.memories, name) for name in {match.document for match in matches}}
     found = [(there, match.block, match.score) for match in matches if (there := documents[match.document])]
     around = [_Surroundings.of(reader.tokenizer, document, block) for document, block, _ in found]
-    wanted = set(words_of(words))
-    counts = Counter(word for each in around for sentence in each.sentences for word in sentence.words)
-    weights = {word: math.log(1 + counts.total() / counts[word]) for word in wanted & counts.keys()}
+    weights = _weights({*words_of(words)}, (sentence.words for each in around for sentence in each.sentences))
     places = _places(reader.tokenizer, [(document, block) for document, block, _ in found])
     made = []
     for (document, block, score), each in zip(found, around, strict=True):

@@ -10,8 +10,9 @@ import torch
 
 import memstore
 from memstore.errors import InvalidArgument
+from memstore.index.words import words_of
 from memstore.readers.asking import Answer
-from memstore.readers.passages import quoted_in
+from memstore.readers.passages import _fitting, quoted_in
 from memstore.readers.reader import Reader
 from memstore.readers.stock.visible import Candidates
 from tests.instruct import instruct_model, instruct_tokenizer, saying
@@ -49,16 +50,22 @@ def asked(reader: Reader, question: str = QUESTION, **options: Any) -> tuple[Ans
 
 
 def passages(blocks: list[int]) -> list[str]:
-    """The texts of ``blocks``, best first, with their neighbours, in order of time."""
-    wanted = {block + step for block in blocks for step in (-1, 0, 1)} & {*range(-(-len(TEXT) // SIZE))}
-    return "".join(
-        ("" if block - 1 in wanted else "\0") + TEXT[block * SIZE :][:SIZE] for block in sorted(wanted)
-    ).split("\0")[1:]
+    """The texts of ``blocks`` with their neighbours, in order of time; those that meet are one text."""
+    count = -(-len(TEXT) // SIZE)
+    wanted = {block + step for block in blocks for step in (-1, 0, 1)} & {*range(count)}
+    wanted |= {0} if 2 in blocks else set()
+    wanted |= {count - 1} if count - 3 in blocks else set()
+    return [
+        each.strip()
+        for each in "".join(
+            ("" if block - 1 in wanted else "\0") + TEXT[block * SIZE :][:SIZE] for block in sorted(wanted)
+        ).split("\0")[1:]
+    ]
 
 
 @pytest.mark.parametrize("order", ["score", "time"])
 @pytest.mark.parametrize("quote", [1, 2, 5])
-def test_the_best_blocks_stand_with_their_neighbours_before_the_question(quote: int, order: str) -> None:
+def test_the_best_blocks_of_a_text_without_paragraphs_stand_with_their_neighbours(quote: int, order: str) -> None:
     with attached("ram:", quote, order=order) as reader:
         reader.read(TEXT, document="log")
         best = [match.block for match in reader.search(QUESTION, quote)]
@@ -71,7 +78,60 @@ def test_the_best_blocks_stand_with_their_neighbours_before_the_question(quote: 
         if order == "time":
             assert texts == passages(best)
         else:
-            assert TEXT[best[0] * SIZE :][:SIZE] in texts[-1], "the best one is nearest to the question"
+            assert TEXT[best[0] * SIZE :][:SIZE].strip() in texts[-1], "the best one is nearest to the question"
+
+
+@pytest.mark.parametrize("between", ["\n\n", "\n \n", "\f"])
+@pytest.mark.parametrize("shift", range(0, SIZE, 3))
+def test_of_the_paragraphs_that_the_best_block_has_a_part_of_one_is_quoted_whole(between: str, shift: int) -> None:
+    said = ["x" * (shift + SIZE), *(f"{i} says: {'no' * (i % 3)} key {i}{i}." for i in range(12))]
+    text = between.join(said)
+    starts = [text.index(each) for each in said]
+    with attached("ram:", 1) as reader:
+        reader.read(text, document="log")
+        for question in ["What says 3: no key?", "Is it 77 or 88?", "nono key 1111?"]:
+            answer, prompt = asked(reader, question)
+            ((_, block),) = answer.quoted
+            touched = [
+                each
+                for each, start in zip(said, starts, strict=True)
+                if text[max(start, block * SIZE) : min(start + len(each), (block + 1) * SIZE)]
+            ]
+            assert prompt.split(question)[0] in [f"<|user|>{each}\n\n" for each in touched]
+
+
+@pytest.mark.parametrize(
+    ("question", "wanted"),
+    [
+        ("Where is the lamp?", ["The lamp and a coat."]),
+        ("Where is the cat?", ["A cat with a hat sits."]),
+        ("Qq?", ["A cat with a hat sits."]),  # no word is there: that with more of the block
+    ],
+)
+def test_of_two_paragraphs_that_with_more_words_of_the_question_is_quoted(question: str, wanted: list[str]) -> None:
+    text = "The lamp and a coat.\n\nA cat with a hat sits.\n\n"
+    spans = [(0, 20), (22, 44)]
+    fitting = _fitting(text, spans, range(SIZE, 2 * SIZE), {*words_of(question)})
+    assert [text[slice(*each)] for each in fitting] == wanted
+
+
+def test_short_paragraphs_are_quoted_until_they_are_as_long_as_the_block() -> None:
+    text = "\n\n".join(f"Bed {i}" for i in range(40))
+    with attached("ram:", 1) as reader:
+        reader.read(text, document="log")
+        answer, prompt = asked(reader, "Which bed is 20?")
+        quoted = prompt.removeprefix("<|user|>").split("Which")[0]
+        assert len(answer.quoted) == 1
+        assert SIZE - 2 * len("\n\n") <= len(quoted.replace("\n\n", "")) < SIZE + len("Bed 20")
+
+
+def test_a_paragraph_of_several_best_blocks_is_quoted_once() -> None:
+    text = "\n\n".join(f"Day {i}: rain, rain and rain, and no letter." for i in range(12))
+    with attached("ram:", 4) as reader:
+        reader.read(text, document="log")
+        answer, prompt = asked(reader, "Was there rain on day 7?")
+        assert len(answer.quoted) == 4
+        assert [prompt.count(f"Day {i}:") for i in range(12) if f"Day {i}:" in prompt] == [1] * prompt.count("Day ")
 
 
 def test_what_is_quoted_is_told_first_among_the_sources_and_in_the_trace() -> None:
@@ -110,7 +170,7 @@ def test_passages_of_several_documents_are_quoted_the_best_one_last_or_as_they_w
         names = [document.name for document in reader.documents]
         wanted = names if order == "time" else list(dict.fromkeys(name for name, _ in answer.quoted))[::-1]
         assert {name for name, _ in answer.quoted} == {*notes}
-        assert "".join(f"{notes[name]}\n\n" for name in wanted) in prompt
+        assert "".join(f"{notes[name].strip()}\n\n" for name in wanted) in prompt
 
 
 def test_a_document_that_two_memories_have_under_one_name_is_not_quoted(tmp_path: Path) -> None:
@@ -184,7 +244,7 @@ def test_a_block_is_quoted_alone_where_its_neighbour_is_damaged(tmp_path: Path) 
         assert again.block == best.block, "or the question must be another one"
         answer, prompt = asked(reader)
         assert answer.quoted == [("log", best.block)]
-        assert f"<|user|>{TEXT[best.block * SIZE :][:SIZE]}\n\n" in prompt
+        assert f"<|user|>{TEXT[best.block * SIZE :][:SIZE].strip()}\n\n" in prompt
 
 
 def test_an_answer_chooses_with_the_scores_of_its_quote(monkeypatch: pytest.MonkeyPatch) -> None:
