@@ -97,7 +97,7 @@ class Answer:
     scores: dict[tuple[str, int], float]
     """The scores by which blocks were chosen for it, of (document, block); without those that nobody had to choose."""
     quoted: list[tuple[str, int]]
-    """Those whose paragraphs also stood as text before the question, best first."""
+    """Those of which a paragraph also stood as text before the question, best first."""
     missing: dict[tuple[str, int], str]
     """Blocks that it was written without because they could not be read, as (document, block), and why: empty unless
     ``Retrieval(on_error="miss")``."""

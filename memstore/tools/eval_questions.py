@@ -57,7 +57,7 @@ Rerank = Annotated[
 ]
 Quote = Annotated[
     int,
-    typer.Option(min=0, help="The paragraphs of so many of the best blocks are also text before the question."),
+    typer.Option(min=0, help="Of so many of the best blocks a paragraph is also text before the question."),
 ]
 Window = Annotated[
     int | None, typer.Option(min=64, help="Tokens that are seen right before a segment while the text is read.")
