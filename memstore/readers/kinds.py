@@ -101,11 +101,12 @@ class Retrieval:
             query behind each of them (Sachan et al. 2022), and both orders vote by reciprocal ranks. 0: they are not.
             Each block costs a pass over the query, so 32 of them make a question two to three times as long. Only
             where ``words`` count.
-        quote: ``share="model"``: of so many of the best blocks the paragraph with most of the question's words also
-            stands as text before what is asked, so that both are read together: in ``ask`` (in a chat template),
-            ``chat`` and ``serve``, where it fits, and not for models that learned their positions. Several paragraphs
-            where they are short; in a text without any the block with the ones before and behind it. Neither chats nor
-            traces keep that text. 0: none; more than 1 costs look-alikes (docs/notes/questions.md).
+        quote: ``share="model"``: of so many of the best blocks the paragraph that has most of the question's words also
+            stands as text before the question, so that the model reads the two together: in ``ask`` (in a chat
+            template), ``chat`` and ``serve``, where it fits, and not for models that learned their positions. If it is
+            shorter than the block, the next best follow; one that goes on for more than two blocks before or behind
+            the block is cut one block from it. Neither chats nor traces keep that text. 0: none; more than 1 costs
+            look-alikes (docs/notes/questions.md).
         positions: Where retrieved blocks are placed: in small consecutive slots before the window, where they truly
             were, or there but never further away than the model was trained for.
         order: Which blocks take which of the stingy slots: the best one next to the window, or the latest one. A small

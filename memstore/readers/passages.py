@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import groupby, pairwise
+from itertools import accumulate, groupby, pairwise
+from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -86,7 +87,7 @@ class Passage:
     """The part of attention that its states had: mean over an answer's tokens, layers and heads; None without an
     answer, or where only its text was attended to. What a quoted text had is not in it."""
     quoted: bool
-    """Whether it also stood as text before the question."""
+    """Whether a paragraph that it has a part of also stood as text before the question."""
     excerpt: str
     """The sentence or line of the block with most of the words, rare ones first, and what follows; on one line."""
     text: str
@@ -152,14 +153,17 @@ def _quotes(
 def _paragraphs(
     tokenizer: Any, document: Document, around: range, best: Sequence[int], words: set[str]
 ) -> Iterator[tuple[list[int], str]]:
-    """Of the paragraphs that each of the ``best`` blocks has a part of those with most of ``words``, with the blocks.
+    """For each of the ``best`` blocks: of the paragraphs that it has a part of, those that have most of ``words``.
 
-    So many that they are as long as the block: what stands beside the right paragraph misleads small models. One that
-    goes on for more than ``REACH`` blocks is cut behind the next block. All is within ``around``.
+    Each paragraph comes once, with its blocks. The best one is enough if it is as long as the block: what stands beside
+    the right paragraph misleads small models. One that goes on for more than ``REACH`` blocks before or behind the
+    block is cut one block from it. All is within ``around``.
     """
     ids, size, live = document.tokens(around), document.memory.spec.block_size, document.blocks
-    ends = [len(tokenizer.decode(ids[: size * n], skip_special_tokens=True)) for n in range(len(around) + 1)]
-    text = str(tokenizer.decode(ids, skip_special_tokens=True))
+    parts = [str(tokenizer.decode(ids[: size * n], skip_special_tokens=True)) for n in range(len(around) + 1)]
+    text = parts[-1]
+    # A part that ends inside a character is decoded otherwise at its end, by some tokenizers to more characters.
+    ends = [*accumulate((len(commonprefix([part, text])) for part in parts), max)]  # noqa: RUF071 - of characters
 
     def begin(block: int) -> int:
         return ends[min(max(block - around.start, 0), len(around))]
@@ -180,7 +184,7 @@ def _paragraphs(
             chosen.setdefault(span, []).append(block)
     met = list[tuple[int, int, list[int]]]()
     for (start, stop), blocks in sorted(chosen.items()):
-        if met and start < met[-1][1]:  # of a text without paragraphs
+        if met and start <= met[-1][1]:  # of a text without paragraphs
             start, _, others = met.pop()
             blocks = [*others, *blocks]
         met.append((start, stop, blocks))
@@ -189,7 +193,7 @@ def _paragraphs(
 
 
 def _fitting(text: str, spans: Sequence[tuple[int, int]], block: range, words: set[str]) -> list[tuple[int, int]]:
-    """The ``spans`` of ``text`` with most of ``words``, then most of the ``block``; so many that they are as long."""
+    """The ``spans`` of ``text`` with most of ``words``, then most of the ``block``, until they are as long as it."""
     there = {span: words_of(text[slice(*span)]) for span in spans}
     weights = _weights(words, there.values())
 
@@ -199,7 +203,7 @@ def _fitting(text: str, spans: Sequence[tuple[int, int]], block: range, words: s
 
     chosen = list[tuple[int, int]]()
     for span in sorted(spans, key=fit, reverse=True):
-        if sum(stop - start for start, stop in chosen) < len(block):
+        if not chosen or sum(stop - start for start, stop in chosen) < len(block):
             chosen.append(span)
     return chosen
 

@@ -201,7 +201,7 @@ class Reader(Attachment):
 
     @property
     def quoted_blocks(self) -> int:
-        """So many blocks stand as text before what ``ask`` and ``chat`` are asked; see ``Retrieval.quote``."""
+        """Of so many blocks a paragraph is text before what ``ask`` and ``chat`` are asked; see ``Retrieval.quote``."""
         return self.retrieval.quote if self.takes_questions else 0
 
     def _query(self, text: str | Tokens) -> Tensor:
@@ -261,8 +261,8 @@ class Reader(Attachment):
 
         The question is put in the chat template of the tokenizer, behind a paragraph of the best block
         (``Retrieval.quote``), and the answer ends where the model ends it, or goes round in circles: the same 4 to 32
-        tokens six times. A model without a template goes on from the question's
-        words, as it does with ``raw``. Nothing is stored.
+        tokens six times. A model without a template goes on from the question's words, as it does with ``raw``. Nothing
+        is stored.
 
         Args:
             question: a question; with ``raw`` the beginning of what the model is to go on with.

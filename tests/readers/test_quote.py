@@ -1,8 +1,10 @@
-"""`Retrieval(quote=)`: the best blocks also stand as text before what is asked, and are told as sources."""
+"""`Retrieval(quote=)`: paragraphs of the best blocks also stand as text before a question; the blocks are sources."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ import memstore
 from memstore.errors import InvalidArgument
 from memstore.index.words import words_of
 from memstore.readers.asking import Answer
-from memstore.readers.passages import _fitting, quoted_in
+from memstore.readers.passages import _fitting, _paragraphs, quoted_in
 from memstore.readers.reader import Reader
 from memstore.readers.stock.visible import Candidates
 from tests.instruct import instruct_model, instruct_tokenizer, saying
@@ -123,6 +125,42 @@ def test_short_paragraphs_are_quoted_until_they_are_as_long_as_the_block() -> No
         quoted = prompt.removeprefix("<|user|>").split("Which")[0]
         assert len(answer.quoted) == 1
         assert SIZE - 2 * len("\n\n") <= len(quoted.replace("\n\n", "")) < SIZE + len("Bed 20")
+
+
+def test_passages_of_a_text_without_paragraphs_that_touch_are_one() -> None:
+    with attached("ram:", 2) as reader:
+        reader.read(TEXT, document="log")
+        document = reader.memory.document("log")
+        (quote,) = _paragraphs(reader.tokenizer, document, range(8, 16), [10, 13], set())
+        assert quote == ([10, 13], TEXT[9 * SIZE : 15 * SIZE].strip())
+
+
+class Bytes:
+    """Tokens are bytes; a run of them that is no text is decoded byte by byte, as tokenizers with byte fallback do."""
+
+    def decode(self, ids: torch.Tensor, **_: Any) -> str:
+        runs = re.split(rb"(\n)", bytes(ids.tolist()))
+        return "".join(self._decoded(run) for run in runs)
+
+    def _decoded(self, run: bytes) -> str:
+        try:
+            return run.decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(run)
+
+
+@pytest.mark.parametrize("block", range(12))
+def test_what_is_quoted_is_text_where_blocks_end_inside_of_characters(block: int) -> None:
+    said = ["\u0e01\u0e02\u0e03\u0e04\u0e05" * 2 + each for each in "abcdef"]
+    ids = torch.tensor(list("\n\n".join(said).encode()))
+    stored: Any = SimpleNamespace(
+        tokens=lambda blocks: ids[blocks.start * SIZE : blocks.stop * SIZE],
+        memory=SimpleNamespace(spec=SimpleNamespace(block_size=SIZE)),
+        blocks=range(-(-len(ids) // SIZE)),
+    )
+    quotes = [text for _, text in _paragraphs(Bytes(), stored, stored.blocks, [block], set())]
+    assert quotes
+    assert all(any(text and text in each for each in said) for text in quotes)
 
 
 def test_a_paragraph_of_several_best_blocks_is_quoted_once() -> None:
