@@ -23,6 +23,8 @@ from memstore.index.words import words_of
 from memstore.memory.search import Match
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from memstore.memory import Document, Memory, Trace
     from memstore.readers.kinds import Retrieval
 
@@ -160,10 +162,7 @@ def _paragraphs(
     block is cut one block from it. All is within ``around``.
     """
     ids, size, live = document.tokens(around), document.memory.spec.block_size, document.blocks
-    parts = [str(tokenizer.decode(ids[: size * n], skip_special_tokens=True)) for n in range(len(around) + 1)]
-    text = parts[-1]
-    # A part that ends inside a character is decoded otherwise at its end, by some tokenizers to more characters.
-    ends = [*accumulate((len(commonprefix([part, text])) for part in parts), max)]  # noqa: RUF071 - of characters
+    text, ends = _decoded(tokenizer, ids, [size * n for n in range(len(around) + 1)])
 
     def begin(block: int) -> int:
         return ends[min(max(block - around.start, 0), len(around))]
@@ -178,9 +177,7 @@ def _paragraphs(
         behind = BLANK.search(text, last, begin(block + 1 + REACH))
         start = before[-1] if before else begin(block - (REACH if block - REACH <= live.start else 1))
         stop = behind.start() if behind else begin(block + 1 + (REACH if block + 1 + REACH >= live.stop else 1))
-        blanks = [each.span() for each in BLANK.finditer(text, start, stop)]
-        spans = [(end, at) for (_, end), (at, _) in pairwise([(0, start), *blanks, (stop, 0)]) if text[end:at].strip()]
-        for span in _fitting(text, spans, range(first, last), words):
+        for span in _fitting(text, _between(BLANK, text, start, stop), range(first, last), words):
             chosen.setdefault(span, []).append(block)
     met = list[tuple[int, int, list[int]]]()
     for (start, stop), blocks in sorted(chosen.items()):
@@ -190,6 +187,20 @@ def _paragraphs(
         met.append((start, stop, blocks))
     for start, stop, blocks in met:
         yield blocks, text[start:stop].strip()
+
+
+def _decoded(tokenizer: Any, ids: Tensor, cuts: Sequence[int]) -> tuple[str, list[int]]:
+    """The text of tokens, and where in it those before each of ``cuts`` end."""
+    text = str(tokenizer.decode(ids, skip_special_tokens=True))
+    parts = (str(tokenizer.decode(ids[:cut], skip_special_tokens=True)) for cut in cuts)
+    # A part that ends inside a character is decoded otherwise at its end, by some tokenizers to more characters.
+    return text, [*accumulate((len(commonprefix([part, text])) for part in parts), max)]  # noqa: RUF071 - of characters
+
+
+def _between(borders: re.Pattern[str], text: str, start: int, stop: int) -> list[tuple[int, int]]:
+    """What lies between the ``borders`` from ``start`` to ``stop``, where it is more than blank."""
+    edges = [(start, start), *(each.span() for each in borders.finditer(text, start, stop)), (stop, stop)]
+    return [(end, begin) for (_, end), (begin, _) in pairwise(edges) if text[end:begin].strip()]
 
 
 def _fitting(text: str, spans: Sequence[tuple[int, int]], block: range, words: set[str]) -> list[tuple[int, int]]:
@@ -306,13 +317,10 @@ class _Surroundings:
             part = range(block, block + 1)
             ids = document.tokens(part)
         at = (block - part.start) * size
-        before, own, text = (
-            str(tokenizer.decode(each, skip_special_tokens=True)) for each in (ids[:at], ids[at : at + size], ids)
-        )
-        start, stop = len(before), len(before) + len(own)
-        borders = [(0, 0), *(each.span() for each in SENTENCES.finditer(text)), (len(text), len(text))]
-        spans = [(end, begin) for (_, end), (begin, _) in pairwise(borders) if end < stop and begin > start]
-        there = [_Sentence(*each, words_of(text[slice(*each)])) for each in spans if text[slice(*each)].strip()]
+        own = str(tokenizer.decode(ids[at : at + size], skip_special_tokens=True))
+        text, (start, stop) = _decoded(tokenizer, ids, [at, at + size])
+        spans = [each for each in _between(SENTENCES, text, 0, len(text)) if each[0] < stop and each[1] > start]
+        there = [_Sentence(*each, words_of(text[slice(*each)])) for each in spans]
         return cls(text, start, own, there)
 
     def counted(self, mark: str, at: int) -> int:
