@@ -96,17 +96,17 @@ class Router:
         return cls(**arrays)
 
 
-def save_router(path: str | Path, router: Router, layer: int, model: str, embedding: str) -> None:
+def save_router(path: str | Path, router: Router, layer: int, model: str, embedding: Tensor) -> None:
     """Write ``router``, whose codes are made of what enters ``layer`` of a ``model`` of this shape, in words.
 
     It was trained once for a model (``memstore.train.train_router``), and many memories use it: each keeps it in the
-    place of the one that it would fit to its text. Float32 arrays, in a safetensors file whose metadata says the layer,
-    the shape of the model, and the digest of its ``embedding``.
+    place of the one that it would fit to its text. A safetensors file: float32 arrays, and in bfloat16 the rows of the
+    model's ``embedding [n, hidden]`` that tell which model it is; its metadata says the layer and the model's shape.
     """
     from safetensors.torch import save_file
 
     arrays = {name: array.contiguous() for name, array in router.to_arrays().items()}
-    save_file(arrays, path, {"layer": str(layer), "model": model, "embedding": embedding})
+    save_file({**arrays, "embedding": embedding.bfloat16()}, path, {"layer": str(layer), "model": model})
 
 
 class TrainedRouter(NamedTuple):
@@ -115,7 +115,8 @@ class TrainedRouter(NamedTuple):
     layer: int
     router: Router
     model: str
-    embedding: str
+    embedding: Tensor | None
+    """None where it was written before memstore kept it."""
 
     @classmethod
     def read(cls, path: str | Path, hidden: int, dim: int) -> TrainedRouter:
@@ -133,8 +134,8 @@ class TrainedRouter(NamedTuple):
         layer = told.get("layer", "")
         if not layer.isdecimal() or "model" not in told:
             raise DamagedError(f"{path} is no router: it does not say its layer; name what memstore train router wrote")
-        router = Router.from_arrays(arrays, hidden, dim)
-        return cls(int(layer), router, told["model"], told.get("embedding", ""))
+        embedding = arrays.pop("embedding", None)
+        return cls(int(layer), Router.from_arrays(arrays, hidden, dim), told["model"], embedding)
 
 
 class Moments(NamedTuple):

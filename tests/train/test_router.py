@@ -40,6 +40,14 @@ def model_of(seed: int = 0) -> Any:
     return tiny("llama", seed, vocab_size=256)
 
 
+def of_four_bits(model: Any) -> Any:
+    """``model`` with weights of sixteen steps each, as a quantised file has them."""
+    for weight in model.parameters():
+        step = weight.data.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 7
+        weight.data = (weight.data / step).round() * step
+    return model
+
+
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> QuestionSet:
     return own.load(write_pairs(tmp_path_factory.mktemp("pairs") / "pairs.jsonl"))
@@ -142,7 +150,9 @@ def test_a_router_of_the_package_is_for_its_model_alone_and_for_new_memories(
     shutil.copy(router_file, tmp_path / "llama-32.safetensors")
     trained = load_file(router_file)["basis"]
     assert torch.equal(kept(model_of(), "new"), trained)
-    assert torch.equal(kept(model_of().bfloat16(), "half"), trained)
+    assert torch.equal(kept(model_of().bfloat16(), "bfloat16"), trained)
+    assert torch.equal(kept(model_of().half(), "float16"), trained)
+    assert torch.equal(kept(of_four_bits(model_of()), "four bits"), trained)
     assert torch.equal(kept(model_of(), "before"), fitted)
     assert torch.equal(kept(model_of(), "asked", router="fit"), fitted)
     assert not torch.equal(kept(model_of(1), "other"), trained)
@@ -155,7 +165,8 @@ def test_a_router_of_the_package_is_sound_and_small(path: Path) -> None:
     found = TrainedRouter.read(path, int(hidden), CODE_DIM)
     assert found.model.startswith(f"{name} of ")
     assert found.model.endswith(f" layers of {hidden}")
-    assert len(found.embedding) == 32
+    assert found.embedding is not None
+    assert found.embedding.shape[1] == int(hidden)
     assert found.router.weight is not None
     assert path.stat().st_size <= 1_000_000
 
@@ -169,8 +180,9 @@ def test_a_file_that_is_no_router_for_the_model_is_refused(tmp_path: Path, route
         memstore.attach(other, "ram:", router=tmp_path / "text")
     with pytest.raises(NotFound, match="name what memstore train router wrote"):
         memstore.attach(other, "ram:", router=tmp_path / "nowhere")
+    small = Router(torch.zeros(32), torch.zeros(32, 8))
     with attach(model_of(), "ram:") as reader:
-        save_router(tmp_path / "small", Router(torch.zeros(32), torch.zeros(32, 8)), 1, reader.architecture.shape, "")
+        save_router(tmp_path / "small", small, 1, reader.architecture.shape, torch.zeros(1, 32))
     with pytest.raises(DamagedError, match="router must be finite arrays"):
         memstore.attach(model_of(), "ram:", router=tmp_path / "small")
     with pytest.raises(InvalidArgument, match="leave routing_layers"):

@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
 from memstore.attention import Router, choose, pooled
 from memstore.attention.routing import TrainedRouter
 from memstore.errors import ForeignMemory, InvalidArgument, NotFound
 from memstore.memory import Document, Fingerprint, Memory, MemorySpec
-from memstore.memory.rows import byte_rows
 from memstore.memory.search import Match, check_layer
 from memstore.memory.view import cannot_score, noting_left_out
 from memstore.readers.attachment import Job, Place, pipelined
@@ -58,6 +56,10 @@ TOKENS_AT_ONCE = 1024
 """Tokens of all these rows: each gets a logit for every word of the vocabulary, three times over."""
 ROUTERS = Path(__file__).parents[2] / "models" / "shipped" / "routers"
 """Routers that come with the package."""
+TELLING = slice(100, None, 1000)
+"""Rows of an embedding that tell which model it is; the first ones are often those of unused tokens."""
+ALIKE = 0.2
+"""How far these may be from a router's, as a part of their norm: four bits a weight take about 0.1 of it."""
 SUB_BLOCKS = 16
 """Mean keys per block where every layer chooses for itself."""
 ROUTING_DEPTH = 0.27
@@ -447,17 +449,20 @@ class StockReader(Reader):
             )
         return found
 
-    # By the embedding, which is the same in float32 and bfloat16, and where the last layers are left out. A model that
-    # was tuned without it, as by LoRA, gets the router too.
+    # By the embedding, which is nearly the same whatever the weights are rounded to, and where the last layers are left
+    # out. A model that was tuned without it, as by LoRA, gets the router too.
     def _shipped(self) -> dict[int, Router] | None:
         """The router that comes with the package for a model with this embedding and layer, or None."""
         path = ROUTERS / f"{self.architecture.name}-{self.architecture.hidden_size}.safetensors"
         if self._fits or not path.is_file():
             return None
         found = TrainedRouter.read(path, self.architecture.hidden_size, self.memory.spec.key_dim)
-        if self.selection.index_layers != (found.layer,) or found.embedding != embedding_digest(self.model):
+        if self.selection.index_layers != (found.layer,) or found.embedding is None:
             return None
-        return {found.layer: found.router}
+        known = found.embedding.float()
+        own = embedding_rows(self.model)[: len(known)]  # tokens may have been added to the model
+        alike = own.shape == known.shape and bool((own - known).norm() < ALIKE * known.norm())
+        return {found.layer: found.router} if alike else None
 
     def fitted(self, tokens: Tensor) -> dict[int, Router]:
         """The routers of a memory whose first text begins with ``tokens [n]``, by layer; none is kept."""
@@ -596,10 +601,10 @@ def _spec(
     )
 
 
-def embedding_digest(model: PreTrainedModel) -> str:
-    """A digest of a model's embedding, as bfloat16."""
+def embedding_rows(model: PreTrainedModel) -> Tensor:
+    """Rows of a model's embedding that tell which model it is: ``[n, hidden]``, float32."""
     weight: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]  # a module's attribute
-    return xxhash.xxh3_128(byte_rows(weight.detach().cpu().bfloat16().reshape(1, -1)).data).hexdigest()
+    return weight[TELLING].detach().cpu().float()
 
 
 def usual_routing_layer(layers: int) -> int:
