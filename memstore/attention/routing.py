@@ -84,15 +84,20 @@ class Router:
         return {name: array for name, array in arrays.items() if array is not None}
 
     @classmethod
-    def from_arrays(cls, arrays: Mapping[str, Tensor], hidden: int, dim: int) -> Router:
-        """The inverse of ``to_arrays``. Raises ``DamagedError`` for what is no router of these sizes."""
+    def from_arrays(
+        cls, arrays: Mapping[str, Tensor], hidden: int, dim: int, *, file: str | Path | None = None
+    ) -> Router:
+        """The inverse of ``to_arrays``. Raises ``DamagedError`` for what is no router of these sizes.
+
+        ``file``: where they are from, if not from a memory.
+        """
         shapes = {"mean": [hidden], "basis": [hidden, dim], **({"weight": [hidden]} if "weight" in arrays else {})}
         found = {name: list(array.shape) for name, array in arrays.items() if array.dtype == torch.float32}
         if found != shapes or len(arrays) != len(shapes) or not all(each.isfinite().all() for each in arrays.values()):
-            raise DamagedError(
-                f"the memory's router must be finite arrays of float32 of the shapes {shapes}, not {found}; restore "
-                "the memory from a copy"
-            )
+            whose, cure = "the memory's router", "restore the memory from a copy"
+            if file is not None:
+                whose, cure = f"the router {file}", "name what memstore train router wrote"
+            raise DamagedError(f"{whose} must be finite arrays of float32 of the shapes {shapes}, not {found}; {cure}")
         return cls(**arrays)
 
 
@@ -135,7 +140,7 @@ class TrainedRouter(NamedTuple):
         if not layer.isdecimal() or "model" not in told:
             raise DamagedError(f"{path} is no router: it does not say its layer; name what memstore train router wrote")
         embedding = arrays.pop("embedding", None)
-        return cls(int(layer), Router.from_arrays(arrays, hidden, dim), told["model"], embedding)
+        return cls(int(layer), Router.from_arrays(arrays, hidden, dim, file=path), told["model"], embedding)
 
 
 class Moments(NamedTuple):

@@ -83,8 +83,9 @@ def attach(
         routing_layers: layers of a memory made here whose hidden states are landmarks, with ``share="model"``.
         router: the file of a router that was trained for the model (``memstore train router``), for a memory made here:
             it is kept in the memory, and says the layer. Without it: the one that the package has for the model
-            (SmolLM2-135M-Instruct, known by its embedding, whatever the weights are rounded to), else, and with "fit",
-            one that is fitted to the beginning of the text. A memory that has one keeps it.
+            (SmolLM2-135M-Instruct, whatever the weights are rounded to, and what was tuned from it and has nearly its
+            embedding), else, and with "fit", one that is fitted to the beginning of the text. A memory that has one
+            keeps it.
         segment_blocks: blocks that a DRT reads and stores together, 512.
         capacity: the last so many blocks of a document that a landmark model can retrieve; older ones leave.
         process_group: ranks of ``torch.distributed`` (or a ``DeviceMesh`` of one dimension) that search and attend to a

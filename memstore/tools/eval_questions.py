@@ -30,7 +30,10 @@ RULER_COLUMNS = ("task", "length", "tokens", "samples", "score", "alone", "ms_to
 COLUMNS = ("set", "ranker", "top_k", "all", "any", "ms")
 
 Model = Annotated[
-    str, typer.Option(help="The stock model that reads and searches: smollm2, a Hugging Face directory or hub id.")
+    str,
+    typer.Option(
+        help="The stock model that reads and searches: smollm2, a GGUF file, a Hugging Face directory or hub id."
+    ),
 ]
 AtMost = Annotated[int | None, typer.Option("--questions", min=1, help="So many of the half, spread by chance.")]
 Half = Annotated[

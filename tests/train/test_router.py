@@ -153,6 +153,9 @@ def test_a_router_of_the_package_is_for_its_model_alone_and_for_new_memories(
     assert torch.equal(kept(model_of().bfloat16(), "bfloat16"), trained)
     assert torch.equal(kept(model_of().half(), "float16"), trained)
     assert torch.equal(kept(of_four_bits(model_of()), "four bits"), trained)
+    longer = model_of()
+    longer.resize_token_embeddings(1200)
+    assert torch.equal(kept(longer, "more tokens"), trained)
     assert torch.equal(kept(model_of(), "before"), fitted)
     assert torch.equal(kept(model_of(), "asked", router="fit"), fitted)
     assert not torch.equal(kept(model_of(1), "other"), trained)
@@ -183,7 +186,7 @@ def test_a_file_that_is_no_router_for_the_model_is_refused(tmp_path: Path, route
     small = Router(torch.zeros(32), torch.zeros(32, 8))
     with attach(model_of(), "ram:") as reader:
         save_router(tmp_path / "small", small, 1, reader.architecture.shape, torch.zeros(1, 32))
-    with pytest.raises(DamagedError, match="router must be finite arrays"):
+    with pytest.raises(DamagedError, match=r"small must be finite arrays .*; name what memstore train router wrote"):
         memstore.attach(model_of(), "ram:", router=tmp_path / "small")
     with pytest.raises(InvalidArgument, match="leave routing_layers"):
         memstore.attach(model_of(), "ram:", router=router_file, routing_layers=(2,))

@@ -59,7 +59,7 @@ ROUTERS = Path(__file__).parents[2] / "models" / "shipped" / "routers"
 TELLING = slice(100, None, 1000)
 """Rows of an embedding that tell which model it is; the first ones are often those of unused tokens."""
 ALIKE = 0.2
-"""How far these may be from a router's, as a part of their norm: four bits a weight take about 0.1 of it."""
+"""How far these may be from a router's, as a part of their norm: sixteen steps a weight take 0.13 of it."""
 SUB_BLOCKS = 16
 """Mean keys per block where every layer chooses for itself."""
 ROUTING_DEPTH = 0.27
@@ -450,7 +450,7 @@ class StockReader(Reader):
         return found
 
     # By the embedding, which is nearly the same whatever the weights are rounded to, and where the last layers are left
-    # out. A model that was tuned without it, as by LoRA, gets the router too.
+    # out. A model that was tuned from this one, but so that its embedding stayed near, gets the router too.
     def _shipped(self) -> dict[int, Router] | None:
         """The router that comes with the package for a model with this embedding and layer, or None."""
         path = ROUTERS / f"{self.architecture.name}-{self.architecture.hidden_size}.safetensors"
