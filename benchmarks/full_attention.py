@@ -1,6 +1,6 @@
-"""Does a model answer questions about a text that all of its layers see whole, without a memory?
+"""Does a model tell look-alikes apart when all of its layers see the whole text, without a memory?
 
-    python benchmarks/full_attention.py lookalikes --model qwen2.5-0.5b-instruct.gguf --questions 32
+    python benchmarks/full_attention.py --model qwen2.5-0.5b-instruct.gguf --questions 32
 
 The text and then the question stand in the user's turn, in the frame that ``ask`` has. The states of what all prompts
 begin with are computed once.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-from collections.abc import Callable
 from os.path import commonprefix
 from statistics import fmean
 from typing import Any, cast
@@ -19,20 +18,17 @@ from typing import Any, cast
 import torch
 from transformers import DynamicCache
 
-from memstore.eval.questions import facts, lookalikes
+from memstore.eval.questions import lookalikes
 from memstore.eval.questions.answers import MOST, exact, f1, has
-from memstore.eval.questions.sets import HALVES, SEPARATOR, QuestionSet
+from memstore.eval.questions.sets import HALVES, SEPARATOR
 from memstore.readers.asking import INSTRUCTION, Template, framed
 from memstore.resources import hardware
 from memstore.tools.models import load_model
-
-SETS: dict[str, Callable[[], QuestionSet]] = {"lookalikes": lookalikes.load, "facts": facts.load}
 
 
 def main() -> None:
     """Measure, and print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("set", choices=SETS)
     parser.add_argument("--model", required=True)
     parser.add_argument("--questions", type=int)
     parser.add_argument("--half", choices=HALVES, default="held-out")
@@ -40,7 +36,7 @@ def main() -> None:
     torch.set_num_threads(1)
     loaded = load_model(options.model)
     model, tokenizer = cast("Any", loaded.model), loaded.tokenizer
-    asked = SETS[options.set]()
+    asked = lookalikes.load()
     questions = asked.of(options.half, options.questions)
     frame = Template.of(tokenizer, INSTRUCTION) or Template.plain(INSTRUCTION)
     words = [SEPARATOR.join((*asked.paragraphs, question.text)) for question in questions]
@@ -63,7 +59,7 @@ def main() -> None:
         name: round(fmean(measure(each, question.answers) for each, question in zip(said, questions, strict=True)), 4)
         for name, measure in measures.items()
     }
-    row = {"set": options.set, "with": "full attention", "answered": len(said), **means}
+    row = {"set": asked.name, "with": "full attention", "answered": len(said), **means}
     print(json.dumps({"model": options.model, "half": options.half, "tokens": same, "rows": [row], **hardware()}))
 
 
