@@ -2,11 +2,14 @@
 
     python benchmarks/answers.py squad --model qwen2.5-0.5b-instruct.gguf --questions 24
     python benchmarks/answers.py hotpotqa --model qwen2.5-0.5b-instruct.gguf --pools 0,1
+    python benchmarks/answers.py lookalikes --model qwen2.5-0.5b-instruct.gguf --ways "all of the text"
 
 Paragraphs of a set are pooled to texts of 32,768 tokens, each of which is read into a memory of its own. Every question
 is answered in all ways in turn, so that what else the machine does meets all of them: with the memory; with as many
 blocks as text in the prompt, in order of time, found by each ranking (its time counts); with the right paragraphs; with
-nothing. ``--out`` gets a line of JSON for each answer as it comes, and the table is printed at the end.
+nothing; and, where it is asked for by name, with all of the text in the prompt: full attention. The states of that text
+are computed once, and not counted. ``--out`` gets a line of JSON for each answer as it comes, and the table is printed
+at the end.
 """
 
 from __future__ import annotations
@@ -16,14 +19,16 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from os.path import commonprefix
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
 import torch
+from transformers import DynamicCache
 
 import memstore
-from memstore.eval.questions import hotpotqa, squad
+from memstore.eval.questions import hotpotqa, lookalikes, squad
 from memstore.eval.questions.answers import MOST, exact, f1, has
 from memstore.eval.questions.rankers import FusedRanker, MemoryRanker, Ranker, SentenceRanker, WordRanker, minilm
 from memstore.eval.questions.recall import Pool
@@ -35,14 +40,15 @@ from memstore.resources import hardware
 from memstore.tools.models import load_model
 
 MEASURES = ("em", "f1", "has")
+WHOLE = "all of the text"
 
 
 def main() -> None:
     """Measure, and print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("set", choices=("squad", "hotpotqa"))
+    parser.add_argument("set", choices=("squad", "hotpotqa", "lookalikes"))
     parser.add_argument("--model", required=True)
-    parser.add_argument("--tokens", type=int, default=32768, help="of a pool")
+    parser.add_argument("--tokens", type=int, default=32768, help="of a pool; look-alikes are one text")
     parser.add_argument("--pools", default="0", help="numbers of pools, separated by commas")
     parser.add_argument("--questions", type=int, help="of each pool, spread by chance")
     parser.add_argument("--half", choices=HALVES, default="held-out")
@@ -86,6 +92,9 @@ def main() -> None:
 
 def pools(name: str, tokens: int, tokenizer: Any) -> Iterator[QuestionSet]:
     """Sets of paragraphs that follow each other in the benchmark, each of nearly ``tokens`` tokens."""
+    if name == "lookalikes":
+        yield lookalikes.load()
+        return
     if name == "squad":
         entries = [paragraph for article in load_json("squad.json")["data"] for paragraph in article["paragraphs"]]
         texts = [[entry["context"]] for entry in entries]
@@ -120,10 +129,13 @@ class Asking:
         self._asked, self._texts, self._top_k = asked, texts, top_k
         self._rankers = {f"{ranker.name} as text": ranker for ranker in rankers}
         self._frame = Template.of(reader.tokenizer, system) or Template.plain(system)
+        self._whole = list[int](), DynamicCache(config=model.config)
+        """Tokens of a prompt with all of the text, and states of some of their beginning."""
 
     def rows(self, question: Question, ways: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
         """What the model says to a question in each way, how right it is, and how long it takes."""
         for way in ways or ("memory", *self._rankers, "the right paragraphs", "nothing"):
+            self.prepare(question, way)
             begun = time.perf_counter(), time.process_time()
             said = self._say(question, way)
             spent = time.perf_counter() - begun[0], time.process_time() - begun[1]
@@ -147,16 +159,37 @@ class Asking:
             before = [self._texts[block] for block in sorted(found)]
         elif way == "the right paragraphs":
             before = [self._asked.paragraphs[number] for number in question.evidence]
-        return self._plainly(SEPARATOR.join((*before, question.text)))
-
-    def _plainly(self, words: str) -> str:
-        """What the model says that has no memory, in the same frame as ``ask`` has."""
-        prompt = framed(self._reader.tokenizer, self._frame, words, self._frame.opening).tokens
+        prompt = self._prompt((*before, question.text))
         ends = self._frame.ends(self._reader.tokenizer)
-        ids, options = torch.tensor([prompt]), {"do_sample": False, "max_new_tokens": MOST, "eos_token_id": ends}
+        options = {"do_sample": False, "max_new_tokens": MOST, "eos_token_id": ends}
+        if way == WHOLE:
+            prompt = self._prompt((*self._asked.paragraphs, question.text))
+            options["past_key_values"] = self._whole[1]
+        ids = torch.tensor([prompt])
         with torch.inference_mode():
             made = self._model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :]
         return str(self._reader.tokenizer.decode(made, skip_special_tokens=True)).strip()
+
+    def prepare(self, question: Question, way: str) -> None:
+        """Compute what a way needs that is not counted."""
+        if way != WHOLE:
+            return
+        before, cache = self._whole
+        prompt = self._prompt((*self._asked.paragraphs, question.text))
+        ready = min(len(prompt) - 1, len(commonprefix([before, prompt])))  # noqa: RUF071 - of token ids
+        if not before:
+            ready = len(prompt) - len(self._prompt((question.text,)))
+            with torch.inference_mode():
+                for part in torch.tensor([prompt[:ready]]).split(512, dim=1):
+                    self._model(input_ids=part, past_key_values=cache, logits_to_keep=1)
+        if extra := cache.get_seq_length() - ready:
+            cache.crop(-extra)
+        self._whole = prompt, cache
+
+    def _prompt(self, texts: Sequence[str]) -> list[int]:
+        """Texts before a model that has no memory, in the same frame as ``ask`` has."""
+        words = SEPARATOR.join(texts)
+        return framed(self._reader.tokenizer, self._frame, words, self._frame.opening).tokens
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -62,7 +62,7 @@ def main() -> None:
         reader.read(pool.tokens, document="squad")
         ranker = MemoryRanker(reader)
         for name, frame in list(frames(tokenizer).items())[: options.frames]:
-            texts = [asked_in(tokenizer, frame(each.text)) for each in questions]
+            texts = [asked_in(tokenizer, [frame(each.text)])[0] for each in questions]
             same = sum(text == each.text for text, each in zip(texts, questions, strict=True))
             framed = [
                 Question(each.id, text, each.answers, each.evidence)

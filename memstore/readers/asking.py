@@ -39,10 +39,35 @@ SHORTEST, LONGEST, TIMES = 4, 32, 6
 """An answer goes round in circles where so many tokens, from the first number to the second, come so many times."""
 LONG = 50
 """Words of somebody from which on a question in them chooses. People's questions are shorter."""
+FEW = 2
+"""Words of a question that is none by itself: "Why?", "Since when?"."""
+BEFORE = 0.2
+"""How much the exchange before a question counts that refers to it. Where the subject has changed after all, more of it
+would cost what is best for the question itself (docs/notes/questions.md)."""
 _LABELLED = re.compile(r"(?:.*\n)?\s*(?:question|q):\s*(.+?)\s*\n\s*(?:answer|a):\s*", re.IGNORECASE | re.DOTALL)
 _ASKING = re.compile(r"\b(who|whom|whose|what|which|when|where|why|how)\b", re.IGNORECASE)
+_REFERRING = re.compile(
+    r"\b(it|its|this|that|these|those|they|them|their|he|him|his|she|her|hers|else)\b"
+    r"|^\W*(and|but|or|so|also|then|(what|how) about)\b",
+    re.IGNORECASE,
+)
 _WORDS = ("memstore-words-1", "memstore-words-2", "memstore-words-3")
 """Stand for people's words while a template is cut: ordinary letters, which no template changes."""
+
+
+@dataclass(frozen=True, eq=False)
+class Query:
+    """What chooses blocks in place of a prompt's own tokens."""
+
+    tokens: torch.Tensor
+    """``[n]`` int64."""
+    before: torch.Tensor | None = None
+    """``[m]`` int64: what was said before, where the query refers to it; it counts ``BEFORE`` as much."""
+
+    @property
+    def parts(self) -> list[tuple[torch.Tensor, float]]:
+        """Texts, each of which is understood by itself, and how much they count."""
+        return [(self.tokens, 1.0), *([] if self.before is None else [(self.before, BEFORE)])]
 
 
 class Asker(PassageReader, Protocol):
@@ -304,19 +329,31 @@ def framed(tokenizer: Any, frame: Template, words: str, before: str) -> Prompt:
     return Prompt(frame.controls(tokenizer, before), encode(tokenizer, words), frame.controls(tokenizer, frame.header))
 
 
-def asked_in(tokenizer: Any, text: str) -> str:
-    """What is looked up for a query: the question in it, without the frame that it may be given in.
+def asked_in(tokenizer: Any, said: Sequence[str]) -> tuple[str, str]:
+    """What is looked up for a query: the question in it, without its frame, and what it refers to, or nothing.
 
-    Of a conversation in the chat template that is what the user says last, of ``Question: ... Answer:`` what stands
-    between the labels (the last ones), and of a long message what is ``wanted_in`` it.
+    ``said``: what user and model have said in turn, the question last; or all of it as one text. Of a conversation in
+    the chat template the question is what the user says last, of ``Question: ... Answer:`` what stands between the
+    labels (the last ones), and of a long message what is ``wanted_in`` it. What a short one ``refers`` to is the
+    exchange before it.
     """
-    said = _said_last(tokenizer, text)
-    labelled = _LABELLED.fullmatch(said)
-    return wanted_in(labelled[1] if labelled else said)
+    *before, last = _said_in(tokenizer, *said) if len(said) == 1 else said
+    labelled = _LABELLED.fullmatch(last)
+    asked = wanted_in(labelled[1] if labelled else last)
+    *_, question, answer = "", "", *before
+    return asked, f"{wanted_in(question)} {answer}".strip() if asked == last and refers(asked) else ""
 
 
-def _said_last(tokenizer: Any, text: str) -> str:
-    """What a user says last, where ``text`` begins as a rendered conversation does, with a control token; or all."""
+def refers(question: str) -> bool:
+    """Whether an English question seems to need what was said before it: it has a word like "it", or few words.
+
+    Where such a word refers to nothing before, little is lost (docs/notes/questions.md).
+    """
+    return _REFERRING.search(question) is not None or len(question.split()) <= FEW
+
+
+def _said_in(tokenizer: Any, text: str) -> list[str]:
+    """What user and model say in turn, where ``text`` begins with a control token, as if rendered; or all as one."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     names = {*getattr(tokenizer, "all_special_tokens", []), *(str(each) for each in added if each.special)}
     frame = None
@@ -324,15 +361,20 @@ def _said_last(tokenizer: Any, text: str) -> str:
         with suppress(InvalidArgument):  # a template that does not work has rendered nothing
             frame = Template.of(tokenizer)
     if frame is None:
-        return text
+        return [text]
     control = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
     backwards = zip(reversed(frame.opening), reversed(frame.following), strict=False)
     before = "".join(one for one, other in takewhile(lambda pair: pair[0] == pair[1], backwards))[::-1]
     end = control.match(before)  # of the turn before, which the first turn has none of
     if end and control.search(before, end.end()):
         before = before[end.end() :].lstrip()
-    _, found, said = text.rpartition(before)
-    return (control.split(said)[0].strip() if found and control.search(before) else "") or text
+    if before not in text or not control.search(before):
+        return [text]
+    turns = list[str]()
+    for turn in text.split(before)[1:]:
+        words, _, answer = turn.partition(frame.past)
+        turns += [control.split(words)[0].strip(), control.split(answer)[0].strip()]
+    return turns[:-1] if turns[-2] else [text]
 
 
 def wanted_in(words: str) -> str:
@@ -366,13 +408,15 @@ def answered(
     *,
     max_tokens: int,
     trace: bool,
+    said: Sequence[str] = (),
     session: str | None = None,
     told: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Answer:
     """Generate after ``prompt``, and note what was retrieved, and ``told``; see ``Reader.ask``.
 
-    ``session``: the document of the conversation that it is about.
+    ``said``: what user and model have said before the question, in turn. ``session``: the document of the conversation
+    that it is about.
     """
     if reason := too_long(reader.model, len(prompt.tokens), max_tokens):
         raise InvalidArgument(f"{reason}: ask in fewer words, or read long texts into the memory")
@@ -382,12 +426,12 @@ def answered(
     quoted, asked = list[tuple[str, int]](), prompt
     if teller.frame is not None:
         if reader.takes_questions:
-            options["query"] = question  # not the template around it, which is the same for all questions
+            options["query"] = [*said, question]  # not the template around it, which is the same for all questions
             opening = teller.frame.controls(reader.tokenizer, teller.frame.opening)
             if prompt.tokens[: len(opening)] == opening:  # not where a conversation goes on
                 options["opening"] = len(opening)
             if reader.quoted_blocks:
-                best, text = quotes(reader, question, session=session)
+                best, text = quotes(reader, [*said, question], session=session)
                 longer = replace(prompt, words=[*encode(reader.tokenizer, text), *prompt.words])
                 if best and not too_long(reader.model, len(longer.tokens), max_tokens):
                     quoted, prompt = best, longer

@@ -77,14 +77,14 @@ class Conversation:
             raise InvalidArgument("there is nothing said: give some words")
         self.turns = self._kept()  # somebody may have forgotten the session since
         self._complete()
-        asked, start = self._framed(words), self._tokens
+        asked, start, said = self._framed(words), self._tokens, [turn.text for turn in self.turns[-2:]]
         self._note(Turn(role="user", text=words, time=_now(), start=start))
         teller = Teller(self.reader, self._frame, tell, stop)
         try:
             with self._seen(goes_on=start > 0):
                 told = {"conversation": {"document": self.name, "start": start}}
-                options = {"max_tokens": max_tokens, "trace": trace, "session": self.name, "told": told, **options}
-                answer = answered(self.reader, words, asked, teller, **options)
+                options = {"max_tokens": max_tokens, "trace": trace, **options}
+                answer = answered(self.reader, words, asked, teller, said=said, session=self.name, told=told, **options)
         except KeyboardInterrupt:
             self._keep(asked, teller.tokens, teller.text, start)
             raise

@@ -67,8 +67,8 @@ class PassageReader(Protocol):
     def quoted_blocks(self) -> int:
         """So many blocks are quoted before a question."""
 
-    def search(self, text: str, top_k: int) -> list[Match]:
-        """The best blocks for a question."""
+    def search(self, text: Sequence[str], top_k: int) -> list[Match]:
+        """The best blocks for a question, the last of what was said in turn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,16 +106,20 @@ def stored(memories: Sequence[Memory], name: str) -> Document | None:
     return None
 
 
-def quotes(reader: PassageReader, question: str, *, session: str | None = None) -> tuple[list[tuple[str, int]], str]:
+def quotes(
+    reader: PassageReader, said: Sequence[str], *, session: str | None = None
+) -> tuple[list[tuple[str, int]], str]:
     """The best blocks for a question, as many as ``reader`` quotes, and the text of the paragraphs that fit best.
+
+    The question is the last of what was ``said`` in turn.
 
     Passages stand as ``Retrieval.order`` says, the best one nearest to the question or in order of time. The
     ``session``, a document that is seen beside, is not quoted, nor is what cannot be read, or is in several memories
     under one name.
     """
-    most, said = reader.quoted_blocks, None if session is None else stored(reader.memories, session)
+    most, own = reader.quoted_blocks, None if session is None else stored(reader.memories, session)
     try:
-        found = reader.search(question, most + (0 if said is None else len(said.blocks)))
+        found = reader.search(said, most + (0 if own is None else len(own.blocks)))
     except DamagedError:  # an answer may need none of it, and says so itself if it does
         return [], ""
     best = [(match.document, match.block) for match in found if match.document != session][:most]
@@ -124,7 +128,7 @@ def quotes(reader: PassageReader, question: str, *, session: str | None = None) 
         holders = [document for memory in reader.memories if (document := stored([memory], name))]
         if len(holders) == 1:
             wanted = sorted(block for at, block in best if at == name)
-            for blocks, text in _quotes(reader.tokenizer, holders[0], wanted, {*words_of(question)}):
+            for blocks, text in _quotes(reader.tokenizer, holders[0], wanted, {*words_of(said[-1])}):
                 made.append(([(name, block) for block in blocks], text))
     if reader.retrieval.order == "score":
         made.sort(key=lambda each: min(map(best.index, each[0])), reverse=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from memstore.memory import Document, Memory, Recorder, Traces
 from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.search import Match
 from memstore.memory.urls import Mode
-from memstore.readers.asking import INSTRUCTION, Answer, Prompt, Teller, Template, answered, asked_in, framed
+from memstore.readers.asking import INSTRUCTION, Answer, Prompt, Query, Teller, Template, answered, asked_in, framed
 from memstore.readers.attachment import Attachment, Chunks, ReadResult, check_options
 from memstore.readers.audit import Audit
 from memstore.readers.caches import cache_in
@@ -172,16 +172,16 @@ class Reader(Attachment):
         self,
         text: str | Tensor,
         *,
-        query: str | Tokens | None = None,
+        query: str | Sequence[str] | Tokens | None = None,
         opening: int = 0,
         trace: bool = False,
         **options: Any,
     ) -> Any:
         """``model.generate`` after the document; ``text`` is what comes next: tokens ``[rows, T]``, or a string.
 
-        ``query``, tokens ``[n]`` or a string, chooses the blocks in place of the last tokens of ``text``: what somebody
-        asks, without the template around it and what was said before. Its choice is that of ``search``, for all rows;
-        only stock models take one. ``opening``, beside a query: so many tokens of ``text`` come before every question.
+        ``query``, as ``search`` takes it, chooses the blocks in place of the last tokens of ``text``: what somebody
+        asks, without the template around it. Its choice is that of ``search``, for all rows; only stock models take
+        one. ``opening``, beside a query: so many tokens of ``text`` come before every question.
         Where the document's end is not seen (``seeing``) and not all is retrieved, they do not attend to what is, and
         their states are kept for the next call; not with ``use_cache=False``, or a cache of yours. ``options`` and the
         result are those of ``model.generate``. With ``trace`` what is retrieved is written to the memory's traces.
@@ -205,19 +205,23 @@ class Reader(Attachment):
         """Of so many blocks a paragraph is text before what ``ask`` and ``chat`` are asked; see ``Retrieval.quote``."""
         return self.retrieval.quote if self.takes_questions else 0
 
-    def _query(self, text: str | Tokens) -> Tensor:
-        """Text that chooses blocks as tokens ``[n]`` int64."""
-        if isinstance(text, str):
-            tokens = torch.tensor(self._encoded(asked_in(self.tokenizer, text) if self.takes_questions else text))
+    def _query(self, text: str | Sequence[str] | Tokens) -> Query:
+        """Text that chooses blocks as tokens."""
+        said = [text] if isinstance(text, str) else text if _are_words(text) else None
+        before = ""
+        if said is None:
+            tokens = as_tokens(cast("Tokens", text))
         else:
-            tokens = as_tokens(text)
+            asked, before = asked_in(self.tokenizer, said) if self.takes_questions else (said[-1], "")
+            tokens = torch.tensor(self._encoded(asked))
         if not len(tokens):
             raise InvalidArgument("a query needs at least one token")
-        return self._checked(tokens).long()
+        referred = torch.tensor(self._encoded(before)[: self.retrieval.span]) if before else None
+        return Query(self._checked(tokens).long(), referred)
 
     @contextmanager
-    def _choosing(self, query: Tensor | None) -> Iterator[None]:  # noqa: ARG002 - for those that can
-        """Inside, the tokens ``query [n]`` choose blocks for prompts; None: their own do."""
+    def _choosing(self, query: Query | None) -> Iterator[None]:  # noqa: ARG002 - for those that can
+        """Inside, ``query`` chooses blocks for prompts; None: their own tokens do."""
         yield
 
     def _with_opening(self, text: Tensor, opening: int) -> dict[str, Any]:  # noqa: ARG002 - for those that can
@@ -374,11 +378,13 @@ class Reader(Attachment):
     def _described(self) -> dict[str, Any]:
         """What the info of a trace says of the model and of how it retrieves."""
 
-    def search(self, text: str | Tokens, top_k: int = 8, *, layer: int | None = None) -> list[Match]:
-        """The ``top_k`` blocks that ``text``, tokens ``[n]`` or a string, finds after the document, best first.
+    def search(self, text: str | Sequence[str] | Tokens, top_k: int = 8, *, layer: int | None = None) -> list[Match]:
+        """The ``top_k`` blocks that ``text`` finds after the document, best first.
 
-        Where a question chooses by itself, it is looked for in a string: the user's last words of a rendered
-        conversation, what stands between ``Question:`` and ``Answer:``, the longest question of more than 50 words.
+        ``text``: tokens ``[n]``, a string, or strings that user and model have said in turn, the question last. Where a
+        question chooses by itself, it is looked for in a string: the user's last words of a rendered conversation, what
+        stands between ``Question:`` and ``Answer:``, the longest question of more than 50 words. If it has a word like
+        "it", "his" or "and ...?", the first 32 tokens (``Retrieval.span``) of the exchange before it count a fifth.
         ``layer``: one that retrieves; which ones it may be, and what scores mean, is a matter of the kind. Raises
         ``InvalidArgument`` and ``DamagedError``.
         """
@@ -389,7 +395,7 @@ class Reader(Attachment):
             return self._search(self._query(text), top_k, layer)
 
     @abstractmethod
-    def _search(self, tokens: Tensor, top_k: int, layer: int | None) -> list[Match]:
+    def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
         """See ``search``."""
 
     def audit(
@@ -417,6 +423,10 @@ class Reader(Attachment):
         asked = self._encoded(text) if isinstance(text, str) else text
         audited: Audit = resolve_name(self.kind.audit)(self, top_k).audit(asked, tokens, progress=progress)
         return audited
+
+
+def _are_words(text: object) -> TypeGuard[Sequence[str]]:
+    return isinstance(text, Sequence) and len(text) > 0 and all(isinstance(each, str) for each in text)
 
 
 def _makes_cache(model: Any, options: Mapping[str, Any]) -> bool:

@@ -66,6 +66,20 @@ def test_other_documents_are_seen_beside_the_session(tmp_path: Path) -> None:
         assert reader.names is None
 
 
+def test_a_question_that_refers_to_the_exchange_before_finds_what_that_was_about(tmp_path: Path) -> None:
+    options = memstore.Retrieval(top_k=1, words=1000)
+    with attached(tmp_path / "m", retrieval=options) as reader:
+        reader.read("".join(f"Entry {i} of the log. " for i in range(40)), document="log")
+        (wanted,) = reader.search("entry 24", 1)
+        for words, same in (("And why is it?", True), ("Which one came first?", False)):
+            reader.chat("today").forget_last()
+            say(reader, "What does entry 24 say?", "Entry 24 is short.")
+            conversation = reader.chat("today")
+            asked = conversation.say(words, max_tokens=1)
+            assert ((wanted.document, wanted.block) in {(each[0], each[1]) for each in asked.used}) is same
+            conversation.forget_last()
+
+
 def test_other_memories_are_seen_beside_that_of_the_session_and_stay_as_they_are(tmp_path: Path) -> None:
     texts = {"cottage": "The key hangs in the woodshed. ", "ferry": "The last ferry leaves at 19:40. "}
     for name, text in texts.items():

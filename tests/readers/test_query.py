@@ -61,6 +61,31 @@ def test_a_query_may_be_words() -> None:
         assert chosen(attached, ids, "years ago") == chosen(attached, ids, tokenizer("years ago").input_ids)
 
 
+# What it refers to
+
+
+def test_the_exchange_before_counts_a_fifth_where_a_question_refers_to_it() -> None:
+    tokenizer, options = byte_tokenizer(), Retrieval(top_k=3, span=20)
+    before = ["What does line 12 tell of?", "Of the path and of house 12."]
+    with attach(tiny("llama", vocab_size=300), "ram:", tokenizer=tokenizer, retrieval=options, block_size=16) as reader:
+        reader.read("".join(f"Line {i} tells of the path and of house {i}. " for i in range(20)), document="log")
+
+        def scores(*said: str) -> Tensor:
+            return torch.tensor([each.score for each in sorted(reader.search(said, 99), key=lambda each: each.block)])
+
+        codes = reader.hooks.query_codes(reader._query([*before, "Who built it?"]), reader.memory.spec.index_layers[0])
+        assert len(codes) == len("Who built it?"[1:]) + 19, "the first 20 tokens of the exchange, but for the first"
+        assert not torch.equal(scores(*before, "Who built it?"), scores("Who built it?"))
+        assert torch.equal(scores("Hello.", "Hi.", *before, "Who built it?"), scores(*before, "Who built it?"))
+        assert torch.equal(scores(*before, "Who built house 3?"), scores("Who built house 3?"))
+        reader.selection.retrieval = Retrieval(span=1000, words=1000)  # words alone say nearly all
+        own, other, both = (
+            scores(*said) for said in (["Is it line 7?"], [" ".join(before)[:20]], [*before, "Is it line 7?"])
+        )
+        assert min(own.max(), other.max()) > 500
+        torch.testing.assert_close(both, own + 0.2 * other, rtol=0, atol=20)
+
+
 @pytest.mark.parametrize(
     ("query", "share", "says"),
     [

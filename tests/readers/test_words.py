@@ -16,6 +16,7 @@ from memstore import Retrieval
 from memstore.errors import InvalidArgument
 from memstore.index.words import words_of
 from memstore.memory import Document
+from memstore.readers.asking import Query
 from memstore.readers.stock.reader import StockReader
 from memstore.readers.stock.selection import DocumentWords
 from memstore.readers.stock.visible import everything
@@ -44,7 +45,7 @@ def scores(attached: StockReader, query: Tensor) -> dict[int, float]:
 
 def bm25(attached: StockReader, query: Tensor, words: DocumentWords | None = None) -> Tensor:
     found = words or DocumentWords(None)
-    return found.score(everything(attached._sources()), query)
+    return found.score(everything(attached._sources()), Query(query))
 
 
 def test_a_rare_word_lifts_its_block() -> None:
@@ -124,9 +125,9 @@ def test_words_outlive_the_opening_of_a_memory_and_count_only_for_the_same_block
         """So many blocks are read off anew."""
         candidates = everything(attached._sources())
         read.clear()
-        found = attached._words.score(candidates, query)
+        found = attached._words.score(candidates, Query(query))
         assert sum(map(len, read)) == anew
-        assert torch.equal(found, DocumentWords(None).score(candidates, query))
+        assert torch.equal(found, DocumentWords(None).score(candidates, Query(query)))
 
     with attached:
         attached.read(tokens(100), document="a")
@@ -152,7 +153,7 @@ def test_words_of_a_tokenizer_are_those_of_its_text_and_the_block_beside_has_a_p
     with attach(model, "ram:", tokenizer=tokenizer, **SIZES) as attached:
         attached.read(TEXT * 4, document="whale")
         document, query = attached.document, torch.tensor(tokenizer("MONEY years?").input_ids)
-        found = DocumentWords(tokenizer).score(everything(attached._sources()), query).tolist()
+        found = DocumentWords(tokenizer).score(everything(attached._sources()), Query(query)).tolist()
         texts = [tokenizer.decode(document.tokens(block)) for block in document.complete_blocks]
     has = [bool({"money", "years"} & set(words_of(str(text)))) for text in texts]
     for at, (score, own) in enumerate(zip(found, has, strict=True)):
@@ -176,7 +177,9 @@ def test_other_endings_of_a_word_are_the_same_word() -> None:
     with attach(tiny("llama", vocab_size=300), "ram:", tokenizer=tokenizer, block_size=32) as attached:
         attached.read("They were settled on Monday by two men; nobody else was there.  ", document="islands")
         candidates, words = everything(attached._sources()), DocumentWords(tokenizer)
-        same, other = (words.score(candidates, torch.tensor(tokenizer(x).input_ids)) for x in ("settlers", "settee"))
+        same, other = (
+            words.score(candidates, Query(torch.tensor(tokenizer(x).input_ids))) for x in ("settlers", "settee")
+        )
     assert float(same[0]) > 0
     assert not other.any()
 

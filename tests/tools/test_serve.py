@@ -136,6 +136,20 @@ def test_what_was_said_before_is_part_of_the_prompt(port: int) -> None:
     assert answer["usage"]["prompt_tokens"] == letters + marks  # a token is a byte, or a mark
 
 
+def test_a_question_that_refers_to_something_is_looked_up_with_the_exchange_before(port: int) -> None:
+    def scores(*said: str) -> dict[int, float]:
+        turns = zip(("user", "assistant", "user"), said, strict=False)
+        body = chat() | {"messages": [{"role": role, "content": text} for role, text in turns]}
+        return {each["block"]: each["score"] for each in ask(port, "/v1/chat/completions", body)[1]["sources"]}
+
+    before = ("Where is the key?", "In the woodshed.")
+    for question, same in (("Who hung it there?", False), ("Who has the key?", True)):
+        alone, after = scores(question), scores(*before, question)
+        both = alone.keys() & after.keys()
+        assert both
+        assert all((alone[block] == after[block]) is same for block in both)
+
+
 def test_health_and_models(port: int) -> None:
     assert ask(port, "/health")[:2] == (200, {"status": "ok", "waiting": 0})
     listed = ask(port, "/v1/models")[1]["data"]

@@ -25,6 +25,7 @@ from memstore.models.drt.modeling import DTYPES, DRTForCausalLM
 from memstore.models.drt.packing import DRTPacking
 from memstore.models.drt.tables import MemoryTable
 from memstore.models.reading import CacheReader
+from memstore.readers.asking import Query
 from memstore.readers.attachment import Job, Place, evaluating, pipelined
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import DRT
@@ -147,7 +148,7 @@ class DRTReader(CacheReader[DRTCache]):
         newline, *_ = self._encoded("\n") or [0]
         return torch.cat([asked.new_full((1, count), newline), asked], 1)
 
-    def _search(self, tokens: Tensor, top_k: int, layer: int | None) -> list[Match]:
+    def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
         """By the retriever of the group of upper layers that ``layer`` is in; by default the first group.
 
         A DRT asks at the end of a block, so the text is placed there: a few of the document's last tokens make room.
@@ -159,15 +160,15 @@ class DRTReader(CacheReader[DRTCache]):
             return []
         cache, tail = self._started(1)
         size = self.model.config.tokens_per_block
-        room = len(tail) - (cache.counts[0] + len(tail) + len(tokens)) % size
+        room = len(tail) - (cache.counts[0] + len(tail) + len(query.tokens)) % size
         choices = Choices(DRTChoice, lambda each: each)
         cache.observers.append(choices)
         with evaluating(self.model):
-            self._segment(self.model.model.forward, torch.cat([tail[:room], tokens]), cache)
+            self._segment(self.model.model.forward, torch.cat([tail[:room], query.tokens]), cache)
         (lookup,) = (choice.lookup for choice in choices if choice.group == group)
         assert lookup is not None, "a block ends with the text"
-        query = lookup.queries[:, -1:].float().cpu()  # [1, 1, e]
-        return search_vectors([self.document], query, top_k, layer=0)
+        asking = lookup.queries[:, -1:].float().cpu()  # [1, 1, e]
+        return search_vectors([self.document], asking, top_k, layer=0)
 
     def _group(self, layer: int | None) -> int:
         """The group of upper layers that ``layer`` is in."""

@@ -29,6 +29,7 @@ from memstore.models.landmark.modeling import LandmarkForCausalLM
 from memstore.models.landmark.tables import document_table
 from memstore.models.packing import Packing
 from memstore.models.reading import CacheReader
+from memstore.readers.asking import Query
 from memstore.readers.attachment import Job, Place, evaluating
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import LANDMARK, Retrieval
@@ -162,7 +163,7 @@ class LandmarkReader(CacheReader[LandmarkCache]):
             "top_k": self.retrieval.top_k,
         }
 
-    def _search(self, tokens: Tensor, top_k: int, layer: int | None) -> list[Match]:
+    def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
         """A block's score is the largest part of its softmax over landmarks that any head gives it at the last token.
 
         That is the token that would choose blocks for the first word of an answer. In one layer, or in all.
@@ -175,7 +176,7 @@ class LandmarkReader(CacheReader[LandmarkCache]):
         given = Choices(LandmarkChoice, lambda choice: (choice.layer, choice.rows, *choice.weights()))
         cache.observers.append(given)
         with evaluating(self.model):
-            self.model(tokens.to(self.model.device)[None], past_key_values=cache, logits_to_keep=1)
+            self.model(query.tokens.to(self.model.device)[None], past_key_values=cache, logits_to_keep=1)
         scores = torch.zeros(len(blocks))  # 0 for blocks of the segment in hand: those are seen without being chosen
         for number, ending, weights, places in given:
             if ending and layer in (None, number):  # what ends before the text's last token does not count

@@ -24,6 +24,7 @@ from memstore.models.memorizing.cache import MemorizingCache
 from memstore.models.memorizing.choice import KNNChoice
 from memstore.models.memorizing.modeling import MemorizingForCausalLM
 from memstore.models.reading import CacheReader
+from memstore.readers.asking import Query
 from memstore.readers.attachment import Job, Place, evaluating
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import MEMORIZING
@@ -106,7 +107,7 @@ class MemorizingReader(CacheReader[MemorizingCache]):
             memory.stored.tiers = [{} for _ in range(rows)]
         return cache
 
-    def _search(self, tokens: Tensor, top_k: int, layer: int | None) -> list[Match]:
+    def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
         """By the tokens that the last one looks up: a block's score is that of its best token, a mean over heads."""
         own = self.model.config.memory_layer
         if layer not in (None, own):
@@ -116,7 +117,7 @@ class MemorizingReader(CacheReader[MemorizingCache]):
         cache, asked = self._made(1), Choices(KNNChoice, lambda choice: choice.queries[0, :, -1:].float().cpu())
         cache.observers.append(asked)
         with evaluating(self.model):
-            self.model(tokens[None].to(self.model.device), past_key_values=cache, logits_to_keep=1)
+            self.model(query.tokens[None].to(self.model.device), past_key_values=cache, logits_to_keep=1)
         return search_vectors([self.document], asked[-1], top_k, layer=0)
 
     def _described(self) -> dict[str, Any]:

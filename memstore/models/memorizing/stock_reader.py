@@ -22,6 +22,7 @@ from memstore.memory.search import Match, search_vectors
 from memstore.models.memorizing.choice import KNNChoice
 from memstore.models.memorizing.reader import BLOCK_SIZE, DocumentTokens
 from memstore.models.memorizing.stock import NAME, knn_memory_of
+from memstore.readers.asking import Query
 from memstore.readers.attachment import Job, evaluating
 from memstore.readers.caches import cache_in
 from memstore.readers.fingerprint import fingerprint_of
@@ -128,7 +129,7 @@ class KNNReader(Reader):
         layer = self._layer
         return {"mechanism": "knn", "layers": [self._settings["layer"]], "heads": layer.heads, "top_k": layer.top_k}
 
-    def _search(self, tokens: Tensor, top_k: int, layer: int | None) -> list[Match]:
+    def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
         """By the tokens that the last one looks up: a block's score is that of its best token, a mean over heads."""
         own = self._settings["layer"]
         if layer not in (None, own):
@@ -139,7 +140,7 @@ class KNNReader(Reader):
         usual, self.observers[:] = list(self.observers), [asked]  # nobody else is told
         try:
             with evaluating(self.model):
-                self.model(tokens[None].to(self.model.device), use_cache=False)
+                self.model(query.tokens[None].to(self.model.device), use_cache=False)
         finally:
             self.observers[:] = usual
         return search_vectors([self.document], asked[-1], top_k, layer=0)

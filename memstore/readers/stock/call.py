@@ -18,6 +18,7 @@ from transformers.cache_utils import CacheLayerMixin
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.kernels.block_attention import attend
 from memstore.memory.spec import plain_layouts
+from memstore.readers.asking import Query
 from memstore.readers.observer import Choice, Observer
 from memstore.readers.stock.architecture import LayerPlan
 from memstore.readers.stock.draft import StockDraft
@@ -75,7 +76,7 @@ class Call(LocalTokens):
         """Those of the prompt ``[n]`` whose states were there before its pass; see ``Opening``."""
         self.chosen_at: int | None = None
         self.last_chosen: CandidateLists | None = None
-        self.query: Tensor | None = None
+        self.query: Query | None = None
         self.by_query: CandidateLists | None = None
         """What ``query`` chooses."""
         self.codes: dict[int, Tensor] = {}
@@ -167,7 +168,8 @@ class Call(LocalTokens):
         before = None if self.reading else self.codes.get(layer)
         self.codes[layer] = codes if before is None else torch.cat((before, codes), dim=1)
         if not self.reading and (self.due() or (again and self.routed)):
-            rows = [self._real(row, self.codes[layer][row]) for row in range(len(codes))]
+            span = self.selection.retrieval.span
+            rows = [self._real(row, self.codes[layer][row])[-span:] for row in range(len(codes))]
             chosen = self.selection.route(self.candidates, layer, rows)
             self.set_chosen(chosen, from_layer=self.selection.first_layer)
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from memstore.errors import InvalidArgument
+from memstore.readers.asking import Query
 from memstore.readers.caches import CACHE, cache_in
 from memstore.readers.observer import Observer
 from memstore.readers.ranks import Ranks
@@ -59,8 +60,8 @@ class Hooks:
         self._tap: dict[int, Tensor] | None = None
         self._given_mask: Any = None  # what the base model was given, where it makes masks for a decoder within
         self.heads = None if architecture.divided is None else DividedHeads(architecture.divided)
-        self.query: Tensor | None = None
-        """Tokens ``[n]`` that choose blocks for prompts, if not the prompts' own."""
+        self.query: Query | None = None
+        """What chooses blocks for prompts, if not their own tokens."""
 
     def install(self, stack: ExitStack) -> None:
         """Put them into the model, until ``stack`` is closed."""
@@ -235,13 +236,19 @@ class Hooks:
         states = self.hidden_states(tokens, self.selection.index_layers)[layer]
         return states[1:] if len(states) > 1 else states  # a first token is unlike all others
 
-    def _choose_by_query(self, call: Call, query: Tensor) -> None:
+    def query_codes(self, query: Query, layer: int) -> Tensor:
+        """Codes ``[t, memories, dim]`` of what is asked, each as long as its token counts."""
+        span = self.selection.retrieval.span
+        parts = ((self.query_states(tokens, layer)[-span:], weight) for tokens, weight in query.parts)
+        return torch.cat([weight * self.selection.ask(layer, states[None])[0] for states, weight in parts])
+
+    def _choose_by_query(self, call: Call, query: Query) -> None:
         """Let ``call`` attend to what ``query`` chooses, also at later choices of the same generation."""
         if call.query is not query:
             layer = self.selection.index_layers[-1]
             with own_types():  # as a search does
-                codes = self.selection.ask(layer, self.query_states(query, layer)[None])
-                call.query, call.by_query = query, self.selection.route(call.candidates, layer, list(codes), query)
+                codes = self.query_codes(query, layer)
+                call.query, call.by_query = query, self.selection.route(call.candidates, layer, [codes], query)
         assert call.by_query is not None, "it was just chosen"
         call.set_chosen(call.by_query, from_layer=self.selection.first_layer)
 

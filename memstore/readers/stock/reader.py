@@ -18,6 +18,7 @@ from memstore.errors import ForeignMemory, InvalidArgument, NotFound
 from memstore.memory import Document, Fingerprint, Memory, MemorySpec
 from memstore.memory.search import Match, check_layer
 from memstore.memory.view import cannot_score, noting_left_out
+from memstore.readers.asking import Query
 from memstore.readers.attachment import Job, Place, pipelined
 from memstore.readers.caches import CACHE
 from memstore.readers.fingerprint import fingerprint_of
@@ -294,7 +295,7 @@ class StockReader(Reader):
         return sources[-1], seen
 
     @contextmanager
-    def _choosing(self, query: Tensor | None) -> Iterator[None]:
+    def _choosing(self, query: Query | None) -> Iterator[None]:
         if query is not None and self.selection.by_layer:
             raise InvalidArgument(
                 f"with Retrieval(share={self.retrieval.share!r}) every layer asks with the prompt's own tokens: leave "
@@ -487,13 +488,13 @@ class StockReader(Reader):
         finally:
             self._tail = before
 
-    def _search(self, tokens: Tensor, top_k: int, layer: int | None) -> list[Match]:
+    def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
         """They are scored as for an answer, also those at the ends of a document, which an answer sees anyway."""
         layer = check_layer(self.memory, layer)
         candidates = self._everything()
         if not len(candidates):
             return []
-        scores = self._prompt_scores(tokens, layer, candidates)
+        scores = self._prompt_scores(query, layer, candidates)
         at, best = choose(scores, top_k)  # of equal ones those that an answer would take
         values, order = best.sort(descending=True, stable=True)
         at = at[order]
@@ -501,13 +502,12 @@ class StockReader(Reader):
         found = zip(document.tolist(), blocks.tolist(), values.tolist(), strict=True)
         return [Match(names[place], block, score) for place, block, score in found]
 
-    def _prompt_scores(self, tokens: Tensor, layer: int, candidates: Candidates) -> Tensor:
-        """Scores ``[N]`` that the query ``tokens [T]`` gives to ``candidates`` in ``layer``."""
+    def _prompt_scores(self, query: Query, layer: int, candidates: Candidates) -> Tensor:
+        """Scores ``[N]`` that ``query`` gives to ``candidates`` in ``layer``."""
         selection, options = self.selection, self.retrieval
         if not selection.by_layer:
-            states = self.hooks.query_states(tokens, layer)
-            return selection.routed(candidates, layer, selection.ask(layer, states[None])[0], tokens).cpu()
-        asking = self.hooks.asking(tokens)[layer]
+            return selection.routed(candidates, layer, self.hooks.query_codes(query, layer), query).cpu()
+        asking = self.hooks.asking(query.tokens)[layer]
         queries = asking[:, -options.span :]  # [H, t, D]
         scores = candidates.score(layer, [queries.float()] * candidates.memories, selection.short)
         return pooled(scores, pool=options.pool, lists=1)[0].cpu()

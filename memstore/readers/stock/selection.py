@@ -33,6 +33,7 @@ from memstore.attention import Router, choose, late_interaction, pooled, slots_b
 from memstore.attention.routing import best_inherited, inherited
 from memstore.errors import InvalidArgument
 from memstore.index.words import WordIndex, words_of
+from memstore.readers.asking import Query
 from memstore.readers.kinds import Positions, Retrieval
 from memstore.readers.stock.architecture import Architecture, CosSin, LayerPlan, LayerRotary
 from memstore.readers.stock.visible import AttachedDocument, Candidates, ShortDocuments, VisibleParts
@@ -125,8 +126,8 @@ class Selection:
         self.short = ShortDocuments()
         self.likelihood: Callable[[Candidates, Tensor, Tensor], Tensor] | None = None
         """How likely a query is behind each of some candidates."""
-        self._last: tuple[Retrieval, ReferenceType[Candidates], Tensor, Tensor, Tensor] | None = None
-        """Of the last query of words: how it chose, among what, its codes, its tokens, and the scores."""
+        self._last: tuple[Retrieval, ReferenceType[Candidates], list[Tensor], Tensor] | None = None
+        """Of the last query of words: how it chose, among what, its codes and the tokens of its parts, the scores."""
         self.search_seconds = 0.0
         """Time spent on choosing since a layer told who watches what it chose."""
         self.ended = False
@@ -168,11 +169,11 @@ class Selection:
         return torch.stack([router.ask(hidden.detach()) for router in self.routers[layer]], dim=2)
 
     def route(
-        self, candidates: Candidates, layer: int, rows: Sequence[Tensor], query: Tensor | None = None
+        self, candidates: Candidates, layer: int, rows: Sequence[Tensor], query: Query | None = None
     ) -> CandidateLists:
-        """One list for all layers from each row's query codes ``[t, memories, dim]``.
+        """One list for all layers from each row's query codes ``[t, memories, dim]``, all of which choose together.
 
-        ``query [n]``: the tokens, where they are words that somebody asks with; see ``Retrieval.words``.
+        ``query``: its tokens, where they are words that somebody asks with; see ``Retrieval.words``.
         """
         begun = time.perf_counter()
         lists = [self._route_row(candidates, layer, codes, query) for codes in rows]
@@ -186,7 +187,7 @@ class Selection:
         return CandidateLists(numbers, slots_by_score(scores) if self.retrieval.order == "score" else by_time, scores)
 
     def _route_row(
-        self, candidates: Candidates, layer: int, codes: Tensor, query: Tensor | None
+        self, candidates: Candidates, layer: int, codes: Tensor, query: Query | None
     ) -> tuple[Tensor, Tensor]:
         # Words may lift any block, so where they vote every block is scored.
         every = query is not None and (self.retrieval.words or self.retrieval.rerank)
@@ -205,26 +206,23 @@ class Selection:
         Such an index knows one run of full blocks and one group of query tokens.
         """
         parts = [(source, blocks) for source, blocks in candidates.parts if blocks]
-        asking = self._asking(codes)
         if len(parts) != 1 or candidates.incomplete:
             return None
         (source, blocks), top_k = parts[0], self.slots(candidates)
         document = source.document
         if not document.memory.index_capabilities.routes:
             return None
-        scores, ids = document.layer(layer).route(asking[:, source.memory], top_k, allowed=blocks)
+        scores, ids = document.layer(layer).route(codes[:, source.memory], top_k, allowed=blocks)
         return best_inherited(scores, ids - blocks.start, len(blocks), top_k)
 
-    def _asking(self, codes: Tensor) -> Tensor:
-        """Those of the query codes ``[t, ...]`` that choose."""
-        return codes[-self.retrieval.span :]
-
-    def routed(self, candidates: Candidates, layer: int, codes: Tensor, query: Tensor | None = None) -> Tensor:
-        """Scores ``[N]`` of the candidates for query codes ``[t, memories, dim]``, and the words ``query [n]``."""
-        options, codes = self.retrieval, self._asking(codes)
-        if query is not None and self._last is not None:  # an answer asks what was asked for its quote
-            how, among, *same, found = self._last
-            if how == options and among() is candidates and all(map(torch.equal, same, (codes, query))):
+    def routed(self, candidates: Candidates, layer: int, codes: Tensor, query: Query | None = None) -> Tensor:
+        """Scores ``[N]`` of the candidates for query codes ``[t, memories, dim]``, and the words of ``query``."""
+        options = self.retrieval
+        asked = [] if query is None else [codes, *(tokens for tokens, _ in query.parts)]
+        if asked and self._last is not None:  # an answer asks what was asked for its quote
+            how, among, same, found = self._last
+            alike = how == options and among() is candidates and len(same) == len(asked)
+            if alike and all(map(torch.equal, same, asked)):
                 return found
         units, weights = units_and_weights(codes, candidates)
         scores = candidates.score(layer, units, self.short)[0]  # [t, N]
@@ -234,8 +232,8 @@ class Selection:
             return by_states
         if options.words:
             by_states = by_states + options.words * self.words.score(candidates, query).to(by_states.device)
-        found = self._reranked(candidates, by_states, query) if options.rerank else by_states
-        self._last = options, ref(candidates), codes, query, found
+        found = self._reranked(candidates, by_states, query.tokens) if options.rerank else by_states
+        self._last = options, ref(candidates), asked, found
         return found
 
     def _reranked(self, candidates: Candidates, scores: Tensor, query: Tensor) -> Tensor:
@@ -324,18 +322,21 @@ class DocumentWords:
         self._runs: dict[tuple[int, str], _DocumentRun] = {}
         self._indexes: WeakKeyDictionary[Candidates, tuple[WordIndex, WordIndex]] = WeakKeyDictionary()
 
-    def score(self, candidates: Candidates, query: Tensor) -> Tensor:
-        """What the words of the tokens ``query [n]`` add to the scores of the candidates: ``[N]``, at least 0."""
+    def score(self, candidates: Candidates, query: Query) -> Tensor:
+        """What the words of ``query`` add to the scores of the candidates: ``[N]``, at least 0."""
+        return sum((weight * self._score(candidates, tokens) for tokens, weight in query.parts), torch.zeros(()))
+
+    def _score(self, candidates: Candidates, tokens: Tensor) -> Tensor:
         own, pairs = self._index(candidates)  # first, for it learns words
-        words = self._words(query)
+        words = self._words(tokens)
         after = pairs.score(words, least=LEAST)
         before = F.pad(after[:-1], (1, 0)).where(candidates.consecutive(), 0)
         return OWN * own.score(words, least=LEAST) + (1 - OWN) * torch.maximum(after, before)
 
-    def _words(self, query: Tensor) -> Tensor:
+    def _words(self, tokens: Tensor) -> Tensor:
         if self._tokenizer is None:
-            return query
-        words = words_of(str(self._tokenizer.decode(query)))
+            return tokens
+        words = words_of(str(self._tokenizer.decode(tokens)))
         return torch.tensor([self._numbers.get(word[:STEM], UNKNOWN) for word in words], dtype=torch.int64)
 
     def _index(self, candidates: Candidates) -> tuple[WordIndex, WordIndex]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from memstore.attention.routing import inherited, late_interaction, pooled
 from memstore.kernels.block_attention import block_attention, merge_attention
 from memstore.kernels.block_attention.fused import whole_mask
+from memstore.readers.asking import Query
 from memstore.readers.ranks import Ranks, Share
 from memstore.readers.stock.architecture import LayerPlan
 from memstore.readers.stock.selection import CandidateLists, Selection, units_and_weights
@@ -83,9 +84,9 @@ class ShardedSelection(Selection):
         return torch.cat(parts)
 
     def _route_row(
-        self, candidates: Candidates, layer: int, codes: Tensor, query: Tensor | None
+        self, candidates: Candidates, layer: int, codes: Tensor, query: Query | None
     ) -> tuple[Tensor, Tensor]:
-        options, codes = self.retrieval, self._asking(codes)
+        options = self.retrieval
         units, weights = units_and_weights(codes, candidates)
         scores, numbers, own = self._scored(candidates, layer, units)
         moments = self.ranks.moments(scores[0][:, own])
