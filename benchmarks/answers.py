@@ -28,7 +28,7 @@ import torch
 from transformers import DynamicCache
 
 import memstore
-from memstore.eval.questions import hotpotqa, lookalikes, squad
+from memstore.eval.questions import factbook, hotpotqa, lookalikes, squad
 from memstore.eval.questions.answers import MOST, exact, f1, has
 from memstore.eval.questions.rankers import FusedRanker, MemoryRanker, Ranker, SentenceRanker, WordRanker, minilm
 from memstore.eval.questions.recall import Pool
@@ -41,14 +41,15 @@ from memstore.tools.models import load_model
 
 MEASURES = ("em", "f1", "has")
 WHOLE = "all of the text"
+ONE_TEXT = {"lookalikes": lookalikes.load, "factbook": factbook.load}
 
 
 def main() -> None:
     """Measure, and print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("set", choices=("squad", "hotpotqa", "lookalikes"))
+    parser.add_argument("set", choices=("squad", "hotpotqa", *ONE_TEXT))
     parser.add_argument("--model", required=True)
-    parser.add_argument("--tokens", type=int, default=32768, help="of a pool; look-alikes are one text")
+    parser.add_argument("--tokens", type=int, default=32768, help="of a pool; the other sets are one text each")
     parser.add_argument("--pools", default="0", help="numbers of pools, separated by commas")
     parser.add_argument("--questions", type=int, help="of each pool, spread by chance")
     parser.add_argument("--half", choices=HALVES, default="held-out")
@@ -92,8 +93,8 @@ def main() -> None:
 
 def pools(name: str, tokens: int, tokenizer: Any) -> Iterator[QuestionSet]:
     """Sets of paragraphs that follow each other in the benchmark, each of nearly ``tokens`` tokens."""
-    if name == "lookalikes":
-        yield lookalikes.load()
+    if name in ONE_TEXT:
+        yield ONE_TEXT[name]()
         return
     if name == "squad":
         entries = [paragraph for article in load_json("squad.json")["data"] for paragraph in article["paragraphs"]]

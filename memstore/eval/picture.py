@@ -1,9 +1,9 @@
-"""A heat map of whole-answer accuracy, depth by length, that can be read in black and white."""
+"""Pictures of what evaluations find, which can be read in black and white: a heat map of needles, bars of shares."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,9 @@ BINS = 5
 SUFFIXES = (".png", ".svg")
 Cell = tuple[int, int]
 """Right answers, and samples."""
+Bars = Mapping[str, Mapping[str, float]]
+"""Shares from 0 to 1: for each group of bars, those of each name."""
+GREYS = ("0.2", "0.6", "0.85", "0.4", "0.75", "0.95")
 
 
 def check_picture(path: Path) -> None:
@@ -43,6 +46,20 @@ def draw_picture(rows: Sequence[CellResult], path: Path, *, title: str, caption:
     axes.set_xlabel("length of the haystack [tokens]")
     axes.set_ylabel("depth of the needle [%]")
     axes.set_title(title, fontsize="medium")
+    figure.supxlabel(caption, fontsize="x-small")
+    save_picture(figure, path)
+
+
+def draw_bars(panels: Mapping[str, Bars], path: Path, *, title: str, caption: str) -> None:
+    """Write bars to ``path``, as its ending says, each panel's under its words. Needs matplotlib."""
+    heights = [sum(len(shares) + 1 for shares in groups.values()) for groups in panels.values()]
+    size = 8.0, 1.6 + 0.19 * sum(heights) + 0.6 * len(panels)  # inches
+    figure = figure_class()(figsize=size, layout="constrained")
+    rows = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (words, groups) in zip(rows, panels.items(), strict=True):
+        _draw_bars(axes, groups)
+        axes.set_xlabel(words, fontsize="small")
+    rows[0].set_title(title, fontsize="medium")
     figure.supxlabel(caption, fontsize="x-small")
     save_picture(figure, path)
 
@@ -104,6 +121,26 @@ def _draw_cells(axes: Any, cells: list[list[Cell]]) -> None:
         axes.axhline(edge - 0.5, color="0.6", linewidth=0.8)
     for edge in range(1, len(cells[0])):
         axes.axvline(edge - 0.5, color="0.6", linewidth=0.8)
+
+
+def _draw_bars(axes: Any, groups: Bars) -> None:
+    names = [*dict.fromkeys(name for shares in groups.values() for name in shares)]
+    at, middles = 0, list[float]()
+    for shares in groups.values():
+        middles.append(at + (len(shares) - 1) / 2)
+        for name, share in shares.items():
+            grey = GREYS[names.index(name) % len(GREYS)]
+            label = None if name in axes.get_legend_handles_labels()[1] else name
+            axes.barh(at, share, height=0.85, color=grey, edgecolor="0.2", linewidth=0.5, label=label)
+            axes.text(share + 0.005, at, f"{share:.2f}", va="center", fontsize="x-small")
+            at += 1
+        at += 1
+    axes.set_yticks(middles, [*groups], fontsize="small")
+    axes.set_ylim(at - 1.2, -0.8)
+    axes.set_xlim(0, 1.06)
+    axes.spines[["top", "right"]].set_visible(False)
+    if len(names) > 1:
+        axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
 
 def figure_class() -> Any:

@@ -42,8 +42,8 @@ LONG = 50
 FEW = 2
 """Words of a question that is none by itself: "Why?", "Since when?"."""
 BEFORE = 0.2
-"""How much the exchange before a question counts that refers to it. Where the subject has changed after all, more of it
-would cost what is best for the question itself (docs/notes/questions.md)."""
+"""How much a token of the exchange before a question counts that refers to it. Where the subject has changed after all,
+more would cost what is best for the question itself (docs/notes/questions.md)."""
 _LABELLED = re.compile(r"(?:.*\n)?\s*(?:question|q):\s*(.+?)\s*\n\s*(?:answer|a):\s*", re.IGNORECASE | re.DOTALL)
 _ASKING = re.compile(r"\b(who|whom|whose|what|which|when|where|why|how)\b", re.IGNORECASE)
 _REFERRING = re.compile(
@@ -62,7 +62,7 @@ class Query:
     tokens: torch.Tensor
     """``[n]`` int64."""
     before: torch.Tensor | None = None
-    """``[m]`` int64: what was said before, where the query refers to it; it counts ``BEFORE`` as much."""
+    """``[m]`` int64: what was said before, where the query refers to it; each token counts ``BEFORE`` as much."""
 
     @property
     def parts(self) -> list[tuple[torch.Tensor, float]]:
@@ -329,27 +329,29 @@ def framed(tokenizer: Any, frame: Template, words: str, before: str) -> Prompt:
     return Prompt(frame.controls(tokenizer, before), encode(tokenizer, words), frame.controls(tokenizer, frame.header))
 
 
-def asked_in(tokenizer: Any, said: Sequence[str]) -> tuple[str, str]:
-    """What is looked up for a query: the question in it, without its frame, and what it refers to, or nothing.
+def asked_in(tokenizer: Any, said: Sequence[str]) -> tuple[str, tuple[str, str]]:
+    """What is looked up for a query: the question in it, without its frame, and question and answer that it refers to.
 
     ``said``: what user and model have said in turn, the question last; or all of it as one text. Of a conversation in
     the chat template the question is what the user says last, of ``Question: ... Answer:`` what stands between the
-    labels (the last ones), and of a long message what is ``wanted_in`` it. What a short one ``refers`` to is the
-    exchange before it.
+    labels (the last ones), and of a long message what is ``wanted_in`` it. A message that is a question and nothing
+    else may refer to the exchange before it.
     """
     *before, last = _said_in(tokenizer, *said) if len(said) == 1 else said
     labelled = _LABELLED.fullmatch(last)
     asked = wanted_in(labelled[1] if labelled else last)
-    *_, question, answer = "", "", *before
-    return asked, f"{wanted_in(question)} {answer}".strip() if asked == last and refers(asked) else ""
+    question, answer = ["", "", *before][-2:]
+    return asked, (wanted_in(question), answer) if asked == last and refers(asked) else ("", "")
 
 
 def refers(question: str) -> bool:
-    """Whether an English question seems to need what was said before it: it has a word like "it", or few words.
+    """Whether an English question seems to need what was said before it: it has a word like "it", or is "Why?".
 
-    Where such a word refers to nothing before, little is lost (docs/notes/questions.md).
+    Where such a word refers to nothing before, little is lost; a name of two words would lose much
+    (docs/notes/questions.md).
     """
-    return _REFERRING.search(question) is not None or len(question.split()) <= FEW
+    alone = len(question.split()) <= FEW and _ASKING.search(question)
+    return bool(alone or _REFERRING.search(question))
 
 
 def _said_in(tokenizer: Any, text: str) -> list[str]:
@@ -368,11 +370,12 @@ def _said_in(tokenizer: Any, text: str) -> list[str]:
     end = control.match(before)  # of the turn before, which the first turn has none of
     if end and control.search(before, end.end()):
         before = before[end.end() :].lstrip()
-    if before not in text or not control.search(before):
+    begin = control.search(before)
+    if begin is None or before[begin.start() :] not in text:
         return [text]
-    turns = list[str]()
-    for turn in text.split(before)[1:]:
-        words, _, answer = turn.partition(frame.past)
+    turns, past = list[str](), frame.past.strip()
+    for turn in text.split(before[begin.start() :])[1:]:
+        words, _, answer = turn.partition(past) if past else (turn, "", "")
         turns += [control.split(words)[0].strip(), control.split(answer)[0].strip()]
     return turns[:-1] if turns[-2] else [text]
 

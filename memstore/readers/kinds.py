@@ -92,7 +92,8 @@ class Retrieval:
             always. For landmark models that were trained with one.
         pool: Where layers choose for themselves: a block's score is that of its best (or mean) query token. With
             ``share="model"`` all of them count.
-        span: Tokens that choose together: the last ones of a prompt. Pooling over hundreds loses what a question asks.
+        span: Tokens that choose together: the last ones of a prompt or question; and so many of what a question refers
+            to. Pooling over hundreds loses what a question asks.
         words: ``share="model"``: how much the words count that a query and a block have in common: a factor of their
             BM25 score, of the block and of it with a neighbour, added to that of the states where there is more
             than a little in common. 0 leaves words out. Only where somebody asks in words: ``generate(query=...)`` and
@@ -100,7 +101,7 @@ class Retrieval:
         rerank: ``share="model"``: so many of the best blocks are ranked once more, by how likely the model finds the
             query behind each of them (Sachan et al. 2022), and both orders vote by reciprocal ranks. 0: they are not.
             Each block costs a pass over the query, so 32 of them make a question two to three times as long. Only
-            where ``words`` count.
+            where ``words`` count, and by the query alone, not what it refers to.
         quote: ``share="model"``: of so many of the best blocks the paragraph that has most of the question's words also
             stands as text before the question, so that the model reads the two together: in ``ask`` (in a chat
             template), ``chat`` and ``serve``, where it fits, and not for models that learned their positions. If it is

@@ -208,16 +208,20 @@ class Reader(Attachment):
     def _query(self, text: str | Sequence[str] | Tokens) -> Query:
         """Text that chooses blocks as tokens."""
         said = [text] if isinstance(text, str) else text if _are_words(text) else None
-        before = ""
+        before = list[int]()
         if said is None:
             tokens = as_tokens(cast("Tokens", text))
+        elif not self.takes_questions:
+            tokens = torch.tensor(self._encoded(said[-1]))
         else:
-            asked, before = asked_in(self.tokenizer, said) if self.takes_questions else (said[-1], "")
+            asked, (question, answer) = asked_in(self.tokenizer, said)
             tokens = torch.tensor(self._encoded(asked))
+            if question:  # its end, as of any question, and what comes first in the answer
+                span = self.retrieval.span
+                before = [*self._encoded(question)[-max(1, span // 2) :], *self._encoded(f" {answer}")][:span]
         if not len(tokens):
             raise InvalidArgument("a query needs at least one token")
-        referred = torch.tensor(self._encoded(before)[: self.retrieval.span]) if before else None
-        return Query(self._checked(tokens).long(), referred)
+        return Query(self._checked(tokens).long(), self._checked(torch.tensor(before)).long() if before else None)
 
     @contextmanager
     def _choosing(self, query: Query | None) -> Iterator[None]:  # noqa: ARG002 - for those that can
@@ -384,7 +388,8 @@ class Reader(Attachment):
         ``text``: tokens ``[n]``, a string, or strings that user and model have said in turn, the question last. Where a
         question chooses by itself, it is looked for in a string: the user's last words of a rendered conversation, what
         stands between ``Question:`` and ``Answer:``, the longest question of more than 50 words. If it has a word like
-        "it", "his" or "and ...?", the first 32 tokens (``Retrieval.span``) of the exchange before it count a fifth.
+        "it" or "his", begins with "and", or is "why?" or the like, up to 32 tokens (``Retrieval.span``) of the exchange
+        before it choose with it, each of which counts a fifth.
         ``layer``: one that retrieves; which ones it may be, and what scores mean, is a matter of the kind. Raises
         ``InvalidArgument`` and ``DamagedError``.
         """

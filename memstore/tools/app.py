@@ -23,7 +23,7 @@ from memstore.tools.chat import chat
 from memstore.tools.diff import diff
 from memstore.tools.eval import generate, multi_needle, passkey, perplexity, two_hop
 from memstore.tools.eval_memorizing import lookup
-from memstore.tools.eval_questions import babi, beam, facts, hotpotqa, locomo, lookalikes, ruler, squad
+from memstore.tools.eval_questions import babi, beam, factbook, facts, hotpotqa, locomo, lookalikes, ruler, squad
 from memstore.tools.export import export, import_
 from memstore.tools.keep import compact, copy, expire, forget, fork, limit, pin, rekey, unpin
 from memstore.tools.look import index, ls, show, stats
@@ -218,6 +218,7 @@ _group(
         facts,
         lookalikes,
         babi,
+        factbook,
         locomo,
         beam,
         ruler,

@@ -51,7 +51,7 @@ Memory = Annotated[
 Model = Annotated[
     Path | None, typer.Option(help="Folder of a DRT with its tokenizer. Without it: the one in the package.")
 ]
-Picture = Annotated[Path | None, typer.Option(help="Draw depth by length into this .png or .svg file.")]
+Picture = Annotated[Path | None, typer.Option(help="Draw what was found into this .png or .svg file.")]
 Reuse = Annotated[
     bool, typer.Option("--reuse", help="Share the filler of a length, and keep what haystacks begin with in common.")
 ]

@@ -74,15 +74,16 @@ def test_the_exchange_before_counts_a_fifth_where_a_question_refers_to_it() -> N
             return torch.tensor([each.score for each in sorted(reader.search(said, 99), key=lambda each: each.block)])
 
         codes = reader.hooks.query_codes(reader._query([*before, "Who built it?"]), reader.memory.spec.index_layers[0])
-        assert len(codes) == len("Who built it?"[1:]) + 19, "the first 20 tokens of the exchange, but for the first"
+        assert len(codes) == len("Who built it?"[1:]) + 19, "20 tokens of the exchange, but for the first"
         assert not torch.equal(scores(*before, "Who built it?"), scores("Who built it?"))
         assert torch.equal(scores("Hello.", "Hi.", *before, "Who built it?"), scores(*before, "Who built it?"))
         assert torch.equal(scores(*before, "Who built house 3?"), scores("Who built house 3?"))
         reader.selection.retrieval = Retrieval(span=1000, words=1000)  # words alone say nearly all
         own, other, both = (
-            scores(*said) for said in (["Is it line 7?"], [" ".join(before)[:20]], [*before, "Is it line 7?"])
+            scores(*said)
+            for said in (["Is it line 7?"], [before[0][-10:] + " Of the path"[:10]], [*before, "Is it line 7?"])
         )
-        assert min(own.max(), other.max()) > 500
+        assert min(own.max(), other.max()) > 400
         torch.testing.assert_close(both, own + 0.2 * other, rtol=0, atol=20)
 
 

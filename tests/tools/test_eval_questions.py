@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -31,8 +32,11 @@ def nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_row_for_each_ranker_and_number_of_blocks(cli: Cli, model_folder: Path, tmp_path: Path) -> None:
     memory = tmp_path / "squad.mem"
     arguments = ("eval", "squad", "--model", model_folder, "--half", "chosen", "--memory", memory, "--json")
-    done = cli(*arguments, "--top-k", "1,4")
+    done = cli(*arguments, "--top-k", "1,4", "--picture", tmp_path / "found.svg")
     assert done.code == 0, done.err
+    drawn = (tmp_path / "found.svg").read_text()
+    assert {"bm25+minilm", "4 blocks"} <= {*re.findall(">([^<]+)<", drawn)}
+    assert re.search("squad: 2 questions about [0-9,]+ tokens", drawn)
     assert (done.json["task"], done.json["questions"], done.json["paragraphs"]) == ("squad", 2, 3)
     rankers = ["memory", "bm25", "minilm", "bm25+minilm", "memory+bm25"]
     assert [(row["ranker"], row["top_k"]) for row in done.json["rows"]] == [(r, k) for r in rankers for k in (1, 4)]
@@ -103,10 +107,11 @@ def test_conversations_are_measured(cli: Cli, model_folder: Path, tmp_path: Path
     assert "has no conversation 'conv-2': it has conv-1" in done.err
 
 
-def test_ruler_has_a_row_for_each_task_and_length(cli: Cli, instruct_folder: Path) -> None:
+def test_ruler_has_a_row_for_each_task_and_length(cli: Cli, instruct_folder: Path, tmp_path: Path) -> None:
     arguments = ("eval", "ruler", "--model", instruct_folder, "--samples", 1, "--tasks", "niah_single_1,vt")
-    done = cli(*arguments, "--lengths", "300,500", "--json")
-    assert done.code == 0, done.err
+    picture = tmp_path / "ruler.png"
+    done = cli(*arguments, "--lengths", "300,500", "--router", "fit", "--picture", picture, "--json")
+    assert (done.code, picture.exists()) == (0, True), done.err
     rows = done.json["rows"]
     lengths = [("niah_single_1", 300), ("vt", 300), ("niah_single_1", 500), ("vt", 500)]
     assert [(row["task"], row["length"]) for row in rows] == lengths

