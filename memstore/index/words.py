@@ -18,10 +18,26 @@ SATURATION = 1.5
 LENGTH = 0.75
 """``b``: how much longer blocks have to pay for their length."""
 
+FUNCTION_WORDS = frozenset(
+    WORD.findall(
+        "a an the and or but if as of in on at to for from by with about into than that this these those what which "
+        "who whom whose when where why how is are was were be been being do does did have has had can could would "
+        "should it its they them their he him his she her i you we me my your our not s t"
+    )
+)
+"""English words that say how something is asked, not what about. In lists, tables and manuals they are rare, so by BM25
+the few blocks of prose would have the words of every question."""
+
 
 def words_of(text: str) -> list[str]:
     """The words of a text, in lower case: runs of letters and digits."""
     return WORD.findall(text.lower())
+
+
+def asked_words(question: str) -> list[str]:
+    """Those of ``words_of`` a question that say what it is about, or all where none does."""
+    words = words_of(question)
+    return [word for word in words if word not in FUNCTION_WORDS] or words
 
 
 class WordIndex:

@@ -96,8 +96,8 @@ class Retrieval:
             to. Pooling over hundreds loses what a question asks.
         words: ``share="model"``: how much the words count that a query and a block have in common: a factor of their
             BM25 score, of the block and of it with a neighbour, added to that of the states where there is more
-            than a little in common. 0 leaves words out. Only where somebody asks in words: ``generate(query=...)`` and
-            ``search``.
+            than a little in common; "what", "of" and the like do not count. 0 leaves words out. Only where somebody
+            asks in words: ``generate(query=...)`` and ``search``.
         rerank: ``share="model"``: so many of the best blocks are ranked once more, by how likely the model finds the
             query behind each of them (Sachan et al. 2022), and both orders vote by reciprocal ranks. 0: they are not.
             Each block costs a pass over the query, so 32 of them make a question two to three times as long. Only

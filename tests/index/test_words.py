@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from memstore.index.words import WordIndex
+from memstore.index.words import WordIndex, asked_words
 
 
 def reference(texts: list[list[int]], query: list[int]) -> list[float]:
@@ -48,3 +48,8 @@ def test_an_index_of_nothing_finds_nothing() -> None:
     empty = torch.empty(0, dtype=torch.int64)
     assert WordIndex(empty, empty, 0).score(torch.tensor([1])).tolist() == []
     assert WordIndex(empty, empty, 3).score(torch.tensor([1])).tolist() == [0, 0, 0]
+
+
+def test_words_that_every_question_has_are_not_asked_for() -> None:
+    assert asked_words("What is the area of Oman?") == ["area", "oman"]
+    assert asked_words("Who is it?") == ["who", "is", "it"], "there is nothing else"

@@ -32,7 +32,7 @@ from torch import Tensor
 from memstore.attention import Router, choose, late_interaction, pooled, slots_by_score
 from memstore.attention.routing import best_inherited, inherited
 from memstore.errors import InvalidArgument
-from memstore.index.words import WordIndex, words_of
+from memstore.index.words import WordIndex, asked_words, words_of
 from memstore.readers.asking import Query
 from memstore.readers.kinds import Positions, Retrieval
 from memstore.readers.stock.architecture import Architecture, CosSin, LayerPlan, LayerRotary
@@ -336,7 +336,7 @@ class DocumentWords:
     def _words(self, tokens: Tensor) -> Tensor:
         if self._tokenizer is None:
             return tokens
-        words = words_of(str(self._tokenizer.decode(tokens)))
+        words = asked_words(str(self._tokenizer.decode(tokens)))
         return torch.tensor([self._numbers.get(word[:STEM], UNKNOWN) for word in words], dtype=torch.int64)
 
     def _index(self, candidates: Candidates) -> tuple[WordIndex, WordIndex]:
