@@ -260,7 +260,7 @@ def test_a_conversation_quotes_its_documents_also_when_it_is_long_and_does_not_k
 def test_what_cannot_be_read_is_not_quoted_and_an_answer_that_does_without_comes(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    with attached(tmp_path / "m", 1) as reader:
+    with attached(tmp_path / "m", 1, **options) as reader:
         reader.read(TEXT, document="log")
         (best,) = reader.search(QUESTION, 1)
         tokens = reader.document.tokens(best.block).int().numpy().tobytes()
@@ -272,14 +272,12 @@ def test_what_cannot_be_read_is_not_quoted_and_an_answer_that_does_without_comes
 
 
 def test_a_block_is_quoted_alone_where_its_neighbour_is_damaged(tmp_path: Path) -> None:
-    with attached(tmp_path / "m", 1) as reader:
+    with attached(tmp_path / "m", 1, words=0) as reader:
         reader.read(TEXT, document="log")
         (best,) = reader.search(QUESTION, 1)
         tokens = reader.document.tokens(best.block + 1).int().numpy().tobytes()
     flip(tmp_path / "m" / "data.mdb", tokens)
     with attached(tmp_path / "m", 1, words=0) as reader:
-        (again,) = reader.search(QUESTION, 1)
-        assert again.block == best.block, "or the question must be another one"
         answer, prompt = asked(reader)
         assert answer.quoted == [("log", best.block)]
         assert f"<|user|>{TEXT[best.block * SIZE :][:SIZE].strip()}\n\n" in prompt
