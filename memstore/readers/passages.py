@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from memstore.errors import DamagedError, NotFound
-from memstore.index.words import words_of
+from memstore.index.words import asked_words, words_of
 from memstore.memory.search import Match
 
 if TYPE_CHECKING:
@@ -128,7 +128,7 @@ def quotes(
         holders = [document for memory in reader.memories if (document := stored([memory], name))]
         if len(holders) == 1:
             wanted = sorted(block for at, block in best if at == name)
-            for blocks, text in _quotes(reader.tokenizer, holders[0], wanted, {*words_of(said[-1])}):
+            for blocks, text in _quotes(reader.tokenizer, holders[0], wanted, {*asked_words(said[-1])}):
                 made.append(([(name, block) for block in blocks], text))
     if reader.retrieval.order == "score":
         made.sort(key=lambda each: min(map(best.index, each[0])), reverse=True)
