@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,22 +125,21 @@ def _draw_cells(axes: Any, cells: list[list[Cell]]) -> None:
 
 
 def _draw_bars(axes: Any, groups: Bars) -> None:
-    names = [*dict.fromkeys(name for shares in groups.values() for name in shares)]
+    bars: dict[str, list[tuple[int, float]]] = {}
     at, middles = 0, list[float]()
     for shares in groups.values():
         middles.append(at + (len(shares) - 1) / 2)
-        for name, share in shares.items():
-            grey = GREYS[names.index(name) % len(GREYS)]
-            label = None if name in axes.get_legend_handles_labels()[1] else name
-            axes.barh(at, share, height=0.85, color=grey, edgecolor="0.2", linewidth=0.5, label=label)
-            axes.text(share + 0.005, at, f"{share:.2f}", va="center", fontsize="x-small")
-            at += 1
-        at += 1
+        for place, (name, share) in enumerate(shares.items(), at):
+            bars.setdefault(name, []).append((place, share))
+        at += len(shares) + 1
+    for grey, (name, drawn) in zip(cycle(GREYS), bars.items(), strict=False):
+        there = axes.barh(*zip(*drawn, strict=True), height=0.85, color=grey, edgecolor="0.2", label=name)
+        axes.bar_label(there, fmt="%.2f", padding=2, fontsize="x-small")
     axes.set_yticks(middles, [*groups], fontsize="small")
     axes.set_ylim(at - 1.2, -0.8)
     axes.set_xlim(0, 1.06)
     axes.spines[["top", "right"]].set_visible(False)
-    if len(names) > 1:
+    if len(bars) > 1:
         axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
 

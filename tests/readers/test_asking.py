@@ -265,12 +265,18 @@ MARKED = {
 }
 
 
-@pytest.mark.parametrize("form", MARKED)
-def test_the_question_is_found_in_a_rendered_conversation(form: str) -> None:
+def marked(form: str) -> tuple[Any, tuple[str, ...]]:
+    """A tokenizer with a chat template, and its control tokens."""
     template, marks = MARKED[form]
     tokenizer = byte_tokenizer()
     tokenizer.add_tokens(list(marks), special_tokens=True)
     tokenizer.chat_template, tokenizer.bos_token = template, marks[0]
+    return tokenizer, marks
+
+
+@pytest.mark.parametrize("form", MARKED)
+def test_the_question_is_found_in_a_rendered_conversation(form: str) -> None:
+    tokenizer, marks = marked(form)
     said = [{"role": "user", "content": "Hello\nthere."}, {"role": "assistant", "content": "What is it?"}]
     asked = {"role": "user", "content": "What is new\nin line 7?"}
     for turns in ([asked], [*said, asked], [{"role": "user", "content": "Be brief."}, said[1], asked]):
@@ -283,10 +289,7 @@ def test_the_question_is_found_in_a_rendered_conversation(form: str) -> None:
 
 @pytest.mark.parametrize("form", MARKED)
 def test_what_a_question_refers_to_is_found_in_a_rendered_conversation(form: str) -> None:
-    template, marks = MARKED[form]
-    tokenizer = byte_tokenizer()
-    tokenizer.add_tokens(list(marks), special_tokens=True)
-    tokenizer.chat_template, tokenizer.bos_token = template, marks[0]
+    tokenizer, _ = marked(form)
     said = ["Hello.", "Hi.", "Who was the\nfirst?", "Ada\nL.", "When was she born?"]
     turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 3, said, strict=False)]
     text = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))

