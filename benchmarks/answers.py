@@ -154,18 +154,17 @@ class Asking:
     def _say(self, question: Question, way: str) -> str:
         if way == "memory":
             return self._reader.ask(question.text, system=self._system, max_tokens=MOST).text
+        ends = self._frame.ends(self._reader.tokenizer)
+        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": MOST, "eos_token_id": ends}
         before: list[str] = []
         if way in self._rankers:
             found = self._rankers[way].rank(question.text, self._top_k)
             before = [self._texts[block] for block in sorted(found)]
         elif way == "the right paragraphs":
             before = [self._asked.paragraphs[number] for number in question.evidence]
+        elif way == WHOLE:
+            before, options["past_key_values"] = [*self._asked.paragraphs], self._whole[1]
         prompt = self._prompt((*before, question.text))
-        ends = self._frame.ends(self._reader.tokenizer)
-        options = {"do_sample": False, "max_new_tokens": MOST, "eos_token_id": ends}
-        if way == WHOLE:
-            prompt = self._prompt((*self._asked.paragraphs, question.text))
-            options["past_key_values"] = self._whole[1]
         ids = torch.tensor([prompt])
         with torch.inference_mode():
             made = self._model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :]
