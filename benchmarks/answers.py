@@ -7,7 +7,8 @@
 Paragraphs of a set are pooled to texts of 32,768 tokens, each of which is read into a memory of its own. Every question
 is answered in all ways in turn, so that what else the machine does meets all of them: with the memory; with as many
 blocks as text in the prompt, in order of time, found by each ranking (its time counts); with the right paragraphs; with
-nothing; and, where it is asked for by name, with all of the text in the prompt: full attention. The states of that text
+as many tokens of the text's end; and with nothing. Where they are asked for by name, also with all of the text in the
+prompt, by full attention, or with as many of its states as kvpress keeps (``pip install kvpress==0.5.5``). Those states
 are computed once, and not counted. ``--out`` gets a line of JSON for each answer as it comes, and the table is printed
 at the end.
 """
@@ -35,12 +36,15 @@ from memstore.eval.questions.recall import Pool
 from memstore.eval.questions.sets import HALVES, SEPARATOR, Question, QuestionSet
 from memstore.eval.questions.wheel import load_json
 from memstore.readers.asking import INSTRUCTION, Template, framed
+from memstore.readers.caches import CACHE
 from memstore.readers.kinds import encode
 from memstore.resources import hardware
 from memstore.tools.models import load_model
 
 MEASURES = ("em", "f1", "has")
-WHOLE = "all of the text"
+RIGHT, END, NOTHING = "the right paragraphs", "the end of the text", "nothing"
+WHOLE, COMPRESSED = "all of the text", "kvpress"
+SEGMENT = 512
 ONE_TEXT = {"lookalikes": lookalikes.load, "factbook": factbook.load}
 
 
@@ -130,13 +134,15 @@ class Asking:
         self._asked, self._texts, self._top_k = asked, texts, top_k
         self._rankers = {f"{ranker.name} as text": ranker for ranker in rankers}
         self._frame = Template.of(reader.tokenizer, system) or Template.plain(system)
-        self._whole = list[int](), DynamicCache(config=model.config)
-        """Tokens of a prompt with all of the text, and states of some of their beginning."""
+        self._ends = self._frame.ends(reader.tokenizer)
+        self._states = dict[str, tuple[list[int], DynamicCache]]()
+        """Tokens of a prompt with all of the text up to the question, and what is kept of their states, by way."""
 
     def rows(self, question: Question, ways: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
         """What the model says to a question in each way, how right it is, and how long it takes."""
-        for way in ways or ("memory", *self._rankers, "the right paragraphs", "nothing"):
-            self.prepare(question, way)
+        for way in ways or ("memory", *self._rankers, RIGHT, END, NOTHING):
+            if way in (WHOLE, COMPRESSED) and way not in self._states:
+                self._states[way] = self._read(compressed=way == COMPRESSED)
             begun = time.perf_counter(), time.process_time()
             said = self._say(question, way)
             spent = time.perf_counter() - begun[0], time.process_time() - begun[1]
@@ -154,37 +160,60 @@ class Asking:
     def _say(self, question: Question, way: str) -> str:
         if way == "memory":
             return self._reader.ask(question.text, system=self._system, max_tokens=MOST).text
-        ends = self._frame.ends(self._reader.tokenizer)
-        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": MOST, "eos_token_id": ends}
+        if way in self._states:
+            return self._decoded(self._behind(*self._states[way], question))
         before: list[str] = []
         if way in self._rankers:
             found = self._rankers[way].rank(question.text, self._top_k)
             before = [self._texts[block] for block in sorted(found)]
-        elif way == "the right paragraphs":
+        elif way == RIGHT:
             before = [self._asked.paragraphs[number] for number in question.evidence]
-        elif way == WHOLE:
-            before, options["past_key_values"] = [*self._asked.paragraphs], self._whole[1]
-        prompt = self._prompt((*before, question.text))
-        ids = torch.tensor([prompt])
+        elif way == END:
+            before = ["".join(self._texts[-self._top_k :])]
+        elif way != NOTHING:
+            raise SystemExit(f"no way {way!r}")
+        ids = torch.tensor([self._prompt((*before, question.text))])
+        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": MOST, "eos_token_id": self._ends}
         with torch.inference_mode():
-            made = self._model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :]
-        return str(self._reader.tokenizer.decode(made, skip_special_tokens=True)).strip()
+            made = self._model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :]
+        return self._decoded(made)
 
-    def prepare(self, question: Question, way: str) -> None:
-        """Compute what a way needs that is not counted."""
-        if way != WHOLE:
-            return
-        before, cache = self._whole
+    @torch.inference_mode()
+    def _read(self, *, compressed: bool) -> tuple[list[int], DynamicCache]:
+        """What every prompt with all of the text begins with, and its states."""
+        begin: list[int] = [*commonprefix([self._prompt((*self._asked.paragraphs, each)) for each in ("Who?", "2")])]  # noqa: RUF071
+        cache, ids = DynamicCache(config=self._model.config), torch.tensor([begin])
+        if compressed:
+            from kvpress import ExpectedAttentionPress
+
+            kept = self._top_k * self._reader.memory.spec.block_size
+            with ExpectedAttentionPress(compression_ratio=1 - kept / len(begin))(self._model):
+                self._model(input_ids=ids, **{CACHE: cache}, logits_to_keep=1)
+        else:
+            for part in ids.split(SEGMENT, dim=1):
+                self._model(input_ids=part, **{CACHE: cache}, logits_to_keep=1)
+        return begin, cache
+
+    @torch.inference_mode()
+    def _behind(self, begin: list[int], cache: DynamicCache, question: Question) -> list[int]:
+        """The greedy answer behind states whose positions ``begin`` says; the cache is as it was when it is done."""
         prompt = self._prompt((*self._asked.paragraphs, question.text))
-        ready = min(len(prompt) - 1, len(commonprefix([before, prompt])))  # noqa: RUF071 - of token ids
-        if not before:
-            ready = len(prompt) - len(self._prompt((question.text,)))
-            with torch.inference_mode():
-                for part in torch.tensor([prompt[:ready]]).split(512, dim=1):
-                    self._model(input_ids=part, past_key_values=cache, logits_to_keep=1)
-        if extra := cache.get_seq_length() - ready:
-            cache.crop(-extra)
-        self._whole = prompt, cache
+        assert prompt[: len(begin)] == begin
+        kept, ids, made = cache.get_seq_length(), prompt[len(begin) :], list[int]()
+        position = len(begin)
+        while len(made) < MOST:
+            places = torch.arange(position, position + len(ids))[None]
+            out = self._model(input_ids=torch.tensor([ids]), position_ids=places, **{CACHE: cache})
+            position += len(ids)
+            ids = [int(out.logits[0, -1].argmax())]
+            if ids[0] in self._ends:
+                break
+            made += ids
+        cache.crop(kept - cache.get_seq_length())
+        return made
+
+    def _decoded(self, made: Sequence[int]) -> str:
+        return str(self._reader.tokenizer.decode(made, skip_special_tokens=True)).strip()
 
     def _prompt(self, texts: Sequence[str]) -> list[int]:
         """Texts before a model that has no memory, in the same frame as ``ask`` has."""

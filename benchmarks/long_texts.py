@@ -41,10 +41,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "layers choose": {"retrieval": Retrieval(share="layer")},
     "groups of heads choose": {"retrieval": Retrieval(share="group")},
     "window of 1024": {"window": 1024},
+    "window of 1024 alone": {"window": 1024},
     "a fitted router": {"router": "fit"},
 }
 """Options of ``memstore.attach``, each beside the default."""
 FULL, WINDOW, MEMORY = "full attention", "window", "memory"
+ALONE = (WINDOW, "window of 1024 alone")
+"""Ways in which nothing is retrieved."""
 R_STRINGS, R_STRING = 16, 9
 """Types of R's serialisation."""
 
@@ -149,7 +152,7 @@ def fully(model: Any, tokens: Tensor, scored: int) -> Tensor:
 def attached(model: Any, tokens: Tensor, scored: int, way: str) -> Tensor:
     """The same with sink and window, and what is retrieved of all before them."""
     with memstore.attach(model, "ram:", **WAYS.get(way, {})) as reader:
-        return reader.read(tokens, document="text", score=scored, retrieve=way != WINDOW).nll
+        return reader.read(tokens, document="text", score=scored, retrieve=way not in ALONE).nll
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The memory questions of bfcl-eval through the OpenAI-compatible endpoint: sessions in, questions later.
 
-    pip download --no-deps bfcl-eval==2026.3.23
-    python benchmarks/memory_questions.py --wheel bfcl_eval-*.whl --model MODEL --scenario healthcare --out ROWS.json
+    python benchmarks/memory_questions.py --model MODEL --scenario healthcare --out ROWS.json
 
 A server takes what a user says, turn by turn, as a session; the model's answers are cut after a token, for they are not
 what is asked for later. The session is forked into a document, for requests see no conversations but their own. Another
@@ -9,45 +8,38 @@ server, a new process, is asked each question over that document, and tells the 
 with. A question's evidence is found where one of them has the words that bfcl-eval names
 as its source: a run of 40 characters of it, or most of a shorter one; or where blocks that follow each other, all of
 them among the sources, have them together, for blocks end within sentences. An answer is right where it has one of the
-expected texts. Questions whose source is not in what was said, word for word, are left out and counted.
+expected texts. What the memory finds without a server and beside other searches is ``memstore eval chat``.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import shlex
 import subprocess
 import sys
 import tempfile
 import urllib.request
-import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
-from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import memstore
+from memstore.eval.questions import chat
 from memstore.memory.shared import CHAT
 from memstore.resources import hardware
 from memstore.tools.endpoint.worker import SERVED
-
-DATA = "bfcl_eval/data"
-RUN = 40
-"""Characters of a source that a block must have in one piece; blocks of 64 tokens cut longer ones."""
 
 
 def main() -> None:
     """Run it, print what was measured, and keep the rows."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--wheel", required=True)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--scenario", nargs="+", default=["customer", "finance", "healthcare", "notetaker", "student"])
+    parser.add_argument("--scenario", nargs="+", choices=chat.SCENARIOS, default=chat.SCENARIOS)
     parser.add_argument("--top-k", type=int, default=8)
     parser.add_argument("--most", type=int, help="questions of each scenario at most")
     parser.add_argument("--answers", type=int, default=40, help="tokens of an answer; 1 where the sources are enough")
@@ -56,11 +48,11 @@ def main() -> None:
     options = parser.parse_args()
     facts: dict[str, Any] = {"command": shlex.join(["python", *sys.argv]), "date": datetime.now(UTC).date().isoformat()}
     facts |= {"model": options.model, "top_k": options.top_k, **hardware(), "threads": 1}
-    rows = list[dict[str, Any]]()
+    rows, data = list[dict[str, Any]](), chat.fetched()
+    sources = {each["id"]: each["source"] for each in data["asked"]}
+    sets = {each.name: each for each in chat.load(data)}
     for scenario in options.scenario:
-        turns, questions = load(options.wheel, scenario)
-        good = [each for each in questions if any(is_evidence(each["source"], turn) for turn in turns)]
-        asked = good[: options.most]
+        turns, asked = sets[scenario].paragraphs, sets[scenario].questions[: options.most]
         with tempfile.TemporaryDirectory() as scratch:
             memory = Path(options.keep or scratch) / f"{scenario}.mem"
             served = [str(memory), "--top-k", str(options.top_k)]
@@ -70,15 +62,15 @@ def main() -> None:
             found = whole = right = 0
             with serving(*served) as url:
                 for each in asked:
-                    told = ask(url, scenario, each["question"], {"document": scenario}, options.answers)
+                    told = ask(url, scenario, each.text, {"document": scenario}, options.answers)
                     answer = told["choices"][0]["message"]["content"]
-                    within = any(is_evidence(each["source"], source["text"]) for source in told["sources"])
-                    hit = within or any(is_evidence(each["source"], text) for text in joined(told["sources"]))
-                    said = any(text.lower() in answer.lower() for text in each["ground_truth"])
+                    within = any(chat.has_source(sources[each.id], source["text"]) for source in told["sources"])
+                    hit = within or any(chat.has_source(sources[each.id], text) for text in joined(told["sources"]))
+                    said = any(text.lower() in answer.lower() for text in each.answers)
                     found, whole, right = found + hit, whole + within, right + said
-                    print(f"  {'found' if hit else 'lost '} {each['question']!r}: {answer!r}", flush=True)
+                    print(f"  {'found' if hit else 'lost '} {each.text!r}: {answer!r}", flush=True)
         counts = {"asked": len(asked), "found": found, "whole": whole, "right": right}
-        row = {"scenario": scenario, "turns": len(turns), **counts, "left_out": len(questions) - len(good)}
+        row = {"scenario": scenario, "turns": len(turns), **counts}
         print(json.dumps(row), flush=True)
         rows.append(row)
         if options.out is not None:
@@ -89,7 +81,7 @@ def main() -> None:
     print(hardware())
 
 
-def talk(memory: Path, turns: list[str], model: str, served: list[str]) -> None:
+def talk(memory: Path, turns: Sequence[str], model: str, served: list[str]) -> None:
     """Make a memory, and say ``turns`` in a session of a server."""
     made = [sys.executable, "-m", "memstore", "read", "-", str(memory), "--model", model]
     subprocess.run(made, input="Conversations with one user.", text=True, capture_output=True, check=True)
@@ -105,23 +97,6 @@ def make_document(memory: Path) -> None:
             opened.document(CHAT + SERVED + memory.stem).fork(memory.stem)
 
 
-def load(wheel: str, scenario: str) -> tuple[list[str], list[dict[str, Any]]]:
-    """What a user says, and the questions with their answers and sources."""
-    with zipfile.ZipFile(wheel) as file:
-        sessions, questions, answers = (
-            [json.loads(line) for line in file.read(f"{DATA}/{name}.json").decode().splitlines()]
-            for name in (
-                f"memory_prereq_conversation/memory_{scenario}",
-                "BFCL_v4_memory",
-                "possible_answer/BFCL_v4_memory",
-            )
-        )
-    expected = {each["id"]: each for each in answers}
-    turns = [message["content"] for session in sessions for turn in session["question"] for message in turn]
-    wanted = [each for each in questions if each["scenario"] == scenario]
-    return turns, [{**expected[each["id"]], "question": each["question"][0][0]["content"]} for each in wanted]
-
-
 def joined(sources: list[dict[str, Any]]) -> list[str]:
     """The texts of sources, those of blocks that follow each other as one."""
     texts: list[str] = []
@@ -134,24 +109,6 @@ def joined(sources: list[dict[str, Any]]) -> list[str]:
             texts.append(source["text"])
         last = place
     return texts
-
-
-def is_evidence(source: str, text: str) -> bool:
-    """Whether ``text`` has a long enough piece of what bfcl-eval names as the source."""
-    text = plain(text)
-    pieces = [piece for piece in re.split(r"\.\.\.", plain(source)) if len(piece) > RUN // 4]
-    for piece in pieces:
-        same = SequenceMatcher(None, piece, text, autojunk=False).find_longest_match()
-        if same.size >= min(RUN, 0.8 * len(piece)):
-            return True
-    return False
-
-
-def plain(text: str) -> str:
-    """With plain marks and single spaces."""
-    for mark, instead in (("…", "..."), ("\u2019", "'"), ("\u2018", "'"), ("\u201c", '"'), ("\u201d", '"')):
-        text = text.replace(mark, instead)
-    return re.sub(r"\s+", " ", text).strip(' "')
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from memstore.tools.diff import diff
 from memstore.tools.eval import generate, multi_needle, passkey, perplexity, two_hop
 from memstore.tools.eval_memorizing import lookup
 from memstore.tools.eval_questions import babi, beam, factbook, facts, hotpotqa, locomo, lookalikes, ruler, squad
+from memstore.tools.eval_questions import chat as eval_chat
 from memstore.tools.export import export, import_
 from memstore.tools.keep import compact, copy, expire, forget, fork, limit, pin, rekey, unpin
 from memstore.tools.look import index, ls, show, stats
@@ -219,6 +220,7 @@ _group(
         lookalikes,
         babi,
         factbook,
+        eval_chat,
         locomo,
         beam,
         ruler,

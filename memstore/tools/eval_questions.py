@@ -371,6 +371,43 @@ def factbook(setting: QuestionSetting) -> Report:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Chat(QuestionSetting):
+    """The options of ``memstore eval chat``."""
+
+    scenario: Annotated[
+        str,
+        typer.Argument(
+            metavar="SCENARIO", help="Whose: customer, finance, healthcare, notetaker or student.", show_default=False
+        ),
+    ]
+
+
+@taking(Chat)
+def chat(setting: Chat) -> Report:
+    """Ask for what a user said in earlier sessions (bfcl-eval): is it found?
+
+    What one of five users said, a paragraph for each message, is read as one document (24 to 109 messages, 24 to 50
+    questions). Beside the memory: BM25 and MiniLM over the same blocks, and rankings fused. The first run fetches the
+    questions (2 MB), and MiniLM (84 MB).
+
+    Example:
+
+        memstore eval chat student --half all --answers 50
+
+    In Python: memstore.eval.questions.chat.load.
+    """
+    from memstore.eval.questions import chat as source
+
+    def load() -> Sequence[QuestionSet]:
+        found = [each for each in source.load() if each.name == setting.scenario]
+        if not found:
+            raise InvalidArgument(f"no scenario {setting.scenario!r}: there are {', '.join(source.SCENARIOS)}")
+        return found
+
+    return setting.measure("chat", load)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Locomo(QuestionSetting):
     """The options of ``memstore eval locomo``."""
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from memstore.eval.questions import chat
+from tests.eval.questions.test_chat import wheel_file
 from tests.eval.questions.test_conversations import beam_folder, locomo_file
 from tests.eval.questions.test_sets import HOTPOT, SQUAD
 from tests.tools.conftest import Cli
@@ -105,6 +107,19 @@ def test_conversations_are_measured(cli: Cli, model_folder: Path, tmp_path: Path
     done = cli("eval", "locomo", file, "--conversation", "conv-2", *options[:-1])
     assert done.code == 2
     assert "has no conversation 'conv-2': it has conv-1" in done.err
+
+
+def test_what_a_user_said_in_earlier_sessions_is_asked_for(
+    cli: Cli, model_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = chat.data_in(wheel_file(tmp_path))
+    monkeypatch.setattr(chat, "fetched", lambda: data)
+    options = ("--model", model_folder, "--half", "all", "--no-baselines", "--json")
+    done = cli("eval", "chat", "student", *options)
+    assert (done.code, done.json["questions"], done.json["paragraphs"]) == (0, 2, 3), done.err
+    done = cli("eval", "chat", "teacher", *options[:-1])
+    assert done.code == 2
+    assert "no scenario 'teacher': there are customer, finance" in done.err
 
 
 def test_ruler_has_a_row_for_each_task_and_length(cli: Cli, instruct_folder: Path, tmp_path: Path) -> None:

@@ -1,0 +1,96 @@
+"""The memory questions of bfcl-eval: what a user said over several sessions, asked for later (Patil et al. 2025).
+
+Five users, each a set: a customer, an investor, a patient, somebody who takes notes, a student. A paragraph is what the
+user says at a time; what an assistant answers is not part of the benchmark. A question's source is a quotation, and its
+evidence the turn that has it; the one question whose source nobody says, word for word, is left out.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from memstore.eval.questions.sets import Question, QuestionSet
+from memstore.eval.questions.wheel import taken
+from memstore.wheels import Source
+
+SOURCE = "bfcl-eval 2026.3.23 (Apache-2.0)"
+WHEEL = Source(
+    package="bfcl-eval",
+    version="2026.3.23",
+    sha256="3bb6dfa5f0c68ad403c9ec50b00db2bb3b4cc9b38ab1ff33f48fe30d853d3a0a",
+    megabytes=2,
+)
+SCENARIOS = ("customer", "finance", "healthcare", "notetaker", "student")
+FILE = "chat.json"
+RUN = 40
+"""Characters of a source that a text must have in one piece; of a shorter one most."""
+_PLAIN = str.maketrans({"\u2019": "'", "\u2018": "'", "\u201c": '"', "\u201d": '"', "…": "..."})
+
+
+def load(data: Mapping[str, Any] | None = None) -> list[QuestionSet]:
+    """A set for each scenario of ``data``; without it, of what is ``fetched``."""
+    data = fetched() if data is None else data
+    sets = []
+    for scenario, turns in data["said"].items():
+        ours = (each for each in data["asked"] if each["scenario"] == scenario)
+        questions = tuple(known for each in ours if (known := _question(each, turns)))
+        sets.append(QuestionSet(scenario, SOURCE, tuple(turns), questions))
+    return sets
+
+
+def fetched() -> Any:
+    """What the package has, as ``data_in`` tells; fetched from the package index at the first call."""
+    return json.loads((taken("chat-questions", WHEEL, _take) / FILE).read_text("utf-8"))
+
+
+def has_source(source: str, text: str) -> bool:
+    """Whether ``text`` has a long enough piece of what bfcl-eval names as a source."""
+    text = _plain(text)
+    for piece in _plain(source).split("..."):
+        run = min(RUN, math.ceil(0.8 * len(piece)))
+        starts = range(len(piece) - run + 1) if len(piece) > RUN // 4 else ()
+        if any(piece[start : start + run] in text for start in starts):
+            return True
+    return False
+
+
+def _question(entry: Mapping[str, Any], turns: Sequence[str]) -> Question | None:
+    said = next((number for number, turn in enumerate(turns) if has_source(entry["source"], turn)), None)
+    text = entry["question"][0][0]["content"]
+    return None if said is None else Question(entry["id"], text, tuple(map(str, entry["ground_truth"])), (said,))
+
+
+def _plain(text: str) -> str:
+    """With plain marks and single spaces."""
+    return re.sub(r"\s+", " ", text.translate(_PLAIN)).strip(' "')
+
+
+def _take(wheel: Path, folder: Path) -> None:
+    (folder / FILE).write_text(json.dumps(data_in(wheel)), "utf-8")
+
+
+def data_in(wheel: Path) -> dict[str, Any]:
+    """What is ``said`` in each scenario, and the questions ``asked`` with their answers and sources."""
+
+    def rows(name: str) -> list[Any]:
+        text = archive.read(f"bfcl_eval/data/{name}.json").decode()
+        return [json.loads(line) for line in text.splitlines()]
+
+    with zipfile.ZipFile(wheel) as archive:
+        known = {answer["id"]: answer for answer in rows("possible_answer/BFCL_v4_memory")}
+        said = {scenario: rows(f"memory_prereq_conversation/memory_{scenario}") for scenario in SCENARIOS}
+        return {
+            "said": {
+                scenario: [
+                    message["content"] for session in sessions for turn in session["question"] for message in turn
+                ]
+                for scenario, sessions in said.items()
+            },
+            "asked": [{**known[each["id"]], **each} for each in rows("BFCL_v4_memory")],
+        }
