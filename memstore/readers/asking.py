@@ -434,7 +434,9 @@ def answered(
             if prompt.tokens[: len(opening)] == opening:  # not where a conversation goes on
                 options["opening"] = len(opening)
             if reader.quoted_blocks:
-                best, text = quotes(reader, [*said, question], session=session)
+                looked_up, referred = asked_in(reader.tokenizer, options["query"])
+                alone = not any(referred)
+                best, text = quotes(reader, options["query"], looked_up, alone=alone, session=session)
                 longer = replace(prompt, words=[*encode(reader.tokenizer, text), *prompt.words])
                 if best and not too_long(reader.model, len(longer.tokens), max_tokens):
                     quoted, prompt = best, longer

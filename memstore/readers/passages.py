@@ -34,6 +34,10 @@ SHOWN = 8
 """Sources of an answer, unless said otherwise."""
 SEPARATOR = "\n\n"
 """Behind each passage that is quoted."""
+CANDIDATES = 4
+"""Blocks, the best ones, of which one is quoted."""
+AHEAD = 0.4
+"""Part of what the question's words are worth by which one of them must be ahead of a better one."""
 REACH = 2
 """Blocks before and behind a block in which a paragraph that is quoted may begin and end."""
 BLANK = re.compile(r"\n\s*\n|\f")
@@ -107,36 +111,67 @@ def stored(memories: Sequence[Memory], name: str) -> Document | None:
 
 
 def quotes(
-    reader: PassageReader, said: Sequence[str], *, session: str | None = None
+    reader: PassageReader, said: Sequence[str], question: str, *, alone: bool = True, session: str | None = None
 ) -> tuple[list[tuple[str, int]], str]:
-    """The best blocks for a question, as many as ``reader`` quotes, and the text of the paragraphs that fit best.
+    """Of the best blocks for a question as many as ``reader`` quotes, and the text of the paragraphs that fit best.
 
-    The question is the last of what was ``said`` in turn.
+    ``said``: what was said in turn, the last of it with the ``question``. ``alone``: whether the question refers to
+    nothing before it, so that its words tell which of the best blocks it is about.
 
     Passages stand as ``Retrieval.order`` says, the best one nearest to the question or in order of time. The
     ``session``, a document that is seen beside, is not quoted, nor is what cannot be read, or is in several memories
     under one name.
     """
     most, own = reader.quoted_blocks, None if session is None else stored(reader.memories, session)
+    candidates = max(most, CANDIDATES) if reader.retrieval.words and alone else most
     try:
-        found = reader.search(said, most + (0 if own is None else len(own.blocks)))
+        found = reader.search(said, candidates + (0 if own is None else len(own.blocks)))
     except DamagedError:  # an answer may need none of it, and says so itself if it does
         return [], ""
-    best = [(match.document, match.block) for match in found if match.document != session][:most]
+    words, holders = {*asked_words(question)}, {}
+    for name in {match.document for match in found} - {session}:
+        having = [document for memory in reader.memories if (document := stored([memory], name))]
+        if len(having) == 1:
+            holders[name] = having[0]
+
+    def paragraphs(name: str, blocks: Iterable[int]) -> list[tuple[list[int], str]]:
+        return [*_quotes(reader.tokenizer, holders[name], sorted(blocks), words)]
+
+    places = [(match.document, match.block) for match in found if match.document in holders][:candidates]
+    texts = {(name, block): " ".join(text for _, text in paragraphs(name, [block])) for name, block in places}
+    best = _telling(texts, words, most)
     made = list[tuple[list[tuple[str, int]], str]]()
     for name in dict.fromkeys(name for name, _ in best):
-        holders = [document for memory in reader.memories if (document := stored([memory], name))]
-        if len(holders) == 1:
-            wanted = sorted(block for at, block in best if at == name)
-            for blocks, text in _quotes(reader.tokenizer, holders[0], wanted, {*asked_words(said[-1])}):
-                made.append(([(name, block) for block in blocks], text))
+        for blocks, text in paragraphs(name, (block for at, block in best if at == name)):
+            made.append(([(name, block) for block in blocks], text))
     if reader.retrieval.order == "score":
         made.sort(key=lambda each: min(map(best.index, each[0])), reverse=True)
     else:
-        places = [document.name for document in reader.documents]
-        made.sort(key=lambda each: (places.index(each[0][0][0]), each[0][0][1]))
-    quoted = [place for place in best if any(place in places for places, _ in made)]
+        names = [document.name for document in reader.documents]
+        made.sort(key=lambda each: (names.index(each[0][0][0]), each[0][0][1]))
+    quoted = [place for place in best if any(place in several for several, _ in made)]
     return quoted, "".join(text + SEPARATOR for _, text in made)
+
+
+def _telling(found: Mapping[tuple[str, int], str], words: set[str], most: int) -> list[tuple[str, int]]:
+    """``most`` of the blocks ``found`` with their texts, best first: the next one, unless ``words`` tell for another.
+
+    In lists and tables many blocks have most words of a question, and few paragraphs the name that tells them apart. A
+    word counts by the part of the texts that lack it.
+    """
+    there = {text: words & {*words_of(text)} for text in found.values()}
+    counts = Counter(word for each in there.values() for word in each)
+    lacking = {word: 1 - count / len(there) for word, count in counts.items()}
+    worth = {place: sum(lacking[word] for word in there[text]) for place, text in found.items()}
+    ahead, left, chosen = AHEAD * sum(lacking.values()), [*found], list[tuple[str, int]]()
+    while left and len(chosen) < most:
+        best = left[0]
+        for place in left:
+            if worth[place] > worth[best] + ahead:
+                best = place
+        chosen.append(best)
+        left.remove(best)
+    return chosen
 
 
 def _quotes(

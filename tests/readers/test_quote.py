@@ -13,8 +13,9 @@ import torch
 import memstore
 from memstore.errors import InvalidArgument
 from memstore.index.words import words_of
+from memstore.memory.search import Match
 from memstore.readers.asking import Answer
-from memstore.readers.passages import _fitting, _paragraphs, quoted_in
+from memstore.readers.passages import _fitting, _paragraphs, _telling, quoted_in
 from memstore.readers.reader import Reader
 from memstore.readers.stock.visible import Candidates
 from tests.instruct import instruct_model, instruct_tokenizer, saying
@@ -229,6 +230,32 @@ def test_a_document_cannot_speak_as_the_template_does() -> None:
         end = reader.tokenizer.convert_tokens_to_ids("<|end|>")
         assert "<|system|>" in str(reader.tokenizer.decode(heard.ids)), "as text"
         assert heard.ids.count(end) == 1, "that of the template alone"
+
+
+COUNTRIES = ("Ghana", "Gabon", "Guinea")
+TABLE = "\n\n".join(f"{name}\nCapital: somewhere\nHighest point: a hill\nCoastline: some km" for name in COUNTRIES)
+
+
+@pytest.mark.parametrize(("words", "quoted"), [(2, "Gabon"), (0, "Guinea")])
+def test_of_entries_that_are_alike_the_one_with_the_name_is_quoted_unless_words_do_not_count(
+    words: int, quoted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with attached("ram:", 1, words=words) as reader:
+        reader.read(TABLE, document="table")
+        found = [Match("table", TABLE.index(name) // SIZE + 2, 1.0) for name in reversed(COUNTRIES)]
+        monkeypatch.setattr(type(reader), "search", lambda _, __, most: found[:most])
+        _, prompt = asked(reader, "What is the highest point of Gabon?")
+        assert prompt.startswith(f"<|user|>{quoted}\nCapital"), prompt
+
+
+def test_a_word_tells_by_how_few_of_the_best_texts_have_it_and_a_little_does_not_replace_the_best_one() -> None:
+    found = {("a", 1): "a coast and a point", ("a", 2): "the coast of Gabon", ("a", 3): "a coast"}
+    assert _telling(found, {"coast", "gabon"}, 1) == [("a", 2)]
+    assert _telling(found, {"coast", "gabon"}, 2) == [("a", 2), ("a", 1)]
+    assert _telling(found, {"coast"}, 2) == [("a", 1), ("a", 2)], "all have it"
+    assert _telling(found, {"point", "gabon", "coast"}, 1) == [("a", 1)], "each has one of two"
+    assert _telling(found, {"lake"}, 1) == [("a", 1)]
+    assert _telling({}, {"coast"}, 1) == []
 
 
 @pytest.mark.parametrize(("limit", "options"), [(2048, {"raw": True}), (100, {})])
