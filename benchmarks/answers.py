@@ -2,15 +2,16 @@
 
     python benchmarks/answers.py squad --model qwen2.5-0.5b-instruct.gguf --questions 24
     python benchmarks/answers.py hotpotqa --model qwen2.5-0.5b-instruct.gguf --pools 0,1
-    python benchmarks/answers.py lookalikes --model qwen2.5-0.5b-instruct.gguf --ways "all of the text"
+    python benchmarks/answers.py lookalikes --model qwen2.5-0.5b-instruct.gguf --ways "all of the text,kvpress"
 
 Paragraphs of a set are pooled to texts of 32,768 tokens, each of which is read into a memory of its own. Every question
 is answered in all ways in turn, so that what else the machine does meets all of them: with the memory; with as many
 blocks as text in the prompt, in order of time, found by each ranking (its time counts); with the right paragraphs; with
 as many tokens of the text's end; and with nothing. Where they are asked for by name, also with all of the text in the
-prompt, by full attention, or with as many of its states as kvpress keeps (``pip install kvpress==0.5.5``). Those states
-are computed once, and not counted. ``--out`` gets a line of JSON for each answer as it comes, and the table is printed
-at the end.
+prompt, by full attention, or with as many of its states, those that kvpress chooses. They are computed once, and not
+counted. ``--out`` gets a line of JSON for each answer as it comes, and the table is printed at the end.
+
+kvpress 0.5.5 needs an older transformers than memstore promises to work with: an environment of its own, with 5.2.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import argparse
 import json
 import time
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from itertools import islice
 from os.path import commonprefix
 from pathlib import Path
@@ -42,9 +44,13 @@ from memstore.resources import hardware
 from memstore.tools.models import load_model
 
 MEASURES = ("em", "f1", "has")
-RIGHT, END, NOTHING = "the right paragraphs", "the end of the text", "nothing"
+MEMORY, RIGHT, END, NOTHING = "memory", "the right paragraphs", "the end of the text", "nothing"
 WHOLE, COMPRESSED = "all of the text", "kvpress"
+SEARCHES = [f"{name} as text" for name in ("memory", "bm25", "minilm", "bm25+minilm")]
+USUAL = [MEMORY, *SEARCHES, RIGHT, END, NOTHING]
+KNOWN = [*USUAL, WHOLE, COMPRESSED]
 SEGMENT = 512
+"""Tokens of all of the text whose states are computed together."""
 ONE_TEXT = {"lookalikes": lookalikes.load, "factbook": factbook.load}
 
 
@@ -64,6 +70,11 @@ def main() -> None:
     parser.add_argument("--memories", type=Path, default=Path("answers.mem"), help="folder that the pools are read to")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
+    ways = list(filter(None, (options.ways or "").split(",")))
+    if unknown := {*ways} - {*KNOWN}:
+        parser.error(f"no way {', '.join(unknown)}: there are {', '.join(KNOWN)}")
+    if COMPRESSED in ways:
+        import_module("kvpress")  # before hours of reading
     torch.set_num_threads(1)
     (model, tokenizer), bare = load_model(options.model), load_model(options.model).model
     options.memories.mkdir(exist_ok=True)
@@ -86,7 +97,7 @@ def main() -> None:
                 rankers = [MemoryRanker(reader), words, sentences, FusedRanker(words, sentences)]
                 asking = Asking(bare, reader, asked, texts, rankers, options.top_k, options.system)
                 for question in asked.of(options.half, options.questions):
-                    for row in asking.rows(question, options.ways and options.ways.split(",")):
+                    for row in asking.rows(question, ways):
                         rows.append({"set": options.set, "pool": number, "half": options.half, **row})
                         out.write(json.dumps(rows[-1]) + "\n")
                         out.flush()
@@ -138,9 +149,9 @@ class Asking:
         self._states = dict[str, tuple[list[int], DynamicCache]]()
         """Tokens of a prompt with all of the text up to the question, and what is kept of their states, by way."""
 
-    def rows(self, question: Question, ways: Sequence[str] | None = None) -> Iterator[dict[str, Any]]:
+    def rows(self, question: Question, ways: Sequence[str]) -> Iterator[dict[str, Any]]:
         """What the model says to a question in each way, how right it is, and how long it takes."""
-        for way in ways or ("memory", *self._rankers, RIGHT, END, NOTHING):
+        for way in ways or USUAL:
             if way in (WHOLE, COMPRESSED) and way not in self._states:
                 self._states[way] = self._read(compressed=way == COMPRESSED)
             begun = time.perf_counter(), time.process_time()
@@ -158,7 +169,7 @@ class Asking:
             }
 
     def _say(self, question: Question, way: str) -> str:
-        if way == "memory":
+        if way == MEMORY:
             return self._reader.ask(question.text, system=self._system, max_tokens=MOST).text
         if way in self._states:
             return self._decoded(self._behind(*self._states[way], question))
@@ -170,8 +181,6 @@ class Asking:
             before = [self._asked.paragraphs[number] for number in question.evidence]
         elif way == END:
             before = ["".join(self._texts[-self._top_k :])]
-        elif way != NOTHING:
-            raise SystemExit(f"no way {way!r}")
         ids = torch.tensor([self._prompt((*before, question.text))])
         options: dict[str, Any] = {"do_sample": False, "max_new_tokens": MOST, "eos_token_id": self._ends}
         with torch.inference_mode():

@@ -434,9 +434,8 @@ def answered(
             if prompt.tokens[: len(opening)] == opening:  # not where a conversation goes on
                 options["opening"] = len(opening)
             if reader.quoted_blocks:
-                looked_up, referred = asked_in(reader.tokenizer, options["query"])
-                alone = not any(referred)
-                best, text = quotes(reader, options["query"], looked_up, alone=alone, session=session)
+                looked_up, exchange = asked_in(reader.tokenizer, options["query"])
+                best, text = quotes(reader, options["query"], " ".join((looked_up, *exchange)), session=session)
                 longer = replace(prompt, words=[*encode(reader.tokenizer, text), *prompt.words])
                 if best and not too_long(reader.model, len(longer.tokens), max_tokens):
                     quoted, prompt = best, longer

@@ -107,9 +107,8 @@ class Retrieval:
             template), ``chat`` and ``serve``, where it fits, and not for models that learned their positions. If it is
             shorter than the block, the next best follow; one that goes on for more than two blocks before or behind
             the block is cut one block from it. Where ``words`` count, another of the best four blocks comes before a
-            better one if its paragraph has many more of the question's words, those counting less that the others
-            have. Neither chats nor traces keep that text. 0: none; more than 1 costs look-alikes
-            (docs/notes/questions.md).
+            better one if its paragraph has all words of the question that the better one's has, and more. Neither
+            chats nor traces keep that text. 0: none; more than 1 costs look-alikes (docs/notes/questions.md).
         positions: Where retrieved blocks are placed: in small consecutive slots before the window, where they truly
             were, or there but never further away than the model was trained for.
         order: Which blocks take which of the stingy slots: the best one next to the window, or the latest one. A small

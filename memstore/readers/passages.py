@@ -35,9 +35,7 @@ SHOWN = 8
 SEPARATOR = "\n\n"
 """Behind each passage that is quoted."""
 CANDIDATES = 4
-"""Blocks, the best ones, of which one is quoted."""
-AHEAD = 0.4
-"""Part of what the question's words are worth by which one of them must be ahead of a better one."""
+"""So many of the best blocks are looked at for one to quote."""
 REACH = 2
 """Blocks before and behind a block in which a paragraph that is quoted may begin and end."""
 BLANK = re.compile(r"\n\s*\n|\f")
@@ -111,25 +109,25 @@ def stored(memories: Sequence[Memory], name: str) -> Document | None:
 
 
 def quotes(
-    reader: PassageReader, said: Sequence[str], question: str, *, alone: bool = True, session: str | None = None
+    reader: PassageReader, said: Sequence[str], about: str, *, session: str | None = None
 ) -> tuple[list[tuple[str, int]], str]:
     """Of the best blocks for a question as many as ``reader`` quotes, and the text of the paragraphs that fit best.
 
-    ``said``: what was said in turn, the last of it with the ``question``. ``alone``: whether the question refers to
-    nothing before it, so that its words tell which of the best blocks it is about.
+    ``said``: what was said in turn, the question last. ``about``: its words, with those of what it refers to.
 
     Passages stand as ``Retrieval.order`` says, the best one nearest to the question or in order of time. The
     ``session``, a document that is seen beside, is not quoted, nor is what cannot be read, or is in several memories
     under one name.
     """
     most, own = reader.quoted_blocks, None if session is None else stored(reader.memories, session)
-    candidates = max(most, CANDIDATES) if reader.retrieval.words and alone else most
+    candidates = max(most, CANDIDATES) if reader.retrieval.words else most
     try:
         found = reader.search(said, candidates + (0 if own is None else len(own.blocks)))
     except DamagedError:  # an answer may need none of it, and says so itself if it does
         return [], ""
-    words, holders = {*asked_words(question)}, {}
-    for name in {match.document for match in found} - {session}:
+    words, holders = {*asked_words(about)}, {}
+    found = [match for match in found if match.document != session][:candidates]
+    for name in {match.document for match in found}:
         having = [document for memory in reader.memories if (document := stored([memory], name))]
         if len(having) == 1:
             holders[name] = having[0]
@@ -137,9 +135,9 @@ def quotes(
     def paragraphs(name: str, blocks: Iterable[int]) -> list[tuple[list[int], str]]:
         return [*_quotes(reader.tokenizer, holders[name], sorted(blocks), words)]
 
-    places = [(match.document, match.block) for match in found if match.document in holders][:candidates]
+    places = [(match.document, match.block) for match in found if match.document in holders]
     texts = {(name, block): " ".join(text for _, text in paragraphs(name, [block])) for name, block in places}
-    best = _telling(texts, words, most)
+    best = _telling({place: words & {*words_of(text)} for place, text in texts.items()}, most)
     made = list[tuple[list[tuple[str, int]], str]]()
     for name in dict.fromkeys(name for name, _ in best):
         for blocks, text in paragraphs(name, (block for at, block in best if at == name)):
@@ -153,21 +151,17 @@ def quotes(
     return quoted, "".join(text + SEPARATOR for _, text in made)
 
 
-def _telling(found: Mapping[tuple[str, int], str], words: set[str], most: int) -> list[tuple[str, int]]:
-    """``most`` of the blocks ``found`` with their texts, best first: the next one, unless ``words`` tell for another.
+def _telling(found: Mapping[tuple[str, int], set[str]], most: int) -> list[tuple[str, int]]:
+    """``most`` of the blocks ``found``, best first, by the words of the question that their paragraphs have.
 
-    In lists and tables many blocks have most words of a question, and few paragraphs the name that tells them apart. A
-    word counts by the part of the texts that lack it.
+    One that has all those of a better one, and more, comes before it: in lists and tables many blocks are alike, and
+    the name that tells them apart stands elsewhere in the paragraph. A better one without any was found by its meaning.
     """
-    there = {text: words & {*words_of(text)} for text in found.values()}
-    counts = Counter(word for each in there.values() for word in each)
-    lacking = {word: 1 - count / len(there) for word, count in counts.items()}
-    worth = {place: sum(lacking[word] for word in there[text]) for place, text in found.items()}
-    ahead, left, chosen = AHEAD * sum(lacking.values()), [*found], list[tuple[str, int]]()
+    left, chosen = [*found], list[tuple[str, int]]()
     while left and len(chosen) < most:
         best = left[0]
         for place in left:
-            if worth[place] > worth[best] + ahead:
+            if set() < found[best] < found[place]:
                 best = place
         chosen.append(best)
         left.remove(best)

@@ -268,7 +268,7 @@ class Reader(Attachment):
     ) -> Answer:
         """Ask the model, and get its answer with the blocks that it was written with.
 
-        The question is put in the chat template of the tokenizer, behind a paragraph of the best block
+        The question is put in the chat template of the tokenizer, behind the paragraph that fits it best
         (``Retrieval.quote``), and the answer ends where the model ends it, or goes round in circles: the same 4 to 32
         tokens six times. A model without a template goes on from the question's words, as it does with ``raw``. Nothing
         is stored.

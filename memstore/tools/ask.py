@@ -108,7 +108,7 @@ def ask(
 ) -> Report:
     """Ask the model that read a memory.
 
-    The question is put in the model's chat template, behind a paragraph of the best block, and the answer comes as it
+    The question is put in the model's chat template, behind the paragraph that fits it best, and the answer comes as it
     is written. Then follow the blocks that it was written with, with their line in the document: what was quoted, and
     what had most of the model's attention. An answer that goes round in circles (the same 4 to 32 tokens six times) is
     ended. A model without a chat template goes on from the question's words; so does every model with --raw. With

@@ -404,7 +404,7 @@ def chat(setting: Chat) -> Report:
             raise InvalidArgument(f"no scenario {setting.scenario!r}: there are {', '.join(source.SCENARIOS)}")
         return found
 
-    return setting.measure("chat", load)
+    return setting.measure(f"chat-{setting.scenario}", load)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,6 @@ import torch
 import memstore
 from memstore.errors import InvalidArgument
 from memstore.index.words import words_of
-from memstore.memory.search import Match
 from memstore.readers.asking import Answer
 from memstore.readers.passages import _fitting, _paragraphs, _telling, quoted_in
 from memstore.readers.reader import Reader
@@ -232,30 +231,47 @@ def test_a_document_cannot_speak_as_the_template_does() -> None:
         assert heard.ids.count(end) == 1, "that of the template alone"
 
 
-COUNTRIES = ("Ghana", "Gabon", "Guinea")
-TABLE = "\n\n".join(f"{name}\nCapital: somewhere\nHighest point: a hill\nCoastline: some km" for name in COUNTRIES)
+COUNTRIES = ("Ghana", "Gabon", "Guinea", "Gambia")
+TABLE = "\n\n".join(f"{name}\nHill: steep\nCoast: flat" for name in COUNTRIES)
 
 
-@pytest.mark.parametrize(("words", "quoted"), [(2, "Gabon"), (0, "Guinea")])
-def test_of_entries_that_are_alike_the_one_with_the_name_is_quoted_unless_words_do_not_count(
-    words: int, quoted: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("chatter", ["", "Somebody said something else. " * 15])
+def test_of_entries_that_are_alike_the_one_with_the_name_is_quoted_though_another_is_in_the_best_block(
+    chatter: str,
 ) -> None:
-    with attached("ram:", 1, words=words) as reader:
+    with attached("ram:", 1) as reader:
         reader.read(TABLE, document="table")
-        found = [Match("table", TABLE.index(name) // SIZE + 2, 1.0) for name in reversed(COUNTRIES)]
-        monkeypatch.setattr(type(reader), "search", lambda _, __, most: found[:most])
-        _, prompt = asked(reader, "What is the highest point of Gabon?")
-        assert prompt.startswith(f"<|user|>{quoted}\nCapital"), prompt
+        for name in COUNTRIES:
+            question = f"{chatter}What is the hill of {name}?"
+            assert reader.search([question], 1)[0].block == 0, "or the table must be another one"
+            assert asked(reader, question)[1].startswith(f"<|user|>{name}\n")
+    with attached("ram:", 1, words=0) as reader:
+        reader.read(TABLE, document="table")
+        assert asked(reader, "What is the hill of Gambia?")[1].startswith("<|user|>Ghana\n")
 
 
-def test_a_word_tells_by_how_few_of_the_best_texts_have_it_and_a_little_does_not_replace_the_best_one() -> None:
-    found = {("a", 1): "a coast and a point", ("a", 2): "the coast of Gabon", ("a", 3): "a coast"}
-    assert _telling(found, {"coast", "gabon"}, 1) == [("a", 2)]
-    assert _telling(found, {"coast", "gabon"}, 2) == [("a", 2), ("a", 1)]
-    assert _telling(found, {"coast"}, 2) == [("a", 1), ("a", 2)], "all have it"
-    assert _telling(found, {"point", "gabon", "coast"}, 1) == [("a", 1)], "each has one of two"
-    assert _telling(found, {"lake"}, 1) == [("a", 1)]
-    assert _telling({}, {"coast"}, 1) == []
+def test_what_a_question_refers_to_has_a_say_in_what_is_quoted() -> None:
+    with attached("ram:", 1) as reader:
+        reader.read(TABLE, document="table")
+        for before, name in (("What is the hill of Guinea?", "Guinea"), ("Hello there!", "Ghana")):
+            conversation, heard = reader.chat(system=None), Heard()
+            conversation.say(before, max_tokens=1)
+            conversation.say("And how is its coast?", max_tokens=1, logits_processor=[heard])
+            assert f"<|user|>{name}\n" in str(reader.tokenizer.decode(heard.ids))
+
+
+def test_a_paragraph_comes_before_a_better_one_if_it_has_all_its_words_and_more() -> None:
+    coast, name, both, point = {"coast"}, {"gabon"}, {"coast", "gabon"}, {"point", "coast"}
+    for found, most, best in (
+        ([coast, both, coast], 1, [1]),
+        ([coast, both, coast], 2, [1, 0]),
+        ([point, both, name], 1, [0]),  # each has what the other lacks
+        ([coast, coast], 2, [0, 1]),
+        ([set(), both], 1, [0]),  # found by what is meant
+        ([], 1, []),
+    ):
+        named = {("table", number): words for number, words in enumerate(found)}
+        assert [number for _, number in _telling(named, most)] == best
 
 
 @pytest.mark.parametrize(("limit", "options"), [(2048, {"raw": True}), (100, {})])

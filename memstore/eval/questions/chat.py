@@ -2,7 +2,8 @@
 
 Five users, each a set: a customer, an investor, a patient, somebody who takes notes, a student. A paragraph is what the
 user says at a time; what an assistant answers is not part of the benchmark. A question's source is a quotation, and its
-evidence the turn that has it; the one question whose source nobody says, word for word, is left out.
+evidence all of the message that has it, several blocks long (``benchmarks/memory_questions.py`` asks for the quotation
+itself). The one question whose source nobody says, word for word, is left out.
 """
 
 from __future__ import annotations
