@@ -1,0 +1,38 @@
+"""`benchmarks/answers.py`: a model says behind the states of a text what it says to the text."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import memstore
+from benchmarks.answers import COMPRESSED, END, NOTHING, RIGHT, WHOLE, Asking
+from memstore.eval.questions.answers import MOST
+from memstore.eval.questions.sets import Question, QuestionSet
+from tests.instruct import instruct_model, instruct_tokenizer
+
+PARAGRAPHS = ("The lamp hangs in the hall.", "The key lies under the mat.", "Nobody has seen the cat.")
+ASKED = (Question("key", "Where is the key?", ("under the mat",), (1,)), Question("cat", "Is it 2?", ("no",), (2,)))
+
+
+def test_answers_behind_kept_states_are_those_to_the_whole_prompt() -> None:
+    model, tokenizer = instruct_model(), instruct_tokenizer()
+    asked = QuestionSet("rooms", "none", PARAGRAPHS, ASKED)
+    with memstore.attach(instruct_model(), "ram:", tokenizer=tokenizer, block_size=16) as reader:
+        reader.read("\n\n".join(PARAGRAPHS), document="pool")
+        asking = Asking(model, reader, asked, ["one block, ", "and another"], [], 1, "Answer.")
+        said = {way: [next(asking.rows(each, [way]))["said"] for each in ASKED] for way in (WHOLE, RIGHT, END, NOTHING)}
+        for question, answer in zip(ASKED, said[WHOLE], strict=True):
+            ids = torch.tensor([asking._prompt((*PARAGRAPHS, question.text))])
+            made = model.generate(ids, max_new_tokens=MOST, do_sample=False, eos_token_id=asking._ends)
+            assert answer == str(tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)).strip() != ""
+        assert [*asking._states] == [WHOLE], "computed once"
+        assert said[WHOLE] == [next(asking.rows(each, [WHOLE]))["said"] for each in ASKED], "and left as they were"
+
+
+def test_kvpress_is_asked_for_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarks.answers import main
+
+    monkeypatch.setattr("sys.argv", ["answers.py", "squad", "--model", "none", "--ways", COMPRESSED, "--out", "none"])
+    with pytest.raises(ModuleNotFoundError, match="kvpress"):
+        main()
