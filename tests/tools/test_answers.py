@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 
@@ -33,6 +35,7 @@ def test_answers_behind_kept_states_are_those_to_the_whole_prompt() -> None:
 def test_kvpress_is_asked_for_before_anything_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     from benchmarks.answers import main
 
+    monkeypatch.setitem(sys.modules, "kvpress", None)
     monkeypatch.setattr("sys.argv", ["answers.py", "squad", "--model", "none", "--ways", COMPRESSED, "--out", "none"])
     with pytest.raises(ModuleNotFoundError, match="kvpress"):
         main()
