@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import accumulate, groupby, pairwise
 from os.path import commonprefix
 from typing import TYPE_CHECKING, Any, Protocol
@@ -132,15 +133,17 @@ def quotes(
         if len(having) == 1:
             holders[name] = having[0]
 
-    def paragraphs(name: str, blocks: Iterable[int]) -> list[tuple[list[int], str]]:
+    @cache
+    def paragraphs(name: str, *blocks: int) -> list[tuple[list[int], str]]:
         return [*_quotes(reader.tokenizer, holders[name], sorted(blocks), words)]
 
-    places = [(match.document, match.block) for match in found if match.document in holders]
-    texts = {(name, block): " ".join(text for _, text in paragraphs(name, [block])) for name, block in places}
-    best = _telling({place: words & {*words_of(text)} for place, text in texts.items()}, most)
+    best = [(match.document, match.block) for match in found if match.document in holders]
+    if reader.retrieval.words:
+        texts = {place: " ".join(text for _, text in paragraphs(*place)) for place in best}
+        best = _telling({place: words & {*words_of(text)} for place, text in texts.items()}, most)
     made = list[tuple[list[tuple[str, int]], str]]()
     for name in dict.fromkeys(name for name, _ in best):
-        for blocks, text in paragraphs(name, (block for at, block in best if at == name)):
+        for blocks, text in paragraphs(name, *(block for at, block in best if at == name)):
             made.append(([(name, block) for block in blocks], text))
     if reader.retrieval.order == "score":
         made.sort(key=lambda each: min(map(best.index, each[0])), reverse=True)

@@ -245,9 +245,15 @@ def test_of_entries_that_are_alike_the_one_with_the_name_is_quoted_though_anothe
             question = f"{chatter}What is the hill of {name}?"
             assert reader.search([question], 1)[0].block == 0, "or the table must be another one"
             assert asked(reader, question)[1].startswith(f"<|user|>{name}\n")
-    with attached("ram:", 1, words=0) as reader:
+
+
+@pytest.mark.parametrize("quote", [1, 3])
+def test_where_words_do_not_count_blocks_are_quoted_as_they_were_found(quote: int) -> None:
+    with attached("ram:", quote, words=0) as reader:
         reader.read(TABLE, document="table")
-        assert asked(reader, "What is the hill of Gambia?")[1].startswith("<|user|>Ghana\n")
+        question = "What is the hill of Gambia?"
+        best = [("table", match.block) for match in reader.search(question, quote)]
+        assert asked(reader, question)[0].quoted == best
 
 
 def test_what_a_question_refers_to_has_a_say_in_what_is_quoted() -> None:
