@@ -106,16 +106,22 @@ def fork(body: Callable[[Say], None], patience: int = PATIENCE) -> Child:
     """
     hear, say = os.pipe()
     sys.stdout.flush()
+    # Held back meanwhile: what runs in Python around a fork swallows an interruption, or nobody knew the child yet.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     pid = os.fork()
     if pid:
         os.close(say)
-        return Child(pid, hear)
+        child = Child(pid, hear)
+        with child.ending_with_us():
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return child
     os.close(hear)
     code = 1
     try:
         if sys.platform == "linux":  # it may be stopped, and nobody else would know of it
             _libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what its parent does then is not for it to do
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         signal.setitimer(signal.ITIMER_PROF, patience)
         signal.alarm(WAITING * patience)
         body(lambda line: _tell(say, line))

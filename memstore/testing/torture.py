@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 import random
+import secrets
 import shutil
 import tempfile
 import time
@@ -439,9 +440,14 @@ def torture(make: Make, fault: str, rounds: int, seed: int = 0, folder: Path | N
     ``fault`` is one of ``FAULTS``. Processes are forked: call it where there is one thread and no memory is open.
     """
     start = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="memstore-torture-", dir=folder) as place:
+    # Its name is known before there is a folder, so whenever an interruption comes, it is removed.
+    place = Path(folder or tempfile.gettempdir()) / f"memstore-torture-{secrets.token_hex(8)}"
+    try:
+        place.mkdir(mode=0o700)
         rng = random.Random(f"{seed} {fault}")  # noqa: S311 - what is done is to be repeatable
-        outcome = FAULTS[fault](make, Path(place), rounds, rng)
+        outcome = FAULTS[fault](make, place, rounds, rng)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
     outcome.seconds = time.monotonic() - start
     return outcome
 

@@ -127,6 +127,31 @@ def test_what_is_forked_ends_with_its_parent(tmp_path: Path) -> None:
     assert not (tmp_path / "here").exists()
 
 
+INTERRUPTED = """
+import os, pathlib, signal, time
+from memstore.testing.processes import fork
+
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
+
+def outlive(say):
+    time.sleep(1)
+    pathlib.Path("here").touch()
+
+try:
+    fork(outlive)
+except KeyboardInterrupt:
+    time.sleep(2)
+    print("interrupted")
+"""
+
+
+def test_an_interruption_during_a_fork_ends_the_child_and_is_told(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, list(tmp_path.iterdir())) == ("interrupted\n", [])
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
