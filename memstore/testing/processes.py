@@ -108,7 +108,11 @@ def fork(body: Callable[[Say], None], patience: int = PATIENCE) -> Child:
     sys.stdout.flush()
     # Held back meanwhile: what runs in Python around a fork swallows an interruption, or nobody knew the child yet.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
-    pid = os.fork()
+    try:
+        pid = os.fork()
+    except OSError:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        raise
     if pid:
         os.close(say)
         child = Child(pid, hear)
