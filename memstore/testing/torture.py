@@ -18,6 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -447,7 +448,8 @@ def torture(make: Make, fault: str, rounds: int, seed: int = 0, folder: Path | N
         rng = random.Random(f"{seed} {fault}")  # noqa: S311 - what is done is to be repeatable
         outcome = FAULTS[fault](make, place, rounds, rng)
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        with suppress(FileNotFoundError):  # it could not be made; what cannot be removed is told
+            shutil.rmtree(place)
     outcome.seconds = time.monotonic() - start
     return outcome
 
