@@ -1,8 +1,8 @@
 """Does a model answer questions with a memory as well as with what a search puts into its prompt, and how fast?
 
-    python benchmarks/answers.py squad --model qwen2.5-0.5b-instruct.gguf --questions 24
-    python benchmarks/answers.py hotpotqa --model qwen2.5-0.5b-instruct.gguf --pools 0,1
-    python benchmarks/answers.py lookalikes --model qwen2.5-0.5b-instruct.gguf --ways "all of the text,kvpress"
+    python benchmarks/answers.py squad --model qwen.gguf --questions 24 --out squad.jsonl
+    python benchmarks/answers.py hotpotqa --model qwen.gguf --pools 0,1 --out hotpotqa.jsonl
+    python benchmarks/answers.py lookalikes --model qwen.gguf --ways "all of the text,kvpress" --out lookalikes.jsonl
 
 Paragraphs of a set are pooled to texts of 32,768 tokens, each of which is read into a memory of its own. Every question
 is answered in all ways in turn, so that what else the machine does meets all of them: with the memory; with as many
@@ -41,7 +41,7 @@ from memstore.readers.asking import INSTRUCTION, Template, framed
 from memstore.readers.caches import CACHE
 from memstore.readers.kinds import encode
 from memstore.resources import hardware
-from memstore.tools.models import load_model
+from memstore.tools.models import DTYPES, load_model
 
 MEASURES = ("em", "f1", "has")
 MEMORY, RIGHT, END, NOTHING = "memory", "the right paragraphs", "the end of the text", "nothing"
@@ -59,6 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("set", choices=("squad", "hotpotqa", *ONE_TEXT))
     parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="that the model computes in")
     parser.add_argument("--tokens", type=int, default=32768, help="of a pool; the other sets are one text each")
     parser.add_argument("--pools", default="0", help="numbers of pools, separated by commas")
     parser.add_argument("--questions", type=int, help="of each pool, spread by chance")
@@ -76,7 +77,7 @@ def main() -> None:
     if COMPRESSED in ways:
         import_module("kvpress")  # before hours of reading
     torch.set_num_threads(1)
-    (model, tokenizer), bare = load_model(options.model), load_model(options.model).model
+    (model, tokenizer), bare = load_model(options.model, options.dtype), load_model(options.model, options.dtype).model
     options.memories.mkdir(exist_ok=True)
     embed, rows, sizes = minilm(), list[dict[str, Any]](), list[int]()
     with options.out.open("a") as out:
@@ -102,7 +103,7 @@ def main() -> None:
                         out.write(json.dumps(rows[-1]) + "\n")
                         out.flush()
     chosen = {"half": options.half, "top_k": options.top_k, "quote": options.quote, "system": options.system}
-    facts = {"task": options.set, "model": options.model, "pools": sizes, **chosen}
+    facts = {"task": options.set, "model": options.model, "dtype": str(model.dtype), "pools": sizes, **chosen}
     print(json.dumps({**facts, "rows": table(rows), **hardware()}))
 
 

@@ -1,5 +1,7 @@
 """What a question costs by how its blocks are chosen: by the prompt's tail, by a query, by a query and its words.
 
+``ask`` is today's default: the query, its words, and a paragraph that is quoted before the question.
+
     memstore eval squad --memory squad.mem --questions 1
     python benchmarks/query.py squad.mem
 
@@ -24,7 +26,7 @@ from memstore.readers.reader import Reader
 from memstore.resources import hardware
 from memstore.tools.models import load_model
 
-WAYS = ("tail", "query", "words")
+WAYS = ("tail", "query", "words", "ask")
 
 
 def main() -> None:
@@ -64,10 +66,14 @@ def ask(reader: Reader, question: str, way: str, tokens: int) -> float:
         [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     query = None if way == "tail" else question
-    reader.selection.retrieval = Retrieval(words=2.0 if way == "words" else 0)  # type: ignore[attr-defined]
+    reader.selection.retrieval = Retrieval(words=0 if way in ("tail", "query") else Retrieval().words)  # type: ignore[attr-defined]
+    options: dict[str, Any] = {"min_new_tokens": tokens, "do_sample": False}
     begun = time.process_time()
     with torch.inference_mode():
-        reader.generate(prompt["input_ids"], query=query, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
+        if way == "ask":
+            reader.ask(question, system=None, max_tokens=tokens, **options)
+        else:
+            reader.generate(prompt["input_ids"], query=query, max_new_tokens=tokens, **options)
     return time.process_time() - begun
 
 

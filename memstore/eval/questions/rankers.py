@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.index.words import WordIndex, words_of
+from memstore.index.words import WordIndex, asked_words, words_of
 from memstore.paths import cache_folder
 from memstore.readers.reader import Reader
 from memstore.wheels import Source, cached, fetch_wheel
@@ -55,7 +55,7 @@ class Ranker(ABC):
 
 
 class WordRanker(Ranker):
-    """BM25 over lower-case words, the usual baseline."""
+    """BM25 over lower-case words, the usual baseline, for those of a question that a memory goes by."""
 
     name = "bm25"
 
@@ -67,7 +67,7 @@ class WordRanker(Ranker):
         self._index = WordIndex(torch.tensor([word for each in words for word in each]), of, len(texts))
 
     def _best(self, question: str, depth: int) -> list[int]:
-        known = [self._numbers[word] for word in words_of(question) if word in self._numbers]
+        known = [self._numbers[word] for word in asked_words(question) if word in self._numbers]
         scores = self._index.score(torch.tensor(known, dtype=torch.int64))
         ranked: list[int] = scores.argsort(descending=True, stable=True)[:depth].tolist()  # of equal ones the first
         return ranked

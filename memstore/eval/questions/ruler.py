@@ -74,10 +74,10 @@ class Maker:
 
     def filled(self, pieces: Iterator[str], hidden: Sequence[str], chance: random.Random, between: str = "\n") -> str:
         """As many of ``pieces`` as make a text of ``tokens`` tokens, with the sentences ``hidden`` among them."""
-        left, kept = self.tokens - sum(self.size(each + between) for each in hidden), list[str]()
+        left, kept = self.tokens - sum(self.size(between + each) for each in hidden), list[str]()
         while left > 0:
             kept.append(next(pieces))
-            left -= self.size(kept[-1] + between)
+            left -= self.size(between + kept[-1])  # a space belongs to the token of the word behind it
         for sentence in hidden:
             kept.insert(chance.randint(0, len(kept)), sentence)
         return between.join(kept)
@@ -156,10 +156,17 @@ def _chain(maker: Maker, chance: random.Random) -> RulerSample:
 def _common(maker: Maker, chance: random.Random) -> RulerSample:
     """Common words in a numbered list: ten come often, all others seldom."""
     words = _words(chance)
-    common, cost = [next(words) for _ in range(COMMON)], maker.size("1000. kobadu\n")
-    listed = common * max(SELDOM + 1, min(OFTEN, maker.tokens // (2 * COMMON * cost)))  # half of a short text
-    while len(listed) * cost < maker.tokens:
-        listed += [next(words)] * SELDOM
+
+    def cost(more: list[str], first: int) -> int:
+        return sum(maker.size(f"\n{number}. {word}") for number, word in enumerate(more, first))
+
+    common = [next(words) for _ in range(COMMON)]
+    listed = common * max(SELDOM + 1, min(OFTEN, maker.tokens // (2 * cost(common, 100))))  # half of a short text
+    left = maker.tokens - cost(listed, 1)
+    while left > 0:
+        seldom = [next(words)] * SELDOM
+        left -= cost(seldom, len(listed) + 1)
+        listed += seldom
     chance.shuffle(listed)
     text = "\n".join(f"{number}. {word}" for number, word in enumerate(listed, 1))
     return RulerSample(

@@ -40,6 +40,14 @@ def test_a_text_has_its_length_and_what_is_wanted(task: str) -> None:
     assert score("I do not know.", sample) == 0
 
 
+@pytest.mark.parametrize("task", TASKS)
+def test_a_text_has_its_length_where_digits_are_tokens_and_spaces_none(task: str) -> None:
+    def tokens(text: str) -> int:
+        return len(re.findall(r" ?[^\W\d]+|\S|\s", text))
+
+    assert 960 <= tokens(Maker(1000, tokens).sample(task, 0).text) <= 1100
+
+
 @pytest.mark.parametrize("task", ["niah_multikey_3", "vt", "cwe", "qa_2"])
 def test_a_sample_is_always_the_same_and_unlike_the_next(task: str) -> None:
     first, again, other = (Maker(500, words).sample(task, number) for number in (0, 0, 1))
