@@ -176,7 +176,7 @@ PROSE_FIGURES: list[tuple[str, str, Callable[[], object]]] = [
     ("peers.md", r"finds [\d.]+ to ([\d.]+) of", lambda: f"{max(layer_peers(8192, 'memorizing', 'recall')):.2f}"),
     ("peers.md", r"graph reads ([\d.]+) to", lambda: f"{graph_reads_faster()[0]:.1f}"),
     ("peers.md", r"graph reads [\d.]+ to ([\d.]+) times", lambda: f"{graph_reads_faster()[1]:.1f}"),
-    ("measured.md", r"and they cost ([\d.]+) of the time", lambda: of_answers("cpu_ms", "bm25+minilm as text")),
+    ("measured.md", r"and a question takes ([\d.]+) of the time", lambda: of_answers("cpu_ms", "bm25+minilm as text")),
     (
         "measured.md",
         r"passages, in ([\d.]+) of their time",
