@@ -161,7 +161,8 @@ def _common(maker: Maker, chance: random.Random) -> RulerSample:
         return sum(maker.size(f"\n{number}. {word}") for number, word in enumerate(more, first))
 
     common = [next(words) for _ in range(COMMON)]
-    listed = common * max(SELDOM + 1, min(OFTEN, maker.tokens // (2 * cost(common, 100))))  # half of a short text
+    several = maker.tokens // (2 * cost(common, 100))  # times in half of a short text, whose lines have three digits
+    listed = common * max(SELDOM + 1, min(OFTEN, several))
     left = maker.tokens - cost(listed, 1)
     while left > 0:
         seldom = [next(words)] * SELDOM
