@@ -325,9 +325,14 @@ def resolve_dtype(name: str, *, device: str = "cpu") -> torch.dtype:
 
 
 def computes_bfloat16() -> bool:
-    """Whether this CPU has instructions for bfloat16. Where PyTorch cannot tell (before 2.10), the answer is no."""
+    """Whether this CPU has instructions for bfloat16, and PyTorch may use them (``ATEN_CPU_CAPABILITY=avx2`` forbids it).
+
+    Where PyTorch cannot tell (before 2.10), the answer is no.
+    """
     import torch
 
+    if torch.backends.cpu.get_cpu_capability() == "AVX2":
+        return False
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import gc
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,13 @@ def test_auto_is_bfloat16_only_where_the_hardware_computes_in_it(monkeypatch: py
     assert resolve_dtype("auto", device="cuda") == torch.bfloat16
     monkeypatch.setattr(models, "computes_bfloat16", lambda: True)
     assert resolve_dtype("auto") == torch.bfloat16
+
+
+def test_auto_is_float32_where_pytorch_may_not_use_wider_vectors() -> None:
+    code = "from memstore.tools.models import resolve_dtype; print(resolve_dtype('auto'))"
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "torch.float32\n"
 
 
 def test_an_unknown_dtype_is_refused() -> None:

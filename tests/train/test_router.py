@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from memstore.eval.questions import own
 from memstore.eval.questions.sets import QuestionSet
 from memstore.readers.stock.reader import CODE_DIM, ROUTERS
 from memstore.train import RouterOptions, train_router
-from memstore.train.router import AskedPool, RouterRanker
+from memstore.train.router import BATCH, AskedPool, RouterRanker
 from tests.eval.drts import byte_tokenizer, small_drt
 from tests.readers.models import attach, tiny
 
@@ -26,11 +27,11 @@ NAMES = ("Ada", "Bo", "Cy", "Di", "Ed", "Flo", "Gus", "Hal", "Ida", "Jo", "Kit",
 OPTIONS: dict[str, Any] = {"block_size": 16, "window": 32, "segment": 32, "sink": 16}
 
 
-def write_pairs(path: Path) -> Path:
-    """Twelve questions, each about a paragraph of its own that begins with another word than the question's."""
+def write_pairs(path: Path, names: Sequence[str] = NAMES) -> Path:
+    """A question for each name, about a paragraph of its own that begins with another word than the question's."""
     lines = [
         {"question": f"Who is {name}?", "evidence": [f"{name * 12} {number} lives here."], "others": ["Nobody." * 9]}
-        for number, name in enumerate(NAMES)
+        for number, name in enumerate(names)
     ]
     path.write_text("\n".join(map(json.dumps, lines)))
     return path
@@ -82,14 +83,19 @@ def test_the_same_seed_trains_the_same_router(tmp_path: Path, pairs: QuestionSet
     assert all(torch.equal(one[name], other[name]) for name in ("mean", "basis", "weight"))
 
 
-def test_several_runs_are_averaged(tmp_path: Path, pairs: QuestionSet, router_file: Path) -> None:
-    def trained(seed: int, runs: int) -> dict[str, torch.Tensor]:
-        options, out = RouterOptions(steps=2, half="all", seed=seed, runs=runs), tmp_path / "router"
-        train_router(model_of(), byte_tokenizer(), pairs, out, options=options)
-        return load_file(out)
+def test_several_runs_are_averaged(tmp_path: Path) -> None:
+    # More questions than a step asks. Of fewer, each step asks all of them whatever the seed is, and then only
+    # rounding tells two seeds apart: not even that on a processor that computes in float32.
+    names = [f"{name}{number}" for name in NAMES for number in range(1 + BATCH // len(NAMES))]
+    pairs = own.load(write_pairs(tmp_path / "pairs.jsonl", names))
 
-    first, second, both = load_file(router_file), trained(1, 1), trained(0, 2)
-    assert not torch.equal(first["basis"], second["basis"])
+    def trained(seed: int, runs: int) -> dict[str, torch.Tensor]:
+        options = RouterOptions(steps=2, learning_rate=0.1, half="all", seed=seed, runs=runs)
+        train_router(model_of(), byte_tokenizer(), pairs, tmp_path / "router", options=options)
+        return load_file(tmp_path / "router")
+
+    first, second, both = trained(0, 1), trained(1, 1), trained(0, 2)
+    assert (first["basis"] - second["basis"]).norm() > 1e-3 * first["basis"].norm()
     for name, array in both.items():
         torch.testing.assert_close(array, (first[name] + second[name]) / 2)
 
