@@ -20,23 +20,15 @@ FAULTS_FLAGS ?=
 
 PYTEST = --numprocesses $(WORKERS) --maxprocesses 4 --dist worksteal $(PYTEST_FLAGS)
 
-# Processors sum in different orders. These are the switches of PyTorch, oneDNN, MKL, and of what is compiled here.
-# Left out with them is what has no numbers of theirs: crafted and damaged files, errors, pages of documentation,
-# kernels that Triton interprets with NumPy, those of C and FAISS, and what several processes or kinds do alike.
+# Processors sum in different orders, and what is chosen by the processor differs too: types, kernels. So these switches
+# of PyTorch, oneDNN, MKL and our own C make the run of a processor with AVX2 and nothing wider: there is no bfloat16.
 NARROW := ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 MEMSTORE_NATIVE=0
-
-SAME := $(addprefix --ignore=tests/,index/test_crafted_files.py index/test_indexes_doc.py index/test_trouble.py \
-    kernels/test_tiles.py kernels/test_grouped_cross_attention_triton.py kernels/test_landmark_attention_triton.py \
-    models/test_drt_reader_damage.py index/test_faiss.py index/test_swapping.py kernels/test_native.py \
-    models/test_sharded_models.py models/test_sharded_training.py)
-OTHERS := not milvus and not Milvus and not killed and not refused and not kernels_find and not the_kernel_gives \
-    and not without_c and not trainer_trains
 
 BIN := .venv/bin
 READY := .venv/.ready
 LOWEST := .venv/lowest
 
-.PHONY: help demo test test-all pytest-all test-slow test-narrow test-lowest lint types format pytest bench faults gpu coverage house docs site pictures screenshots wheel-smoke clean
+.PHONY: help demo test test-slow test-narrow test-lowest lint types format pytest bench faults gpu coverage house docs site pictures screenshots wheel-smoke clean
 
 help: ## Show what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -47,14 +39,11 @@ demo: $(READY) ## Let a small model read a million tokens into a memory and answ
 test: lint $(READY) ## Lint; check types and run the tests side by side
 	$(MAKE) --jobs 2 types pytest
 
-test-all: lint $(READY) ## Lint; check types and run all tests, also those of `make test-slow`, in one run: what CI does
-	$(MAKE) --jobs 2 types pytest-all
-
 test-slow: $(READY) ## Run the tests that `make test` leaves out (trainings, demos, compilation for GPUs, a browser)
 	$(BIN)/python -m pytest -m slow $(PYTEST)
 
-test-narrow: $(READY) ## Run the numerical tests as on a processor with AVX2 and no wider vectors, without compiled C
-	$(NARROW) $(BIN)/python -m pytest tests/kernels tests/index tests/models tests/memory/test_golden.py $(SAME) -m "not slow" -k "$(OTHERS)" $(PYTEST)
+test-narrow: $(READY) ## Run the tests of `make test` as on a processor with AVX2 and no wider vectors, without compiled C
+	$(NARROW) $(BIN)/python -m pytest -m "not slow" $(PYTEST)
 
 test-lowest: $(READY) ## Run tests of readers and models with the lowest transformers that is supported, which pip fetches
 	test -x $(LOWEST)/bin/python || $(BIN)/python -m venv $(LOWEST)
@@ -73,9 +62,6 @@ types: $(READY) ## Check types
 
 pytest: $(READY) ## Run the tests alone
 	$(BIN)/python -m pytest -m "not slow" $(PYTEST)
-
-pytest-all: $(READY)
-	$(BIN)/python -m pytest $(PYTEST)
 
 format: $(READY) ## Put the code into the house format
 	$(BIN)/ruff check --fix-only .
