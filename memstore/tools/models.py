@@ -325,7 +325,7 @@ def resolve_dtype(name: str, *, device: str = "cpu") -> torch.dtype:
 
 
 def computes_bfloat16() -> bool:
-    """Whether this CPU has instructions for bfloat16, and PyTorch may use them (``ATEN_CPU_CAPABILITY=avx2`` forbids it).
+    """Whether this CPU has instructions for bfloat16 and PyTorch may use them: ATEN_CPU_CAPABILITY=avx2 forbids it.
 
     Where PyTorch cannot tell (before 2.10), the answer is no.
     """
