@@ -9,11 +9,12 @@ from __future__ import annotations
 import json
 import os
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -28,6 +29,9 @@ PIECE = 1 << 26
 """Bytes that are summed up at once."""
 FACTORS = 0x9E3779B97F4A7C15 - 2**64, 0xC2B2AE3D27D4EB4F - 2**64
 """Odd, as signed numbers of 64 bits: a product with them loses nothing."""
+
+SAMPLE = 16
+"""Numbers of each weight that are looked at before each prompt."""
 
 Weights = Sequence[tuple[str, Tensor]]
 
@@ -50,6 +54,63 @@ def fingerprint_of(
     )
 
 
+class WeightCheck:
+    """Tells whether a model computes something else than when this was made, by a look at a few numbers of each weight.
+
+    A digest of all weights takes seconds; this takes milliseconds, for every prompt. It sees adapters that are
+    switched, weights that are replaced or written to through PyTorch, and most that are written to behind its back.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._weights, self._numbers, self._adapters = self._look()
+
+    def changed(self) -> str:
+        """What has changed, in words; empty for nothing."""
+        weights, numbers, adapters = self._look()
+        if adapters != self._adapters:
+            return "adapters were switched on, off or merged"
+        for name, seen in weights.items():
+            if seen != self._weights.get(name):
+                return f"the weight {name} has changed"
+        if len(weights) != len(self._weights) or not torch.equal(numbers, self._numbers):
+            return "weights have changed"
+        return ""
+
+    def _look(self) -> tuple[dict[str, tuple[int, int]], Tensor, list[AdapterUse]]:
+        seen, numbers = {}, defaultdict[Any, list[Tensor]](list)
+        for name, tensor in _weights(self._model):
+            seen[name] = (0 if _divided(tensor) else tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
+            if not _divided(tensor):
+                step = max(1, tensor.numel() // SAMPLE)
+                numbers[tensor.device, tensor.dtype].append(tensor.reshape(-1)[: SAMPLE * step : step])
+        together = torch.cat([torch.cat(each).double().cpu() for each in numbers.values()])
+        return seen, together.nan_to_num(), adapters_in_use(self._model)
+
+
+class AdapterUse(NamedTuple):
+    """What a layer of peft says of its adapters."""
+
+    active: list[str]
+    there: list[str]
+    merged: list[str]
+    disabled: bool
+
+
+def adapters_in_use(model: nn.Module) -> list[AdapterUse]:
+    """What each layer of ``model`` that has adapters of peft does with them."""
+    layers: list[Any] = [module for module in model.modules() if hasattr(module, "adapter_layer_names")]
+    return [
+        AdapterUse(
+            active=list(layer.active_adapters),
+            there=sorted({key for name in layer.adapter_layer_names for key in getattr(layer, name, {})}),
+            merged=list(layer.merged_adapters),
+            disabled=bool(layer.disable_adapters),
+        )
+        for layer in layers
+    ]
+
+
 def digest_of_tokenizer(tokenizer: Any) -> str:
     """xxh3-128 over what turns text into ids; padding and truncation, which callers change, do not count."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -65,8 +126,19 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
 def digest_of_weights(model: nn.Module) -> str:
     """xxh3-128 over the names, dtypes, shapes and bytes of all weights, as they lie there: quantised ones are.
 
-    Weights that are divided among processes are brought together one by one: all of them have to ask.
+    Where adapters of peft are switched off, or some of several are active, that counts too. Weights that are divided
+    among processes are brought together one by one: all of them have to ask.
     """
+    digest = _digest_of_all(model)
+    switched = [
+        use
+        for use in adapters_in_use(model)
+        if use.disabled or (len(use.there) > 1 and set(use.active) != set(use.there))
+    ]
+    return xxhash.xxh3_128(f"{digest} {switched}".encode()).hexdigest() if switched else digest
+
+
+def _digest_of_all(model: nn.Module) -> str:
     weights = sorted(_weights(model))
     # What only some of the processes had kept would leave the others waiting.
     if not any(tensor.device.type == "cuda" for _, tensor in weights) or any(_divided(each) for _, each in weights):

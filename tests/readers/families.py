@@ -354,6 +354,8 @@ def _made(config: Any, *, pictures: bool) -> PreTrainedModel:
         for parameter in model.parameters():
             if parameter.dim() > 1:
                 parameter.mul_(3.0)
+            else:  # norms, biases, gates and sinks begin alike in all layers and channels
+                parameter.add_(0.8 * torch.rand_like(parameter) - 0.4)
     return model
 
 

@@ -137,7 +137,7 @@ def test_caches_that_cannot_be_used_are_refused() -> None:
     model = tiny("llama")
     filled = model(tokens(5)[None], use_cache=True).past_key_values
     with attach(model, "ram:", document="text", **SIZES):
-        with pytest.raises(InvalidArgument, match="filled before the memory was attached"):
+        with pytest.raises(InvalidArgument, match="filled before it met the memory"):
             model(tokens(5)[None], **{CACHE: filled})
         with pytest.raises(InvalidArgument, match="dynamic cache, got StaticCache"):
             model(tokens(5)[None], **{CACHE: StaticCache(model.config, max_cache_len=32)})
@@ -216,7 +216,7 @@ def test_several_documents_are_searched_together() -> None:
 
 def test_masks_of_another_shape_are_refused() -> None:
     model = tiny("llama")
-    with attach(model, "ram:", **SIZES), pytest.raises(InvalidArgument, match="2D attention mask"):
+    with attach(model, "ram:", **SIZES), pytest.raises(InvalidArgument, match="attention_mask must be of shape"):
         model(tokens(5)[None], attention_mask=torch.ones(1, 1, 5, 5))
 
 

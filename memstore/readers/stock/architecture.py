@@ -8,9 +8,10 @@ A model that does not fit is refused with the reason.
 from __future__ import annotations
 
 import inspect
+import itertools
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -34,6 +35,7 @@ FAR = 1 << 20
 Part = Literal["none", "all", "first", "last"]
 OWN_CACHE = "it keeps what it has read in a cache of its own"
 CosSin = tuple[Tensor, Tensor]
+QueriesKeys = tuple[Tensor, Tensor]
 Table = Callable[[Tensor], CosSin]
 """Cosines and sines ``[B, T, d]`` of positions ``[B, T]``."""
 
@@ -49,28 +51,41 @@ class LayerRotary:
     """The model's ``apply_rotary_pos_emb``."""
     table: Callable[[Tensor], CosSin] | None = None
     """Cosines and sines ``[B, T, d]`` of positions ``[B, T]``, by the model's rotary module."""
+    scales: tuple[Tensor, Tensor] | None = None
+    """Weights ``[D]`` that queries and keys are multiplied with after they are rotated: those of norms (Hunyuan)."""
 
     def cos_sin(self, positions: Tensor) -> CosSin | None:
         """Cosines and sines for ``positions [B, T]``; None where the layer has no rotary positions."""
         return None if self.table is None else self.table(positions)
 
-    def rotate(self, x: Tensor, cos_sin: CosSin | None) -> Tensor:
-        """Rotate ``x [B, heads, T, D]``."""
-        return x if cos_sin is None else self.rotate_pair(x, x[:, :1], cos_sin)[0]
+    def rotate(self, keys: Tensor, cos_sin: CosSin | None) -> Tensor:
+        """Rotate ``keys [B, heads, T, D]``."""
+        if cos_sin is None:
+            return keys
+        keys = keys if self.scales is None else keys / self.scales[1]
+        keys = self._turn(keys, keys[:, :1], cos_sin)[0]
+        return keys if self.scales is None else keys * self.scales[1]
 
-    def rotate_in_place(self, x: Tensor, cos_sin: CosSin) -> None:
-        """Rotate ``x [B, heads, T, D]`` where it is."""
-        half = x.shape[1] // 2
-        if not half:
-            x.copy_(self.rotate(x, cos_sin))
+    def rotate_in_place(self, keys: Tensor, cos_sin: CosSin) -> None:
+        """Rotate ``keys [B, heads, T, D]`` where they are."""
+        half = keys.shape[1] // 2
+        if not half or self.scales is not None:
+            keys.copy_(self.rotate(keys, cos_sin))
             return
         # The model's function takes queries and keys, which need not have as many heads.
-        x[:, :half], x[:, half:] = self.rotate_pair(x[:, :half], x[:, half:], cos_sin)
+        keys[:, :half], keys[:, half:] = self._turn(keys[:, :half], keys[:, half:], cos_sin)
 
     def rotate_pair(self, q: Tensor, k: Tensor, cos_sin: CosSin | None) -> tuple[Tensor, Tensor]:
         """Rotate queries and keys ``[B, heads, T, D]`` that are at the same positions."""
         if cos_sin is None or self.apply is None:
             return q, k
+        if self.scales is None:
+            return self._turn(q, k, cos_sin)
+        q, k = self._turn(q / self.scales[0], k / self.scales[1], cos_sin)
+        return q * self.scales[0], k * self.scales[1]
+
+    def _turn(self, q: Tensor, k: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
+        assert self.apply is not None, "whoever has a table has a function"
         cos, sin = cos_sin
         size, dim = cos.shape[-1], q.shape[-1]
         match self.part:
@@ -121,6 +136,8 @@ class Architecture:
     """Positions are added to the embeddings (GPT-2, OPT): tokens keep the position they were read at."""
     positions: str
     """The position encoding in words, for the fingerprint."""
+    rotary_border: int | None = None
+    """Positions beyond which rotations change at all positions (dynamic NTK, LongRoPE); None: they never do."""
     divided: Any = None
     """The process group that the heads of each layer are divided among; the plans count all of them."""
     scaled_queries: bool = False
@@ -188,6 +205,8 @@ def _failure(model: PreTrainedModel) -> str:
 
 
 def _examine(model: PreTrainedModel) -> Architecture:
+    if reason := _comes_and_goes(model):
+        raise _unsupported(model, reason)
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:  # masks, rotations and states of the memory lie on one
         raise _unsupported(model, f"its weights lie on {' and '.join(devices)}; load it onto one, without device_map")
@@ -232,7 +251,7 @@ def _examine(model: PreTrainedModel) -> Architecture:
     names = {module: name for name, module in model.named_modules()}
     mixed = any(entry.sliding is None for entry in seen)
     tables = _rotary_tables(model)
-    again: dict[nn.Module, Tensor] = {}
+    again: dict[nn.Module, QueriesKeys] = {}
     with _probing(model, partial(_note_keys, again)):  # once for all layers: a whole model is walked through for it
         layers = tuple(_plan(model, names, i, entry, mixed, tables, again) for i, entry in enumerate(seen))
     if divided is not None:
@@ -250,9 +269,20 @@ def _examine(model: PreTrainedModel) -> Architecture:
         learned_positions=learned,
         positions=_describe_positions(config, learned),
         scaled_queries=not learned and _scaled_queries(model, decoder, seen),
+        rotary_border=_rotary_border({each.rotary.table for each in layers}, model.device),
         divided=divided,
         linear=linear,
     )
+
+
+def _comes_and_goes(model: nn.Module) -> str:
+    """Why what ``model`` computes with is not all there, in words; empty where it is."""
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        return "peft puts tokens of its own before each prompt, and they belong before the document"
+    hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
+    if any(getattr(each, "offload", False) for hook in hooks for each in (hook, *getattr(hook, "hooks", ()))):
+        return "accelerate brings its weights for each layer that computes; load it whole, without offloading"
+    return ""
 
 
 def _has_layers_of_its_own(model: PreTrainedModel) -> bool:
@@ -436,7 +466,7 @@ def _plan(
     seen: _ProbedModule,
     mixed: bool,
     tables: list[Table],
-    again: dict[nn.Module, Tensor],
+    again: dict[nn.Module, QueriesKeys],
 ) -> LayerPlan:
     return LayerPlan(
         index=index,
@@ -453,19 +483,19 @@ def _plan(
 
 
 def _rotary(
-    model: PreTrainedModel, index: int, seen: _ProbedModule, tables: list[Table], again: dict[nn.Module, Tensor]
+    model: PreTrainedModel, index: int, seen: _ProbedModule, tables: list[Table], again: dict[nn.Module, QueriesKeys]
 ) -> LayerRotary:
     """Run the layer again without positions, and find what turns the one result into the other."""
     kwargs = seen.inputs[1]
     given = kwargs.get("position_embeddings")
-    positioned, free = seen.keys, seen.keys
+    positioned = free = (seen.queries, seen.keys)
     if given is not None:
         if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, Tensor) for part in given)):
             raise _unsupported(model, f"layer {index} is not given its positions as cosines and sines")
-        free = _keys_again(again, seen, position_embeddings=identity(given))
+        free = _run_again(again, seen, position_embeddings=identity(given))
     elif isinstance(positions := kwargs.get("position_ids"), Tensor):
-        moved = _keys_again(again, seen, position_ids=positions + PROBE_TOKENS)
-        if not torch.equal(moved, positioned):
+        moved = _run_again(again, seen, position_ids=positions + PROBE_TOKENS)
+        if not torch.equal(moved[1], positioned[1]):
             raise _unsupported(model, f"layer {index} turns its keys itself, where a memory cannot reach them")
     found = _find_rotary(tables, seen.module, given, positioned, free)
     if found is None:
@@ -473,8 +503,8 @@ def _rotary(
     return found
 
 
-def _keys_again(again: dict[nn.Module, Tensor], seen: _ProbedModule, **other: Any) -> Tensor:
-    """The keys of a layer that gets what it got in the probe, but for what is ``other``; ``again`` is told them."""
+def _run_again(again: dict[nn.Module, QueriesKeys], seen: _ProbedModule, **other: Any) -> QueriesKeys:
+    """Queries and keys of a layer that gets what it got in the probe, but for what is ``other``."""
     args, kwargs = seen.inputs
     with torch.no_grad():
         seen.module(*args, **{**kwargs, **other})
@@ -482,10 +512,10 @@ def _keys_again(again: dict[nn.Module, Tensor], seen: _ProbedModule, **other: An
 
 
 def _note_keys(
-    again: dict[nn.Module, Tensor], module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any
+    again: dict[nn.Module, QueriesKeys], module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
-    """An attention function that tells ``again`` its keys."""
-    again[module] = k
+    """An attention function that tells ``again`` its queries and keys."""
+    again[module] = (q, k)
     return _values(module, q, k, v)
 
 
@@ -496,33 +526,46 @@ def _values(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, *__: Any, **___: Any)
 
 
 def _find_rotary(
-    tables: list[Table], module: nn.Module, given: CosSin | None, positioned: Tensor, free: Tensor
+    tables: list[Table], module: nn.Module, given: CosSin | None, positioned: QueriesKeys, free: QueriesKeys
 ) -> LayerRotary | None:
     """The rotary of an attention ``module``, or None if it cannot be told. ``tables`` are those of the model.
 
     ``given`` is what the module got as position embeddings for the positions 0..T-1; ``positioned`` and ``free`` are
-    its keys ``[1, G, T, D]`` with these, and with the identity in their place.
+    its queries and keys ``[1, heads, T, D]`` with these, and with the identity in their place.
     """
-    if given is None or torch.equal(positioned, free):
-        return LayerRotary("none") if torch.equal(positioned, free) else None
+    if given is None or torch.equal(positioned[1], free[1]):
+        return LayerRotary("none") if torch.equal(positioned[1], free[1]) else None
     apply = getattr(sys.modules[type(module).__module__], "apply_rotary_pos_emb", None)
     table = _matching_table(tables, given)
     if apply is None or table is None:
         return None
     parts: tuple[Part, ...] = ("all", "first", "last")
-    for part in parts:
-        rotary = LayerRotary(part, apply, table)
-        if _matches(rotary, given, positioned, free):
-            return rotary
-    return None
+    scales = [None, *itertools.permutations(_norm_weights(module, free[1].shape[-1]), 2)]
+    return next(
+        (
+            rotary
+            for scale, part in itertools.product(scales, parts)
+            if _matches(rotary := LayerRotary(part, apply, table, scale), given, positioned, free)
+        ),
+        None,
+    )
 
 
-def _matches(rotary: LayerRotary, given: CosSin, positioned: Tensor, free: Tensor) -> bool:
+def _norm_weights(module: nn.Module, dim: int) -> list[Tensor]:
+    """Weights ``[dim]`` of the norms in an attention ``module``. A norm's length does not change by a rotation."""
+    weights = (getattr(part, "weight", None) for part in module.modules())
+    return [each.detach() for each in weights if isinstance(each, Tensor) and each.shape == (dim,) and each.all()]
+
+
+def _matches(rotary: LayerRotary, given: CosSin, positioned: QueriesKeys, free: QueriesKeys) -> bool:
     try:
-        rotated = rotary.rotate(free, given)
+        rotated = rotary.rotate_pair(*free, given)
     except (RuntimeError, ValueError, TypeError):  # a part of a size that this model's function does not take
         return False
-    return rotated.shape == positioned.shape and torch.allclose(rotated, positioned, rtol=1e-2, atol=1e-3)
+    return all(
+        x.shape == y.shape and torch.allclose(x, y, rtol=1e-2, atol=1e-3)
+        for x, y in zip(rotated, positioned, strict=True)
+    )
 
 
 def _matching_table(tables: list[Table], given: CosSin) -> Table | None:
@@ -550,6 +593,30 @@ def _rotary_tables(model: PreTrainedModel) -> list[Table]:
         else:
             found.append(partial(rotary, sample))
     return found
+
+
+# transformers takes the frequencies of all tokens from the largest position that it is asked for. Stored states of
+# later layers were computed with those of a shorter text, so beyond the border no choice of them is the model's.
+@torch.no_grad()
+def _rotary_border(tables: Iterable[Table | None], device: torch.device) -> int | None:
+    """The positions beyond which ``tables`` turn all tokens otherwise; None where there are none below 2^20."""
+    borders = []
+    for table in filter(None, tables):
+
+        def turned(last: int, table: Table = table) -> Tensor:
+            cos, sin = table(torch.tensor([[1, last]], device=device))
+            return torch.cat((cos[0, 0], sin[0, 0]))
+
+        near = turned(1)
+        if torch.equal(near, turned(FAR)):
+            continue
+        same, other = 1, FAR
+        while other - same > 1:
+            middle = (same + other) // 2
+            same, other = (middle, other) if torch.equal(near, turned(middle)) else (same, middle)
+        turned(1)  # tables that grow with the positions they see shrink again
+        borders.append(other)
+    return min(borders, default=None)
 
 
 def _layer_types(rotary: Any) -> list[str]:

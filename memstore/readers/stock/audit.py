@@ -201,7 +201,7 @@ def _from_every_slot(call: Call, seen: list[_LastToken]) -> tuple[Tensor, Tensor
     now = torch.tensor([each.position for each in seen], device=free.device)[:, None]
     now = (now - selection.block_size * torch.arange(slots, device=free.device)).flatten()
     queries = free.repeat_interleave(slots, 1)
-    return plan.rotary.rotate(queries[None], plan.rotary.cos_sin(now[None]))[0], now
+    return plan.rotary.rotate_pair(queries[None], queries[None], plan.rotary.cos_sin(now[None]))[0][0], now
 
 
 def _places(call: Call, candidates: Candidates, numbers: range) -> Tensor:

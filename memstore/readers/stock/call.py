@@ -87,12 +87,12 @@ class Call(LocalTokens):
         if everything is not None and self.slots:
             self.set_chosen(everything, from_layer=0)
 
-    def begin(self, tokens: int, padding: Tensor | None, device: torch.device) -> None:
-        """Prepare a forward pass over ``tokens`` new tokens; ``padding [B, local tokens]`` is True on real tokens."""
+    def begin(self, tokens: int, padding: Tensor | None, device: torch.device, positions: Tensor | None = None) -> None:
+        """Prepare a forward pass over ``tokens`` new tokens; see ``LocalTokens.stand``."""
         self.prompt = self.length + tokens if self.fresh else self.prompt
         self._ahead.clear()
         self.selection.search_seconds = 0.0
-        self.stand(tokens, padding, device)
+        self.stand(tokens, padding, device, positions)
 
     @property
     def fresh(self) -> bool:

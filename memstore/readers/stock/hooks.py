@@ -10,6 +10,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, finalize
 
@@ -19,10 +20,12 @@ from torch import Tensor, nn
 from memstore.errors import InvalidArgument
 from memstore.readers.asking import Query
 from memstore.readers.caches import CACHE, cache_in
+from memstore.readers.fingerprint import WeightCheck
 from memstore.readers.observer import Observer
 from memstore.readers.ranks import Ranks
 from memstore.readers.stock.architecture import Architecture, LayerPlan, identity, implementation
 from memstore.readers.stock.call import Call, LayerStates
+from memstore.readers.stock.honoured import check_forward, check_generate
 from memstore.readers.stock.linear import cache_with
 from memstore.readers.stock.selection import Selection
 from memstore.transfer import own_types, to_device
@@ -58,6 +61,9 @@ class Hooks:
         self._loose: Call | None = None  # a call without a cache, which ends with its forward pass
         self._states_only = False  # the last layer's output is not wanted
         self._tap: dict[int, Tensor] | None = None
+        base: Any = model.base_model
+        self._config = base.config.get_text_config(decoder=True)
+        self.weights = WeightCheck(model)
         self._given_mask: Any = None  # what the base model was given, where it makes masks for a decoder within
         self.heads = None if architecture.divided is None else DividedHeads(architecture.divided)
         self.query: Query | None = None
@@ -68,6 +74,7 @@ class Hooks:
         plans = self.architecture.layers
         check_free(self.model)
         stack.callback(self._end)
+        self._generate_checked(stack)
         stack.enter_context(implementation(self.model, NAME, _uncompiled(_attention), _no_mask))
         for plan in plans:
             _PLANS[plan.module] = (self, plan)
@@ -81,6 +88,24 @@ class Hooks:
             _before(stack, self.model.base_model, self._before_base)
         _before(stack, decoder, self._before_forward)
         stack.callback(decoder.register_forward_hook(_uncompiled(self._after_forward), always_call=True).remove)
+
+    # An attribute of this model, before its class's: pipelines and adapters call it too.
+    def _generate_checked(self, stack: ExitStack) -> None:
+        """Let ``model.generate`` refuse what a memory cannot honour before anything is computed."""
+        model: Any = self.model
+        if not hasattr(model, "generate"):
+            return
+        plain = model.generate
+
+        @wraps(plain)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            given = {**inspect.signature(plain).bind_partial(*args).arguments, **kwargs}
+            check_generate(given, given.get("generation_config"), model.generation_config)
+            return plain(*args, **kwargs)
+
+        before = vars(model).get("generate")
+        model.generate = generate
+        stack.callback(partial(setattr, model, "generate", before) if before else partial(delattr, model, "generate"))
 
     def _end(self) -> None:
         self._call = self._next = self._tap = None
@@ -154,16 +179,23 @@ class Hooks:
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._claim()
         given = dict(inspect.signature(module.forward).bind_partial(*args).arguments) | kwargs
-        if isinstance(given.get("attention_mask"), dict):  # of masks by the kind of layer, which nobody needs here
-            given["attention_mask"] = self._given_mask
+        self._check_model(given)
+        if isinstance(given.get("attention_mask"), dict) and self.model.base_model is not self.architecture.decoder:
+            given["attention_mask"] = self._given_mask  # the base model made one for each kind of layer
         inputs = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
         call = self._next if self._next is not None else self._call_of(given, len(inputs))
         tokens = inputs.shape[1]
-        padding = _padding(given.get("attention_mask"), call.length + tokens)
+        if call.fresh and call.states and (changed := self.weights.changed()):
+            raise InvalidArgument(
+                f"{changed} since the memory was attached, so its states are another model's: leave the block and "
+                "attach again"
+            )
+        padding = _padding(given.get("attention_mask"), call, tokens)
         if padding is not None and self.architecture.linear is not None:
             raise InvalidArgument("layers that do not attend would read the padding: give rows of one length")
+        positions = self._positions(given, call, inputs, padding)
         call.attending = self._attending
-        call.begin(tokens, padding, inputs.device)
+        call.begin(tokens, padding, inputs.device, positions)
         if self._next is None:
             call.observers = self._observers
             ids = given.get("input_ids")
@@ -179,6 +211,55 @@ class Hooks:
         if self.architecture.learned_positions or self.architecture.scaled_queries:
             given["position_ids"] = call.positions.expand(len(inputs), -1)
         return (), given
+
+    def _check_model(self, given: dict[str, Any]) -> None:
+        """Raise ``InvalidArgument`` where this pass would do something else than the model alone does."""
+        config = self._config
+        if config._attn_implementation != NAME:
+            raise InvalidArgument(
+                f"the attention implementation was set to {config._attn_implementation!r} inside the block, which "
+                "takes the memory away: set it before the memory is attached"
+            )
+        check_forward({"output_attentions": config.output_attentions, **given})
+        checkpointing = (getattr(each, "gradient_checkpointing", False) for each in self.model.modules())
+        if self.model.training and any(checkpointing):
+            raise InvalidArgument(
+                "gradient checkpointing runs layers again during backward, when the memory is not there: call "
+                "model.gradient_checkpointing_disable(), or train without the memory attached"
+            )
+
+    def _positions(self, given: dict[str, Any], call: Call, inputs: Tensor, padding: Tensor | None) -> Tensor | None:
+        """The caller's positions of the new tokens ``[B or 1, T]``, from the first local token; None: as they come.
+
+        Raises ``InvalidArgument`` for positions that mean something else to transformers than where a token stands.
+        """
+        told: Tensor | None = given.get("position_ids")
+        if told is None:
+            if self.architecture.learned_positions and padding is not None and _has_hole(padding):
+                raise InvalidArgument(
+                    "attention_mask masks tokens between others, and models with learned positions count these "
+                    "differently: give position_ids too"
+                )
+            return None
+        if told.dim() == 3 and bool((told == told[:1]).all()):  # of text, height and width, where there is text alone
+            told = told[0]
+        rows, tokens = inputs.shape[:2]
+        if told.dim() != 2 or told.shape[0] not in (1, rows) or told.shape[1] != tokens or told.is_floating_point():
+            raise InvalidArgument(
+                f"position_ids must be integers of shape [{rows} or 1, {tokens}], one for each new token, got "
+                f"{told.dtype} of shape {list(told.shape)}"
+            )
+        usual = torch.arange(call.length, call.length + tokens, device=told.device)
+        if bool((told == usual).all()):  # what models make where nobody gives any
+            return None
+        if given.get("attention_mask") is None and not _wants_cache(self.model, given) and cache_in(given) is None:
+            raise InvalidArgument(
+                "position_ids that do not count up by one mean packed texts where there is neither attention_mask nor "
+                "cache, and packed texts cannot see a memory: give each text a row, or an attention_mask"
+            )
+        if int(told.min()) < 0:
+            raise InvalidArgument(f"position_ids count from the end of the document, so from 0, got {int(told.min())}")
+        return told
 
     def _after_forward(self, _module: nn.Module, _inputs: object, output: object) -> None:
         """End the pass; without an output it has failed, and its tokens do not count."""
@@ -307,6 +388,10 @@ def _attention(
     hooks, plan = _PLANS[module]
     call = hooks._call
     assert call is not None, "attention ran outside of a forward pass of the base model"
+    if kwargs.get("dropout"):
+        raise InvalidArgument(
+            f"attention_dropout={kwargs['dropout']} is not applied beside a memory: call model.eval(), or set it to 0"
+        )
     if hooks.heads is not None:
         query, key, value = hooks.heads.whole((query, key, value))
     if hooks._tap is not None and hooks.selection.by_layer:
@@ -355,15 +440,37 @@ def _without_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
     return args, {**kwargs, "position_embeddings": identity(given) if turns is None else turns}
 
 
-def _padding(mask: Tensor | None, total: int) -> Tensor | None:
-    """``[B, local tokens]``, True on real tokens; None where there is no padding."""
+def _padding(mask: Any, call: Call, tokens: int) -> Tensor | None:
+    """``[B, local tokens]``, True on tokens that are attended to; None where all are.
+
+    ``mask [B, n]`` is that of the caller: of the new tokens, of all local tokens, or of the document before these too.
+    """
+    total = call.length + tokens
     if mask is None:
         return None
-    if mask.dim() != 2:
-        raise InvalidArgument(f"an attached model takes a 2D attention mask [batch, tokens], got {tuple(mask.shape)}")
-    mask = mask.bool()
-    mask = torch.nn.functional.pad(mask, (total - mask.shape[1], 0), value=True)[:, -total:]
+    if not isinstance(mask, Tensor) or mask.dim() != 2:
+        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise InvalidArgument(f"attention_mask must be of shape [batch, tokens] beside a memory, got {shape}")
+    mask, count = mask.bool(), mask.shape[1]
+    if count not in (tokens, total) and count < total:
+        raise InvalidArgument(
+            f"attention_mask must cover the {tokens} new tokens or all {total} since the prompt began, got {count}"
+        )
+    if count < total:
+        before = mask.new_ones(len(mask), call.length) if call.padding is None else call.padding.to(mask.device)
+        mask = torch.cat((before, mask), 1)
+    if not bool(mask[:, :-total].all()):
+        raise InvalidArgument(
+            "attention_mask hides tokens of the document: what a memory holds is seen or not retrieved; forget the "
+            "document, attach others, or give the mask of the prompt alone"
+        )
+    mask = mask[:, -total:]
     return None if bool(mask.all()) else mask
+
+
+def _has_hole(mask: Tensor) -> bool:
+    """Whether a row of ``mask [B, n]`` has masked tokens between others."""
+    return bool(((mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0].long() > 1).any())
 
 
 def _wants_cache(model: PreTrainedModel, given: dict[str, Any]) -> bool:
@@ -383,10 +490,14 @@ def cache_of(call: Call, rows: int = 1) -> Cache:
 
 def _take_over(cache: Cache, call: Call, rows: int) -> None:
     """Let the (still empty) cache that transformers made hold our layers, and those that do not attend beside them."""
-    if getattr(cache, "is_compileable", False) or not hasattr(cache, "layers"):
-        raise InvalidArgument(f"an attached model needs a dynamic cache, got {type(cache).__name__}")
+    if type(cache).__name__ != "DynamicCache" or getattr(cache, "offloading", False):
+        kind = "an offloaded cache" if getattr(cache, "offloading", False) else type(cache).__name__
+        raise InvalidArgument(f"an attached model needs a plain dynamic cache, got {kind}")
     if cache.get_seq_length():
-        raise InvalidArgument("this cache was filled before the memory was attached; start with a new one")
+        raise InvalidArgument(
+            "this cache was filled before it met the memory, as by prefix tuning of peft: start with a new one, or "
+            "attach a model without such an adapter"
+        )
     linear = call.selection.architecture.linear
     cache.layers = list(call.layers) if linear is None else linear.layers(call.layers, call.recurrent, rows)
     cache.layer_class_to_replicate = None

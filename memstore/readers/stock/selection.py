@@ -459,14 +459,19 @@ class LocalTokens:
         """What is known of a list of blocks; it holds the list, so that its id is not used again."""
         self._step_memo: dict[object, Any] = {}
 
-    def stand(self, tokens: int, padding: Tensor | None, device: torch.device) -> None:
-        """Take the places of ``tokens`` new tokens; ``padding [B, local tokens]`` is True on real tokens."""
+    def stand(self, tokens: int, padding: Tensor | None, device: torch.device, positions: Tensor | None = None) -> None:
+        """Take the places of ``tokens`` new tokens; ``padding [B, local tokens]`` is True on real tokens.
+
+        ``positions [B or 1, tokens]`` are counted from the first local token; without them each token comes one after
+        the token before it.
+        """
         self.tokens, self.padding, self.device = tokens, padding, device
         self._step_memo.clear()
         if len(self.memo) > MEMOS:
             self.memo.clear()
-        self.positions = self._local_positions()
-        self._check_positions()
+        self.positions = self._local_places() if positions is None else self.start + positions.to(device)
+        counted = padding is None and positions is None  # then nothing has to be fetched from a device
+        self._check_last(self.start + self.length + tokens - 1 if counted else int(self.positions.max()))
 
     def placement(self, chosen: CandidateLists | None) -> Placement:
         """The positions of what is seen of the memory, with the list ``chosen``."""
@@ -505,30 +510,38 @@ class LocalTokens:
         """Position of the first local token."""
         return self.placement(None).local_start
 
-    def _local_positions(self) -> Tensor:
-        """Positions of the new tokens, ``[B or 1, T]``; padding is skipped over."""
+    def _local_places(self) -> Tensor:
+        """Places of the new tokens, ``[B or 1, T]``."""
         if self.clock is not None:
             return (self.start + self.clock)[None]
-        return self._all_local_positions()[:, -self.tokens :]
+        return self._all_local_places(self.length + self.tokens)[:, -self.tokens :]
 
-    def _all_local_positions(self, count: int | None = None) -> Tensor:
-        """Of all local tokens ``[B or 1, n]``, or of the first ``count``, which need not be there yet."""
-        if self.padding is None:
-            count = self.length + self.tokens if count is None else count
-            return torch.arange(self.start, self.start + count, device=self.device)[None]
-        return self.start + (self.padding.long().cumsum(-1) - 1).clamp(min=0)
+    def _all_local_places(self, count: int) -> Tensor:
+        """Places of the first ``count`` local tokens ``[B or 1, n]``, which need not be there yet.
 
-    def _check_positions(self) -> None:
+        A row begins at its first real token, so that rows of a batch stand as they would alone. What is masked after
+        it keeps its place, as in transformers.
+        """
+        places = torch.arange(count, device=self.device)[None]
+        if self.padding is not None:
+            places = (places - self.padding.int().argmax(-1, keepdim=True)).clamp(min=0)
+        return self.start + places
+
+    def _check_last(self, last: int) -> None:
+        """Raise ``InvalidArgument`` where the model has no position ``last``."""
         architecture = self.selection.architecture
-        if not architecture.learned_positions:
+        learned, border = architecture.learned_positions, architecture.rotary_border
+        border = architecture.max_positions if learned else border
+        # What no memory is behind may be turned in any way: the model alone would turn it so.
+        if border is None or last < border or not (learned or self.start or self.candidates):
             return
-        alone = self.start + self.length + self.tokens - 1
-        last = alone if self.padding is None else int(self.positions.max())
-        if last >= architecture.max_positions:
-            raise InvalidArgument(
-                f"{architecture.name} has learned positions for {architecture.max_positions} tokens, and this call "
-                f"needs position {last}: use a smaller window, sink or top_k, or a shorter text"
-            )
+        reason = f"has learned positions for {border} tokens"
+        if not learned:
+            reason = f"turns all tokens otherwise once there are more than {border}, also those that are stored"
+        raise InvalidArgument(
+            f"{architecture.name} {reason}, and this call needs position {last}: use a smaller window, sink or top_k, "
+            "a shorter text, or Retrieval(positions='stingy')"
+        )
 
     def prefix_cos_sin(self, rotary: LayerRotary, positions: Tensor, rows: int) -> CosSin | None:
         """Cosines and sines for ``positions [B or 1, heads or 1, n]``, shared by the layers that have the same table.
@@ -609,8 +622,8 @@ class LocalTokens:
         return (causal & self.padding[:, None, None, :]) | (columns == rows)
 
     def _within(self, prefix: Tensor, sliding: int, count: int) -> Tensor:
-        """``[B or 1, heads or 1, T, P + count]``: less than ``sliding`` positions back."""
-        local = self._all_local_positions(count)
+        """``[B or 1, heads or 1, T, P + count]``: less than ``sliding`` places back, wherever positions were given."""
+        local = self._all_local_places(count)
         batch = max(len(local), len(prefix))
         keys = torch.cat((prefix.expand(batch, -1, -1), local[:, None].expand(batch, prefix.shape[1], -1)), dim=-1)
-        return self.positions[:, None, :, None] - keys[:, :, None, :] < sliding
+        return self._local_places()[:, None, :, None] - keys[:, :, None, :] < sliding
