@@ -150,7 +150,18 @@ def in_turn(plain: Any, prompt: torch.Tensor, opening: int, reader: Any, rounds:
 
 def served(plain: Any, prompt: torch.Tensor, system: str, memory: str, options: argparse.Namespace) -> dict[str, Any]:
     """Seconds until the first piece of an answer has come from a server, beside those of the model alone."""
-    command = [sys.executable, "-m", "memstore", "serve", memory, "--port", "0", "--threads", str(options.threads)]
+    command = [
+        sys.executable,
+        "-m",
+        "memstore",
+        "serve",
+        memory,
+        "--no-token",
+        "--port",
+        "0",
+        "--threads",
+        str(options.threads),
+    ]
     command += ["--model", options.model, "--index", options.index]
     bare, later, spent = [], [], []
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:

@@ -114,7 +114,7 @@ def joined(sources: list[dict[str, Any]]) -> list[str]:
 @contextmanager
 def serving(*options: str) -> Iterator[str]:
     """The address of a server, a process of its own."""
-    command = [sys.executable, "-m", "memstore", "serve", *options, "--port", "0", "--threads", "1"]
+    command = [sys.executable, "-m", "memstore", "serve", *options, "--no-token", "--port", "0", "--threads", "1"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         assert server.stderr is not None
         lines = (line for line in server.stderr if "http://" in line)

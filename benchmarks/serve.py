@@ -37,7 +37,18 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         memories = make_memories(Path(scratch))
-        command = [sys.executable, "-m", "memstore", "serve", *map(str, memories), "--port", "0", "--threads", "1"]
+        command = [
+            sys.executable,
+            "-m",
+            "memstore",
+            "serve",
+            *map(str, memories),
+            "--no-token",
+            "--port",
+            "0",
+            "--threads",
+            "1",
+        ]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
             assert server.stderr is not None
             url = server.stderr.readline().split()[0]

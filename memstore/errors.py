@@ -110,6 +110,10 @@ class UnsupportedModel(MemstoreError, TypeError):
     code = "unsupported-model"
 
 
+class Interrupted(MemstoreError):
+    """What was running was told to stop: nobody waits for it. What was committed stays."""
+
+
 class DifferentRun(MemstoreError, FileExistsError):
     """The folder holds a training run with other settings: nothing of it was touched."""
 

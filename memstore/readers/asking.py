@@ -324,6 +324,12 @@ class Prompt:
         return [*self.before, *self.words, *self.after]
 
 
+CHARACTERS = 32
+"""Of a token at most, on average: of a question with more for each token that its model takes, nothing is computed."""
+MOST_ASKED = 8192
+"""Tokens of a question to a model that does not say how many it takes."""
+
+
 def framed(tokenizer: Any, frame: Template, words: str, before: str) -> Prompt:
     """A question in its frame. Names of control tokens in ``words`` are text."""
     return Prompt(frame.controls(tokenizer, before), encode(tokenizer, words), frame.controls(tokenizer, frame.header))
@@ -395,12 +401,39 @@ def wanted_in(words: str) -> str:
     return max(reversed(asked), key=len, default=words)
 
 
+def _most_tokens(model: Any) -> int | None:
+    return getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+
+
 def too_long(model: Any, length: int, new: int) -> str | None:
     """Why a prompt of ``length`` tokens and ``new`` more are too long for a model; None where they fit."""
-    most = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    most = _most_tokens(model)
     if most is None or length + new <= most:
         return None
     return f"the model takes {most:,} tokens, got {length:,} and {new:,} to be generated"
+
+
+def fitting(model: Any, length: int, new: int) -> int:
+    """As many of ``new`` tokens as a model takes behind a prompt of ``length`` tokens."""
+    most = _most_tokens(model)
+    return new if most is None else max(1, min(new, most - length))
+
+
+def check_words(model: Any, text: str) -> None:
+    """Raise ``InvalidArgument`` for a question that is too long by its characters, before it is made tokens."""
+    most = CHARACTERS * (_most_tokens(model) or MOST_ASKED)
+    if len(text) > most:
+        raise InvalidArgument(
+            f"the question has {len(text):,} characters, and this model takes at most {most:,}: ask for less, or read "
+            "the text into the memory"
+        )
+
+
+def check_asked(model: Any, tokens: int) -> None:
+    """Raise ``InvalidArgument`` for a query of more ``tokens`` than a model takes."""
+    most = _most_tokens(model) or MOST_ASKED
+    if tokens > most:
+        raise InvalidArgument(f"a query has at most {most:,} tokens here, got {tokens:,}: look for less at once")
 
 
 def answered(

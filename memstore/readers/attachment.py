@@ -22,7 +22,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from memstore.errors import ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory, UnsupportedModel, opening
+from memstore.errors import (
+    ForeignMemory,
+    Interrupted,
+    InvalidArgument,
+    NotFound,
+    ReadOnlyMemory,
+    UnsupportedModel,
+    opening,
+)
 from memstore.memory import Document, Fingerprint, Memory, MemorySpec, open_memory
 from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.memory import check_same
@@ -134,6 +142,8 @@ class Attachment(ABC):
         self._stack = ExitStack()
         self.observers: list[Observer] = []
         """Told what the calls of the model retrieve; not what reading does."""
+        self.stopping: Callable[[], bool] = _never
+        """Asked while texts are read and searched for: True breaks it off with ``Interrupted``."""
         for what, given in (("memories", self._places), ("documents", self.names or [])):
             if len(given) > 1 and not self.several:
                 raise InvalidArgument(
@@ -449,6 +459,8 @@ class Attachment(ABC):
             with closing(self._read_segments(job, cut)) as done:
                 for tokens in done:
                     advance(tokens)
+                    if self.stopping():
+                        raise Interrupted(f"reading {job.document.name} was broken off; what was read is stored")
         return time.perf_counter() - begun
 
     def _result(self, job: Job, stored: int, reused: int, seconds: float) -> ReadResult:
@@ -678,3 +690,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def _never() -> bool:
+    return False

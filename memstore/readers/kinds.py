@@ -338,7 +338,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidArgument(f"the text has half a character ({error}): give whole ones") from None
+        raise InvalidArgument(f"the text contains a lone surrogate ({error}): replace it by a character") from None
     # A text may quote "<|endoftext|>"; as the control token of that name it would end what the model has understood.
     ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
     return ids

@@ -22,7 +22,19 @@ from memstore.memory import Document, Memory, Recorder, Traces
 from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.search import Match
 from memstore.memory.urls import Mode
-from memstore.readers.asking import INSTRUCTION, Answer, Prompt, Query, Teller, Template, answered, asked_in, framed
+from memstore.readers.asking import (
+    INSTRUCTION,
+    Answer,
+    Prompt,
+    Query,
+    Teller,
+    Template,
+    answered,
+    asked_in,
+    check_asked,
+    check_words,
+    framed,
+)
 from memstore.readers.attachment import Attachment, Chunks, ReadResult, check_options
 from memstore.readers.audit import Audit
 from memstore.readers.caches import cache_in
@@ -209,6 +221,8 @@ class Reader(Attachment):
         """Text that chooses blocks as tokens."""
         said = [text] if isinstance(text, str) else text if _are_words(text) else None
         before = list[int]()
+        for each in said or ():
+            check_words(self.model, each)
         if said is None:
             tokens = as_tokens(cast("Tokens", text))
         elif not self.takes_questions:
@@ -221,6 +235,7 @@ class Reader(Attachment):
                 before = [*self._encoded(question)[-max(1, span // 2) :], *self._encoded(f" {answer}")][:span]
         if not len(tokens):
             raise InvalidArgument("a query needs at least one token")
+        check_asked(self.model, len(tokens))
         return Query(self._checked(tokens).long(), self._checked(torch.tensor(before)).long() if before else None)
 
     @contextmanager
@@ -291,6 +306,7 @@ class Reader(Attachment):
             raise InvalidArgument("to ask, give attach the tokenizer: attach(..., tokenizer=tokenizer)")
         if not question.strip():
             raise InvalidArgument("the question is empty: give the words that are to be answered")
+        check_words(self.model, question)
         frame = None if raw else Template.of(self.tokenizer, system)
         if tail is False:
             check_options(self.kind, {"tail": tail})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import os
+import secrets
 import signal
 import sys
 import webbrowser
@@ -18,6 +19,7 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument, NotFound
+from memstore.paths import user_folder
 from memstore.tools.files import read_text
 from memstore.tools.models import name_model
 from memstore.tools.verb import (
@@ -36,7 +38,7 @@ from memstore.tools.verb import (
 
 Memories = Annotated[list[str], typer.Argument(metavar="MEMORY...", help="Paths of the memories.", show_default=False)]
 Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at. 0: a free one.")]
-Host = Annotated[str, typer.Option(help="Address to listen at. All but the default need --token-file.")]
+Host = Annotated[str, typer.Option(help="Address to listen at.")]
 Names = Annotated[
     list[str] | None,
     typer.Option(
@@ -47,7 +49,14 @@ Names = Annotated[
     ),
 ]
 TokenFile = Annotated[
-    str | None, typer.Option(metavar="FILE", help="A file with the token that requests must bear, in one line.")
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="A file with the token that requests must bear, in one line. Without it: a file of yours that is made.",
+    ),
+]
+NoToken = Annotated[
+    bool, typer.Option("--no-token", help="Answer whoever can reach this address: every user of this machine.")
 ]
 Answering = Annotated[
     str | None, typer.Option(help="The model that answers. Without it: for each memory the one that read.")
@@ -98,6 +107,7 @@ def serve(
     host: Host = "127.0.0.1",
     name: Names = None,
     token_file: TokenFile = None,
+    no_token: NoToken = False,
     sessions: Sessions = 0,
     folder: NewIn = None,
     most: Most = 100,
@@ -131,7 +141,7 @@ def serve(
     from memstore.tools.endpoint.app import Endpoint
     from memstore.tools.endpoint.shelf import Shelf, name_of
 
-    token = token_for(host, token_file)
+    token, shown_token = token_for(host, token_file, no_token=no_token)
     urls = [lasting(each) for each in memories]
     names = [name_of(each) for each in urls]
     if twice := next((name for name in names if names.count(name) > 1), None):
@@ -146,11 +156,11 @@ def serve(
             endpoint = Endpoint(shelf, token=token, hosts=(host, *(name or ())), sessions=sessions)
         try:
             url = run(
-                server_of(endpoint.app),
+                server_of(endpoint.app, ending=endpoint.stop),
                 host=host,
                 port=port,
                 path="/v1",
-                started=lambda url: typer.echo(f"{url} serves {shown}\nCtrl-C ends it.", err=True),
+                started=lambda url: typer.echo(f"{url} serves {shown}\n{shown_token}Ctrl-C ends it.", err=True),
             )
         finally:
             endpoint.close()
@@ -165,6 +175,7 @@ def mcp(
     host: Host = "127.0.0.1",
     name: Names = None,
     token_file: TokenFile = None,
+    no_token: NoToken = False,
     model: Model = None,
     top_k: TopK = None,
     threads: Threads = None,
@@ -192,7 +203,7 @@ def mcp(
     from memstore.tools.endpoint.shelf import Shelf, name_of
     from memstore.tools.web import run, server_of
 
-    token = token_for(host, token_file)
+    token, shown_token = token_for(host, token_file, no_token=no_token) if port is not None else (None, "")
     with ExitStack() as stack:
         with waiting("loading the model", show=True):
             use_threads(threads)
@@ -211,11 +222,13 @@ def mcp(
             anyio.run(agents.run_stdio_async)
             return Report(data={"memory": memory}, text=lambda _: None)
         url = run(
-            server_of(agents.over_http(host, token, name or ())),
+            server_of(agents.over_http(host, token, name or ()), ending=agents.stop),
             host=host,
             port=port,
             path="/mcp",
-            started=lambda url: typer.echo(f"{url} answers agents from {memory}\nCtrl-C ends it.", err=True),
+            started=lambda url: typer.echo(
+                f"{url} answers agents from {memory}\n{shown_token}Ctrl-C ends it.", err=True
+            ),
         )
     return Report(data={"memory": memory, "url": url}, text=lambda _: None)
 
@@ -273,20 +286,46 @@ def open_browser(url: str, folder: Path) -> None:
     webbrowser.open(page.as_uri())
 
 
-def token_for(host: str, file: str | None) -> str | None:
-    """The token in ``file``, in one line. Raises ``InvalidArgument`` where there is none and others reach ``host``."""
+def token_for(host: str, file: str | None, *, no_token: bool) -> tuple[str | None, str]:
+    """The token that requests must bear, None for none, and the lines that tell it: where it is of ``file``, none.
+
+    Without a ``file`` it is that of this user, which is made once. Raises ``InvalidArgument``.
+    """
     from memstore.tools.web import is_loopback
 
-    if file is None and not is_loopback(host):
+    if no_token and (file is not None or not is_loopback(host)):
+        reason = "--token-file names one" if file is not None else f"others can reach {host}"
+        raise InvalidArgument(f"--no-token cannot be had here: {reason}.")
+    if no_token:
+        return None, ""
+    if file is not None:
+        return _token(file), ""
+    made = user_folder("config") / "token"
+    if not made.exists():
+        _make_token(made)
+    token = _token(str(made))
+    return token, f"The token is {token} (Authorization: Bearer TOKEN, or api_key), from {made}.\n"
+
+
+def _make_token(file: Path) -> None:
+    """Write a new token that this user alone can read; another process may have done so meanwhile."""
+    try:
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as opened:  # noqa: PTH123 - of a descriptor
+            opened.write(secrets.token_urlsafe(24) + "\n")
+    except FileExistsError:
+        pass
+    except OSError as error:
         raise InvalidArgument(
-            f"others can reach {host}: write a token into a file, and name the file with --token-file. Requests must "
-            "bear it."
-        )
-    return None if file is None else _token(file)
+            f"no token can be written to {file} ({error.strerror}): name a file with one with --token-file, or use "
+            "--no-token"
+        ) from None
 
 
 def _token(file: str) -> str:
     token = read_text(file).strip()
+    if os.name == "posix" and Path(file).stat().st_mode & 0o077:
+        typer.echo(f"memstore: other users can read {file}: chmod 600 {file}", err=True)
     if len(token) < LEAST or not token.isascii() or len(token.split()) > 1:
         raise InvalidArgument(f"the token in {file} must be one word of at least {LEAST} ASCII characters.")
     return token

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hmac
 import ipaddress
+import re
 import signal
 import socket
 import sys
@@ -12,6 +13,7 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from importlib.util import find_spec
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -42,15 +44,30 @@ CONNECTIONS = 256
 """At a time; more than requests may wait, so that those that are turned away are told so."""
 
 
+_HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:@/?#\[\]]+))(?::[0-9]{1,5})?")
+"""RFC 9110, 7.2: an address in brackets, or a name or address without a colon; then a port."""
+_PATH = re.compile(r"""(?<![\w.~/-])/([\w.-]+)/[^\s'",;:()]*""")
+
+
+def without_paths(error: Exception, memory: str = "") -> str:
+    """What a client is told of an error: of paths of this machine the last name alone. ``memory``: the url of one."""
+    told = str(error)
+    for known in filter(None, (memory, memory.rpartition(":")[2])):
+        told = told.replace(known, Path(known).name)
+    # A route of the server, such as /v1/models, begins with no folder of this machine.
+    return _PATH.sub(lambda found: Path(found[0]).name if Path("/", found[1]).exists() else found[0], told)
+
+
 def names_of(hosts: Iterable[str]) -> frozenset[str]:
     """What this machine may be called in a request, beside its addresses."""
     return frozenset({"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)})
 
 
 def host_is_known(host: str, names: frozenset[str]) -> bool:
-    """Whether the header ``Host`` is an address or one of ``names``."""
-    name = host.rpartition(":")[0] if ":" in host.rpartition("]")[2] else host
-    name = name.strip("[]").lower()
+    """Whether the header ``Host`` is an address or one of ``names``, and at most a port behind it."""
+    if (parts := _HOST.fullmatch(host)) is None:
+        return False
+    name = (parts[1] or parts[2]).lower()
     if name in names:
         return True
     try:
@@ -89,11 +106,18 @@ def status_of(error: Exception) -> int:
     return 500
 
 
-def server_of(app: ASGIApp, *, most: int = CONNECTIONS, grace: int = 5, lifespan: bool = True) -> uvicorn.Server:
+def server_of(
+    app: ASGIApp,
+    *,
+    most: int = CONNECTIONS,
+    grace: int = 4,
+    lifespan: bool = True,
+    ending: Callable[[], None] = lambda: None,
+) -> uvicorn.Server:
     """A server of ``app`` that speaks HTTP alone, believes no proxy, and logs nothing but errors.
 
-    ``most`` connections; what runs when it is to end has ``grace`` seconds. With ``lifespan`` the app is told when
-    it begins and ends.
+    ``most`` connections; what runs when it is to end has ``grace`` seconds. ``ending`` is called before these. With
+    ``lifespan`` the app is told when it begins and ends.
     """
     import uvicorn
 
@@ -110,7 +134,15 @@ def server_of(app: ASGIApp, *, most: int = CONNECTIONS, grace: int = 5, lifespan
         proxy_headers=False,
         timeout_graceful_shutdown=grace,
     )
-    return uvicorn.Server(config)
+    server = uvicorn.Server(config)
+    shutdown = server.shutdown
+
+    async def ended(sockets: list[socket.socket] | None = None) -> None:
+        ending()
+        await shutdown(sockets)
+
+    server.shutdown = ended  # type: ignore[method-assign]  # the lifespan's end, which is public, comes too late
+    return server
 
 
 def run(

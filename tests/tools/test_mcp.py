@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +111,7 @@ def test_over_http_it_answers_to_its_names_and_a_read_only_memory_has_no_tool_th
     notes: Path, cli: Cli, instruct_folder: Path
 ) -> None:
     (notes.parent / "token").write_text(f"{TOKEN}\n")
+    (notes.parent / "token").chmod(0o600)
 
     async def talk(url: str) -> None:
         headers = {"authorization": f"Bearer {TOKEN}", "host": "notes.example", "origin": "https://notes.example"}
@@ -130,7 +134,7 @@ def test_over_http_it_answers_to_its_names_and_a_read_only_memory_has_no_tool_th
             assert httpx2.post(url, json={}, headers={"authorization": f"Bearer {TOKEN}", **wrong}).status_code == 403
         anyio.run(talk, url)
     assert cli("mcp", notes.parent / "nothing.mem", "--read-only").code == 3
-    assert cli("mcp", notes, "--host", "0.0.0.0", "--port", 0).code == 2  # noqa: S104 - refused
+    assert cli("mcp", notes, "--host", "0.0.0.0", "--port", 0, "--no-token").code == 2  # noqa: S104 - refused
 
 
 @pytest.mark.timeout(600)
@@ -156,3 +160,93 @@ def test_an_agent_may_forget_a_conversation_but_writes_into_none(notes: Path) ->
     with memstore.open(notes, mode="r") as memory:
         assert [each.name for each in memory.documents()] == ["ferry"]
         assert memory.infos("said/") == {}
+
+
+LONG = "The colour of the room is green, and the ferry leaves at noon. " * 2500  # 160 KB: minutes of reading
+
+
+REMEMBER = {
+    "jsonrpc": "2.0",
+    "id": 2,
+    "method": "tools/call",
+    "params": {"name": "remember", "arguments": {"text": LONG, "document": "longer"}},
+}
+
+
+def limited(*arguments: object) -> subprocess.Popen[str]:
+    """The command with at most 3 GB of memory."""
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_DATA, (3 << 30, 3 << 30)); "
+        "from memstore.tools.app import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", code, "mcp", *map(str, arguments), "--port", "0", "--no-token"]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+def stored(memory: Path, document: str) -> int:
+    with memstore.open(memory, mode="r") as opened:
+        return sum(len(each) for each in opened.documents() if each.name == document)
+
+
+@pytest.mark.timeout(300)
+def test_long_requests_take_neither_time_nor_memory_and_a_signal_ends_them(notes: Path) -> None:
+
+    async def talk(url: str) -> None:
+        async with Client(streamable_http_client(url)) as client:
+            for tool, name in (("recall", "query"), ("ask", "question")):
+                begun = time.monotonic()
+                result = await client.call_tool(tool, {name: "colour of room " * 69_000})
+                assert result.is_error
+                assert "characters" in result.content[0].text  # type: ignore[union-attr]
+                assert time.monotonic() - begun < 2
+            with anyio.move_on_after(3):  # nobody waits for it any more, and what was read stays
+                await client.call_tool("remember", {"text": LONG, "document": "long"})
+            begun = time.monotonic()
+            assert await call(client, "recall", query="When does the ferry leave?")
+            assert time.monotonic() - begun < 5
+            assert 0 < stored(notes, "long") < 100_000
+
+    def remember(url: str) -> None:
+        with suppress(httpx2.HTTPError):
+            headers = {"accept": "application/json, text/event-stream"}
+            told.append(httpx2.post(url, json=REMEMBER, headers=headers, timeout=60).json())
+
+    told: list[Any] = []
+    with limited(notes) as process:
+        assert process.stderr is not None
+        url = process.stderr.readline().split()[0]
+        try:
+            anyio.run(talk, url)
+            asking = threading.Thread(target=remember, args=(url,))
+            asking.start()
+            while not stored(notes, "longer"):
+                time.sleep(0.05)
+        finally:
+            begun = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert time.monotonic() - begun < 5
+        asking.join()
+        assert "Traceback" not in process.stderr.read()
+    assert "the server is ending" in json.dumps(told)
+
+
+@pytest.mark.timeout(300)
+def test_a_signal_ends_a_server_of_standard_input_while_it_remembers(notes: Path) -> None:
+    command = [sys.executable, "-m", "memstore", "mcp", str(notes)]
+    version = {"protocolVersion": "2025-06-18", "capabilities": {}, "clientInfo": {"name": "test", "version": "1"}}
+    lines = [
+        {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": version},
+        {"jsonrpc": "2.0", "method": "notifications/initialized"},
+        REMEMBER,
+    ]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
+        process.stdin.write("".join(json.dumps(line) + "\n" for line in lines))
+        process.stdin.flush()
+        while not stored(notes, "longer"):
+            time.sleep(0.05)
+        begun = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert time.monotonic() - begun < 5

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 from torch import Tensor, nn
 
-from memstore.errors import InvalidArgument
+from memstore.errors import Interrupted, InvalidArgument
 from memstore.readers.asking import Query
 from memstore.readers.caches import CACHE, cache_in
 from memstore.readers.fingerprint import WeightCheck
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
 NAME = "memstore"
+QUERY_TOKENS = 1024
+"""Tokens of a query that are computed at most: its last ones."""
 _PLANS: WeakKeyDictionary[nn.Module, tuple[Hooks, LayerPlan]] = WeakKeyDictionary()
 
 
@@ -68,6 +70,8 @@ class Hooks:
         self.heads = None if architecture.divided is None else DividedHeads(architecture.divided)
         self.query: Query | None = None
         """What chooses blocks for prompts, if not their own tokens."""
+        self.stopping: Callable[[], bool] = lambda: False
+        """Asked in every layer that attends, but not while an answer is generated."""
 
     def install(self, stack: ExitStack) -> None:
         """Put them into the model, until ``stack`` is closed."""
@@ -313,7 +317,11 @@ class Hooks:
     # On its own, as the texts that routers are fitted to: then the same question chooses the same blocks wherever it
     # stands. Seeing the document's end finds no more (docs/notes/questions.md).
     def query_states(self, tokens: Tensor, layer: int) -> Tensor:
-        """What the query ``tokens [n]`` chooses blocks by in ``layer``: hidden states ``[n, hidden]``."""
+        """What the query ``tokens [n]`` chooses blocks by in ``layer``: hidden states ``[n, hidden]``.
+
+        The last ``Retrieval.span`` of them choose. Those that they see before them are bounded, for time and memory.
+        """
+        tokens = tokens[-QUERY_TOKENS:]
         states = self.hidden_states(tokens, self.selection.index_layers)[layer]
         return states[1:] if len(states) > 1 else states  # a first token is unlike all others
 
@@ -392,6 +400,8 @@ def _attention(
         raise InvalidArgument(
             f"attention_dropout={kwargs['dropout']} is not applied beside a memory: call model.eval(), or set it to 0"
         )
+    if call.tokens > 1 and hooks.stopping():
+        raise Interrupted("nobody waits for this any more: it was broken off")
     if hooks.heads is not None:
         query, key, value = hooks.heads.whole((query, key, value))
     if hooks._tap is not None and hooks.selection.by_layer:

@@ -26,7 +26,7 @@ from memstore.readers.kinds import FITTED, STOCK, Retrieval, encode
 from memstore.readers.reader import Reader
 from memstore.readers.stock.architecture import Architecture, examine
 from memstore.readers.stock.call import Call
-from memstore.readers.stock.hooks import Hooks, cache_of, check_free
+from memstore.readers.stock.hooks import QUERY_TOKENS, Hooks, cache_of, check_free
 from memstore.readers.stock.reading import Opening, SegmentReading, ending, recurrent_at_end
 from memstore.readers.stock.selection import CandidateLists, DocumentWords, Selection
 from memstore.readers.stock.sharded import ShardedSelection
@@ -186,6 +186,7 @@ class StockReader(Reader):
         self.selection.likelihood = self._likelihood
         self._held_of = ([], None)  # what was found in a memory that has been closed since
         self.hooks = Hooks(self.model, self.architecture, self.selection, self._new_call, self.observers)
+        self.hooks.stopping = lambda: self.stopping()
 
     def _selection(self, spec: MemorySpec) -> Selection:
         options = (self.architecture, self.retrieval, spec.block_size, spec.index_layers, self._words)
@@ -331,7 +332,7 @@ class StockReader(Reader):
         seen = visible([own], self.block_size, tokens=tokens, start=tokens, sink=self.sink, window=None)
         states = DocumentStates(own.document, self.block_size, self.memory.spec.layers, self.model.device)
         lead = torch.tensor([] if self.tokenizer is None else encode(self.tokenizer, ASKED), dtype=torch.int64)
-        asked = torch.cat((lead, query.cpu()))
+        asked = torch.cat((lead, query.cpu()[-QUERY_TOKENS:]))
         begin = max(len(lead), 1)  # what the first token of all follows is not known
 
         def likely(some: Tensor) -> Tensor:
@@ -507,7 +508,7 @@ class StockReader(Reader):
         selection, options = self.selection, self.retrieval
         if not selection.by_layer:
             return selection.routed(candidates, layer, self.hooks.query_codes(query, layer), query).cpu()
-        asking = self.hooks.asking(query.tokens)[layer]
+        asking = self.hooks.asking(query.tokens[-QUERY_TOKENS:])[layer]
         queries = asking[:, -options.span :]  # [H, t, D]
         scores = candidates.score(layer, [queries.float()] * candidates.memories, selection.short)
         return pooled(scores, pool=options.pool, lists=1)[0].cpu()

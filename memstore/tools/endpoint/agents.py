@@ -7,8 +7,12 @@ memory: conversations are seen where it names them, and can be forgotten, but on
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 from urllib.parse import quote, unquote
 
@@ -18,7 +22,7 @@ from mcp.server.mcpserver.exceptions import ResourceError, ResourceNotFoundError
 from mcp.server.transport_security import TransportSecuritySettings
 from mcp.types import Resource, ToolAnnotations
 from pydantic import Field
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from memstore._version import __version__
 from memstore.errors import InvalidArgument, MemstoreError, NotFound
@@ -31,7 +35,7 @@ from memstore.tools.endpoint.app import WAITING, Gate
 from memstore.tools.endpoint.request import MOST_TOKENS, Refusal
 from memstore.tools.endpoint.worker import QueuedJob, ServedMemory, Worker
 from memstore.tools.verb import FACT
-from memstore.tools.web import LOOPBACK, in_url, is_loopback, names_of
+from memstore.tools.web import LOOPBACK, in_url, is_loopback, names_of, without_paths
 
 SCHEME = "memstore://"
 NOTES = "remembered"
@@ -96,6 +100,10 @@ class Agents(MCPServer[Any]):
     def _add(self, name: str, tool: Callable[..., object], hints: ToolAnnotations) -> None:
         self.add_tool(tool, name, annotations=hints.model_copy(update={"open_world_hint": False}))
 
+    def stop(self) -> None:
+        """Tell everybody who waits that the server ends."""
+        self._worker.stop()
+
     def close(self) -> None:
         """Answer no more."""
         self._worker.close()
@@ -110,7 +118,7 @@ class Agents(MCPServer[Any]):
             enable_dns_rebinding_protection=is_loopback(host), allowed_hosts=known, allowed_origins=origins
         )
         app = self.streamable_http_app(json_response=True, stateless_http=True, transport_security=security)
-        return Gate(app, token=token, hosts=hosts)
+        return Gate(_noticing_who_leaves(app), token=token, hosts=hosts)
 
     # Tools: their words are told to models
 
@@ -208,11 +216,51 @@ class Agents(MCPServer[Any]):
 
     async def _done(self, work: Callable[[Reader, QueuedJob], T], *, writes: bool = False) -> T:
         try:
-            return await self._worker.done(lambda _: self._served, work, writes=writes)
+            return await self._worker.done(lambda _: self._served, work, writes=writes, left=_LEFT.get())
         except (MemstoreError, Refusal) as error:
             # Of tools and of documents: what goes wrong with either may be told by this class.
             kind = ResourceNotFoundError if isinstance(error, NotFound) else ResourceError
-            raise kind(str(error)) from error
+            raise kind(without_paths(error, self._served.memory.url)) from error
+
+
+_LEFT: ContextVar[threading.Event | None] = ContextVar("left", default=None)
+"""Set when the client of this request has closed the connection. Of standard input it is the package that knows."""
+
+
+def _noticing_who_leaves(app: ASGIApp) -> ASGIApp:
+    """``app``, whose tools are broken off when their client leaves, which the package does not look for over HTTP."""
+
+    async def noticing(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await app(scope, receive, send)
+            return
+        left, gone = threading.Event(), asyncio.Event()
+        watching: list[asyncio.Task[None]] = []
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            left.set()
+            gone.set()
+
+        async def received() -> Message:
+            if watching:  # all of the request is there
+                await gone.wait()
+                return {"type": "http.disconnect"}
+            message = await receive()
+            if message["type"] == "http.request" and not message.get("more_body"):
+                watching.append(asyncio.create_task(watch()))
+            return message
+
+        before = _LEFT.set(left)
+        try:
+            await app(scope, received, send)
+        finally:
+            _LEFT.reset(before)
+            for task in watching:
+                task.cancel()
+
+    return noticing
 
 
 def _check_place(reader: Reader, document: str) -> None:
@@ -220,6 +268,7 @@ def _check_place(reader: Reader, document: str) -> None:
     if document.startswith(CHAT):
         raise InvalidArgument(f"{document!r} is the name of a chat: choose another")
     if isinstance(fact := reader.memory.get_info(FACT + document), dict) and fact.get("path"):
+        name = Path(str(fact["path"])).name
         raise InvalidArgument(
-            f"{document!r} is the file {fact.get('path')}, which is read again when it changes: choose another name"
+            f"{document!r} is the file {name}, which is read again when it changes: choose another name"
         )

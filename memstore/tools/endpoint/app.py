@@ -21,7 +21,7 @@ from memstore.tools.endpoint.metrics import Metrics
 from memstore.tools.endpoint.request import Ask, Refusal
 from memstore.tools.endpoint.shelf import Shelf
 from memstore.tools.endpoint.worker import QueuedJob, Result, ServedMemory, Work, Worker, answer, converse
-from memstore.tools.web import body_of, host_is_known, names_of, same, status_of
+from memstore.tools.web import body_of, host_is_known, names_of, same, status_of, without_paths
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send
@@ -77,12 +77,16 @@ class Endpoint:
         app = Starlette(routes=routes, exception_handlers=handlers)
         self.app = self._metrics.counting(Gate(app, token=token, hosts=hosts))
 
+    def stop(self) -> None:
+        """Tell everybody who waits that the server ends."""
+        self._worker.stop()
+
     def close(self) -> None:
         """Answer no more."""
         self._worker.close()
 
     async def _health(self, _: Request) -> Response:
-        return JSONResponse({"status": "ok", "waiting": self._worker.waiting})
+        return JSONResponse({"status": "ok", "answering": self._worker.answering, "waiting": self._worker.waiting})
 
     async def _told_metrics(self, _: Request) -> Response:
         told = self._metrics.text(waiting=self._worker.waiting, memories=len(self._shelf.served))
@@ -178,7 +182,7 @@ async def _streamed(
             yield form.piece(told)
             told = await events.get()
         if isinstance(told, Exception):
-            yield _event(_error(told))
+            yield f"{_event(_error(told))}data: [DONE]\n\n"
         elif told is not None:
             yield form.end(told)
     finally:
@@ -274,7 +278,7 @@ def _error(error: Exception) -> dict[str, Any]:
     """OpenAI's error object."""
     status, param, code = _status(error), getattr(error, "param", None), getattr(error, "code", None)
     kind = KINDS.get(status, "server_error" if status >= 500 else KINDS[400])
-    return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
+    return {"error": {"message": without_paths(error), "type": kind, "param": param, "code": code}}
 
 
 def _status(error: Exception) -> int:

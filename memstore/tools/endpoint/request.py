@@ -17,31 +17,44 @@ MOST_STOPS = 4
 """Texts that end an answer."""
 MOST_CHARACTERS = {"session": 100, "document": 512}
 """Of names in metadata and headers."""
-HARMLESS = {
-    "metadata",
-    "prompt_cache_key",
-    "safety_identifier",
-    "service_tier",
-    "store",
-    "stream_options",
-    "user",
+HONOURED = {
+    "model": "which memory is asked",
+    "messages": "texts of all roles; system messages are joined wherever they stand, and calls of tools and their "
+    "results are text of the turn; pictures, sound and files are refused",
+    "prompt": "one text",
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "cut to what fits; then finish_reason is length"),
+    "stop": f"up to {MOST_STOPS} texts",
+    "stream": "",
+    "stream_options": "include_usage; the others change nothing",
+    "temperature": "0 by default: the likeliest token",
+    **dict.fromkeys(("top_p", "top_k", "min_p"), "with a temperature"),
+    "repetition_penalty": "as of transformers",
+    "seed": "",
+    "metadata": "document and session name what is asked; the others change nothing",
 }
-"""Fields that change nothing of an answer."""
+"""Fields that are obeyed, and how."""
+HARMLESS = {
+    *("moderation", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    *("reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity"),
+    *("tools", "functions", "parallel_tool_calls"),
+}
+"""Fields that are hints, or change nothing of an answer: no tool is ever called here, which "auto" allows."""
 ONLY: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
     "echo": (False,),
-    "logprobs": (False,),
+    "logprobs": (False, 0),
     "logit_bias": ({},),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "top_logprobs": (0,),
     "modalities": (["text"],),
+    "audio": ({},),
+    "web_search_options": ({},),
     "response_format": ({"type": "text"},),
     "suffix": ("",),
-    "tools": ([],),
     "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
+    "function_call": ("none", "auto"),
 }
 """Fields that are taken with these values alone, which say what is done anyhow."""
 
@@ -84,19 +97,21 @@ class Ask:
     def chat(cls, given: Mapping[str, Any], headers: Headers) -> Ask:
         """Of ``POST /v1/chat/completions``. Raises ``Refusal``."""
         fields = _Fields(given, headers, "messages", "max_completion_tokens")
-        turns = [_turn(each) for each in fields.of("messages", list, [])]
-        system = []
-        while turns and turns[0][0] == "system":
-            system.append(turns.pop(0)[1])
+        said = [_turn(each) for each in fields.of("messages", list, [])]
+        system = [text for role, text in said if role == "system"]
+        turns = [(role, text) for role, text in said if role != "system" and text]
         while turns and turns[0][0] == "assistant":  # a greeting
             turns.pop(0)
+        # What tools gave after the last question belongs to it: the model is to answer with that.
+        last = max((at for at, (role, _) in enumerate(turns) if role == "user"), default=-1)
+        if last >= 0 and any(role == "tool" for role, _ in turns[last + 1 :]):
+            turns[last:] = [("user", "\n\n".join(text for _, text in turns[last:]))]
+        turns = [("assistant" if role == "tool" else role, text) for role, text in turns]
         # Who says two things in a row, as after an answer that failed, says them together.
-        by_role = [(role, [text for _, text in said]) for role, said in groupby(turns, key=itemgetter(0))]
-        if not by_role or {role for role, _ in by_role} - {"user", "assistant"} or by_role[-1][0] != "user":
+        by_role = [(role, [text for _, text in each]) for role, each in groupby(turns, key=itemgetter(0))]
+        if not by_role or by_role[-1][0] != "user":
             raise Refusal(
-                "messages are those of the system, if any, and then of user and assistant; the last one is the user's, "
-                "and is answered",
-                param="messages",
+                "the last message that is not the system's must be the user's: it is answered", param="messages"
             )
         words = ["\n\n".join(texts) for _, texts in by_role]
         return cls(
@@ -126,7 +141,7 @@ class _Fields:
     def __init__(self, given: Mapping[str, Any], headers: Headers, *own: str) -> None:
         self._headers = headers
         self._given = {name: value for name, value in given.items() if value is not None}
-        known = {"model", "max_tokens", "seed", "stop", "stream", "temperature", "top_p", *own, *HARMLESS}
+        known = {*HONOURED, *HARMLESS} - {"messages", "prompt", "max_completion_tokens"} | {*own}
         for name, value in self._given.items():
             if name not in known and not any(_is(value, each) for each in ONLY.get(name, ())):
                 raise Refusal(
@@ -171,20 +186,30 @@ class _Fields:
         if not (model := self.of("model", str, "")):
             raise Refusal("say in model which memory is asked; GET /v1/models tells their names", param="model")
         document = self.name("document")
-        limit = self.number("max_completion_tokens", None, 1, MOST_TOKENS)
+        limit = self.of("max_completion_tokens", int, None) or self.of("max_tokens", int, max_tokens)
+        if limit < 1:
+            raise Refusal(f"max_tokens must be at least 1, got {limit}", param="max_tokens")
         temperature = self.number("temperature", 0, 0, 2, (int, float))
-        top_p = self.number("top_p", 1.0, 0, 1, (int, float))
+        sampled = {
+            "do_sample": True,
+            "temperature": float(temperature),
+            "top_p": float(self.number("top_p", 1.0, 0, 1, (int, float))),
+            "top_k": max(0, self.number("top_k", 0, -1, 2**31)),  # -1 is all, to some clients
+            "min_p": float(self.number("min_p", 0.0, 0, 1, (int, float))),
+        }
         # Less is as good as nothing, and divides logits into what float32 cannot hold.
-        sampled = {"do_sample": True, "temperature": float(temperature), "top_p": float(top_p), "top_k": 0}
+        options = sampled if temperature >= 0.001 else {}
+        if (penalty := self.number("repetition_penalty", 1.0, 0.01, 10, (int, float))) != 1:
+            options = {**options, "repetition_penalty": float(penalty)}
         return {
             "model": model,
             "documents": None if document is None else [document],
-            "max_tokens": limit or self.number("max_tokens", max_tokens, 1, MOST_TOKENS),
+            "max_tokens": min(limit, MOST_TOKENS),
             "stop": self._stops(),
             "stream": self.of("stream", bool, False),
             "usage": self.of("stream_options", dict, {}).get("include_usage") is True,
             "seed": self.number("seed", None, 0, 2**63 - 1),
-            "options": sampled if temperature >= 0.001 else {},
+            "options": options,
         }
 
     def _stops(self) -> list[str]:
@@ -200,20 +225,42 @@ def _is(value: object, wanted: object) -> bool:
 
 
 def _turn(message: object) -> tuple[str, str]:
-    """Role and words of a message."""
-    match message:
-        case {"role": "system" | "developer", "content": content}:
-            role = "system"
-        case {"role": "user" | "assistant" as role, "content": content}:
-            pass
-        case _:
-            raise Refusal(
-                "a message is an object with role (system, developer, user or assistant) and content", param="messages"
-            )
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    words = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
-    if len(words) < len(parts) or any(part.get("type") != "text" for part in parts):
-        raise Refusal("the content of a message is a text, or a list of parts that are texts", param="messages")
+    """Role and words of a message; of one that has none the words are empty."""
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise Refusal(f"a message is an object with role ({', '.join(ROLES)}) and content", param="messages")
+    role, words = ROLES[message["role"]], _words(message.get("content"))
+    if role == "assistant":
+        called = [each.get("function") for each in message.get("tool_calls") or [] if isinstance(each, dict)]
+        calls = [each for each in (*called, message.get("function_call")) if isinstance(each, dict)]
+        if isinstance(refusal := message.get("refusal"), str):
+            words.append(refusal)
+        words += [f"{each.get('name')}({each.get('arguments') or ''})" for each in calls]
     if role == "user" and not "".join(words).strip():
         raise Refusal("a user's message has no words", param="messages")
-    return role, "\n".join(words)
+    return role, "\n".join(filter(None, words))
+
+
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+
+
+def _words(content: object) -> list[str]:
+    """The texts of a message's content. Raises ``Refusal`` for what is none."""
+    parts = content if isinstance(content, list) else [] if content is None else [{"type": "text", "text": content}]
+    words = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
+        if kind not in ("text", "refusal") or not isinstance(text, str):
+            shown = f"a part of type {kind!r}" if isinstance(kind, str) and kind != "text" else "something else"
+            raise Refusal(
+                f"the content of a message is a text, or a list of parts of type text, got {shown}", param="messages"
+            )
+        words.append(text)
+    return words

@@ -13,13 +13,25 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 from memstore.errors import MemstoreError
 from memstore.memory.shared import CHAT, not_found
-from memstore.readers.asking import INSTRUCTION, Answer, Prompt, Teller, Template, answered, framed, too_long
+from memstore.readers.asking import (
+    INSTRUCTION,
+    Answer,
+    Prompt,
+    Teller,
+    Template,
+    answered,
+    check_words,
+    fitting,
+    framed,
+    too_long,
+)
 from memstore.readers.kinds import encode
 from memstore.tools.ask import all_but_chats, chosen_documents, opened_when_free
 from memstore.tools.endpoint.request import Ask, Refusal
@@ -119,6 +131,11 @@ class Worker:
         """Requests that wait."""
         return sum(map(len, list(self._lines.values())))
 
+    @property
+    def answering(self) -> bool:
+        """Whether something is being answered."""
+        return self._current is not None
+
     def submit(self, job: QueuedJob) -> None:
         """Let a job wait for its turn. Raises ``Refusal`` where too many do.
 
@@ -131,7 +148,7 @@ class Worker:
             self._lines = {name: line for name, line in lines.items() if line}
             mine = self._lines.get(job.line, deque())
             if self._closed:
-                raise full
+                raise Refusal("the server is ending: ask again when it is back", status=503, code="server_ending")
             if self.waiting >= self._most:
                 longest = max(self._lines.values(), key=len, default=mine)
                 if len(mine) + 1 >= len(longest):
@@ -141,8 +158,18 @@ class Worker:
             self._lines[job.line] = mine
             self._changed.notify()
 
-    async def done(self, served: Served, work: Callable[[Reader, QueuedJob], T], *, writes: bool = False) -> T:
-        """What ``work`` returns, once its turn has come. Raises ``Refusal``, and what ``work`` raises."""
+    async def done(
+        self,
+        served: Served,
+        work: Callable[[Reader, QueuedJob], T],
+        *,
+        writes: bool = False,
+        left: threading.Event | None = None,
+    ) -> T:
+        """What ``work`` returns, once its turn has come; broken off when ``left`` is set, or nobody awaits this.
+
+        Raises ``Refusal``, and what ``work`` raises.
+        """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
 
@@ -154,7 +181,7 @@ class Worker:
             with suppress(RuntimeError):  # the loop has ended with the server
                 loop.call_soon_threadsafe(tell, what)
 
-        job = QueuedJob(served, work, told, writes)
+        job = QueuedJob(served, work, told, writes, left=left or threading.Event())
         self.submit(job)
         try:
             result = await future
@@ -164,13 +191,20 @@ class Worker:
             raise result
         return result  # type: ignore[no-any-return]  # what work returns
 
-    def close(self) -> None:
-        """Break off what is being answered, drop the rest, and leave the models as they were."""
+    def stop(self) -> None:
+        """Break off what is being answered, and tell everybody who waits that the server ends."""
         with self._changed:
             self._closed = True
-            if self._current is not None:
-                self._current.left.set()
+            waiting = [job for line in self._lines.values() for job in line]
+            self._lines.clear()
+            for job in (*waiting, *filter(None, [self._current])):
+                job.left.set()
+                job.tell(Refusal("the server is ending: ask again when it is back", status=503, code="server_ending"))
             self._changed.notify()
+
+    def close(self) -> None:
+        """``stop``, wait until nothing is computed any more, and leave the models as they were."""
+        self.stop()
         self._thread.join()  # whoever closes a memory that is being read would take it from under the thread
 
     def _work(self) -> None:
@@ -217,6 +251,7 @@ class Worker:
         self._attach(served.writer if job.writes else served.reader)
         assert self._attached is not None
         try:
+            self._attached.stopping = job.left.is_set
             return job.work(self._attached, job)
         finally:
             if job.writes:
@@ -229,6 +264,8 @@ def answer(ask: Ask, reader: Reader, job: QueuedJob, *, trace: bool = False, cha
     ``chats``: conversations may be asked too, for who asks is whose memory it is.
     """
     _choose(ask, reader, chats=chats)
+    for each in (ask.question, ask.system or "", *chain.from_iterable(ask.before)):
+        check_words(reader.model, each)
     system = INSTRUCTION if ask.system is None else ask.system
     frame = None if ask.raw else Template.of(reader.tokenizer, system) or Template.plain(system)
     prompt = Prompt([], reader.prompt(ask.question)[0].tolist(), []) if frame is None else _prompt(reader, frame, ask)
@@ -280,11 +317,15 @@ def _choose(ask: Ask, reader: Reader, *, chats: bool) -> None:
 
 def _options(ask: Ask, reader: Reader, job: QueuedJob, length: int) -> dict[str, Any]:
     """For an answer to a prompt of ``length`` tokens. Raises ``Refusal`` where that is more than the model takes."""
-    if reason := too_long(reader.model, length, ask.max_tokens):
-        raise Refusal(reason, code="context_length_exceeded")
+    if reason := too_long(reader.model, length, 1):
+        raise Refusal(reason, param="messages", code="context_length_exceeded")
     if ask.seed is not None:
         torch.manual_seed(ask.seed)
-    return {**ask.options, "max_tokens": ask.max_tokens, "stopping_criteria": job.stopping}
+    return {
+        **ask.options,
+        "max_tokens": fitting(reader.model, length, ask.max_tokens),
+        "stopping_criteria": job.stopping,
+    }
 
 
 def _result(made: Answer, job: QueuedJob, length: int) -> Result:

@@ -54,7 +54,7 @@ def serve(
 
     try:
         return run(
-            server_of(inspector.app, most=100, grace=1, lifespan=False),
+            server_of(inspector.app, most=100, grace=1, lifespan=False, ending=inspector.close),
             host=host,
             port=port,
             path=f"/?token={inspector.token}",
