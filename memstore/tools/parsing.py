@@ -1,29 +1,29 @@
-"""The text of what is no plain text: HTML, exports of chats (``conversations.json`` of ChatGPT), PDF, EPUB and mail.
+"""The text of what is no plain text: HTML, PDF, EPUB and mail.
 
-A file of the last three may be anybody's: a small one can unpack to gigabytes, and keep a parser busy for ever, or lead
-it to any error. So it is parsed in a process of its own, with little memory and little time:
-``python -P -m memstore.tools.parsing FILE`` prints its text.
+Such a file may be anybody's: a small one can unpack to gigabytes, and keep a parser busy for ever, or lead it to any
+error. So it is parsed in a process of its own, with little memory and little time:
+``python -P -m memstore.tools.parsing FILE [ENCODING]`` prints its text, and what had to be left out as a line each on
+standard error.
 """
 
 from __future__ import annotations
 
-import json
 import mailbox
+import posixpath
 import re
 import resource
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from datetime import UTC, datetime
 from email import message_from_bytes, policy
 from email.message import EmailMessage
-from html import unescape
-from pathlib import Path, PurePosixPath
+from html import escape
+from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
 from memstore.errors import InvalidArgument
+from memstore.tools.decoding import decode, find_codec, mend_surrogates
 
 REFUSED, MISSING = 3, 4
 """Exit codes: the file cannot be read; a package is missing. The last line of standard error says which."""
@@ -33,172 +33,195 @@ MOST_TEXT = 32 << 20
 """Characters."""
 SECONDS, BYTES_A_SECOND = 5, 100_000
 """Of processor time: at least, and one more for each so many bytes of the file."""
-MOST_VALUES = 4 << 20
-"""Values of an export at most: an empty list takes three characters, and twenty times that in memory."""
 HEADERS = ("From", "To", "Date", "Subject")
 
-# The words and tags of HTML that may be anybody's are found in time that grows with their length alone. ``html.parser``
-# of Python's library looks again from every "<" for the end of what is never ended, so a page of 200 KB can take it
-# hours. Here what is not ended goes on to the end of the page, as the HTML standard says (13.2.5): nothing is looked at
-# twice. No entity is followed anywhere.
-_ATTRIBUTE = r"""(=[^\s/>=]*+|[^\s/>=]++)(?:\s*+=\s*+("[^"]*+"|'[^']*+'|(?!["'])[^\s>]*+))?+"""
-_TAG = re.compile(rf"</?+([A-Za-z][^\s/>]*+)((?:[\s/]++|{_ATTRIBUTE})*+)>")
-_OPENING, _LETTER = re.compile("<(?=[A-Za-z/!?])"), re.compile("[A-Za-z]")
-_ATTRIBUTES = re.compile(_ATTRIBUTE)
-_RAW = ("script", "style", "textarea", "title")
-"""What has no tags inside."""
-_HIDDEN = ("script", "style", "template", "noscript", "svg", "head")
-_LINES = ("p", "div", "br", "li", "tr", "h1", "h2", "h3", "h4", "h5", "h6", "pre", "section", "article", "table")
-_PIECE = 1 << 20
-_LONGEST_NUMBER = re.compile(r"&#[0-9]{10,}+;?")  # no character, and more digits than Python makes a number of
+LeftOut = list[str]
+"""What of a file could not be read, a line each."""
 
-Tag = tuple[str, str]
-"""Its name in small letters, with "/" before it where it ends something; its attributes."""
+_HIDDEN = {"script", "style", "template", "noscript", "title", "desc", "metadata", "defs"}
+_PARAGRAPHS = {"p", "h1", "h2", "h3", "h4", "h5", "h6", "blockquote", "table", "section", "article", "figure"}
+_LINES = (
+    " address aside body br caption center dd details dialog dir div dl dt fieldset figcaption footer form head header "
+    "hgroup hr html legend li main menu nav ol optgroup option pre search select summary tbody textarea tfoot thead tr "
+    "ul "
+)
+_CELLS = {"td", "th"}
+_NEXT_CELL = "\0"  # the parser lets no NUL through
+_SPACE = re.compile(r"[^\S\0]+")
+_COMMENT_OR_CDATA = re.compile(r"(<!--(?:-?>|.*?(?:--!?>|\Z)))|<!\[CDATA\[(.*?)(?:\]\]>|\Z)", re.DOTALL)
 
 
 def html_text(page: str) -> str:
-    """The words of an HTML page, a line for each paragraph, without tags, scripts and styles."""
-    parts, hidden, pre = list[str](), 0, 0
-    for found in _found(page):
-        if isinstance(found, str):
-            if not hidden:
-                parts += [found] if pre else _squeezed(found)
-            continue
-        name, end = found[0].removeprefix("/"), found[0].startswith("/")
-        if name in _HIDDEN:
-            hidden = max(0, hidden - 1) if end else hidden + 1
-        if name == "pre":
-            pre = max(0, pre - 1) if end else pre + 1
-        if name in _LINES:
-            parts.append("\n")
-    lines = [line.rstrip() for line in "".join(parts).split("\n")]
-    kept = [line for i, line in enumerate(lines) if line.strip() or (i and lines[i - 1].strip())]
-    return "\n".join(kept).strip() + "\n"
+    """The words of an HTML page, a line for each paragraph, without tags, scripts and styles.
+
+    Cells of a table are separated by tabs; a number set as an exponent follows a ``^``; of a picture its ``alt`` stays.
+    """
+    from lxml import etree
+
+    # In XHTML, text may be in CDATA, which is a comment to a parser of HTML.
+    page = _COMMENT_OR_CDATA.sub(lambda found: found[1] or escape(found[2] or ""), page)
+    parser = etree.HTMLParser(target=_Words(), encoding="utf-8", huge_tree=True)
+    parser.feed(page.encode("utf-8", "replace") or b"\n")
+    return str(parser.close())
 
 
-def attributes(page: str, tag: str) -> list[dict[str, str]]:
-    """The attributes of each element ``tag``, whatever the prefix of its name."""
-    return [
-        {name.lower(): _characters(value.strip("\"'")) for name, value in _ATTRIBUTES.findall(inner)}
-        for name, inner in (found for found in _found(page) if not isinstance(found, str))
-        if name.rpartition(":")[2] == tag
-    ]
+class _Words:
+    """Takes the events of a parser, and gives the text. An element that is not ended is ended by the parser."""
 
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.line: list[str] = []
+        self.hidden: list[str] = []
+        """The elements from the outermost hidden one inwards."""
+        self.pre = 0
+        self.raised = False
 
-def _found(page: str) -> Iterator[str | Tag]:
-    """Text, with its characters as they are, and tags, in order."""
-    at = 0
-    while (opening := _OPENING.search(page, at)) is not None:
-        start = opening.start()
-        if start > at:
-            yield _characters(page[at:start])
-        if page.startswith("<!--", start):
-            end = page.find("-->", start + 4)
-            at = len(page) if end < 0 else end + 3
-        elif page.startswith("<![CDATA[", start):
-            end = page.find("]]>", start)
-            at = len(page) if end < 0 else end + 3
-            yield page[start + 9 : at - 3 if end >= 0 else at]
-        elif page[start + 1 : start + 2] in ("!", "?") or (
-            page.startswith("</", start) and _LETTER.match(page, start + 2) is None
-        ):
-            end = page.find(">", start)
-            at = len(page) if end < 0 else end + 1
-        elif (tag := _TAG.match(page, start)) is not None:
-            at, name = tag.end(), tag[1].lower()
-            end = tag[0].startswith("</")
-            yield f"/{name}" if end else name, tag[2]
-            if name in _RAW and not end and not tag[2].endswith("/"):
-                close = re.compile(rf"</{name}", re.IGNORECASE).search(page, at)
-                stop = len(page) if close is None else close.start()
-                if stop > at:
-                    yield page[at:stop] if name in ("script", "style") else _characters(page[at:stop])
-                at = stop
-        else:
+    def start(self, tag: str, attributes: dict[str, str]) -> None:
+        if self.hidden or tag in _HIDDEN or attributes.get("hidden", "until-found") != "until-found":
+            self.hidden.append(tag)
             return
-    if at < len(page):
-        yield _characters(page[at:])
+        self._separate(tag)
+        self.pre += tag == "pre"
+        self.raised = tag == "sup"
+        if tag == "img" and attributes.get("alt"):
+            self.line.append(f" {attributes['alt']} ")
+
+    def end(self, tag: str) -> None:
+        if self.hidden:
+            self.hidden.pop()
+            return
+        self._separate(tag)
+        self.pre -= tag == "pre"
+        self.raised = False
+
+    def data(self, text: str) -> None:
+        if self.hidden:
+            return
+        if self.raised and text[:1].isdigit():  # 45 to the third is not 453
+            self.line.append("^")
+        self.raised = False
+        self.line.append(text)
+
+    def close(self) -> str:
+        self._end_line()
+        return "\n".join(self.lines).strip("\n") + "\n"
+
+    def _separate(self, tag: str) -> None:
+        if tag in _CELLS:
+            self.line.append(_NEXT_CELL)
+        elif tag in _PARAGRAPHS or f" {tag} " in _LINES:
+            self._end_line()
+            if tag in _PARAGRAPHS and self.lines and self.lines[-1]:
+                self.lines.append("")
+
+    def _end_line(self) -> None:
+        text = "".join(self.line).replace("\N{SOFT HYPHEN}", "")
+        self.line.clear()
+        if self.pre:
+            self.lines += text.strip("\n").split("\n")
+        elif words := "\t".join(filter(None, (cell.strip() for cell in _SPACE.sub(" ", text).split(_NEXT_CELL)))):
+            self.lines.append(words)
 
 
-def _characters(text: str) -> str:
-    return unescape(_LONGEST_NUMBER.sub("\N{REPLACEMENT CHARACTER}", text)) if "&" in text else text
+def _page(path: Path, encoding: str | None, left_out: LeftOut) -> str:  # noqa: ARG001 - as the others
+    return html_text(decode(path.read_bytes(), encoding, markup=True))
 
 
-def _squeezed(text: str) -> list[str]:
-    """White space as single spaces; piece by piece, for a list of all words takes ten times the memory of the text."""
-    pieces = (text[start : start + _PIECE] for start in range(0, len(text), _PIECE))
-    return [" ".join(f"|{piece}|".split())[1:-1] for piece in pieces]
-
-
-def mail(path: Path) -> str:
+def _mail(path: Path, encoding: str | None, left_out: LeftOut) -> str:  # noqa: ARG001
     """One message: who, when, about what, and its words."""
-    return _message(path.read_bytes())
+    return _message(path.read_bytes(), left_out)
 
 
-def mails(path: Path) -> str:
+def _mails(path: Path, encoding: str | None, left_out: LeftOut) -> str:  # noqa: ARG001
     """All messages of a mailbox file, oldest first as they are in it."""
-    box = mailbox.mbox(path, create=False)
-    try:
-        return "\n".join(_message(box.get_bytes(key)) for key in box.iterkeys())
-    finally:
-        box.close()
+    box, texts = mailbox.mbox(path, create=False), list[str]()
+    for number, key in enumerate(box.iterkeys(), 1):
+        missed: LeftOut = []
+        try:
+            texts.append(_message(box.get_bytes(key), missed))
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever the parser runs into; the other messages are read
+            missed.append(f"it cannot be read ({type(error).__name__}: {error})")
+        left_out += [f"message {number}: {each}" for each in missed]
+    box.close()
+    return "\n".join(texts)
 
 
-def chats(text: str) -> str | None:
-    """What was said in the conversations of an export; None for JSON that is none."""
-    if sum(map(text.count, ",[{")) > MOST_VALUES:
-        return None
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-    listed = given if isinstance(given, list) else [given]
-    if not listed or not all(isinstance(each, dict) and isinstance(each.get("mapping"), dict) for each in listed):
-        return None
-    return "\n\n".join(_conversation(each) for each in listed) + "\n"
-
-
-def _message(raw: bytes) -> str:
+def _message(raw: bytes, left_out: LeftOut) -> str:
     message: EmailMessage = message_from_bytes(raw, policy=policy.default)
+    return _told_message(message, left_out)
+
+
+def _told_message(message: EmailMessage, left_out: LeftOut) -> str:
+    heads = [f"{name}: {value}" for name in HEADERS if (value := _header(message, name))]
+    files: list[str] = []
+    words = "\n\n".join(filter(None, (each.strip() for each in _bodies(message, files, left_out))))
+    return "\n".join([*heads, "", words, *([f"Attached: {', '.join(files)}"] if files else []), ""])
+
+
+def _header(message: EmailMessage, name: str) -> str:
+    """A header decoded; 8-bit text in one is UTF-8, or else Windows' encoding of Latin."""
+    raw = next((str(value) for key, value in message.raw_items() if key.lower() == name.lower()), "")
+    if not raw.isascii():
+        data = raw.encode("utf-8", "surrogateescape")
+        return " ".join((_try_utf8(data) or data.decode("cp1252", "replace")).split())
     try:
-        heads = [f"{name}: {message[name]}" for name in HEADERS if message[name]]
-        body = message.get_body(("plain", "html"))
-        words = "" if body is None else str(body.get_content())
-    except (LookupError, ValueError, TypeError, AttributeError) as error:  # what its parser runs into
-        raise InvalidArgument(f"a message cannot be read: {error}") from None
-    if body is not None and body.get_content_subtype() == "html":
-        words = html_text(words)
-    files = [each.get_filename() for each in message.iter_attachments()]
-    named = [f"Attached: {', '.join(filter(None, files))}"] if any(files) else []
-    return "\n".join([*heads, "", words.replace("\r\n", "\n").strip(), *named, ""])
+        return str(message[name] or "")
+    except Exception:  # noqa: BLE001 - the library has raised many kinds for headers that are wrong
+        return " ".join(raw.split())
 
 
-def _conversation(given: dict[str, Any]) -> str:
-    began, title, when = given.get("create_time"), given.get("title"), ""
-    if isinstance(began, int | float):
-        with suppress(ValueError, OverflowError, OSError):  # no time that there is
-            when = f" ({datetime.fromtimestamp(began, UTC):%Y-%m-%d})"
-    return "\n\n".join([f"# {title if isinstance(title, str) and title else 'Conversation'}{when}", *_turns(given)])
+def _try_utf8(data: bytes) -> str | None:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
 
 
-def _turns(given: dict[str, Any]) -> Iterator[str]:
-    """What was said last, and what led to it: other branches were taken back."""
-    nodes, at = given["mapping"], given.get("current_node")
-    path: list[dict[str, Any]] = []
-    if not isinstance(at, str) or at not in nodes:
-        at = next(reversed(nodes), None)
-    while isinstance(at, str) and isinstance(node := nodes.get(at), dict) and len(path) < len(nodes):
-        path.append(node)
-        at = node.get("parent")
-    for node in reversed(path):
-        match node.get("message"):
-            case {"author": {"role": "user" | "assistant" as role}, "content": {"parts": list(parts)}}:
-                words = "\n".join(part for part in parts if isinstance(part, str)).strip()
-                if words:
-                    yield f"{role}: {words}"
+def _bodies(part: EmailMessage, files: list[str], left_out: LeftOut) -> Iterator[str]:
+    """The texts of a message, of alternatives the plain one; names of other parts are added to ``files``."""
+    kind, name = part.get_content_type(), part.get_filename()
+    inner = part.get_payload() if part.is_multipart() else None
+    if kind == "message/rfc822" and isinstance(inner, list):
+        yield from (_told_message(each, left_out) for each in inner)
+    elif isinstance(inner, list) and kind == "multipart/alternative":
+        texts = {each.get_content_type(): text for each in inner if (text := "".join(_bodies(each, [], [])).strip())}
+        best = "text/plain" if "text/plain" in texts else next(reversed(texts), None)
+        for each in inner:
+            if each.get_content_type() == best:
+                yield from _bodies(each, files, left_out)
+    elif isinstance(inner, list):
+        for each in inner:
+            yield from _bodies(each, files, left_out)
+    elif part.get_content_maintype() in ("text", "multipart") and not part.is_attachment() and not name:
+        text = _decoded(part, left_out)
+        yield html_text(text) if kind == "text/html" else text
+    else:
+        files.append(name or kind)
 
 
-def _pdf(path: Path) -> str:
+def _decoded(part: EmailMessage, left_out: LeftOut) -> str:
+    data = part.get_payload(decode=True)
+    data = data if isinstance(data, bytes) else b""
+    charset = part.get_content_charset() or "utf-8"
+    codec = find_codec(charset)
+    text = _try_utf8(data) if codec in (None, "ascii") else None
+    if text is None:
+        text = data.decode(codec or "ascii", "replace")
+        if codec is None or "\N{REPLACEMENT CHARACTER}" in text:
+            left_out.append(f"characters that are not in its charset {charset!r} are replaced by U+FFFD")
+    text = text.replace("\r\n", "\n")
+    return _unfolded(part, text) if part.get_param("format") == "flowed" else text
+
+
+def _unfolded(part: EmailMessage, text: str) -> str:
+    """The lines of ``format=flowed`` (RFC 3676) as they were before they were broken; quoted ones stay."""
+    text = re.sub(r"^ ", "", text, flags=re.MULTILINE)
+    return re.sub(r"(?m)^(?!>|-- $)(.*) \n(?!>|-- $)", r"\1" if part.get_param("delsp") == "yes" else r"\1 ", text)
+
+
+def _pdf(path: Path, encoding: str | None, left_out: LeftOut) -> str:  # noqa: ARG001
     from pypdf import PdfReader
 
     pages, length = list[str](), 0
@@ -210,33 +233,88 @@ def _pdf(path: Path) -> str:
     return "\f".join(pages)  # a form feed between pages, as printers have it
 
 
-def _epub(path: Path) -> str:
+def _epub(path: Path, encoding: str | None, left_out: LeftOut) -> str:  # noqa: ARG001
     """The chapters of a book, in the order in which they are read."""
     with zipfile.ZipFile(path) as archive:
-        (package,) = attributes(_member(archive, "META-INF/container.xml"), "rootfile")[:1]
-        folder = PurePosixPath(package["full-path"]).parent
-        book = _member(archive, package["full-path"])
-        parts = {each.get("id"): each.get("href", "") for each in attributes(book, "item")}
-        order = dict.fromkeys(
-            parts[each["idref"]] for each in attributes(book, "itemref") if each.get("idref") in parts
-        )
-        return "\n".join(html_text(_member(archive, str(folder / unquote(chapter)))) for chapter in order)
+        package = _package(archive)
+        book = _xml(archive.read(package))
+        hrefs = {each.get("id"): each.get("href", "") for each in book.iter("{*}item")}
+        order = list(dict.fromkeys(each.get("idref") for each in book.iter("{*}itemref")))
+        left_out += [f"the part {each!r} is not in the book's list of files" for each in order if each not in hrefs]
+        texts = dict[str, str]()
+        for href in (hrefs[each] for each in order if each in hrefs):
+            name = _place(archive, package, href)
+            if name in texts:
+                continue
+            try:
+                texts[name] = _chapter(archive.read(name), name, left_out)
+            except (
+                KeyError,
+                zipfile.BadZipFile,
+                OSError,
+                EOFError,
+                RuntimeError,
+                ValueError,
+                InvalidArgument,
+            ) as error:
+                why = "it is not in the file" if isinstance(error, KeyError) else str(error)
+                left_out.append(f"{name} cannot be read: {why}")
+    return "\n".join(texts.values())
 
 
-def _member(archive: zipfile.ZipFile, name: str) -> str:
-    return archive.read(name).decode("utf-8", errors="replace")
+def _package(archive: zipfile.ZipFile) -> str:
+    """The name of the file that lists the others, where the container tells, or else by its ending."""
+    names = archive.namelist()
+    if "META-INF/container.xml" in names:
+        roots = _xml(archive.read("META-INF/container.xml")).iter("{*}rootfile")
+        names = [name for each in roots if (name := each.get("full-path")) in names] or names
+        if names != archive.namelist():
+            return names[0]
+    found = next((name for name in names if name.endswith(".opf")), None)
+    if found is None:
+        raise InvalidArgument("it has no package file (.opf)")
+    return found
 
 
-KINDS: dict[str, tuple[Callable[[Path], str], str]] = {
+def _xml(data: bytes) -> Any:
+    from lxml import etree
+
+    root = etree.fromstring(data, etree.XMLParser(recover=True, resolve_entities=False, no_network=True))
+    if root is None:
+        raise InvalidArgument("its package is no XML")
+    return root
+
+
+def _place(archive: zipfile.ZipFile, package: str, href: str) -> str:
+    """The name in the archive of what the package calls ``href``."""
+    path = href.partition("#")[0]
+    names = [posixpath.normpath(f"/{posixpath.dirname(package)}/{each}").lstrip("/") for each in (path, unquote(path))]
+    there = {name.casefold(): name for name in archive.namelist()}
+    return next((there[name.casefold()] for name in names if name.casefold() in there), names[-1])
+
+
+def _chapter(data: bytes, name: str, left_out: LeftOut) -> str:
+    try:
+        text = decode(data, markup=True)
+    except InvalidArgument as error:
+        text = data.decode("utf-8", "replace")
+        left_out.append(f"{name} {error} What cannot be read of it is replaced by U+FFFD")
+    if "\0" in text:
+        raise InvalidArgument("it is encrypted, or no text")
+    return html_text(text)
+
+
+KINDS: dict[str, tuple[Callable[[Path, str | None, LeftOut], str], str]] = {
     ".pdf": (_pdf, "no text, only pictures of it"),
     ".epub": (_epub, "no text"),
-    ".eml": (mail, "no words"),
-    ".mbox": (mails, "no messages"),
+    ".eml": (_mail, "no words"),
+    ".mbox": (_mails, "no messages"),
+    **dict.fromkeys((".html", ".htm", ".xhtml"), (_page, "no words")),
 }
 """What reads a file, and what one has in which there is nothing; by its ending."""
 
 
-def main(name: str) -> int:
+def main(name: str, encoding: str | None = None) -> int:
     """Print the text of the file ``name``; the exit code."""
     path = Path(name)
     seconds = SECONDS + path.stat().st_size // BYTES_A_SECOND
@@ -244,27 +322,32 @@ def main(name: str) -> int:
     resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
     ending = path.suffix.lower()
     parse, lacks = KINDS[ending]
+    left_out: LeftOut = []
     try:
-        text = parse(path)
+        text = parse(path, encoding, left_out)
     except ModuleNotFoundError as error:
-        return _told(MISSING, f"{path} needs the package {error.name}: pip install 'torch-memstore[files]'")
+        return _told(MISSING, f"{path} needs the package {error.name}: pip install 'torch-memstore[cli,files]'")
     except MemoryError:
         return _told(REFUSED, f"{path} cannot be read: it unpacks to more than the {MOST_BYTES >> 20} MiB it may take.")
+    except InvalidArgument as error:
+        return _told(REFUSED, f"{path} {error}" if parse is _page else f"{path} cannot be read: {error}.")
     except Exception as error:  # noqa: BLE001 - whatever a parser runs into
         why = " ".join(str(error).split())[:200] or type(error).__name__
         return _told(REFUSED, f"{path} is no {ending[1:].upper()} file that can be read: {why}")
     if len(text) > MOST_TEXT:
         return _told(REFUSED, f"{path} cannot be read: it has more than {MOST_TEXT:,} characters.")
     if not text.strip():
-        return _told(REFUSED, f"{path} has {lacks}: there is nothing to read.")
-    sys.stdout.buffer.write(text.encode("utf-8", "surrogatepass"))
+        return _told(REFUSED, f"{path} has {lacks}: there is nothing to read. {'; '.join(left_out)}")
+    sys.stdout.buffer.write(mend_surrogates(text).encode())
+    for each in left_out:
+        _told(0, each)
     return 0
 
 
 def _told(code: int, message: str) -> int:
-    sys.stderr.buffer.write(" ".join(message.split()).encode("utf-8", "replace"))
+    sys.stderr.buffer.write(" ".join(message.split()).encode("utf-8", "replace") + b"\n")
     return code
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    sys.exit(main(*sys.argv[1:]))

@@ -15,6 +15,7 @@ import memstore
 from memstore.errors import InvalidArgument, NotFound, StoreFull
 from memstore.tools.files import EmptyText, SourceFile, digest
 from memstore.tools.models import chosen_name, lasting_name, recorded_name
+from memstore.tools.parsing import LeftOut
 from memstore.tools.verb import FACT, counted
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class ReadPlan:
     gone: list[str] = field(default_factory=list)
     """Documents whose files are no longer there, or have no text any more."""
     bad: list[dict[str, str]] = field(default_factory=list)
-    """Files that cannot be read, each with the error."""
+    """Files that cannot be read, or not all of them, each with the error."""
 
 
 def plan_of(
@@ -101,7 +102,7 @@ def plan_of(
     known: Contents | None,
     document: str | None,
     *,
-    encoding: str,
+    encoding: str | None,
     alone: bool,
     gone: Sequence[str] = (),
 ) -> ReadPlan:
@@ -131,9 +132,11 @@ def plan_of(
             plan.unchanged.append(name)
             continue
         try:
-            content = each.text(encoding)
+            left_out: LeftOut = []
+            content = each.text(encoding, left_out)
             if content:
                 check_name(name)
+            plan.bad += [{"path": str(each.path), "error": f"a part of {each.path}: {part}"} for part in left_out]
         except (InvalidArgument, NotFound, OSError) as error:
             if alone:
                 raise

@@ -63,7 +63,12 @@ DocumentName = Annotated[
     str | None,
     typer.Option(help="Name of the document. Without it: the file's name without its ending; in a folder its path."),
 ]
-Encoding = Annotated[str, typer.Option(help="Encoding of the text.")]
+Encoding = Annotated[
+    str | None,
+    typer.Option(
+        help="Encoding of text and HTML. Without it: what each file declares, or else UTF-8.", show_default=False
+    ),
+]
 Dtype = Annotated[
     str | None,
     typer.Option(help="float32, bfloat16, float16 or auto: bfloat16 where the hardware computes in it, else float32."),
@@ -105,7 +110,7 @@ class Options:
     threads: Threads = None
     device: Device = "cpu"
     index: Index = "exact"
-    encoding: Encoding = "utf-8"
+    encoding: Encoding = None
     json: Json = False
 
     @property
@@ -261,7 +266,7 @@ def _with(fact: Mapping[str, Any], noted: Mapping[str, str]) -> dict[str, Any]:
 def read_into(reader: Reader, source: str) -> Done:
     """Read a file or folder into the memory of a reader that is open; what was done with each file that changed."""
     known, alone = Contents.of(reader.memory), not Path(source).is_dir()
-    plan = plan_of(list(find([source])), known, None, encoding="utf-8", alone=alone)
+    plan = plan_of(list(find([source])), known, None, encoding=None, alone=alone)
     texts = [(each, encode(reader.tokenizer, each.content)) for each in plan.read]
     new = sum(len(ids) - reader.held(ids, each.document) for each, ids in texts)
     check_room(reader.memory.url, reader, reader.memory.spec, new, known, tell=True)
@@ -453,7 +458,7 @@ def _unchanged(name: str, known: Contents) -> dict[str, Any]:
 
 
 def _report(plan: ReadPlan, done: Done, options: Options) -> Report:
-    if options.one_file and len(done) == 1:
+    if options.one_file and len(done) == 1 and not plan.bad:
         return Report(data=done[0], text=lambda page: page.facts(done[0]))
     sums = {key: sum(each[key] for each in done) for key in ("tokens", "new_tokens", "reused_tokens")}
     data = {
