@@ -29,7 +29,7 @@ from memstore.tools.verb import on_disk
 if TYPE_CHECKING:
     from pathspec import GitIgnoreSpec
 
-    Rules: TypeAlias = list[tuple[PurePosixPath, list[GitIgnoreSpec]]]
+    Rules: TypeAlias = list[tuple[PurePosixPath, GitIgnoreSpec]]
 
 STDIN = "-"
 IN_FOLDER = "Save it as text, encoded as the others, or name it in a .memstoreignore of its folder to leave it out."
@@ -156,10 +156,9 @@ def _walk(folder: Path, inner: PurePosixPath, rules: Rules) -> Iterator[tuple[Pa
 def _is_ignored(rules: Rules, place: PurePosixPath, *, is_folder: bool) -> bool:
     """Whether the last line that names ``place``, of the innermost file in which one does, says to pass it over."""
     for base, patterns in rules:
-        name = str(place.relative_to(base)) + "/" * is_folder
-        for pattern in reversed(patterns):
-            if (found := pattern.check_file(name).include) is not None:
-                return found
+        name = mend_surrogates(str(place.relative_to(base))) + "/" * is_folder  # a name can be no text
+        if (found := patterns.check_file(name).include) is not None:
+            return found
     return False
 
 
@@ -243,15 +242,15 @@ def _hint(encoding: str | None) -> str:
     return f"If it is text, name its encoding: --encoding {other}, --encoding latin-1, ..."
 
 
-def patterns_in(folder: Path, name: str) -> list[GitIgnoreSpec]:
-    """The patterns in the file ``name`` of ``folder``, in order, none where it is not there.
+def patterns_in(folder: Path, name: str) -> GitIgnoreSpec | None:
+    """The patterns in the file ``name`` of ``folder``, None where it is not there.
 
     Raises ``InvalidArgument`` for what is no file of patterns: then nobody knows what is not to be read.
     """
     try:
         raw = paths.read(folder, name, _MOST_BYTES)
     except FileNotFoundError:
-        return []
+        return None
     except NotAMemory:
         raise InvalidArgument(
             f"{folder / name} is a link, or no file. Put the file itself there, or remove it."
@@ -266,16 +265,15 @@ def patterns_in(folder: Path, name: str) -> list[GitIgnoreSpec]:
             f"{folder / name} has more than {_MOST_LINES:,} lines or {_MOST_BYTES:,} bytes: name folders in it rather "
             "than files."
         )
-    return [pattern for line in lines if (pattern := _pattern(line)) is not None]
+    return _spec([line for line in lines if _spec([line])])
 
 
-def _pattern(line: str) -> GitIgnoreSpec | None:
-    """One line of patterns; None for one that names nothing."""
+def _spec(lines: list[str]) -> GitIgnoreSpec | None:
+    """The patterns in ``lines``; None where one is wrong, which to git names nothing."""
     from pathspec import GitIgnoreSpec
 
     try:
         # Anybody may have written it: re2 takes time by the length of a name, Python's expressions can take for ever.
-        spec = GitIgnoreSpec.from_lines([line], backend="re2")
+        return GitIgnoreSpec.from_lines(lines, backend="re2")
     except (ValueError, re.error):
-        return None  # to git too a pattern that is wrong names nothing
-    return spec if len(spec) else None
+        return None

@@ -149,8 +149,7 @@ def _mails(path: Path, encoding: str | None, left_out: LeftOut) -> str:  # noqa:
 
 
 def _message(raw: bytes, left_out: LeftOut) -> str:
-    message: EmailMessage = message_from_bytes(raw, policy=policy.default)
-    return _told_message(message, left_out)
+    return _told_message(message_from_bytes(raw, policy=policy.default), left_out)
 
 
 def _told_message(message: EmailMessage, left_out: LeftOut) -> str:
@@ -179,9 +178,9 @@ def _try_utf8(data: bytes) -> str | None:
         return None
 
 
-def _bodies(part: EmailMessage, files: list[str], left_out: LeftOut) -> Iterator[str]:
+def _bodies(part: Any, files: list[str], left_out: LeftOut) -> Iterator[str]:
     """The texts of a message, of alternatives the plain one; names of other parts are added to ``files``."""
-    kind, name = part.get_content_type(), part.get_filename()
+    kind, name = str(part.get_content_type()), part.get_filename()
     inner = part.get_payload() if part.is_multipart() else None
     if kind == "message/rfc822" and isinstance(inner, list):
         yield from (_told_message(each, left_out) for each in inner)
