@@ -26,6 +26,8 @@ _AS_BROWSERS = {
     **dict.fromkeys(("utf-16", "utf-16le", "utf-16be", "utf-32"), "utf-8"),
 }
 """What a page is written in that declares these, as the HTML standard has it."""
+_SUPERSETS = {"gb2312": "gb18030", "gbk": "gb18030", "euc_kr": "cp949"}
+"""What is called by the first name is written in the second one."""
 _COOKIE = re.compile(rb"\A(?:[^\n]*\n)?[ \t\f]*(?:#|//|/\*|;|%|--).*?coding[:=][ \t]*([-\w.]+)")
 """In a comment of the first two lines, as Python and many editors have it."""
 _CONTROLS = re.compile(rb"[\x00-\x06\x0e-\x1a\x1c-\x1f]")
@@ -70,7 +72,7 @@ def find_codec(name: str) -> str | None:
     for each in (name, plain, plain.replace("-", ""), plain.replace("-", "_")):
         try:
             b"a".decode(each, "replace")  # looks only for encodings of text: rot13 is a codec too
-            return codecs.lookup(each).name
+            return _SUPERSETS.get(name := codecs.lookup(each).name, name)
         except (LookupError, ValueError):
             continue
     return None

@@ -14,6 +14,7 @@ import re
 import resource
 import sys
 import zipfile
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from email import message_from_bytes, policy
 from email.message import EmailMessage
@@ -33,17 +34,19 @@ MOST_TEXT = 32 << 20
 """Characters."""
 SECONDS, BYTES_A_SECOND = 5, 100_000
 """Of processor time: at least, and one more for each so many bytes of the file."""
+_BEST = ("text/plain", "text/html", "multipart/related", "multipart/mixed")
+"""Which of the alternatives of a message is read."""
 HEADERS = ("From", "To", "Date", "Subject")
 
 LeftOut = list[str]
 """What of a file could not be read, a line each."""
 
-_HIDDEN = {"script", "style", "template", "noscript", "title", "desc", "metadata", "defs"}
+_HIDDEN = {"script", "style", "template", "noscript", "iframe", "title", "desc", "metadata", "defs"}
 _PARAGRAPHS = {"p", "h1", "h2", "h3", "h4", "h5", "h6", "blockquote", "table", "section", "article", "figure"}
 _LINES = (
-    " address aside body br caption center dd details dialog dir div dl dt fieldset figcaption footer form head header "
-    "hgroup hr html legend li main menu nav ol optgroup option pre search select summary tbody textarea tfoot thead tr "
-    "ul "
+    " address aside body br button caption center dd details dialog dir div dl dt fieldset figcaption footer form head "
+    "header hgroup hr html legend li main menu nav ol optgroup option pre search select summary tbody textarea tfoot "
+    "thead tr ul "
 )
 _CELLS = {"td", "th"}
 _NEXT_CELL = "\0"  # the parser lets no NUL through
@@ -82,7 +85,7 @@ class _Words:
             return
         self._separate(tag)
         self.pre += tag == "pre"
-        self.raised = tag == "sup"
+        self.raised |= tag == "sup"
         if tag == "img" and attributes.get("alt"):
             self.line.append(f" {attributes['alt']} ")
 
@@ -97,7 +100,7 @@ class _Words:
     def data(self, text: str) -> None:
         if self.hidden:
             return
-        if self.raised and text[:1].isdigit():  # 45 to the third is not 453
+        if self.raised and text.lstrip("+-\N{MINUS SIGN}")[:1].isdigit():  # 45 to the third is not 453
             self.line.append("^")
         self.raised = False
         self.line.append(text)
@@ -149,11 +152,13 @@ def _mails(path: Path, encoding: str | None, left_out: LeftOut) -> str:  # noqa:
 
 
 def _message(raw: bytes, left_out: LeftOut) -> str:
-    return _told_message(message_from_bytes(raw, policy=policy.default), left_out)
+    return _told_message(message_from_bytes(raw.removeprefix(BOM_UTF8), policy=policy.default), left_out)
 
 
 def _told_message(message: EmailMessage, left_out: LeftOut) -> str:
     heads = [f"{name}: {value}" for name in HEADERS if (value := _header(message, name))]
+    if "\N{REPLACEMENT CHARACTER}" in "".join(heads):
+        left_out.append("characters of its headers in an unknown charset are replaced by U+FFFD")
     files: list[str] = []
     words = "\n\n".join(filter(None, (each.strip() for each in _bodies(message, files, left_out))))
     return "\n".join([*heads, "", words, *([f"Attached: {', '.join(files)}"] if files else []), ""])
@@ -186,11 +191,11 @@ def _bodies(part: Any, files: list[str], left_out: LeftOut) -> Iterator[str]:
         yield from (_told_message(each, left_out) for each in inner)
     elif isinstance(inner, list) and kind == "multipart/alternative":
         texts = {each.get_content_type(): text for each in inner if (text := "".join(_bodies(each, [], [])).strip())}
-        best = "text/plain" if "text/plain" in texts else next(reversed(texts), None)
+        best = next((each for each in _BEST if each in texts), next(reversed(texts), None))
         for each in inner:
             if each.get_content_type() == best:
                 yield from _bodies(each, files, left_out)
-    elif isinstance(inner, list):
+    elif isinstance(inner, list) and kind.startswith("multipart/"):
         for each in inner:
             yield from _bodies(each, files, left_out)
     elif part.get_content_maintype() in ("text", "multipart") and not part.is_attachment() and not name:
@@ -262,17 +267,13 @@ def _epub(path: Path, encoding: str | None, left_out: LeftOut) -> str:  # noqa: 
 
 
 def _package(archive: zipfile.ZipFile) -> str:
-    """The name of the file that lists the others, where the container tells, or else by its ending."""
-    names = archive.namelist()
-    if "META-INF/container.xml" in names:
-        roots = _xml(archive.read("META-INF/container.xml")).iter("{*}rootfile")
-        names = [name for each in roots if (name := each.get("full-path")) in names] or names
-        if names != archive.namelist():
-            return names[0]
-    found = next((name for name in names if name.endswith(".opf")), None)
-    if found is None:
+    """The name of the file that lists the others: where the container tells, or else by its ending."""
+    names, container = archive.namelist(), "META-INF/container.xml"
+    roots = _xml(archive.read(container)).iter("{*}rootfile") if container in names else ()
+    listed = [*(each.get("full-path") for each in roots), *(name for name in names if name.endswith(".opf"))]
+    if (found := next((name for name in listed if name in names), None)) is None:
         raise InvalidArgument("it has no package file (.opf)")
-    return found
+    return str(found)
 
 
 def _xml(data: bytes) -> Any:
@@ -280,7 +281,7 @@ def _xml(data: bytes) -> Any:
 
     root = etree.fromstring(data, etree.XMLParser(recover=True, resolve_entities=False, no_network=True))
     if root is None:
-        raise InvalidArgument("its package is no XML")
+        raise InvalidArgument("a part that lists the others is no XML")
     return root
 
 

@@ -135,8 +135,9 @@ def read(options: Options) -> Report:
     Run again, it reads what has changed: a file that is as it was costs nothing, and of one that changed the blocks
     before the change stay. A file that is gone or empty is told, and forgotten with --prune. What was read is on disk
     segment by segment: after an interruption the same command goes on where it stopped. What it will cost is told
-    before, and what does not fit is not begun. A file that cannot be read, or not all of it, is named, and the
-    others are read; the exit code is 1 then. Binary and empty files of a folder are listed as passed over, with code 0. With --watch it stays, looks every second for what has changed, has its model at hand, and ends with Ctrl-C.
+    before, and what does not fit is not begun. A file that cannot be read, or not all of it, is named, and the others
+    are read; the exit code is 1 then. Binary and empty files of a folder are listed as passed over, with exit code 0.
+    With --watch it stays, looks every second for what has changed, has its model at hand, and ends with Ctrl-C.
 
     Example:
 

@@ -74,6 +74,7 @@ def test_words_of_two_elements_are_two_words(tag: str) -> None:
     ("page", "text"),
     [
         ("45<sup>3</sup> and 1<sup>st</sup>, H<sub>2</sub>O", "45^3 and 1st, H2O"),
+        ("10<sup>-3</sup> by<sup><a>1</a></sup>", "10^-3 by^1"),
         ("<tr><td>Aland</td><td>19:40</td></tr>", "Aland\t19:40"),
         ("one<br>two<br/>three", "one\ntwo\nthree"),
         ("<p>a</p><pre>  b\n\n   c</pre>d", "a\n\n  b\n\n   c\nd"),
@@ -103,6 +104,7 @@ WORDS = "Caf\u00e9 d\u00e9j\u00e0 vu, 5 \u00a3"
         ("latin.html", f"<meta charset='iso-8859-1'><p>{WORDS}".encode("latin-1")),
         ("equiv.htm", f'<META http-equiv=Content-Type content="text/html; charset=cp-850"><p>{WORDS}'.encode("cp850")),
         ("xml.xhtml", f'<?xml version="1.0" encoding="ISO-8859-15"?><html><p>{WORDS}'.encode("iso-8859-15")),
+        ("gbk.html", f"<meta charset=gb2312><p>{WORDS}".encode("gb18030")),
         ("lie.html", f"<meta charset=utf-16><p>{WORDS}".encode()),
         ("unknown.html", f"<meta charset=klingon><p>{WORDS}".encode()),
         ("mark.html", codecs.BOM_UTF16_LE + f"<p>{WORDS}".encode("utf-16-le")),
@@ -234,6 +236,8 @@ def message(text: bytes, *heads: bytes) -> bytes:
                  b"Content-Type: multipart/mixed; boundary=x"), "First.\n\nSecond.\nAttached: a.png"),
         (message(b"--x\n\n \n--x\nContent-Type: text/html\n\n<p>Only here\n--x--",
                  b"Content-Type: multipart/alternative; boundary=x"), "Only here"),
+        (message(b"--x\nContent-Type: text/html\n\n<p>The page\n--x\nContent-Type: text/calendar\n\nBEGIN\n--x--",
+                 b"Content-Type: multipart/alternative; boundary=x"), "The page"),
         (message(b"--x\n\nSee:\n--x\nContent-Type: message/rfc822\n\nSubject: Inner\n\nThe words.\n--x--",
                  b"Content-Type: multipart/mixed; boundary=x"), "See:\n\nSubject: Inner\n\nThe words."),
         (message(b"No boundary.", b"Content-Type: multipart/mixed"), "No boundary."),
@@ -256,6 +260,13 @@ def test_mail_is_read_whole(tmp_path: Path, raw: bytes, words: str) -> None:
 def test_a_subject_is_decoded(tmp_path: Path, head: bytes, told: str) -> None:
     (tmp_path / "a.eml").write_bytes(b"Subject: " + head + b"\n\nwords\n")
     assert read(tmp_path / "a.eml")[0] == f"Subject: {told}\n\nwords\n"
+
+
+def test_a_subject_in_an_unknown_charset_is_said(tmp_path: Path) -> None:
+    (tmp_path / "a.eml").write_bytes(b"Subject: =?x-mac-unknown?q?caf=8E?=\n\nwords\n")
+    text, left_out = read(tmp_path / "a.eml")
+    assert text == "Subject: caf\ufffd\n\nwords\n"
+    assert "headers" in left_out[0]
 
 
 def test_a_bad_message_of_a_mailbox_costs_no_other(tmp_path: Path) -> None:

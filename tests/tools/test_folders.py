@@ -550,6 +550,15 @@ def test_patterns_mean_what_they_mean_to_git(tmp_path: Path, lines: str, passed_
     assert sorted(set(names) - {name.removeprefix("f/") for name in files_in(tmp_path / "f")}) == passed_over
 
 
+def test_the_innermost_patterns_that_name_a_file_decide(tmp_path: Path) -> None:
+    for name in ("a.log", "x/a.log", "x/b.log"):
+        (tmp_path / "f" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "f" / name).write_text("text")
+    (tmp_path / "f/.gitignore").write_text("*.log\n")
+    (tmp_path / "f/x/.gitignore").write_text("!a.log\n")
+    assert list(files_in(tmp_path / "f")) == ["f/x/a.log"]
+
+
 def test_a_crafted_folder_takes_neither_long_nor_much(tmp_path: Path) -> None:
     folder = tmp_path / "f"
     (folder / "/".join("d" * 180)).mkdir(parents=True)
