@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -10,6 +11,8 @@ from typing import Any
 
 from memstore.errors import InvalidArgument
 
+_COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+"""Of terminals."""
 MOST_VALUES = 4 << 20
 """Values of an export at most: an empty list takes three characters, and twenty times that in memory."""
 
@@ -31,9 +34,9 @@ def chats(text: str) -> str | None:
     told = [_conversation(each) for each in listed]
     if not any(told):
         return None
-    return (
-        "\n\n".join(one or json.dumps(each, ensure_ascii=False) for one, each in zip(told, listed, strict=True)) + "\n"
-    )
+    pairs = zip(told, listed, strict=True)
+    texts = [json.dumps(each, ensure_ascii=False) if one is None else one for one, each in pairs]
+    return "\n\n".join(filter(None, texts)) + "\n"
 
 
 def notebook(text: str) -> str:
@@ -45,7 +48,8 @@ def notebook(text: str) -> str:
         given = json.loads(text)
         sheets = given.get("worksheets", [given])  # in versions before 4
         cells = [cell for sheet in sheets for cell in sheet["cells"]]
-        return "\n\n".join(part.strip("\n") for cell in cells for part in _cell(cell) if part.strip()) + "\n"
+        parts = [_COLOURS.sub("", part).strip("\n") for cell in cells for part in _cell(cell)]
+        return "\n\n".join(filter(str.strip, parts)) + "\n"
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
         raise InvalidArgument(f"is no notebook that can be read ({type(error).__name__}: {error})") from None
 
@@ -65,21 +69,23 @@ def _joined(lines: str | Iterable[str]) -> str:
 
 
 def _conversation(given: Any) -> str | None:
+    """What was said in one; empty where nothing was, None for what is in no form that is known."""
     match given:
         case {"mapping": dict()}:
-            messages = [each for each in _branch(given) if _role(each) in ("user", "assistant")]
+            branch = [each for each in _branch(given) if each is not None]
+            if not all(map(_role, branch)):
+                return None
+            messages = [each for each in branch if _role(each) in ("user", "assistant")]
         case {"chat_messages": list(messages)} | {"messages": list(messages)} | {"conversations": list(messages)}:
             pass
         case _:
             return None
-    turns = [(_role(each), _words(each)) for each in messages]
-    if not any(role and words for role, words in turns):
-        return None
-    if any(words and not role for role, words in turns):
-        return None
+    turns = [(_role(each) or "someone", words) for each in messages if (words := _words(each))]
+    if not turns or not any(map(_role, messages)):
+        return None if messages else ""
     title = given.get("title") or given.get("name")
     head = f"# {title if isinstance(title, str) else 'Conversation'}{_day(given)}"
-    return "\n\n".join([head, *(f"{role}: {words}" for role, words in turns if words)])
+    return "\n\n".join([head, *(f"{role}: {words}" for role, words in turns)])
 
 
 def _day(given: dict[str, Any]) -> str:

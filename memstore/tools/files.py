@@ -67,6 +67,8 @@ class SourceFile:
         mended = text and mend_surrogates(text)
         if mended != text:
             left_out.append("it has lone surrogates, which are no characters: each is replaced by U+FFFD")
+        if mended is not None and not mended.strip():
+            raise EmptyText(f"{self.path or STDIN} is empty: there is nothing to read.")
         return mended
 
     def _text(self, encoding: str | None, left_out: LeftOut) -> str | None:

@@ -298,7 +298,8 @@ def _chapter(data: bytes, name: str, left_out: LeftOut) -> str:
         text = decode(data, markup=True)
     except InvalidArgument as error:
         text = data.decode("utf-8", "replace")
-        left_out.append(f"{name} {error} What cannot be read of it is replaced by U+FFFD")
+        if "\0" not in text:
+            left_out.append(f"{name} {error} What cannot be read of it is replaced by U+FFFD")
     if "\0" in text:
         raise InvalidArgument("it is encrypted, or no text")
     return html_text(text)

@@ -304,6 +304,7 @@ SHARED = {"conversations": [{"from": "human", "value": "When?"}, {"from": "gpt",
     [
         ([CLAUDE], TOLD_CLAUDE),
         ([CLAUDE, {"else": "\u00e9"}], TOLD_CLAUDE + '\n\n{"else": "\u00e9"}'),
+        ([CLAUDE, {"chat_messages": []}, {"mapping": {"r": {"message": None}}}], TOLD_CLAUDE),
         (OPENAI, "# Conversation\n\nuser: When?\n\nassistant: Noon."),
         (TELEGRAM, "# Ada\n\nAda: See x.org!"),
         (SHARED, "# Conversation\n\nhuman: When?\n\ngpt: Noon."),
@@ -316,7 +317,14 @@ def test_exports_of_chats_are_read_as_what_was_said(tmp_path: Path, given: Any, 
 
 @pytest.mark.parametrize(
     "given",
-    [{"messages": []}, {"messages": [{"id": 1}]}, {"mapping": {"a": {"b": 1}}}, [1, 2], {"messages": ["x"]}, []],
+    [
+        {"messages": []},
+        {"messages": [{"id": 1}]},
+        {"mapping": {"a": {"message": {"b": 1}}}},
+        [1, 2],
+        {"messages": ["x"]},
+        [],
+    ],
 )
 def test_json_of_another_kind_is_read_as_it_is(tmp_path: Path, given: Any) -> None:
     (tmp_path / "a.json").write_text(json.dumps(given))
@@ -342,7 +350,7 @@ def notebook(*cells: dict[str, Any]) -> str:
 
 PICTURE = {"output_type": "display_data", "data": {"image/png": "iVBORw0KGgo" * 100, "text/plain": ["<Figure>"]}}
 OUTPUTS = [
-    {"output_type": "stream", "name": "stdout", "text": ["4\n", "5\n"]},
+    {"output_type": "stream", "name": "stdout", "text": ["\x1b[31m4\x1b[0m\n", "5\n"]},
     PICTURE,
     {"output_type": "error", "ename": "KeyError", "evalue": "'x'", "traceback": ["\x1b[31m"]},
 ]
@@ -408,7 +416,7 @@ PARTLY: dict[str, bytes] = {
     "half.json": chat_with_half_a_character().encode(),
     "box.mbox": b"From a Sat Nov 21 10:00:00 2026\n" + message(b"\xff", b"Content-Type: text/plain; charset=x-unknown"),
 }
-SILENT: dict[str, bytes] = {"picture.png": b"\x89PNG\0\0", "empty.txt": b" \n"}
+SILENT: dict[str, bytes] = {"picture.png": b"\x89PNG\0\0", "empty.ipynb": b'{"cells": []}', "empty.txt": b" \n"}
 
 
 def test_a_folder_of_two_hundred_files_of_thirty_shapes(tmp_path: Path, cli: Cli, model_folder: Path) -> None:
