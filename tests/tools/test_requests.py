@@ -287,6 +287,13 @@ def test_a_host_is_an_address_or_a_name_of_this_server_and_a_port(host: str, kno
     assert host_is_known(host, names_of(["notes.example"])) is known
 
 
+def test_pages_of_other_sites_may_not_ask(port: int) -> None:
+    assert ask(port, "/v1/models", origin="http://localhost:3000")[0] == 200
+    assert ask(port, "/v1/models", host="127.0.0.1:1@evil.com")[0] == 403
+    for origin in ("https://evil.com", "null", "http://127.0.0.1:1@evil.com"):
+        assert ask(port, "/v1/models", origin=origin)[0] == 403
+
+
 def test_errors_tell_clients_no_paths(memory: Path, port: int) -> None:
     told = without_paths(
         InvalidArgument(f"the memory {memory} is damaged: restore {memory.parent}/copy.mem"), str(memory)

@@ -152,7 +152,7 @@ def test_a_question_that_refers_to_something_is_looked_up_with_the_exchange_befo
 
 
 def test_health_and_models(port: int) -> None:
-    assert ask(port, "/health")[:2] == (200, {"status": "ok", "waiting": 0})
+    assert ask(port, "/health")[:2] == (200, {"status": "ok", "answering": False, "waiting": 0})
     listed = ask(port, "/v1/models")[1]["data"]
     assert [each["id"] for each in listed] == ["cottage", "ferry"]
     assert ask(port, f"/v1/models/{listed[1]['also']}")[1] == listed[1]
@@ -199,8 +199,11 @@ def test_the_client_of_openai(port: int) -> None:
             client.completions.create(model="whale", prompt="The key")
 
 
-def test_the_program_of_the_page_runs(port: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_of_the_page_runs(
+    port: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("openai")
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
     page = (Path(__file__).parents[2] / "docs" / "everyday.md").read_text("utf-8")
     ((program,),) = [re.findall(r"^    from openai.*\n(?:    .*\n|\n(?=    ))*", page, re.MULTILINE)]
     names: dict[str, Any] = {}

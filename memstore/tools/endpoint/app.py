@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -307,6 +308,8 @@ class Gate:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         if not host_is_known(headers.get("host", ""), self._hosts):
             refusal = Refusal("this server does not answer to that host name", status=403)
+        elif (origin := headers.get("origin")) and not host_is_known(urlsplit(origin).netloc, self._hosts):
+            refusal = Refusal("pages of other sites may not ask this server", status=403)
         # Whether it lives may be asked by those that watch over it, who need not know what it knows.
         elif (
             self._token is not None
