@@ -110,7 +110,7 @@ class UnsupportedModel(MemstoreError, TypeError):
     code = "unsupported-model"
 
 
-class Interrupted(MemstoreError):
+class BrokenOff(MemstoreError):
     """What was running was told to stop: nobody waits for it. What was committed stays."""
 
 

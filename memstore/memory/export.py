@@ -114,7 +114,8 @@ def _made(folder: Path) -> Iterator[Path]:
     if folder.exists() or folder.is_symlink():
         raise InvalidArgument(f"{folder} exists already; name a new folder for the export.")
     place = folder.with_name(f"{folder.name}.incomplete")
-    if paths.find(place, stat.S_IFDIR) and not paths.find(place / _LOCK):
+    # One that was killed before it had its lock has left an empty folder.
+    if paths.find(place, stat.S_IFDIR) and not paths.find(place / _LOCK) and any(place.iterdir()):
         raise InvalidArgument(f"{place}, where the export is written first, exists already; remove or rename it.")
     place.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(place / _LOCK)
@@ -295,12 +296,14 @@ def export_table(
         raise InvalidArgument(f"{path} exists already; name a new file for the table.")
     chosen = memory.documents() if documents is None else [memory.document(name) for name in dict.fromkeys(documents)]
     schema, rows = _schema(memory, pa), 0
+    # Of numbers with a NaN no reader may trust statistics, and DuckDB 2.0 does: it skips rows that a filter wants.
+    exact = [field.name for field in schema if not pa.types.is_floating(field.type)]
     unfinished = path.with_name(f"{path.name}.incomplete")
     try:
         unfinished.unlink(missing_ok=True)
         with (
             os.fdopen(paths.new_file(unfinished), "wb") as content,
-            parquet.ParquetWriter(content, schema) as writer,
+            parquet.ParquetWriter(content, schema, write_statistics=exact) as writer,
             progress_bar(memory.url, 0, sum(map(len, chosen)), progress, verb="exporting") as advance,
         ):
             for document in chosen:

@@ -247,7 +247,7 @@ def next_document_record(number: int) -> Record:
 
 def not_found(name: str, url: str, names: list[str]) -> NotFound:
     """The error for a document that does not exist."""
-    shown = ", ".join(repr(known) for known in names[:10]) + (", ..." if len(names) > 10 else "")
+    shown = ", ".join(repr(known) for known in names[:10]) + (f" and {len(names) - 10:,} more" * (len(names) > 10))
     return NotFound(f"memory {url} has no document {name!r}; it has {shown or 'none'}.")
 
 

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from memstore.errors import (
+    BrokenOff,
     ForeignMemory,
-    Interrupted,
     InvalidArgument,
     NotFound,
     ReadOnlyMemory,
@@ -143,7 +143,7 @@ class Attachment(ABC):
         self.observers: list[Observer] = []
         """Told what the calls of the model retrieve; not what reading does."""
         self.stopping: Callable[[], bool] = _never
-        """Asked while texts are read and searched for: True breaks it off with ``Interrupted``."""
+        """Asked while texts are read and searched for: True breaks it off with ``BrokenOff``."""
         for what, given in (("memories", self._places), ("documents", self.names or [])):
             if len(given) > 1 and not self.several:
                 raise InvalidArgument(
@@ -460,7 +460,7 @@ class Attachment(ABC):
                 for tokens in done:
                     advance(tokens)
                     if self.stopping():
-                        raise Interrupted(f"reading {job.document.name} was broken off; what was read is stored")
+                        raise BrokenOff(f"reading {job.document.name} was broken off; what was read is stored")
         return time.perf_counter() - begun
 
     def _result(self, job: Job, stored: int, reused: int, seconds: float) -> ReadResult:

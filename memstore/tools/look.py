@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 Block = Annotated[int, typer.Argument(metavar="BLOCK", help="Number of the block.", show_default=False)]
 
 _DOCUMENT = ("document", "tokens", "blocks", "full")
-_WHERE_ANY = ("pinned", "expires", "changed", "meta")
+_WHERE_ANY = ("unfinished", "pinned", "expires", "changed", "meta")
 
 
 def ls(memory: MemoryUrl) -> Report:
     """List the documents of a memory.
 
     Full are the blocks that have all their tokens; a document's last block, where it is not full, is found by stock
-    models alone. Which documents are pinned, when they expire, when their files have changed last, and what was noted
-    of them, is told where there is any. With --json also of which file a document is, the digest of its text and when
-    it was read.
+    models alone. Unfinished is one whose reading was interrupted: the same memstore read goes on with it. Which
+    documents are pinned, when they expire, when their files have changed last, and what was noted of them, is told
+    where there is any. With --json also of which file a document is, the digest of its text and when it was read.
 
     Example:
 
@@ -60,6 +60,7 @@ def ls(memory: MemoryUrl) -> Report:
                 "tokens": len(document),
                 "blocks": len(document.blocks),
                 "full": sum(map(len, document.present(document.complete_blocks))),
+                "unfinished": files[document.name].get("whole") is False and bool(files[document.name].get("path")),
                 "pinned": document.name in rules["pinned"],
                 "expires": rules["expires"].get(document.name),
                 "changed": None if (when := time_of(files[document.name])) is None else f"{when:%Y-%m-%d %H:%M}",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import sys
 import time
@@ -254,8 +255,10 @@ def check_room(memory: str, reader: Reader, spec: MemorySpec, new: int, known: C
     if "://" not in memory:
         while not folder.exists():
             folder = folder.parent
-        free = shutil.disk_usage(folder).free
-        room = free if room is None else min(room, free)
+        disk = shutil.disk_usage(folder)
+        if not os.access(folder, os.W_OK) or not disk.total:  # /proc and the like have no room at all
+            raise InvalidArgument(f"{memory} cannot be made: {folder} takes no files of yours. Name another place.")
+        room = disk.free if room is None else min(room, disk.free)
     if room is not None and size > room:
         smaller = ", ".join(f"{codec} {_amount(bytes_)}" for codec, bytes_ in others.items() if bytes_ <= room)
         what = ["read less", "make room", *([f"read into a new memory with --codec ({smaller})"] if smaller else [])]

@@ -15,7 +15,7 @@ from memstore.readers.kinds import kind_of
 from memstore.tools.ask import Dtype, attached
 from memstore.tools.look import decode
 from memstore.tools.models import chosen_name, load_recorded
-from memstore.tools.verb import Device, MemoryUrl, Page, Report, Threads, index_bar, use_threads
+from memstore.tools.verb import MOST_BLOCKS, Device, MemoryUrl, Page, Report, Threads, index_bar, use_threads
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +25,11 @@ if TYPE_CHECKING:
 
 STDIN = "-"
 
-Text = Annotated[str | None, typer.Option(help="Words, which the model that read the memory searches with.")]
+Words = Annotated[
+    str | None,
+    typer.Argument(metavar="[TEXT]", help="Words, which the model that read the memory searches with."),
+]
+Text = Annotated[str | None, typer.Option(help="The same as an option.")]
 Block = Annotated[
     str | None, typer.Option(metavar="DOCUMENT:N", help="A block, whose landmark is compared with all others.")
 ]
@@ -38,12 +42,13 @@ Layer = Annotated[
     int | None,
     typer.Option(min=0, help="The layer whose landmarks or queries are used. Without it: one that the model suggests."),
 ]
-TopK = Annotated[int, typer.Option(min=1, help="Blocks to find.")]
+TopK = Annotated[int, typer.Option(min=1, max=MOST_BLOCKS, help="Blocks to find.")]
 Model = Annotated[str | None, typer.Option(help="The model that searches. Without it: the one that read.")]
 
 
 def search(
     memory: MemoryUrl,
+    words: Words = None,
     *,
     text: Text = None,
     block: Block = None,
@@ -66,16 +71,19 @@ def search(
 
     Example:
 
-        memstore search notes.mem --text "the name of the white whale"
+        memstore search notes.mem "the name of the white whale"
         memstore search notes.mem --block moby-dick:17 --top-k 3
 
     In Python: memstore.readers.reader.Reader.search, of what memstore.attach gives;
     memstore.memory.search.search_block and search_vectors.
     """
-    given = [name for name, value in (("--text", text), ("--block", block), ("--vector", vector)) if value is not None]
+    if words is not None and text is not None:
+        raise InvalidArgument("give the words once, as TEXT or with --text.")
+    text = words if text is None else text
+    given = [name for name, value in (("TEXT", text), ("--block", block), ("--vector", vector)) if value is not None]
     if len(given) != 1:
         raise InvalidArgument(
-            f"search by one of --text, --block and --vector, not by {' and '.join(given) or 'none of them'}."
+            f"search by one of TEXT, --block and --vector, not by {' and '.join(given) or 'none of them'}."
         )
     use_threads(threads)
     with memstore.open(memory, mode="r", device=device) as opened, index_bar():

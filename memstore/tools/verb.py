@@ -418,10 +418,15 @@ RouterFile = Annotated[
     ),
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Without it: what PyTorch chooses.")]
+MOST_BLOCKS = 65_536
+"""That a command may retrieve at once: more is "all" of them, as full attention, which Python offers."""
 TopK = Annotated[
     int | None,
     typer.Option(
-        "--top-k", min=1, help="Blocks retrieved at a time. Without it: 8, or what the model was trained with."
+        "--top-k",
+        min=1,
+        max=MOST_BLOCKS,
+        help="Blocks retrieved at a time. Without it: 8, or what the model was trained with.",
     ),
 ]
 

@@ -197,7 +197,7 @@ def test_margins_of_a_document_are_those_of_exact_search(memory: Memory) -> None
 def test_documents_that_are_too_short_or_all_alike(memory: Memory, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="take a smaller top_k"):
         document_margins(write(memory, 5), top_k=4)
-    with pytest.raises(InvalidArgument, match="no searchable block"):
+    with pytest.raises(InvalidArgument, match="only whole blocks of"):
         similarity(memory.document("none yet"))
     with pytest.raises(InvalidArgument, match="layer 0 has no landmarks"):
         similarity(memory.document("whale"), layer=0)

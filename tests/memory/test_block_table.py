@@ -49,6 +49,15 @@ def test_each_block_is_a_row(memory: Memory, tmp_path: Path, at_a_time: int, mon
         assert row["landmark_norm"] == pytest.approx(float(marks.norm(dim=-1).mean()))
 
 
+def test_numbers_that_may_be_nan_have_no_statistics(memory: Memory, tmp_path: Path) -> None:
+    export_table(memory, tmp_path / "t.parquet")
+    group = parquet.read_metadata(tmp_path / "t.parquet").row_group(0)
+    columns = [group.column(number) for number in range(group.num_columns)]
+    without = {each.path_in_schema for each in columns if each.statistics is None}
+    assert without == {"k_norm", "v_norm", "landmark_norm", "token_ids.list.element"}
+    assert {"block", "tokens"} <= {each.path_in_schema for each in columns} - without
+
+
 def test_chosen_documents_alone_and_blocks_that_are_there(tmp_path: Path) -> None:
     with memstore.open("ram:", spec=make_spec(index_layers=())) as memory:
         assert export_table(memory, tmp_path / "none.parquet") == 0

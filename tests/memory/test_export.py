@@ -352,6 +352,14 @@ def test_nothing_is_left_of_an_export_that_failed(tmp_path: Path, out: Path, mon
         export_memory(memory, out)
 
 
+def test_an_export_that_was_killed_at_its_beginning_can_be_run_again(tmp_path: Path, out: Path) -> None:
+    out.with_name(f"{out.name}.incomplete").mkdir()
+    with memstore.open("ram:", spec=make_spec()) as memory:
+        append(memory.document("text"), TEXT)
+        export_memory(memory, out)
+    assert [each.name for each in tmp_path.iterdir() if each.name.endswith(".incomplete")] == []
+
+
 def test_what_is_there_is_not_written_over(export: Path, tmp_path: Path) -> None:
     with memstore.open(tmp_path / "first.mem") as memory:
         with pytest.raises(InvalidArgument, match="exists already"):

@@ -24,7 +24,7 @@ def test_ls_lists_the_documents(cli: Cli, memory: Path) -> None:
     ]
 
 
-PLAIN: dict[str, object] = {"pinned": False, "expires": None, "changed": None, "meta": {}}
+PLAIN: dict[str, object] = {"unfinished": False, "pinned": False, "expires": None, "changed": None, "meta": {}}
 PLAIN |= {"path": None, "digest": None, "read": None}
 
 

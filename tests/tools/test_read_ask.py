@@ -188,9 +188,12 @@ def test_an_interrupted_read_says_how_to_go_on(tmp_path: Path, model_folder: Pat
 
     (document,) = cli("ls", path, "--json").json["documents"]
     assert f"interrupted after {document['tokens']:,} tokens" in err
+    assert document["unfinished"]
+    assert "unfinished" in cli("ls", path).out
     done = cli(*arguments, "--json").json
     assert done["reused_tokens"] == document["tokens"]
     assert done["tokens"] == len(TEXT) * MANY
+    assert not cli("ls", path, "--json").json["documents"][0]["unfinished"]
 
 
 def wait_for_tokens(path: Path | str) -> None:

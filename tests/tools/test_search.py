@@ -114,7 +114,10 @@ def test_a_model_of_the_package_searches_its_memory(cli: Cli, tmp_path: Path, na
     ("arguments", "code", "says"),
     [
         ([], 2, "not by none of them"),
-        (["--text", "a", "--block", "whale:0"], 2, "not by --text and --block"),
+        (["--text", "a", "--block", "whale:0"], 2, "not by TEXT and --block"),
+        (["a", "--text", "b"], 2, "give the words once"),
+        (["a", "--block", "whale:0"], 2, "not by TEXT and --block"),
+        (["--block", "whale:0", "--top-k", "1000000000"], 2, "--top-k"),
         (["--text", " "], 2, "Name it with --model"),
         (["--text", " ", "--model", "drt"], 2, "--text is empty"),
         (["--text", "a", "--model", "./no"], 3, "no model directory ./no"),

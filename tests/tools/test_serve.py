@@ -26,7 +26,7 @@ from typing import Any, cast
 import pytest
 
 import memstore
-from memstore.errors import Interrupted
+from memstore.errors import BrokenOff
 from memstore.resources import memory_in_use
 from memstore.tools.app import main
 from memstore.tools.endpoint.app import MOST_BYTES, Endpoint
@@ -338,7 +338,7 @@ def test_an_answer_that_nobody_waits_for_is_broken_off(
         begun.set()
         try:
             made.append(answer(worker, job))
-        except Interrupted as error:  # it had not begun to speak
+        except BrokenOff as error:  # it had not begun to speak
             made.append(error)
             raise
         finally:
@@ -353,7 +353,7 @@ def test_an_answer_that_nobody_waits_for_is_broken_off(
         assert begun.wait(60)
         client.close()
         assert ended.wait(60)
-    assert isinstance(made[0], Interrupted) or (isinstance(made[0], Result) and made[0].tokens < 1000)
+    assert isinstance(made[0], BrokenOff) or (isinstance(made[0], Result) and made[0].tokens < 1000)
 
 
 def test_a_damaged_block_is_an_error_with_the_words_of_the_memory(shelf: Path, tmp_path: Path) -> None:

@@ -93,7 +93,11 @@ def document_margins(document: Document, *, layer: int | None = None, top_k: int
 def _layer(document: Document, layer: int | None) -> int:
     layers = document.memory.spec.index_layers
     if not len(document.complete_blocks):
-        raise InvalidArgument(f"document {document.name!r} has no searchable block yet")
+        size = document.memory.spec.block_size
+        raise InvalidArgument(
+            f"document {document.name!r} has {len(document)} tokens, and only whole blocks of {size} have landmarks: "
+            "name a longer one"
+        )
     if layer is not None and layer not in layers:
         raise InvalidArgument(
             f"layer {layer} has no landmarks; layers that have: {', '.join(map(str, layers)) or 'none'}"

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 from torch import Tensor, nn
 
-from memstore.errors import Interrupted, InvalidArgument
+from memstore.errors import BrokenOff, InvalidArgument
 from memstore.readers.asking import Query
 from memstore.readers.caches import CACHE, cache_in
 from memstore.readers.fingerprint import WeightCheck
@@ -401,7 +401,7 @@ def _attention(
             f"attention_dropout={kwargs['dropout']} is not applied beside a memory: call model.eval(), or set it to 0"
         )
     if call.tokens > 1 and hooks.stopping():
-        raise Interrupted("nobody waits for this any more: it was broken off")
+        raise BrokenOff("nobody waits for this any more: it was broken off")
     if hooks.heads is not None:
         query, key, value = hooks.heads.whole((query, key, value))
     if hooks._tap is not None and hooks.selection.by_layer:

@@ -55,6 +55,8 @@ LOCK_NAME = "lock.mdb"
 WRITER_NAME = "writer.lock"
 HOLDER_NAME = "writer.json"
 RESERVE_NAME = "reserve"
+MANY_MAPS = 64
+"""Memories open at once that may be why there are no addresses left: 128 TiB are all that x86-64 gives a process."""
 MAP_BYTES = 1 << 40
 """Size of the map: address space, not memory or disk. One size for all, for it must never change while others read."""
 
@@ -233,9 +235,14 @@ def _identity(data: Path) -> tuple[int, int, int]:
         raise InvalidArgument(f"{data.parent} cannot be the path of a memory: {error.strerror}") from None
     if facts is None:
         if not data.parent.exists():
-            raise NotFound(f"there is no memory at {data.parent}; create one, or check the path")
+            raise NotFound(
+                f"there is no memory at {data.parent}: check the path, or make one (memstore read TEXT {data.parent})"
+            )
         if data.parent.is_dir() and not any(data.parent.iterdir()):
-            raise NotFound(f"{data.parent} is an empty folder, not a memory; create one in it, or check the path")
+            raise NotFound(
+                f"{data.parent} is an empty folder, not a memory: check the path, or make one "
+                f"(memstore read TEXT {data.parent})"
+            )
         check_not_lost(data.parent)
         if data.parent.is_dir() and not strangers(data.parent):
             raise unfinished(data.parent)
@@ -359,6 +366,11 @@ def translate(error: lmdb.Error, folder: Path) -> MemstoreError:
     match error:
         case lmdb.MapFullError() | lmdb.TxnFullError() | lmdb.DiskError():
             return full(folder, str(error))
+        case lmdb.MemoryError() if len(_open) >= MANY_MAPS:
+            return InvalidArgument(
+                f"memory {folder} cannot be mapped: {len(_open)} memories are open in this process, each takes "
+                f"{MAP_BYTES >> 40} TiB of addresses, and a process has 128 TiB of them; close some"
+            )
         case lmdb.MemoryError():
             return InvalidArgument(
                 f"the address space for memory {folder} is limited, LMDB cannot map it ({error}); "
