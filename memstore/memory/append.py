@@ -321,6 +321,7 @@ class Append:
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tuple(tensor.shape) != expected:
             found = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise InvalidArgument(f"layer {layer}, {name}: expected floating point {list(expected)}, not {found}.")
+        check_tensor(f"layer {layer}, {name}", tensor)
         spec = self._shared.spec
         states = tensor.detach().to("cpu", torch_dtype(spec.dtype))
         if not finite(states):
@@ -337,8 +338,11 @@ class Append:
                 raise InvalidArgument(f"layer {layer} has no landmarks; layers that have: {spec.index_layers}.")
             return None
         expected = [len(self.blocks), spec.key_heads, spec.keys_per_block, spec.key_dim]
-        if landmarks is None or not landmarks.is_floating_point() or list(landmarks.shape) != expected:
-            found = "none" if landmarks is None else f"{landmarks.dtype} {list(landmarks.shape)}"
+        if landmarks is None:
+            raise InvalidArgument(f"layer {layer}, landmarks: expected floating point {expected}, not none.")
+        check_tensor(f"layer {layer}, landmarks", landmarks)
+        if not landmarks.is_floating_point() or list(landmarks.shape) != expected:
+            found = f"{landmarks.dtype} {list(landmarks.shape)}"
             raise InvalidArgument(f"layer {layer}, landmarks: expected floating point {expected}, not {found}.")
         check_numbers(f"layer {layer}, landmarks", landmarks)
         return landmarks.detach().cpu()

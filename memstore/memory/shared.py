@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory
 from memstore.index import capabilities_of, lies_on_devices, open_index
+from memstore.index.contract import check_tensor
 from memstore.memory.entry import (
     FIRST_NAMED,
     NAMED_VALUE,
@@ -351,6 +352,10 @@ class NamedValues:
 
     def put_arrays(self, name: str, arrays: dict[str, Tensor]) -> None:
         """Store tensors under ``name``, replacing what was there, in one transaction."""
+        if not isinstance(arrays, dict):
+            raise InvalidArgument(f"arrays must be tensors by their names, not {type(arrays).__name__}.")
+        for key, tensor in arrays.items():
+            check_tensor(f"the array {key!r}", tensor)
         records = [to_record(tensor) for tensor in arrays.values()]
         self._put("arrays", name, {"arrays": list(arrays)}, records)
 

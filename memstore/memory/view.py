@@ -189,7 +189,7 @@ class LayerView:
         Raises ``NotFound`` for a block that is not in the document, and ``DamagedError``, which names the blocks.
         """
         self._searchable()
-        if blocks.step != 1:
+        if not isinstance(blocks, range) or blocks.step != 1:
             raise InvalidArgument(f"blocks must be a range of step 1, not {blocks}.")
         spec = self._shared.spec
         while True:

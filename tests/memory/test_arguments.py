@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,26 @@ from tests.tools.conftest import Cli, cli
 
 __all__ = ["cli"]
 QUERIES = torch.zeros(2, 1, 8)
+
+
+KINDS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "meta": lambda x: x.to("meta"),
+    "sparse": lambda x: x.to_sparse(),
+    "array": lambda x: x.numpy(),
+    "list": lambda x: x.tolist(),
+}
+
+
+def put(name: str, kind: str, _: memstore.Memory, document: memstore.Document) -> None:
+    """Append blocks, of which the field ``name`` is of a ``kind`` that a memory cannot keep."""
+    spec = make_spec()
+    shapes = {**spec.fields, "landmarks": (spec.key_heads, spec.keys_per_block, spec.key_dim)}
+    with document.append(torch.arange(spec.block_size)) as batch:
+        given: dict[str, Any] = {each: torch.ones(len(batch.blocks), *shape) for each, shape in shapes.items()}
+        given[name] = KINDS[kind](given[name])
+        batch.put(spec.index_layers[0], **given)
+
+
 WRONG: dict[str, Callable[[memstore.Memory, memstore.Document], Any]] = {
     "truncate text": lambda m, d: d.truncate("1"),  # type: ignore[arg-type]
     "truncate bool": lambda m, d: d.truncate(True),
@@ -36,6 +57,14 @@ WRONG: dict[str, Callable[[memstore.Memory, memstore.Document], Any]] = {
     "gather meta": lambda m, d: d.layer(0).gather(torch.zeros(1, dtype=torch.int64, device="meta")),
     "tokens uint64": lambda m, d: d.append(torch.zeros(3, dtype=torch.uint64)),
     "tokens meta": lambda m, d: d.append(torch.zeros(3, dtype=torch.int64, device="meta")),
+    "landmarks list": lambda m, d: d.layer(0).landmarks([0, 1]),  # type: ignore[arg-type]
+    "landmarks number": lambda m, d: d.layer(0).landmarks(1),  # type: ignore[arg-type]
+    "arrays text": lambda m, d: m.put_arrays("x", "text"),  # type: ignore[arg-type]
+    "arrays list": lambda m, d: m.put_arrays("x", [torch.ones(2)]),  # type: ignore[arg-type]
+    "arrays of numbers": lambda m, d: m.put_arrays("x", {"a": 1}),  # type: ignore[dict-item]
+    "arrays meta": lambda m, d: m.put_arrays("x", {"a": torch.ones(2, device="meta")}),
+    "arrays sparse": lambda m, d: m.put_arrays("x", {"a": torch.ones(2).to_sparse()}),
+    **{f"put {name} {kind}": partial(put, name, kind) for name in ("k", "v", "landmarks") for kind in KINDS},
     "limit": lambda m, d: m.limit(2**70),
     "limit bool": lambda m, d: m.limit(True),
     "fact without a name": lambda m, d: m.put_info("", 1),
