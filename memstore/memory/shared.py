@@ -18,7 +18,6 @@ from weakref import WeakKeyDictionary
 
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory
 from memstore.index import capabilities_of, lies_on_devices, open_index
-from memstore.index.contract import check_tensor
 from memstore.memory.entry import (
     FIRST_NAMED,
     NAMED_VALUE,
@@ -352,6 +351,8 @@ class NamedValues:
 
     def put_arrays(self, name: str, arrays: dict[str, Tensor]) -> None:
         """Store tensors under ``name``, replacing what was there, in one transaction."""
+        from memstore.index.contract import check_tensor  # imports PyTorch, which who writes none needs not
+
         if not isinstance(arrays, dict):
             raise InvalidArgument(f"arrays must be tensors by their names, not {type(arrays).__name__}.")
         for key, tensor in arrays.items():

@@ -81,6 +81,8 @@ def call(verb: str, names: Mapping[str, object], **instead: str) -> list[str]:
         return [*verb.split(), "--help"]
     filled, words = FILLED | INSTEAD.get(verb, {}) | instead, verb.split()
     for argument in arguments(verb):
+        if argument.metavar == "[TEXT]":  # of a search, which a block is enough for
+            continue
         assert argument.metavar in filled, f"{verb} has a new argument {argument.metavar}: say in every.py what to give"
         words.append(filled[argument.metavar])
     for option in COMMANDS[verb].params:

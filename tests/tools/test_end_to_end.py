@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.tools.conftest import Cli, Outcome
 
-UNKEPT: dict[str, object] = {"pinned": False, "expires": None, "changed": ANY, "meta": {}}
+UNKEPT: dict[str, object] = {"unfinished": False, "pinned": False, "expires": None, "changed": ANY, "meta": {}}
 UNKEPT |= {"path": ANY, "digest": ANY, "read": ANY}
 LOG = "".join(f"Day {i}: the keeper of the lighthouse saw {i * 7} ships and wrote them down. " for i in range(30))
 EXACT = ("--dtype", "float32")

@@ -283,7 +283,7 @@ def test_what_does_not_fit_is_not_begun(
     cli: Cli, notes: Path, tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Disk:
-        free = 1000
+        free, total = 1000, 10**9
 
     monkeypatch.setattr("shutil.disk_usage", lambda _: Disk)
     read = ("read", notes, tmp_path / "m", "--model", model_folder, "--dtype", "bfloat16")

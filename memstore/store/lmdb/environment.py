@@ -236,12 +236,12 @@ def _identity(data: Path) -> tuple[int, int, int]:
     if facts is None:
         if not data.parent.exists():
             raise NotFound(
-                f"there is no memory at {data.parent}: check the path, or make one (memstore read TEXT {data.parent})"
+                f"there is no memory at {data.parent}: check the path, or make one (memstore read TEXT MEMORY)"
             )
         if data.parent.is_dir() and not any(data.parent.iterdir()):
             raise NotFound(
                 f"{data.parent} is an empty folder, not a memory: check the path, or make one "
-                f"(memstore read TEXT {data.parent})"
+                "(memstore read TEXT MEMORY)"
             )
         check_not_lost(data.parent)
         if data.parent.is_dir() and not strangers(data.parent):

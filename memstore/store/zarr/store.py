@@ -483,9 +483,7 @@ def _check_tail(folder: Path) -> None:
 def _no_memory(folder: Path) -> MemstoreError:
     """The error for a folder without a tail."""
     if not folder.exists():
-        return NotFound(
-            f"there is no memory at {folder}: check the path, or make one (memstore read TEXT zarr:{folder})"
-        )
+        return NotFound(f"there is no memory at {folder}: check the path, or make one (memstore read TEXT MEMORY)")
     if folder.is_dir():
         try:
             _check_folder(folder)
