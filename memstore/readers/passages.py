@@ -353,7 +353,7 @@ class _Surroundings:
             part = range(block, block + 1)
             ids = document.tokens(part)
         at = (block - part.start) * size
-        own = str(tokenizer.decode(ids[at : at + size], skip_special_tokens=True))
+        own = whole_characters(str(tokenizer.decode(ids[at : at + size], skip_special_tokens=True)))
         text, (start, stop) = _decoded(tokenizer, ids, [at, at + size])
         spans = [each for each in _between(SENTENCES, text, 0, len(text)) if each[0] < stop and each[1] > start]
         there = [_Sentence(*each, words_of(text[slice(*each)])) for each in spans]
@@ -362,6 +362,11 @@ class _Surroundings:
     def counted(self, mark: str, at: int) -> int:
         """How often ``mark`` comes between the begin of the block and ``at``; below 0 where that lies before it."""
         return self.text.count(mark, self.start, at) - self.text.count(mark, at, self.start)
+
+
+def whole_characters(text: str) -> str:
+    """The text of a block without the parts of characters that it begins or ends with: tokens may be bytes."""
+    return text.strip("\N{REPLACEMENT CHARACTER}")
 
 
 def _excerpt(around: _Surroundings, weights: dict[str, float]) -> tuple[int, str]:

@@ -10,8 +10,10 @@ import torch
 import memstore
 from memstore import Retrieval
 from memstore.errors import InvalidArgument
+from memstore.readers.passages import passages
+from tests.eval.drts import byte_tokenizer
 from tests.readers.lists import lists_of
-from tests.readers.models import tiny, tokens
+from tests.readers.models import attach, tiny, tokens
 from tests.readers.test_retrieval import LENGTH, reading
 
 SHARES: tuple[Any, ...] = ("layer", "model")
@@ -79,3 +81,14 @@ def test_several_documents_are_searched_together_and_an_empty_memory_gives_nothi
         assert {match.document for match in attached.search(words, 99)} == {"one", "two"}
         best = attached.search(words, 2)
         assert ("two", 2) in [(match.document, match.block) for match in best]
+
+
+def test_a_passage_begins_and_ends_with_whole_characters() -> None:
+    model, text = tiny("llama", vocab_size=256), "a" + "é" * 79 + "b"  # a byte is a token, so blocks cut characters
+    with attach(model, "ram:", tokenizer=byte_tokenizer(), block_size=16, window=32, segment=32, sink=16) as reader:
+        reader.read(text)
+        found = passages(reader, reader.search("é", 10), "é")
+    assert len(found) > 5
+    for passage in found:
+        assert "\N{REPLACEMENT CHARACTER}" not in passage.text
+        assert len(passage.text) >= 7
