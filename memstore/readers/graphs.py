@@ -25,6 +25,8 @@ from memstore.readers.caches import CACHE, cache_in
 
 WANTED = ("labels", "output_attentions", "output_hidden_states", "inputs_embeds")
 """What a recorded step does not give."""
+INPUTS = ("input_ids", "position_ids")
+"""What a recorded step reads anew each time, with its token."""
 
 
 class Steps(ABC):
@@ -98,7 +100,8 @@ class _StepGraph:
         self._cache: weakref.ref[Any] | None = None
         self._key: Hashable = None
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._clock = self._ids = self._logits = torch.empty(0)
+        self._clock = self._logits = torch.empty(0)
+        self._inputs: dict[str, Tensor] = {}  # what a step is given, where the graph reads it
         self._buffers: list[Tensor] = []
         self._added: Tensor | None = None
         self._at = -1
@@ -109,6 +112,8 @@ class _StepGraph:
         if args or steps is None or not _one_token(ids, given) or (key := steps.same()) is None:
             return self._plain(*args, **given)
         given["attention_mask"] = None  # it has no padding: see `_one_token`
+        inputs = {name: given[name] for name in INPUTS if given.get(name) is not None}
+        key = (key, *((name, x.shape) for name, x in inputs.items()))
         if self._cache is None or self._cache() is not steps.cache or self._key != key:
             self._forget()
             self._cache, self._key, self._at = weakref.ref(steps.cache), key, steps.place
@@ -117,8 +122,8 @@ class _StepGraph:
         if self._at != steps.place:
             self._clock.fill_(steps.place)
         if self._graph is None:
-            self._record(steps, ids, given)
-        return self._replay(steps, ids, given)
+            self._record(steps, inputs, given)
+        return self._replay(steps, inputs, given)
 
     def _step(self, steps: Steps, given: dict[str, Any]) -> Any:
         """A step by the clock, which goes on."""
@@ -131,22 +136,24 @@ class _StepGraph:
         self._at = steps.place
         return out
 
-    def _record(self, steps: Steps, ids: Tensor, given: dict[str, Any]) -> None:
-        graph, self._ids, self._buffers = torch.cuda.CUDAGraph(), ids.clone(), steps.buffers()
+    def _record(self, steps: Steps, inputs: dict[str, Tensor], given: dict[str, Any]) -> None:
+        graph, self._buffers = torch.cuda.CUDAGraph(), steps.buffers()
+        self._inputs = {name: x.clone() for name, x in inputs.items()}
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            self._logits = self._step(steps, {**given, "input_ids": self._ids}).logits
+            self._logits = self._step(steps, given | self._inputs).logits
             for buffer, left in zip(self._buffers, steps.buffers(), strict=True):
                 if buffer is not left:
                     buffer.copy_(left)
         steps.use(self._buffers)
         self._added, self._graph = steps.back(), graph
 
-    def _replay(self, steps: Steps, ids: Tensor, given: dict[str, Any]) -> Any:
+    def _replay(self, steps: Steps, inputs: dict[str, Tensor], given: dict[str, Any]) -> Any:
         for buffer, new in zip(self._buffers, steps.buffers(), strict=True):
             if buffer is not new:
                 buffer.copy_(new)
         steps.use(self._buffers)
-        self._ids.copy_(ids)
+        for name, x in inputs.items():
+            self._inputs[name].copy_(x)
         assert self._graph is not None
         self._graph.replay()
         steps.on(self._added)

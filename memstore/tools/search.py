@@ -12,7 +12,6 @@ import typer
 import memstore
 from memstore.errors import InvalidArgument, NotFound
 from memstore.readers.kinds import kind_of
-from memstore.readers.passages import whole_characters
 from memstore.tools.ask import Dtype, attached
 from memstore.tools.look import decode
 from memstore.tools.models import chosen_name, load_recorded
@@ -110,6 +109,8 @@ def search(
 
 def described(memory: Memory, match: Match) -> dict[str, Any]:
     """A block that was found, with its text, ready for JSON."""
+    from memstore.readers.passages import whole_characters
+
     text, missing = decode(memory, memory.document(match.document).tokens(match.block).tolist())
     text = None if text is None else whole_characters(text)
     where = {"document": match.document, "block": match.block, "score": match.score}

@@ -195,6 +195,30 @@ def by_graphs(make: Callable[[], Any], **options: Any) -> Callable[[Run], None]:
     return case
 
 
+def places_by_graphs(run: Run) -> None:
+    """Steps whose caller says where each token stands, recorded where they can be, and not recorded."""
+    model, ids, path = run.model(small_llama(97, LAYERS)), run.ids(12, 1, seed=2), run.folder / "memory"
+    options: dict[str, Any] = {**STOCK, "retrieval": Retrieval(top_k=4, span=8, every="segment")}
+    with memstore.attach(model, path, **options) as one:
+        one.read(run.ids(200).cpu(), document="d")
+    places = torch.arange(0, 36, 3, device=ids.device)[None]
+
+    def steps() -> Tensor:
+        given: Any = {CACHE: model(ids[:, :6], use_cache=True)[CACHE]}
+        made = [
+            model(input_ids=ids[:, [i]], position_ids=places[:, [i]], use_cache=True, **given).logits
+            for i in range(6, 12)
+        ]
+        return torch.cat(made)
+
+    with memstore.attach(model, path, document="d", **options), torch.no_grad():
+        run.results["plain"] = steps()
+    with memstore.attach(model, path, document="d", **options), torch.no_grad(), captured(model):
+        run.results["recorded"] = run.count("steps", steps)
+    if run.device == "cuda":
+        assert run.counted["steps"]["graph"] > 2
+
+
 def training(make: Callable[[], Any]) -> Callable[[Run], None]:
     """The loss of one step, and all gradients."""
 
@@ -410,6 +434,7 @@ GRAPHS: dict[str, Callable[[Run], None]] = {
         lambda: small_llama(97, LAYERS), retrieval=Retrieval(top_k=4, share="group"), **STOCK
     ),
     "graphs, drt": by_graphs(drt.make),
+    "graphs, positions of the caller": places_by_graphs,
     "graphs, landmark": by_graphs(landmark, retrieval=Retrieval(top_k=2, every="segment", share="layer")),
 }
 """Tokens whose steps are recorded: on a GPU in a part of their own, for nothing of it has run there."""

@@ -245,7 +245,8 @@ class Hooks:
                     "differently: give position_ids too"
                 )
             return None
-        if told.dim() == 3 and bool((told == told[:1]).all()):  # of text, height and width, where there is text alone
+        # Of text, height and width, where there is text alone; a step that is recorded cannot look.
+        if told.dim() == 3 and (call.clock is not None or bool((told == told[:1]).all())):
             told = told[0]
         rows, tokens = inputs.shape[:2]
         if told.dim() != 2 or told.shape[0] not in (1, rows) or told.shape[1] != tokens or told.is_floating_point():
@@ -253,6 +254,8 @@ class Hooks:
                 f"position_ids must be integers of shape [{rows} or 1, {tokens}], one for each new token, got "
                 f"{told.dtype} of shape {list(told.shape)}"
             )
+        if tokens == 1 and not call.fresh and told.device.type != "cpu":
+            return told  # to look at it is to wait for the device, at each token
         usual = torch.arange(call.length, call.length + tokens, device=told.device)
         if bool((told == usual).all()):  # what models make where nobody gives any
             return None
@@ -466,10 +469,12 @@ def _padding(mask: Any, call: Call, tokens: int) -> Tensor | None:
         raise InvalidArgument(
             f"attention_mask must cover the {tokens} new tokens or all {total} since the prompt began, got {count}"
         )
+    if call.padding is None and bool(mask.all()):
+        return None
     if count < total:
         before = mask.new_ones(len(mask), call.length) if call.padding is None else call.padding.to(mask.device)
         mask = torch.cat((before, mask), 1)
-    if not bool(mask[:, :-total].all()):
+    if count > total and not bool(mask[:, :-total].all()):
         raise InvalidArgument(
             "attention_mask hides tokens of the document: what a memory holds is seen or not retrieved; forget the "
             "document, attach others, or give the mask of the prompt alone"

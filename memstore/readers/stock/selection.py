@@ -470,8 +470,7 @@ class LocalTokens:
         if len(self.memo) > MEMOS:
             self.memo.clear()
         self.positions = self._local_places() if positions is None else self.start + positions.to(device)
-        counted = padding is None and positions is None  # then nothing has to be fetched from a device
-        self._check_last(self.start + self.length + tokens - 1 if counted else int(self.positions.max()))
+        self._check_last(counted=padding is None and (positions is None or self.clock is not None))
 
     def placement(self, chosen: CandidateLists | None) -> Placement:
         """The positions of what is seen of the memory, with the list ``chosen``."""
@@ -527,13 +526,17 @@ class LocalTokens:
             places = (places - self.padding.int().argmax(-1, keepdim=True)).clamp(min=0)
         return self.start + places
 
-    def _check_last(self, last: int) -> None:
-        """Raise ``InvalidArgument`` where the model has no position ``last``."""
+    def _check_last(self, *, counted: bool) -> None:
+        """Raise ``InvalidArgument`` where the model has no such positions; ``counted``: they follow each other."""
         architecture = self.selection.architecture
         learned, border = architecture.learned_positions, architecture.rotary_border
         border = architecture.max_positions if learned else border
         # What no memory is behind may be turned in any way: the model alone would turn it so.
-        if border is None or last < border or not (learned or self.start or self.candidates):
+        if border is None or not (learned or self.start or self.candidates):
+            return
+        # Positions that are not counted have to be fetched from the device.
+        last = self.start + self.length + self.tokens - 1 if counted else int(self.positions.max())
+        if last < border:
             return
         reason = f"has learned positions for {border} tokens"
         if not learned:
