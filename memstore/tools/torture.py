@@ -23,8 +23,7 @@ Subjects = Annotated[
     typer.Argument(
         metavar="[STORE...]",
         help="lmdb, zarr and bucket (memories); torch, torch-replaced, safetensors and numpy (states saved by hand); "
-        "memos, llama.cpp and lmcache (other stores, if they are installed); or module:Class of your own. Without any: "
-        "lmdb and zarr.",
+        "or module:Class of another store. Without any: lmdb and zarr.",
         show_default=False,
     ),
 ]
@@ -109,23 +108,19 @@ def torture(
 
 
 def _subject(name: str) -> type[Subject]:
-    from memstore.testing.peers import PEERS
     from memstore.testing.subjects import SUBJECTS
     from memstore.testing.torture import Subject
 
     if name in SUBJECTS:
         return SUBJECTS[name]
-    module, needs = PEERS.get(name, (name, ""))
-    if not re.fullmatch(r"[\w.]+:\w+", module):
-        known = ", ".join([*SUBJECTS, *PEERS])
-        raise InvalidArgument(f"there is no store {name!r}; choose from {known}, or name module:Class.")
-    if not needs and str(Path.cwd()) not in sys.path:
+    if not re.fullmatch(r"[\w.]+:\w+", name):
+        raise InvalidArgument(f"there is no store {name!r}; choose from {', '.join(SUBJECTS)}, or name module:Class.")
+    if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))  # where one's own store may lie; the console script leaves it out
     try:
-        found = resolve_name(module)
+        found = resolve_name(name)
     except (ImportError, AttributeError) as error:
-        remedy = f". It needs {needs}" if needs else ""
-        raise InvalidArgument(f"{name} cannot be imported: {error}{remedy}") from error
+        raise InvalidArgument(f"{name} cannot be imported: {error}.") from error
     if not (isinstance(found, type) and issubclass(found, Subject)):
         raise InvalidArgument(f"{name} must be a subclass of memstore.testing.torture.Subject.")
     return found

@@ -1,4 +1,7 @@
-"""LMCache's local disk back end, on a CPU."""
+"""LMCache's local disk back end, on a CPU: ``pip install --no-deps lmcache==0.5.6``.
+
+Of its other dependencies those are needed that are not of CUDA.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""MemOS."""
+"""MemOS: ``pip install MemoryOS==2.0.33``."""
 
 from __future__ import annotations
 

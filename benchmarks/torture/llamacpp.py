@@ -1,4 +1,4 @@
-"""llama.cpp's saved sequences, which its server calls slots."""
+"""llama.cpp's saved sequences, which its server calls slots: ``pip install llama-cpp-python==0.3.36 gguf``."""
 
 from __future__ import annotations
 
