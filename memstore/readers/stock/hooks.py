@@ -189,11 +189,8 @@ class Hooks:
         inputs = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
         call = self._next if self._next is not None else self._call_of(given, len(inputs))
         tokens = inputs.shape[1]
-        if call.fresh and call.states and (changed := self.weights.changed()):
-            raise InvalidArgument(
-                f"{changed} since the memory was attached, so its states are another model's: leave the block and "
-                "attach again"
-            )
+        if call.fresh and call.states and not call.reading:
+            self.check_weights()
         padding = _padding(given.get("attention_mask"), call, tokens)
         if padding is not None and self.architecture.linear is not None:
             raise InvalidArgument("layers that do not attend would read the padding: give rows of one length")
@@ -215,6 +212,14 @@ class Hooks:
         if self.architecture.learned_positions or self.architecture.scaled_queries:
             given["position_ids"] = call.positions.expand(len(inputs), -1)
         return (), given
+
+    def check_weights(self) -> None:
+        """Raise ``InvalidArgument`` where weights have changed since the memory was attached; it waits for a device."""
+        if changed := self.weights.changed():
+            raise InvalidArgument(
+                f"{changed} since the memory was attached, so its states are another model's: leave the block and "
+                "attach again"
+            )
 
     def _check_model(self, given: dict[str, Any]) -> None:
         """Raise ``InvalidArgument`` where this pass would do something else than the model alone does."""

@@ -57,6 +57,7 @@ class SegmentReading:
         segment: int,
     ) -> None:
         """``after``: what it goes on from, mostly that of the document's end."""
+        hooks.check_weights()
         self.hooks, self.job, self.document, self.spec = hooks, job, job.document, spec
         self.window, self.sink, self.segment = window, sink, segment
         self.selection = hooks.selection
