@@ -18,6 +18,8 @@ SATURATION = 1.5
 LENGTH = 0.75
 """``b``: how much longer blocks have to pay for their length."""
 
+STEM = 6
+"""Letters of a word that count, where words of one stem are to be the same."""
 FUNCTION_WORDS = frozenset(
     WORD.findall(
         "a an the and or but if as of in on at to for from by with about into than that this these those what which "

@@ -22,7 +22,7 @@ from memstore.memory import Traces
 from memstore.memory.traces import best_scores, most_weight
 from memstore.memory.view import noting_left_out
 from memstore.readers.kinds import encode
-from memstore.readers.passages import SENTENCES, SHOWN, Passage, PassageReader, quotes, written_with
+from memstore.readers.passages import SENTENCES, SHOWN, Passage, PassageReader, quotes, unsupported, written_with
 
 if TYPE_CHECKING:
     from memstore.memory import Memory, Recorder
@@ -138,6 +138,15 @@ class Answer:
         """
         words = f"{self.question}\n{self.text}"
         return written_with(self.reader, self.used, self.scores, words, quoted=self.quoted, most=most)
+
+    def unsupported(self) -> list[str]:
+        """Words of the answer that neither the question nor any block it was written with has: the model's own.
+
+        An answer without any may still be wrong, and one with some be right in other words. To be asked for while the
+        memory is open.
+        """
+        places = {*self.quoted, *((document, block) for document, block, _ in self.used)}
+        return unsupported(self.reader, places, self.question, self.text)
 
 
 @dataclass(frozen=True)

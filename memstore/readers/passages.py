@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from memstore.errors import DamagedError, NotFound
-from memstore.index.words import asked_words, words_of
+from memstore.index.words import FUNCTION_WORDS, STEM, asked_words, words_of
 from memstore.memory.search import Match
 
 if TYPE_CHECKING:
@@ -286,6 +286,20 @@ def written_with(
         for each in found
         for place in [(each.document, each.block)]
     ]
+
+
+def unsupported(reader: PassageReader, places: Iterable[tuple[str, int]], question: str, answer: str) -> list[str]:
+    """Words of ``answer`` that neither ``question`` nor what stands at ``places`` (document, block) has, in order.
+
+    Words are the same that begin with the same ``STEM`` letters; words that every text has do not count.
+    """
+    known = {word[:STEM] for word in words_of(question)}
+    for name, block in places:
+        with suppress(DamagedError):  # since it was attended to
+            if document := stored(reader.memories, name):
+                known.update(word[:STEM] for word in words_of(_Surroundings.of(reader.tokenizer, document, block).text))
+    words = dict.fromkeys(words_of(answer))
+    return [word for word in words if word not in FUNCTION_WORDS and word[:STEM] not in known]
 
 
 def passages(reader: PassageReader, matches: Sequence[Match], words: str) -> list[Passage]:

@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 LEAST = 0.001
 """Part of attention under which people are not shown a block."""
+WORDS = 12
+"""Words of an answer that are in no source, as many as are told."""
 PATIENCE = 2.0
 """Seconds that who writes a line waits for another one."""
 STDIN = "-"
@@ -154,6 +156,7 @@ def ask(
                 "tokens": len(answer.tokens),
                 "seconds": round(answer.seconds, 3),
                 "sources": [asdict(each) for each in passages],
+                "unsupported": answer.unsupported(),
             }
             if trace:
                 data["trace"] = answer.trace
@@ -271,6 +274,9 @@ def document_name(memory: Memory, wanted: str | None) -> str:
 def _show(page: Page, data: dict[str, Any], passages: list[Passage], memory: str, *, whole: bool) -> None:
     page.sheet(data["sources"])
     page.line()  # ends what was told as it came
+    if data["unsupported"]:
+        page.line()
+        page.line(f"(in no source: {', '.join(data['unsupported'][:WORDS])})")
     for each in (each for each in passages if whole or each.quoted or (each.attention or 0) >= LEAST):
         page.line()
         page.line(source_line(each))

@@ -187,6 +187,23 @@ def test_what_is_quoted_is_told_first_among_the_sources_and_in_the_trace() -> No
         )
 
 
+@pytest.mark.parametrize("quote", [0, 2])
+@pytest.mark.parametrize(
+    ("said", "own"),
+    [
+        ("In line 7 nothing is new.", []),
+        ("The log is telling of Berlin and 1987, Berlin!", ["berlin", "1987"]),
+        ("What is it?", []),
+    ],
+)
+def test_words_of_an_answer_that_no_source_has_are_told(said: str, own: list[str], quote: int) -> None:
+    with attached("ram:", quote, top_k="all") as reader:
+        reader.read(TEXT.replace("tells", "telling"), document="log")
+        script = saying(reader.tokenizer, said + "<|end|>")
+        answer = reader.ask(QUESTION, max_tokens=80, logits_processor=script)
+        assert (answer.text, answer.unsupported()) == (said, own)
+
+
 def test_the_states_of_the_blocks_are_attended_to_as_they_are_without_quotes() -> None:
     chosen = []
     for quote in (0, 3):

@@ -67,6 +67,8 @@ def test_what_was_read_is_shown_and_asked_and_needs_only_the_memory(
     shown = cli("ask", path, "What is new? ", "--max-tokens", 5)
     assert shown.code == 0, shown.err
     assert f"block {data['sources'][0]['block']}: " in shown.out
+    assert ("(in no source: " in shown.out) == bool(data["unsupported"])
+    assert all(word in shown.out.lower() for word in data["unsupported"])
     matches = cli("search", path, "--text", "What is new? ", "--top-k", 2, "--json").json["matches"]
     assert [match["text"] for match in matches] == [TEXT[match["first_token"] :][:size] for match in matches]
     assert matches

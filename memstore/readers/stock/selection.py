@@ -32,7 +32,7 @@ from torch import Tensor
 from memstore.attention import Router, choose, late_interaction, pooled, slots_by_score
 from memstore.attention.routing import best_inherited, inherited
 from memstore.errors import InvalidArgument
-from memstore.index.words import WordIndex, asked_words, words_of
+from memstore.index.words import STEM, WordIndex, asked_words, words_of
 from memstore.readers.asking import Query
 from memstore.readers.kinds import Positions, Retrieval
 from memstore.readers.stock.architecture import Architecture, CosSin, LayerPlan, LayerRotary
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 LEAST = 0.2
 """Share of what the words of a query are worth that a block must have more of."""
-STEM = 6
-"""Letters of a word that count."""
 OWN = 0.25
 """Part of the vote that a block has by its own words; the rest is that of the better pair with a neighbour."""
 RANKS = 20
