@@ -37,7 +37,7 @@ from memstore.memory.memory import check_same
 from memstore.memory.urls import Mode
 from memstore.progress import progress_bar
 from memstore.readers.fingerprint import dividing
-from memstore.readers.kinds import ATTACHED, OPTIONS, RETRIEVAL, Kind, Retrieval, encode
+from memstore.readers.kinds import KINDS, Kind, Retrieval, encode
 from memstore.readers.observer import Observer
 from memstore.readers.ranks import Ranks, Share, SharedDocument
 from memstore.stored import on_one_line
@@ -530,20 +530,18 @@ class Attachment(ABC):
         return tokens
 
 
-def check_options(
-    kind: Kind, given: Mapping[str, Any], takers: Mapping[str, tuple[Kind, ...]] = OPTIONS, prefix: str = ""
-) -> None:
+def check_options(kind: Kind, given: Mapping[str, Any]) -> None:
     """Raise ``InvalidArgument`` for options of ``attach`` that are given to a ``kind`` which does not take them."""
     for name, value in given.items():
-        if value is not None and kind not in takers.get(name, ATTACHED):
-            wanted = " and ".join(f"{each.name}s" for each in takers[name])
-            raise InvalidArgument(f"{prefix}{name} is for {wanted}; a {kind.name} does not take it: leave it out")
+        if value is not None and not kind.takes(name):
+            wanted = " and ".join(f"{each.name}s" for each in KINDS if each.takes(name))
+            raise InvalidArgument(f"{name} is for {wanted}; a {kind.name} does not take it: leave it out")
 
 
 def check_retrieval(kind: Kind, retrieval: Retrieval) -> None:
     """Raise ``InvalidArgument`` for what a ``kind`` cannot do: a field it does not take, and that is not as usual."""
-    changed = {of.name: value for of in fields(retrieval) if (value := getattr(retrieval, of.name)) != of.default}
-    check_options(kind, changed, RETRIEVAL, "Retrieval.")
+    given = {of: getattr(retrieval, of.name) for of in fields(retrieval)}
+    check_options(kind, {f"Retrieval.{of.name}": value for of, value in given.items() if value != of.default})
 
 
 def _places(memory: object) -> list[Place]:

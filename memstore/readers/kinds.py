@@ -1,10 +1,9 @@
 """The kinds of models: what people call each, how it is loaded, what reads with it, and which options it takes.
 
 The only place that asks of which kind a model is. Everything is named, not imported: an adopter of a memory needs none
-of the models here, and whoever loads one needs no other.
-
-Options are in two tables, which docs/models.md prints. What a kind does not take is refused where it is given, instead
-of being passed over.
+of the models here, and whoever loads one needs no other. Other packages bring kinds of their own by entry points, as
+they bring stores and indexes; a kind says itself which options it takes, and docs/models.md prints them. What it does
+not take is refused where it is given, instead of being passed over.
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import entry_points
 from importlib.resources import files
 from pathlib import Path
 from pkgutil import resolve_name
@@ -22,6 +23,8 @@ from typing import Any, Literal
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound, UnsupportedModel, first_line
 
+ENTRY_POINTS = "memstore.kinds"
+"""The group of entry points of other packages' kinds: a ``Kind`` by the ``model_type`` of its configurations."""
 PASSKEY, TWO_HOP, LANDMARK_PASSKEY = "passkey", "two-hop", "landmark-passkey"
 """Models that come with the package: two DRTs, and a landmark model."""
 Share = Literal["none", "group", "layer", "model"]
@@ -56,6 +59,13 @@ class Kind:
     """Where the function is that asks it for a needle, and tells how clearly it saw the needle's block."""
     document_scorer: str = ""
     """Where the class is that scores documents with memories of tokens; empty where it has none."""
+    options: tuple[str, ...] = ()
+    """What it takes that not all kinds take: options of ``attach``, ``Reader.read``, ``Reader.generate`` and
+    ``Reader.ask``, and fields of ``Retrieval`` as ``Retrieval.top_k``."""
+
+    def takes(self, name: str) -> bool:
+        """Whether the option ``name`` means something to it; see ``options``."""
+        return name in self.options or name not in OPTIONS
 
     def load(self, folder: str | Path, **options: Any) -> Any:
         """The model in ``folder``; ``options`` are those of ``from_pretrained``. Raises what transformers raises."""
@@ -178,6 +188,7 @@ DRT = Kind(
     demo="memstore.tools.demo_drt:run",
     perplexity="memstore.tools.eval:by_context",
     question="memstore.eval.asking:ask",
+    options=("segment_blocks", "codec", "Retrieval.on_error"),
 )
 LANDMARK = Kind(
     "landmark model",
@@ -188,6 +199,18 @@ LANDMARK = Kind(
     "memstore train landmark",
     perplexity="memstore.tools.eval_landmark:tables",
     question="memstore.eval.landmark_asking:ask",
+    options=(
+        "capacity",
+        "codec",
+        "Retrieval.top_k",
+        "Retrieval.every",
+        "Retrieval.share",
+        "Retrieval.share_tokens",
+        "Retrieval.threshold",
+        "Retrieval.pool",
+        "Retrieval.positions",
+        "Retrieval.on_error",
+    ),
 )
 MEMORIZING = Kind(
     "Memorizing Transformer",
@@ -198,6 +221,7 @@ MEMORIZING = Kind(
     "memstore train memorizing",
     perplexity="memstore.tools.eval_memorizing:by_memory_size",
     document_scorer="memstore.eval.token_memory:MemorizingScorer",
+    options=("block_size",),
 )
 KNN = Kind(
     "stock model with a kNN layer",
@@ -209,6 +233,7 @@ KNN = Kind(
     tokenizer="transformers:AutoTokenizer",
     perplexity="memstore.tools.eval_memorizing:by_memory_size",
     document_scorer="memstore.eval.token_memory:StockScorer",
+    options=("block_size",),
 )
 STOCK = Kind(
     "stock model",
@@ -218,49 +243,36 @@ STOCK = Kind(
     "memstore.readers.stock.audit:StockAuditor",
     half=True,
     tokenizer="transformers:AutoTokenizer",
+    options=(
+        "window",
+        "sink",
+        "segment",
+        "routing_layers",
+        "router",
+        "block_size",
+        "codec",
+        "score",
+        "retrieve",
+        "query",
+        "opening",
+        "tail",
+        "Retrieval.top_k",
+        "Retrieval.every",
+        "Retrieval.share",
+        "Retrieval.pool",
+        "Retrieval.span",
+        "Retrieval.words",
+        "Retrieval.rerank",
+        "Retrieval.quote",
+        "Retrieval.positions",
+        "Retrieval.order",
+        "Retrieval.on_error",
+    ),
 )
-KINDS = (DRT, LANDMARK, MEMORIZING, KNN, STOCK)
-ATTACHED = (STOCK, DRT, LANDMARK, MEMORIZING, KNN)
-"""Those that ``memstore.attach`` gives a memory."""
-
-OPTIONS: dict[str, tuple[Kind, ...]] = {
-    "window": (STOCK,),
-    "sink": (STOCK,),
-    "segment": (STOCK,),
-    "routing_layers": (STOCK,),
-    "router": (STOCK,),
-    "segment_blocks": (DRT,),
-    "capacity": (LANDMARK,),
-    "block_size": (STOCK, MEMORIZING, KNN),
-    "codec": (STOCK, DRT, LANDMARK),
-    "score": (STOCK,),
-    "retrieve": (STOCK,),
-    "query": (STOCK,),
-    "opening": (STOCK,),
-    "tail": (STOCK,),
-}
-"""Options of ``attach``, two of ``Reader.read``, ``query`` and ``opening`` of ``Reader.generate``, ``tail`` of
-``Reader.ask``.
-
-What all kinds take, such as ``process_group``, is left out.
-"""
-
-RETRIEVAL: dict[str, tuple[Kind, ...]] = {
-    "top_k": (STOCK, LANDMARK),
-    "every": (STOCK, LANDMARK),
-    "share": (STOCK, LANDMARK),
-    "share_tokens": (LANDMARK,),
-    "threshold": (LANDMARK,),
-    "pool": (STOCK, LANDMARK),
-    "span": (STOCK,),
-    "words": (STOCK,),
-    "rerank": (STOCK,),
-    "quote": (STOCK,),
-    "positions": (STOCK, LANDMARK),
-    "order": (STOCK,),
-    "on_error": (STOCK, DRT, LANDMARK),
-}
-"""Fields of ``Retrieval``. DRTs and memories of tokens retrieve as they were trained to."""
+KINDS = (STOCK, DRT, LANDMARK, MEMORIZING, KNN)
+"""Those that come with the package."""
+OPTIONS = tuple(dict.fromkeys(name for kind in KINDS for name in kind.options))
+"""What some kinds take and others do not: given to one of the others it is refused."""
 
 
 def kind_of(model: Any) -> Kind:
@@ -291,13 +303,26 @@ def kind_in(folder: str | Path) -> Kind:
 def _kind(model_type: str | None, *, has_memory: bool) -> Kind:
     if has_memory:  # a stock model of any type
         return KNN
-    return next((kind for kind in KINDS if kind.key == model_type), STOCK) if model_type else STOCK
+    if not model_type:
+        return STOCK
+    return next((kind for kind in KINDS if kind.key == model_type), None) or _plugin(model_type) or STOCK
+
+
+@cache
+def _plugin(model_type: str) -> Kind | None:
+    """The kind that another package brings for models of ``model_type``; None where none does."""
+    plugins = entry_points(group=ENTRY_POINTS)
+    if model_type not in plugins.names:
+        return None
+    kind = plugins[model_type].load()
+    if not isinstance(kind, Kind):
+        raise InvalidArgument(f"the entry point {model_type} of {ENTRY_POINTS} must be a Kind, got {kind!r}")
+    return kind
 
 
 def table() -> list[list[str]]:
     """What the documentation prints: a row for each option, a column for each kind."""
-    rows = [(name, OPTIONS[name]) for name in OPTIONS] + [(f"Retrieval.{name}", RETRIEVAL[name]) for name in RETRIEVAL]
-    return [[f"`{name}`", *("yes" if kind in kinds else "" for kind in ATTACHED)] for name, kinds in rows]
+    return [[f"`{name}`", *("yes" if kind.takes(name) else "" for kind in KINDS)] for name in OPTIONS]
 
 
 def load_folder(folder: Path, device: str = "cpu", *, only: tuple[Kind, ...] = ()) -> tuple[Any, Any]:

@@ -40,7 +40,7 @@ from memstore.readers.audit import Audit
 from memstore.readers.caches import cache_in
 from memstore.readers.conversation import SYSTEM as CHATTING
 from memstore.readers.conversation import Conversation
-from memstore.readers.kinds import OPTIONS, Retrieval, kind_of
+from memstore.readers.kinds import Retrieval, kind_of
 from memstore.readers.observer import Recording
 from memstore.transfer import own_types
 
@@ -210,7 +210,7 @@ class Reader(Attachment):
     @property
     def takes_questions(self) -> bool:
         """Whether a question chooses blocks by itself, whatever prompt it stands in; see ``Retrieval.share``."""
-        return self.kind in OPTIONS["query"] and self.retrieval.share == "model"
+        return self.kind.takes("query") and self.retrieval.share == "model"
 
     @property
     def quoted_blocks(self) -> int:

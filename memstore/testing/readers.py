@@ -25,7 +25,7 @@ from torch import Tensor
 
 import memstore
 from memstore.errors import ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory, UnsupportedModel
-from memstore.readers.kinds import OPTIONS, RETRIEVAL, kind_of
+from memstore.readers.kinds import OPTIONS, kind_of
 from memstore.readers.reader import Reader
 
 STRANGE: dict[str, Any] = {
@@ -300,11 +300,11 @@ class ReaderTests(ABC):
         model = self.model()
         kind = kind_of(model)
         known = inspect.signature(memstore.attach).parameters  # the other options are of Reader.read and ask
-        for name in (name for name, kinds in OPTIONS.items() if kind not in kinds and name in known):
+        for name in (name for name in OPTIONS if not kind.takes(name) and name in known):
             with pytest.raises(InvalidArgument, match=f"{name} is for"):
                 self.attach(model, "ram:", **{name: 16})
         for name, value in STRANGE.items():
-            if kind not in RETRIEVAL[name]:
+            if not kind.takes(f"Retrieval.{name}"):
                 with pytest.raises(InvalidArgument, match=f"Retrieval.{name} is for"):
                     self.attach(model, "ram:", retrieval=replace(memstore.Retrieval(), **{name: value}))
 

@@ -226,10 +226,10 @@ def attached(
 
     Raises ``InvalidArgument`` where they are not to be chosen.
     """
-    from memstore.readers.kinds import RETRIEVAL, kind_of
+    from memstore.readers.kinds import kind_of
 
     kind = kind_of(loaded.model)
-    if top_k is not None and kind not in RETRIEVAL["top_k"]:
+    if top_k is not None and not kind.takes("Retrieval.top_k"):
         trained: Any = loaded.model.config
         raise InvalidArgument(
             f"a {kind.name} retrieves as much as it was trained with ({trained.retrieval_top_k}): leave --top-k out."
