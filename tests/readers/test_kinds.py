@@ -37,7 +37,7 @@ class ToyReader(StockReader):
 def toy(seed: int = 0) -> Any:
     """A model whose configuration says that it is a toy."""
     model = tiny("llama", seed=seed)
-    model.config.model_type = "toy"
+    vars(model.config)["model_type"] = "toy"
     return model
 
 
@@ -83,6 +83,6 @@ def test_a_kind_takes_the_options_that_it_names() -> None:
 
 def test_an_entry_point_that_is_no_kind_is_refused() -> None:
     model = tiny("llama")
-    model.config.model_type = "odd"
+    vars(model.config)["model_type"] = "odd"
     with pytest.raises(InvalidArgument, match=r"entry point odd of memstore\.kinds must be a Kind"):
         kind_of(model)
