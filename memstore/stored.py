@@ -24,7 +24,7 @@ MOST_BYTES = 16 * 1024 * 1024
 MOST_VALUES = 4 * 1024 * 1024
 """Values in one JSON value, about: an empty list takes three bytes of text, and thirty times that in memory."""
 DEEPEST = 100
-"""Brackets within brackets."""
+"""Levels of lists and objects within each other."""
 
 
 class UnfitValue(ValueError):
@@ -56,7 +56,7 @@ def _parsed(raw: bytes, most_bytes: int) -> Any:
     try:
         value = _DECODER.decode(raw.decode())
     except RecursionError:
-        raise UnfitValue("its brackets are too deep") from None
+        raise UnfitValue(f"it is nested more than {DEEPEST} levels deep") from None
     if raw.count(b"[") + raw.count(b"{") > DEEPEST:
         check_depth(value)
     return value
@@ -70,7 +70,7 @@ def check_depth(value: Any) -> None:
         if not inner:
             return
         level = [part for each in inner for part in (each.values() if isinstance(each, dict) else each)]
-    raise UnfitValue(f"its brackets are more than {DEEPEST} deep")
+    raise UnfitValue(f"it is nested more than {DEEPEST} levels deep")
 
 
 def fit(value: Any, check: Check, what: str) -> Any:

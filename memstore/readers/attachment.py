@@ -341,7 +341,7 @@ class Attachment(ABC):
         if score is not None and score < 0:
             raise InvalidArgument(f"score is a number of tokens, got {score}")
         if score and not isinstance(tokens, Tensor):
-            raise InvalidArgument("a text that comes in pieces cannot be scored: give its tokens at once")
+            raise InvalidArgument("score needs the whole text: pass all its tokens in one call")
         target, retrieving = self._target(document), retrieve is None or retrieve
         options = self._reading(retrieve=retrieving)
         if reuse and isinstance(tokens, Tensor) and self.memory.mode != "r":

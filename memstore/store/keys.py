@@ -77,7 +77,7 @@ def read_key(source: KeySource) -> MasterKey:
     with os.fdopen(handle, "rb") as file:
         facts = os.fstat(file.fileno())
         if not stat.S_ISREG(facts.st_mode):
-            raise InvalidArgument(f"the key file {path} is no file")
+            raise InvalidArgument(f"the key file {path} is not a regular file")
         if facts.st_mode & 0o077 or (os.geteuid() and facts.st_uid not in (0, os.geteuid())):
             mode = stat.S_IMODE(facts.st_mode)
             raise InvalidArgument(

@@ -86,7 +86,7 @@ def _run(
     if ids is None:
         k, v, ids = _looked_up(q, k, v, valid)
     elif valid is not None:
-        raise InvalidArgument("valid is for what is given without ids; an id of -1 is one that is not there")
+        raise InvalidArgument("pass valid only without ids; with ids, mark missing entries by -1")
     factors = _factors(q, scale)
     _check(q, k, v, ids, factors, local, gate)
     k, v = k.detach(), v.detach()
