@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -276,7 +277,7 @@ def _show(page: Page, data: dict[str, Any], passages: list[Passage], memory: str
     page.line()  # ends what was told as it came
     if data["unsupported"]:
         page.line()
-        page.line(f"(in no source: {', '.join(data['unsupported'][:WORDS])})")
+        page.line(in_no_source(data["unsupported"]))
     for each in (each for each in passages if whole or each.quoted or (each.attention or 0) >= LEAST):
         page.line()
         page.line(source_line(each))
@@ -284,6 +285,11 @@ def _show(page: Page, data: dict[str, Any], passages: list[Passage], memory: str
     if "trace" in data:
         page.line()
         page.line(f"which block each token was written with: memstore trace {quote(memory)} {data['trace']}")
+
+
+def in_no_source(words: Sequence[str]) -> str:
+    """What is told of the ``words`` of an answer that are the model's own."""
+    return f"(in no source: {', '.join(words[:WORDS])})"
 
 
 def source_line(passage: Passage) -> str:

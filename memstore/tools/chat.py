@@ -12,7 +12,7 @@ import typer
 
 import memstore
 from memstore.errors import MemstoreError, NotFound
-from memstore.tools.ask import all_but_chats, attached, opened_when_free, say, source_line
+from memstore.tools.ask import all_but_chats, attached, in_no_source, opened_when_free, say, source_line
 from memstore.tools.models import SMOLLM2, chosen_name, load_model, record_model, recorded_name, usual_dtype
 from memstore.tools.read import read_into
 from memstore.tools.trace import describe, show_steps
@@ -213,7 +213,7 @@ def _obey(talk: Talk, command: str, rest: str) -> None:
 def _show_trace(conversation: Conversation, command: str) -> None:
     """What was recorded of the last answer: the blocks that it was written with, or one for each word."""
     from memstore.memory.traces import best_scores, most_weight
-    from memstore.readers.passages import quoted_in, written_with
+    from memstore.readers.passages import quoted_in, unsupported, written_with
 
     reader, trace, page = conversation.reader, conversation.trace, Page()
     if not conversation.turns:
@@ -230,6 +230,9 @@ def _show_trace(conversation: Conversation, command: str) -> None:
         for source in written_with(reader, used, scores, words, quoted=quoted, most=SOURCES):
             page.line(source_line(source))
             page.line(source.text.strip("\n"))
+        places = {*quoted, *((document, block) for document, block, _ in used)}
+        if own := unsupported(reader, places, conversation.turns[-2].text, conversation.turns[-1].text):
+            page.line(in_no_source(own))
 
 
 def _line(text: str) -> None:

@@ -21,6 +21,7 @@ from mcp import Client, MCPError, StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
 
 import memstore
+from memstore.index.words import words_of
 from memstore.tools.app import main
 from tests.tools.conftest import Cli
 
@@ -64,6 +65,7 @@ def test_an_agent_remembers_recalls_asks_and_forgets(notes: Path) -> None:
             assert [each["score"] for each in found] == sorted((each["score"] for each in found), reverse=True)
             answer = await call(client, "ask", question="Where?", documents=["remembered"], max_tokens=2)
             assert {each["document"] for each in answer["sources"]} == {"remembered"}
+            assert {*answer["unsupported"]} <= {*words_of(answer["answer"])}
             uri = {each.name: each.uri for each in (await client.list_resources()).resources}["remembered"]
             (content,) = (await client.read_resource(uri)).contents
             assert "woodshed.\n" in content.text  # type: ignore[union-attr]

@@ -27,6 +27,7 @@ import pytest
 
 import memstore
 from memstore.errors import BrokenOff
+from memstore.index.words import words_of
 from memstore.resources import memory_in_use
 from memstore.tools.app import main
 from memstore.tools.endpoint.app import MOST_BYTES, Endpoint
@@ -190,6 +191,8 @@ def test_the_client_of_openai(port: int) -> None:
             chunks = list(stream)
         assert "".join(each.choices[0].delta.content or "" for each in chunks[:-1]) == whole.choices[0].message.content
         assert chunks[-2].sources == whole.sources
+        assert chunks[-2].unsupported == whole.unsupported
+        assert {*whole.unsupported} <= {*words_of(whole.choices[0].message.content)}
         assert chunks[-2].choices[0].finish_reason == whole.choices[0].finish_reason
         assert chunks[-1].usage == whole.usage
         raw = client.completions.create(model="cottage", prompt="The key", max_tokens=4)

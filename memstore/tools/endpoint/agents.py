@@ -63,6 +63,8 @@ class AnswerWithPassages:
 
     answer: str
     sources: list[Passage]
+    unsupported: list[str]
+    """Words of the answer that neither the question nor any passage it was written with has: perhaps made up."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,7 @@ class Agents(MCPServer[Any]):
             if not reader.names:
                 raise NotFound("the memory holds no documents yet: there is nothing to answer from")
             answer = reader.ask(question, max_tokens=max_tokens, stopping_criteria=job.stopping)
-            return AnswerWithPassages(answer.text, answer.sources())
+            return AnswerWithPassages(answer.text, answer.sources(), answer.unsupported())
 
         return await self._done(work)
 

@@ -242,7 +242,8 @@ def _reason(result: Result) -> str:
 def _receipt(result: Result) -> dict[str, Any]:
     """What the answer was written with; what it had to do without, where that is something; where it is recorded."""
     more = {"missing": result.missing or None, "trace": result.trace}
-    return {"sources": result.sources} | {name: told for name, told in more.items() if told is not None}
+    receipt = {"sources": result.sources, "unsupported": result.unsupported}
+    return receipt | {name: told for name, told in more.items() if told is not None}
 
 
 def _usage(result: Result) -> dict[str, int]:

@@ -74,6 +74,8 @@ class Result:
     tokens: int
     seconds: float
     sources: list[dict[str, Any]]
+    unsupported: list[str] = field(default_factory=list)
+    """Words of it that neither the question nor what it was written with has."""
     missing: list[dict[str, Any]] = field(default_factory=list)
     """Blocks that could not be read, and were left out."""
     trace: int | None = None
@@ -329,10 +331,12 @@ def _options(ask: Ask, reader: Reader, job: QueuedJob, length: int) -> dict[str,
 
 
 def _result(made: Answer, job: QueuedJob, length: int) -> Result:
-    sources = [] if job.left.is_set() else [asdict(each) for each in made.sources(SOURCES)]
+    left = job.left.is_set()
+    sources = [] if left else [asdict(each) for each in made.sources(SOURCES)]
+    unsupported = [] if left else made.unsupported()
     missing = [{"document": name, "block": block, "error": why} for (name, block), why in made.missing.items()]
     tokens = len(made.thought) + len(made.tokens)
-    return Result(made.text, made.ended, length, tokens, made.seconds, sources, missing, made.trace)
+    return Result(made.text, made.ended, length, tokens, made.seconds, sources, unsupported, missing, made.trace)
 
 
 def _prompt(reader: Reader, frame: Template, ask: Ask) -> Prompt:
