@@ -96,7 +96,7 @@ def call(**changes: Any) -> Tensor:
         ({"gate": torch.ones(2)}, "local and gate come together"),
         ({"gate": torch.ones(3), "local": torch.ones(1, 2, 5, 16)}, "gate must have one number"),
         ({"gate": torch.ones(2), "local": torch.ones(1, 2, 4, 16)}, r"local must be \[1, 2, 5, 16\]"),
-        ({"valid": torch.ones(1, 2, 5, 8, dtype=torch.bool)}, "an id of -1"),
+        ({"valid": torch.ones(1, 2, 5, 8, dtype=torch.bool)}, "missing entries by -1"),
         ({"ids": None}, r"expected q .* k, v \[B, H, T, K, D\]"),
         ({"backend": "cuda"}, "backend must be"),
     ],
