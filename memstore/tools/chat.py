@@ -231,7 +231,8 @@ def _show_trace(conversation: Conversation, command: str) -> None:
             page.line(source_line(source))
             page.line(source.text.strip("\n"))
         places = {*quoted, *((document, block) for document, block, _ in used)}
-        if own := unsupported(reader, places, conversation.turns[-2].text, conversation.turns[-1].text):
+        *asked, answer = (turn.text for turn in conversation.turns[-2:])
+        if own := unsupported(reader, places, "".join(asked), answer):
             page.line(in_no_source(own))
 
 
