@@ -117,8 +117,10 @@ def convert(gguf: Path, folder: Path) -> None:
         config = loaded.config
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        model.load_state_dict(loaded.state_dict())
+        with torch.device("meta"):  # the weights are there once, not twice
+            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        model.load_state_dict(loaded.state_dict(), assign=True)
+        model.tie_weights()  # what is assigned is no longer shared
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
