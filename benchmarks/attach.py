@@ -27,9 +27,9 @@ from torch import Tensor
 import memstore
 from memstore.eval import needles
 from memstore.readers.caches import CACHE
+from memstore.report import Page
 from memstore.resources import PeakMemory, disk_bytes, hardware
 from memstore.tools.models import LoadedModel, load_model
-from memstore.tools.verb import Page
 
 MEASURED = 4_096
 """Tokens over which reading is timed at each length."""

@@ -30,8 +30,8 @@ from torch import Tensor
 from benchmarks.on_gpu import child
 from memstore.kernels._backends import Backend
 from memstore.kernels.grouped_cross_attention import grouped_cross_attention
+from memstore.report import Page
 from memstore.resources import hardware
-from memstore.tools.verb import Page
 
 RESULTS = Path(__file__).parent / "results" / "kernels.json"
 

@@ -215,7 +215,7 @@ def _catch(caught: dict[str, list[Tensor]], name: str) -> Callable[..., None]:
 
 
 def _read_drt(model: Any, ids: Tensor) -> dict[str, Tensor]:
-    from memstore.models.drt.packing import DRTPacking
+    from memstore.models.drt.retrieval import DRTPacking
 
     config, inner = model.config, model.model
     keys, queries = [], []

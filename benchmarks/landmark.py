@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.kernels.landmark_attention import landmark_attention
+from memstore.report import Page
 from memstore.resources import hardware
-from memstore.tools.verb import Page
 
 RESULTS = Path(__file__).parent / "results" / "landmark.json"
 LONGEST_DENSE = 4096

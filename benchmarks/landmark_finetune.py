@@ -24,9 +24,9 @@ from torch import Tensor
 import memstore
 from memstore import Retrieval
 from memstore.eval.filler import load_filler
-from memstore.eval.landmark import attention_size, check, retrieved, truncated, whole
 from memstore.eval.run import TaskPlan, evaluate, memory_spec
 from memstore.models.landmark import make_landmark
+from memstore.models.landmark.evaluation import attention_size, check, retrieved, truncated, whole
 from memstore.readers.kinds import encode, load_folder
 from memstore.resources import hardware
 from memstore.tools.models import load_model as load_stock

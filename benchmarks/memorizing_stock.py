@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from memstore.attention.knn_memory import RecentTokens
-from memstore.eval.memorizing import paired
 from memstore.models.memorizing import KNNMemory, knn_memory_of
+from memstore.models.memorizing.evaluation import paired
 from memstore.readers.caches import CACHE
 from memstore.readers.kinds import encode, load_folder
 

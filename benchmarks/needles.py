@@ -24,9 +24,9 @@ import torch
 import memstore
 from memstore.eval import needles
 from memstore.eval.needles import Haystack, Needle
+from memstore.report import Page
 from memstore.resources import hardware
 from memstore.tools.models import LoadedModel, load_model
-from memstore.tools.verb import Page
 
 ANSWER_TOKENS = 12
 

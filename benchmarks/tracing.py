@@ -27,9 +27,9 @@ import torch
 from benchmarks.attach import attached_to, long_text
 from benchmarks.tracing_models import MODELS, shipped
 from memstore.memory import Memory
+from memstore.report import Page
 from memstore.resources import hardware
 from memstore.tools.models import load_model
-from memstore.tools.verb import Page
 
 
 class Case(NamedTuple):

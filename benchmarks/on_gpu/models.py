@@ -81,10 +81,11 @@ def _training(here: Piece, kind: str) -> None:
     if here.tiny:
         here.row(f"training of a {kind}", note="left out: the cases train one step")
         return
+    from memstore.models.drt.training import DRT
     from memstore.models.landmark import LandmarkConfig
-    from memstore.train.drt import train_on_texts
-    from memstore.train.family import DRT, LANDMARK
+    from memstore.models.landmark.training import LANDMARK
     from memstore.train.settings import Optimisation, Runtime
+    from memstore.train.texts import train_on_texts
 
     with tempfile.TemporaryDirectory() as folder:
         text = Path(folder) / "text.txt"

@@ -12,7 +12,6 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pkgutil import resolve_name
 from statistics import fmean, median
 from typing import Any
 
@@ -21,9 +20,10 @@ from torch import Tensor
 
 import memstore
 from memstore import MemorySpec
-from memstore.errors import InvalidArgument
-from memstore.eval.asking import LayerScore, Reply
+from memstore.errors import InvalidArgument, UnsupportedModel
+from memstore.eval.evaluation import evaluation_of
 from memstore.eval.filler import Filler
+from memstore.eval.needle import LayerScore, Reply
 from memstore.eval.tasks import TASKS, Phrases, Sample, check_room, make, plant
 from memstore.memory import Memory
 from memstore.readers.kinds import kind_of
@@ -275,5 +275,8 @@ def memory_spec(model: Any, tokenizer: Any) -> MemorySpec:
 
 def ask(model: Any, cache: Any, sample: Sample) -> Reply:
     """The answer to ``sample`` after the haystack in ``cache``."""
-    reply: Reply = resolve_name(kind_of(model).question)(model, cache, sample)
-    return reply
+    kind = kind_of(model)
+    question = evaluation_of(kind).ask
+    if question is None:
+        raise UnsupportedModel(f"a {kind.name} cannot be asked for needles")
+    return question(model, cache, sample)

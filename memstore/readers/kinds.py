@@ -47,18 +47,19 @@ class Kind:
     """Where the ``Auditor`` of such a reader is; empty where there is none."""
     train: str = "memstore train"
     """The command that makes one."""
+    training: str = ""
+    """Where it is said how such models are trained: a ``memstore.train.family.Family``; empty where they are not."""
+    evaluation: str = ""
+    """Where it is said what can be measured of them: a ``memstore.eval.evaluation.Evaluation``."""
+    options_module: str = ""
+    """The module of its options on the command line, which needs no PyTorch: dataclasses ``TRAINING`` and
+    ``PERPLEXITY``."""
+    demo: str = "memstore.tools.demo_smollm2:run"
+    """Where the function is that ``memstore demo`` runs for it."""
     half: bool = False
     """Whether it also computes in half precision."""
     tokenizer: str = "transformers:PreTrainedTokenizerFast"
     """Where the class of its tokenizer is; ``AutoTokenizer`` knows those of models that are registered."""
-    demo: str = "memstore.tools.demo_smollm2:run"
-    """Where the function is that ``memstore demo`` runs for it."""
-    perplexity: str = ""
-    """Where the function is that ``memstore eval perplexity`` runs for it; empty where there is none."""
-    question: str = ""
-    """Where the function is that asks it for a needle, and tells how clearly it saw the needle's block."""
-    document_scorer: str = ""
-    """Where the class is that scores documents with memories of tokens; empty where it has none."""
     options: tuple[str, ...] = ()
     """What it takes that not all kinds take: options of ``attach``, ``Reader.read``, ``Reader.generate`` and
     ``Reader.ask``, and fields of ``Retrieval`` as ``Retrieval.top_k``."""
@@ -75,12 +76,6 @@ class Kind:
     def reader_class(self) -> Any:
         """Its ``Reader``."""
         return resolve_name(self.reader)
-
-    def scorer(self, model: Any) -> Any:
-        """What scores documents with ``model`` and a memory of tokens. Raises ``UnsupportedModel`` without one."""
-        if not self.document_scorer:
-            raise UnsupportedModel(f"a {self.name} has no memory of tokens")
-        return resolve_name(self.document_scorer)(model)
 
 
 FITTED = "fit"
@@ -183,11 +178,12 @@ DRT = Kind(
     "memstore-drt",
     "memstore.models.drt:DRTForCausalLM.from_pretrained",
     "memstore.models.drt.reader:DRTReader",
-    "memstore.models.drt.audit:DRTAuditor",
+    "memstore.models.drt.evaluation:DRTAuditor",
     "memstore train drt",
-    demo="memstore.tools.demo_drt:run",
-    perplexity="memstore.tools.eval:by_context",
-    question="memstore.eval.asking:ask",
+    "memstore.models.drt.training:DRT",
+    "memstore.models.drt.evaluation:DRT",
+    "memstore.models.drt.options",
+    "memstore.tools.demo_drt:run",
     options=("segment_blocks", "codec", "Retrieval.on_error"),
 )
 LANDMARK = Kind(
@@ -195,10 +191,11 @@ LANDMARK = Kind(
     "memstore-landmark",
     "memstore.models.landmark:LandmarkForCausalLM.from_pretrained",
     "memstore.models.landmark.reader:LandmarkReader",
-    "memstore.models.landmark.audit:LandmarkAuditor",
+    "memstore.models.landmark.evaluation:LandmarkAuditor",
     "memstore train landmark",
-    perplexity="memstore.tools.eval_landmark:tables",
-    question="memstore.eval.landmark_asking:ask",
+    "memstore.models.landmark.training:LANDMARK",
+    "memstore.models.landmark.evaluation:LANDMARK",
+    "memstore.models.landmark.options",
     options=(
         "capacity",
         "codec",
@@ -217,22 +214,23 @@ MEMORIZING = Kind(
     "memstore-memorizing",
     "memstore.models.memorizing:MemorizingForCausalLM.from_pretrained",
     "memstore.models.memorizing.reader:MemorizingReader",
-    "memstore.models.memorizing.audit:KNNAuditor",
+    "memstore.models.memorizing.evaluation:KNNAuditor",
     "memstore train memorizing",
-    perplexity="memstore.tools.eval_memorizing:by_memory_size",
-    document_scorer="memstore.eval.token_memory:MemorizingScorer",
+    "memstore.models.memorizing.training:MEMORIZING",
+    "memstore.models.memorizing.evaluation:MEMORIZING",
+    "memstore.models.memorizing.options",
     options=("block_size",),
 )
 KNN = Kind(
     "stock model with a kNN layer",
     "knn_memory",
     "memstore.models.memorizing:load_knn_memory",
-    "memstore.models.memorizing.stock_reader:KNNReader",
+    "memstore.models.memorizing.stock:KNNReader",
     "",
     "memstore train memorizing --init",
+    evaluation="memstore.models.memorizing.evaluation:KNN",
+    options_module="memstore.models.memorizing.options",
     tokenizer="transformers:AutoTokenizer",
-    perplexity="memstore.tools.eval_memorizing:by_memory_size",
-    document_scorer="memstore.eval.token_memory:StockScorer",
     options=("block_size",),
 )
 STOCK = Kind(
@@ -278,7 +276,7 @@ OPTIONS = tuple(dict.fromkeys(name for kind in KINDS for name in kind.options))
 def kind_of(model: Any) -> Kind:
     """Of which kind a loaded model is."""
     config = model.config
-    return _kind(getattr(config, "model_type", None), has_memory=hasattr(config, str(KNN.key)))
+    return kind_of_type(getattr(config, "model_type", None), has_memory=hasattr(config, str(KNN.key)))
 
 
 def kind_in(folder: str | Path) -> Kind:
@@ -297,10 +295,11 @@ def kind_in(folder: str | Path) -> Kind:
         raise InvalidArgument(f"{path} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise InvalidArgument(f"{path} is not a configuration: a JSON object was expected")
-    return _kind(config.get("model_type"), has_memory=KNN.key in config)
+    return kind_of_type(config.get("model_type"), has_memory=KNN.key in config)
 
 
-def _kind(model_type: str | None, *, has_memory: bool) -> Kind:
+def kind_of_type(model_type: str | None, *, has_memory: bool = False) -> Kind:
+    """The kind whose configurations call it ``model_type``: a stock model's, where no kind does."""
     if has_memory:  # a stock model of any type
         return KNN
     if not model_type:

@@ -166,7 +166,7 @@ class Origin:
         return np.array([found.get(block, _OWN) for block in wanted], np.int8).reshape(blocks.shape)
 
 
-def numbers(x: Tensor) -> Array:
+def as_array(x: Tensor) -> Array:
     """``x`` as an array on the CPU; floating-point numbers as float32."""
     array: Array = x.detach().cpu().float().numpy() if x.is_floating_point() else x.detach().cpu().numpy()
     return array

@@ -16,13 +16,13 @@ import typer
 
 from memstore._version import __version__
 from memstore.errors import InvalidArgument, MemstoreError, ReadOnlyMemory
-from memstore.readers.kinds import PASSKEY, shipped_model
+from memstore.readers.kinds import KINDS, PASSKEY, shipped_model
+from memstore.report import Report
 from memstore.tools.ask import ask
 from memstore.tools.audit import audit
 from memstore.tools.chat import chat
 from memstore.tools.diff import diff
-from memstore.tools.eval import generate, multi_needle, passkey, perplexity, two_hop
-from memstore.tools.eval_memorizing import lookup
+from memstore.tools.eval import generate, lookup, multi_needle, passkey, perplexity, two_hop
 from memstore.tools.eval_questions import babi, beam, factbook, facts, hotpotqa, locomo, lookalikes, ruler, squad
 from memstore.tools.eval_questions import chat as eval_chat
 from memstore.tools.export import export, import_
@@ -36,9 +36,7 @@ from memstore.tools.search import search
 from memstore.tools.serve import mcp, serve, view
 from memstore.tools.torture import torture
 from memstore.tools.trace import trace
-from memstore.tools.train import drt
-from memstore.tools.train_landmark import landmark
-from memstore.tools.train_memorizing import memorizing
+from memstore.tools.train import training_of
 from memstore.tools.train_router import router
 from memstore.tools.verb import (
     EXIT_CODES,
@@ -50,7 +48,6 @@ from memstore.tools.verb import (
     Interruption,
     Json,
     Mistake,
-    Report,
     Threads,
     report_failure,
     use_threads,
@@ -206,7 +203,7 @@ def _group(name: str, purpose: str, *functions: Callable[..., Report]) -> None:
     app.add_typer(group, name=name)
 
 
-_group("train", "Train a model that retrieves.", drt, landmark, memorizing, router)
+_group("train", "Train a model that retrieves.", *(training_of(kind) for kind in KINDS if kind.training), router)
 _group(
     "eval",
     "Measure a model that retrieves.",

@@ -13,23 +13,10 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument, MemoryInUse, NotFound
+from memstore.report import Page, Report, cell
 from memstore.stored import printable
 from memstore.tools.models import LoadedModel, load_recorded
-from memstore.tools.verb import (
-    Device,
-    Filter,
-    Index,
-    Json,
-    MemoryUrl,
-    Page,
-    Report,
-    Threads,
-    TopK,
-    cell,
-    index_bar,
-    use_threads,
-    waiting,
-)
+from memstore.tools.verb import Device, Filter, Index, Json, MemoryUrl, Threads, TopK, index_bar, use_threads, waiting
 
 if TYPE_CHECKING:
     from memstore.memory import Memory

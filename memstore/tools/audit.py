@@ -9,9 +9,10 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument
+from memstore.report import Page, Report
 from memstore.tools.ask import Dtype, Model, attached, document_name
 from memstore.tools.models import LoadedModel, chosen_name, load_recorded
-from memstore.tools.verb import Device, Index, MemoryUrl, Page, Report, Threads, use_threads
+from memstore.tools.verb import Device, Index, MemoryUrl, Threads, use_threads
 
 if TYPE_CHECKING:
     from memstore.memory import Memory

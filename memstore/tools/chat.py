@@ -12,23 +12,12 @@ import typer
 
 import memstore
 from memstore.errors import MemstoreError, NotFound
+from memstore.report import Page, Report
 from memstore.tools.ask import all_but_chats, attached, in_no_source, opened_when_free, say, source_line
 from memstore.tools.models import SMOLLM2, chosen_name, load_model, record_model, recorded_name, usual_dtype
 from memstore.tools.read import read_into
 from memstore.tools.trace import describe, show_steps
-from memstore.tools.verb import (
-    Codec,
-    Device,
-    Index,
-    MemoryUrl,
-    Model,
-    Page,
-    Report,
-    Threads,
-    TopK,
-    use_threads,
-    waiting,
-)
+from memstore.tools.verb import Codec, Device, Index, MemoryUrl, Model, Threads, TopK, use_threads, waiting
 
 if TYPE_CHECKING:
     from memstore.memory.urls import OpenFolder

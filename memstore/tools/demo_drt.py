@@ -160,8 +160,9 @@ def answer_questions(
 
 
 def _answer(model: DRTForCausalLM, tokenizer: Any, memory: Any, name: str, values: dict[str, Any]) -> dict[str, Any]:
-    from memstore.eval.asking import ask, needle_blocks
+    from memstore.eval.needle import needle_blocks
     from memstore.eval.tasks import Sample
+    from memstore.models.drt.evaluation import ask
     from memstore.models.drt.reader import DRTReader
 
     sample = Sample(**{**values, "hops": tuple(range(*hop) for hop in values["hops"])})
@@ -199,7 +200,7 @@ def _question(tokenizer: Any, sample: Sample) -> str:
 
 
 def _print(result: dict[str, Any]) -> None:
-    from memstore.tools.verb import Page
+    from memstore.report import Page
 
     page = Page()
     for answer in result["answers"]:

@@ -212,7 +212,7 @@ def _counts(answers: list[dict[str, Any]]) -> dict[str, int]:
 
 
 def _print(result: dict[str, Any]) -> None:
-    from memstore.tools.verb import Page
+    from memstore.report import Page
 
     page = Page()
     for answer in result["answers"]:

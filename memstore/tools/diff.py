@@ -10,8 +10,9 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument
+from memstore.report import Page, Report
 from memstore.tools.look import decode
-from memstore.tools.verb import MemoryUrl, Page, Report, lasting
+from memstore.tools.verb import MemoryUrl, lasting
 
 if TYPE_CHECKING:
     from memstore.memory import Document, Memory

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from inspect import signature
+from dataclasses import dataclass, fields
+from importlib import import_module
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.readers.kinds import (
+    KINDS,
     PASSKEY,
     encode,
     kind_in,
@@ -25,11 +27,11 @@ from memstore.readers.kinds import (
     require_transformers,
     shipped_model,
 )
-from memstore.tools.eval_landmark import Baseline, Cutoffs, LocalLengths, TopK
-from memstore.tools.eval_memorizing import MemorySizes
-from memstore.tools.files import read_text
+from memstore.report import Page, Report, cell, token_counts, tokens_of
+from memstore.tools.files import read_documents, read_text
 from memstore.tools.models import check_device
-from memstore.tools.verb import Device, Json, Page, Report, Threads, taking, token_counts, use_threads
+from memstore.tools.options import parameters_of, values_of
+from memstore.tools.verb import Device, Json, Threads, taking, use_threads
 
 if TYPE_CHECKING:
     from memstore.eval.run import CellResult, TaskPlan
@@ -194,32 +196,14 @@ def multi_needle(setting: MultiNeedle) -> Report:
 
 def perplexity(
     *,
-    text: Annotated[str, typer.Option(help="A text file, or - for standard input.", show_default=False)],
+    text: Annotated[
+        str, typer.Option(help="A text file, a folder of .txt files, or - for standard input.", show_default=False)
+    ],
     model: Model = None,
-    lengths: Annotated[
-        str | None,
-        typer.Option(
-            help="Tokens, separated by commas; 2K is 2048. Without it: 2K,8K,32K, of landmark models 512,2K,4K."
-        ),
-    ] = None,
-    scored: Annotated[
-        int | None, typer.Option(min=1, help="Of a DRT: tokens scored at the end of each sample. Without it: 1024.")
-    ] = None,
-    samples: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Places of the text, the same for all lengths; of landmark models, longest pieces. Without it: 4.",
-        ),
-    ] = None,
-    local: LocalLengths = None,
-    top_k: TopK = None,
-    cutoffs: Cutoffs = None,
-    baseline: Baseline = None,
-    memory_sizes: MemorySizes = None,
     threads: Threads = None,
     device: Device = "cpu",
     json: Json = False,
+    **given: Any,
 ) -> Report:
     """Compare perplexity with the memory and with less of it.
 
@@ -233,63 +217,55 @@ def perplexity(
 
         memstore eval perplexity --text moby-dick.txt --lengths 2K,8K,32K
 
-    In Python: memstore.eval.perplexity, memstore.eval.landmark and memstore.eval.memorizing.
+    In Python: the function perplexity of what memstore.eval.evaluation.evaluation_of(kind) gives.
     """
     require_transformers()
+    from memstore.eval.evaluation import evaluation_of
+
     folder = shipped_model(PASSKEY) if model is None else model_folder(model)
     kind = kind_in(folder)
-    if not kind.perplexity:
+    measure = evaluation_of(kind).perplexity
+    if measure is None:
         raise UnsupportedModel(
             f"a {kind.name} has no perplexity with and without a memory; it has memstore read --json"
         )
-    measure = resolve_name(kind.perplexity)
-    options = {
-        "lengths": lengths and parse_lengths(lengths),
-        "scored": scored,
-        "samples": samples,
-        "local": local,
-        "top_k": top_k,
-        "cutoffs": cutoffs,
-        "baseline": baseline,
-        "memory_sizes": memory_sizes,
-    }
-    given = {name: value for name, value in options.items() if value}
-    if unfit := [name for name in given if name not in signature(measure).parameters]:
+    options = import_module(kind.options_module).PERPLEXITY
+    known = {each.name for each in fields(options)}
+    if unfit := [name for name, value in given.items() if value and name not in known]:
         named = ", ".join("--" + name.replace("_", "-") for name in unfit)
         raise InvalidArgument(f"{named} cannot be used with a {kind.name}; leave it out.")
+    chosen = {name: value for name, value in values_of(options, given).items() if value}
     use_threads(threads)
     check_device(device)
-    report: Report = measure(text, folder, **given, device=device, json=json)
+    texts = read_documents(text)
+    with quiet_transformers():
+        loaded, tokenizer = load_folder(folder, device)
+    show = not json and sys.stderr.isatty()
+    report: Report = measure(loaded, tokenizer, texts, folder, **chosen, show=show)
     return report
 
 
-def by_context(
-    text: str,
-    folder: Path,
-    *,
-    lengths: Sequence[int] = (2048, 8192, 32_768),
-    scored: int = 1024,
-    samples: int = 4,
-    device: str,
-    json: bool,
-) -> Report:
-    """What a DRT in ``folder`` makes of the last tokens of a text after contexts of each length."""
-    import torch
+def _of_all_kinds() -> list[Parameter]:
+    """What ``perplexity`` takes: the options of all kinds, each told with the kinds that have it."""
+    found: dict[str, list[tuple[str, Parameter]]] = {}
+    for kind in KINDS:
+        if kind.options_module:
+            for each in parameters_of(import_module(kind.options_module).PERPLEXITY):
+                found.setdefault(each.name, []).append((kind.name, each))
+    return [_told(each) for each in found.values()]
 
-    from memstore.eval.perplexity import perplexity as measure
-    from memstore.eval.perplexity import places
-    from memstore.progress import progress_bar
 
-    content = read_text(text)
-    with quiet_transformers():
-        loaded, tokenizer = load_folder(folder, device)
-    tokens = torch.tensor(encode(tokenizer, content))
-    total = sum(lengths) * len(places(len(tokens), max(lengths), samples))
-    with progress_bar("perplexity", 0, total, not json and sys.stderr.isatty()) as advance:
-        rows = measure(loaded, tokens, lengths, scored=scored, samples=samples, advance=advance)
-    data = [row.to_dict() for row in rows]
-    report = {"task": "perplexity", "model": folder.name, "rows": data}
-    return Report(data=report, text=lambda page: page.records(data))
+def _told(kinds: Sequence[tuple[str, Parameter]]) -> Parameter:
+    first, helps = kinds[0][1], dict[str, list[str]]()
+    for kind, each in kinds:
+        helps.setdefault(each.annotation.__metadata__[0].help, []).append(kind)
+    type_, option = first.annotation.__origin__, copy.copy(first.annotation.__metadata__[0])
+    option.help = " ".join(f"Of a {' or a '.join(names)}: {text[0].lower()}{text[1:]}" for text, names in helps.items())
+    return first.replace(annotation=Annotated[type_, option])
+
+
+_own = [each for each in signature(perplexity, eval_str=True).parameters.values() if each.kind != Parameter.VAR_KEYWORD]
+perplexity.__signature__ = Signature([*_own, *_of_all_kinds()])  # type: ignore[attr-defined]  # for typer
 
 
 def generate(
@@ -329,6 +305,56 @@ def generate(
     each = judged(found, answers)
     facts = {"task": "generate", "model": name, "pairs": len(each), **means(each)}
     return Report(data={**facts, "answers": each}, text=lambda page: page.facts(facts))
+
+
+def lookup(
+    *,
+    model: Annotated[
+        Path,
+        typer.Option(
+            help="Folder of the Memorizing Transformer, or of a stock model with a memory.", show_default=False
+        ),
+    ],
+    text: Annotated[
+        str, typer.Option(help="A text file, read as one document, or - for standard input.", show_default=False)
+    ],
+    memory_size: Annotated[
+        str | None,
+        typer.Option(help="Tokens that can be found, such as 8K. Without it: what the model was trained with."),
+    ] = None,
+    examples: Annotated[int, typer.Option(min=0, help="Words to show with what was retrieved for them.")] = 5,
+    device: Device = "cpu",
+    threads: Threads = None,
+    json: Json = False,
+) -> Report:
+    """Tell what a memory is looked up for: names that were read far back.
+
+    Every word is sorted by where the text had it last: out of reach of all windows, or of a segment of a stock model
+    (far), within it (near), or never (new). Each kind is scored with and without the memory. For the far words that
+    gain most, the tokens that were retrieved are shown.
+
+    Example:
+
+        memstore eval lookup --model remembers --text book3.txt
+
+    In Python: memstore.models.memorizing.evaluation.lookup.
+    """
+    from memstore.models.memorizing.evaluation import lookup as look_up
+    from memstore.progress import progress_bar
+    from memstore.readers.kinds import KNN, MEMORIZING, load_folder, model_folder
+
+    require_transformers()
+    size = tokens_of("--memory-size", memory_size, least=1)
+    written = read_text(text)
+    use_threads(threads)
+    check_device(device)
+    with quiet_transformers():
+        loaded, tokenizer = load_folder(model_folder(model), device, only=(MEMORIZING, KNN))
+    total = (3 if examples else 2) * len(encode(tokenizer, written))
+    with progress_bar("lookup", 0, total, not json and sys.stderr.isatty()) as advance:
+        found = look_up(loaded, tokenizer, written, memory_size=size, examples=examples, advance=advance)
+    data = {"task": "lookup", "model": model.name, **found.to_dict()}
+    return Report(data=data, text=lambda page: _show_lookup(page, data))
 
 
 def parse_lengths(text: str) -> list[int]:
@@ -398,3 +424,23 @@ def _draw(rows: Sequence[CellResult], path: Path, plan: TaskPlan, model: str, fi
         title=f"{plan.task}: whole answers found",
         caption=f"model {model}; {each}; filler: {filler}",
     )
+
+
+def _show_lookup(page: Page, data: dict[str, Any]) -> None:
+    page.line(
+        f"Perplexity by where the text had a word last; far: more than {data['reach']:,} tokens back, which only the "
+        f"memory of {data['memory_size']:,} tokens can know"
+    )
+    rows = [[kind["kind"], kind["tokens"], kind["without"], kind["with_memory"]] for kind in data["kinds"]]
+    page.table(["words", "tokens", "without memory", "with memory"], rows)
+    if not any(kind["kind"] == "far" for kind in data["kinds"]):
+        page.line("No word is far: a longer text is needed to see what the memory is looked up for")
+    for example in data["examples"]:
+        page.line()
+        page.line(cell(f"…{example['text']}"))
+        page.line(
+            f"  {example['word']!r} was last read {example['last_read']:,} tokens back; loss "
+            f"{example['loss_without']:.2f} without memory, {example['loss_with']:.2f} with it"
+        )
+        for found in example["retrieved"]:
+            page.line(cell(f"  {found['weight']:.3f}  token {found['number']:,}: …{found['text']}…"))

@@ -15,9 +15,10 @@ import typer
 
 from memstore.errors import InvalidArgument
 from memstore.readers.kinds import FITTED, encode, require_transformers
+from memstore.report import Page, Report, listed
 from memstore.tools.eval import Lengths, Picture, Samples, Seed, memory_url, parse_lengths
 from memstore.tools.models import SMOLLM2, load_model
-from memstore.tools.verb import Device, Dtype, Json, Page, Report, RouterFile, Threads, listed, taking, use_threads
+from memstore.tools.verb import Device, Dtype, Json, RouterFile, Threads, taking, use_threads
 
 if TYPE_CHECKING:
     from memstore.eval.questions.rankers import Ranker

@@ -11,8 +11,9 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument
+from memstore.report import Page, Report, counted
 from memstore.tools.look import decode
-from memstore.tools.verb import Interruption, MemoryUrl, Page, Report, counted, lasting
+from memstore.tools.verb import Interruption, MemoryUrl, lasting
 
 if TYPE_CHECKING:
     from memstore.memory import Memory

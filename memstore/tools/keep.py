@@ -13,19 +13,8 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument
-from memstore.tools.verb import (
-    FACT,
-    DocumentArgument,
-    Interruption,
-    Json,
-    MemoryUrl,
-    Page,
-    Report,
-    bar,
-    counted,
-    existing,
-    lasting,
-)
+from memstore.report import Page, Report, counted
+from memstore.tools.verb import FACT, DocumentArgument, Interruption, Json, MemoryUrl, bar, existing, lasting
 
 if TYPE_CHECKING:
     from memstore.memory.rules import WhenFull

@@ -11,20 +11,9 @@ import typer
 
 import memstore
 from memstore.errors import NotFound
+from memstore.report import Page, Report, flattened
 from memstore.tools.models import name_model, tokenizer_of
-from memstore.tools.verb import (
-    DocumentArgument,
-    Index,
-    Json,
-    MemoryUrl,
-    ModelThatRead,
-    Page,
-    Report,
-    bar,
-    facts_of,
-    flattened,
-    time_of,
-)
+from memstore.tools.verb import DocumentArgument, Index, Json, MemoryUrl, ModelThatRead, bar, facts_of, time_of
 
 if TYPE_CHECKING:
     from torch import Tensor

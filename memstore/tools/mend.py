@@ -20,19 +20,8 @@ from memstore.errors import (
     StoreFull,
     WrongKey,
 )
-from memstore.tools.verb import (
-    DAMAGED,
-    KEY_VARIABLE,
-    OK,
-    Json,
-    MemoryUrl,
-    Page,
-    Report,
-    counted,
-    lasting,
-    on_disk,
-    waiting,
-)
+from memstore.report import Page, Report, counted
+from memstore.tools.verb import DAMAGED, KEY_VARIABLE, OK, Json, MemoryUrl, lasting, on_disk, waiting
 
 if TYPE_CHECKING:
     from memstore.memory.verify import Finding

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import memstore
 from memstore.errors import InvalidArgument, NotFound, StoreFull
+from memstore.report import counted
 from memstore.tools.files import EmptyText, SourceFile, digest
 from memstore.tools.models import chosen_name, lasting_name, recorded_name
 from memstore.tools.parsing import LeftOut
-from memstore.tools.verb import FACT, counted
+from memstore.tools.verb import FACT
 
 if TYPE_CHECKING:
     from memstore.memory import Memory, MemorySpec

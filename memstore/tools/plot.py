@@ -10,9 +10,10 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument, MemstoreError, NotFound
+from memstore.report import Report
 from memstore.tools.ask import Dtype, Model, document_name
 from memstore.tools.audit import DocumentName, MaxTokens, TopK, run_audit
-from memstore.tools.verb import Device, Index, MemoryUrl, Report, Threads, use_threads
+from memstore.tools.verb import Device, Index, MemoryUrl, Threads, use_threads
 
 if TYPE_CHECKING:
     from memstore.memory import Memory

@@ -17,6 +17,7 @@ import memstore
 from memstore.errors import InvalidArgument, MemoryInUse, NotFound
 from memstore.progress import progress_bar
 from memstore.readers.kinds import encode
+from memstore.report import Page, Report, counted
 from memstore.stored import printable
 from memstore.tools.ask import attached
 from memstore.tools.files import STDIN, digest, find
@@ -34,12 +35,9 @@ from memstore.tools.verb import (
     Json,
     MemoryUrl,
     Model,
-    Page,
-    Report,
     RouterFile,
     Threads,
     TopK,
-    counted,
     parse_meta,
     taking,
     use_threads,

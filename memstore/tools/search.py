@@ -12,10 +12,11 @@ import typer
 import memstore
 from memstore.errors import InvalidArgument, NotFound
 from memstore.readers.kinds import kind_of
+from memstore.report import Page, Report
 from memstore.tools.ask import Dtype, attached
 from memstore.tools.look import decode
 from memstore.tools.models import chosen_name, load_recorded
-from memstore.tools.verb import MOST_BLOCKS, Device, MemoryUrl, Page, Report, Threads, index_bar, use_threads
+from memstore.tools.verb import MOST_BLOCKS, Device, MemoryUrl, Threads, index_bar, use_threads
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,6 +20,7 @@ import typer
 import memstore
 from memstore.errors import InvalidArgument, NotFound
 from memstore.paths import user_folder
+from memstore.report import Report
 from memstore.tools.files import read_text
 from memstore.tools.models import name_model
 from memstore.tools.verb import (
@@ -28,7 +29,6 @@ from memstore.tools.verb import (
     MemoryUrl,
     Model,
     ModelThatRead,
-    Report,
     Threads,
     TopK,
     lasting,

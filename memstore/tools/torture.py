@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memstore.errors import InvalidArgument
-from memstore.tools.verb import Page, Report
+from memstore.report import Page, Report
 
 if TYPE_CHECKING:
     from memstore.testing.torture import FaultTally, Subject

@@ -12,9 +12,10 @@ import typer
 
 import memstore
 from memstore.errors import DamagedError, InvalidArgument, NotFound
+from memstore.report import Page, Report
 from memstore.tools.look import decode
 from memstore.tools.models import name_model
-from memstore.tools.verb import MemoryUrl, ModelThatRead, Page, Report
+from memstore.tools.verb import MemoryUrl, ModelThatRead
 
 if TYPE_CHECKING:
     from memstore.memory import Look, Memory, Step, Trace

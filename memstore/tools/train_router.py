@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from memstore.readers.kinds import require_transformers
+from memstore.report import Page, Report
 from memstore.tools.models import SMOLLM2, load_model
-from memstore.tools.verb import Device, Dtype, Json, Page, Report, Threads, taking, use_threads
+from memstore.tools.verb import Device, Dtype, Json, Threads, taking, use_threads
 
 if TYPE_CHECKING:
     from memstore.eval.questions.sets import QuestionSet

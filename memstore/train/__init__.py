@@ -1,29 +1,40 @@
-"""Training the models of ``memstore.models`` on texts, on recipes that need no data, and on prompts with answers.
+"""Training models that retrieve: on texts, on recipes that need no data, and on prompts with answers.
 
-``memstore train drt`` calls ``train_on_texts``, ``train_recipe`` and ``train_on_pairs``, ``train landmark`` the first
-two of them, ``train memorizing`` ``train_on_documents`` and ``train_stock_memory``, and ``train router``
-``train_router``. They need transformers and accelerate: ``pip install "torch-memstore[train]"``.
+What one kind of model needs is in its folder (``memstore.models.<kind>.training``); ``memstore train`` asks the kinds
+for it. Training needs transformers and accelerate: ``pip install "torch-memstore[train]"``.
 """
 
-from memstore.eval.pairs import align
-from memstore.train.documents import train_on_documents
-from memstore.train.drt import train_on_pairs, train_on_texts, train_recipe
-from memstore.train.recipes import RECIPES, Recipe
-from memstore.train.router import RouterOptions, train_router
-from memstore.train.settings import Optimisation, Runtime
-from memstore.train.stock import train_stock_memory
+from typing import TYPE_CHECKING
+
+from memstore.lazy import lazy
+
+if TYPE_CHECKING:
+    from memstore.train.recipes import Recipe
+    from memstore.train.router import RouterOptions, train_router
+    from memstore.train.settings import Optimisation, Runtime
+    from memstore.train.texts import train_on_pairs, train_on_texts, train_recipe
+else:
+    __getattr__ = lazy(
+        __name__,
+        {
+            "Optimisation": "settings",
+            "Recipe": "recipes",
+            "RouterOptions": "router",
+            "Runtime": "settings",
+            "train_on_pairs": "texts",
+            "train_on_texts": "texts",
+            "train_recipe": "texts",
+            "train_router": "router",
+        },
+    )
 
 __all__ = [
-    "RECIPES",
     "Optimisation",
     "Recipe",
     "RouterOptions",
     "Runtime",
-    "align",
-    "train_on_documents",
     "train_on_pairs",
     "train_on_texts",
     "train_recipe",
     "train_router",
-    "train_stock_memory",
 ]

@@ -89,6 +89,8 @@ class Recipe:
     """Rows that measure the result."""
     next_command: str
     """What to try with the model."""
+    kind: ClassVar[str] = "memstore-drt"
+    """What configurations of its model call the kind."""
     aligned: ClassVar[bool] = True
     """Whether questions end with the first token of a block, as a DRT needs them; else they end anywhere."""
 
@@ -122,148 +124,8 @@ class Recipe:
         return {**asdict(self), "optimisation": self.optimisation.to_dict()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class LandmarkRecipe(Recipe):
-    """What to train a landmark model on, and how.
-
-    Grouped softmax from the first step on stays at chance: a landmark that weighs nothing learns nothing. So training
-    begins with a causal softmax (``ramp`` 0 of the model) until answers are copied, and the influence of landmarks
-    grows from there.
-    """
-
-    warm_until: float = 0.3
-    """Loss of the answers, smoothed, below which landmarks begin to count."""
-    ramp_steps: int = 100
-    """Steps from causal softmax to the grouped one."""
-    aligned: ClassVar[bool] = False
-
-
-RECIPES: dict[str, Recipe] = {
-    recipe.name: recipe
-    for recipe in (
-        Recipe(
-            name="passkey-cpu",
-            task="passkey",
-            model={"upper_layers": [2], "initializer_range": 0.06},
-            stages=((0.0, {"passkey": 1.0}),),
-            optimisation=Optimisation(steps=3600, restart=0.5),
-            blocks=(2, 7),
-            ramp=0.2,
-            distinct_until=0.2,
-            few_from=0.25,
-            hard_from=0.5,
-            bank_growth=0.08,
-            next_command="memstore eval passkey --model {model}",
-        ),
-        Recipe(
-            name="two-hop-cpu",
-            task="two-hop",
-            start="passkey-cpu",
-            model={"upper_layers": [2, 2], "landmark_uses_own": True, "retrieval_top_k": 8},
-            stages=(
-                (0.00, {"passkey": 0.1, "easy one-hop": 0.6, "easy two-hop": 0.3}),
-                (0.24, {"passkey": 0.1, "easy one-hop": 0.6, "easy two-hop": 0.3}),
-                (0.32, {"passkey": 0.1, "easy one-hop": 0.1, "one-hop": 0.4, "two-hop": 0.4}),
-                (0.50, {"passkey": 0.1, "one-hop": 0.4, "two-hop": 0.5}),
-                (0.60, {"passkey": 0.1, "one-hop": 0.2, "two-hop": 0.7}),
-            ),
-            optimisation=Optimisation(steps=6600, learning_rate=1.5e-3, restart=0.7),
-            distinct_until=0.5,
-            few_digits=0.0,
-            hard_from=0.7,
-            next_command="memstore eval two-hop --model {model}",
-        ),
-    )
-}
-
-
-LANDMARK_RECIPES: dict[str, LandmarkRecipe] = {
-    recipe.name: recipe
-    for recipe in (
-        LandmarkRecipe(
-            name="landmark-cpu",
-            task="passkey",
-            model={"initializer_range": 0.06, "local_layers": [0, 1, 2]},
-            stages=((0.0, {"passkey": 1.0}),),
-            optimisation=Optimisation(steps=2600, learning_rate=3e-3, restart=0.6),
-            blocks=(1, 15),
-            ramp=0.5,
-            distinct_until=0.15,
-            few_from=0.2,
-            hard_from=0.5,
-            bank=0,
-            next_command="memstore eval passkey --model {model}",
-        ),
-    )
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextRecipe:
-    """How to train a landmark model on texts that the user names."""
-
-    name: str
-    preset: str | None
-    """Sizes of the model; None: a stock model is fine-tuned, which the user names."""
-    model: Mapping[str, Any] = field(default_factory=dict)
-    """What differs from the preset."""
-    context: int
-    """Tokens of a segment."""
-    valid: float = 0.0
-    """Part of the text that is held out."""
-    optimisation: Optimisation
-
-    def config(self, **changes: Any) -> Any:
-        """The configuration of its model, with changes; None for a stock model's."""
-        from memstore.models.landmark import LandmarkConfig
-
-        return None if self.preset is None else LandmarkConfig.preset(self.preset, **{**self.model, **changes})
-
-
-TEXT_RECIPES: dict[str, TextRecipe] = {
-    recipe.name: recipe
-    for recipe in (
-        TextRecipe(
-            name="landmark-prose-cpu",
-            preset="tiny",
-            model={"vocab_size": 2048, "block_size": 51, "window": 256, "segment_blocks": 5, "retrieval_top_k": 2},
-            context=512,
-            valid=0.05,
-            optimisation=Optimisation(steps=1200, batch=4, learning_rate=3e-3),
-        ),
-        # Section 4.1: AdamW 0.9/0.95 with decay 1e-3, 2e-3 to 4e-4 after a warm-up of 2%, 128 sequences of 512 a step.
-        TextRecipe(
-            name="landmark-pg19",
-            preset="paper",
-            context=512,
-            optimisation=Optimisation(
-                steps=240_000, batch=16, accumulate=8, learning_rate=2e-3, final_rate=0.2, warmup=4800, bf16=True
-            ),
-        ),
-        # The published command for LLaMA 7B: 128 sequences of 512 a step, of which each of its 8 GPUs computes 16.
-        TextRecipe(
-            name="landmark-finetune",
-            preset=None,
-            model={"block_size": 64},
-            context=512,
-            optimisation=Optimisation(
-                steps=15_000,
-                batch=2,
-                accumulate=64,
-                learning_rate=2e-5,
-                final_rate=0.0,
-                warmup=450,
-                weight_decay=0.1,
-                betas=(0.9, 0.999),
-                bf16=True,
-            ),
-        ),
-    )
-}
-
-
-def find_recipe(name: str, known: Mapping[str, Any] = RECIPES) -> Any:
-    """The recipe called ``name``, of those that are ``known``."""
+def find_recipe(name: str, known: Mapping[str, Any]) -> Any:
+    """The recipe called ``name``, of those that are ``known``. Raises ``InvalidArgument``."""
     if name not in known:
         raise InvalidArgument(f"no recipe is called {name!r}; choose one of {', '.join(known)}")
     return known[name]

@@ -14,10 +14,8 @@ import xxhash
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from memstore.errors import InvalidArgument, NotFound, first_line
-from memstore.models.drt import DRTConfig
-from memstore.models.landmark.convert import lora_config
 from memstore.readers.kinds import kind_in, quiet_transformers
-from memstore.train.family import DRT, Family, load_weights
+from memstore.train.family import Family, load_weights
 from memstore.train.run import Run
 
 Folder = str | Path
@@ -32,7 +30,7 @@ class Start:
     """The folder of a model to go on with; None for random weights."""
     tokenizer: Folder | None
     """The folder of a tokenizer; None for that of ``init``, or for one that is trained."""
-    family: Family = DRT
+    family: Family
     adopted: Any = None
     """A stock model of ``init`` that has become one of the family."""
     lora: int | None = None
@@ -89,8 +87,8 @@ def starting(
     init: Folder | None = None,
     tokenizer: Folder | None = None,
     *,
+    family: Family,
     grow: bool = False,
-    family: Family = DRT,
     changes: Mapping[str, Any] | None = None,
     lora: int | None = None,
 ) -> Start:
@@ -117,7 +115,8 @@ def starting(
             "leave --tokenizer out to use the model's own"
         )
     if grow and config is not None:
-        chosen = _outgrowing(chosen, config, init)
+        assert family.outgrow is not None, "as it grows"
+        chosen = family.outgrow(chosen, config, init)
     return Start(chosen, init, tokenizer, family, lora=lora)
 
 
@@ -128,33 +127,11 @@ def _check_lora(rank: int, init: Folder | None, family: Family) -> None:
         raise InvalidArgument(f"a {family.kind.name} is trained whole, without adapters; leave lora out")
     if init is None:
         raise InvalidArgument("lora trains adapters of a model that is there: name its folder with --init")
-    lora_config(rank)
+    assert family.check_rank is not None, "as it is adapted"
+    family.check_rank(rank)
 
 
-GROWN = ("upper_layers", "landmark_uses_own", "retrieval_top_k", "gumbel")
-"""What may be different in a model that grows from another."""
-
-
-def _outgrowing(source: DRTConfig, config: DRTConfig, init: Folder) -> DRTConfig:
-    """The config of ``source`` with what may be different as in ``config``."""
-    for name in ("block_size", "hidden_size", "intermediate_size", "num_attention_heads", "lower_layers", "positions"):
-        if getattr(source, name) != getattr(config, name):
-            raise InvalidArgument(
-                f"this recipe trains models whose {name} is {getattr(config, name)}; that of {init} is "
-                f"{getattr(source, name)}. Leave --init out."
-            )
-    if sum(source.upper_layers) > sum(config.upper_layers):
-        raise InvalidArgument(
-            f"this recipe trains models whose upper_layers is {config.upper_layers}; that of {init} has more, "
-            f"{source.upper_layers}. Leave --init out."
-        )
-    changed = copy.deepcopy(source)
-    for name in GROWN:
-        setattr(changed, name, copy.deepcopy(getattr(config, name)))
-    return DRTConfig.from_dict(changed.to_dict())
-
-
-def load_config(folder: Folder, family: Family = DRT) -> Any:
+def load_config(folder: Folder, family: Family) -> Any:
     """The configuration of the model in ``folder``. Raises ``InvalidArgument`` for one of another ``family``."""
     kind = kind_in(folder)
     if kind is not family.kind:

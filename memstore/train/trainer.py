@@ -1,4 +1,4 @@
-"""The Trainer of transformers, with this package's schedule, an answer to losses that are not finite, and a bank."""
+"""The Trainer of transformers, with this package's schedule, and an answer to losses that are not finite."""
 
 from __future__ import annotations
 
@@ -18,8 +18,6 @@ from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, Trai
 from transformers.trainer_callback import TrainerControl, TrainerState
 
 from memstore.errors import TrainingDiverged
-from memstore.models.drt import DRTConfig, DRTForCausalLM
-from memstore.train.bank import Bank
 from memstore.train.needles import NeedleRows
 from memstore.train.recipes import Recipe
 from memstore.train.run import COMPLETE, Run, complete, write_json
@@ -213,38 +211,6 @@ class AnswerTrainer(MemoryTrainer, ABC):
 
     def _note(self, name: str, value: Tensor) -> None:
         self.parts.setdefault(name, []).append(value.detach())
-
-
-class NeedleTrainer(AnswerTrainer):
-    """Trains a DRT, with distractors from a bank."""
-
-    def __init__(self, recipe: Recipe, run: Run, model: DRTForCausalLM, *rest: Any, **options: Any) -> None:
-        super().__init__(recipe, run, model, *rest, **options)
-        self.bank = Bank(model, recipe)
-        self._gumbel = DRTConfig.preset("tiny", **recipe.model).gumbel
-
-    def logits_of(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """See ``AnswerTrainer``."""
-        ids, free = inputs["input_ids"], inputs["free"]
-        self.trained.config.gumbel = self._gumbel if self.progress < self.recipe.hard_from else self.recipe.hard_gumbel
-        shared = self.bank.shared(free, self.progress)
-        logits: Tensor = model(input_ids=ids, shared=shared, use_cache=False).logits
-        self.bank.keep(free)
-        distractors = 0 if shared is None or shared.states is None else len(shared.states)
-        self._note("distractors", torch.tensor(float(distractors)))
-        return logits
-
-    def learned(self, answer: Tensor, found: float) -> None:
-        """See ``AnswerTrainer``."""
-        self.bank.pace(found, self.progress, self.state.max_steps)
-
-    def keep(self, checkpoint: Path) -> None:
-        """The bank."""
-        self.bank.save(checkpoint / f"bank-{self.args.process_index}.safetensors")
-
-    def resume(self, checkpoint: Path) -> None:
-        """The bank."""
-        self.bank.load(checkpoint / f"bank-{self.args.process_index}.safetensors", self.args.device)
 
 
 def whole_answers(logits: Tensor, targets: Tensor, asked: Tensor) -> Tensor:

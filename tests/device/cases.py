@@ -23,7 +23,7 @@ from transformers import DynamicCache
 import memstore
 from memstore.index import open_index
 from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM
-from memstore.models.landmark.lists import Lists, attend_each, attend_in_place
+from memstore.models.landmark.retrieval import Lists, attend_each, attend_in_place
 from memstore.models.memorizing import MemorizingConfig, MemorizingForCausalLM, add_knn_memory
 from memstore.readers.caches import CACHE
 from memstore.readers.graphs import captured

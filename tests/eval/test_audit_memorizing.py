@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memstore.attention.knn_memory import RecentTokens
 from memstore.errors import InvalidArgument
 from memstore.eval.pictures import audit_picture
-from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, MemorizingReader, RecentTokens
-from memstore.models.memorizing import audit as module
+from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, MemorizingReader
+from memstore.models.memorizing import evaluation as module
 from tests.eval.memorizing import small_memorizing
 from tests.pairs import pairs
 

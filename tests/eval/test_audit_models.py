@@ -11,7 +11,7 @@ import torch
 from memstore.errors import InvalidArgument
 from memstore.models.drt import DRTReader
 from memstore.models.landmark import LandmarkReader
-from memstore.models.landmark.choice import LandmarkChoice
+from memstore.models.landmark.retrieval import LandmarkChoice
 from memstore.readers.kinds import Retrieval
 from memstore.readers.observer import Choices
 from tests.eval.drts import small_drt

@@ -11,10 +11,18 @@ import torch
 import memstore
 from memstore import Retrieval
 from memstore.errors import InvalidArgument
-from memstore.eval.landmark import attention_size, by_cutoff, by_granularity, by_length, retrieved, rows_of, whole
-from memstore.eval.landmark_asking import layer_found
 from memstore.eval.run import TaskPlan, draw, evaluate, memory_spec
 from memstore.models.landmark.cache import LandmarkCache
+from memstore.models.landmark.evaluation import (
+    attention_size,
+    by_cutoff,
+    by_granularity,
+    by_length,
+    layer_found,
+    retrieved,
+    rows_of,
+    whole,
+)
 from memstore.readers.caches import CACHE
 from tests.eval.drts import byte_tokenizer
 from tests.eval.landmarks import small_landmark

@@ -10,10 +10,9 @@ import torch
 from transformers import LlamaForCausalLM
 
 from memstore.errors import InvalidArgument
-from memstore.eval.lookup import KINDS, kinds_of, last_read, lookup
-from memstore.eval.token_memory import LookupTokens, document_losses
 from memstore.kernels import knn_attention
 from memstore.models.memorizing import KNNMemory, add_knn_memory
+from memstore.models.memorizing.evaluation import KINDS, LookupTokens, document_losses, kinds_of, last_read, lookup
 from tests.eval.drts import byte_tokenizer
 from tests.eval.memorizing import small_memorizing
 from tests.models.stock import small_llama

@@ -9,9 +9,8 @@ import torch
 import torch.nn.functional as F
 
 from memstore.errors import InvalidArgument
-from memstore.eval.memorizing import SIZES, by_memory_size, fitting
-from memstore.eval.token_memory import document_losses
 from memstore.models.memorizing import MemorizingCache
+from memstore.models.memorizing.evaluation import SIZES, by_memory_size, document_losses, fitting
 from tests.eval.memorizing import small_memorizing
 
 TEXT = torch.randint(256, (200,), generator=torch.Generator().manual_seed(1))

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.eval.perplexity import perplexity, places, without_retrieval
 from memstore.models.drt import DRTForCausalLM
+from memstore.models.drt.evaluation import perplexity, places, without_retrieval
 from tests.eval.drts import small_drt
 
 

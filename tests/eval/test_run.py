@@ -13,12 +13,13 @@ import torch
 
 import memstore
 from memstore.errors import ForeignMemory, InvalidArgument
-from memstore.eval.asking import NeedleScore, Reply, ask, needle_blocks
 from memstore.eval.filler import Filler
+from memstore.eval.needle import NeedleScore, Reply, needle_blocks
 from memstore.eval.run import CellResult, Outcome, TaskPlan, draw, evaluate
 from memstore.eval.tasks import Phrases, Sample, make, plant
 from memstore.memory import Memory
 from memstore.models.drt import DRTCache, DRTForCausalLM, DRTReader
+from memstore.models.drt.evaluation import ask
 from memstore.models.drt.reader import memory_spec
 from tests.eval.drts import byte_tokenizer, small_drt
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from memstore import Retrieval
 from memstore.models.landmark import LandmarkForCausalLM
 from memstore.models.landmark.cache import LandmarkCache
-from memstore.models.landmark.choice import LandmarkChoice
+from memstore.models.landmark.retrieval import LandmarkChoice
 from memstore.readers.observer import Choices
 from tests.models.landmark import Reference
 

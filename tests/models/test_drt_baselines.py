@@ -11,7 +11,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.models.drt import DRTForCausalLM
-from memstore.models.drt.at_once import SharedBlocks
+from memstore.models.drt.retrieval import SharedBlocks
 from tests.models.drt import close, embed, logits, make, tokens
 
 BASELINES: dict[str, dict[str, Any]] = {

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from memstore.attention.sliding import Window, WindowTiles, alibi_slopes
 from memstore.models.drt import DRTConfig, DRTReader
-from memstore.models.drt import blocks as drt_blocks
-from memstore.models.drt.blocks import BlockMaker, TooLarge
+from memstore.models.drt import reader as drt_reader
 from memstore.models.drt.modeling import DRTForCausalLM
+from memstore.models.drt.reader import BlockMaker, TooLarge
 from tests.models.drt import make, tokens
 
 
@@ -39,7 +39,7 @@ MODELS: dict[str, dict[str, Any]] = {
 )
 def test_blocks_are_those_of_the_model(kind: str, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     changes = MODELS[kind]
-    monkeypatch.setattr(drt_blocks, "blocks_of_a_pass", lambda *_: 5)  # so that passes continue one another
+    monkeypatch.setattr(drt_reader, "blocks_of_a_pass", lambda *_: 5)  # so that passes continue one another
     model, text = make(state_dtype="float32", **changes), tokens(count)[0]
     ours = [torch.cat(each) for each in zip(*BlockMaker(model.model)(text), strict=True)]
     assert len(ours[0]) == count // model.config.tokens_per_block

@@ -18,8 +18,7 @@ from memstore.kernels import landmark_attention
 from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM
 from memstore.models.landmark import cache as module
 from memstore.models.landmark.cache import LandmarkCache
-from memstore.models.landmark.lists import default_retrieval
-from memstore.models.landmark.tables import FirstLayerBlocks
+from memstore.models.landmark.retrieval import FirstLayerBlocks, default_retrieval
 from memstore.models.packing import Packing
 from tests.models.landmark import close, logits, make, tokens
 from tests.models.landmark_memory import Remembering, in_pieces, remembered

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 import memstore
+from memstore.attention.knn_stored import StoredTokens, token_spec
 from memstore.errors import InvalidArgument
 from memstore.models.memorizing import (
     MemorizingCache,
     MemorizingConfig,
     MemorizingForCausalLM,
-    StoredTokens,
-    token_spec,
 )
 from tests.memory.helpers import make_fingerprint
 

@@ -12,9 +12,10 @@ from torch import Tensor
 
 import memstore
 from memstore.attention.knn import KNNAttention, Neighbours
+from memstore.attention.knn_memory import RecentTokens
 from memstore.errors import ForeignMemory, InvalidArgument
 from memstore.memory.trace_file import TIERS, Look
-from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, MemorizingReader, RecentTokens
+from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, MemorizingReader
 from tests.models.test_memorizing import WINDOW, logits, make, tokens
 
 LENGTH = 3 * WINDOW + 5

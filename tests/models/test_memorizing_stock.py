@@ -11,8 +11,9 @@ from torch import Tensor
 from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import memstore
+from memstore.attention.knn_memory import RecentTokens
 from memstore.errors import InvalidArgument, UnsupportedModel
-from memstore.models.memorizing import KNNMemory, RecentTokens, add_knn_memory, knn_memory_of, remove_knn_memory
+from memstore.models.memorizing import KNNMemory, add_knn_memory, knn_memory_of, remove_knn_memory
 from memstore.readers.caches import CACHE, cache_in
 from tests.models.stock import small_llama
 

@@ -10,9 +10,9 @@ import torch
 from memstore import Retrieval
 from memstore.memory import Traces
 from memstore.models.drt import DRTReader
-from memstore.models.drt.choice import DRTChoice
+from memstore.models.drt.retrieval import DRTChoice
 from memstore.models.landmark import LandmarkReader
-from memstore.models.landmark.choice import LandmarkChoice
+from memstore.models.landmark.retrieval import LandmarkChoice
 from memstore.readers.caches import CACHE
 from memstore.readers.observer import Choice, Choices, Recording
 from memstore.readers.stock.call import StockChoice

@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 
 from memstore.errors import InvalidArgument, TrainingDiverged
 from memstore.models.landmark import LandmarkForCausalLM
+from memstore.models.landmark.training import LANDMARK
 from memstore.tools.app import main
 from memstore.train import Optimisation, corpora, train_on_texts
-from memstore.train.family import LANDMARK
 from tests.tools.conftest import Cli
 from tests.train.helpers import RUNTIME, losses, same_weights
 

@@ -13,7 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from memstore.train import RECIPES, Optimisation, Recipe, Runtime, corpora
+from memstore.models.drt.training import RECIPES
+from memstore.train import Optimisation, Recipe, Runtime, corpora
 from memstore.train.run import last_checkpoint
 from memstore.train.trainer import MemoryTrainer
 
@@ -31,7 +32,7 @@ def small(name: str = "passkey-cpu", **changes: Any) -> Recipe:
 def use_little_text(patch: pytest.MonkeyPatch) -> None:
     """Let recipes train on a part of their texts."""
     topics, sources = corpora.topics()[:60_000], corpora.sources(40_000)
-    for module in ("corpora", "drt"):
+    for module in ("corpora", "texts"):
         patch.setattr(f"memstore.train.{module}.topics", lambda: topics)
         patch.setattr(f"memstore.train.{module}.sources", lambda: sources)
 

@@ -11,13 +11,19 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from memstore.errors import DamagedError, InvalidArgument, TrainingDiverged, UnsupportedModel
+from memstore.models.drt.training import DRT
 from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM
+from memstore.models.landmark.training import (
+    LANDMARK,
+    LANDMARK_RECIPES,
+    TEXT_RECIPES,
+    LandmarkRecipe,
+    LandmarkTextTrainer,
+    Ramp,
+)
 from memstore.train import Optimisation, Runtime, corpora, train_on_texts, train_recipe
 from memstore.train.corpora import train_tokenizer
-from memstore.train.family import LANDMARK
-from memstore.train.landmark import LandmarkTextTrainer, Ramp
 from memstore.train.needles import NeedleRows
-from memstore.train.recipes import LANDMARK_RECIPES, TEXT_RECIPES, LandmarkRecipe
 from memstore.train.start import starting
 from tests.train.helpers import RUNTIME, losses, same_weights, stopped_at, use_little_text
 from tests.train.test_recipes import BLOCK, answers, check
@@ -190,7 +196,7 @@ def test_a_model_that_cannot_get_landmarks_is_refused(stock: Path, tmp_path: Pat
     with pytest.raises(DamagedError, match="cannot be loaded"):
         starting(None, tmp_path, family=LANDMARK)
     with pytest.raises(InvalidArgument, match="not a DRT"):
-        starting(None, stock)
+        starting(None, stock, family=DRT)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     with pytest.raises((UnsupportedModel, DamagedError)):
         starting(None, tmp_path, family=LANDMARK)

@@ -16,11 +16,20 @@ import torch
 from memstore.attention.knn_memory import RecentTokens
 from memstore.errors import DamagedError, DifferentRun, InvalidArgument
 from memstore.models.memorizing import MemorizingCache, MemorizingConfig, MemorizingForCausalLM
-from memstore.models.memorizing.refresh import key_shift, present_states, refresh
-from memstore.train import Optimisation, corpora, train_on_documents
-from memstore.train.documents import LATE_GATE
-from memstore.train.memorizing import MemorizingTrainer
-from memstore.train.streams import NO_LABEL, Streams, collate, segments_of, shared_out
+from memstore.models.memorizing.training import (
+    LATE_GATE,
+    NO_LABEL,
+    MemorizingTrainer,
+    Streams,
+    collate,
+    key_shift,
+    present_states,
+    refresh,
+    segments_of,
+    shared_out,
+    train_on_documents,
+)
+from memstore.train import Optimisation, corpora
 from tests.train.helpers import RUNTIME, losses, same_weights, stopped_at
 from tests.train.two_memorizing import train as train_as_one
 

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from memstore.errors import InvalidArgument
+from memstore.eval.pairs import align
 from memstore.models.drt import DRTConfig, DRTForCausalLM
-from memstore.train import RECIPES, Recipe, align, corpora, train_recipe
-from memstore.train.bank import Bank
+from memstore.models.drt.training import DRT, RECIPES, Bank, grown
+from memstore.train import Recipe, corpora, train_recipe
 from memstore.train.corpora import train_tokenizer
-from memstore.train.family import grown
 from memstore.train.needles import NeedleRows
 from memstore.train.recipes import find_recipe
 from memstore.train.settings import Optimisation
@@ -190,9 +190,11 @@ def test_a_model_grows_by_copies_of_its_upper_layers(tmp_path: Path) -> None:
         assert not torch.equal(new.upper[1][layer].attention.out.weight, old.upper[0][layer].attention.out.weight)
     assert torch.equal(new.retrievers[1].query.weight, old.retrievers[0].query.weight)
     small_one.save_pretrained(tmp_path)
-    assert starting(DRTConfig.preset("tiny", upper_layers=[4]), tmp_path, grow=True).config.upper_layers == [4]
+    assert starting(
+        DRTConfig.preset("tiny", upper_layers=[4]), tmp_path, family=DRT, grow=True
+    ).config.upper_layers == [4]
     with pytest.raises(InvalidArgument, match=r"models whose lower_layers is 3; that of .* is 1"):
-        starting(DRTConfig.preset("tiny", lower_layers=3), tmp_path, grow=True)
+        starting(DRTConfig.preset("tiny", lower_layers=3), tmp_path, family=DRT, grow=True)
 
 
 def test_the_control_of_two_hops_has_the_same_layers_in_one_group() -> None:
@@ -205,7 +207,7 @@ def test_the_control_of_two_hops_has_the_same_layers_in_one_group() -> None:
 
 def test_an_unknown_recipe_is_refused_with_the_known_ones() -> None:
     with pytest.raises(InvalidArgument, match="no recipe is called 'magic'; choose one of passkey-cpu, two-hop-cpu"):
-        find_recipe("magic")
+        find_recipe("magic", RECIPES)
 
 
 @pytest.mark.slow

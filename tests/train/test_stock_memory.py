@@ -14,11 +14,10 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound
-from memstore.eval.memorizing import by_memory_size, paired
-from memstore.eval.token_memory import stock_losses
 from memstore.models.memorizing import add_knn_memory, load_knn_memory
-from memstore.train import Optimisation, corpora, train_stock_memory
-from memstore.train.stock import StockTrainer
+from memstore.models.memorizing.evaluation import by_memory_size, paired, stock_losses
+from memstore.models.memorizing.training import StockTrainer, train_stock_memory
+from memstore.train import Optimisation, corpora
 from tests.eval.drts import byte_tokenizer
 from tests.models.stock import small_llama
 from tests.train.helpers import RUNTIME, losses, same_weights, stopped_at

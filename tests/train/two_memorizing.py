@@ -7,7 +7,8 @@ from pathlib import Path
 
 import tests.conftest  # noqa: F401 - the same settings of PyTorch
 from memstore.models.memorizing import MemorizingConfig
-from memstore.train import Optimisation, train_on_documents
+from memstore.models.memorizing.training import train_on_documents
+from memstore.train import Optimisation
 from tests.train.helpers import RUNTIME
 
 

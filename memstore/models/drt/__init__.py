@@ -3,16 +3,36 @@
 ``DRTForCausalLM`` trains, saves and generates as any Hugging Face model does; ``memstore.attach`` gives it a memory.
 """
 
-from transformers import AutoConfig, AutoModelForCausalLM
+from typing import TYPE_CHECKING
 
-from memstore.models.drt.at_once import SharedBlocks
-from memstore.models.drt.cache import DRTCache
-from memstore.models.drt.configuration import DRTConfig
-from memstore.models.drt.modeling import DRTForCausalLM, DRTModel, DRTOutput
-from memstore.models.drt.reader import DRTReader
+from memstore.lazy import lazy
 
-__all__ = ["DRTCache", "DRTConfig", "DRTForCausalLM", "DRTModel", "DRTOutput", "DRTReader", "SharedBlocks"]
+if TYPE_CHECKING:
+    from memstore.models.drt.cache import DRTCache
+    from memstore.models.drt.configuration import DRTConfig
+    from memstore.models.drt.modeling import DRTForCausalLM, DRTModel, DRTOutput
+    from memstore.models.drt.reader import DRTReader
+    from memstore.models.drt.retrieval import SharedBlocks
+else:
+    __getattr__ = lazy(
+        __name__,
+        {
+            "DRTCache": "cache",
+            "DRTConfig": "configuration",
+            "DRTForCausalLM": "modeling",
+            "DRTModel": "modeling",
+            "DRTOutput": "modeling",
+            "DRTReader": "reader",
+            "SharedBlocks": "retrieval",
+        },
+    )
 
-# So that transformers' own loaders know a saved DRT once this package is imported.
-AutoConfig.register(DRTConfig.model_type, DRTConfig, exist_ok=True)
-AutoModelForCausalLM.register(DRTConfig, DRTForCausalLM, exist_ok=True)
+__all__ = [
+    "DRTCache",
+    "DRTConfig",
+    "DRTForCausalLM",
+    "DRTModel",
+    "DRTOutput",
+    "DRTReader",
+    "SharedBlocks",
+]

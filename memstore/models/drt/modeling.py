@@ -1,6 +1,6 @@
 """DRT: a decoder that retrieves blocks of its own past (Hu et al. 2025, sections 3-4).
 
-A segment of tokens is packed into a stream with landmarks (``packing.py``), runs through the lower layers, and its
+A segment of tokens is packed into a stream with landmarks (``DRTPacking``), runs through the lower layers, and its
 complete blocks are encoded. Then, for each group of upper layers, every landmark chooses among the blocks before its
 own, and the tokens of the *next* block attend to what it chose. Segments continue one another through a ``DRTCache``;
 training is one segment that starts from nothing.
@@ -14,28 +14,130 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from memstore.attention.gca import BlockEncoder, BlockKeysValues, CausalRetriever, ListStates, TopBlocks, weighed
-from memstore.attention.layers import RMSNorm, rotary
+from memstore.attention.gca import (
+    BlockEncoder,
+    BlockKeysValues,
+    CausalRetriever,
+    GroupedCrossAttention,
+    ListStates,
+    TopBlocks,
+    weighed,
+)
+from memstore.attention.layers import RMSNorm, SwiGLU, merged, rotary, rotate
 from memstore.attention.sliding import Window, alibi_slopes
 from memstore.errors import InvalidArgument
 from memstore.kernels.grouped_cross_attention import Ready
 from memstore.models.causal import CausalLM, uncompiled
-from memstore.models.drt.at_once import SharedBlocks, as_one_row, retrieve, with_other_ranks
-from memstore.models.drt.cache import DRTCache
-from memstore.models.drt.choice import GroupSearch
+from memstore.models.drt.cache import DRTCache, States
 from memstore.models.drt.configuration import DRTConfig
-from memstore.models.drt.layers import LowerLayer, Sight, States, UpperLayer
-from memstore.models.drt.packing import DRTPacking
-from memstore.models.drt.tables import random_choice
+from memstore.models.drt.retrieval import (
+    DRTPacking,
+    GroupSearch,
+    SharedBlocks,
+    as_one_row,
+    random_choice,
+    retrieve,
+    with_other_ranks,
+)
 from memstore.readers.caches import takes_cache, with_cache
-from memstore.readers.observer import numbers
-from memstore.transfer import numbers as as_numbers
+from memstore.readers.observer import as_array
+from memstore.transfer import numbers
+
+
+class Sight(NamedTuple):
+    """What self-attention of one segment sees, the same in every layer."""
+
+    window: Window
+    turns: Tensor | None
+    """``[B or 1, M, 1, D / 2]``: rotary positions of the segment; None with ALiBi."""
+
+
+class SelfAttention(nn.Module):
+    """Sliding-window attention. Keys are cached as they are attended to, that is rotated."""
+
+    def __init__(self, config: DRTConfig) -> None:
+        super().__init__()
+        self.heads = config.num_attention_heads
+        self.groups = config.num_key_value_heads
+        inner = self.heads * config.head_dim
+        self.qkv = nn.Linear(config.hidden_size, inner + 2 * self.groups * config.head_dim, bias=False)
+        self.out = nn.Linear(inner, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, sight: Sight, past: States | None) -> tuple[Tensor, States]:
+        """``x [B, M, hidden]`` -> the same, and keys and values of ``past`` and segment together."""
+        qkv = self.qkv(x).unflatten(-1, (self.heads + 2 * self.groups, -1))
+        qk, v = qkv.split((self.heads + self.groups, self.groups), 2)
+        if sight.turns is not None:
+            qk = rotate(qk, sight.turns)
+        q, k = qk.split((self.heads, self.groups), 2)
+        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        return self.out(merged(sight.window.attend(q, k, v))), (k, v)
+
+
+class LowerLayer(nn.Module):
+    """Self-attention and feed-forward, both after a norm."""
+
+    def __init__(self, config: DRTConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.attention = SelfAttention(config)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.feed_forward = SwiGLU(config.hidden_size, config.intermediate_size)
+
+    def forward(self, x: Tensor, sight: Sight, past: States | None) -> tuple[Tensor, States]:
+        """``x [B, M, hidden]`` -> the same, and the layer's keys and values."""
+        attended, states = self.attention(self.attention_norm(x), sight, past)
+        x = x + attended
+        return x + self.feed_forward(self.norm(x)), states
+
+
+class UpperLayer(LowerLayer):
+    """As a lower layer, with what was retrieved added before the feed-forward layer's norm.
+
+    The residual is taken before grouped cross attention: ``H + MLP(Norm(H + GCA(H)))``, as published.
+    """
+
+    def __init__(self, config: DRTConfig) -> None:
+        super().__init__(config)
+        self.cross = None
+        if config.retrieval != "none":
+            self.cross = GroupedCrossAttention(
+                config.hidden_size,
+                config.num_attention_heads,
+                config.head_dim,
+                off_by_one=config.off_by_one,
+                fusion=config.fusion,  # type: ignore[arg-type]  # checked by the configuration
+                eps=config.rms_norm_eps,
+            )
+
+    def forward(  # type: ignore[override]  # it needs what was retrieved
+        self, x: Tensor, sight: Sight, past: States | None, retrieved: Lists | None, by_list: ByList
+    ) -> tuple[Tensor, States]:
+        """``x [B, M, hidden]`` -> the same, and the layer's keys and values."""
+        attended, states = self.attention(self.attention_norm(x), sight, past)
+        x = x + attended
+        found, cross = x, self.cross
+        if cross is not None and isinstance(retrieved, Ready):
+            found = cross.added(x, retrieved)
+        elif cross is not None and retrieved is not None:
+            found = x + by_list(x, lambda queries: cross(queries, retrieved))
+        return x + self.feed_forward(self.norm(found)), states
+
+
+Lists = ListStates | Ready
+"""Lists of a segment's items; a prepared one is the same for all items of a row."""
+ByList = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
+"""Hands tokens ``[B, M, hidden]`` to a function by the lists they use, ``[B, C, T, hidden]``, and takes them back."""
+
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 Retriever = Callable[[Tensor], Tensor]
@@ -236,7 +338,7 @@ class DRTModel(nn.Module):
             return None, self._last(group, packing, cache)
         retrieved = self._last(group, packing, cache) if packing.one_list else None
         queries = self._queries(group, packing, x, blocks[1])
-        first = as_numbers(cache.blocks, x.device)[:, None]
+        first = numbers(cache.blocks, x.device)[:, None]
         limits = first + torch.arange(queries.shape[1], device=x.device)
         chosen, fresh = self._look_up(cache, group, packing, queries, limits, x)
         if not packing.one_list:
@@ -277,7 +379,7 @@ class DRTModel(nn.Module):
         if not cache.observers and cache.in_use is None:
             return chosen, self._fetch(cache, group, chosen, x)
         searched = time.perf_counter()
-        tiers = cache.origin.tiers(0, numbers(chosen.blocks))
+        tiers = cache.origin.tiers(0, as_array(chosen.blocks))
         asked = time.perf_counter()
         fetched = self._fetch(cache, group, chosen, x)
         spent = (1e6 * (searched - begun), 1e6 * (time.perf_counter() - asked))
@@ -442,3 +544,8 @@ def _joined(pieces: list[Tensor]) -> Tensor | None:
 def _pieces(waiting: Tensor) -> list[Tensor]:
     """What waits, free of what it was cut from."""
     return [waiting.clone()] if waiting.shape[1] else []
+
+
+# So that transformers' own loaders know a saved DRT once its class is imported.
+AutoConfig.register(DRTConfig.model_type, DRTConfig, exist_ok=True)
+AutoModelForCausalLM.register(DRTConfig, DRTForCausalLM, exist_ok=True)

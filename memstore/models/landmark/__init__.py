@@ -4,14 +4,37 @@
 stock Llama-like model; ``memstore.attach`` gives it a memory.
 """
 
-from transformers import AutoConfig, AutoModelForCausalLM
+from typing import TYPE_CHECKING
 
-from memstore.models.landmark.cache import LandmarkCache
-from memstore.models.landmark.configuration import LandmarkConfig
-from memstore.models.landmark.convert import make_landmark, unmake_landmark
-from memstore.models.landmark.modeling import LandmarkForCausalLM, LandmarkModel, LandmarkOutput
-from memstore.models.landmark.past import Past, WindowCache
-from memstore.models.landmark.reader import LandmarkReader
+from memstore.lazy import lazy
+
+if TYPE_CHECKING:
+    from memstore.models.landmark.cache import LandmarkCache, Past, WindowCache
+    from memstore.models.landmark.configuration import LandmarkConfig
+    from memstore.models.landmark.modeling import (
+        LandmarkForCausalLM,
+        LandmarkModel,
+        LandmarkOutput,
+        make_landmark,
+        unmake_landmark,
+    )
+    from memstore.models.landmark.reader import LandmarkReader
+else:
+    __getattr__ = lazy(
+        __name__,
+        {
+            "LandmarkCache": "cache",
+            "LandmarkConfig": "configuration",
+            "LandmarkForCausalLM": "modeling",
+            "LandmarkModel": "modeling",
+            "LandmarkOutput": "modeling",
+            "LandmarkReader": "reader",
+            "Past": "cache",
+            "WindowCache": "cache",
+            "make_landmark": "modeling",
+            "unmake_landmark": "modeling",
+        },
+    )
 
 __all__ = [
     "LandmarkCache",
@@ -25,7 +48,3 @@ __all__ = [
     "make_landmark",
     "unmake_landmark",
 ]
-
-# So that transformers' own loaders know a saved landmark model once this package is imported.
-AutoConfig.register(LandmarkConfig.model_type, LandmarkConfig, exist_ok=True)
-AutoModelForCausalLM.register(LandmarkConfig, LandmarkForCausalLM, exist_ok=True)

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from abc import ABC, abstractmethod
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -23,9 +24,14 @@ from torch import Tensor
 from memstore.attention.landmark import Questions, attend, choose, gated, joined, joined_by_gate, local_bias
 from memstore.attention.positions import Turns, final_slots, local_slot, searching_slots
 from memstore.errors import InvalidArgument
-from memstore.models.landmark.choice import LandmarkChoice, LastLists, LastTokens
+from memstore.models.cache import ModelCache
 from memstore.models.landmark.configuration import LandmarkConfig
-from memstore.models.landmark.lists import (
+from memstore.models.landmark.retrieval import (
+    FOREVER,
+    LandmarkChoice,
+    LandmarkTable,
+    LastLists,
+    LastTokens,
     ListLayout,
     Lists,
     SearchCounts,
@@ -36,14 +42,208 @@ from memstore.models.landmark.lists import (
     default_retrieval,
     fetch,
     show,
+    tensor_table,
 )
-from memstore.models.landmark.past import Past
-from memstore.models.landmark.steps import LandmarkSteps
-from memstore.models.landmark.tables import FOREVER, LandmarkTable, tensor_table
 from memstore.models.packing import Packing
+from memstore.readers.graphs import Steps
 from memstore.readers.kinds import Retrieval
-from memstore.readers.observer import numbers as as_numbers
+from memstore.readers.observer import as_array
 from memstore.transfer import alike, from_each, numbers, to_device
+
+
+class Past(ModelCache, ABC):
+    """Base of all caches: for each segment the model calls ``begin``, ``attend`` once for each layer, and ``end``.
+
+    It serves one generation: to branch, make another.
+    """
+
+    config: LandmarkConfig
+
+    def __init__(self, config: LandmarkConfig, rows: int, tokens: int = 0) -> None:
+        """``tokens``: those of a document, that each row goes on after."""
+        super().__init__(config, rows)
+        self.counts = [tokens] * rows
+        """Tokens of each row, those of the document included."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.rows} rows of {max(self.counts)} tokens)"
+
+    @property
+    def offsets(self) -> list[int]:
+        """Tokens that wait in the incomplete block of each row."""
+        return [count % self.config.tokens_per_block for count in self.counts]
+
+    @property
+    def step(self) -> int:
+        """Tokens between the places where what comes is cut into forward passes."""
+        return self.config.segment_tokens
+
+    @abstractmethod
+    def begin(self, packing: Packing, ending: Sequence[int] = ()) -> None:
+        """A segment comes: ``packing`` says which stream items it has, ``ending`` which rows have none after it."""
+
+    @abstractmethod
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:
+        """``q [B, H, M, D]``, ``k, v [B, G, M, D]`` of the segment, without positions -> ``[B, H, M, D]``.
+
+        ``context_miss [1, G, 1, D]``: the key of the context-miss token, where the model has one.
+        """
+
+    @abstractmethod
+    def end(self) -> None:
+        """All layers have attended: the segment is past now, and its tokens are counted."""
+
+    @abstractmethod
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row ``b`` be what row ``beam_idx[b]`` was; rows may be dropped or repeated."""
+
+
+# Baselines are the same class without landmarks, so a table compares nothing but attention. Transformer-XL is computed
+# in one pass: every window with the one before it, detached, as its cache.
+class WindowCache(Past):
+    """Keys and values that the baselines' next tokens can see: all, a window, or two windows side by side.
+
+    Keys are kept rotated to their true positions. No gradient flows into it.
+    """
+
+    def __init__(self, config: LandmarkConfig, rows: int) -> None:
+        super().__init__(config, rows)
+        self.states: list[tuple[Tensor, Tensor] | None] = [None] * config.num_hidden_layers
+        """``[B, G, P, D]`` of each layer."""
+        self.places: Tensor | None = None
+        """``[B, P]``: position of each of them; -1 where there is none."""
+        self._packing: Packing | None = None
+        self._turns: Turns | None = None
+        self._visible: Tensor | None = None
+
+    @property
+    def offsets(self) -> list[int]:
+        """Tokens of each row: there are no blocks, so they are those of one that never ends."""
+        return self.counts
+
+    def begin(self, packing: Packing, ending: Sequence[int] = ()) -> None:  # noqa: ARG002 - nobody is told
+        """Where the segment's items stand, and what each sees."""
+        device = packing.ids.device
+        at = torch.tensor(self.counts, device=device)[:, None] + torch.arange(packing.items, device=device)
+        here = torch.where(packing.real, at, -1)
+        self._packing, self._turns = packing, self.config.rotary.turns(at.unsqueeze(1))
+        self.places = here if self.places is None else torch.cat([self.places, here], 1)
+        places, first = self.places[:, None], self._first(at).clamp(min=0)[..., None]
+        # What only fills a row up sees itself: something that is finite.
+        itself = F.pad(torch.eye(packing.items, dtype=torch.bool, device=device), (places.shape[-1] - packing.items, 0))
+        self._visible = ((places >= first) & (places <= at[..., None]) | itself).unsqueeze(1)
+
+    def _first(self, places: Tensor) -> Tensor:
+        """The first position that a token at each of ``places`` sees; below 0 where it sees all."""
+        match self.config.attention:
+            case "window":
+                return places - self.config.window + 1
+            case "xl":
+                return (places.div(self.config.window, rounding_mode="floor") - 1) * self.config.window
+            case _:
+                return torch.zeros_like(places)
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:  # noqa: ARG002 - the baselines have none
+        """``q [B, H, M, D]``, ``k, v [B, G, M, D]`` of the segment, without positions -> ``[B, H, M, D]``."""
+        assert self._turns is not None
+        rotary = self.config.rotary
+        q, k = rotary.rotate(q, self._turns), rotary.rotate(k, self._turns)
+        past = self.states[layer]
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        self.states[layer] = (k.detach(), v.detach())
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self._visible, enable_gqa=q.shape[1] != k.shape[1])
+
+    def end(self) -> None:
+        """Count the segment's tokens, and drop what nobody will see again."""
+        assert self._packing is not None
+        assert self.places is not None
+        self.counts = [count + new for count, new in zip(self.counts, self._packing.counts, strict=True)]
+        first = self._first(torch.tensor(self.counts, device=self.places.device)).clamp(min=0)
+        needed = (self.places >= first[:, None]).any(0)
+        if not bool(needed.all()):
+            self.places = self.places[:, needed]
+            self.states = [
+                None if each is None else (each[0][:, :, needed], each[1][:, :, needed]) for each in self.states
+            ]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row ``b`` be what row ``beam_idx[b]`` was; rows may be dropped or repeated."""
+        self.rows = len(beam_idx)
+        self.counts = [self.counts[row] for row in beam_idx.tolist()]
+        self.places = None if self.places is None else self.places[beam_idx.to(self.places.device)]
+        self.states = [
+            None if each is None else (each[0][beam_idx.to(each[0].device)], each[1][beam_idx.to(each[1].device)])
+            for each in self.states
+        ]
+
+
+class LandmarkSteps(Steps):
+    """Those of a ``LandmarkCache``: each token goes into the frames of the layers, which are attended to as a whole."""
+
+    cache: Any  # a LandmarkCache, which knows these steps
+
+    @property
+    def place(self) -> int:
+        """See ``Steps``: in the segment that is being written."""
+        return int(self.cache.items[0])
+
+    def same(self) -> Hashable | None:
+        """See ``Steps``: within a block, while lists stay; new lists of the same size lie where those before lay."""
+        cache = self.cache
+        alone = alike(cache.items) and alike(cache.blocks) and len(set(cache.counts)) == 1
+        last = (cache.counts[0] + 1) % cache.config.tokens_per_block == 0
+        if not alone or last or cache.observers or cache.config.context_miss or None in cache._frames:
+            return None
+        blocks = int(cache.blocks[0])
+        latest = blocks <= cache._top_k
+        if blocks and not all(self._stays(layer, latest) for layer in range(len(cache._kept))):
+            return None
+        slot = int(local_slot(cache.blocks[:1], cache.slots)[0])
+        return blocks > 0, latest, slot, tuple(x.shape for x in self.buffers())
+
+    def _stays(self, layer: int, latest: bool) -> bool:
+        """Whether the next token uses the list of before."""
+        cache, kept = self.cache, self.cache._kept[layer]
+        if kept is None:
+            return False
+        if latest or layer in cache.config.local_layers:
+            return torch.equal(kept.run, cache._segment)
+        every = cache.retrieval.every
+        stays = every == "segment" or (isinstance(every, int) and cache.counts[0] % every != 0)
+        return stays and torch.equal(kept.run, cache._run) and bool(kept.made.all())
+
+    def buffers(self) -> list[Tensor]:
+        """See ``Steps``."""
+        shown = [kept.shown for kept in self.cache._kept if kept is not None]
+        parts = [*(frame for frame in self.cache._frames if frame is not None), *shown]
+        return [x for part in parts for x in part if x is not None]
+
+    def use(self, buffers: list[Tensor]) -> None:
+        """See ``Steps``."""
+        cache, given = self.cache, iter(buffers)
+        cache._frames = [
+            None if frame is None else type(frame)(*(next(given) for _ in frame)) for frame in cache._frames
+        ]
+        for layer, kept in enumerate(cache._kept):
+            if kept is not None:
+                shown = [None if x is None else next(given) for x in kept.shown]
+                cache._kept[layer] = kept._replace(shown=ListLayout(*cast("list[Tensor]", shown)))
+
+    def back(self) -> None:
+        """See ``Steps``."""
+        self._count(-1)
+
+    def on(self, _: Tensor | None) -> None:
+        """See ``Steps``."""
+        self._count(1)
+
+    def _count(self, tokens: int) -> None:
+        cache, config = self.cache, self.cache.config
+        cache.items += tokens
+        cache.counts, cache.given = [count + tokens for count in cache.counts], cache.given + tokens
+        if bool(cache.blocks.any()):
+            cache.asked.queries += tokens * config.num_hidden_layers * cache.rows * config.num_attention_heads
 
 
 class _Frame(NamedTuple):
@@ -495,7 +695,7 @@ class LandmarkCache(Past):
         last = self._last if self._watched(layer) else None
         if last is not None:  # before they are fetched, which brings them nearer
             held = range(self.table.own[layer].first, self.origin.stored)
-            tiers = self.origin.tiers(layer, as_numbers(last.of(blocks)), held)
+            tiers = self.origin.tiers(layer, as_array(last.of(blocks)), held)
         searching, self._search_seconds = self._search_seconds, 0.0
         begun = time.perf_counter()
         table, size = self.table.layers[layer], self.config.block_size

@@ -7,32 +7,239 @@ a landmark predicts the token after it, and the landmark predicts nothing.
 Without a cache, as in training, the whole stream goes through landmark attention with true positions. With a cache, as
 in ``generate``, it goes segment by segment: each retrieves the blocks it needs from all that came before, and is placed
 behind them (``cache.py``). The same class, without landmarks, is the baselines of the paper's table.
+
+The context-miss token while training (Mohtashami & Jaggi 2023, appendix D).
+
+It is no item of the stream. It stands at position -1, before everything, so it attends to nothing and its hidden state
+in each layer is the same for every text: a vector that runs through the feed-forward layers alone. What counts is its
+key in each layer. In the paper's words, with ``L_CMT`` the landmarks under its control, its score is one more column of
+the group of a query's own block and the free landmarks, and the weight it gets there is handed to the landmarks of
+``L_CMT``, among which a softmax of their own divides it. Where a query sees none of ``L_CMT``, the token keeps its
+weight, which is lost.
+
+This is landmark attention with another score for controlled landmarks,
+
+    s_l + s_CMT - logsumexp over visible l' of L_CMT (s_l')
+
+which gives each the weight that the paper's product of three softmaxes gives it. That term is a number of the query
+times a flag of the key, so it goes into one more dimension of both, and no attention of its own is needed. A second
+one carries the score of the token itself for queries that see none of ``L_CMT``.
+
+Here landmarks are drawn while training only: otherwise those of a text without a cache are all free, as the paper's
+in-context landmarks are. With a cache, those in memory are under control (``memstore.attention.landmark``).
+
+Deviation: the landmarks under control are drawn once for all layers of a step, not anew in each layer.
+
+Landmark attention for stock Hugging Face models: make one into a landmark model for fine-tuning, and back.
+
+The parameters of the two have the same names, so nothing is converted and nothing is copied: the new model holds the
+very same parameters, and those of its landmark beside them.
 """
 
 from __future__ import annotations
 
+import copy
+import inspect
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from memstore.attention.layers import RMSNorm, merged
 from memstore.attention.positions import positional_jumps
 from memstore.attention.sliding import Window
-from memstore.errors import InvalidArgument
+from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.kernels import landmark_attention
 from memstore.models.causal import CausalLM, uncompiled
-from memstore.models.landmark.cache import LandmarkCache
+from memstore.models.landmark.cache import LandmarkCache, Past, WindowCache
 from memstore.models.landmark.configuration import LandmarkConfig
-from memstore.models.landmark.context_miss import gated_attention
-from memstore.models.landmark.layers import LandmarkSight, Layer, ResidualLinear, norm
-from memstore.models.landmark.past import Past, WindowCache
 from memstore.models.packing import Packing
 from memstore.readers.caches import takes_cache, with_cache
+
+if TYPE_CHECKING:
+    from peft import LoraConfig, PeftModel
+
+
+NOWHERE = -1000.0
+"""A score whose exponential is 0; in float16 it can be multiplied by the square root of a head's size."""
+
+
+# The token is no item of the stream: at position -1 it attends to nothing, so it is a vector that runs through the
+# feed-forward layers once per step. Its gate is one more dimension of queries and keys (a number of the query times a
+# flag of the key), so the same fused attention trains it. Which landmarks it controls is drawn once per step.
+def gated_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_landmark: Tensor,
+    context_miss: Tensor,
+    controlled: Tensor | None,
+    *,
+    ramp: float = 1.0,
+) -> Tensor:
+    """Landmark attention over ``q [B, H, M, D]``, ``k, v [B, G, M, D]`` with a context-miss token -> ``[B, H, M, D]``.
+
+    Args:
+        q: queries, rotated.
+        k: keys, rotated.
+        v: values.
+        is_landmark: ``[B, M]``.
+        context_miss: ``[1, G, 1, D]``, the token's key, rotated to position -1.
+        controlled: ``[B, M]``, the landmarks under its control (``L_CMT``); none if None.
+        ramp: that of ``landmark_attention``.
+    """
+    dim = q.shape[-1]
+    scale = dim**-0.5
+    gate = _scores(q, context_miss, scale).squeeze(-1)  # [B, H, M]
+    share, alone = torch.zeros_like(gate), gate
+    if controlled is not None:
+        total, some = _total(q, k, is_landmark, controlled, scale)
+        share = torch.where(some, gate - total, 0.0)
+        alone = torch.where(some, NOWHERE, gate)
+    q = torch.cat([q, (torch.stack([share, alone], -1) / scale).to(q.dtype)], -1)
+    k = F.pad(k, (0, 2))
+    if controlled is not None:
+        flags = F.one_hot(torch.tensor(dim, device=k.device), dim + 2).to(k.dtype)
+        k = k + controlled[:, None, :, None] * flags
+    # The token as a block of its own in front: one item that holds nothing, and its landmark.
+    own = F.one_hot(torch.tensor(dim + 1, device=k.device), dim + 2).to(k.dtype).expand(*k.shape[:2], 2, -1)
+    k, v = torch.cat([own, k], 2), F.pad(v, (0, 0, 2, 0))
+    front = torch.tensor([False, True], device=k.device).expand(len(k), -1)
+    return landmark_attention(q, k, v, torch.cat([front, is_landmark], 1), ramp=ramp, scale=scale)
+
+
+def _total(q: Tensor, k: Tensor, is_landmark: Tensor, controlled: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Log of the sum of exponentials of the scores of visible landmarks under control, and where there are any.
+
+    ``[B, H, M]`` and ``[B, 1, M]``. Both are those of regular blocks, the same in all rows.
+    """
+    places = is_landmark[0].nonzero().flatten()
+    block = is_landmark[0].cumsum(0) - is_landmark[0].long()
+    earlier = torch.arange(len(places), device=q.device) < block[:, None]  # [M, N]
+    visible = (earlier & controlled[:, places].unsqueeze(1)).unsqueeze(1)  # [B, 1, M, N]
+    some = visible.any(-1)
+    scores = _scores(q, k[:, :, places], scale)
+    # Queries that see none get a sum of something, whose gradient nobody asks for, instead of NaN.
+    return scores.masked_fill(~visible & some.unsqueeze(-1), -torch.inf).logsumexp(-1), some
+
+
+def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
+    """``q [B, H, M, D]``, ``k [B or 1, G, N, D]`` -> ``[B, H, M, N]`` in float32 at least."""
+    grouped: Tensor = q.unflatten(1, (k.shape[1], -1))
+    products: Tensor = (grouped @ k.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
+    return (products if products.dtype == torch.float64 else products.float()) * scale
+
+
+class LandmarkSight(Protocol):
+    """What attends: the whole stream of a training step, or a cache at inference. It applies positions."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:
+        """``q [B, H, M, D]``, ``k, v [B, G, M, D]`` without positions -> ``[B, H, M, D]``.
+
+        ``context_miss [1, G, 1, D]``: the key of the context-miss token, where the model has one.
+        """
+
+
+def norm(config: LandmarkConfig) -> nn.Module:
+    """RMSNorm for Llama, LayerNorm without bias for the paper's GPT-2-like model."""
+    if config.architecture == "llama":
+        return RMSNorm(config.hidden_size, config.norm_eps)
+    return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=False)
+
+
+class ResidualLinear(nn.Linear):
+    """A projection into the residual stream. GPT-2's start smaller, the more layers add to it."""
+
+
+class Attention(nn.Module):
+    """Projections around what ``LandmarkSight`` attends to."""
+
+    def __init__(self, config: LandmarkConfig, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.dim = config.head_dim
+        inner, outer = config.num_attention_heads * self.dim, config.num_key_value_heads * self.dim
+        self.q_proj = nn.Linear(config.hidden_size, inner, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, outer, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, outer, bias=config.attention_bias)
+        self.o_proj = ResidualLinear(inner, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor, context_miss: Tensor | None, sight: LandmarkSight) -> Tensor:
+        """``x [B, M, hidden]``, and the context-miss token ``[1, 1, hidden]`` -> ``[B, M, hidden]``."""
+        q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        gate = None if context_miss is None else self._heads(self.k_proj(context_miss))
+        projected: Tensor = self.o_proj(merged(sight.attend(self.number, q, k, v, gate)))
+        return projected
+
+    def keep(self, x: Tensor, cache: LandmarkCache) -> None:
+        """Give ``cache`` the keys and values of ``x [B, M, hidden]``."""
+        cache.keep(self.number, self._heads(self.k_proj(x)), self._heads(self.v_proj(x)))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        heads: Tensor = x.unflatten(-1, (-1, self.dim)).transpose(1, 2)
+        return heads
+
+
+class GatedFeedForward(nn.Module):
+    """``down(silu(gate x) * up x)``: SwiGLU (Shazeer 2020), as in Llama."""
+
+    def __init__(self, config: LandmarkConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = ResidualLinear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., hidden]`` -> the same."""
+        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return down
+
+
+class FeedForward(nn.Module):
+    """``down(gelu(up x))``, as in GPT-2."""
+
+    def __init__(self, config: LandmarkConfig) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = ResidualLinear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., hidden]`` -> the same."""
+        down: Tensor = self.down_proj(F.gelu(self.up_proj(x)))
+        return down
+
+
+class Layer(nn.Module):
+    """Self-attention and feed-forward, both after a norm."""
+
+    def __init__(self, config: LandmarkConfig, number: int) -> None:
+        super().__init__()
+        self.input_layernorm = norm(config)
+        self.self_attn = Attention(config, number)
+        self.post_attention_layernorm = norm(config)
+        self.mlp = GatedFeedForward(config) if config.architecture == "llama" else FeedForward(config)
+
+    def keep(self, x: Tensor, cache: LandmarkCache) -> None:
+        """Give ``cache`` what ``x [B, M, hidden]`` leaves in this layer, and compute nothing else."""
+        self.self_attn.keep(self.input_layernorm(x), cache)
+
+    def forward(self, x: Tensor, context_miss: Tensor | None, sight: LandmarkSight) -> tuple[Tensor, Tensor | None]:
+        """``x [B, M, hidden]``, and the context-miss token ``[1, 1, hidden]`` where there is one -> the same."""
+        if context_miss is None:
+            x = x + self.self_attn(self.input_layernorm(x), None, sight)
+            return x + self.mlp(self.post_attention_layernorm(x)), None
+        x = x + self.self_attn(self.input_layernorm(x), self.input_layernorm(context_miss), sight)
+        # It stands before everything, so it has nothing to attend to.
+        context_miss = context_miss + self.mlp(self.post_attention_layernorm(context_miss))
+        return x + self.mlp(self.post_attention_layernorm(x)), context_miss
+
 
 WITHOUT_LANDMARKS = 2**40
 """Tokens of a block where there are no landmarks: one that never ends."""
@@ -367,3 +574,195 @@ class LandmarkForCausalLM(CausalLM):
         self.check_tokens(input_ids, mask)
         if mask is not None and not bool(mask[:, -input_ids.shape[1] :].any()):
             raise InvalidArgument("attention_mask leaves out all of input_ids: there is nothing to compute")
+
+
+STOCK = ("llama", "mistral", "qwen2")
+"""Kinds of models that compute what the Llama form of ``LandmarkForCausalLM`` does. SmolLM2 is a ``llama``."""
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+COPIED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+    "initializer_range",
+    "tie_word_embeddings",
+    *TOKENS,
+    "dtype",
+)
+ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
+"""What LoRA adapts where it is asked for by its rank."""
+OWN = ("model.landmark.", "model.context_miss.")
+"""How the names of the parameters begin that no stock model has."""
+
+
+# Parameters have Llama's names, so nothing moves: the landmark model holds the very parameters of the stock model, and
+# `unmake_landmark` builds the stock model around them again from `config.stock`.
+def make_landmark(
+    model: PreTrainedModel, *, block_size: int = 51, lora: int | LoraConfig | None = None, **changes: Any
+) -> LandmarkForCausalLM | PeftModel:
+    """A landmark model with the weights of a stock Llama-like one, ready for fine-tuning (the paper's section 4.2).
+
+    Its landmark begins as the mean of all embeddings. Texts shorter than a block get none, and the same logits as
+    before. The parameters are those of ``model``, not copies: training one trains the other.
+
+    Args:
+        model: a ``llama``, ``mistral`` or ``qwen2`` of transformers, as ``AutoModelForCausalLM`` loads it.
+        block_size: tokens of a block, its landmark counted; 51 is the 50 tokens of the paper.
+        lora: train low-rank adapters (Hu et al. 2021) and the landmark only: their rank, or a configuration of
+            ``peft``, which must be installed. The result is then a ``PeftModel`` around the landmark model.
+        **changes: further options of ``LandmarkConfig``. With ``attention="full"`` it is the stock model itself, as the
+            baseline of the same class, without a landmark.
+
+    Raises:
+        UnsupportedModel: the model computes something else than the Llama form does.
+        InvalidArgument: options that cannot be.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise InvalidArgument(
+            "make_landmark takes a model, as AutoModelForCausalLM.from_pretrained loads it, without adapters, "
+            f"not a {type(model).__name__}"
+        )
+    config = _configuration(model, block_size, changes)
+    with torch.device("meta"):
+        made = LandmarkForCausalLM(config)
+    weights = dict(model.state_dict(keep_vars=True))
+    embeddings = cast("nn.Embedding", model.get_input_embeddings()).weight
+    mean = embeddings.detach().float().mean(0, keepdim=True)
+    for name in [name for name, _ in made.named_parameters() if name.startswith(OWN)]:
+        weights[name] = nn.Parameter(mean.to(model.dtype, copy=True))
+    made.generation_config = model.generation_config
+    _take_over(made, weights)
+    made.train(model.training)
+    return made if lora is None else with_adapters(made, lora)
+
+
+def unmake_landmark(model: LandmarkForCausalLM | PeftModel) -> PreTrainedModel:
+    """The stock model that ``make_landmark`` was given, with the weights as they are now, and without landmarks.
+
+    Adapters are merged into the weights; a ``PeftModel`` is used up by that. The parameters are those of ``model``.
+    Raises ``InvalidArgument`` for a model that was not made of a stock one.
+    """
+    merge = getattr(model, "merge_and_unload", None)
+    inner = model if merge is None else merge()
+    if not isinstance(inner, LandmarkForCausalLM) or inner.config.stock is None:
+        raise InvalidArgument(
+            f"expected a model of make_landmark, which knows what it was made of; this {type(inner).__name__} does not"
+        )
+    config = AutoConfig.for_model(**inner.config.stock)
+    with torch.device("meta"):
+        stock: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    # Its frequencies are no parameters, so nothing below would bring them.
+    stock.model.rotary_emb = type(stock.model.rotary_emb)(config).to(inner.device)
+    weights = inner.state_dict(keep_vars=True)
+    _take_over(stock, {name: tensor for name, tensor in weights.items() if not name.startswith(OWN)})
+    stock.generation_config = inner.generation_config
+    stock.train(inner.training)
+    return stock
+
+
+def with_adapters(model: LandmarkForCausalLM, lora: int | LoraConfig) -> PeftModel:
+    """``model`` with low-rank adapters, put into it in place: they and its landmark are trained, all else is frozen.
+
+    Args:
+        model: any landmark model.
+        lora: the rank of the adapters, or a configuration of ``peft``, which must be installed.
+
+    Raises:
+        InvalidArgument: a rank below 1, or ``peft`` is not there.
+    """
+    config = copy.copy(lora_config(lora))
+    own = {name.split(".")[1] for name, _ in model.named_parameters() if name.startswith(OWN)}
+    config.modules_to_save = sorted({*(config.modules_to_save or ()), *own})
+    from peft import get_peft_model
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # peft's own question
+        made: PeftModel = get_peft_model(model, config)
+    return made
+
+
+def lora_config(lora: int | LoraConfig) -> LoraConfig:
+    """What ``with_adapters`` does for ``lora``, which it raises the errors of, before there is a model."""
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise InvalidArgument('lora needs peft: pip install "torch-memstore[lora]"') from error
+    if not isinstance(lora, int):
+        return lora
+    if isinstance(lora, bool) or lora < 1:
+        raise InvalidArgument(f"the rank of lora must be at least 1, not {lora}")
+    return LoraConfig(r=lora, lora_alpha=2 * lora, target_modules=list(ADAPTED), task_type="CAUSAL_LM")
+
+
+def _configuration(model: PreTrainedModel, block_size: int, changes: dict[str, Any]) -> LandmarkConfig:
+    stock: Any = model.config
+    _check(stock)
+    if changes.get("architecture", "llama") != "llama":
+        raise InvalidArgument("a stock model becomes a Llama with landmarks: its architecture is given")
+    given = _given(stock)
+    _check_names(changes, given)
+    return LandmarkConfig(**{**given, "block_size": block_size, **changes})
+
+
+def _given(stock: Any) -> dict[str, Any]:
+    """What a stock model's configuration says, in the words of ``LandmarkConfig``."""
+    return {
+        **{name: getattr(stock, name, None) for name in COPIED},
+        "architecture": "llama",
+        "head_dim": getattr(stock, "head_dim", None),
+        "norm_eps": stock.rms_norm_eps,
+        "rope_theta": float(stock.rope_parameters["rope_theta"]),
+        "rope_interleaved": False,
+        "attention_bias": stock.model_type == "qwen2",
+        "stock": stock.to_dict(),
+    }
+
+
+# A configuration of transformers takes any name: `blocks_size=8` would change nothing, silently, and `hidden_size=64`
+# would not fit the weights.
+def _check_names(changes: dict[str, Any], given: dict[str, Any]) -> None:
+    """Raise ``InvalidArgument`` for options that do not exist, which a configuration would take, or that are given."""
+    known = inspect.signature(LandmarkConfig.__init__).parameters.keys() - {"self", "kwargs"} - given.keys()
+    if wrong := sorted(changes.keys() - known - {"architecture", *TOKENS}):
+        raise InvalidArgument(f"make_landmark has no option {', '.join(wrong)}; it has {', '.join(sorted(known))}")
+
+
+def _check(stock: PreTrainedConfig) -> None:
+    """Raise ``UnsupportedModel`` for whatever the Llama form of a landmark model does not compute."""
+    if stock.model_type not in STOCK:
+        raise UnsupportedModel(
+            f"a {stock.model_type!r} cannot become a landmark model; it must be one of {', '.join(STOCK)} "
+            "(RMSNorm, SwiGLU, rotary positions, grouped heads)"
+        )
+    rope = getattr(stock, "rope_parameters", None) or {}
+    window = getattr(stock, "sliding_window", None)
+    wrong = {
+        f"rope_type is {rope.get('rope_type')!r}, not 'default'": rope.get("rope_type", "default") != "default",
+        f"it has a sliding window of {window} tokens; set sliding_window=None": window is not None,
+        f"hidden_act is {getattr(stock, 'hidden_act', None)!r}, not 'silu'": getattr(stock, "hidden_act", "") != "silu",
+        "it has biases (attention_bias)": bool(getattr(stock, "attention_bias", False)),
+        "it has biases (mlp_bias)": bool(getattr(stock, "mlp_bias", False)),
+        "it has attention dropout; set attention_dropout=0": bool(getattr(stock, "attention_dropout", 0)),
+    }
+    found = [reason for reason, is_so in wrong.items() if is_so]
+    if found:
+        raise UnsupportedModel(f"this {stock.model_type} cannot become a landmark model: {'; '.join(found)}")
+
+
+def _take_over(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
+    """Make ``weights`` the parameters of ``model``, which has none yet."""
+    expected = set(model.state_dict())
+    if expected != set(weights):
+        odd = ", ".join(sorted(expected ^ set(weights))[:4])
+        raise UnsupportedModel(
+            f"the model's weights are not those of its kind ({odd}, ...); load it as it was saved, without "
+            "quantisation or adapters"
+        )
+    model.load_state_dict(weights, assign=True)
+
+
+# So that transformers' own loaders know a saved landmark model once its class is imported.
+AutoConfig.register(LandmarkConfig.model_type, LandmarkConfig, exist_ok=True)
+AutoModelForCausalLM.register(LandmarkConfig, LandmarkForCausalLM, exist_ok=True)

@@ -22,11 +22,16 @@ from memstore.errors import InvalidArgument
 from memstore.memory import Document, MemorySpec
 from memstore.memory.search import Match, best, check_layer
 from memstore.models.landmark.cache import LandmarkCache
-from memstore.models.landmark.choice import LandmarkChoice
 from memstore.models.landmark.configuration import LandmarkConfig
-from memstore.models.landmark.lists import SearchCounts, check_capacity, check_lists, default_retrieval
 from memstore.models.landmark.modeling import LandmarkForCausalLM
-from memstore.models.landmark.tables import document_table
+from memstore.models.landmark.retrieval import (
+    LandmarkChoice,
+    SearchCounts,
+    check_capacity,
+    check_lists,
+    default_retrieval,
+    document_table,
+)
 from memstore.models.packing import Packing
 from memstore.models.reading import CacheReader
 from memstore.readers.asking import Query

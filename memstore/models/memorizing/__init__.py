@@ -4,21 +4,38 @@
 model such a layer.
 """
 
-from transformers import AutoConfig, AutoModelForCausalLM
+from typing import TYPE_CHECKING
 
-from memstore.attention.knn_memory import RecentTokens
-from memstore.attention.knn_stored import StoredTokens, token_spec
-from memstore.models.memorizing.cache import MemorizingCache
-from memstore.models.memorizing.configuration import MemorizingConfig
-from memstore.models.memorizing.modeling import MemorizingForCausalLM, MemorizingModel
-from memstore.models.memorizing.reader import MemorizingReader
-from memstore.models.memorizing.stock import (
-    KNNMemory,
-    add_knn_memory,
-    knn_memory_of,
-    load_knn_memory,
-    remove_knn_memory,
-)
+from memstore.lazy import lazy
+
+if TYPE_CHECKING:
+    from memstore.models.memorizing.cache import MemorizingCache
+    from memstore.models.memorizing.configuration import MemorizingConfig
+    from memstore.models.memorizing.modeling import MemorizingForCausalLM, MemorizingModel
+    from memstore.models.memorizing.reader import MemorizingReader
+    from memstore.models.memorizing.stock import (
+        KNNMemory,
+        add_knn_memory,
+        knn_memory_of,
+        load_knn_memory,
+        remove_knn_memory,
+    )
+else:
+    __getattr__ = lazy(
+        __name__,
+        {
+            "KNNMemory": "stock",
+            "MemorizingCache": "cache",
+            "MemorizingConfig": "configuration",
+            "MemorizingForCausalLM": "modeling",
+            "MemorizingModel": "modeling",
+            "MemorizingReader": "reader",
+            "add_knn_memory": "stock",
+            "knn_memory_of": "stock",
+            "load_knn_memory": "stock",
+            "remove_knn_memory": "stock",
+        },
+    )
 
 __all__ = [
     "KNNMemory",
@@ -27,15 +44,8 @@ __all__ = [
     "MemorizingForCausalLM",
     "MemorizingModel",
     "MemorizingReader",
-    "RecentTokens",
-    "StoredTokens",
     "add_knn_memory",
     "knn_memory_of",
     "load_knn_memory",
     "remove_knn_memory",
-    "token_spec",
 ]
-
-# So that transformers' own loaders know a saved model once this package is imported.
-AutoConfig.register(MemorizingConfig.model_type, MemorizingConfig, exist_ok=True)
-AutoModelForCausalLM.register(MemorizingConfig, MemorizingForCausalLM, exist_ok=True)

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from memstore.attention.knn import KNNAttention, States, Tell, TokenMemory, WindowAttention
@@ -178,3 +179,8 @@ class MemorizingForCausalLM(CausalLM):
             parts.append(hidden)
             start += part.shape[1]
         return torch.cat(parts, 1)
+
+
+# So that transformers' own loaders know a saved model once its class is imported.
+AutoConfig.register(MemorizingConfig.model_type, MemorizingConfig, exist_ok=True)
+AutoModelForCausalLM.register(MemorizingConfig, MemorizingForCausalLM, exist_ok=True)

@@ -20,8 +20,7 @@ from memstore.attention.knn_stored import StoredTokens, token_spec
 from memstore.errors import InvalidArgument
 from memstore.memory import Document, MemorySpec
 from memstore.memory.search import Match, search_vectors
-from memstore.models.memorizing.cache import MemorizingCache
-from memstore.models.memorizing.choice import KNNChoice
+from memstore.models.memorizing.cache import KNNChoice, MemorizingCache
 from memstore.models.memorizing.modeling import MemorizingForCausalLM
 from memstore.models.reading import CacheReader
 from memstore.readers.asking import Query

@@ -10,11 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from memstore.errors import InvalidArgument
 from memstore.eval.pairs import collate_pairs, encode_pairs, read_pairs
-from memstore.readers.kinds import shipped_model
+from memstore.readers.kinds import DRT, kind_of_type, shipped_model
 from memstore.train.corpora import Documents, digest, encoded, sources, topics, train_tokenizer
-from memstore.train.family import DRT, LANDMARK, Family
+from memstore.train.family import Family, family_of, recipes
 from memstore.train.needles import NeedleRows
-from memstore.train.recipes import LANDMARK_RECIPES, RECIPES, LandmarkRecipe, Recipe, find_recipe
+from memstore.train.recipes import Recipe, find_recipe
 from memstore.train.segments import collate, cut, held_out
 from memstore.train.session import Report, Session, session
 from memstore.train.settings import Optimisation, Runtime
@@ -30,7 +30,7 @@ def train_on_texts(
     out: Folder,
     *,
     config: Any = None,
-    family: Family = DRT,
+    family: Family | None = None,
     changes: Mapping[str, Any] | None = None,
     tokenizer: Folder | None = None,
     init: Folder | None = None,
@@ -47,7 +47,7 @@ def train_on_texts(
         texts: see ``Documents``.
         out: a new folder, or that of the same run, which then goes on.
         config: the model's; the preset ``tiny`` if None. With a tokenizer given, its vocabulary replaces the config's.
-        family: the kind of ``config`` or ``init``. A stock Llama-like ``init`` becomes a landmark model.
+        family: the kind of ``config`` or ``init``; a DRT if None. A stock Llama-like ``init`` becomes a landmark model.
         changes: what differs in the configuration that it gets then.
         tokenizer: a folder; if None, that of ``init``, or one is trained on the texts.
         init: a model folder to start from, instead of ``config``.
@@ -60,7 +60,7 @@ def train_on_texts(
         runtime: what does not.
     """
     optimisation, runtime = optimisation or Optimisation(), runtime or Runtime()
-    start = starting(config, init, tokenizer, family=family, changes=changes, lora=lora)
+    start = starting(config, init, tokenizer, family=family or family_of(DRT), changes=changes, lora=lora)
     context = _context(context, start.config)
     documents = Documents(texts, column=column)
     settings = {
@@ -82,10 +82,10 @@ def train_recipe(
 
     A DRT with fewer upper layers or groups than the recipe's is grown first: new layers begin as copies.
     """
-    recipe = find_recipe(recipe, {**RECIPES, **LANDMARK_RECIPES}) if isinstance(recipe, str) else recipe
+    recipe = find_recipe(recipe, recipes()) if isinstance(recipe, str) else recipe
     if init is None and recipe.start is not None:
-        init = shipped_model(find_recipe(recipe.start).task)
-    family = LANDMARK if isinstance(recipe, LandmarkRecipe) else DRT
+        init = shipped_model(find_recipe(recipe.start, recipes()).task)
+    family = family_of(kind_of_type(recipe.kind))
     start = starting(family.config.preset("tiny", **recipe.model), init, grow=family.grow is not None, family=family)
     texts = [topics(), sources()]
     settings = {
@@ -114,7 +114,7 @@ def train_on_pairs(
     is used.
     """
     optimisation, runtime = optimisation or Optimisation(), runtime or Runtime()
-    start = starting(None, init)
+    start = starting(None, init, family=family_of(DRT))
     found = read_pairs(Path(pairs), prompt=prompt_field, answer=answer_field)
     settings = {
         "kind": "pairs",

@@ -1,4 +1,12 @@
-"""The landmark paper's tables, for any checkpoint: perplexity by length, by what is retrieved, and by granularity.
+"""What is measured of a landmark model: the paper's tables, needles, and audits.
+
+An audit tells the attention that each head would pay every block in memory, token by token.
+
+With landmarks the truth is cheap: by the grouped softmax (equations 1-4 of the paper) a block has the weight of its
+landmark, however many blocks are attended to. Blocks stand where they stand while they are searched: the latest few in
+slots of their own, all older ones in one slot. A context-miss token is left out: it scales all of the memory alike.
+
+The landmark paper's tables, for any checkpoint: perplexity by length, by what is retrieved, and by granularity.
 
 As in the paper (Mohtashami & Jaggi 2023, section 4.1) the text is cut into pieces of the *evaluation length*, and every
 token of a piece but its first is scored. All lengths score the same text, so rows differ by what tokens see alone:
@@ -15,18 +23,144 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.errors import InvalidArgument
+from memstore.attention.landmark import Questions
+from memstore.errors import InvalidArgument, UnsupportedModel
+from memstore.eval.evaluation import Evaluation
+from memstore.eval.needle import LayerScore, NeedleScore, Reply, needle_blocks
+from memstore.eval.tasks import Sample
+from memstore.memory import Document
 from memstore.models.landmark import LandmarkForCausalLM
 from memstore.models.landmark.cache import LandmarkCache
-from memstore.models.landmark.lists import SearchCounts
-from memstore.readers.kinds import Retrieval
+from memstore.models.landmark.modeling import make_landmark
+from memstore.models.landmark.reader import LandmarkReader
+from memstore.models.landmark.retrieval import LandmarkChoice, SearchCounts
+from memstore.progress import progress_bar
+from memstore.readers.audit import Auditor, exact_scores, index_recall
+from memstore.readers.caches import CACHE
+from memstore.readers.kinds import Retrieval, encode, load_folder, quiet_transformers
+from memstore.readers.observer import Choice, Choices
+from memstore.report import Page, Report, listed
+
+
+class LandmarkAuditor(Auditor):
+    """What a landmark model retrieves."""
+
+    mechanism = "landmark"
+    positions = "all blocks stand where they are searched: the latest few in slots of their own, older ones in one slot"
+
+    def __init__(self, reader: LandmarkReader, top_k: int | None) -> None:
+        super().__init__(reader.model)
+        retrieval = reader.retrieval if top_k is None else replace(reader.retrieval, top_k=top_k)
+        self._document, self.documents = reader.document, [reader.document.name]
+        self.top_k = retrieval.top_k
+        self._cache = reader.cache(retrieval=retrieval)
+
+    @contextmanager
+    def watching(self) -> Iterator[dict[str, Any]]:
+        """See ``Auditor``."""
+        self._cache.observers.append(self)
+        yield {CACHE: self._cache}
+
+    def choice(self, choice: Choice) -> None:
+        """See ``Observer``: what one layer saw at the last token of a call."""
+        assert isinstance(choice, LandmarkChoice)
+        if not choice.rows:
+            return
+        document, layer, at = self._document, choice.layer, choice.last.at[0]
+        questions = choice.ask().tokens(slice(at, at + 1))
+        stored = self._stored(layer, questions)
+        scores = _scores(document, self._cache, layer, questions, stored)  # [H, N]
+        local = choice.local[0, :, at].to(scores)
+        weights = (scores - torch.logaddexp(scores.logsumexp(-1), local)[:, None]).exp()
+        lists = choice.blocks[0, :, at if choice.blocks.shape[2] > 1 else 0]  # [X, K]
+        lists = lists.repeat_interleave(len(scores) // len(lists), 0)
+        chosen = torch.zeros(len(scores), scores.shape[1] + 1, dtype=torch.bool)
+        chosen.scatter_(1, torch.where(lists >= 0, lists, scores.shape[1]), value=True)
+        self.tally.add(layer, weights, chosen[:, :-1], scores)
+        if layer in document.memory.spec.index_layers:
+            recall = index_recall(document.layer(layer), questions.older[0], max(1, lists.shape[1]), [stored])
+            self.tally.add_index_recall(layer, recall)
+
+    def _stored(self, layer: int, questions: Questions) -> range:
+        """Older blocks that are searched in the document; the latest ones are at hand in tensors."""
+        own, first = self._cache.table.own[layer].first, int(questions.first[0])
+        start = self._document.complete_blocks.start
+        return range(start, max(start, min(own, first)))
+
+    def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more of them would not help
+        """See ``Auditor``."""
+        size = self.model.config.segment_tokens
+        return f"no block is in memory yet: they are from {size} tokens on; read a longer text"
+
+    def locate(self, number: int) -> tuple[Document, int]:
+        """See ``Auditor``."""
+        return self._document, number
+
+
+def _scores(document: Document, cache: LandmarkCache, layer: int, questions: Questions, stored: range) -> Tensor:
+    """Scores ``[H, N]`` of the blocks 0..N-1 for one token; -inf for those that have left the document."""
+    stop = questions.first.clamp(min=0)
+    if layer in document.memory.spec.index_layers:
+        own, blocks = cache.table.own[layer].score(questions.older, stop)
+        older = torch.cat([exact_scores(document.layer(layer), questions.older[0], stored), own[0].float().cpu()], -1)
+        numbers = torch.cat([torch.arange(stored.start, stored.stop), blocks.cpu()])
+    else:
+        found, blocks = cache.table.layers[layer].score(questions.older, stop)
+        older, numbers = found[0].float().cpu(), blocks.cpu()
+    there, recent = numbers < int(stop), questions.recent_blocks[0].cpu()
+    values = torch.cat([older[:, 0, there], questions.recent[0, :, 0].float().cpu()[:, recent >= 0]], -1)
+    numbers = torch.cat([numbers[there], recent[recent >= 0]])
+    scores = values.new_full((len(values), int(numbers.max()) + 1), -torch.inf)
+    scores[:, numbers] = values
+    return scores
+
+
+@torch.no_grad()
+def ask(model: LandmarkForCausalLM, cache: LandmarkCache, sample: Sample) -> Reply:
+    """Let the model answer after the haystack in ``cache``, always with the likeliest token."""
+    given = Choices(LandmarkChoice, lambda choice: (choice.layer, choice.rows and choice.searched, *choice.weights()))
+    cache.observers.append(given)
+    ids = torch.tensor([sample.prompt], device=model.device)
+    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    cache.observers.remove(given)
+    needle = needle_blocks(sample.hops[0], cache.config.tokens_per_block)
+    each = [
+        (layer, weights, (blocks >= needle.start) & (blocks < needle.stop))
+        for layer, ends, weights, blocks in given
+        if ends
+    ]
+    layers = tuple(layer_found(layer, weights, own) for layer, weights, own in each if bool(own.any()))
+    tokens: list[int] = []
+    while len(tokens) < len(sample.answer):
+        ids = logits[:, -1:].argmax(-1)
+        tokens.append(int(ids))
+        if len(tokens) < len(sample.answer):
+            logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    best = min(layers, key=lambda each: (each.rank, -each.weight), default=None)
+    return Reply(tokens, () if best is None else (NeedleScore(best.margin, best.weight),), layers)
+
+
+def layer_found(layer: int, weights: Tensor, own: Tensor) -> LayerScore:
+    """Of ``weights [H, N]`` on landmarks, those of the needle being ``own [N]``: by the head that ranks it best."""
+    mine, others = weights[:, own], weights[:, ~own]
+    ranks = (others > mine.amax(1, keepdim=True)).sum(1)
+    shares = mine.sum(1)
+    head = min(range(len(weights)), key=lambda each: (int(ranks[each]), -float(shares[each])))
+    margin = None
+    if others.shape[1]:
+        tiny = torch.finfo(weights.dtype).tiny
+        lead = mine[head].amax().clamp(min=tiny).log() - others[head].amax().clamp(min=tiny).log()
+        margin = float(lead)
+    return LayerScore(layer, int(ranks[head]), margin, float(shares[head]))
+
 
 TOKENS_AT_ONCE = 1 << 13
 """Tokens of a batch."""
@@ -303,3 +437,110 @@ def _perplexity(
         total += float(F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="sum"))
         advance(ids.numel())
     return float(torch.tensor(total / rows[:, 1:].numel(), dtype=torch.float64).exp())
+
+
+DEFAULT_CUTOFFS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
+
+
+def tables(
+    model: LandmarkForCausalLM,
+    tokenizer: Any,
+    texts: Sequence[str],
+    folder: Path,
+    *,
+    lengths: Sequence[int] = (512, 2048, 4096),
+    samples: int = 4,
+    local: str | None = None,
+    top_k: str | None = None,
+    cutoffs: str | None = None,
+    baseline: Sequence[Path] = (),
+    show: bool,
+) -> Report:
+    """All tables that the model has, on ``samples`` pieces of the longest length from the text's end."""
+    config = model.config
+    if config.attention != "landmark":
+        raise UnsupportedModel(
+            f"{folder} has attention={config.attention!r}: name it with --baseline, and a landmark model"
+        )
+    locals_ = _numbers("--local", local, int) or [config.segment_tokens]
+    k = _numbers("--top-k", top_k, _top_k) or [config.retrieval_top_k]
+    chosen = _numbers("--cutoffs", cutoffs, float)
+    longer = [length for length in lengths if length > locals_[0]]
+    for each in locals_:
+        check_local(model, each)
+    for number in k:
+        permissive(number)
+    for cutoff in chosen:
+        permissive(k[0], cutoff)
+    if chosen and not config.context_miss:
+        raise InvalidArgument("--cutoffs needs a model with a context-miss token: train one with --context-miss")
+    if chosen and not longer:
+        raise InvalidArgument(
+            f"--cutoffs needs one of --lengths above the {locals_[0]:,} local tokens: a shorter text retrieves nothing"
+        )
+    tokens = torch.tensor(encode(tokenizer, "\n\n".join(texts)))
+    check(tokens, lengths)
+    tokens = tokens[-max(lengths) * min(samples, len(tokens) // max(lengths)) :]
+    rows = _all_lengths(folder, model, baseline, tokens, lengths, locals_, k, show)
+    data: dict[str, Any] = {"task": "perplexity", "model": folder.name, "tokens": len(tokens), "rows": rows_of(rows)}
+    if longer:
+        data["granularity"] = rows_of(list(by_granularity(model, tokens, longer, local=locals_[0], top_k=k)))
+    if config.context_miss and longer:
+        wanted = chosen or DEFAULT_CUTOFFS
+        data["cutoffs"] = rows_of(list(by_cutoff(model, tokens, longer, wanted, local=locals_[0], top_k=k[0])))
+    return Report(data=data, text=lambda page: _show(page, data))
+
+
+def _all_lengths(
+    folder: Path,
+    model: Any,
+    baselines: Sequence[Path],
+    tokens: Any,
+    lengths: Sequence[int],
+    local: Sequence[int],
+    top_k: Sequence[Any],
+    show: bool,
+) -> list[LengthRow]:
+    models = [*(_baseline(each, folder, model) for each in baselines), model]
+    rows = []
+    for each in models:
+        count = len(lengths) * (len(local) * len(top_k) if each is model else 1)
+        with progress_bar(each.config.attention, 0, count * len(tokens), show) as advance:
+            rows += list(by_length(each, tokens, lengths, local=local, top_k=top_k, advance=advance))
+    return sorted(rows, key=lambda row: row.length)
+
+
+def _baseline(folder: Path, own: Path, compared: LandmarkForCausalLM) -> Any:
+    """The model in ``folder``, if its perplexity can be compared with that of the one in ``own``."""
+    with quiet_transformers():
+        model: Any = load_folder(folder, str(compared.device))[0].float()
+    if not isinstance(model, LandmarkForCausalLM):
+        try:
+            model = make_landmark(model, attention="full", block_size=compared.config.block_size)
+        except UnsupportedModel as error:
+            raise UnsupportedModel(
+                f"{folder} is no baseline ({error}): train one with memstore train landmark --attention full"
+            ) from None
+    if (folder / "tokenizer.json").read_bytes() != (own / "tokenizer.json").read_bytes():
+        raise InvalidArgument(f"{folder} has another tokenizer than {own}: their perplexities cannot be compared")
+    return model
+
+
+def _top_k(text: str) -> Any:
+    return text if text == "all" else int(text)
+
+
+def _numbers(option: str, text: str | None, read: Callable[[str], Any]) -> list[Any]:
+    return [] if text is None else listed(option, text, read, "write numbers separated by commas.")
+
+
+def _show(page: Page, data: dict[str, Any]) -> None:
+    titles = {"rows": "By length", "granularity": "By granularity of retrieval", "cutoffs": "By cut-off"}
+    for name, title in titles.items():
+        if name in data:
+            page.line(title)
+            page.records(data[name])
+            page.line()
+
+
+LANDMARK = Evaluation(ask=ask, perplexity=tables)

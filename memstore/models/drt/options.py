@@ -1,0 +1,44 @@
+"""The options of training and of measuring, for the command line. Nothing here needs PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from memstore.train.options import SegmentOptions, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class DRTTraining(SegmentOptions):
+    """Train a DRT: a language model that learns which blocks of its past to read again.
+
+    On texts, by a recipe that needs none, or on prompts and answers. The result is a Hugging Face model folder.
+    After an interruption the same command goes on from the last checkpoint, to the same result. Under torchrun
+    (torchrun --nproc-per-node 2 -m memstore.tools.app train drt ...) every process trains on its part of a batch.
+
+    Example:
+
+        memstore train drt --recipe passkey-cpu --out passkey
+
+    In Python: memstore.train.train_recipe, memstore.train.train_on_texts and memstore.train.train_on_pairs.
+    """
+
+    recipe: str | None = option("Train without texts: passkey-cpu or two-hop-cpu.")
+    pairs: Path | None = option("Fine-tune on this JSON Lines file of prompts and answers.")
+    init: Path | None = option("Start from the model in this folder.", model=True)
+    preset: str | None = option("Size: tiny (without it), small-128m or medium-350m.")
+    groups: int | None = option("Groups of upper layers; each retrieves once.", min=1)
+    prompt_field: str | None = option("Field of --pairs with the prompt. Without it: prompt.")
+    answer_field: str | None = option("Field of --pairs with the answer. Without it: answer.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DRTPerplexity:
+    """Perplexity of the same last tokens after contexts of each length, with a memory and with retrieval off."""
+
+    lengths: list[int] | None = option("Lengths of the context, such as 2K,8K,32K.", tokens=1)
+    scored: int | None = option("Tokens scored at the end of each sample. Without it: 1024.", min=1)
+    samples: int | None = option("Places of the text, the same for all lengths. Without it: 4.", min=1)
+
+
+TRAINING, PERPLEXITY = DRTTraining, DRTPerplexity

@@ -1,0 +1,314 @@
+"""Training landmark models: the ordinary one, with a warm start where weights are new.
+
+With the grouped softmax from the first step on, nothing is learned over a distance: a landmark that weighs nothing gets
+no gradient that says what it stands for. So attention begins as an ordinary causal softmax (``ramp`` 0) and becomes the
+paper's from there (``ramp`` 1), by adding a growing part of what a block's landmark says to the scores of its tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from memstore.errors import InvalidArgument
+from memstore.models.landmark.configuration import LandmarkConfig
+from memstore.models.landmark.modeling import LandmarkForCausalLM, lora_config, make_landmark, with_adapters
+from memstore.models.landmark.options import LandmarkTraining
+from memstore.readers import kinds
+from memstore.train.family import Family, load_weights
+from memstore.train.options import OPTIMISATION, check_fit, optimisation_of, refuse_unfit, with_optimisation
+from memstore.train.recipes import Recipe, find_recipe
+from memstore.train.run import Run, write_json
+from memstore.train.settings import Optimisation, Runtime
+from memstore.train.start import load_config
+from memstore.train.texts import train_on_texts, train_recipe
+from memstore.train.trainer import AnswerTrainer, MemoryTrainer
+
+
+@dataclass(frozen=True, kw_only=True)
+class LandmarkRecipe(Recipe):
+    """What to train a landmark model on, and how.
+
+    Grouped softmax from the first step on stays at chance: a landmark that weighs nothing learns nothing. So training
+    begins with a causal softmax (``ramp`` 0 of the model) until answers are copied, and the influence of landmarks
+    grows from there.
+    """
+
+    warm_until: float = 0.3
+    """Loss of the answers, smoothed, below which landmarks begin to count."""
+    ramp_steps: int = 100
+    """Steps from causal softmax to the grouped one."""
+    kind: ClassVar[str] = "memstore-landmark"
+    aligned: ClassVar[bool] = False
+
+
+MEMORY = 0.95
+"""How much of the answers' loss in the steps before counts, at each step."""
+WARM, RAMPED = 0.1, 0.25
+"""On texts: parts of the training after which landmarks begin to count, and count in full."""
+RAMP_FILE = "ramp.json"
+
+
+# The ramp begins where answers are copied, not at a step. With the grouped softmax from the start a model stays at
+# chance, and how soon a seed copies varies. On texts there are no answers, so there it depends on the step alone (a
+# tenth of the training plain, full at a quarter). Weights that were trained before begin with the full softmax.
+class Ramp:
+    """How far attention is on its way to the grouped softmax, where answers say when it may begin."""
+
+    def __init__(self, recipe: LandmarkRecipe) -> None:
+        self._recipe = recipe
+        self.value = 0.0
+        self.answer: float | None = None
+        """The answers' loss, smoothed."""
+
+    def pace(self, answer: float) -> None:
+        """Hear of a step's ``answer`` loss: the ramp begins where answers are learned, and then goes on to its end."""
+        self.answer = answer if self.answer is None else MEMORY * self.answer + (1 - MEMORY) * answer
+        if self.value or self.answer < self._recipe.warm_until:
+            self.value = min(1.0, self.value + 1 / self._recipe.ramp_steps)
+
+
+class LandmarkTextTrainer(MemoryTrainer):
+    """Trains a landmark model, or the adapters of one (a ``PeftModel``), on batches with ``labels``."""
+
+    def __init__(self, run: Run, model: Any, *rest: Any, **options: Any) -> None:
+        super().__init__(run, model, *rest, **options)
+        self._adapted = model if hasattr(model, "get_base_model") else None
+        """The model with its adapters around it, where they are what is trained."""
+        if self._adapted is not None:
+            self.trained = self._adapted.get_base_model()
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """See ``MemoryTrainer``; the ramp depends on the step alone."""
+        begun = (self.progress - WARM) / (RAMPED - WARM)
+        self.trained.ramp = min(1.0, max(0.0, begun)) if self.fresh else 1.0
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def finish(self) -> None:
+        """Let the model be measured as it will be used: its adapters become part of its weights."""
+        if self._adapted is not None:
+            self.trained = self._adapted.merge_and_unload()
+        self.trained.ramp = 1.0
+
+
+class LandmarkNeedleTrainer(AnswerTrainer):
+    """Trains a landmark model on needles."""
+
+    def __init__(self, recipe: LandmarkRecipe, run: Run, model: Any, *rest: Any, **options: Any) -> None:
+        super().__init__(recipe, run, model, *rest, **options)
+        self.ramp = Ramp(recipe)
+        if not self.fresh:
+            self.ramp.value = 1.0
+
+    def logits_of(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """See ``AnswerTrainer``."""
+        self.trained.ramp = self.ramp.value
+        logits: Tensor = model(input_ids=inputs["input_ids"], use_cache=False).logits
+        return logits
+
+    def learned(self, answer: Tensor, found: float) -> None:  # noqa: ARG002 - the bank's measure
+        """See ``AnswerTrainer``. All processes are at the same place of the ramp."""
+        self.ramp.pace(float(self.accelerator.reduce(answer, "mean")))
+        self._note("ramp", torch.tensor(self.ramp.value))
+
+    def keep(self, checkpoint: Path) -> None:
+        """The ramp."""
+        if self.args.process_index == 0:
+            write_json(checkpoint / RAMP_FILE, {"value": self.ramp.value, "answer": self.ramp.answer})
+
+    def resume(self, checkpoint: Path) -> None:
+        """The ramp."""
+        kept = json.loads((checkpoint / RAMP_FILE).read_text("utf-8"))
+        self.ramp.value, self.ramp.answer = kept["value"], kept["answer"]
+
+    def finish(self) -> None:
+        """Let the model be measured as it will be used."""
+        self.trained.ramp = 1.0
+
+
+def landmark_of_stock(folder: str | Path, **changes: Any) -> LandmarkForCausalLM:
+    """A landmark model with the weights of the stock model in ``folder``.
+
+    Raises ``DamagedError`` for one that cannot be loaded, ``UnsupportedModel`` for one of another architecture.
+    """
+    made = make_landmark(load_weights(AutoModelForCausalLM, folder), **changes)
+    assert isinstance(made, LandmarkForCausalLM)
+    return made
+
+
+LANDMARK_RECIPES: dict[str, LandmarkRecipe] = {
+    recipe.name: recipe
+    for recipe in (
+        LandmarkRecipe(
+            name="landmark-cpu",
+            task="passkey",
+            model={"initializer_range": 0.06, "local_layers": [0, 1, 2]},
+            stages=((0.0, {"passkey": 1.0}),),
+            optimisation=Optimisation(steps=2600, learning_rate=3e-3, restart=0.6),
+            blocks=(1, 15),
+            ramp=0.5,
+            distinct_until=0.15,
+            few_from=0.2,
+            hard_from=0.5,
+            bank=0,
+            next_command="memstore eval passkey --model {model}",
+        ),
+    )
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRecipe:
+    """How to train a landmark model on texts that the user names."""
+
+    name: str
+    preset: str | None
+    """Sizes of the model; None: a stock model is fine-tuned, which the user names."""
+    model: Mapping[str, Any] = field(default_factory=dict)
+    """What differs from the preset."""
+    context: int
+    """Tokens of a segment."""
+    valid: float = 0.0
+    """Part of the text that is held out."""
+    optimisation: Optimisation
+
+    def config(self, **changes: Any) -> Any:
+        """The configuration of its model, with changes; None for a stock model's."""
+        return None if self.preset is None else LandmarkConfig.preset(self.preset, **{**self.model, **changes})
+
+
+TEXT_RECIPES: dict[str, TextRecipe] = {
+    recipe.name: recipe
+    for recipe in (
+        TextRecipe(
+            name="landmark-prose-cpu",
+            preset="tiny",
+            model={"vocab_size": 2048, "block_size": 51, "window": 256, "segment_blocks": 5, "retrieval_top_k": 2},
+            context=512,
+            valid=0.05,
+            optimisation=Optimisation(steps=1200, batch=4, learning_rate=3e-3),
+        ),
+        # Section 4.1: AdamW 0.9/0.95 with decay 1e-3, 2e-3 to 4e-4 after a warm-up of 2%, 128 sequences of 512 a step.
+        TextRecipe(
+            name="landmark-pg19",
+            preset="paper",
+            context=512,
+            optimisation=Optimisation(
+                steps=240_000, batch=16, accumulate=8, learning_rate=2e-3, final_rate=0.2, warmup=4800, bf16=True
+            ),
+        ),
+        # The published command for LLaMA 7B: 128 sequences of 512 a step, of which each of its 8 GPUs computes 16.
+        TextRecipe(
+            name="landmark-finetune",
+            preset=None,
+            model={"block_size": 64},
+            context=512,
+            optimisation=Optimisation(
+                steps=15_000,
+                batch=2,
+                accumulate=64,
+                learning_rate=2e-5,
+                final_rate=0.0,
+                warmup=450,
+                weight_decay=0.1,
+                betas=(0.9, 0.999),
+                bf16=True,
+            ),
+        ),
+    )
+}
+
+
+_OF_NEEDLES = {"steps", "learning_rate", "warmup", "seed", "bf16", "init"}
+_MODEL = {
+    "attention": "attention",
+    "block_size": "block_size",
+    "vocabulary": "vocab_size",
+    "context_miss": "context_miss",
+}
+"""Options that a model is made of, and their names in its configuration."""
+_DATA = ("tokenizer", "context", "valid", "column")
+_OF_TEXTS = {*OPTIMISATION, *_MODEL, *_DATA, "preset", "init", "lora"}
+
+
+def train(options: LandmarkTraining, runtime: Runtime) -> dict[str, Any]:
+    """What ``memstore train landmark`` does. Raises ``InvalidArgument`` for options that do not belong together."""
+    given, name = options.given(), options.recipe
+    recipe = None if name is None else find_recipe(name, {**LANDMARK_RECIPES, **TEXT_RECIPES})
+    if name in LANDMARK_RECIPES:
+        if options.text:
+            raise InvalidArgument(f"--recipe {name} trains without texts; leave them out.")
+        refuse_unfit(given, _OF_NEEDLES, f"--recipe {name}")
+        return train_recipe(with_optimisation(recipe, given), options.out, init=options.init, runtime=runtime)
+    if not options.text:
+        raise InvalidArgument("train on texts, or with --recipe landmark-cpu, which needs none: got neither.")
+    refuse_unfit(given, _OF_TEXTS, "texts")
+    return _on_texts(options.text, recipe, options.out, given, runtime)
+
+
+def _on_texts(texts: list[str], recipe: Any, out: Path, given: Mapping[str, Any], runtime: Any) -> dict[str, Any]:
+    settings = {name: given[name] for name in _DATA if name in given}
+    if recipe is not None:
+        settings = {"context": recipe.context, "valid": recipe.valid, **settings}
+    return train_on_texts(
+        texts,
+        out,
+        config=_config(recipe, given),
+        family=LANDMARK,
+        changes={**({} if recipe is None else recipe.model), **_changes(given)},
+        init=given.get("init"),
+        lora=given.get("lora"),
+        **settings,
+        optimisation=optimisation_of(given) if recipe is None else with_optimisation(recipe, given).optimisation,
+        runtime=runtime,
+    )
+
+
+def _config(recipe: Any, given: Mapping[str, Any]) -> Any:
+    """The new model's configuration; None where the training starts from a model."""
+    changes = _changes(given)
+    init = given.get("init")
+    if init is not None:
+        _check_fit(init, given)
+        return None
+    if recipe is None:
+        return LandmarkConfig.preset(given.get("preset", "tiny"), **changes)
+    if "preset" in given:
+        raise InvalidArgument(f"--recipe {recipe.name} says how large the model is; leave --preset out.")
+    if recipe.preset is None:
+        raise InvalidArgument(f"--recipe {recipe.name} needs a model to start from: name its folder with --init")
+    return recipe.config(**changes)
+
+
+def _changes(given: Mapping[str, Any]) -> dict[str, Any]:
+    return {_MODEL[name]: value for name, value in given.items() if name in _MODEL}
+
+
+def _check_fit(init: Path, given: Mapping[str, Any]) -> None:
+    if LANDMARK.has(init):
+        config = load_config(init, LANDMARK)
+        there = {option: getattr(config, name) for option, name in _MODEL.items()}
+    else:  # a stock model, which gets landmarks now and keeps its words
+        there = {"vocabulary": json.loads((init / "config.json").read_text("utf-8")).get("vocab_size")}
+    check_fit(init, given, there)
+
+
+LANDMARK = Family(
+    kinds.LANDMARK,
+    LandmarkConfig,
+    LandmarkForCausalLM,
+    train,
+    LandmarkTextTrainer,
+    LandmarkNeedleTrainer,
+    LANDMARK_RECIPES,
+    landmark_of_stock,
+    with_adapters,
+    lora_config,
+)

@@ -1,0 +1,53 @@
+"""The options of training and of measuring, for the command line. Nothing here needs PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from memstore.train.options import TrainingOptions, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorizingTraining(TrainingOptions):
+    """Train a Memorizing Transformer: a language model that looks up tokens of all that it has read of a document.
+
+    Each row of a batch reads one document in order, a window in a step, and then another, whose memory begins empty.
+    The result is a Hugging Face model folder. After an interruption the same command goes on from the last checkpoint,
+    with the memories as they were, to the same result. A model that was trained with --memory-size 0 can be given its
+    memory late. So can a stock Llama-like model: its weights stay as they are, and what one of its layers finds in the
+    memory is mixed in by a gate for each head, which alone is trained.
+
+    Example:
+
+        memstore train memorizing books/ --memory-size 8K --out memorizing
+        memstore train memorizing books/ --init smollm2 --out smollm2-remembers
+
+    In Python: train_on_documents and train_stock_memory of memstore.models.memorizing.training.
+    """
+
+    init: Path | None = option(
+        "Start from the Memorizing Transformer in this folder, or give a memory to the stock model in it, or to "
+        "smollm2.",
+        model=True,
+    )
+    preset: str | None = option("Size: tiny (without it), small, or paper.")
+    memory_size: int | None = option(
+        "Tokens of a document that can be found, such as 8K; 0: none. May differ from --init's.", tokens=0
+    )
+    window: int | None = option("Tokens of a segment, and seen directly before each token.", min=1)
+    top_k: int | None = option("Tokens that each query of each head looks up.", min=1)
+    refresh_every: int | None = option("Steps after which the memory is computed again. Without it: never.", min=1)
+    layer: int | None = option("Layer of a stock model that gets the memory; -1 is the last one. Without it: -6.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemorizingPerplexity:
+    """Perplexity by size of the memory, and by position in the document."""
+
+    memory_sizes: str | None = option(
+        "Tokens that can be found, such as 0,8K. Without it: 0,512,1536,8K,64K,256K, as far as the text goes."
+    )
+
+
+TRAINING, PERPLEXITY = MemorizingTraining, MemorizingPerplexity

@@ -1,0 +1,603 @@
+"""Keys that are stored while training grow old: how far they are from those of the present weights, and new ones.
+
+Wu et al. 2022, section 3.2: the memory keeps what earlier weights computed, and keys of length 1 shift less. Keys of
+the layer with the memory depend on the windows of the layers below it and on nothing that was retrieved, so they are
+computed again from the tokens alone.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, Self, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM
+
+from memstore.attention.knn import KNNAttention, States, after
+from memstore.attention.knn_memory import RecentTokens
+from memstore.errors import DamagedError, InvalidArgument
+from memstore.models.memorizing import (
+    KNNMemory,
+    MemorizingCache,
+    MemorizingConfig,
+    MemorizingForCausalLM,
+    add_knn_memory,
+)
+from memstore.models.memorizing.options import MemorizingTraining
+from memstore.readers import kinds
+from memstore.train.corpora import Documents, Tokens, encoded, train_tokenizer
+from memstore.train.family import Family, load_weights
+from memstore.train.options import OPTIMISATION, check_fit, optimisation_of, refuse_unfit
+from memstore.train.run import Run
+from memstore.train.session import Report, Session, session
+from memstore.train.settings import Optimisation, Runtime
+from memstore.train.start import Folder, Start, digest_of_files, load_config, load_tokenizer, starting
+from memstore.train.trainer import MemoryTrainer
+
+
+@torch.no_grad()
+def key_shift(
+    model: MemorizingForCausalLM, memory: RecentTokens, texts: Sequence[Tensor], *, oldest: int | None = None
+) -> float | None:
+    """1 minus the mean cosine of the keys in ``memory`` and those of the present weights; None if it has no token.
+
+    Args:
+        model: whose weights they are.
+        memory: what it remembers.
+        texts: for each row what was read of its document ``[n]``, all of it; empty for rows that are left out.
+        oldest: compare only so many tokens of a row, those that were stored first; all if None.
+
+    Raises ``InvalidArgument`` for texts that are shorter than what the memory has of them.
+    """
+    cosines = []
+    for row, text in enumerate(texts):
+        numbers = memory.numbers(row)[:oldest] if len(text) else range(0)
+        if numbers:
+            keys, _ = present_states(model, text, numbers)
+            stored = memory.keys[row][:, _slots(memory, numbers)]
+            cosines.append(F.cosine_similarity(stored.double(), keys.double(), dim=-1).flatten())
+    return 1 - float(torch.cat(cosines).mean()) if cosines else None
+
+
+def refresh(model: MemorizingForCausalLM, memory: RecentTokens, texts: Sequence[Tensor]) -> None:
+    """Replace keys and values in ``memory`` by those of the present weights; see ``key_shift`` for ``texts``."""
+    for row, text in enumerate(texts):
+        numbers = memory.numbers(row)
+        if numbers and len(text):
+            slots = _slots(memory, numbers)
+            for ring, states in zip((memory.keys, memory.values), present_states(model, text, numbers), strict=True):
+                ring[row].index_copy_(1, slots, states.to(ring.dtype))
+
+
+@torch.no_grad()
+def present_states(model: MemorizingForCausalLM, text: Tensor, numbers: range) -> States:
+    """Keys and values ``[G, len(numbers), D]`` of the memory's layer for some tokens of the document ``text [n]``.
+
+    Only tokens that these depend on are read: a window for each layer below.
+    """
+    layer, window = model.config.memory_layer, model.config.window
+    if layer is None:
+        raise InvalidArgument("this model has no layer with a memory: its memory_layer is None")
+    if numbers.stop > len(text):
+        raise InvalidArgument(f"the memory has tokens up to {numbers.stop:,} of a text of {len(text):,}")
+    first = max(0, numbers.start - layer * window)
+    layers = model.model.layers
+    windows: list[States | None] = [None] * layer
+    parts = []
+    for part in text[first : numbers.stop].to(model.device).split(window):
+        x = model.model.embed_tokens(part[None])
+        for number in range(layer):
+            x, states = layers[number](x, windows[number], None, None)
+            k, v = after(windows[number], states)
+            windows[number] = k[:, :, -window:], v[:, :, -window:]
+        parts.append(layers[layer].attention.project(layers[layer].attention_norm(x))[1])
+    keys, values = (torch.cat(each, 2)[0, :, numbers.start - first :] for each in zip(*parts, strict=True))
+    return keys, values
+
+
+def _slots(memory: RecentTokens, numbers: range) -> Tensor:
+    return torch.arange(numbers.start, numbers.stop, device=memory.keys.device) % memory.capacity
+
+
+NO_LABEL = -100
+"""What transformers' losses leave out."""
+
+
+class Segment(NamedTuple):
+    """What a row reads in one step."""
+
+    tokens: Tokens
+    """At most a window of them, and the one after the last: each is predicted from those before it."""
+    begins: bool
+    """Whether it is the first of its document."""
+
+
+# Which document a row reads at which step is worked out beforehand, from the seed: so the Trainer may skip batches when
+# it goes on, several processes read what the rows of one would, and what a row has read until now can be had again for
+# a refresh without keeping it.
+class Streams(Dataset[Segment]):
+    """Segments of documents in the order of training: item ``n`` is that of row ``n % rows`` at step ``n // rows``.
+
+    A row that has read its document takes the next of a shuffled pass, and of the pass after it.
+    """
+
+    def __init__(self, documents: Sequence[Tokens], *, window: int, rows: int, steps: int, seed: int) -> None:
+        """``documents`` have at least two tokens each."""
+        self.rows = rows
+        self._documents = documents
+        self._window = window
+        self._steps = steps
+        segments = [segments_of(each, window) for each in documents]
+        self.facts = {"documents": len(documents), "segments": sum(segments)}
+        """How much there is to read."""
+        self._turns = _turns(segments, rows, steps, seed)
+
+    @classmethod
+    def of(cls, texts: Iterable[Tokens], optimisation: Optimisation, *, window: int, processes: int, end: int) -> Self:
+        """The batches of a training on ``texts``, each closed by the token ``end``; see ``shared_out``."""
+        rows = optimisation.batch * processes
+        documents = shared_out(texts, rows, end)
+        segments = sum(segments_of(each, window) for each in documents)
+        steps = optimisation.steps or math.ceil(optimisation.epochs * segments / (rows * optimisation.accumulate))
+        return cls(documents, window=window, rows=rows, steps=steps * optimisation.accumulate, seed=optimisation.seed)
+
+    def __len__(self) -> int:
+        return self.rows * self._steps
+
+    def __getitem__(self, number: int) -> Segment:
+        step, row = divmod(number, self.rows)
+        document, start = self._place(row, step)
+        return Segment(document[start : start + self._window + 1], start == 0)
+
+    def before(self, row: int, step: int) -> Tensor:
+        """What ``row`` has read of its document before ``step``, or of the one that it has just finished."""
+        if step == 0:
+            return torch.empty(0, dtype=torch.int64)
+        document, start = self._place(row, step - 1)
+        return torch.from_numpy(document[: min(start + self._window, len(document) - 1)].astype(np.int64))
+
+    def _place(self, row: int, step: int) -> tuple[Tokens, int]:
+        begun, number = self._turns[row][bisect_right(self._turns[row], step, key=lambda turn: turn[0]) - 1]
+        return self._documents[number], (step - begun) * self._window
+
+
+def segments_of(document: Tokens, window: int) -> int:
+    """Steps that a document takes; nothing follows its last token, which is only predicted."""
+    return math.ceil((len(document) - 1) / window)
+
+
+def _turns(segments: Sequence[int], rows: int, steps: int, seed: int) -> list[list[tuple[int, int]]]:
+    """For each row the steps at which documents begin, and which they are."""
+    turns: list[list[tuple[int, int]]] = [[] for _ in range(rows)]
+    order = _shuffled(len(segments), seed)
+    free = [(0, row) for row in range(rows)]
+    while free[0][0] < steps:
+        step, row = heapq.heappop(free)
+        number = next(order)
+        turns[row].append((step, number))
+        heapq.heappush(free, (step + segments[number], row))
+    return turns
+
+
+def _shuffled(count: int, seed: int) -> Iterator[int]:
+    turn = 0
+    while True:
+        yield from np.random.default_rng([seed, turn]).permutation(count).tolist()
+        turn += 1
+
+
+# A document that is longer than a row's part of the texts is cut into equal parts: one book and a batch of four would
+# otherwise be four rows that read the same tokens at once. Corpora of many documents are not touched.
+def shared_out(documents: Iterable[Tokens], rows: int, end: int) -> list[Tokens]:
+    """``documents``, each closed by the token ``end``, for so many ``rows`` to stream.
+
+    One that is longer than a row's part of the whole is cut, for otherwise several rows would read the same at once.
+    Raises ``InvalidArgument`` where there is nothing.
+    """
+    closed = [np.append(document, np.int32(end)) for document in documents]
+    if not closed:
+        raise InvalidArgument("the texts have no tokens: give texts that are not empty")
+    part = max(2, math.ceil(sum(map(len, closed)) / rows))  # of one token nothing is predicted
+    parts = [each for whole in closed for each in np.array_split(whole, math.ceil(len(whole) / part))]
+    return [each for each in parts if len(each) > 1]
+
+
+# Labels are shifted over the whole document, not within segments, where a token in each window would go unlearned.
+def collate(segments: list[Segment], window: int, padding: int) -> dict[str, Tensor]:
+    """A batch of segments, the shorter ones with ``padding`` behind; ``begins [B]`` says where documents begin."""
+    ids = torch.full((len(segments), window), padding)
+    labels = torch.full_like(ids, NO_LABEL)
+    mask = torch.zeros_like(ids)
+    for row, (tokens, _) in enumerate(segments):
+        count = len(tokens) - 1
+        ids[row, :count] = torch.from_numpy(tokens[:-1].astype(np.int64))
+        labels[row, :count] = torch.from_numpy(tokens[1:].astype(np.int64))
+        mask[row, :count] = 1
+    begins = torch.tensor([segment.begins for segment in segments])
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels, "shift_labels": labels, "begins": begins}
+
+
+class StreamTrainer(MemoryTrainer, ABC):
+    """Trains on the batches of ``Streams``. Subclasses say what the memory is; checkpoints hold it too."""
+
+    @abstractmethod
+    def clear(self, row: int) -> None:
+        """Forget what a row has read, where another document begins."""
+
+    @abstractmethod
+    def remembered(self) -> dict[str, Tensor]:
+        """What all rows have read, as tensors."""
+
+    @abstractmethod
+    def remember(self, state: dict[str, Tensor]) -> None:
+        """The inverse of ``remembered``."""
+
+    def segment(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        """What the model gets of a batch; rows where a document begins forget the one before."""
+        given = dict(inputs)
+        for row in given.pop("begins").nonzero().flatten().tolist():
+            self.clear(row)
+        return given
+
+    def keep(self, checkpoint: Path) -> None:
+        """The memory."""
+        save_file(self.remembered(), self._file(checkpoint))
+
+    def resume(self, checkpoint: Path) -> None:
+        """The memory. Raises ``DamagedError`` where it is not whole."""
+        path = self._file(checkpoint)
+        try:
+            state = load_file(path, device=str(self.args.device))
+        except (OSError, SafetensorError) as error:
+            raise DamagedError(
+                f"{path} cannot be read: {error}. Remove the folder {checkpoint}; the training goes on from the "
+                "checkpoint before it."
+            ) from None
+        self.remember(state)
+
+    def _file(self, checkpoint: Path) -> Path:
+        return checkpoint / f"memory-{self.args.process_index}.safetensors"
+
+
+# 1 minus the mean cosine of keys as stored and as the present weights compute them. Keys of the layer with the memory
+# do not depend on what was retrieved, so only tokens within a window for each layer below are read again: for the two
+# oldest windows of one row that costs a fraction of a step.
+COMPARED_WINDOWS = 2
+"""Windows of the oldest keys that a line of the log compares with present ones: a small part of a step's time."""
+
+
+class MemorizingTrainer(StreamTrainer):
+    """Trains on the batches of ``Streams``."""
+
+    def __init__(
+        self, run: Run, model: Any, *rest: Any, data: Streams, refresh_every: int | None = None, **options: Any
+    ) -> None:
+        """``refresh_every``: steps after which all that is in the memory is computed again; None: never."""
+        if refresh_every is not None and refresh_every < 1:
+            raise InvalidArgument(f"refresh_every must be at least 1, got {refresh_every}")
+        super().__init__(run, model, *rest, data=data, **options)
+        self.streams = data
+        self.cache = MemorizingCache(model.config, self.args.per_device_train_batch_size)
+        self.refresh_every = refresh_every
+        self._refreshed = 0
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
+        """See ``MemoryTrainer``; before it the memory is refreshed where it is time."""
+        step = self.state.global_step
+        if self.refresh_every is not None and step % self.refresh_every == 0 and step != self._refreshed:
+            self._refreshed = step
+            if isinstance(self.cache.memory, RecentTokens):
+                refresh(self.trained, self.cache.memory, self.texts())
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss of a segment of each row; a row where a document begins forgets the one before."""
+        given = self.segment(inputs) | {"past_key_values": self.cache, "use_cache": True}
+        return super().compute_loss(model, given, return_outputs, num_items_in_batch)
+
+    def texts(self, rows: int | None = None) -> list[Tensor]:
+        """What the first ``rows`` rows of this process have read of their documents until now; all rows if None."""
+        batch = self.args.per_device_train_batch_size
+        first = self.args.process_index * batch
+        step = self.state.global_step * self.args.gradient_accumulation_steps
+        return [self.streams.before(first + row, step) for row in range(batch if rows is None else rows)]
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Add how far the oldest keys of the first row have shifted."""
+        if "loss" in logs and isinstance(self.cache.memory, RecentTokens):
+            oldest = COMPARED_WINDOWS * self.trained.config.window
+            shift = key_shift(self.trained, self.cache.memory, self.texts(rows=1), oldest=oldest)
+            if shift is not None:
+                self.parts["key_shift"] = [torch.tensor(shift)]
+        super().log(logs, start_time)
+
+    def clear(self, row: int) -> None:
+        """See ``StreamTrainer``."""
+        self.cache.clear(row)
+
+    def remembered(self) -> dict[str, Tensor]:
+        """The memory and the windows."""
+        return self.cache.state_dict()
+
+    def remember(self, state: dict[str, Tensor]) -> None:
+        """See ``StreamTrainer``."""
+        self.cache.load_state_dict(state)
+
+
+LATE_GATE = -2.0
+"""Where the gates of a model begin that was trained without a memory: an eighth of what is found."""
+
+
+def train_on_documents(
+    texts: Sequence[Folder],
+    out: Folder,
+    *,
+    config: MemorizingConfig | None = None,
+    tokenizer: Folder | None = None,
+    init: Folder | None = None,
+    memory_size: int | None = None,
+    refresh_every: int | None = None,
+    column: str = "text",
+    optimisation: Optimisation | None = None,
+    runtime: Runtime | None = None,
+) -> Report:
+    """Train on documents, a window of each in a step; the report, with the model in ``out``.
+
+    Args:
+        texts: see ``Documents``; each file, and each row of a dataset, is a document.
+        out: a new folder, or that of the same run, which then goes on.
+        config: the model's; the preset ``tiny`` if None. With a tokenizer given, its vocabulary replaces the config's.
+        tokenizer: a folder; if None, that of ``init``, or one is trained on the texts.
+        init: the folder of a Memorizing Transformer to start from, instead of ``config``.
+        memory_size: tokens that can be found, as the configuration says if None; also where ``init`` was trained with
+            fewer or none, which the paper finds to catch up soon. After none, gates begin nearly closed.
+        refresh_every: steps after which the memory is computed again with the present weights; None: never.
+        column: of a dataset.
+        optimisation: what decides the result; ``batch`` is the number of rows, each of which streams documents.
+        runtime: what does not.
+    """
+    optimisation, runtime = optimisation or Optimisation(), runtime or Runtime()
+    start = starting(config, init, tokenizer, family=MEMORIZING)
+    late = init is not None and start.config.memory_size == 0 and bool(memory_size)
+    if memory_size is not None:
+        start = _with_memory(start, memory_size)
+    documents = Documents(texts, column=column)
+    settings = {
+        "kind": "documents",
+        "texts": documents.digest(),
+        "refresh_every": refresh_every,
+        **start.settings(),
+        "optimisation": optimisation.to_dict(),
+    }
+    with session(out, settings, optimisation, runtime) as opened:
+        return opened.run.report or _on_documents(opened, start, documents, refresh_every, late)
+
+
+# A model whose layer is ready for it (`memory_size=0` while training: normalised queries and keys, a gate that nothing
+# moved). One with `memory_layer=None` is the Transformer-XL baseline, whose weights mean something else.
+def _with_memory(start: Start, memory_size: int) -> Start:
+    if memory_size < 0:
+        raise InvalidArgument(f"memory_size must be at least 0, not {memory_size}")
+    if memory_size and start.config.memory_layer is None:
+        raise InvalidArgument(
+            f"the model {start.init or ''} has no layer with a memory (memory_layer is None). To give a model its "
+            "memory late, train it with memory_size=0 first: its layer is ready for one"
+        )
+    start.config.memory_size = memory_size
+    return start
+
+
+@torch.no_grad()
+def _close_gates(model: MemorizingForCausalLM) -> None:
+    """Let little of the memory through at first: its layer has learned to do without."""
+    gate = cast("KNNAttention", cast("Any", model.model.layers)[model.config.memory_layer].attention).gate
+    if gate is not None:
+        gate.fill_(LATE_GATE)
+
+
+def _on_documents(opened: Session, start: Start, documents: Documents, refresh_every: int | None, late: bool) -> Report:
+    wanted, config = opened.optimisation, start.config
+    with opened.state.main_process_first():
+        tokenizer = start.tokenizer_of(opened.run, lambda: train_tokenizer(documents, config.vocab_size))
+    end = config.vocab_size - 1 if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
+    shape = {"window": config.window, "processes": opened.state.num_processes, "end": end}
+    data = Streams.of(encoded(documents, tokenizer), wanted, **shape)
+    model = start.model(tokenizer, wanted.seed)
+    model.config.memory_size = config.memory_size
+    if late:
+        _close_gates(model)
+    trainer = MemorizingTrainer(
+        opened.run,
+        model,
+        opened.arguments(config, len(data), wanted.batch),
+        wanted,
+        data=data,
+        collate=partial(collate, window=config.window, padding=end),
+        tokenizer=tokenizer,
+        fresh=start.init is None,
+        refresh_every=refresh_every,
+    )
+    return opened.fit(trainer, lambda: {**data.facts, "memory_size": config.memory_size})
+
+
+LAYER = -6
+"""Of the layers of SmolLM2-135M, the one whose heads gain most."""
+RATE = 0.1
+"""Learning rate of gates and scales, which are few and begin at 0."""
+
+
+class StockTrainer(StreamTrainer):
+    """Trains on the batches of ``Streams``, with the memory that ``add_knn_memory`` put into the model."""
+
+    def __init__(self, *arguments: Any, memory: KNNMemory, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.memory = memory
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss of a segment of each row; a row where a document begins forgets the one before."""
+        given = self.segment(inputs) | {"use_cache": False}
+        return super().compute_loss(model, given, return_outputs, num_items_in_batch)
+
+    def clear(self, row: int) -> None:
+        """See ``StreamTrainer``."""
+        self.memory.clear(row)
+
+    def remembered(self) -> dict[str, Tensor]:
+        """See ``StreamTrainer``."""
+        return self.memory.remembered()
+
+    def remember(self, state: dict[str, Tensor]) -> None:
+        """See ``StreamTrainer``."""
+        self.memory.remember(state)
+
+    def finish(self) -> None:
+        """Let the model be saved as it is."""
+        self.memory.clear()
+
+
+# Weights that learn too would learn the style of the texts, and nobody could tell what the memory is worth; so without
+# its memory the model is bit for bit the stock one.
+def train_stock_memory(
+    texts: Sequence[Folder],
+    out: Folder,
+    *,
+    init: Folder,
+    layer: int = LAYER,
+    memory_size: int = 8192,
+    window: int = 512,
+    top_k: int = 32,
+    column: str = "text",
+    optimisation: Optimisation | None = None,
+    runtime: Runtime | None = None,
+) -> Report:
+    """Give the model in ``init`` a memory, and train its gates on documents; the report, with the model in ``out``.
+
+    ``memstore.models.memorizing.load_knn_memory`` loads the result.
+
+    Args:
+        texts: see ``Documents``; each file, and each row of a dataset, is a document.
+        out: a new folder, or that of the same run, which then goes on.
+        init: the folder of a stock causal LM, with its tokenizer.
+        layer: see ``add_knn_memory``, as ``memory_size`` and ``top_k``. To be named for models of fewer than 6 layers.
+        memory_size: tokens that can be found.
+        window: tokens of a segment, which the model sees in a call, beside what it finds.
+        top_k: tokens that each query of each head looks up.
+        column: of a dataset.
+        optimisation: what decides the result; ``batch`` is the number of rows, each of which streams documents.
+        runtime: what does not.
+    """
+    optimisation, runtime = optimisation or Optimisation(learning_rate=RATE), runtime or Runtime()
+    if min(memory_size, window) < 1:
+        raise InvalidArgument(f"memory_size and window must be at least 1 to be trained, not {memory_size}, {window}")
+    documents = Documents(texts, column=column)
+    memory = {"layer": layer, "memory_size": memory_size, "top_k": top_k}
+    settings = {
+        "kind": "memory of a stock model",
+        "texts": documents.digest(),
+        "init": digest_of_files(Path(init), "*.safetensors"),
+        "window": window,
+        **memory,
+        "optimisation": optimisation.to_dict(),
+    }
+    with session(out, settings, optimisation, runtime) as opened:
+        return opened.run.report or _stock_on_documents(opened, init, documents, window, memory)
+
+
+def _stock_on_documents(
+    opened: Session, init: Folder, documents: Documents, window: int, settings: dict[str, int]
+) -> Report:
+    wanted = opened.optimisation
+    tokenizer = load_tokenizer(init)
+    with opened.state.main_process_first():
+        tokenizer.save_pretrained(opened.run.out)
+    model, memory = _closed(init, window, settings)
+    end = int(tokenizer.eos_token_id or 0)
+    shape = {"window": window, "processes": opened.state.num_processes, "end": end}
+    data = Streams.of(encoded(documents, tokenizer), wanted, **shape)
+    trainer = StockTrainer(
+        opened.run,
+        model,
+        opened.arguments(model.config, len(data), wanted.batch),
+        wanted,
+        data=data,
+        collate=partial(collate, window=window, padding=end),
+        tokenizer=tokenizer,
+        fresh=False,
+        memory=memory,
+    )
+    trained = sum(each.numel() for each in memory.parameters())
+    measured = {"trained_parameters": trained, **data.facts, **settings}
+    return opened.fit(trainer, lambda: measured)
+
+
+def _closed(init: Folder, window: int, settings: dict[str, int]) -> tuple[Any, KNNMemory]:
+    """The stock model with a memory whose gates are closed, and with nothing else to train."""
+    model = load_weights(AutoModelForCausalLM, init)
+    if hasattr(model.config, "knn_memory"):
+        raise InvalidArgument(f"the model {init} has a memory already: start from the stock model that it was made of")
+    layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
+    if settings["layer"] == LAYER and layers < -LAYER:
+        raise InvalidArgument(
+            f"the model {init} has {layers} layers; unless another is named, the {-LAYER}th from the end gets the "
+            f"memory: name one from 0 to {layers - 1} with --layer"
+        )
+    model.requires_grad_(False)
+    memory = add_knn_memory(model, **settings)
+    model.config.knn_memory["window"] = window
+    return model, memory
+
+
+_MODEL = {"vocabulary": "vocab_size", "window": "window", "top_k": "retrieval_top_k", "memory_size": "memory_size"}
+"""Options that a model is made of, and their names in its configuration."""
+_OF_STOCK = {*OPTIMISATION, "init", "layer", "memory_size", "window", "top_k", "column"}
+"""Options for the memory of a stock model."""
+
+
+def train(options: MemorizingTraining, runtime: Runtime) -> dict[str, Any]:
+    """What ``memstore train memorizing`` does. Raises ``InvalidArgument`` for options that do not belong together."""
+    given, texts = options.given(), options.text or []
+    if options.init is not None and not MEMORIZING.has(options.init):
+        refuse_unfit(given, _OF_STOCK, "a stock model")
+        chosen = {name: value for name, value in given.items() if name not in OPTIMISATION}
+        optimisation = optimisation_of({"learning_rate": RATE, **given})
+        return train_stock_memory(texts, options.out, **chosen, optimisation=optimisation, runtime=runtime)
+    refuse_unfit(given, given.keys() - {"layer"}, "a Memorizing Transformer")
+    names = ("tokenizer", "init", "memory_size", "refresh_every", "column")
+    settings = {name: given[name] for name in names if name in given}
+    settings |= {"optimisation": optimisation_of(given), "runtime": runtime}
+    return train_on_documents(texts, options.out, config=_config(given), **settings)
+
+
+def _config(given: Mapping[str, Any]) -> Any:
+    """The new model's configuration; None where the training starts from a model."""
+    changes = {name: given[option] for option, name in _MODEL.items() if option in given}
+    if "init" not in given:
+        return MemorizingConfig.preset(given.get("preset", "tiny"), **changes)
+    _check_fit(given["init"], given)
+    return None
+
+
+def _check_fit(init: Path, given: Mapping[str, Any]) -> None:
+    """All but the size of the memory is as it was in the model to start from."""
+    config = load_config(init, MEMORIZING)
+    there = {option: getattr(config, name) for option, name in _MODEL.items() if name != "memory_size"}
+    check_fit(init, given, there)
+
+
+MEMORIZING = Family(kinds.MEMORIZING, MemorizingConfig, MemorizingForCausalLM, train, MemorizingTrainer)

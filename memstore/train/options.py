@@ -1,0 +1,111 @@
+"""The options of trainings, as the command line and each kind of model see them. Nothing here needs PyTorch.
+
+A kind's own options are a dataclass that continues one of these. ``option`` says what the command line tells of each;
+one that is left at None was not given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from memstore.errors import InvalidArgument
+
+OPTIMISATION = ("steps", "epochs", "batch", "accumulate", "learning_rate", "warmup", "seed", "bf16")
+"""Options that are fields of ``Optimisation`` too."""
+
+
+def option(help: str, default: Any = None, **shown: Any) -> Any:  # noqa: A002 - as command lines call it
+    """A field of a dataclass of options.
+
+    ``shown`` is what the command line is told beside ``help``: ``min`` and ``max``, ``flags``, ``argument`` for one
+    without a name, ``tokens``: a number of tokens of
+    at least so many, which may be written as ``8K``, and ``model``: the folder of a model, or what else names one.
+    """
+    return field(default=default, metadata={"help": help, **shown})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions:
+    """The options that every training has; a kind's own come after them."""
+
+    text: list[str] | None = option(
+        "Text files, folders of .txt files, or Hugging Face dataset folders.", argument="[TEXT]..."
+    )
+    out: Path = field(metadata={"help": "Folder for the model; the same folder again resumes."})
+    tokenizer: Path | None = option("Folder of a tokenizer. Without it: one is trained on the texts.")
+    vocabulary: int | None = option("Tokens of a tokenizer that is trained.", min=258)
+    column: str | None = option("Column of a dataset that holds the text. Without it: text.")
+    steps: int | None = option("Optimizer steps. Without it: as --epochs says.", min=1)
+    epochs: float | None = option("Times through the data. Without it: once.")
+    batch: int | None = option("Segments or pairs a step, per process. Without it: 4.", min=1)
+    accumulate: int | None = option("Batches that make one step. Without it: 1.", min=1)
+    learning_rate: float | None = option("Highest learning rate. Without it: what suits the size.")
+    warmup: int | None = option("Steps of warm-up. Without it: 50.", min=0)
+    seed: int | None = option("Of weights, order and noise. Without it: 0.", min=0)
+    bf16: bool | None = option(
+        "Compute in bfloat16. Without it: as the recipe says, else in float32.", flags="--bf16/--no-bf16"
+    )
+    gradient_checkpointing: bool = option(
+        "Use less memory and a third more time.", False, flags="--gradient-checkpointing"
+    )
+    save_every: int = option("Steps between checkpoints.", 200, min=1)
+    log_every: int = option("Steps between lines of the log.", 50, min=1)
+    device: str = option("auto (a GPU if there is one) or cpu.", "auto")
+
+    def given(self) -> dict[str, Any]:
+        """The options that were given and that say what is trained; those left at None are not."""
+        return {name: value for name, value in vars(self).items() if name not in _RUNNING and value is not None}
+
+
+_RUNNING = {"text", "out", "gradient_checkpointing", "save_every", "log_every", "device", "recipe", "pairs"}
+"""Options that say where and how a training runs, or on what; all others say what is trained."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SegmentOptions(TrainingOptions):
+    """The options of trainings on segments of texts, or by a recipe."""
+
+    block_size: int | None = option("Tokens in a block, its landmark counted.", min=2)
+    context: int | None = option("Tokens of a segment. Without it: 32 blocks.", min=1)
+    valid: float | None = option("Part of the text held out to measure perplexity, such as 0.05.")
+
+
+def refuse_unfit(given: Mapping[str, Any], fitting: Set[str], kind: str) -> None:
+    """Raise ``InvalidArgument`` for options that are ``given`` and do not belong to those ``fitting`` for ``kind``."""
+    unfit = sorted(given.keys() - fitting)
+    if unfit:
+        options = ", ".join("--" + name.replace("_", "-") for name in unfit)
+        raise InvalidArgument(f"{options} cannot be used with {kind}; leave it out.")
+
+
+def check_fit(init: Path, given: Mapping[str, Any], there: Mapping[str, Any]) -> None:
+    """Raise ``InvalidArgument`` for options that ask for another model than that in ``init``, which has ``there``."""
+    if "preset" in given:
+        raise InvalidArgument(f"--preset is for new models; that of {init} has its size. Leave --preset out.")
+    for name, value in there.items():
+        if given.get(name, value) != value:
+            option = "--" + name.replace("_", "-")
+            raise InvalidArgument(
+                f"{option} {given[name]} does not match {init}, which has {value}: leave {option} out"
+            )
+
+
+def with_optimisation(recipe: Any, given: Mapping[str, Any]) -> Any:
+    """A recipe, trained as the options say."""
+    return replace(recipe, optimisation=replace(recipe.optimisation, **_optimisation(given)))
+
+
+def optimisation_of(given: Mapping[str, Any]) -> Any:
+    """The ``Optimisation`` that the options say, with the learning rate that suits the size."""
+    from memstore.train.settings import FINE_TUNING_RATE, LEARNING_RATES, Optimisation
+
+    rate = FINE_TUNING_RATE if "init" in given else LEARNING_RATES.get(given.get("preset", "tiny"), FINE_TUNING_RATE)
+    return Optimisation(**{"learning_rate": rate, **_optimisation(given)})
+
+
+def _optimisation(given: Mapping[str, Any]) -> dict[str, Any]:
+    changes = {name: given[name] for name in OPTIMISATION if name in given}
+    return {"steps": None, **changes} if "epochs" in changes else changes
