@@ -439,7 +439,7 @@ class Reader(Attachment):
         self._check_alone()
         if not self.kind.audit:
             raise UnsupportedModel(
-                f"a {self.kind.name} has no audit: its gates may be negative, so nothing is a part of its attention"
+                f"a {self.kind.name} has no audit: nobody has said what attention over everything would retrieve"
             )
         asked = self._encoded(text) if isinstance(text, str) else text
         audited: Audit = resolve_name(self.kind.audit)(self, top_k).audit(asked, tokens, progress=progress)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 import memstore
-from memstore.errors import ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory, UnsupportedModel
+from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory, UnsupportedModel
 from memstore.readers.kinds import OPTIONS, kind_of
 from memstore.readers.reader import Reader
 
@@ -49,6 +49,9 @@ class ReaderTests(ABC):
     """Tokens: cut at a multiple of them, a text in pieces has the states of the whole text."""
     tolerance: ClassVar[float] = 1e-4
     """By how much logits may differ where the same text was cut in other places."""
+
+    ragged: ClassVar[bool] = True
+    """Whether a batch may have rows of different lengths."""
 
     @abstractmethod
     def model(self, seed: int = 0) -> Any:
@@ -158,7 +161,41 @@ class ReaderTests(ABC):
             assert torch.equal(reader.document.tokens(), changed)
             assert [document.name for document in reader.documents] == ["text"]
 
+    def test_a_fork_goes_its_own_way(self) -> None:
+        model = self.model()
+        text, stop = self.text(model), self.length // 2 // self.unit * self.unit
+        with memstore.open("ram:", spec=self.attach(model, "ram:").spec()) as memory:
+            with self.attach(model, memory) as reader:
+                reader.read(text[:stop])
+                before = self.asked(reader)
+            memory.document("text").fork("fork")
+            with self.attach(model, memory, document="fork") as fork:
+                assert fork.append(text[stop:]).new_tokens == len(text) - stop
+                after = self.asked(fork)
+            with self.attach(model, memory) as reader:
+                torch.testing.assert_close(self.asked(reader), before, rtol=0, atol=self.tolerance)
+        with self.attach(model, "ram:") as reader:
+            reader.read(text)
+            torch.testing.assert_close(self.asked(reader), after, rtol=0, atol=self.tolerance)
+
     # Asking
+
+    def test_rows_of_a_batch_are_answered_as_each_alone(self) -> None:
+        model = self.model()
+        with self.attach(model, "ram:") as reader, torch.no_grad():
+            reader.read(self.text(model))
+            long, short = self.text(model, 1)[None, :9], self.text(model, 2)[None, :5]
+            ids = torch.cat([long, torch.nn.functional.pad(short, (4, 0))])
+            mask = torch.ones_like(ids)
+            mask[1, :4] = 0
+            if not self.ragged:
+                with pytest.raises(InvalidArgument, match="rows of one length"):
+                    model(ids, attention_mask=mask)
+                return
+            together = model(ids, attention_mask=mask).logits[:, -1]
+            for row, alone in enumerate((long, short)):
+                here = model(alone).logits[0, -1]
+                torch.testing.assert_close(together[row], here, rtol=0, atol=self.tolerance)
 
     def test_generate_is_generate_of_the_model_and_sees_the_memory(self) -> None:
         model = self.model()
@@ -234,6 +271,26 @@ class ReaderTests(ABC):
             self.attach(self.model(seed=1), tmp_path / "m").open()
         with memstore.open(tmp_path / "m", mode="a"):
             pass  # whoever was refused keeps nobody from writing
+
+    def test_damaged_states_are_not_answered_from(self, tmp_path: Path) -> None:
+        model = self.model()
+        with self.attach(model, tmp_path / "m") as reader:
+            reader.read(self.text(model))
+        data = bytearray((tmp_path / "m" / "data.mdb").read_bytes())
+        with memstore.open(tmp_path / "m", mode="r") as memory:
+            document = memory.document("text")
+            for layer in range(memory.spec.layers):
+                blocks = document.layer(layer).gather(document.complete_blocks)
+                for array in (each for name in blocks for each in blocks[name]):
+                    states, place = array.contiguous().view(torch.uint8).numpy().tobytes(), -1
+                    assert states in data, "states lie in the file as they are"
+                    while (place := data.find(states, place + 1)) >= 0:  # also on pages that are free by now
+                        data[place + 5] ^= 4
+        (tmp_path / "m" / "data.mdb").write_bytes(data)
+        with self.attach(model, tmp_path / "m") as reader:
+            with pytest.raises(DamagedError):
+                self.asked(reader)
+            assert reader.memory.verify()
 
     def test_another_text_under_the_same_name_is_refused(self) -> None:
         model = self.model()

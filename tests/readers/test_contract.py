@@ -35,6 +35,7 @@ class TestStockByLayer(ReaderTests):
 
 
 class TestStockHybrid(ReaderTests):
+    ragged = False
     options: ClassVar[dict[str, Any]] = SIZES
 
     def model(self, seed: int = 0) -> Any:

@@ -5,40 +5,32 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 
 import memstore
+from examples.knn_lm.kind import KNN_LM
+from examples.knn_lm.modeling import KNNLMConfig, KNNLMForCausalLM
 from memstore.errors import InvalidArgument
 from memstore.readers import kinds
-from memstore.readers.kinds import STOCK, Kind, kind_in, kind_of
-from memstore.readers.stock.reader import StockReader
+from memstore.readers.kinds import STOCK, kind_in, kind_of
 from memstore.testing.readers import ReaderTests
 from tests.readers.models import tiny
 
-TOY = Kind(
-    "toy",
-    "toy",
-    "tests.readers.test_kinds:toy",
-    "tests.readers.test_kinds:ToyReader",
-    "",
-    options=tuple(name for name in STOCK.options if name != "sink"),
-)
 
-
-class ToyReader(StockReader):
-    """A reader of its own, whose sink nobody chooses."""
-
-    kind = TOY
-
-
-def toy(seed: int = 0) -> Any:
-    """A model whose configuration says that it is a toy."""
-    model = tiny("llama", seed=seed)
-    vars(model.config)["model_type"] = "toy"
-    return model
+def knn_lm(seed: int = 0) -> Any:
+    """A small kNN-LM."""
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    model = KNNLMForCausalLM(KNNLMConfig(vocab_size=60, eos_token_id=None, **sizes))
+    return model.train(False)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +39,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     facts = folder / "toys-1.dist-info"
     facts.mkdir()
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: toys\nVersion: 1\n")
-    lines = ["[memstore.kinds]", "toy = tests.readers.test_kinds:TOY", "odd = tests.readers.test_kinds:toy", ""]
+    lines = ["[memstore.kinds]", "knn-lm = examples.knn_lm.kind:KNN_LM", "odd = tests.readers.test_kinds:knn_lm", ""]
     (facts / "entry_points.txt").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")  # for processes of the suite
@@ -56,29 +48,35 @@ def installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     kinds._plugin.cache_clear()
 
 
-class TestToyReader(ReaderTests):
+class TestKNNLM(ReaderTests):
     """What every reader does, a kind from elsewhere does too."""
-
-    options: ClassVar[dict[str, Any]] = {"window": 32, "segment": 32, "block_size": 16}
 
     def model(self, seed: int = 0) -> Any:
         """See ``ReaderTests``."""
-        return toy(seed)
+        return knn_lm(seed)
 
 
 def test_a_kind_is_found_by_what_its_configuration_is_called(tmp_path: Path) -> None:
-    assert kind_of(toy()) is TOY
+    assert kind_of(knn_lm()) is KNN_LM
     assert kind_of(tiny("llama")) is STOCK
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "toy"}))
-    assert kind_in(tmp_path) is TOY
-    with memstore.attach(toy(), "ram:", block_size=16) as reader:
-        reader.read(torch.arange(1, 60))
-        assert type(reader) is ToyReader
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "knn-lm"}))
+    assert kind_in(tmp_path) is KNN_LM
 
 
 def test_a_kind_takes_the_options_that_it_names() -> None:
-    with pytest.raises(InvalidArgument, match="sink is for stock models; a toy does not take it"):
-        memstore.attach(toy(), "ram:", sink=4)
+    with pytest.raises(InvalidArgument, match="sink is for stock models; a kNN-LM does not take it"):
+        memstore.attach(knn_lm(), "ram:", sink=4)
+
+
+def test_what_followed_the_text_is_likelier_with_the_memory() -> None:
+    model = knn_lm()
+    text = torch.randint(0, 60, (64,), generator=torch.Generator().manual_seed(5))
+    question, follows = text[None, 16:26], int(text[26])  # as the block began, which was read by itself
+    with torch.no_grad(), memstore.attach(model, "ram:") as reader:
+        before = model(question).logits[0, -1].softmax(-1)[follows]
+        reader.read(text)
+        after = model(question).logits[0, -1].exp()[follows]
+    assert float(after) > float(before) + 0.1
 
 
 def test_an_entry_point_that_is_no_kind_is_refused() -> None:
