@@ -33,6 +33,10 @@ LIMITS = {
     "public classes with the name of another": 0,
     "import circles": 0,
     "places that ask for a model's kind": 0,
+    "files of a kind, at most": 8,
+    "packages that name a kind, beside its own and the registry": 0,
+    "files that one other file imports": 86,
+    "public classes": 500,
     "files passed by one resumed segment of reading": 30,
     "files passed by a warm gather of three blocks": 6,
     "files passed by `memstore ask`": 45,
@@ -48,6 +52,7 @@ def main() -> int:
     packages(sources)
     circles = import_circles(sources)
     places = kinds_asked(sources)
+    kinds, naming, lonely = files_of_kinds(sources), naming_kinds(sources), imported_once(sources)
     twice = {name: homes for name, homes in public_classes(sources).items() if len(homes) > 1}
     lines = sum(text.count("\n") for text in sources.values())
     comments = sum(line.lstrip().startswith("#") for text in sources.values() for line in text.splitlines())
@@ -57,6 +62,10 @@ def main() -> int:
         "lines": lines,
         "public classes with the name of another": len(twice),
         "import circles": len(circles),
+        "files of a kind, at most": max(len(files) for files in kinds.values()),
+        "packages that name a kind, beside its own and the registry": len(naming),
+        "files that one other file imports": len(lonely),
+        "public classes": len(public_classes(sources)),
         "places that ask for a model's kind": len(places),
         **{f"files passed by {name}": len(files) for name, files in routes.items()},
         "per cent of lines that are comments": round(100 * comments / lines, 2),
@@ -68,6 +77,9 @@ def main() -> int:
         ("circles", [" <-> ".join(circle) for circle in circles]),
         ("same name", [f"{name}: {', '.join(homes)}" for name, homes in sorted(twice.items())]),
         ("kind asked", places),
+        ("files of a kind", [f"{kind}: {' '.join(files)}" for kind, files in kinds.items()]),
+        ("names a kind", naming),
+        ("imported by one other file", [f"{name} <- {user}" for name, user in sorted(lonely.items())]),
         *((f"passed by {name}", rooms(files)) for name, files in routes.items()),
     ):
         print(f"\n{title}:", *found, sep="\n  ")
@@ -105,6 +117,36 @@ def kinds_asked(sources: dict[Path, str]) -> list[str]:
         for number, line in enumerate(text.splitlines(), 1)
         if KIND.search(line)
     ]
+
+
+def files_of_kinds(sources: dict[Path, str]) -> dict[str, list[str]]:
+    """The files of each kind of model, but for those that say what its package exports."""
+    found = defaultdict[str, list[str]](list)
+    for path in sources:
+        if path.parent.parent == PACKAGE / "models" and path.stem != "__init__":
+            found[path.parent.name].append(path.stem)
+    return found
+
+
+def naming_kinds(sources: dict[Path, str]) -> list[str]:
+    """Files outside its folder that import one of a kind: all should ask the registry."""
+    folders = "|".join(files_of_kinds(sources))
+    pattern = re.compile(rf"^\s*(?:from|import) memstore\.models\.({folders})\b", re.MULTILINE)
+    return [
+        f"{path.relative_to(PACKAGE)}: {', '.join(sorted(names))}"
+        for path, text in sources.items()
+        if (names := set(pattern.findall(text)) - {path.parent.name})
+    ]
+
+
+def imported_once(sources: dict[Path, str]) -> dict[str, str]:
+    """Modules that exactly one other imports, and that one; what entry points and strings name is not counted."""
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in sources}
+    users = defaultdict[str, set[str]](set)
+    for name, path in names.items():
+        for needed in imported(ast.parse(sources[path]), set(names)):
+            users[needed].add(name)
+    return {name: next(iter(those)) for name, those in users.items() if len(those - {name}) == 1}
 
 
 def import_circles(sources: dict[Path, str]) -> list[list[str]]:

@@ -22,6 +22,8 @@ class Evaluation:
     perplexity: Callable[..., Report] | None = None
     """``(model, tokenizer, texts, folder, *, show, **options)``: its tables of perplexity, with the memory and with
     less of it; ``show``: draw a bar. The options are fields of the kind's ``PERPLEXITY`` (``Kind.options_module``)."""
+    lookup: Callable[..., Any] | None = None
+    """``(model, tokenizer, text, *, memory_size, examples, advance)``: what its memory of tokens is looked up for."""
     document_scorer: Callable[[Any], Any] | None = None
     """``(model)``: what scores documents with memories of tokens of any size."""
 

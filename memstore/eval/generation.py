@@ -10,7 +10,6 @@ import torch
 
 from memstore.errors import NotFound
 from memstore.eval.pairs import encode_pairs
-from memstore.models.drt import DRTForCausalLM
 
 ROUGE = {"rouge1": "rouge1", "rouge2": "rouge2", "rougeL": "rougeL"}
 """Our names of the measures, and the package's."""
@@ -27,7 +26,7 @@ def rouge_scorer() -> Any:
 
 @torch.no_grad()
 def generate_answers(
-    model: DRTForCausalLM,
+    model: Any,
     tokenizer: Any,
     pairs: Sequence[tuple[str, str]],
     *,

@@ -54,8 +54,6 @@ class Kind:
     options_module: str = ""
     """The module of its options on the command line, which needs no PyTorch: dataclasses ``TRAINING`` and
     ``PERPLEXITY``."""
-    demo: str = "memstore.tools.demo_smollm2:run"
-    """Where the function is that ``memstore demo`` runs for it."""
     half: bool = False
     """Whether it also computes in half precision."""
     tokenizer: str = "transformers:PreTrainedTokenizerFast"
@@ -183,7 +181,6 @@ DRT = Kind(
     "memstore.models.drt.training:DRT",
     "memstore.models.drt.evaluation:DRT",
     "memstore.models.drt.options",
-    "memstore.tools.demo_drt:run",
     options=("segment_blocks", "codec", "Retrieval.on_error"),
 )
 LANDMARK = Kind(
@@ -317,6 +314,12 @@ def _plugin(model_type: str) -> Kind | None:
     if not isinstance(kind, Kind):
         raise InvalidArgument(f"the entry point {model_type} of {ENTRY_POINTS} must be a Kind, got {kind!r}")
     return kind
+
+
+def trainable() -> dict[str, Kind]:
+    """Kinds that can be trained, those of other packages too, by what comes after ``memstore train``."""
+    others = [each for name in entry_points(group=ENTRY_POINTS).names if (each := _plugin(name)) is not None]
+    return {kind.train.split()[-1]: kind for kind in (*KINDS, *others) if kind.training}
 
 
 def table() -> list[list[str]]:

@@ -6,38 +6,20 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from pkgutil import resolve_name
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
 
 from memstore._version import __version__
 from memstore.errors import InvalidArgument, MemstoreError, ReadOnlyMemory
-from memstore.readers.kinds import KINDS, PASSKEY, shipped_model
+from memstore.readers.kinds import PASSKEY, shipped_model, trainable
 from memstore.report import Report
-from memstore.tools.ask import ask
-from memstore.tools.audit import audit
-from memstore.tools.chat import chat
-from memstore.tools.diff import diff
-from memstore.tools.eval import generate, lookup, multi_needle, passkey, perplexity, two_hop
-from memstore.tools.eval_questions import babi, beam, factbook, facts, hotpotqa, locomo, lookalikes, ruler, squad
-from memstore.tools.eval_questions import chat as eval_chat
-from memstore.tools.export import export, import_
-from memstore.tools.keep import compact, copy, expire, forget, fork, limit, pin, rekey, unpin
-from memstore.tools.look import index, ls, show, stats
-from memstore.tools.mend import repair, verify, with_way_out
 from memstore.tools.models import DRT, kind_named, remember
-from memstore.tools.plot import plot
-from memstore.tools.read import read
-from memstore.tools.search import search
-from memstore.tools.serve import mcp, serve, view
-from memstore.tools.torture import torture
-from memstore.tools.trace import trace
-from memstore.tools.train import training_of
-from memstore.tools.train_router import router
 from memstore.tools.verb import (
     EXIT_CODES,
     FAILED,
@@ -100,7 +82,10 @@ def demo(
     """
     use_threads(threads)
     source = str(shipped_model(PASSKEY)) if model == DRT else model
-    run = resolve_name(kind_named(source).demo)
+    from memstore.eval.evaluation import evaluation_of
+    from memstore.tools import demo_passkey, demo_smollm2
+
+    run = demo_smollm2.run if evaluation_of(kind_named(source)).ask is None else demo_passkey.run
     data = run(source, json=json, dtype=dtype, threads=threads, seed=seed, keep=keep)
     return Report(data=data, text=lambda _: None)
 
@@ -144,48 +129,105 @@ def completion(shell: Shell) -> Report:
     return Report(data={"shell": shell, "script": script}, text=lambda page: page.line(script))
 
 
-app = typer.Typer(
-    add_completion=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    epilog=EXIT_CODES,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-)
-for function in (
-    read,
-    ask,
-    chat,
-    ls,
-    show,
-    search,
-    audit,
-    plot,
-    trace,
-    verify,
-    stats,
-    copy,
-    diff,
-    export,
-    import_,
-    fork,
-    forget,
-    pin,
-    unpin,
-    expire,
-    limit,
-    index,
-    compact,
-    rekey,
-    repair,
-    view,
-    serve,
-    mcp,
-    trust,
-    torture,
-    demo,
-    completion,
-):
-    app.command(function.__name__.rstrip("_"))(verb(function))  # `import` is a word of Python
+VERBS = {
+    "read": "read:read",
+    "ask": "ask:ask",
+    "chat": "chat:chat",
+    "ls": "look:ls",
+    "show": "look:show",
+    "search": "search:search",
+    "audit": "audit:audit",
+    "plot": "plot:plot",
+    "trace": "trace:trace",
+    "verify": "mend:verify",
+    "stats": "look:stats",
+    "copy": "keep:copy",
+    "diff": "diff:diff",
+    "export": "export:export",
+    "import": "export:import_",
+    "fork": "keep:fork",
+    "forget": "keep:forget",
+    "pin": "keep:pin",
+    "unpin": "keep:unpin",
+    "expire": "keep:expire",
+    "limit": "keep:limit",
+    "index": "look:index",
+    "compact": "keep:compact",
+    "rekey": "keep:rekey",
+    "repair": "mend:repair",
+    "view": "serve:view",
+    "serve": "serve:serve",
+    "mcp": "serve:mcp",
+    "trust": "app:trust",
+    "torture": "torture:torture",
+    "demo": "app:demo",
+    "completion": "app:completion",
+}
+"""Where the function of each verb is."""
+EVALUATIONS = {
+    "passkey": "eval:passkey",
+    "two-hop": "eval:two_hop",
+    "multi-needle": "eval:multi_needle",
+    **{
+        name: f"eval_questions:{name}"
+        for name in ("squad", "hotpotqa", "facts", "lookalikes", "babi", "factbook", "chat", "locomo", "beam", "ruler")
+    },
+    "perplexity": "eval:perplexity",
+    "lookup": "eval:lookup",
+    "generate": "eval:generate",
+}
+"""Of ``memstore eval``, likewise."""
+GROUPS = {"train": "Train a model that retrieves.", "eval": "Measure a model that retrieves."}
+"""Verbs that have a word before them, ``memstore train drt``, and what each group is for."""
+
+
+class Verbs(Mapping[str, Any]):
+    """Verbs by name, as Click knows them. One is imported and made when it is asked for: most runs need one."""
+
+    def __init__(self, homes: Mapping[str, str], groups: Mapping[str, str] = MappingProxyType({})) -> None:
+        self._homes, self._groups = homes, groups
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._homes, *self._groups])
+
+    def __len__(self) -> int:
+        return len(self._homes) + len(self._groups)
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._groups:
+            return _group(name, self._groups[name])
+        return _command(name, resolve_name(f"memstore.tools.{self._homes[name]}"))
+
+
+class Trainings(Verbs):
+    """The verbs of ``memstore train``: kinds of models bring them."""
+
+    def __init__(self) -> None:
+        super().__init__({"router": "train_router:router"})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*trainable(), *self._homes])
+
+    def __getitem__(self, name: str) -> Any:
+        if name in self._homes:
+            return super().__getitem__(name)
+        from memstore.tools.train import training_of
+
+        return _command(name, training_of(trainable()[name]))
+
+
+def _command(name: str, function: Callable[..., Report]) -> Any:
+    made = typer.Typer(add_completion=False, rich_markup_mode=None)
+    made.command(name)(verb(function))
+    return typer.main.get_command(made)
+
+
+def _group(name: str, purpose: str) -> Any:
+    made = typer.Typer(name=name, add_completion=False, help=purpose, epilog=EXIT_CODES, rich_markup_mode=None)
+    made.callback(invoke_without_command=True)(_help_alone)
+    group: Any = typer.main.get_command(made)
+    group.commands = Trainings() if name == "train" else Verbs(EVALUATIONS)
+    return group
 
 
 def _help_alone(context: typer.Context) -> None:
@@ -194,37 +236,12 @@ def _help_alone(context: typer.Context) -> None:
         raise typer.Exit(USAGE)
 
 
-def _group(name: str, purpose: str, *functions: Callable[..., Report]) -> None:
-    """Add verbs that have a word before them: ``memstore train drt``."""
-    group = typer.Typer(help=purpose, epilog=EXIT_CODES, rich_markup_mode=None)
-    group.callback(invoke_without_command=True)(_help_alone)
-    for each in functions:
-        group.command()(verb(each))
-    app.add_typer(group, name=name)
-
-
-_group("train", "Train a model that retrieves.", *(training_of(kind) for kind in KINDS if kind.training), router)
-_group(
-    "eval",
-    "Measure a model that retrieves.",
-    *(
-        passkey,
-        two_hop,
-        multi_needle,
-        squad,
-        hotpotqa,
-        facts,
-        lookalikes,
-        babi,
-        factbook,
-        eval_chat,
-        locomo,
-        beam,
-        ruler,
-        perplexity,
-        lookup,
-        generate,
-    ),
+app = typer.Typer(
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=EXIT_CODES,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
 
 
@@ -263,8 +280,10 @@ def main(arguments: Sequence[str] | None = None, pressed: Callable[[], bool] = l
 
 @cache
 def command_line() -> Any:
-    """All verbs as Click knows them. Typer takes longer to make it than most of them to run."""
-    return typer.main.get_command(app)
+    """All verbs as Click knows them."""
+    command: Any = typer.main.get_command(app)
+    command.commands = Verbs(VERBS, GROUPS)
+    return command
 
 
 def _run(arguments: Sequence[str], pressed: Callable[[], bool]) -> int:
@@ -278,6 +297,8 @@ def _run(arguments: Sequence[str], pressed: Callable[[], bool]) -> int:
         code: int = command_line().main(arguments, prog_name="memstore", standalone_mode=False) or 0
     except (MemstoreError, typer.TyperException) as error:
         if not pressed() or isinstance(error, Interruption):
+            from memstore.tools.mend import with_way_out
+
             return report_failure(with_way_out(error, arguments), json=json)
         code = INTERRUPTED
     except SystemExit:  # typer's answer to a broken pipe, the only one of its exits that is left in this mode

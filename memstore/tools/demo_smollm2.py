@@ -21,7 +21,7 @@ from memstore.errors import InvalidArgument
 from memstore.eval import needles
 from memstore.eval.needles import Haystack, Needle
 from memstore.resources import PeakMemory, disk_bytes
-from memstore.tools.demo_drt import in_new_process, what_to_type
+from memstore.tools.demo_passkey import in_new_process, what_to_type
 from memstore.tools.models import LoadedModel, load_model, record_model
 
 if TYPE_CHECKING:

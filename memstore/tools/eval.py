@@ -339,17 +339,20 @@ def lookup(
 
     In Python: memstore.models.memorizing.evaluation.lookup.
     """
-    from memstore.models.memorizing.evaluation import lookup as look_up
-    from memstore.progress import progress_bar
-    from memstore.readers.kinds import KNN, MEMORIZING, load_folder, model_folder
-
     require_transformers()
+    from memstore.eval.evaluation import evaluation_of
+    from memstore.progress import progress_bar
+
+    kind = kind_in(model_folder(model))
+    look_up = evaluation_of(kind).lookup
+    if look_up is None:
+        raise UnsupportedModel(f"a {kind.name} looks no tokens up. Train one: memstore train memorizing")
     size = tokens_of("--memory-size", memory_size, least=1)
     written = read_text(text)
     use_threads(threads)
     check_device(device)
     with quiet_transformers():
-        loaded, tokenizer = load_folder(model_folder(model), device, only=(MEMORIZING, KNN))
+        loaded, tokenizer = load_folder(model_folder(model), device)
     total = (3 if examples else 2) * len(encode(tokenizer, written))
     with progress_bar("lookup", 0, total, not json and sys.stderr.isatty()) as advance:
         found = look_up(loaded, tokenizer, written, memory_size=size, examples=examples, advance=advance)

@@ -121,11 +121,11 @@ def server_of(
     """
     import uvicorn
 
-    from memstore.tools.patience import Patience
+    from memstore.tools.request_timeout import TimedConnection
 
     config = uvicorn.Config(
         app,
-        http=type("Patience", (Patience,), {"most": most}),
+        http=type("TimedConnection", (TimedConnection,), {"most": most}),
         log_level="error",
         access_log=False,
         server_header=False,

@@ -18,7 +18,7 @@ from transformers.utils.generic import TransformersKwargs
 from memstore import Retrieval
 from memstore.errors import ForeignMemory, InvalidArgument, UnsupportedModel
 from memstore.readers.caches import CACHE
-from memstore.readers.stock.honoured import EXACT, FORWARD, GENERATE
+from memstore.readers.stock.hooks import EXACT, FORWARD, GENERATE
 from tests.readers.models import attach, tiny, tokens
 
 PAGE = Path(__file__).parents[2] / "docs" / "honoured.md"

@@ -638,5 +638,5 @@ def _show(page: Page, rows: list[dict[str, Any]]) -> None:
         page.line(f"A memory of {row['memory_size']:,} changes the loss by {row['change']:+.4f}{error}")
 
 
-MEMORIZING = Evaluation(perplexity=sizes_table, document_scorer=MemorizingScorer)
-KNN = Evaluation(perplexity=sizes_table, document_scorer=StockScorer)
+MEMORIZING = Evaluation(perplexity=sizes_table, lookup=lookup, document_scorer=MemorizingScorer)
+KNN = Evaluation(perplexity=sizes_table, lookup=lookup, document_scorer=StockScorer)

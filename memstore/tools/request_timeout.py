@@ -12,14 +12,14 @@ import asyncio
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-PATIENCE = 10.0
+REQUEST_SECONDS = 10.0
 """Seconds until a request that has begun, or a connection that was opened, must have come as a whole."""
 
 
-class Patience(H11Protocol):
+class TimedConnection(H11Protocol):
     """HTTP as uvicorn speaks it, for one connection, but neither waiting for ever nor for everybody."""
 
-    most = 100
+    max_connections = 100
     """Connections. When there are more, the one that has been waited for longest goes."""
     _timer: asyncio.TimerHandle | None = None
 
@@ -27,8 +27,8 @@ class Patience(H11Protocol):
         """Begin to wait; for this one instead of the oldest, where there are many."""
         super().connection_made(transport)
         self._wait()
-        waiting = [each for each in self.connections if isinstance(each, Patience) and each.is_waiting]
-        if len(self.connections) > self.most:
+        waiting = [each for each in self.connections if isinstance(each, TimedConnection) and each.is_waiting]
+        if len(self.connections) > self.max_connections:
             min(waiting, key=lambda each: each._since).transport.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -51,7 +51,7 @@ class Patience(H11Protocol):
 
     def _wait(self) -> None:
         self._since = self.loop.time()
-        self._timer = self.loop.call_later(PATIENCE, self.transport.abort)
+        self._timer = self.loop.call_later(REQUEST_SECONDS, self.transport.abort)
 
     def _stop(self) -> None:
         if self._timer is not None:

@@ -19,15 +19,15 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
+import memstore
 from memstore.children import python_module
 from memstore.errors import InvalidArgument, MemstoreError
-from memstore.readers.kinds import DRT, load_folder, quiet_transformers
+from memstore.readers.kinds import load_folder, quiet_transformers
 from memstore.tools.models import remember, resolve_model
 
 if TYPE_CHECKING:
     from memstore.eval.filler import Filler
     from memstore.eval.tasks import Sample
-    from memstore.models.drt import DRTForCausalLM
 
 TOKENS = 1_000_000
 VOLUMES = 5
@@ -65,7 +65,7 @@ def run(
             for name, sample in samples.items()
         }
         request = {"weights": str(weights), "folder": str(folder), "questions": questions, "threads": threads}
-        asked = in_new_process("memstore.tools.demo_drt", request)
+        asked = in_new_process("memstore.tools.demo_passkey", request)
         result = (
             figures | asked | _disk(folder) | {"seed": seed, "reopened_in_new_process": asked["pid"] != os.getpid()}
         )
@@ -80,19 +80,19 @@ def _read(
 ) -> tuple[dict[str, Any], dict[str, Sample]]:
     """Write the memory: figures, and what is hidden in each volume."""
     from memstore.eval.filler import load_filler
+    from memstore.eval.run import memory_spec
     from memstore.memory import open_memory
-    from memstore.models.drt.reader import DRTReader, memory_spec
     from memstore.resources import PeakMemory
 
     with quiet_transformers():
-        model, tokenizer = load_folder(weights, only=(DRT,))
+        model, tokenizer = load_folder(weights)
     filler = load_filler(tokenizer, at_most=tokens)
     samples = hide(model, tokenizer, filler, seed, tokens)
     seconds = 0.0
     with PeakMemory() as peak, open_memory(folder, spec=memory_spec(model, tokenizer), mode="x") as memory:
         memory.put_info("model", {"name": remember(str(weights)), "dtype": "float32"})
         for name, sample in samples.items():
-            with DRTReader(model, memory, name, tokenizer=tokenizer) as reader:
+            with memstore.attach(model, memory, document=name, tokenizer=tokenizer) as reader:
                 seconds += reader.read(sample.haystack(filler), progress=say).seconds
     read = sum(sample.length for sample in samples.values())
     return {
@@ -105,7 +105,7 @@ def _read(
     }, samples
 
 
-def hide(model: DRTForCausalLM, tokenizer: Any, filler: Filler, seed: int, tokens: int) -> dict[str, Sample]:
+def hide(model: Any, tokenizer: Any, filler: Filler, seed: int, tokens: int) -> dict[str, Sample]:
     """A passkey at a random place of each volume; the volumes follow one another in the filler."""
     from memstore.eval.tasks import Phrases, make, plant
 
@@ -147,7 +147,7 @@ def answer_questions(
     use_threads(threads)
     begun = time.perf_counter()
     with quiet_transformers():
-        model, tokenizer = load_folder(Path(weights), only=(DRT,))
+        model, tokenizer = load_folder(Path(weights))
     with open_memory(folder, mode="r") as memory:
         answers = [_answer(model, tokenizer, memory, name, values) for name, values in questions.items()]
     return {
@@ -159,14 +159,13 @@ def answer_questions(
     }
 
 
-def _answer(model: DRTForCausalLM, tokenizer: Any, memory: Any, name: str, values: dict[str, Any]) -> dict[str, Any]:
+def _answer(model: Any, tokenizer: Any, memory: Any, name: str, values: dict[str, Any]) -> dict[str, Any]:
     from memstore.eval.needle import needle_blocks
+    from memstore.eval.run import ask
     from memstore.eval.tasks import Sample
-    from memstore.models.drt.evaluation import ask
-    from memstore.models.drt.reader import DRTReader
 
     sample = Sample(**{**values, "hops": tuple(range(*hop) for hop in values["hops"])})
-    with DRTReader(model, memory, name, tokenizer=tokenizer) as reader:
+    with memstore.attach(model, memory, document=name, tokenizer=tokenizer) as reader:
         with reader.record(sample.prompt, question=_question(tokenizer, sample)) as recorder:
             reply = ask(model, reader.cache(), sample)
             recorder.close(reply.tokens)
