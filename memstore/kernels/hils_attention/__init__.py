@@ -1,0 +1,19 @@
+"""HiLS attention: chunks are chosen and weighed by an estimate of their log-sum-exp, beside a window."""
+
+from memstore.kernels.hils_attention.api import (
+    attend_chosen,
+    block_weights,
+    choose_blocks,
+    hils_attention,
+    pool_landmarks,
+    window_attention,
+)
+
+__all__ = [
+    "attend_chosen",
+    "block_weights",
+    "choose_blocks",
+    "hils_attention",
+    "pool_landmarks",
+    "window_attention",
+]

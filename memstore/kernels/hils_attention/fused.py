@@ -1,0 +1,350 @@
+"""HiLS attention in tiles and lists: the fast path on a CPU, and anywhere without Triton.
+
+The window is computed in tiles of queries, each with the keys that it sees. Attention within chosen blocks goes block
+by block: the queries that chose a block are brought together, so it is two matrix products a block however each token
+chose, and softmaxes need no rescaling, for each block has one of its own. Scores are not kept: the backward pass, which
+is written by hand, makes them again. With ``g`` the gradient of the output, ``w`` the weights, ``a_c`` attention to
+block ``c``, ``P`` the probabilities within it, and ``Delta = g . out``,
+
+    dP = g V^T      dw_c = g . a_c = rowsum(P dP)      dS = w_c P (dP - dw_c)
+    de_c = w_c (dw_c - Delta)      dL = w_L (g . o_w - Delta)           in the window: dS = P (w_L (dP - g . o_w) + dL)
+
+and ``de`` goes on to ``u``, mean keys and entropies, and through these to landmark queries and keys.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from memstore.kernels.hils_attention import reference
+from memstore.kernels.hils_attention.reference import block_weights, in_blocks, pool_landmarks
+
+TILE = 128
+"""Queries of a tile of the window, at least; whole blocks."""
+SCORED = 1 << 22
+"""Estimates that are held at once while blocks are chosen."""
+FEW = 4
+"""Queries that chose a block, in the mean, below which each query copies its blocks instead."""
+
+
+class Sizes(NamedTuple):
+    """What does not change from tensor to tensor."""
+
+    size: int
+    window: int
+    top_k: int
+    softmax1: bool
+    scale: float
+
+
+def hils_attention(q: Tensor, k: Tensor, v: Tensor, u: Tensor, **sizes: Any) -> Tensor:
+    """``q, u [B, H, T, D]``, ``k, v [B, G, T, D]`` -> ``[B, H, T, D]``; ``sizes`` are those of ``Sizes``."""
+    out: Tensor = _HilsAttention.apply(q, k, v, u, Sizes(**sizes))  # type: ignore[no-untyped-call]
+    return out
+
+
+class _HilsAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, u: Tensor, sizes: Sizes) -> Tensor:
+        size, window, top_k, softmax1, scale = sizes
+        place: dict[str, Any] = {"size": size, "window": window, "first": 0, "scale": scale}
+        near, lse = window_attention(q, k, v, widened=True, **place)
+        rounded = lse.to(q.dtype)
+        keys, values = in_blocks(k, size), in_blocks(v, size)
+        kbar, bias = pool_landmarks(u[:, :, size - 1 :: size], keys, scale=scale)
+        blocks, scores = choose_blocks(u, kbar, bias, rounded, groups=k.shape[1], top_k=top_k, **place)
+        weights = block_weights(scores, rounded, softmax1=softmax1)
+        chosen = attend_chosen(q, keys, values, blocks, weights[..., :-1], scale=scale)
+        out = torch.addcmul(chosen, weights[..., -1:], near).to(q.dtype)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(q, k, v, u, kbar, blocks, weights, lse, near, out)
+            ctx.sizes = sizes
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, u, kbar, blocks, weights, lse, near, out = ctx.saved_tensors
+        size, _, _, _, scale = sizes = ctx.sizes
+        wide = torch.promote_types(q.dtype, torch.float32)
+        q, k, v, wide_u, near, out, g = (x.to(wide) for x in (q, k, v, u, near, out, gradient))
+        keys, values = in_blocks(k, size), in_blocks(v, size)
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        of_window = (g * near).sum(-1)
+        total = (g * out).sum(-1)
+        dlse = weights[..., -1] * (of_window - total)
+        _window_backward(q, k, v, lse, g * weights[..., -1:], of_window * weights[..., -1] - dlse, sizes, (dq, dk, dv))
+        dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
+        dweights = _chosen_backward(q, keys, values, blocks, weights[..., :-1], g, scale, (dq, dkeys, dvalues))
+        dscores = weights[..., :-1] * (dweights - total.unsqueeze(-1))
+        du, dkbar, dbias = _scores_backward(wide_u, kbar.to(wide), blocks, dscores, scale)
+        m = wide_u[:, :, size - 1 :: size]
+        dm, dpooled = _pool_backward(m, keys, dkbar, dbias, scale)
+        du[:, :, size - 1 :: size] += dm
+        whole = keys.shape[2] * size
+        dk[:, :, :whole].unflatten(2, (-1, size))[:, :, :, :-1] += dkeys + dpooled
+        dv[:, :, :whole].unflatten(2, (-1, size))[:, :, :, :-1] += dvalues
+        return *(x.to(u.dtype) for x in (dq, dk, dv, du)), None
+
+
+# The window
+
+
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, size: int, window: int, first: int, widened: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """See ``reference.window_attention``."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    groups, many = k.shape[1], q.shape[2]
+    queries = (q.to(wide) * scale).unflatten(1, (groups, -1))  # [B, G, R, M, D]
+    keys, values = k.to(wide), v.to(wide)
+    out, lse = torch.empty_like(queries), queries.new_empty(queries.shape[:-1])
+    for rows, seen, bias in _tiles(many, k.shape[2], Sizes(size, window, 0, False, scale), first, widened, q.device):
+        scores = _scores(queries[..., rows, :], keys[:, :, seen], bias)
+        p = scores.softmax(-1)
+        # The log-sum-exp, from the largest of P: many exponentials of hidden scores would be slow.
+        highest = scores.amax(-1)
+        blind = highest == torch.finfo(wide).min
+        lse[..., rows] = (highest - p.amax(-1).log()).masked_fill_(blind, -math.inf)
+        product = _flat(p) @ values[:, :, seen]
+        out[..., rows, :] = product.view(*p.shape[:-1], -1).masked_fill_(blind.unsqueeze(-1), 0)
+    return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """``[B, G, R, m, n]`` -> ``[B, G, R * m, n]``."""
+    return x.flatten(2, 3)
+
+
+def _scores(queries: Tensor, keys: Tensor, bias: Tensor) -> Tensor:
+    """``queries [B, G, R, m, D]``, ``keys [B, G, n, D]``, ``bias [m, n]`` -> ``[B, G, R, m, n]``."""
+    scores: Tensor = (_flat(queries) @ keys.mT).view(*queries.shape[:-1], -1)
+    # The lowest number, not -inf: a query may see nothing.
+    return scores.add_(bias).clamp_(min=torch.finfo(scores.dtype).min)
+
+
+def _tiles(
+    many: int, held: int, sizes: Sizes, first: int, widened: bool, device: torch.device
+) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Queries of a tile, the keys that they see, and what is added to their scores ``[m, n]``."""
+    size, window = sizes.size, sizes.window
+    start, before = first + held - many, first
+    step = size * -(-TILE // size)
+    known: dict[tuple[int, ...], Tensor] = {}
+    at = start
+    while at < start + many:
+        stop = min(at // step * step + step, start + many)
+        low = at - window + 1
+        low = max(low // size * size if widened else low, before)
+        kind = (stop - at, stop - low, low % size, (at - window + 1 - low) if low == before else 0)
+        if kind not in known:
+            rows, columns = torch.arange(at, stop, device=device)[:, None], torch.arange(low, stop, device=device)
+            edge = rows - window + 1
+            edge = edge.div(size, rounding_mode="floor") * size if widened else edge
+            seen = (columns >= edge) & (columns <= rows) & (columns % size != size - 1)
+            known[kind] = torch.zeros((), device=device).masked_fill(~seen, -math.inf)
+        yield slice(at - start, stop - start), slice(low - before, stop - before), known[kind]
+        at = stop
+
+
+def _window_backward(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, g: Tensor, less: Tensor, sizes: Sizes, into: tuple[Tensor, ...]
+) -> None:
+    """``g`` is that of the output; ``dS = P (g V^T - less)``, which is added up ``into`` dq, dk and dv."""
+    groups = k.shape[1]
+    queries, g, dq = ((x.unflatten(1, (groups, -1))) for x in (q * sizes.scale, g, into[0]))
+    lse, less = (x.unflatten(1, (groups, -1)) for x in (lse, less))
+    _, dk, dv = into
+    for rows, seen, bias in _tiles(q.shape[2], k.shape[2], sizes, 0, True, q.device):
+        x, gradient = queries[..., rows, :], g[..., rows, :]
+        some = lse[..., rows].unsqueeze(-1)
+        p = _scores(x, k[:, :, seen], bias).sub_(some.masked_fill(some.isneginf(), 0)).exp_()
+        dp = (_flat(gradient) @ v[:, :, seen].mT).view(p.shape)
+        ds = _flat(dp.sub_(less[..., rows].unsqueeze(-1)).mul_(p))
+        dq[..., rows, :] += (ds @ k[:, :, seen]).view(x.shape).mul_(sizes.scale)
+        dk[:, :, seen] += ds.mT @ _flat(x)
+        dv[:, :, seen] += _flat(p).mT @ _flat(gradient)
+
+
+# The choice
+
+
+def choose_blocks(
+    u: Tensor,
+    kbar: Tensor,
+    bias: Tensor,
+    lse: Tensor,
+    *,
+    groups: int,
+    size: int,
+    window: int,
+    top_k: int,
+    first: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """See ``reference.choose_blocks``; estimates of a few queries at a time."""
+    parts = []
+    batch, heads, many, _ = u.shape
+    edge = reference.edges(first, many, size, window, u.device).clamp(0, kbar.shape[2])
+    at = 0
+    while at < many:
+        rows = max(1, SCORED // max(1, batch * heads * min(kbar.shape[2], int(edge[-1]))))
+        part = slice(at, min(at + rows, many))
+        count = int(edge[part][-1])
+        scores = reference.estimates(u[:, :, part], kbar[:, :, :count], bias[:, :, :count], scale=scale)
+        scores.masked_fill_(torch.arange(count, device=u.device) >= edge[part, None], -math.inf)
+        parts.append(best_blocks(scores, lse[:, :, part], groups=groups, top_k=top_k))
+        at = part.stop
+    if not parts:
+        return reference.best_blocks(u.new_empty(batch, heads, 0, 0), lse, groups=groups, top_k=top_k)
+    blocks, chosen = zip(*parts, strict=True)
+    return torch.cat(blocks, 2), torch.cat(chosen, 2)
+
+
+def best_blocks(scores: Tensor, lse: Tensor, *, groups: int, top_k: int) -> tuple[Tensor, Tensor]:
+    """See ``reference.best_blocks``: where no heads share a list, what a score is compared with does not matter."""
+    if scores.shape[1] != groups or not scores.shape[-1]:
+        return reference.best_blocks(scores, lse, groups=groups, top_k=top_k)
+    kept = min(top_k, scores.shape[-1])
+    best, blocks = scores.topk(kept, -1, sorted=False)
+    blocks, order = torch.where(best.isneginf(), scores.shape[-1], blocks).sort(-1)
+    blocks = blocks.masked_fill_(blocks == scores.shape[-1], -1)
+    missing = top_k - kept
+    return F.pad(blocks, (0, missing), value=-1), F.pad(best.gather(-1, order), (0, missing), value=-math.inf)
+
+
+def _scores_backward(
+    u: Tensor, kbar: Tensor, blocks: Tensor, dscores: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``u``, mean keys and entropies from those of the estimates ``[B, H, M, K]``."""
+    batch, heads, many, _ = u.shape
+    count = kbar.shape[2]
+    du, dkbar = torch.zeros_like(u), torch.zeros_like(kbar)
+    dbias = kbar.new_zeros(kbar.shape[:-1])
+    at = blocks.where(blocks >= 0, count)
+    rows = max(1, SCORED // max(1, batch * heads * count))
+    for start in range(0, many if count else 0, rows):
+        part = slice(start, start + rows)
+        places = at[:, :, part].repeat_interleave(heads // blocks.shape[1], 1)
+        dense = u.new_zeros(*places.shape[:-1], count + 1).scatter_(-1, places, dscores[:, :, part])[..., :-1]
+        du[:, :, part] = dense @ kbar * scale
+        dkbar += dense.mT @ u[:, :, part] * scale
+        dbias += dense.sum(2)
+    return du, dkbar, dbias
+
+
+def _pool_backward(m: Tensor, keys: Tensor, dkbar: Tensor, dbias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Gradients of landmark queries ``[B, H, N, D]`` and keys ``[B, G, N, S - 1, D]``."""
+    groups = keys.shape[1]
+    m, dkbar, dbias = (x.unflatten(1, (groups, -1)).transpose(2, 3) for x in (m, dkbar, dbias))  # [B, G, N, R, D]
+    logs = (m @ keys.mT * scale).log_softmax(-1)
+    p = logs.exp()
+    dp = dkbar @ keys.mT - dbias.unsqueeze(-1) * (logs + 1)
+    ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
+    return (ds @ keys).transpose(2, 3).flatten(1, 2), p.mT @ dkbar + ds.mT @ m
+
+
+# Chosen blocks
+
+
+def _places(blocks: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
+    """Each of ``count`` blocks that is in ``blocks [M, K]``, and the places ``query * K + place`` where it is."""
+    flat = blocks.flatten().to(torch.int32) + 1
+    counts = flat.bincount(minlength=count + 1).tolist()
+    for block, places in enumerate(flat.argsort(stable=True).split(counts)):
+        if block and len(places):
+            yield block - 1, places
+
+
+def attend_chosen(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, weights: Tensor, *, scale: float) -> Tensor:
+    """See ``reference.attend_chosen``."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    batch, groups, count, _, dim = keys.shape
+    many, top_k = blocks.shape[2:]
+    if not (count and q.numel()):
+        return q.new_zeros(q.shape, dtype=wide)
+    if many * top_k < FEW * count or many == 1:
+        return _attend_copies(q, keys, values, blocks, weights, scale)
+    # [B, G, M, R, D]: the heads of a group are further rows of one product
+    queries = (q.to(wide) * scale).unflatten(1, (groups, -1)).transpose(2, 3).contiguous()
+    given = weights.unflatten(1, (groups, -1)).permute(0, 1, 3, 4, 2).contiguous()  # [B, G, M, K, R]
+    out = torch.zeros_like(queries)
+    for row in range(batch):
+        for group in range(groups):
+            x, w, o = queries[row, group].flatten(1), given[row, group].flatten(0, 1), out[row, group].flatten(1)
+            for block, places in _places(blocks[row, group], count):
+                k, v = keys[row, group, block].to(wide), values[row, group, block].to(wide)
+                which = places.div(top_k, rounding_mode="floor")
+                p = (x.index_select(0, which).view(-1, dim) @ k.mT).softmax(-1)
+                p.mul_(w.index_select(0, places).view(-1, 1))
+                o.index_add_(0, which, (p @ v).view(len(which), -1))
+    joined: Tensor = out.transpose(2, 3).flatten(1, 2)
+    return joined
+
+
+def _attend_copies(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, weights: Tensor, scale: float) -> Tensor:
+    """For few queries: the states of their lists are copied."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    batch, groups, count, held, dim = keys.shape
+    first = torch.arange(batch * groups, device=q.device).view(batch, groups, 1, 1) * count
+    at = (blocks.clamp(min=0) + first).flatten()
+    k, v = (x.flatten(0, 2).index_select(0, at).view(*blocks.shape, held, dim).to(wide) for x in (keys, values))
+    x = (q.to(wide) * scale).unflatten(1, (groups, -1)).permute(0, 1, 3, 2, 4)[:, :, :, None]  # [B, G, M, 1, R, D]
+    p = (x @ k.mT).softmax(-1)  # [B, G, M, K, R, S - 1]
+    p = p * weights.unflatten(1, (groups, -1)).permute(0, 1, 3, 4, 2).unsqueeze(-1)
+    out = p.permute(0, 1, 2, 4, 3, 5).flatten(4) @ v.flatten(3, 4)  # [B, G, M, R, D]
+    joined: Tensor = out.transpose(2, 3).flatten(1, 2)
+    return joined
+
+
+def _chosen_backward(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    blocks: Tensor,
+    weights: Tensor,
+    g: Tensor,
+    scale: float,
+    into: tuple[Tensor, ...],
+) -> Tensor:
+    """The gradient of the weights; those of queries, keys and values are added up ``into`` three tensors."""
+    batch, groups, count, _, dim = keys.shape
+    top_k = blocks.shape[-1]
+    dq, dkeys, dvalues = into
+    queries, gradients = (
+        x.unflatten(1, (groups, -1)).transpose(2, 3).contiguous() for x in (q * scale, g)
+    )  # [B, G, M, R, D]
+    given = weights.unflatten(1, (groups, -1)).permute(0, 1, 3, 4, 2).contiguous()  # [B, G, M, K, R]
+    dqueries, dgiven = torch.zeros_like(queries), torch.zeros_like(given)
+    for row in range(batch):
+        for group in range(groups if count else 0):
+            x, y = queries[row, group].flatten(1), gradients[row, group].flatten(1)
+            w, dw, dx = (
+                given[row, group].flatten(0, 1),
+                dgiven[row, group].flatten(0, 1),
+                dqueries[row, group].flatten(1),
+            )
+            for block, places in _places(blocks[row, group], count):
+                k, v = keys[row, group, block], values[row, group, block]
+                which = places.div(top_k, rounding_mode="floor")
+                asked, gradient = (each.index_select(0, which).view(-1, dim) for each in (x, y))
+                weight = w.index_select(0, places).view(-1, 1)
+                p = (asked @ k.mT).softmax(-1)
+                dp = gradient @ v.mT
+                delta = torch.linalg.vecdot(p, dp).unsqueeze(-1)
+                dw[places] = delta.view(len(places), -1)
+                p.mul_(weight)
+                ds = dp.sub_(delta).mul_(p)
+                dx.index_add_(0, which, (ds @ k).view(len(which), -1))
+                dkeys[row, group, block] = ds.mT @ asked
+                dvalues[row, group, block] = p.mT @ gradient
+    dq += dqueries.transpose(2, 3).flatten(1, 2) * scale
+    dweights: Tensor = dgiven.permute(0, 1, 4, 2, 3).flatten(1, 2)
+    return dweights
