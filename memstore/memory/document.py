@@ -219,6 +219,17 @@ class Document:
 
         return gathered([self.layer(layer) for layer in layers], blocks, device)
 
+    def gather_each(
+        self, layers: Sequence[int], lists: Sequence[Sequence[int]], *, device: torch.device | None = None
+    ) -> dict[str, Tensor]:
+        """The states of a list of complete blocks in each of ``layers``, one behind the other, in one copy.
+
+        See ``LayerView.gather``.
+        """
+        from memstore.memory.view import gathered_each
+
+        return gathered_each([self.layer(layer) for layer in layers], lists, device)
+
     def at_hand(self, layers: Sequence[int], blocks: Sequence[int]) -> bool:
         """Whether ``blocks [K]`` in each of ``layers`` are in host memory, so that nobody waits for them."""
         from memstore.memory.view import at_hand

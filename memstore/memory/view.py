@@ -367,6 +367,27 @@ def _together(views: Sequence[LayerView], blocks: list[int], device: torch.devic
     return [decode_block_rows(shared.spec, part) for part in parts]
 
 
+def gathered_each(
+    views: Sequence[LayerView], lists: Sequence[Sequence[int]], device: torch.device | None = None
+) -> dict[str, Tensor]:
+    """``gather`` of complete blocks, a list of its own for each layer of a document, in one copy: one behind the other.
+
+    Raises what ``LayerView.gather`` does.
+    """
+    ids, first = [block for each in lists for block in each], views[0]
+    device, shared = None if device is None else device_of(device), first._shared
+    state = first._check_live(ids)
+    layers = [view._layer for view, each in zip(views, lists, strict=True) for _ in each]
+    refs = first._refs(ids, state)._replace(layers=layers)
+    try:
+        rows = shared.blocks.read(refs, first._unmoved(state, ids), device)
+    except (StaleBlocks, DamagedError, NotFound):  # one by one, to say which it is
+        parts = [view.gather(each, device=device) for view, each in zip(views, lists, strict=True)]
+        return {name: torch.cat([part[name] for part in parts]) for name in shared.spec.fields}
+    first._count(ids)
+    return decode_block_rows(shared.spec, rows)
+
+
 def at_hand(views: Sequence[LayerView], blocks: Sequence[int]) -> bool:
     """Whether ``blocks`` of several layers of a document can be gathered without waiting."""
     if not views:

@@ -108,7 +108,7 @@ class CausalLM(PreTrainedModel, GenerationMixin):
         if mask is not None:
             labels = labels.clone()
             labels[:, 1:][~mask[:, :-1]] = -100
-        return logits, self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return logits, self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
 
     def check_tokens(self, input_ids: Tensor, mask: Tensor | None) -> None:
         """Raise ``InvalidArgument`` for what is not ``[B, T]`` of this model's tokens, with a mask that fits."""

@@ -155,6 +155,13 @@ def test_a_window_over_the_last_keys_is_that_over_all() -> None:
             torch.testing.assert_close(part, each_whole[:, :, 61:])
 
 
+@pytest.mark.parametrize("widened", [False, True])
+def test_gradients_of_a_window_are_those_of_differences(widened: bool) -> None:
+    leaves = [x.requires_grad_() for x in inputs(Case(t=22, h=4, g=2, d=3)).tensors[:3]]
+    options: dict[str, Any] = {"block_size": 5, "window": 7, "widened": widened}
+    assert torch.autograd.gradcheck(lambda *x: window_attention(*x, **options)[0], leaves)
+
+
 @pytest.mark.parametrize("many", [1, 3, 64])
 def test_few_queries_and_many_attend_to_chosen_blocks_alike(many: int) -> None:
     gen = torch.Generator().manual_seed(many)

@@ -119,7 +119,7 @@ def window_attention(
 
     Returns:
         ``[B, H, M, D]`` in the dtype of ``q`` and ``[B, H, M]`` in float32 or better; 0 and -inf where nothing is
-        seen. Not differentiable. Raises ``InvalidArgument`` for what does not fit.
+        seen. Only the output is differentiable, once. Raises ``InvalidArgument`` for what does not fit.
     """
     check_grouped(q, k, v)
     _check_sizes(block_size, window, 1)

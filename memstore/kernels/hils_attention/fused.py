@@ -55,7 +55,7 @@ class _HilsAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, u: Tensor, sizes: Sizes) -> Tensor:
         size, window, top_k, softmax1, scale = sizes
         place: dict[str, Any] = {"size": size, "window": window, "first": 0, "scale": scale}
-        near, lse = window_attention(q, k, v, widened=True, **place)
+        near, lse = _window(q, k, v, Seen(size, window, 0, True, scale))
         rounded = lse.to(q.dtype)
         keys, values = in_blocks(k, size), in_blocks(v, size)
         kbar, bias = pool_landmarks(u[:, :, size - 1 :: size], keys, scale=scale)
@@ -72,7 +72,7 @@ class _HilsAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, u, kbar, blocks, weights, lse, near, out = ctx.saved_tensors
-        size, _, _, _, scale = sizes = ctx.sizes
+        size, window, _, _, scale = ctx.sizes
         wide = torch.promote_types(q.dtype, torch.float32)
         q, k, v, wide_u, near, out, g = (x.to(wide) for x in (q, k, v, u, near, out, gradient))
         keys, values = in_blocks(k, size), in_blocks(v, size)
@@ -80,7 +80,8 @@ class _HilsAttention(torch.autograd.Function):
         of_window = (g * near).sum(-1)
         total = (g * out).sum(-1)
         dlse = weights[..., -1] * (of_window - total)
-        _window_backward(q, k, v, lse, g * weights[..., -1:], of_window * weights[..., -1] - dlse, sizes, (dq, dk, dv))
+        seen, less = Seen(size, window, 0, True, scale), of_window * weights[..., -1] - dlse
+        _window_backward(q, k, v, lse, g * weights[..., -1:], less, seen, (dq, dk, dv))
         dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
         dweights = _chosen_backward(q, keys, values, blocks, weights[..., :-1], g, scale, (dq, dkeys, dvalues))
         dscores = weights[..., :-1] * (dweights - total.unsqueeze(-1))
@@ -97,23 +98,56 @@ class _HilsAttention(torch.autograd.Function):
 # The window
 
 
-def window_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, size: int, window: int, first: int, widened: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """See ``reference.window_attention``."""
+class Seen(NamedTuple):
+    """What queries see of a window."""
+
+    size: int
+    window: int
+    first: int
+    widened: bool
+    scale: float
+
+
+def window_attention(q: Tensor, k: Tensor, v: Tensor, **seen: Any) -> tuple[Tensor, Tensor]:
+    """See ``reference.window_attention``; ``seen`` as in ``Seen``. The log-sum-exp has no gradient."""
+    out, lse = _WindowAttention.apply(q, k, v, Seen(**seen))  # type: ignore[no-untyped-call]
+    return out, lse
+
+
+class _WindowAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+        out, lse = _window(q, k, v, seen)
+        ctx.mark_non_differentiable(lse)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(q, k, v, lse, out)
+            ctx.seen = seen
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, lse, out = ctx.saved_tensors
+        q, k, v, g = (x.to(lse.dtype) for x in (q, k, v, gradient))
+        dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+        _window_backward(q, k, v, lse, g, (g * out).sum(-1), ctx.seen, (dq, dk, dv))
+        return *(x.to(out.dtype) for x in (dq, dk, dv)), None
+
+
+def _window(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
     wide = torch.promote_types(q.dtype, torch.float32)
     groups, many = k.shape[1], q.shape[2]
-    queries = (q.to(wide) * scale).unflatten(1, (groups, -1))  # [B, G, R, M, D]
+    queries = (q.to(wide) * seen.scale).unflatten(1, (groups, -1))  # [B, G, R, M, D]
     keys, values = k.to(wide), v.to(wide)
     out, lse = torch.empty_like(queries), queries.new_empty(queries.shape[:-1])
-    for rows, seen, bias in _tiles(many, k.shape[2], Sizes(size, window, 0, False, scale), first, widened, q.device):
-        scores = _scores(queries[..., rows, :], keys[:, :, seen], bias)
+    for rows, part, bias in _tiles(many, k.shape[2], seen, q.device):
+        scores = _scores(queries[..., rows, :], keys[:, :, part], bias)
         p = scores.softmax(-1)
         # The log-sum-exp, from the largest of P: many exponentials of hidden scores would be slow.
         highest = scores.amax(-1)
         blind = highest == torch.finfo(wide).min
         lse[..., rows] = (highest - p.amax(-1).log()).masked_fill_(blind, -math.inf)
-        product = _flat(p) @ values[:, :, seen]
+        product = _flat(p) @ values[:, :, part]
         out[..., rows, :] = product.view(*p.shape[:-1], -1).masked_fill_(blind.unsqueeze(-1), 0)
     return out.flatten(1, 2).to(q.dtype), lse.flatten(1, 2)
 
@@ -130,11 +164,9 @@ def _scores(queries: Tensor, keys: Tensor, bias: Tensor) -> Tensor:
     return scores.add_(bias).clamp_(min=torch.finfo(scores.dtype).min)
 
 
-def _tiles(
-    many: int, held: int, sizes: Sizes, first: int, widened: bool, device: torch.device
-) -> Iterator[tuple[slice, slice, Tensor]]:
+def _tiles(many: int, held: int, seen: Seen, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
     """Queries of a tile, the keys that they see, and what is added to their scores ``[m, n]``."""
-    size, window = sizes.size, sizes.window
+    size, window, first, widened, _ = seen
     start, before = first + held - many, first
     step = size * -(-TILE // size)
     known: dict[tuple[int, ...], Tensor] = {}
@@ -148,29 +180,29 @@ def _tiles(
             rows, columns = torch.arange(at, stop, device=device)[:, None], torch.arange(low, stop, device=device)
             edge = rows - window + 1
             edge = edge.div(size, rounding_mode="floor") * size if widened else edge
-            seen = (columns >= edge) & (columns <= rows) & (columns % size != size - 1)
-            known[kind] = torch.zeros((), device=device).masked_fill(~seen, -math.inf)
+            visible = (columns >= edge) & (columns <= rows) & (columns % size != size - 1)
+            known[kind] = torch.zeros((), device=device).masked_fill(~visible, -math.inf)
         yield slice(at - start, stop - start), slice(low - before, stop - before), known[kind]
         at = stop
 
 
 def _window_backward(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, g: Tensor, less: Tensor, sizes: Sizes, into: tuple[Tensor, ...]
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, g: Tensor, less: Tensor, seen: Seen, into: tuple[Tensor, ...]
 ) -> None:
     """``g`` is that of the output; ``dS = P (g V^T - less)``, which is added up ``into`` dq, dk and dv."""
     groups = k.shape[1]
-    queries, g, dq = ((x.unflatten(1, (groups, -1))) for x in (q * sizes.scale, g, into[0]))
+    queries, g, dq = ((x.unflatten(1, (groups, -1))) for x in (q * seen.scale, g, into[0]))
     lse, less = (x.unflatten(1, (groups, -1)) for x in (lse, less))
     _, dk, dv = into
-    for rows, seen, bias in _tiles(q.shape[2], k.shape[2], sizes, 0, True, q.device):
+    for rows, part, bias in _tiles(q.shape[2], k.shape[2], seen, q.device):
         x, gradient = queries[..., rows, :], g[..., rows, :]
         some = lse[..., rows].unsqueeze(-1)
-        p = _scores(x, k[:, :, seen], bias).sub_(some.masked_fill(some.isneginf(), 0)).exp_()
-        dp = (_flat(gradient) @ v[:, :, seen].mT).view(p.shape)
+        p = _scores(x, k[:, :, part], bias).sub_(some.masked_fill(some.isneginf(), 0)).exp_()
+        dp = (_flat(gradient) @ v[:, :, part].mT).view(p.shape)
         ds = _flat(dp.sub_(less[..., rows].unsqueeze(-1)).mul_(p))
-        dq[..., rows, :] += (ds @ k[:, :, seen]).view(x.shape).mul_(sizes.scale)
-        dk[:, :, seen] += ds.mT @ _flat(x)
-        dv[:, :, seen] += _flat(p).mT @ _flat(gradient)
+        dq[..., rows, :] += (ds @ k[:, :, part]).view(x.shape).mul_(seen.scale)
+        dk[:, :, part] += ds.mT @ _flat(x)
+        dv[:, :, part] += _flat(p).mT @ _flat(gradient)
 
 
 # The choice

@@ -1,0 +1,282 @@
+"""What a HiLS model remembers from one call to the next, and what its layers tell of what they chose.
+
+Keys are kept as they were rotated, for positions are absolute. A window layer keeps its window. A HiLS layer keeps its
+window too, and complete blocks with their landmarks in a ``HilsTable``. What comes is cut into pieces of at most a
+window, so every block that a token may choose is complete before its piece: the same is computed whatever the pieces.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memstore.attention.positions import Turns
+from memstore.kernels.hils_attention import attend_chosen, block_weights, pool_landmarks, window_attention
+from memstore.memory.trace_file import TIERS, Look
+from memstore.models.cache import ModelCache
+from memstore.models.hils.configuration import HilsConfig
+from memstore.models.hils.tables import Chosen, HilsTable
+from memstore.models.packing import Packing
+from memstore.readers.kinds import Retrieval
+from memstore.readers.observer import Choice, Draft, Looks, Origin, numbers
+
+
+class RecentItems:
+    """Keys and values of the latest items of a stream, in a buffer that items move to the front of when it is full."""
+
+    def __init__(self, first: int = 0) -> None:
+        self.first = first
+        """The place of the first item that is held."""
+        self._begin = self._end = 0
+        self._buffers: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def stop(self) -> int:
+        """The place behind the last item."""
+        return self.first + self._end - self._begin
+
+    def extend(self, keys: Tensor, values: Tensor) -> None:
+        """Append items ``[B, G, n, D]``."""
+        more = keys.shape[2]
+        if self._buffers is None or self._end + more > self._buffers[0].shape[2]:
+            room = 2 * (self._end - self._begin + more)
+            grown = tuple(x.new_empty(*x.shape[:2], room, x.shape[3]) for x in (keys, values))
+            held = self._end - self._begin
+            if held:
+                for new, old in zip(grown, self.read(), strict=True):
+                    new[:, :, :held] = old
+            self._buffers, self._begin, self._end = (grown[0], grown[1]), 0, held
+        for buffer, new in zip(self._buffers, (keys, values), strict=True):
+            buffer[:, :, self._end : self._end + more] = new
+        self._end += more
+
+    def read(self, first: int | None = None) -> tuple[Tensor, Tensor]:
+        """Keys and values ``[B, G, n, D]`` from the place ``first`` on, by default all."""
+        assert self._buffers is not None, "nothing was put in yet"
+        begin = self._begin + (0 if first is None else first - self.first)
+        return self._buffers[0][:, :, begin : self._end], self._buffers[1][:, :, begin : self._end]
+
+    def keep_from(self, first: int) -> None:
+        """Let items before the place ``first`` go."""
+        gone = max(0, first - self.first)
+        self.first, self._begin = self.first + gone, self._begin + gone
+
+    def reorder(self, rows: Tensor) -> None:
+        """Let row ``b`` be what row ``rows[b]`` was."""
+        if self._buffers is not None:
+            keys, values = (x.index_select(0, rows.to(x.device)) for x in self._buffers)
+            self._buffers = keys, values
+
+
+class HilsCache(ModelCache):
+    """The ``past_key_values`` of a HiLS model: rows of one length, which go on together.
+
+    Made by the model where none is given; by ``Reader.cache`` to go on after a document of a memory. Nothing is
+    differentiated through it.
+    """
+
+    config: HilsConfig
+
+    def __init__(
+        self,
+        config: HilsConfig,
+        rows: int,
+        *,
+        retrieval: Retrieval | None = None,
+        tables: Sequence[HilsTable] | None = None,
+        tokens: int = 0,
+    ) -> None:
+        """``tables``: one for each HiLS layer. ``tokens``: those of a document that each row goes on after."""
+        super().__init__(config, rows)
+        groups, layers = config.num_key_value_heads, config.hils_layers
+        self.top_k = config.hils_topk if retrieval is None else retrieval.top_k
+        made = [HilsTable(n, groups) for n in range(len(layers))] if tables is None else tables
+        self.tables = dict(zip(layers, made, strict=True))
+        self.tokens = tokens
+        """Tokens of each row, those of the document included."""
+        self.recent: dict[int, RecentItems] = {layer: RecentItems() for layer in range(config.num_hidden_layers)}
+        self._turns: dict[bool, Turns] = {}
+        self._items, self._last = 0, False
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.rows} rows of {self.tokens} tokens)"
+
+    @property
+    def offsets(self) -> list[int]:
+        """Tokens that wait in the incomplete block of each row."""
+        return [self.tokens % self.config.tokens_per_block] * self.rows
+
+    @property
+    def place(self) -> int:
+        """The place in the stream where what comes begins."""
+        return self.tokens + self.tokens // self.config.tokens_per_block
+
+    def begin(self, packing: Packing, *, last: bool = True) -> None:
+        """A piece comes, which ends within a window or at its end; ``last``: of the tokens of this call."""
+        places = torch.arange(self.place, self.place + packing.items, device=packing.ids.device)
+        positions = places - places.div(self.config.chunk_size, rounding_mode="floor")
+        self._turns = {hils: self.config.rotary(hils=hils).turns(positions) for hils in (False, True)}
+        self._items, self._last = packing.items, last
+        self._counted = packing.counts[0]
+
+    def turns(self, *, hils: bool) -> Turns:
+        """See ``HilsSight``."""
+        return self._turns[hils]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, u: Tensor | None) -> Tensor:
+        """See ``HilsSight``; of the piece's items."""
+        q, k, v = q.detach(), k.detach(), v.detach()
+        config, recent = self.config, self.recent[layer]
+        recent.extend(k, v)
+        keys, values = recent.read()
+        if u is None:
+            window, widened = config.sliding_window, False
+        else:
+            window, widened = config.hils_sliding_window, True
+        near, lse = window_attention(
+            q, keys, values, block_size=config.chunk_size, window=window, first=recent.first, widened=widened
+        )
+        if u is None:
+            return near
+        out = self._far(layer, q, u.detach(), near, lse.to(q.dtype))
+        self._complete(layer, u.detach())
+        return out
+
+    def keep(self, layer: int, k: Tensor, v: Tensor, u: Tensor | None) -> None:
+        """In the place of ``attend`` in ``layer``, where nobody wants to know what it attends to."""
+        self.recent[layer].extend(k.detach(), v.detach())
+        if u is not None:
+            self._complete(layer, u.detach())
+
+    def _far(self, layer: int, q: Tensor, u: Tensor, near: Tensor, lse: Tensor) -> Tensor:
+        """The window and chosen blocks in one softmax."""
+        config, table = self.config, self.tables[layer]
+        first = self.place - config.hils_sliding_window + 1
+        edges = [place // config.chunk_size for place in range(first, first + self._items)]
+        wide = torch.promote_types(q.dtype, torch.float32)
+        if edges[-1] <= 0:
+            weights = block_weights(lse.new_empty(*lse.shape, 0), lse, softmax1=config.enable_softmax1)
+            return (weights * near).to(q.dtype)
+        u = u.to(wide) * q.shape[-1] ** -0.5
+        asked = torch.cat([u, u.new_ones(*u.shape[:-1], 1)], -1)
+        begun = time.perf_counter()
+        top_k = edges[-1] if self.top_k == "all" else self.top_k
+        blocks, scores = table.choose(asked, lse, edges, top_k)
+        found = time.perf_counter()
+        tiers = table.tiers(blocks[0, :, -1]) if self.observers else []
+        keys, values, at = table.states(blocks)
+        missing = (at < 0) & (blocks >= 0)
+        if bool(missing.any()):  # blocks that cannot be read are as if they had not been chosen
+            blocks = blocks.masked_fill(missing, -1)
+            scores = scores.masked_fill(missing.repeat_interleave(q.shape[1] // table.groups, 1), -torch.inf)
+        gathered = time.perf_counter()
+        weights = block_weights(scores, lse, softmax1=config.enable_softmax1)
+        chosen = attend_chosen(q, keys, values, at, weights[..., :-1])
+        if self.observers and edges[-1] > 0:
+            spent = ((found - begun) * 1e6, (gathered - found) * 1e6)
+            rows = range(self.rows) if self._last else range(0)
+            self.tell(
+                HilsChoice(layer, rows, Chosen(blocks, scores), weights[..., :-1], tiers, self.origin, spent,
+                           table, asked, lse, edges[-1])
+            )  # fmt: skip
+        return torch.addcmul(chosen, weights[..., -1:], near.to(wide)).to(q.dtype)
+
+    def _complete(self, layer: int, u: Tensor) -> None:
+        """Take the blocks that are complete now into the table."""
+        size, recent = self.config.chunk_size, self.recent[layer]
+        done, now = self.place // size, (self.place + self._items) // size
+        if done == now:
+            return
+        states = (x[:, :, : (now - done) * size] for x in recent.read(done * size))
+        keys, values = (x.unflatten(2, (now - done, size))[:, :, :, :-1] for x in states)
+        m = u[:, :, size - 1 - self.place % size :: size]
+        kbar, bias = pool_landmarks(m, keys)
+        self.tables[layer].own.extend(keys, values, torch.cat([kbar.to(bias.dtype), bias.unsqueeze(-1)], -1))
+
+    def end(self) -> None:
+        """All layers have attended: the piece is past now, and its tokens are counted."""
+        self.tokens += self._counted
+        for layer, recent in self.recent.items():
+            recent.keep_from(self.edge(layer))
+
+    def edge(self, layer: int) -> int:
+        """The place of the first item that what comes next still sees in the window of ``layer``."""
+        if layer not in self.tables:
+            return max(0, self.place - self.config.sliding_window + 1)
+        size = self.config.chunk_size
+        # The incomplete block is needed whole when it is complete.
+        return max(0, min((self.place - self.config.hils_sliding_window + 1) // size, self.place // size) * size)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Let row ``b`` be what row ``beam_idx[b]`` was; rows may be dropped or repeated."""
+        self.check_order(beam_idx.tolist())
+        self.rows = len(beam_idx)
+        for recent in self.recent.values():
+            recent.reorder(beam_idx)
+        for table in self.tables.values():
+            table.own.reorder(beam_idx)
+
+
+@dataclass(eq=False)
+class HilsChoice(Choice):
+    """The blocks that one layer chose for the tokens of a piece; a trace tells of the last one."""
+
+    layer: int
+    rows: Sequence[int]
+    chosen: Chosen
+    weights: Tensor
+    """``[B, H, M, K]``: of the chosen blocks, in all that the layer attends to."""
+    tiers: list[list[str]]
+    """``[G][K]``: where the blocks of the first row's last token were."""
+    origin: Origin
+    spent: tuple[float, float]
+    """Microseconds of choosing, and of gathering."""
+    table: HilsTable
+    asked: Tensor
+    """``[B, H, M, D + 1]``"""
+    lse: Tensor
+    """``[B, H, M]``: of the window."""
+    stop: int
+    """The first block that the last token sees in its window."""
+
+    searched = True
+
+    def shares(self) -> tuple[Tensor, Tensor, Tensor]:
+        """For the first row's last token: estimates ``[H, N]`` of all blocks before its window, ``N``, their shares.
+
+        The shares are of a softmax over all of them and the window, as if all were chosen.
+        """
+        scores, blocks = self.table.estimates(self.asked[:1, :, -1:], self.stop, None)
+        scores = scores[0, :, 0]
+        total = torch.logaddexp(scores.logsumexp(-1), self.lse[0, :, -1].to(scores.dtype))
+        return scores, blocks[0], (scores - total.unsqueeze(-1)).exp()
+
+    def draft(self) -> Draft:
+        """See ``Choice``."""
+        return Looks([self._look(row) for row in self.rows])
+
+    def _look(self, row: int) -> Look:
+        blocks, scores = (numbers(x[row, :, -1]) for x in self.chosen)
+        weights, lists = numbers(self.weights[row, :, -1]), len(blocks)
+        best = scores.reshape(lists, -1, scores.shape[-1]).max(1)  # of the heads that share a list
+        order = np.argsort(-best, axis=1, kind="stable")
+        tiers = [[TIERS.index(tier) if tier else -1 for tier in of_head] for of_head in self.tiers]
+        if row:
+            tiers = [[-1] * len(of_head) for of_head in tiers]
+        return Look(
+            layer=self.layer,
+            row=row,
+            documents=self.origin.names,
+            document=self.origin.documents(np.take_along_axis(blocks, order, 1)),
+            blocks=np.take_along_axis(blocks, order, 1),
+            scores=np.take_along_axis(best, order, 1),
+            weights=np.take_along_axis(weights, order.repeat(len(weights) // lists, 0), 1),
+            tiers=np.take_along_axis(np.array(tiers, np.int8), order, 1),
+            search_us=self.spent[0],
+            gather_us=self.spent[1],
+        )

@@ -1,0 +1,297 @@
+"""Sizes and options of a HiLS model, under the names of the released configurations, and presets."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from memstore.attention.positions import Rotary, Turns
+from memstore.errors import InvalidArgument, UnsupportedModel
+from memstore.models.causal import check_sizes, preset
+
+SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+    "head_dim",
+    "hils_topk",
+    "sliding_window",
+    "hils_sliding_window",
+    "full_attn_interleave",
+)
+ASSUMED = {
+    "adjust_lmk_pos": True,
+    "apply_hils_rope": True,
+    "enable_lmk_q_proj": True,
+    "enable_prior_query": True,
+    "mask_lmk_token": True,
+}
+"""Switches of the released code that have one value in all released configurations, and here."""
+
+
+class HilsConfig(PreTrainedConfig):
+    """Configuration of ``HilsForCausalLM``. Raises ``InvalidArgument`` for what does not fit together.
+
+    Args:
+        vocab_size: tokens; the landmark is not one of them, the model inserts its own.
+        hidden_size: width of the model.
+        intermediate_size: inner width of the feed-forward layers.
+        num_attention_heads: query heads.
+        num_key_value_heads: key-value heads; as many as query heads if None.
+        num_hidden_layers: layers.
+        head_dim: size of a head; ``hidden_size / num_attention_heads`` if None.
+        chunk_size: tokens of a block, its landmark counted (also ``block_size``).
+        hils_topk: blocks that each token chooses for each key-value head.
+        sliding_window: positions that a token sees in a window layer.
+        hils_sliding_window: those that it sees directly in a HiLS layer, the first one's block whole (also
+            ``window``); as many as in a window layer if None.
+        num_swa_layers: so many first layers are window layers.
+        full_attn_interleave: of so many layers behind them the last is a HiLS layer, the others are window layers.
+        norm_after: norms behind attention and feed-forward (OLMo 2 and 3), not before them (Llama, Qwen3).
+        qk_norm: norms of queries, keys and landmark queries (OLMo, Qwen3; not Llama).
+        layerwise_qk_norm: over all heads together (OLMo), not in each head (Qwen3).
+        layerwise_lmkq_norm: the same of landmark queries.
+        lmk_q_lora_dim: rank of what a landmark query adds to the query; below 1: it has a full projection of its own.
+        enable_external_lmk_embed: the landmark's embedding is a vector of its own; else it is a further row of a table
+            that has a multiple of 32 rows.
+        enable_softmax1: one more score of 0 beside those of blocks and window. On where a released configuration does
+            not say.
+        rope_theta: base of the rotary frequencies.
+        enable_inrange_rope: do without rotations whose period is longer than ``rope_context_length /
+            rope_period_multiplier`` (HoPE).
+        use_hope: so in HiLS layers.
+        hope_in_windows: and in window layers.
+        hils_norm_eps: of the norms in HiLS layers, whatever ``rms_norm_eps`` says of the others.
+        stock: what ``make_hils`` keeps of the configuration that the weights came with.
+    """
+
+    model_type = "memstore-hils"
+    attribute_map = {  # noqa: RUF012 - transformers reads these from the class
+        "block_size": "chunk_size",
+        "retrieval_top_k": "hils_topk",
+        "window": "hils_sliding_window",
+    }
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 512,
+        hidden_size: int = 64,
+        intermediate_size: int = 160,
+        num_attention_heads: int = 4,
+        num_key_value_heads: int | None = None,
+        num_hidden_layers: int = 4,
+        head_dim: int | None = None,
+        chunk_size: int = 64,
+        hils_topk: int = 32,
+        sliding_window: int = 512,
+        hils_sliding_window: int | None = None,
+        num_swa_layers: int = 0,
+        full_attn_interleave: int = 1,
+        norm_after: bool = False,
+        qk_norm: bool = True,
+        layerwise_qk_norm: bool = False,
+        layerwise_lmkq_norm: bool = False,
+        lmk_q_lora_dim: int = 64,
+        enable_external_lmk_embed: bool = False,
+        enable_softmax1: bool = True,
+        rope_theta: float = 10_000.0,
+        enable_inrange_rope: bool = True,
+        rope_context_length: int = 8192,
+        rope_period_multiplier: float = 2.0,
+        use_hope: bool = True,
+        hope_in_windows: bool = True,
+        rms_norm_eps: float = 1e-6,
+        hils_norm_eps: float = 1e-6,
+        initializer_range: float = 0.02,
+        tie_word_embeddings: bool = False,
+        use_cache: bool = True,
+        stock: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        wrong = [f"{name}={kwargs[name]!r}" for name, only in ASSUMED.items() if kwargs.get(name, only) != only]
+        if wrong:
+            raise UnsupportedModel(f"no released HiLS model has {', '.join(wrong)}, and it cannot be computed here")
+        rope = kwargs.pop("rope_parameters", None) or {}
+        if rope.get("rope_type", "default") != "default" or kwargs.get("rope_scaling"):
+            raise UnsupportedModel("HiLS models have plain rotary frequencies; this one scales them")
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
+        self.num_hidden_layers = num_hidden_layers
+        self.head_dim = hidden_size // max(1, num_attention_heads) if head_dim is None else head_dim
+        self.chunk_size = chunk_size
+        self.hils_topk = hils_topk
+        self.sliding_window = sliding_window
+        self.hils_sliding_window = sliding_window if hils_sliding_window is None else hils_sliding_window
+        self.num_swa_layers = num_swa_layers
+        self.full_attn_interleave = full_attn_interleave
+        self.norm_after = norm_after
+        self.qk_norm = qk_norm
+        self.layerwise_qk_norm = layerwise_qk_norm
+        self.layerwise_lmkq_norm = layerwise_lmkq_norm
+        self.lmk_q_lora_dim = lmk_q_lora_dim
+        self.enable_external_lmk_embed = enable_external_lmk_embed
+        self.enable_softmax1 = enable_softmax1
+        self.rope_theta = float(rope.get("rope_theta", rope_theta))
+        self.enable_inrange_rope = enable_inrange_rope
+        self.rope_context_length = rope_context_length
+        self.rope_period_multiplier = rope_period_multiplier
+        self.use_hope = use_hope
+        self.hope_in_windows = hope_in_windows
+        self.rms_norm_eps = rms_norm_eps
+        self.hils_norm_eps = hils_norm_eps
+        self.initializer_range = initializer_range
+        self.use_cache = use_cache
+        self.stock = stock
+        super().__init__(**{"tie_word_embeddings": tie_word_embeddings, **kwargs})
+        self._check()
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:  # type: ignore[override]
+        """As any configuration of transformers; released ones are read as what they are."""
+        if cls is HilsConfig:
+            found, _ = cls.get_config_dict(pretrained_model_name_or_path, **kwargs)
+            released = {each.model_type: each for each in (OlmoHilsConfig, QwenHilsConfig)}
+            if (kind := released.get(found.get("model_type", ""))) is not None:
+                return kind.from_pretrained(pretrained_model_name_or_path, **kwargs)
+        return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Tokens of a block without its landmark."""
+        return self.chunk_size - 1
+
+    @property
+    def hils_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers that choose blocks."""
+        every, first = self.full_attn_interleave, self.num_swa_layers
+        return tuple(n for n in range(first, self.num_hidden_layers) if (n - first) % every == every - 1)
+
+    @property
+    def window_layers(self) -> tuple[int, ...]:
+        """Numbers of the other layers."""
+        return tuple(layer for layer in range(self.num_hidden_layers) if layer not in self.hils_layers)
+
+    @property
+    def table_rows(self) -> int:
+        """Rows of the embedding table and of the output layer."""
+        return self.vocab_size if self.enable_external_lmk_embed else -(-(self.vocab_size + 1) // 32) * 32
+
+    @property
+    def segment_tokens(self) -> int:
+        """Tokens of a forward pass at inference: no more than a window, so that what is chosen lies before it."""
+        return self.hils_sliding_window // self.chunk_size * self.tokens_per_block
+
+    def rotary(self, *, hils: bool) -> HoPE:
+        """Rotary positions of HiLS layers, or of window layers."""
+        longest = math.inf
+        if self.enable_inrange_rope and (self.use_hope if hils else self.hope_in_windows):
+            longest = self.rope_context_length / self.rope_period_multiplier
+        return HoPE(self.head_dim, self.rope_theta, longest)
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> HilsConfig:
+        """``tiny`` (a CPU trains it in minutes), or ``7b``, as released."""
+        return cls(**preset(PRESETS, name, changes))
+
+    def _check(self) -> None:
+        check_sizes(self, SIZES)
+        check_sizes(self, ("num_swa_layers",), least=0)
+        if self.chunk_size < 2:
+            raise InvalidArgument(f"chunk_size counts the landmark, so it must be at least 2, not {self.chunk_size}")
+        if self.hils_sliding_window < self.chunk_size:
+            raise InvalidArgument(
+                f"hils_sliding_window must hold a block of {self.chunk_size}, not {self.hils_sliding_window} positions"
+            )
+        if self.num_attention_heads % self.num_key_value_heads or self.head_dim % 2:
+            raise InvalidArgument(
+                "num_attention_heads must be a multiple of num_key_value_heads, and head_dim even; they are "
+                f"{self.num_attention_heads}, {self.num_key_value_heads} and {self.head_dim}"
+            )
+        if not self.hils_layers:
+            raise InvalidArgument(
+                f"of {self.num_hidden_layers} layers none is a HiLS layer: num_swa_layers is {self.num_swa_layers}, "
+                f"full_attn_interleave {self.full_attn_interleave}"
+            )
+        if self.rope_theta <= 0 or self.rope_context_length <= 0 or self.rope_period_multiplier <= 0:
+            raise InvalidArgument("rope_theta, rope_context_length and rope_period_multiplier must be above 0")
+
+
+class OlmoHilsConfig(HilsConfig):
+    """That of the released 7B: norms behind the sub-layers, over all heads; windows in three layers of four."""
+
+    model_type = "olmo_hils"
+
+    def __init__(self, *, use_hope: bool = False, **kwargs: Any) -> None:
+        super().__init__(**{**kwargs, "norm_after": True, "hope_in_windows": False, "use_hope": use_hope})
+
+
+class QwenHilsConfig(HilsConfig):
+    """That of the released 345M and 1B: norms before the sub-layers, in each head; one rotation for all layers."""
+
+    model_type = "qwen_hils"
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**{**kwargs, "norm_after": False, "hope_in_windows": True, "use_hope": True})
+
+
+class HoPE(Rotary):
+    """Rotary positions without rotations of long periods: distances between them were hardly seen in training.
+
+    HiLS-Attention (arXiv 2607.02980). Pairs are those of Llama. The first pair always turns.
+    """
+
+    def __init__(self, dim: int, theta: float, longest: float = math.inf) -> None:
+        """``longest``: the longest period of a pair that turns, in positions."""
+        super().__init__(dim, theta)
+        frequencies = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
+        turning = frequencies >= 2 * math.pi / longest
+        turning[0] = True
+        self.frequencies = frequencies * turning
+        """``[D / 2]`` float64; 0 for pairs that do not turn."""
+
+    def turns(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Turns:
+        """See ``Rotary``."""
+        angles = positions.unsqueeze(-1) * self.frequencies.to(positions.device)
+        cos, sin = angles.cos(), angles.sin()
+        wide = torch.promote_types(dtype, torch.float32)
+        return Turns(torch.cat([cos, cos], -1).to(wide), torch.cat([-sin, sin], -1).to(wide))
+
+
+_TINY = {
+    "chunk_size": 32,
+    "hils_topk": 4,
+    "sliding_window": 64,
+    "lmk_q_lora_dim": 16,
+    "enable_external_lmk_embed": True,
+    "enable_softmax1": False,
+    "rope_context_length": 512,
+}
+_7B = {
+    "vocab_size": 100_278,
+    "hidden_size": 4096,
+    "intermediate_size": 11_008,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 32,
+    "full_attn_interleave": 4,
+    "norm_after": True,
+    "layerwise_qk_norm": True,
+    "layerwise_lmkq_norm": True,
+    "lmk_q_lora_dim": 256,
+    "enable_external_lmk_embed": True,
+    "enable_softmax1": False,
+    "rope_theta": 500_000.0,
+    "hope_in_windows": False,
+}
+PRESETS: dict[str, dict[str, Any]] = {"tiny": _TINY, "7b": _7B}

@@ -1,0 +1,336 @@
+"""HiLS models: decoders whose layers choose blocks of their own past by an estimate of their attention.
+
+*HiLS-Attention* (Hierarchical Landmark Sparse attention, arXiv 2607.02980, 2026). Tokens go in plain. The model puts a
+landmark after every ``chunk_size - 1`` of them and takes it out again: there are logits for all tokens and for them
+alone. Positions count tokens without landmarks; a landmark has that of the token after it. Parameters have the names of
+the released checkpoints.
+
+Without a cache, as in training, a whole stream goes through ``memstore.kernels.hils_attention``. With a cache it goes
+in pieces of a window, and gives the same (``cache.py``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from memstore.attention.layers import RMSNorm, merged
+from memstore.attention.positions import Turns
+from memstore.errors import InvalidArgument
+from memstore.kernels.hils_attention import hils_attention, window_attention
+from memstore.models.causal import CausalLM, uncompiled
+from memstore.models.hils.cache import HilsCache
+from memstore.models.hils.configuration import HilsConfig, OlmoHilsConfig, QwenHilsConfig
+from memstore.models.packing import Packing
+from memstore.readers.caches import takes_cache, with_cache
+
+
+class HilsSight(Protocol):
+    """What attends: the whole stream, or a cache at inference."""
+
+    def turns(self, *, hils: bool) -> Turns:
+        """Turns ``[M, D]`` of the stream's items, in HiLS layers or in window layers."""
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, u: Tensor | None) -> Tensor:
+        """``q [B, H, M, D]``, ``k, v [B, G, M, D]``, rotated -> ``[B, H, M, D]``; ``u`` as ``q``, in HiLS layers."""
+
+
+def positions_of(places: Tensor, size: int) -> Tensor:
+    """Positions of the items at ``places`` of a stream whose blocks have ``size``: landmarks do not count."""
+    return places - places.div(size, rounding_mode="floor")
+
+
+class HilsStream:
+    """What the items of whole streams ``[B, M]`` see, without a cache."""
+
+    def __init__(self, config: HilsConfig, items: int, like: Tensor) -> None:
+        """``like`` has the type and the device of hidden states."""
+        self.config = config
+        positions = positions_of(torch.arange(items, device=like.device), config.chunk_size)
+        self._turns = [config.rotary(hils=hils).turns(positions, like.dtype) for hils in (False, True)]
+
+    def turns(self, *, hils: bool) -> Turns:
+        """See ``HilsSight``."""
+        return self._turns[hils]
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, u: Tensor | None) -> Tensor:  # noqa: ARG002 - all layers of a kind are alike here
+        """See ``HilsSight``."""
+        config = self.config
+        if u is None:
+            sizes = {"block_size": config.chunk_size, "window": config.sliding_window}
+            return window_attention(q, k, v, **sizes, widened=False)[0]
+        return hils_attention(
+            q, k, v, u,
+            block_size=config.chunk_size, window=config.hils_sliding_window, top_k=config.hils_topk,
+            softmax1=config.enable_softmax1,
+        )  # fmt: skip
+
+
+class HilsProjections(nn.Module):
+    """Projections around what ``HilsSight`` attends to, with a landmark query where the layer chooses blocks."""
+
+    def __init__(self, config: HilsConfig, number: int) -> None:
+        super().__init__()
+        self.number, self.dim, self.hils = number, config.head_dim, number in config.hils_layers
+        hidden, inner = config.hidden_size, config.num_attention_heads * config.head_dim
+        outer, rank = config.num_key_value_heads * config.head_dim, config.lmk_q_lora_dim
+        self.q_proj = nn.Linear(hidden, inner, bias=False)
+        self.k_proj = nn.Linear(hidden, outer, bias=False)
+        self.v_proj = nn.Linear(hidden, outer, bias=False)
+        self.o_proj = nn.Linear(inner, hidden, bias=False)
+        eps = config.hils_norm_eps if self.hils else config.rms_norm_eps
+
+        def norm(width: int, *, whole: bool) -> nn.Module:
+            return RMSNorm(width if whole else self.dim, eps) if config.qk_norm else nn.Identity()
+
+        self.q_norm = norm(inner, whole=config.layerwise_qk_norm)
+        self.k_norm = norm(outer, whole=config.layerwise_qk_norm)
+        self._whole, self._whole_u = config.layerwise_qk_norm, config.layerwise_lmkq_norm
+        if self.hils:
+            self.lmk_q_proj: nn.Module = nn.Linear(hidden, inner, bias=False)
+            if rank > 0:
+                down, up = nn.Linear(hidden, rank, bias=False), nn.Linear(rank, inner, bias=False)
+                self.lmk_q_proj = nn.Sequential(down, up)
+            self.lmk_q_norm = norm(inner, whole=config.layerwise_lmkq_norm)
+
+    def forward(self, x: Tensor, sight: HilsSight) -> Tensor:
+        """``x [B, M, hidden]`` -> the same."""
+        projected: Tensor = self.o_proj(merged(sight.attend(self.number, *self.states(x, sight))))
+        return projected
+
+    def states(self, x: Tensor, sight: HilsSight) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Queries, keys, values and landmark queries of ``x [B, M, hidden]``, by heads and rotated."""
+        asked, turns = self.q_proj(x), sight.turns(hils=self.hils)
+        q = self._rotated(self._normed(asked, self.q_norm, whole=self._whole), turns)
+        k = self._rotated(self._normed(self.k_proj(x), self.k_norm, whole=self._whole), turns)
+        v = self.v_proj(x).unflatten(-1, (-1, self.dim)).transpose(1, 2)
+        if not self.hils:
+            return q, k, v, None
+        landmark = self.lmk_q_proj(x)
+        if isinstance(self.lmk_q_proj, nn.Sequential):  # of low rank, what is added to the raw query
+            landmark = asked + landmark
+        return q, k, v, self._rotated(self._normed(landmark, self.lmk_q_norm, whole=self._whole_u), turns)
+
+    def _normed(self, x: Tensor, norm: nn.Module, *, whole: bool) -> Tensor:
+        """``[B, M, H * D]`` -> ``[B, H, M, D]``, normed over all heads or in each."""
+        heads: Tensor = (norm(x) if whole else x).unflatten(-1, (-1, self.dim))
+        return (heads if whole else norm(heads)).transpose(1, 2)
+
+    def _rotated(self, x: Tensor, turns: Turns) -> Tensor:
+        half = self.dim // 2
+        return torch.addcmul(x * turns.cos, x.roll(half, -1), turns.sin).to(x.dtype)
+
+
+class HilsFeedForward(nn.Module):
+    """``down(silu(gate x) * up x)`` (Shazeer 2020)."""
+
+    def __init__(self, config: HilsConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., hidden]`` -> the same."""
+        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return down
+
+
+class HilsLayer(nn.Module):
+    """Attention and feed-forward, with norms before them or behind them."""
+
+    def __init__(self, config: HilsConfig, number: int) -> None:
+        super().__init__()
+        self.self_attn = HilsProjections(config, number)
+        self.mlp = HilsFeedForward(config)
+        self.norm_after = config.norm_after
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if config.norm_after:
+            self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        else:
+            self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+    def forward(self, x: Tensor, sight: HilsSight) -> Tensor:
+        """``x [B, M, hidden]`` -> the same."""
+        if self.norm_after:
+            x = x + self.post_attention_layernorm(self.self_attn(x, sight))
+            return x + self.post_feedforward_layernorm(self.mlp(x))
+        x = x + self.self_attn(self.input_layernorm(x), sight)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    def keep(self, x: Tensor, cache: HilsCache) -> None:
+        """Give ``cache`` what ``x [B, M, hidden]`` leaves in this layer, and compute nothing else."""
+        _, k, v, u = self.self_attn.states(x if self.norm_after else self.input_layernorm(x), cache)
+        cache.keep(self.self_attn.number, k, v, u)
+
+
+@dataclass
+class HilsOutput(CausalLMOutputWithPast):
+    """What ``HilsForCausalLM`` returns."""
+
+
+class HilsModel(nn.Module):
+    """The decoder without its output layer."""
+
+    def __init__(self, config: HilsConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed_tokens = nn.Embedding(config.table_rows, config.hidden_size)
+        if config.enable_external_lmk_embed:
+            self.lmk_embed = nn.Parameter(torch.zeros(config.hidden_size))
+        self.layers = nn.ModuleList([HilsLayer(config, number) for number in range(config.num_hidden_layers)])
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self._gradient_checkpointing_func: Callable[..., Any] | None = None
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """``ids [B, M]``, -1 for a landmark -> ``[B, M, hidden]``."""
+        landmark = ids < 0
+        if not self.config.enable_external_lmk_embed:
+            row: Tensor = self.embed_tokens(ids.masked_fill(landmark, self.config.vocab_size))
+            return row
+        return torch.where(landmark.unsqueeze(-1), self.lmk_embed, self.embed_tokens(ids.clamp(min=0)))
+
+    def forward(self, packing: Packing, sight: Callable[[Tensor], HilsSight]) -> Tensor:
+        """The stream of a segment ``[B, M, hidden]`` after the last norm."""
+        hidden: Tensor = self.norm(self._through(self.layers, packing, sight))
+        return hidden
+
+    def read(self, packing: Packing, cache: HilsCache) -> None:
+        """Let ``cache`` have what a segment leaves in each layer, where no logits are wanted."""
+        *before, last = self.layers
+        assert isinstance(last, HilsLayer)
+        last.keep(self._through(before, packing, lambda _: cache), cache)
+
+    def _through(self, layers: Iterable[nn.Module], packing: Packing, sight: Callable[[Tensor], HilsSight]) -> Tensor:
+        x = self.embed(packing.ids)
+        seen = sight(x)
+        for layer in layers:
+            if self.gradient_checkpointing and self.training and self._gradient_checkpointing_func is not None:
+                x = self._gradient_checkpointing_func(layer.__call__, x, seen, use_reentrant=False)
+            else:
+                x = layer(x, seen)
+        return x
+
+
+class HilsForCausalLM(CausalLM):
+    """A HiLS model with its output layer: ``from_pretrained``, ``generate`` and ``Trainer`` as usual.
+
+    Released checkpoints (``olmo_hils``, ``qwen_hils``) load as they are.
+    """
+
+    config: HilsConfig
+    config_class = HilsConfig
+    _no_split_modules = ["HilsLayer"]  # noqa: RUF012 - transformers reads it from the class
+
+    def __init__(self, config: HilsConfig) -> None:
+        super().__init__(config)
+        self.model = HilsModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.table_rows, bias=False)
+        self.post_init()  # type: ignore[no-untyped-call]  # transformers annotates it in part
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)  # type: ignore[no-untyped-call]  # transformers annotates it in part
+        if isinstance(module, HilsModel) and self.config.enable_external_lmk_embed:
+            nn.init.normal_(module.lmk_embed, std=self.config.initializer_range)
+
+    @takes_cache
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: HilsCache | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        **kwargs: Any,
+    ) -> HilsOutput:
+        """Logits of the token after each of ``input_ids [B, T]``: ``[B, T, table_rows]``.
+
+        Args:
+            input_ids: tokens, without landmarks.
+            attention_mask: ``[B, T]``, or ``[B, earlier + T]`` as ``generate`` gives it; 0 for padding, which is left
+                out, and which a cache does not take.
+            past_key_values: what came before. With it the model computes in the type of its weights, also under
+                ``torch.autocast``.
+            labels: ``[B, T]``, -100 where there is none; adds ``loss``.
+            use_cache: return ``past_key_values``; if None only where ``past_key_values`` are given.
+            logits_to_keep: only those of the last so many tokens; all if 0.
+            **kwargs: ``num_items_in_batch`` of the Trainer, and what transformers hands every model.
+
+        Raises:
+            InvalidArgument: tokens that do not exist, or shapes that do not fit.
+        """
+        self.check_tokens(input_ids, attention_mask)
+        cache = past_key_values
+        if cache is None and use_cache:
+            cache = self.new_cache(len(input_ids))
+        mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
+        hidden = self._whole(input_ids, mask) if cache is None else self._pieces(input_ids, attention_mask, cache)
+        logits, loss = self.predicted(hidden, mask, labels, logits_to_keep, **kwargs)
+        return HilsOutput(loss=loss, logits=logits, **with_cache({}, cache))
+
+    def generate(self, *args: Any, **options: Any) -> Any:
+        """As any model of transformers; rows of the table that are no tokens are never generated."""
+        given = options.get("generation_config") or self.generation_config
+        beyond = range(self.config.vocab_size, self.config.table_rows)
+        if beyond:
+            suppressed = options.get("suppress_tokens") or getattr(given, "suppress_tokens", None) or []
+            options["suppress_tokens"] = [*suppressed, *beyond]
+        return super().generate(*args, **options)
+
+    def new_cache(self, rows: int) -> HilsCache:
+        """An empty cache for ``rows`` texts."""
+        return HilsCache(self.config, rows)
+
+    def _whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
+        """Hidden states ``[B, T, hidden]`` of texts from their beginning, all at once."""
+        # Rows lie at the beginning of their streams, and nobody looks behind himself: padding needs no mask.
+        packing = Packing(input_ids, mask, [0] * len(input_ids), self.config.chunk_size)
+        return packing.tokens(self.model(packing, lambda x: HilsStream(self.config, packing.items, x)))
+
+    @uncompiled
+    def _pieces(self, input_ids: Tensor, mask: Tensor | None, cache: HilsCache) -> Tensor:
+        """Hidden states ``[B, T, hidden]`` of tokens that go on after ``cache``, piece by piece."""
+        self.check_cache(cache, HilsCache, input_ids)
+        if mask is not None and not bool(mask.all()):
+            raise InvalidArgument(
+                "rows of a HiLS model's cache have the same length: give texts of different lengths one by one, or "
+                "without padding"
+            )
+        cache.tell_begin(input_ids)
+        pieces = []
+        with torch.autocast(input_ids.device.type, enabled=False):  # states of one type meet, whoever computed them
+            for ids, last in self.cut(input_ids, cache.tokens):
+                packing = Packing(ids, None, cache.offsets, self.config.chunk_size)
+                cache.begin(packing, last=last)
+                pieces.append(packing.tokens(self.model(packing, lambda _: cache)))
+                cache.end()
+        cache.given += input_ids.shape[1]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
+
+    def cut(self, ids: Tensor, before: int) -> Iterator[tuple[Tensor, bool]]:
+        """``ids [B, T]``, ``before`` which there are so many, in pieces for forward passes; and which is the last."""
+        size = self.config.segment_tokens
+        first = min(size - before % size, ids.shape[1])
+        pieces = [ids[:, :first], *(ids[:, first:].split(size, 1) if first < ids.shape[1] else ())]
+        yield from ((piece, number == len(pieces) - 1) for number, piece in enumerate(pieces))
+
+
+class OlmoHilsForCausalLM(HilsForCausalLM):
+    """A released 7B, by the name that its configuration has: the same model."""
+
+    config_class = OlmoHilsConfig
+
+
+class QwenHilsForCausalLM(HilsForCausalLM):
+    """A released 345M or 1B, by the name that its configuration has: the same model."""
+
+    config_class = QwenHilsConfig

@@ -1,0 +1,262 @@
+"""Where a HiLS layer finds its earlier blocks: tensors of its own, or a document of a memory and then those.
+
+A block's states lie in the document for each key-value head by itself, for each head chooses for itself: the memory's
+layer ``n * G + g`` holds those of head ``g`` of the ``n``-th HiLS layer. The landmarks of all query heads are in the
+index of the first of these, ``[kbar, b]`` for each head, and are searched with ``[s u, 1]``: the inner product is the
+estimate ``e`` itself. So any index serves, and with an exact one the choice is that of the model without a memory.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memstore.errors import DamagedError
+from memstore.kernels.hils_attention.fused import best_blocks
+from memstore.memory import Document
+from memstore.transfer import to_device
+
+OnError = Literal["raise", "miss"]
+"""What becomes of a stored block that cannot be read: an error, or a list without it."""
+ESTIMATES = 1 << 22
+"""Numbers that are held at once while blocks are chosen among tensors."""
+
+
+class OwnBlocks:
+    """Complete blocks of ``B`` rows, from block ``first`` on."""
+
+    def __init__(self, first: int = 0) -> None:
+        self.first, self.count = first, 0
+        self._held: list[Tensor] = []
+
+    @property
+    def stop(self) -> int:
+        """The block behind the last one."""
+        return self.first + self.count
+
+    @property
+    def keys(self) -> Tensor:
+        """``[B, G, n, S - 1, D]``."""
+        return self._held[0][:, :, : self.count]
+
+    @property
+    def values(self) -> Tensor:
+        """``[B, G, n, S - 1, D]``."""
+        return self._held[1][:, :, : self.count]
+
+    @property
+    def landmarks(self) -> Tensor:
+        """``[B, H, n, D + 1]`` float32 or better: mean keys and, last, entropies."""
+        return self._held[2][:, :, : self.count]
+
+    def extend(self, keys: Tensor, values: Tensor, landmarks: Tensor) -> None:
+        """Append blocks; shapes as above."""
+        new, stop = (keys, values, landmarks), self.count + keys.shape[2]
+        if not self._held or stop > self._held[0].shape[2]:
+            room = max(stop, self.count + self.count // 2)
+            grown = [x.new_empty(*x.shape[:2], room, *x.shape[3:]) for x in new]
+            for old, larger in zip(self._held, grown, strict=False):
+                larger[:, :, : self.count] = old[:, :, : self.count]
+            self._held = grown
+        for held, x in zip(self._held, new, strict=True):
+            held[:, :, self.count : stop] = x
+        self.count = stop
+
+    def keep_from(self, first: int) -> None:
+        """Let blocks before ``first`` go."""
+        gone = min(max(0, first - self.first), self.count)
+        if gone:
+            self._held = [x[:, :, gone : self.count].clone() for x in self._held]
+        self.first, self.count = max(self.first, first), self.count - gone
+
+    def reorder(self, rows: Tensor) -> None:
+        """Let row ``b`` be what row ``rows[b]`` was."""
+        self._held = [x.index_select(0, rows.to(x.device)) for x in self._held]
+
+
+class Chosen(NamedTuple):
+    """Lists of blocks."""
+
+    blocks: Tensor
+    """``[B, G, M, K]``, ascending, -1 behind them"""
+    scores: Tensor
+    """``[B, H, M, K]``: estimates of each head, -inf where there is no block"""
+
+
+class HilsTable:
+    """The blocks of one HiLS layer: those of a document that all rows share, then each row's own, which no index has.
+
+    With ``on_error="miss"`` a stored block that cannot be read is left out of every list that chooses it.
+    """
+
+    def __init__(
+        self, number: int, groups: int, *, document: Document | None = None, stop: int = 0, on_error: OnError = "raise"
+    ) -> None:
+        """``number``: of the layer among HiLS layers. Blocks of the document from ``stop`` on are not used."""
+        self.groups, self.document, self._on_error = groups, document, on_error
+        self.layers = range(number * groups, (number + 1) * groups)
+        """Those of the memory."""
+        self.own = OwnBlocks(stop)
+
+    def choose(self, asked: Tensor, lse: Tensor, edges: Sequence[int], top_k: int) -> Chosen:
+        """The best ``top_k`` blocks before ``edges``, of which each of ``M`` queries has one, ascending.
+
+        ``asked [B, H, M, D + 1]``: scaled landmark queries and a 1. ``lse [B, H, M]``: of the window.
+        """
+        parts = []
+        for rows, stop in self._runs(edges, asked):
+            scores, blocks = self.estimates(asked[:, :, rows], stop, top_k)
+            edge = torch.tensor(edges[rows], device=scores.device)[:, None]
+            there = (blocks >= 0) & (blocks < edge)
+            heads = there if there.dim() == 2 else there.repeat_interleave(scores.shape[1] // self.groups, 1)
+            scores = scores.masked_fill(~heads, -math.inf)
+            at, found = best_blocks(scores, lse[:, :, rows], groups=self.groups, top_k=top_k)
+            known = blocks.expand(*at.shape[:3], -1) if blocks.dim() == 2 else blocks
+            known = F.pad(known, (0, 1), value=-1).gather(-1, at.where(at >= 0, known.shape[-1]))
+            parts.append(_ordered(known, found))
+        return Chosen(*(torch.cat(part, 2) for part in zip(*parts, strict=True)))
+
+    def _runs(self, edges: Sequence[int], asked: Tensor) -> Iterator[tuple[slice, int]]:
+        """Queries that are compared with blocks together, and the block that none of them sees."""
+        start, many = 0, len(edges)
+        size = max(1, ESTIMATES // max(1, asked.shape[0] * asked.shape[1] * max(1, edges[-1])))
+        while start < many:
+            stop = min(start + size, many)
+            if self.own.first and edges[start] < edges[stop - 1]:  # an index is searched up to one block
+                stop = next(at for at in range(start, stop) if edges[at] > edges[start])
+            yield slice(start, stop), max(0, edges[stop - 1])
+            start = stop
+
+    def estimates(self, asked: Tensor, stop: int, top_k: int | None) -> tuple[Tensor, Tensor]:
+        """Scores ``[B, H, m, n]`` of blocks before ``stop``, and which they are: ``[1, n]`` or ``[B, G, m, n]``.
+
+        The best ``top_k`` are among them; None: all are.
+        """
+        count = max(0, min(stop, self.own.stop) - self.own.first)
+        blocks = torch.arange(self.own.first, self.own.first + count, device=asked.device)[None]
+        scores = asked.new_empty(*asked.shape[:3], 0)
+        if count:
+            scores = asked @ self.own.landmarks[:, :, :count].mT
+        stored = self._stored(stop)
+        if not stored:
+            return scores, blocks
+        found, ids = self._found(asked, stored, top_k)
+        if ids.dim() == 4:
+            blocks = blocks.expand(*ids.shape[:3], -1)
+        return torch.cat([found, scores], -1), torch.cat([ids, blocks], -1)
+
+    def _stored(self, stop: int) -> range:
+        """Blocks of the document before ``stop``."""
+        if self.document is None:
+            return range(0)
+        return range(self.document.complete_blocks.start, min(stop, self.own.first))
+
+    def _found(self, asked: Tensor, stored: range, top_k: int | None) -> tuple[Tensor, Tensor]:
+        """Of blocks in the document: as ``estimates``."""
+        assert self.document is not None
+        view, shape = self.document.layer(self.layers[0]), asked.shape[:3]
+        assert view.index is not None
+        queries = asked.transpose(0, 1).flatten(1, 2).float().to(view.index.device)  # [H, B * m, D + 1]
+
+        def apart(x: Tensor) -> Tensor:
+            """``[H, B * m, n]`` -> ``[B, H, m, n]``."""
+            rows: Tensor = x.unflatten(1, (shape[0], -1))
+            return rows.transpose(0, 1)
+
+        shared = shape[1] > self.groups  # heads that share a list need each other's scores of all blocks
+        if top_k is None or (shared and self.document.memory.index_capabilities.dense):
+            scores, ids = to_device(list(view.score(queries, allowed=stored)), asked.device)
+            return apart(scores).to(asked.dtype), ids[None]
+        hits = view.search(queries, min(top_k, len(stored)), allowed=stored)
+        scores, ids = to_device([hits.scores, hits.blocks], asked.device)
+        if not shared:
+            return apart(scores).to(asked.dtype), apart(ids)
+        return self._rescored(asked, apart(ids))
+
+    # An index that only finds the best tells each head its own best; what a list is chosen by is the largest share that
+    # a block has of any head. So the finds of all heads are candidates, with the true score of each.
+    def _rescored(self, asked: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """All that the heads of a group have found, ``ids [B, H, m, k]``, scored by each: ``[B, H, m, n]``."""
+        assert self.document is not None
+        together = ids.unflatten(1, (self.groups, -1)).transpose(2, 3).flatten(3).sort(-1).values  # [B, G, m, R * k]
+        again = F.pad(together[..., 1:] == together[..., :-1], (1, 0))
+        together = together.masked_fill(again, -1)
+        wanted = together[together >= 0].unique()
+        if not len(wanted):
+            return asked.new_empty(*asked.shape[:3], 0), together[..., :0]
+        view = self.document.layer(self.layers[0])
+        marks = torch.cat([view.landmarks(range(block, block + 1)) for block in wanted.tolist()]).squeeze(2)
+        (marks,) = to_device([marks.transpose(0, 1).to(asked.dtype)], asked.device)  # [H, n, D + 1]
+        at = torch.searchsorted(wanted, together).clamp(max=len(wanted) - 1)
+        heads = asked.shape[1] // self.groups
+        return (asked @ marks.mT).gather(-1, at.repeat_interleave(heads, 1)), together
+
+    def states(self, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys and values ``[B, G, n, S - 1, D]`` of ``blocks [B, G, M, K]``; which of them each is, -1 for none."""
+        own = self.own
+        stored = (blocks >= 0) & (blocks < own.first)
+        if not bool(stored.any()):
+            return own.keys, own.values, torch.where(blocks >= 0, blocks - own.first, -1)
+        lists = [blocks[:, group][stored[:, group]].unique() for group in range(self.groups)]
+        keys, values, lists = self._read(lists, blocks.device)
+        most = keys.shape[1]
+        at = torch.full_like(blocks, -1)
+        for group, known in enumerate(lists):
+            if len(known):
+                place = torch.searchsorted(known, blocks[:, group].contiguous()).clamp(max=len(known) - 1)
+                at[:, group] = place.where(known[place] == blocks[:, group], -1)
+        keys, values = (x.expand(len(blocks), *x.shape) for x in (keys, values))
+        if bool((blocks >= own.first).any()):
+            at = torch.where(blocks >= own.first, blocks - own.first + most, at)
+            keys, values = torch.cat([keys, own.keys], 2), torch.cat([values, own.values], 2)
+        return keys, values, at
+
+    def _read(self, lists: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Keys and values ``[G, n, S - 1, D]`` of stored blocks, a list for each head, and the lists that were read."""
+        assert self.document is not None
+        wanted = [each.tolist() for each in lists]
+        try:
+            read = self.document.gather_each(self.layers, wanted, device=device)
+        except DamagedError:
+            if self._on_error == "raise":
+                raise
+            pairs = zip(self.layers, wanted, strict=True)
+            wanted = [self.document.layer(layer).sound(blocks) for layer, blocks in pairs]
+            lists = [torch.tensor(each, dtype=torch.int64, device=device) for each in wanted]
+            read = self.document.gather_each(self.layers, wanted, device=device)
+        counts = [len(each) for each in wanted]
+        keys, values = (_in_rows(read[name], counts) for name in ("k", "v"))
+        return keys, values, lists
+
+    def tiers(self, blocks: Tensor) -> list[list[str]]:
+        """Where each of ``blocks [G, K]`` is now; "own" for those that no memory has, empty for none."""
+        found = []
+        for layer, of_head in zip(self.layers, blocks.tolist(), strict=True):
+            stored = [block for block in of_head if 0 <= block < self.own.first]
+            tiers = iter([] if self.document is None else self.document.layer(layer).tiers(stored))
+            found.append(["" if block < 0 else next(tiers) if block < self.own.first else "own" for block in of_head])
+        return found
+
+
+def _ordered(blocks: Tensor, scores: Tensor) -> Chosen:
+    """``blocks [B, G, m, K]`` and their ``scores [B, H, m, K]`` in the order of the blocks, -1 last."""
+    order = blocks.where(blocks >= 0, torch.iinfo(blocks.dtype).max).argsort(-1)
+    of_heads = order.repeat_interleave(scores.shape[1] // blocks.shape[1], 1)
+    return Chosen(blocks.gather(-1, order), scores.gather(-1, of_heads))
+
+
+def _in_rows(x: Tensor, counts: list[int]) -> Tensor:
+    """``x [sum of counts, ...]`` as ``[len(counts), most, ...]``, anything behind those that there are."""
+    most = max(counts)
+    if min(counts) == most:
+        alike: Tensor = x.unflatten(0, (len(counts), most))
+        return alike
+    rows = x.new_zeros(len(counts), most, *x.shape[1:])
+    for row, part in zip(rows, x.split(counts), strict=True):
+        row[: len(part)] = part
+    return rows
