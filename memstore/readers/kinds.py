@@ -58,6 +58,8 @@ class Kind:
     """Whether it also computes in half precision."""
     tokenizer: str = "transformers:PreTrainedTokenizerFast"
     """Where the class of its tokenizer is; ``AutoTokenizer`` knows those of models that are registered."""
+    also: tuple[str, ...] = ()
+    """What configurations of others call it."""
     options: tuple[str, ...] = ()
     """What it takes that not all kinds take: options of ``attach``, ``Reader.read``, ``Reader.generate`` and
     ``Reader.ask``, and fields of ``Retrieval`` as ``Retrieval.top_k``."""
@@ -206,6 +208,16 @@ LANDMARK = Kind(
         "Retrieval.on_error",
     ),
 )
+HILS = Kind(
+    "HiLS model",
+    "memstore-hils",
+    "memstore.models.hils:HilsForCausalLM.from_pretrained",
+    "memstore.models.hils.reader:HilsReader",
+    "memstore.models.hils.audit:HilsAuditor",
+    "memstore train hils",
+    also=("olmo_hils", "qwen_hils"),
+    options=("codec", "Retrieval.top_k", "Retrieval.on_error"),
+)
 MEMORIZING = Kind(
     "Memorizing Transformer",
     "memstore-memorizing",
@@ -264,7 +276,7 @@ STOCK = Kind(
         "Retrieval.on_error",
     ),
 )
-KINDS = (STOCK, DRT, LANDMARK, MEMORIZING, KNN)
+KINDS = (STOCK, DRT, LANDMARK, HILS, MEMORIZING, KNN)
 """Those that come with the package."""
 OPTIONS = tuple(dict.fromkeys(name for kind in KINDS for name in kind.options))
 """What some kinds take and others do not: given to one of the others it is refused."""
@@ -301,7 +313,7 @@ def kind_of_type(model_type: str | None, *, has_memory: bool = False) -> Kind:
         return KNN
     if not model_type:
         return STOCK
-    return next((kind for kind in KINDS if kind.key == model_type), None) or _plugin(model_type) or STOCK
+    return next((kind for kind in KINDS if model_type in (kind.key, *kind.also)), None) or _plugin(model_type) or STOCK
 
 
 @cache

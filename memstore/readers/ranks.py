@@ -209,6 +209,13 @@ class SharedDocument(Document):
         """See ``Document``."""
         return SharedLayer(self._whole, layer, self._share)
 
+    def gather_each(
+        self, layers: Sequence[int], lists: Sequence[Sequence[int]], *, device: torch.device | None = None
+    ) -> dict[str, Tensor]:
+        """See ``Document``."""
+        parts = [self.layer(layer).gather(blocks, device=device) for layer, blocks in zip(layers, lists, strict=True)]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
 
 class SharedLayer(LayerView):
     """A layer of a ``SharedDocument``: every rank is told what all of them have found, or fetched."""

@@ -13,7 +13,7 @@ from memstore.models.memorizing import add_knn_memory, knn_memory_of
 from memstore.readers.kinds import KINDS, table
 from memstore.testing.readers import ReaderTests, hooks
 from tests.eval.memorizing import small_memorizing
-from tests.models import drt, landmark
+from tests.models import drt, hils, landmark
 from tests.readers.models import tiny
 
 SIZES = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
@@ -50,6 +50,16 @@ class TestDRT(ReaderTests):
 class TestLandmark(ReaderTests):
     def model(self, seed: int = 0) -> Any:
         return landmark.make(segment_blocks=2, retrieval_top_k=3, seed=seed)
+
+
+class TestHils(ReaderTests):
+    def model(self, seed: int = 0) -> Any:
+        return hils.make("qwen", seed)
+
+
+class TestHilsWithWindows(ReaderTests):
+    def model(self, seed: int = 0) -> Any:
+        return hils.make("olmo", seed)
 
 
 class TestMemorizing(ReaderTests):

@@ -16,6 +16,7 @@ from memstore.models.hils.modeling import (
     OlmoHilsForCausalLM,
     QwenHilsForCausalLM,
 )
+from memstore.models.hils.reader import HilsReader
 
 __all__ = [
     "HilsCache",
@@ -23,6 +24,7 @@ __all__ = [
     "HilsForCausalLM",
     "HilsModel",
     "HilsOutput",
+    "HilsReader",
     "OlmoHilsConfig",
     "OlmoHilsForCausalLM",
     "QwenHilsConfig",

@@ -160,9 +160,11 @@ class HilsLayer(nn.Module):
         """``x [B, M, hidden]`` -> the same."""
         if self.norm_after:
             x = x + self.post_attention_layernorm(self.self_attn(x, sight))
-            return x + self.post_feedforward_layernorm(self.mlp(x))
-        x = x + self.self_attn(self.input_layernorm(x), sight)
-        return x + self.mlp(self.post_attention_layernorm(x))
+            added: Tensor = self.post_feedforward_layernorm(self.mlp(x))
+        else:
+            x = x + self.self_attn(self.input_layernorm(x), sight)
+            added = self.mlp(self.post_attention_layernorm(x))
+        return x + added
 
     def keep(self, x: Tensor, cache: HilsCache) -> None:
         """Give ``cache`` what ``x [B, M, hidden]`` leaves in this layer, and compute nothing else."""

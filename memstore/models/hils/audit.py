@@ -1,0 +1,74 @@
+"""Auditing a HiLS model: the share that each head would give every block before its window, token by token.
+
+A chosen block has the weight of its estimate, however many blocks are chosen; so the truth is the softmax over the
+estimates of all of them and the window. They are computed from the landmarks in the store, not from the index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from memstore.memory import Document
+from memstore.models.hils.cache import HilsChoice
+from memstore.models.hils.reader import HilsReader
+from memstore.readers.audit import Auditor, exact_scores, index_recall
+from memstore.readers.caches import CACHE
+from memstore.readers.observer import Choice
+
+
+class HilsAuditor(Auditor):
+    """What a HiLS model retrieves."""
+
+    mechanism = "hils"
+    positions = "all blocks stand where they were read"
+
+    def __init__(self, reader: HilsReader, top_k: int | None) -> None:
+        super().__init__(reader.model)
+        retrieval = reader.retrieval if top_k is None else replace(reader.retrieval, top_k=top_k)
+        self._document, self.documents = reader.document, [reader.document.name]
+        self.top_k = retrieval.top_k
+        self._cache = reader.cache(retrieval=retrieval)
+
+    @contextmanager
+    def watching(self) -> Iterator[dict[str, Any]]:
+        """See ``Auditor``."""
+        self._cache.observers.append(self)
+        yield {CACHE: self._cache}
+
+    def choice(self, choice: Choice) -> None:
+        """See ``Observer``: what one layer saw at the last token of a call."""
+        assert isinstance(choice, HilsChoice)
+        if not choice.rows:
+            return
+        asked, table = choice.asked[:1, :, -1:], choice.table
+        heads = asked.shape[1]
+        stored = range(self._document.complete_blocks.start, min(choice.stop, table.own.first))
+        scores = asked.new_full((heads, choice.stop), -torch.inf, device="cpu", dtype=torch.float32)
+        view = self._document.layer(table.layers[0])
+        if stored:
+            scores[:, stored.start : stored.stop] = exact_scores(view, asked[0], stored)[:, 0]
+        count = max(0, min(choice.stop, table.own.stop) - table.own.first)
+        if count:
+            own = asked @ table.own.landmarks[:1, :, :count].mT
+            scores[:, table.own.first : table.own.first + count] = own[0, :, 0].float().cpu()
+        local = choice.lse[0, :, -1].to(scores)
+        weights = (scores - torch.logaddexp(scores.logsumexp(-1), local)[:, None]).exp()
+        lists = choice.chosen.blocks[0, :, -1].cpu().repeat_interleave(heads // table.groups, 0)
+        chosen = torch.zeros(heads, choice.stop + 1, dtype=torch.bool)
+        chosen.scatter_(1, torch.where(lists >= 0, lists, choice.stop), value=True)
+        self.tally.add(choice.layer, weights, chosen[:, :-1], scores)
+        self.tally.add_index_recall(choice.layer, index_recall(view, asked[0], max(1, lists.shape[1]), [stored]))
+
+    def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more of them would not help
+        """See ``Auditor``."""
+        size = self.model.config.hils_sliding_window + self.model.config.chunk_size
+        return f"no block lies before the window yet: they do from {size} tokens on; read a longer text"
+
+    def locate(self, number: int) -> tuple[Document, int]:
+        """See ``Auditor``."""
+        return self._document, number

@@ -1,0 +1,311 @@
+"""Reading a long input into a memory with a HiLS model, and going on from there.
+
+Of each HiLS layer the memory has rotated keys and values of all tokens, for each key-value head by itself, and for each
+query head one landmark of a block. Positions are absolute, so a stored block is valid at its own place, and nothing is
+computed again. Window layers need nothing older than their window: what they go on from is kept as hybrids keep their
+recurrent states, at the document's end and every now and then.
+
+Everything that the next token needs is stored, the incomplete block too. So any process goes on from any commit, and
+what a token's states are does not depend on how the text was cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memstore.errors import DamagedError, InvalidArgument, NotFound
+from memstore.memory import Document, MemorySpec
+from memstore.memory.rows import torch_dtype
+from memstore.memory.search import Match, best, check_layer
+from memstore.models.hils.cache import HilsCache, HilsChoice
+from memstore.models.hils.modeling import HilsForCausalLM
+from memstore.models.hils.tables import HilsTable
+from memstore.models.packing import Packing
+from memstore.models.reading import CacheReader
+from memstore.readers.asking import Query
+from memstore.readers.attachment import Job, Place, evaluating
+from memstore.readers.fingerprint import fingerprint_of
+from memstore.readers.kinds import HILS, Retrieval
+from memstore.readers.observer import Choices, Origin
+from memstore.store.records import Layout
+from memstore.transfer import to_device, to_host
+
+COMMIT_BLOCKS = 256
+"""Blocks that are committed together: fewer would wait for the disk more often."""
+
+
+def memory_spec(model: HilsForCausalLM, tokenizer: Any = None, codec: str = "none") -> MemorySpec:
+    """The spec of a memory for ``model``: a layer for each key-value head of each HiLS layer (``tables.py``)."""
+    config = model.config
+    groups, dim, layers = config.num_key_value_heads, config.head_dim, len(config.hils_layers)
+    # What the states depend on beside the weights: none of it shows in the shapes of the weights.
+    shaping = (
+        "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "hils_norm_eps", "hils_layers", "sliding_window",
+        "hils_sliding_window", "norm_after", "layerwise_qk_norm", "layerwise_lmkq_norm", "enable_softmax1",
+    )  # fmt: skip
+    made = ",".join(f"{name}={getattr(config, name)}" for name in shaping)
+    turning = [int((config.rotary(hils=hils).frequencies > 0).sum()) for hils in (False, True)]
+    fingerprint = fingerprint_of(
+        model,
+        tokenizer,
+        architecture=f"hils {config.num_hidden_layers}x{config.hidden_size} {made}",
+        positions=f"rope {config.rope_theta:g}, {turning[0]} and {turning[1]} of {dim // 2} pairs",
+        layout="rotated k, v of each key-value head; mean key and entropy of each query head",
+        block_size=config.tokens_per_block,
+    )
+    states = (config.tokens_per_block, dim)
+    window = Layout(fingerprint.dtype, (2, groups, config.sliding_window, dim))
+    return MemorySpec(
+        layers=layers * groups,
+        fields={"k": states, "v": states},
+        index_layers=tuple(range(0, layers * groups, groups)),
+        key_heads=config.num_attention_heads,
+        key_dim=dim + 1,
+        block_size=config.tokens_per_block,
+        keys_per_block=1,
+        dtype=fingerprint.dtype,
+        codec=codec,
+        recurrent=(window,) * len(config.window_layers),
+        fingerprint=fingerprint,
+    )
+
+
+class _Kept(NamedTuple):
+    """What window layers go on from."""
+
+    tokens: int
+    """After so many tokens of a document."""
+    windows: Sequence[Tensor]
+    """``[2, G, W, D]`` of each: keys and values of the last items, at the end."""
+
+
+class HilsReader(CacheReader[HilsCache]):
+    """A document of a memory, and the HiLS model that reads it.
+
+    Every token chooses ``config.hils_topk`` blocks in each HiLS layer, for each key-value head, or
+    ``retrieval.top_k``; a document is read with the same number from beginning to end. ``on_error`` concerns answers.
+    With an exact index the model gives what it gives with all states in its cache. Where heads share a list
+    (``num_key_value_heads`` below ``num_attention_heads``) and the index cannot score all blocks, shares are taken of
+    those that it finds.
+
+    Behind a codec that is not "none" a model gives nearly what it gives without.
+    """
+
+    kind = HILS
+    model: HilsForCausalLM
+
+    def __init__(
+        self,
+        model: HilsForCausalLM,
+        memory: Place,
+        document: str | None = None,
+        *,
+        codec: str | None = None,
+        **shared: Any,
+    ) -> None:
+        """See ``memstore.attach``; ``shared`` is what all kinds take."""
+        if not isinstance(model, HilsForCausalLM):
+            raise InvalidArgument(f"expected a HilsForCausalLM, got a {type(model).__name__}; see memstore.attach")
+        super().__init__(model, memory, document, **shared)
+        self._codec = codec
+
+    @classmethod
+    def usual(cls, model: HilsForCausalLM, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003
+        """See ``Reader``."""
+        return Retrieval(top_k=model.config.hils_topk)
+
+    def spec(self, made: MemorySpec | None = None) -> MemorySpec:
+        """See ``Reader``."""
+        codec = "none" if made is None else made.codec
+        return memory_spec(self.model, self.tokenizer, codec if self._codec is None else self._codec)
+
+    @torch.no_grad()
+    def _made(self, rows: int, *, retrieval: Retrieval | None = None) -> HilsCache:
+        """See ``CacheReader``; ``retrieval``: another than the text was read with."""
+        cache = self._begun(self._continued(), rows, self.retrieval if retrieval is None else retrieval)
+        cache.belong_to(self.model.model)
+        return cache
+
+    def _described(self) -> dict[str, Any]:
+        config = self.model.config
+        return {
+            "mechanism": "hils",
+            "layers": list(config.hils_layers),
+            "heads": config.num_attention_heads,
+            "top_k": self.retrieval.top_k,
+        }
+
+    def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
+        """A block's score is the largest share that any head of any layer gives it at the last token.
+
+        ``layer``: one of the memory that has landmarks. Blocks in the window are seen without being chosen, and have
+        none.
+        """
+        wanted = None if layer is None else self._model_layer(check_layer(self.memory, layer))
+        blocks, cache = self.document.complete_blocks, self._made(1)
+        found = Choices(HilsChoice, lambda choice: _shares(choice, wanted))
+        cache.observers.append(found)
+        with evaluating(self.model):
+            self.model(query.tokens.to(self.model.device)[None], past_key_values=cache, logits_to_keep=1)
+        scores = torch.zeros(len(blocks))
+        for numbers, weights in found:
+            mine = (numbers >= blocks.start) & (numbers < blocks.stop)
+            at = numbers[mine] - blocks.start
+            scores[at] = torch.maximum(scores[at], weights[mine])
+        seen = scores > 0
+        return best([(self.document, torch.arange(blocks.start, blocks.stop)[seen], scores[seen])], top_k)
+
+    def _model_layer(self, layer: int) -> int:
+        """The model's layer whose landmarks the memory's ``layer`` has."""
+        return self.model.config.hils_layers[layer // self.model.config.num_key_value_heads]
+
+    # Where a document goes on
+
+    def _begun(self, document: Document, rows: int, retrieval: Retrieval) -> HilsCache:
+        """A cache at the end of the document; what window layers remember is computed again where it is not kept."""
+        kept = self._kept(document)
+        cache = self._at(document, rows, retrieval, kept)
+        cache.origin = Origin(document, self.model.device, stored=document.complete_blocks.stop)
+        if kept.tokens < len(document):
+            size = self.model.config.tokens_per_block
+            rest = self._tokens(document, kept.tokens // size, len(document))[kept.tokens % size :]
+            with evaluating(self.model):
+                ids = to_device([rest.long()], self.model.device)[0].expand(rows, -1)
+                for piece, _ in self.model.cut(ids, kept.tokens):
+                    self._segment(piece, cache)
+        return cache
+
+    def _kept(self, document: Document) -> _Kept:
+        """The latest place that there is all of."""
+        if not self.memory.spec.recurrent:
+            return _Kept(len(document), ())
+        for place in reversed(document.recurrent_places()):
+            with suppress(DamagedError, NotFound):  # verify names it; what was lost is computed again
+                return _Kept(place, to_device(document.recurrent(place), self.model.device))
+        return _Kept(0, ())
+
+    def _at(self, document: Document, rows: int, retrieval: Retrieval, kept: _Kept) -> HilsCache:
+        """A cache behind the first ``kept.tokens`` of the document."""
+        config, groups = self.model.config, self.model.config.num_key_value_heads
+        stop = kept.tokens // config.tokens_per_block
+        options: dict[str, Any] = {"document": document, "stop": stop, "on_error": retrieval.on_error}
+        tables = [HilsTable(number, groups, **options) for number in range(len(config.hils_layers))]
+        cache = HilsCache(config, rows, retrieval=retrieval, tables=tables, tokens=kept.tokens)
+        for layer, window in zip(config.window_layers, kept.windows, strict=False):
+            held = min(cache.place, config.sliding_window)
+            cache.recent[layer].first = cache.place - held
+            states = window[:, :, config.sliding_window - held :].unsqueeze(1).expand(-1, rows, -1, -1, -1)
+            cache.recent[layer].extend(states[0], states[1])
+        for layer in config.hils_layers if kept.tokens else ():
+            self._put_near(document, cache, layer)
+        return cache
+
+    def _put_near(self, document: Document, cache: HilsCache, layer: int) -> None:
+        """The window of a HiLS layer, from the blocks that it is in."""
+        size, recent, device = self.model.config.chunk_size, cache.recent[layer], self.model.device
+        recent.first = cache.edge(layer)
+        blocks = list(range(recent.first // size, -(-cache.tokens // (size - 1))))
+        heads = document.gather(list(cache.tables[layer].layers), blocks, device=device)
+        for_rows = []
+        for name in ("k", "v"):
+            states = torch.stack([head[name].to(device, self.model.dtype) for head in heads])  # [G, n, S - 1, D]
+            items = F.pad(states, (0, 0, 0, 1)).flatten(1, 2)[None, :, : cache.place - recent.first]
+            for_rows.append(items.expand(cache.rows, -1, -1, -1))
+        recent.extend(*for_rows)
+
+    # Reading
+
+    @property
+    def _segment_tokens(self) -> int:
+        return self.model.config.segment_tokens
+
+    def _reading(self, *, retrieve: bool) -> dict[str, Any]:  # noqa: ARG002 - it cannot do without
+        return {"top_k": self.retrieval.top_k}
+
+    def _read_segments(self, job: Job, segments: Iterator[Tensor]) -> Generator[int]:
+        cache = self._begun(job.document, 1, self.retrieval)
+        limit = COMMIT_BLOCKS * self.model.config.tokens_per_block
+        waiting: list[Tensor] = []
+        windows: dict[int, list[Tensor]] = {}
+        places = job.document.recurrent_places() or [0]
+        try:
+            for tokens in segments:
+                (ids,) = to_device([tokens.long()[None]], self.model.device)
+                self._segment(ids, cache)
+                waiting.append(tokens)
+                if self.memory.spec.recurrent and cache.tokens - places[-1] >= self.memory.spec.recurrent_step:
+                    places.append(cache.tokens)
+                    windows[cache.tokens] = self._windows(cache)
+                if sum(map(len, waiting)) >= limit:
+                    self._commit(job, waiting, windows, cache)
+                yield len(tokens)
+        finally:  # what was computed before an error, or before somebody interrupted, is whole
+            self._commit(job, waiting, windows, cache)
+
+    def _segment(self, ids: Tensor, cache: HilsCache) -> None:
+        packing = Packing(ids, None, cache.offsets, self.model.config.chunk_size)
+        cache.begin(packing)
+        self.model.model.read(packing, cache)
+        cache.end()
+
+    def _windows(self, cache: HilsCache) -> list[Tensor]:
+        """What window layers go on from, in host memory; see ``_Kept``."""
+        window = self.model.config.sliding_window
+        both = [torch.stack(cache.recent[layer].read()).squeeze(1) for layer in self.model.config.window_layers]
+        copies, arrived = to_host([F.pad(x, (0, 0, window - x.shape[2], 0)) for x in both])
+        arrived()
+        return copies
+
+    def _commit(self, job: Job, waiting: list[Tensor], windows: dict[int, list[Tensor]], cache: HilsCache) -> None:
+        """Store what was read; ``waiting`` and ``windows`` are empty then."""
+        if not waiting:
+            return
+        options, job.options = job.options, None
+        with job.document.append(torch.cat(waiting), reading=options) as batch:
+            for layer, table in cache.tables.items():
+                self._put(batch, table, *self._blocks(cache, layer, batch.blocks))
+            if self.memory.spec.recurrent:
+                windows[cache.tokens] = self._windows(cache)
+            for place, states in windows.items():
+                batch.put_recurrent(states, at=place)
+        waiting.clear()
+        windows.clear()
+        for table in cache.tables.values():
+            table.own.keep_from(job.document.complete_blocks.stop)
+
+    def _put(self, batch: Any, table: HilsTable, keys: Tensor, values: Tensor, landmarks: Tensor) -> None:
+        for group, layer in enumerate(table.layers):
+            marks = None if group else landmarks
+            batch.put(layer, landmarks=marks, k=keys[group].contiguous(), v=values[group].contiguous())
+
+    def _blocks(self, cache: HilsCache, layer: int, blocks: range) -> list[Tensor]:
+        """Keys and values ``[G, n, S - 1, D]`` of ``blocks``, the last one padded; landmarks ``[n, H, 1, D + 1]``."""
+        own, size = cache.tables[layer].own, self.model.config.chunk_size
+        start = blocks.start - own.first
+        parts = [(own.keys[0, :, start:], own.values[0, :, start:])] if own.count > start else []
+        spec = self.memory.spec
+        marks = torch.zeros(len(blocks), spec.key_heads, 1, spec.key_dim)
+        if parts:
+            marks[: own.count - start, :, 0] = own.landmarks[0, :, start:].transpose(0, 1).float().cpu()
+        if waiting := cache.place % size:
+            items = (x[0] for x in cache.recent[layer].read(cache.place - waiting))
+            keys, values = (F.pad(x, (0, 0, 0, size - 1 - waiting)).unsqueeze(1) for x in items)
+            parts.append((keys, values))
+        states = [torch.cat(each, 1).to(torch_dtype(spec.dtype)) for each in zip(*parts, strict=True)]
+        copies, arrived = to_host(states)
+        arrived()
+        return [*copies, marks]
+
+
+def _shares(choice: HilsChoice, layer: int | None) -> tuple[Tensor, Tensor]:
+    """Blocks and the largest share that a head gives each, in host memory; nothing of other layers."""
+    if not choice.rows or layer not in (None, choice.layer):  # what ends before the text's last token does not count
+        return torch.empty(0, dtype=torch.int64), torch.empty(0)
+    _, blocks, shares = choice.shares()
+    return blocks.cpu(), shares.amax(0).float().cpu()
