@@ -1,0 +1,5 @@
+"""The choice of a model's own index: the keys that its index heads score highest for each query."""
+
+from memstore.kernels.index_scores.api import choose, merge_choices
+
+__all__ = ["choose", "merge_choices"]

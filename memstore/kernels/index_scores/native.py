@@ -1,0 +1,103 @@
+"""The choice by ``native.c``: one pass over the keys as they lie in memory, of which candidates are kept."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memstore.kernels.native import parallel, problem_of, processor, vectors
+
+SOURCE = Path(__file__).with_suffix(".c")
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+LARGEST_DIM = 4096
+"""Numbers of a key: some of them lie on the stack."""
+LANES = 16
+ROWS = 256
+"""Queries at a time: so many share the keys that are read, and have candidates in memory."""
+PANEL = 1 << 16
+"""Scores that are written down at a time."""
+
+
+_POINTERS = ("keys", "queries", "weights", "there", "limit", "scores", "least", "candidates", "counts")
+_CHUNK = ("kind", "count", "stride", "first")
+_SIZES = ("dim", "rows", "vectors", "lanes", "relu", "block", "k", "capacity", "panel", "threads")
+
+
+class _Scan(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in (*_CHUNK, *_SIZES)),
+    )
+
+
+def choose(
+    queries: Tensor, weights: Tensor | None, chunks: Sequence[Tensor], limit: Tensor, *,
+    scale: float, k: int, relu: bool, block: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """See the public function."""
+    found = [
+        _choose(some, None if weights is None else weights[start : start + ROWS], chunks, limit[start : start + ROWS],
+                scale=scale, k=k, relu=relu, block=block)
+        for start, some in zip(range(0, len(queries), ROWS), queries.split(ROWS), strict=True)
+    ]  # fmt: skip
+    ids, scores = zip(*found, strict=True)
+    return torch.cat(ids), torch.cat(scores)
+
+
+def _choose(
+    queries: Tensor, weights: Tensor | None, chunks: Sequence[Tensor], limit: Tensor, *,
+    scale: float, k: int, relu: bool, block: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    rows, heads, dim = queries.shape
+    lanes, vectors = (LANES, -(-heads // LANES)) if heads > LANES else (1 << (heads - 1).bit_length(), 1)
+    groups = -(-rows * lanes // LANES)  # of queries that share vectors
+    panel = -(-max(256, PANEL // rows) // block) * block
+    capacity = max(2 * k, 256)
+    new: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
+    room = torch.zeros(groups * LANES // lanes, vectors * lanes, dim, **new)
+    room[:rows, :heads] = queries.float() * scale
+    factors = torch.zeros(room.shape[:2], **new)
+    factors[:rows, :heads] = 1.0 if weights is None else weights.float()
+    there = torch.zeros(room.shape[:2], dtype=torch.int32, device="cpu")
+    there[:, :heads] = -1
+    packed = room.view(-1, LANES, dim).mT.contiguous()
+    limit, scores = limit.contiguous(), torch.empty(rows, panel, **new)
+    least = torch.full((rows,), -torch.inf, **new)
+    candidates = torch.empty(rows, capacity, dtype=torch.int64, device="cpu")
+    counts = torch.zeros(rows, dtype=torch.int64, device="cpu")
+    pointers = (each.data_ptr() for each in (packed, factors, there, limit, scores, least, candidates, counts))
+    sizes = (dim, rows, vectors, lanes, relu, block, k, capacity, panel, torch.get_num_threads())
+    scan = _Scan(None, *pointers, 0, 0, 0, 0, *sizes)
+    for keys in chunks:
+        keys = keys if keys.stride(1) == 1 else keys.contiguous()
+        scan.keys, scan.kind, scan.count, scan.stride = keys.data_ptr(), KINDS[keys.dtype], len(keys), keys.stride(0)
+        _library().memstore_scan(ctypes.byref(scan))
+        scan.first += len(keys)
+    ids = torch.full((rows, k), -1, dtype=torch.int64, device="cpu")
+    best = torch.full((rows, k), -torch.inf, **new)
+    _library().memstore_chosen(ctypes.byref(scan), ids.data_ptr(), best.data_ptr())
+    return ids, best
+
+
+@cache
+def problem(dtype: torch.dtype) -> str | None:
+    """Why this cannot be for keys of that type; None if it can."""
+    if dtype == torch.float16 and "f16c" not in processor():
+        return "takes float16 on an x86-64 processor with F16C alone; use 'auto' or 'torch'"
+    return problem_of(_library)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    halves = ["-mf16c"] if "f16c" in processor() else []
+    library = parallel(SOURCE, [*vectors(), *halves, "-ffp-contract=fast"])
+    library.memstore_scan.argtypes = (ctypes.c_void_p,)
+    library.memstore_chosen.argtypes = (ctypes.c_void_p,) * 3
+    library.memstore_scan.restype = library.memstore_chosen.restype = None
+    return library

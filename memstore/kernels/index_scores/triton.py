@@ -1,0 +1,90 @@
+"""Index scores in Triton: products, ReLU and the weighted sum over heads in one kernel, which writes one score a key.
+
+A program holds some keys and walks over queries and, in tiles, over their heads, so the products of heads are nowhere
+but in registers. What is chosen from the scores of a slice is chosen by ``sliced``.
+
+Inputs of matrix units have the type of the keys. Queries in float32 are given to them as a sum of three numbers of that
+type, which holds all of their bits.
+"""
+
+# What the compiler knows is in capitals.
+# ruff: noqa: N803
+# Triton has no type information.
+# mypy: disable-error-code="untyped-decorator"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from memstore.kernels._tiles import SMALLEST, padded
+
+KEYS = 64
+"""Keys of a program."""
+QUERIES = 16
+"""Queries of a program: so many share the keys that it reads, where there are enough."""
+THREADS = 256
+"""Of a program: with fewer a tile of float32 does not fit into registers."""
+
+
+@triton.jit
+def _scores_kernel(
+    queries: tl.tensor,  # [PARTS, S, H, D]
+    weights: tl.tensor,  # [S, H] float32
+    keys: tl.tensor,  # [n, D], strided
+    scores: tl.tensor,  # [S, n] float32
+    stride: tl.tensor,  # from a key to the next
+    scale: tl.tensor,
+    rows: tl.tensor, heads: tl.tensor, count: tl.tensor, each: tl.tensor,
+    D: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
+    PARTS: tl.constexpr, RELU: tl.constexpr,
+) -> None:  # fmt: skip
+    """The scores of BK keys for ``each`` queries."""
+    key = tl.program_id(0).to(tl.int64) * BK + tl.arange(0, BK)
+    dims = tl.arange(0, BD)
+    inside = (key[:, None] < count) & (dims[None, :] < D)
+    tile = tl.trans(tl.load(keys + key[:, None] * stride + dims[None, :], mask=inside, other=0.0))
+    first = tl.program_id(1).to(tl.int64) * each
+    for row in range(first, tl.minimum(first + each, rows)):
+        total = tl.zeros([BK], tl.float32)
+        for start in range(0, heads, BH):
+            head = start + tl.arange(0, BH)
+            products = tl.zeros([BH, BK], tl.float32)
+            for part in tl.static_range(PARTS):
+                places = queries + ((part * rows + row) * heads + head[:, None]) * D + dims[None, :]
+                query = tl.load(places, mask=(head[:, None] < heads) & (dims[None, :] < D), other=0.0)
+                products = tl.dot(query, tile, products, input_precision="ieee")
+            products = products * scale
+            if RELU:
+                products = tl.where(products < 0, 0.0, products)  # what is no number stays none
+            weight = tl.load(weights + row * heads + head, mask=head < heads, other=0.0)
+            total += tl.sum(tl.where(head[:, None] < heads, products * weight[:, None], 0.0), 0)
+        tl.store(scores + row * count + key, total, mask=key < count)
+
+
+def scores(queries: Tensor, weights: Tensor | None, keys: Tensor, scale: float, relu: bool) -> Tensor:
+    """``queries [S, H, D]``, ``weights [S, H]``, ``keys [n, D]``: scores ``[S, n]`` float32."""
+    rows, heads, dim = queries.shape
+    keys = keys if keys.stride(1) == 1 else keys.contiguous()
+    factors = queries.new_ones(rows, heads) if weights is None else weights
+    out = torch.empty(rows, len(keys), dtype=torch.float32, device=keys.device)
+    each = QUERIES if rows >= 4 * QUERIES else 1
+    parts = _parts(queries, keys.dtype)
+    _scores_kernel[triton.cdiv(len(keys), KEYS), triton.cdiv(rows, each)](
+        parts, factors.float().contiguous(), keys, out, keys.stride(0), scale, rows, heads, len(keys), each,
+        D=dim, BD=padded(dim), BH=SMALLEST, BK=KEYS, PARTS=len(parts), RELU=relu,
+        num_warps=THREADS // (64 if torch.version.hip else 32),
+    )  # fmt: skip
+    return out
+
+
+def _parts(queries: Tensor, dtype: torch.dtype) -> Tensor:
+    """``queries`` as a sum of numbers of ``dtype``: one that holds them, or three."""
+    if torch.promote_types(queries.dtype, dtype) == dtype:
+        return queries.to(dtype).contiguous().unsqueeze(0)
+    parts, rest = [], queries.float()
+    for _ in range(3):
+        parts.append(rest.to(dtype))
+        rest = rest - parts[-1].float()
+    return torch.stack(parts)
