@@ -1,0 +1,91 @@
+"""Attention over chosen rows by ``native.c``: rows are copied and widened a few at a time, and nothing else is."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memstore.kernels.latent_attention.layout import inside
+from memstore.kernels.native import parallel, problem_of, processor, vectors
+
+SOURCE = Path(__file__).with_suffix(".c")
+KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+LARGEST = 4096
+"""Numbers of a row: some of them lie on the stack."""
+LANES = 16
+COLUMNS = 64
+"""Numbers of values are filled up to a multiple of that."""
+QUERIES = 1 << 20
+"""Numbers of queries at a time: their results are filled up, too."""
+
+
+class _Table(ctypes.Structure):
+    _fields_ = (("numbers", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("kind", "row", "group", "size")))
+
+
+class _Work(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("queries", "sinks", "ids", "out", "lse")),
+        *((name, ctypes.c_int64) for name in ("count", "groups", "heads", "vectors", "k", "choices")),
+        *((name, ctypes.c_int64) for name in ("padded", "inside", "threads")),
+    )
+
+
+def attend_rows(
+    q: Tensor, keys: Tensor, values: Tensor, ids: Tensor, scale: float, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """See ``reference.attend_rows``."""
+    step = max(1, QUERIES // q[0].numel())
+    pieces = zip(q.split(step), ids.split(step), strict=True)
+    found = [_attend(some, keys, values, chosen, scale, sinks) for some, chosen in pieces]
+    out, lse = zip(*found, strict=True)
+    return torch.cat(out), torch.cat(lse)
+
+
+def _attend(
+    q: Tensor, keys: Tensor, values: Tensor, ids: Tensor, scale: float, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    (count, heads, dim), groups, size = q.shape, keys.shape[1], values.shape[2]
+    keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))
+    more = -(heads // groups) % LANES  # heads that fill the last vector
+    packed = F.pad((q.float() * scale).view(count, groups, -1, dim), (0, 0, 0, more))
+    packed = packed.unflatten(2, (-1, LANES)).mT.contiguous()  # [S, G, vectors, D, LANES]
+    if sinks is None:
+        logits = torch.full((groups, heads // groups + more), -torch.inf, dtype=torch.float32, device="cpu")
+    else:
+        logits = F.pad(sinks.float().view(groups, -1), (0, more), value=-torch.inf)
+    chosen, padded = ids.long().contiguous(), -(-size // COLUMNS) * COLUMNS
+    out = torch.empty((*packed.shape[:3], LANES, padded), dtype=torch.float32, device="cpu")
+    lse = torch.empty(out.shape[:4], dtype=torch.float32, device="cpu")
+    tables = (_Table(x.data_ptr(), KINDS[x.dtype], *x.stride()[:2], x.shape[2]) for x in (keys, values))
+    pointers = (each.data_ptr() for each in (packed, logits, chosen, out, lse))
+    sizes = (count, groups, heads // groups, packed.shape[2], ids.shape[2], ids.shape[1])
+    work = _Work(*pointers, *sizes, padded, inside(keys, values), torch.get_num_threads())
+    _library().memstore_attend(*map(ctypes.byref, (work, *tables)))
+    kept = slice(heads // groups)
+    out = out.flatten(2, 3)[:, :, kept, :size].flatten(1, 2)
+    return out.to(q.dtype), lse.flatten(2)[:, :, kept].flatten(1)
+
+
+@cache
+def problem(dtype: torch.dtype) -> str | None:
+    """Why this cannot be for rows of that type; None if it can."""
+    if dtype not in KINDS:
+        return f"takes rows in float32, bfloat16 or float16, got {dtype}; use 'auto' or 'torch'"
+    if dtype == torch.float16 and "f16c" not in processor():
+        return "takes float16 on an x86-64 processor with F16C alone; use 'auto' or 'torch'"
+    return problem_of(_library)
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    halves = ["-mf16c"] if "f16c" in processor() else []
+    library = parallel(SOURCE, [*vectors(), *halves, "-ffp-contract=fast"])
+    library.memstore_attend.argtypes = (ctypes.c_void_p,) * 3
+    library.memstore_attend.restype = None
+    return library
