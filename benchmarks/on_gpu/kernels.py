@@ -19,6 +19,8 @@ from memstore.kernels import (
     search_blocks,
 )
 from memstore.kernels.best_codes import best_codes, hold
+from memstore.kernels.index_scores import choose
+from memstore.kernels.latent_attention import attend
 
 Sizes = tuple[int, ...]
 SHAPES: dict[str, dict[str, Sizes]] = {
@@ -86,6 +88,7 @@ def kernels(here: Piece) -> None:
                 _attention(here, name, shape, torch.bfloat16, top)
     _searches(here, top)
     _codes(here, top)
+    _chosen(here, top)
     _with_lse(here, top)
     for name in ("landmark 64", "gca")[: here.size(2, 0)]:
         with here.attempt(f"{name} float32", least=here.size(12, 0)):
@@ -267,6 +270,42 @@ def _codes(here: Piece, top: dict[str, float]) -> None:
             worst = (best_codes(held[:100], asked, backend="triton").double() - truth).abs().max()
             here.row(f"{title}: parity", ok=float(worst) < 1e-3, value=float(worst), unit="largest error")
             _rows(here, title, calls, 2.0 * queries * blocks * keys * dim, held.nbytes, top)
+
+
+def _chosen(here: Piece, top: dict[str, float]) -> None:
+    """The index of DeepSeek-V3.2 and attention to what it chooses: a token, and a segment."""
+    heads, dim, count, k = (here.size(*sizes) for sizes in ((64, 2), (128, 16), (1 << 18, 200), (2048, 20)))
+    own, latent, rope = (here.size(*sizes) for sizes in ((128, 2), (512, 16), (64, 8)))
+    dtype = torch.float32 if here.tiny else torch.bfloat16
+    for tokens in (1, here.size(64, 2)):
+        title = f"choice of {k} of {count} keys, {tokens} queries"
+        with here.attempt(title, least=here.size(4, 0)):
+            q, weights, keys = (
+                _normal(dtype, tokens, heads, dim),
+                _normal(dtype, tokens, heads),
+                _normal(dtype, count, dim),
+            )
+            limit = torch.full((tokens,), count, device="cuda")
+            calls: dict[str, Callable[[], object]] = {
+                "ours": lambda q=q, w=weights, x=keys, n=limit: choose(  # type: ignore[misc]
+                    q, w, x, scale=0.1, limit=n, k=k, backend="triton"
+                ),
+                "PyTorch": lambda q=q, w=weights, x=keys: (  # type: ignore[misc]
+                    torch.einsum("sht,sh->st", (q @ x.T).relu(), w).topk(k)
+                ),
+            }
+            _rows(here, title, calls, 2.0 * tokens * heads * dim * count, keys.nbytes, top)
+        title = f"attention to {k} latents, {tokens} queries"
+        with here.attempt(title, least=here.size(4, 0)):
+            q, rotated = _normal(dtype, tokens, own, latent), _normal(dtype, tokens, own, rope)
+            table = _normal(dtype, count, latent + rope)
+            ids = torch.rand(tokens, count, device="cuda").topk(k).indices
+            calls = {
+                name: lambda q=q, r=rotated, t=table, i=ids, b=backend: attend(q, r, t, i, scale=0.1, backend=b)  # type: ignore[misc]
+                for name, backend in (("ours", "triton"), ("PyTorch", "torch"))
+            }
+            operations = 2.0 * tokens * own * k * (2 * latent + rope)
+            _rows(here, title, calls, operations, dtype.itemsize * tokens * k * (latent + rope), top)
 
 
 def _with_lse(here: Piece, top: dict[str, float]) -> None:

@@ -22,14 +22,15 @@ from memstore.kernels import (
 from memstore.kernels.best_codes import best_codes, hold
 from memstore.kernels.grouped_cross_attention import reference as gca_reference
 from memstore.kernels.landmark_attention import reference as landmark_reference
-from tests.kernels import codes, gca, knn, landmark, search
+from tests.kernels import choice, codes, gca, knn, landmark, rows, search
 
 
 def parity(here: Piece) -> None:
     """One operation in one type, ``real`` shapes, or the tests of the index."""
     # Uninitialised memory is NaN; operations that have no deterministic form may run.
     torch.use_deterministic_algorithms(True, warn_only=True)
-    if alone := {"index": _index, "codes": _codes, "attention": _block_attention}.get(here.piece):
+    own = {"index": _index, "codes": _codes, "attention": _block_attention, "choice": _choice, "rows": _chosen_rows}
+    if alone := own.get(here.piece):
         alone(here)
         return
     operation, what = here.piece.split()
@@ -70,6 +71,25 @@ def _codes(here: Piece) -> None:
         given = hold(keys, dtype).to("cuda"), asked.to("cuda")
         with here.attempt(f"codes: {kind}, twice"):
             here.row(f"codes: {kind}, twice", ok=torch.equal(*(best_codes(*given, backend="triton") for _ in range(2))))
+
+
+def _choice(here: Piece) -> None:
+    """All cases of the choice by index scores: ids and scores are those of the reference to the bit."""
+    for name in list(choice.CASES)[:: here.size(1, 4)]:
+        for dtype in _types(here):
+            title = f"choice {dtype}: {name}"
+            with here.attempt(title):
+                here.row(title, ok=choice.agrees(choice.CASES[name], dtype, "triton", device="cuda"))
+
+
+def _chosen_rows(here: Piece) -> None:
+    """All cases of attention to chosen rows, as their tests judge them."""
+    for name in list(rows.CASES)[:: here.size(1, 4)]:
+        for dtype in _types(here):
+            title = f"chosen rows {dtype}: {name}"
+            with here.attempt(title):
+                worst = rows.error(rows.CASES[name], dtype, "triton", device="cuda") / rows.ALLOWED
+                here.row(title, ok=worst <= 1, value=worst, unit="of the allowed error")
 
 
 def _block_attention(here: Piece) -> None:
