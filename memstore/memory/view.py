@@ -10,6 +10,7 @@ from contextvars import ContextVar
 from operator import index
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from memstore.index import SearchResult, VectorIndex
 from memstore.index.contract import check_tensor
 from memstore.memory.entry import DocumentState, lacking
 from memstore.memory.index_files import LayerLandmarks
-from memstore.memory.rows import decode_block_rows, read_last_block
+from memstore.memory.rows import decode_block_rows, no_states, read_last_block
 from memstore.memory.shared import Handle
 from memstore.store.cache import BlockRefs, StaleBlocks
 from memstore.store.contract import Progress
@@ -128,6 +129,26 @@ class LayerView:
         states = self._steadily(ids, lambda state: self._read(ids, state, device))
         self._count(ids)
         return states
+
+    def rows(self, tokens: Tensor) -> Tensor:
+        """What is stored of single ``tokens [n]``, ascending: ``[n, ...]`` of the one field, verified, on the CPU.
+
+        For memories whose blocks have one field, ``[block_size, ...]``, and no codec. A store that can reads no more
+        of a block than that. Raises ``InvalidArgument``, and like ``gather``.
+        """
+        spec = self._shared.spec
+        if len(spec.fields) != 1 or spec.codec != "none":
+            raise InvalidArgument("rows are read of memories with one field and no codec.")
+        blocks, which = np.unique(tokens.numpy() // spec.block_size, return_inverse=True)
+        ids, rows = blocks.tolist(), tokens.numpy() % spec.block_size
+        if not ids:
+            return no_states(spec).popitem()[1].flatten(0, 1)
+        cache = self._shared.blocks
+        found = self._steadily(
+            ids, lambda state: cache.rows(self._refs(ids, state), self._unmoved(state, ids), which, rows)
+        )
+        self._count(ids)
+        return found
 
     def _count(self, blocks: Sequence[int]) -> None:
         """Note that ``blocks`` were gathered."""

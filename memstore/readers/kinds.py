@@ -58,8 +58,8 @@ class Kind:
     """Whether it also computes in half precision."""
     tokenizer: str = "transformers:PreTrainedTokenizerFast"
     """Where the class of its tokenizer is; ``AutoTokenizer`` knows those of models that are registered."""
-    also: tuple[str, ...] = ()
-    """What configurations of others call it."""
+    others: tuple[str, ...] = ()
+    """What else configurations call it, where a kind has several families."""
     options: tuple[str, ...] = ()
     """What it takes that not all kinds take: options of ``attach``, ``Reader.read``, ``Reader.generate`` and
     ``Reader.ask``, and fields of ``Retrieval`` as ``Retrieval.top_k``."""
@@ -215,7 +215,7 @@ HILS = Kind(
     "memstore.models.hils.reader:HilsReader",
     "memstore.models.hils.audit:HilsAuditor",
     "memstore train hils",
-    also=("olmo_hils", "qwen_hils"),
+    others=("olmo_hils", "qwen_hils"),
     options=("codec", "Retrieval.top_k", "Retrieval.on_error"),
 )
 MEMORIZING = Kind(
@@ -240,6 +240,17 @@ KNN = Kind(
     evaluation="memstore.models.memorizing.evaluation:KNN",
     options_module="memstore.models.memorizing.options",
     tokenizer="transformers:AutoTokenizer",
+    options=("block_size",),
+)
+INDEXED = Kind(
+    "model with its own index",
+    "deepseek_v32",
+    "memstore.models.indexed.family:load",
+    "memstore.models.indexed.reader:IndexedReader",
+    "memstore.models.indexed.audit:IndexAuditor",
+    half=True,
+    tokenizer="transformers:AutoTokenizer",
+    others=("glm_moe_dsa", "axk2", "hy_v4", "dots3_note", "dots3_note_text"),
     options=("block_size",),
 )
 STOCK = Kind(
@@ -276,7 +287,7 @@ STOCK = Kind(
         "Retrieval.on_error",
     ),
 )
-KINDS = (STOCK, DRT, LANDMARK, HILS, MEMORIZING, KNN)
+KINDS = (STOCK, DRT, LANDMARK, HILS, MEMORIZING, KNN, INDEXED)
 """Those that come with the package."""
 OPTIONS = tuple(dict.fromkeys(name for kind in KINDS for name in kind.options))
 """What some kinds take and others do not: given to one of the others it is refused."""
@@ -313,7 +324,9 @@ def kind_of_type(model_type: str | None, *, has_memory: bool = False) -> Kind:
         return KNN
     if not model_type:
         return STOCK
-    return next((kind for kind in KINDS if model_type in (kind.key, *kind.also)), None) or _plugin(model_type) or STOCK
+    return (
+        next((kind for kind in KINDS if model_type in (kind.key, *kind.others)), None) or _plugin(model_type) or STOCK
+    )
 
 
 @cache

@@ -29,11 +29,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.store.contract import BlockStore
-from memstore.store.records import ITEM_BYTES, BlockKeys, Bytes, Key, Layout
+from memstore.store.records import ITEM_BYTES, BlockKeys, Bytes, Key, Layout, Numbers
 
 if TYPE_CHECKING:  # a memory is opened, listed and changed without PyTorch, which takes seconds to load
     import torch
@@ -50,8 +49,6 @@ UNKEPT = -1
 
 _NUMBERS = {name: np.dtype("int16" if name == "bfloat16" else name) for name in ITEM_BYTES if name != "json"}
 """The types of records in NumPy, which knows no bfloat16: what has the same size stands for it."""
-
-_Numbers = npt.NDArray[np.int64]
 
 _MOST_USES = 3
 _SMALL_SHARE = 10
@@ -180,6 +177,22 @@ class BlockCache:
             return self._through(self._device, blocks, lambda rest: self._from_host(rest, unchanged))
         rows = self._from_host(blocks, unchanged)
         return rows if device is None else to_device(rows, device)
+
+    def rows(self, blocks: BlockRefs, unchanged: Callable[[], bool], which: Numbers, rows: Numbers) -> Tensor:
+        """Row ``rows[i]`` of block ``which[i]`` of the list, ``[n, ...]`` in host memory; blocks of one record each.
+
+        Straight from a store that reads rows by themselves, else from whole blocks. Raises as ``read``.
+        """
+        layout = self._layouts[0]
+        if not self._store.capabilities.reads_rows:
+            import torch
+
+            (whole,) = self.read(blocks, unchanged)
+            return whole[torch.from_numpy(which), torch.from_numpy(rows)]
+        found = self._store.rows(blocks.keys, layout, which, rows)
+        if not unchanged():
+            raise StaleBlocks
+        return as_tensor(found, Layout(layout.dtype, layout.shape[1:]))
 
     def where(self, blocks: BlockRefs) -> list[str]:
         """The tier that each block would be read from now: "device", "host" or "disk". Nothing is counted or moved."""
@@ -420,10 +433,10 @@ class PagePool:
 class _Slab(Protocol):
     """As many pages as a budget allows; a block is a tensor for each record, lists of blocks are ``[n, *shape]``."""
 
-    def select(self, pages: _Numbers) -> list[Tensor]:
+    def select(self, pages: Numbers) -> list[Tensor]:
         """Copies of pages."""
 
-    def fill(self, pages: _Numbers, rows: Sequence[Tensor], chosen: _Numbers) -> None:
+    def fill(self, pages: Numbers, rows: Sequence[Tensor], chosen: Numbers) -> None:
         """Copy the rows ``chosen`` to ``pages``."""
 
 
@@ -435,14 +448,14 @@ class _HostSlab:
         # NumPy leaves what it allocates untouched, always: memory is taken as pages are used.
         self._pages = np.empty(pages, page)
 
-    def select(self, pages: _Numbers) -> list[Tensor]:
+    def select(self, pages: Numbers) -> list[Tensor]:
         import torch
 
         # As fast as copying memory, where index_select of bytes takes half as long again.
         rows = self._pages.take(pages)
         return [_seen(torch.from_numpy(rows[name]), layout) for name, layout in self._layouts.items()]
 
-    def fill(self, pages: _Numbers, rows: Sequence[Tensor], chosen: _Numbers) -> None:
+    def fill(self, pages: Numbers, rows: Sequence[Tensor], chosen: Numbers) -> None:
         import torch
 
         # Not by PyTorch: a slab made in inference mode may not be changed outside of it, such as by another thread.
@@ -459,7 +472,7 @@ class _DeviceSlab:
         kinds = [(layout.shape, getattr(torch, layout.dtype)) for layout in layouts]
         self._records = [torch.empty(pages, *shape, dtype=dtype, device=device) for shape, dtype in kinds]
 
-    def select(self, pages: _Numbers) -> list[Tensor]:
+    def select(self, pages: Numbers) -> list[Tensor]:
         import torch
 
         from memstore.transfer import to_device
@@ -467,7 +480,7 @@ class _DeviceSlab:
         (at,) = to_device([torch.from_numpy(pages)], self._device)
         return [records.index_select(0, at) for records in self._records]
 
-    def fill(self, pages: _Numbers, rows: Sequence[Tensor], chosen: _Numbers) -> None:
+    def fill(self, pages: Numbers, rows: Sequence[Tensor], chosen: Numbers) -> None:
         import torch
 
         from memstore.transfer import to_device

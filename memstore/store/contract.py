@@ -15,7 +15,7 @@ import numpy as np
 from xxhash import xxh3_64_intdigest
 
 from memstore.errors import InvalidArgument, NotFound, StoreFull
-from memstore.store.records import MAX_ITEM, MAX_LAYER, Batch, Bytes, Key, Layout, Record, ScannedValue, Table
+from memstore.store.records import MAX_ITEM, MAX_LAYER, Batch, Bytes, Key, Layout, Numbers, Record, ScannedValue, Table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,8 @@ class Capabilities:
     """Committed batches survive the process."""
     reads_ahead: int = 1
     """Reads that are best under way at once: more than one where each waits for a network."""
+    reads_rows: bool = False
+    """``rows`` reads no more than what is asked for, once a value was verified."""
 
 
 Progress = Callable[[int, int], None]
@@ -68,6 +70,16 @@ class BlockStore(ABC):
         out = [np.empty((len(keys), layout.nbytes), np.uint8) for layout in layouts]
         self.read(keys, layouts, out)
         return out
+
+    def rows(self, keys: Sequence[Key], layout: Layout, which: Numbers, rows: Numbers) -> Bytes:
+        """Rows of values of one record: row ``rows[i]`` of ``keys[which[i]]``, uint8 ``[n, bytes of a row]``.
+
+        ``which [n]`` ascends and names every key; a row is what the first dimension of ``layout`` counts. Verified as
+        in ``read``; where ``Capabilities.reads_rows`` a value at least once since the store was opened, and then no
+        more of it is read than its rows. Raises ``NotFound`` or ``DamagedError``, which names the key.
+        """
+        whole = self.gather(keys, [layout])[0]
+        return whole.reshape(len(keys), layout.shape[0], -1)[which, rows]
 
     @abstractmethod
     def get(self, key: Key) -> tuple[Record, ...] | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import lru_cache
 
 import numpy as np
@@ -59,7 +60,7 @@ class EncryptedStore(BlockStore):
     """
 
     def __init__(self, inner: BlockStore, table: KeyTable) -> None:
-        self.capabilities = inner.capabilities
+        self.capabilities = replace(inner.capabilities, reads_rows=False)
         self.read_only = inner.read_only
         self.table = table
         self._inner = inner

@@ -6,18 +6,23 @@ import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 
-from memstore.errors import InvalidArgument
+import numpy as np
+
+from memstore.errors import InvalidArgument, NotFound
 from memstore.store.contract import BlockStore, Capabilities, beyond_limit
 from memstore.store.records import (
     Batch,
     Bytes,
     Key,
     Layout,
+    Numbers,
     Record,
     ScannedValue,
     check_batch,
+    check_layouts,
     check_out,
     check_range,
+    describe,
     fill_row,
 )
 
@@ -25,7 +30,7 @@ from memstore.store.records import (
 class RamStore(BlockStore):
     """A dict with sorted keys. Everything that goes in or comes out is copied."""
 
-    capabilities = Capabilities(durable=False)
+    capabilities = Capabilities(durable=False, reads_rows=True)
 
     def __init__(self) -> None:
         self.read_only = False
@@ -76,6 +81,19 @@ class RamStore(BlockStore):
         with self._locked():
             for row, key in enumerate(keys):
                 fill_row(out, row, key, self._values.get(key), layouts)
+
+    def rows(self, keys: Sequence[Key], layout: Layout, which: Numbers, rows: Numbers) -> Bytes:
+        """See ``BlockStore``; copies."""
+        out = np.empty((len(rows), layout.nbytes // layout.shape[0]), np.uint8)
+        ends = np.searchsorted(which, np.arange(len(keys)), side="right").tolist()
+        with self._locked():
+            for key, start, end in zip(keys, [0, *ends], ends, strict=False):
+                records = self._values.get(key)
+                if records is None:
+                    raise NotFound(f"there is no {describe(key)}")
+                check_layouts(key, records, [layout])
+                records[0].payload.reshape(layout.shape[0], -1).take(rows[start:end], 0, out[start:end], "clip")
+        return out
 
     def get(self, key: Key) -> tuple[Record, ...] | None:
         """The records under ``key``, copied, or None."""

@@ -29,6 +29,7 @@ from memstore import stored
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound
 
 Bytes = npt.NDArray[np.uint8]
+Numbers = npt.NDArray[np.int64]
 
 ITEM_BYTES = {
     "float32": 4,

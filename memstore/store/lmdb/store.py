@@ -44,6 +44,7 @@ from memstore.store.records import (
     Bytes,
     Key,
     Layout,
+    Numbers,
     Record,
     ScannedValue,
     Table,
@@ -78,7 +79,7 @@ _PAGE_BYTES = 4096
 class LmdbStore(BlockStore):
     """A store in the folder ``path``; made by ``create`` or ``open``. Several in one process may share a folder."""
 
-    capabilities = Capabilities(durable=True)
+    capabilities = Capabilities(durable=True, reads_rows=True)
     _formats = FORMATS
 
     def __init__(self, environment: Environment, writer: WriterLock | None, url: str) -> None:
@@ -340,6 +341,13 @@ class LmdbStore(BlockStore):
             raise self._failure(error) from error
         self._waits = environments.waited()
         return reader.payloads(values)
+
+    def rows(self, keys: Sequence[Key], layout: Layout, which: Numbers, rows: Numbers) -> Bytes:
+        """See ``BlockStore``: from the map, where a block has a value of its own."""
+        if self.blocks_per_value > 1 or keys[0].table != Table.BLOCKS:
+            return super().rows(keys, layout, which, rows)
+        with self._reading() as txn:
+            return self.values.rows(txn, keys, value_reader((layout,)), which, rows, waits=self._waits)
 
     @contextmanager
     def _reading(self) -> Iterator[Transaction]:

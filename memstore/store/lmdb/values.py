@@ -35,6 +35,7 @@ from memstore.store.records import (
     BlockKeys,
     Bytes,
     Key,
+    Numbers,
     Record,
     RecordHeader,
     ScannedValue,
@@ -67,6 +68,7 @@ _ZEROS = bytes(KEY_BYTES - _NAME_BYTES)
 _FORMAT_1 = struct.Struct(">BIIQ")
 
 _MOST_KNOWN = 1 << 16  # values, and header checksums of runs, that are remembered: about 16 MB and 6 MB
+_MOST_SEEN = 1 << 19  # values whose rows were read, which are remembered as whole: about 50 MB
 _MOST_WRITTEN = 1 << 12  # runs whose last state is remembered: under 1 MB
 _UNKNOWN = (b"", 0)
 _HEAD = 64  # bytes of a value that tell it from others: the header of its first record
@@ -143,6 +145,8 @@ class Values:
         self._known: dict[ValueReader, dict[bytes, tuple[bytes, int]]] = {}
         self._runs: dict[bytes, frozenset[int]] = {}
         """Header checksums of whole runs that were found to be those of their keys."""
+        self._seen: set[bytes] = set()
+        """Whole keys of values that were verified, for those of which rows are read."""
         self._run_sums = 0
         """How many those are: runs of small values have hundreds."""
 
@@ -173,6 +177,37 @@ class Values:
                         continue
                 self._verify(cursor, copy, name, keys[start // size], reader)
         return values
+
+    def rows(
+        self, txn: Transaction, keys: Sequence[Key], reader: ValueReader, which: Numbers, rows: Numbers, *, waits: bool
+    ) -> Bytes:
+        """Row ``rows[i]`` of ``keys[which[i]]``, each a value of one record: see ``BlockStore.rows``."""
+        layout = reader.layouts[0]
+        nbytes = layout.nbytes // layout.shape[0]
+        out = np.empty((len(rows), nbytes), np.uint8)
+        ends = np.searchsorted(which, np.arange(len(keys)), side="right").tolist()
+        body = slice(HEADER_BYTES, HEADER_BYTES + layout.nbytes)
+        self._known.setdefault(reader, {})
+        with txn.cursor() as cursor:
+            if waits:
+                self._fetch(cursor, {key: key for key in keys})
+            for number, name in enumerate(keys.to_bytes() if isinstance(keys, BlockKeys) else map(Key.to_bytes, keys)):
+                start, end = ends[number - 1] if number else 0, ends[number]
+                place = self._naming.find(cursor, name)
+                if place is None:
+                    raise self._lacks(keys[number])
+                if place in self._seen:
+                    view = cursor.value()
+                else:
+                    copy = memoryview(bytearray(reader.size))
+                    self._verify(cursor, copy, name, keys[number], reader)
+                    if len(self._seen) >= _MOST_SEEN:
+                        self._seen.clear()
+                    self._seen.add(place)
+                    view = copy
+                whole = np.frombuffer(view[body], np.uint8).reshape(-1, nbytes)
+                whole.take(rows[start:end], 0, out[start:end], "clip")  # it would make another copy to check them
+        return out
 
     def _verify(self, cursor: Cursor, copy: memoryview, name: bytes, key: Key, reader: ValueReader) -> None:
         """Copy the value of ``key``; remember it if it is, to the last bit, the one that was written last."""

@@ -1,0 +1,10 @@
+"""Models that bring their own index: sparse attention that was trained, from a memory.
+
+DeepSeek-V3.2 and its kind score every past token (pool, run, block) with a small index and attend to the best. Here the
+index keys are the landmarks of a memory and the states lie in its blocks; the model chooses as it always does.
+"""
+
+from memstore.models.indexed.family import FAMILIES, Asked, Family, IndexedLayer, family_of
+from memstore.models.indexed.reader import IndexedReader
+
+__all__ = ["FAMILIES", "Asked", "Family", "IndexedLayer", "IndexedReader", "family_of"]

@@ -1,0 +1,75 @@
+"""Auditing a model with its own index: what attention over everything would have looked at, and the index left out.
+
+For the last token of each step, each layer's softmax over all tokens, of the queries and rows that it has, against the
+tokens that the index chose: ``captured`` is the part of that attention which the chosen ones hold, ``recall`` how many
+of the best are among them. The model was trained to attend to what its index chooses, so what is missed is no mistake
+by itself; that an answer's source is among it is what to look for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from memstore.memory import Document
+from memstore.models.indexed.choice import IndexChoice
+from memstore.models.indexed.reader import IndexedReader
+from memstore.readers.audit import Auditor
+from memstore.readers.observer import Choice
+
+
+class IndexAuditor(Auditor):
+    """What the index of each layer chose: single tokens, also where it chooses units of several."""
+
+    mechanism = "index"
+    positions = "all tokens stand where they are; the truth is the softmax over everything, as if nothing was chosen"
+
+    def __init__(self, reader: IndexedReader, top_k: int | None) -> None:
+        super().__init__(reader.model)
+        self._reader, self._document = reader, reader.document
+        self.documents = [reader.document.name]
+        self._usual = {layer: layer.top for layer in reader.family.layers if layer.top}
+        units = max(self._usual.values()) if top_k is None else top_k
+        self._top = top_k
+        self.top_k = units * max(layer.unit for layer in self._usual)
+
+    @contextmanager
+    def watching(self) -> Iterator[dict[str, Any]]:
+        """See ``Auditor``."""
+        self._reader.observers.append(self)
+        for layer, usual in self._usual.items():
+            layer.top = usual if self._top is None else self._top
+        try:
+            yield {}
+        finally:
+            self._reader.observers.remove(self)
+            for layer, usual in self._usual.items():
+                layer.top = usual
+
+    def choice(self, choice: Choice) -> None:
+        """See ``Observer``."""
+        assert isinstance(choice, IndexChoice)
+        call, tokens = choice.call, choice.call.tokens
+        if choice.rows[0] or not tokens:
+            return
+        logits = call.logits(choice.described, 0, choice.query).cpu()
+        weights = logits.softmax(-1)[:, :tokens]
+        if choice.described.sinks is not None:
+            sinks = choice.described.sinks.float().cpu()[:, None]
+            weights = torch.cat([logits, sinks], 1).softmax(-1)[:, :tokens]
+        ids = choice.ids.cpu().repeat_interleave(len(weights) // len(choice.ids), 0)  # [H, K]
+        stored = torch.where((ids >= 0) & (ids < tokens), ids, tokens)
+        chosen = torch.zeros(len(weights), tokens + 1, dtype=torch.bool).scatter_(1, stored, value=True)[:, :-1]
+        blocks = torch.arange(tokens) // self._document.memory.spec.block_size
+        self.tally.add(choice.layer, weights, chosen, logits[:, :tokens], blocks=blocks)
+
+    def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more of them would not help
+        """See ``Auditor``."""
+        return "nothing is in memory yet: read a text first, of at least one token"
+
+    def locate(self, number: int) -> tuple[Document, int]:
+        """See ``Auditor``."""
+        return self._document, number

@@ -1,0 +1,415 @@
+"""One sequence of forward passes: a prompt and its continuation, or a text being read; and the layers of its cache.
+
+A ``Call`` goes on after a document, with a number of rows that each have tokens of their own (*local* ones; padding is
+left out). Token ``t`` of a row is ``t`` of the document, or ``t - tokens`` of its own. In each layer it takes what the
+tokens of a segment give, lets them choose among the document's units and the row's own, gathers the rows that a few
+queries chose (those of the document from the store, verified), and attends to them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.cache_utils import CacheLayerMixin
+
+from memstore.errors import InvalidArgument
+from memstore.memory import Document
+from memstore.models.indexed.choice import IndexChoice
+from memstore.models.indexed.family import IndexedLayer
+from memstore.models.indexed.keys import DocumentKeys, Rows
+from memstore.models.indexed.ops import GATHERED, Chosen, attend_rows, choose, merged, softmax
+from memstore.readers.observer import Observer, Origin
+from memstore.transfer import to_device
+
+DENSE = 4096
+"""Rows that are attended to at a time where a layer sees everything."""
+
+
+class Slots(NamedTuple):
+    """Where what layers store lies in a memory: its layers, in order, and which of them have landmarks."""
+
+    layers: Sequence[IndexedLayer]
+    """Of each slot."""
+    at: Mapping[int, int]
+    """The slot by the number of the layer, also of layers that attend to another one's rows."""
+    indexed: Mapping[int, IndexedLayer]
+    """Layers with an index, by slot."""
+
+
+def slots_of(layers: Sequence[IndexedLayer]) -> Slots:
+    """A slot for each layer that stores rows or index keys."""
+    own = [layer for layer in layers if layer.source is None or layer.key_width]
+    at = {layer.index: slot for slot, layer in enumerate(own)}
+    return Slots(own, at, {slot: layer for slot, layer in enumerate(own) if layer.key_width})
+
+
+class Local:
+    """What the tokens of one row have given: rows of each slot, and index keys."""
+
+    def __init__(self, slots: Slots, keys: DocumentKeys, like: Tensor) -> None:
+        self.rows = {slot: Rows(each.row_width, like) for slot, each in enumerate(slots.layers) if each.source is None}
+        self.keys = {slot: keys.of[slot].behind() for slot in slots.indexed}
+        self.raw = {slot: Rows(each.key_width, like) for slot, each in slots.indexed.items()}
+        """What index keys are made of: it is what is stored of them."""
+
+    def copy(self) -> Local:
+        """The same, to go on from."""
+        other: Local = object.__new__(Local)
+        other.rows = {slot: rows.copy() for slot, rows in self.rows.items()}
+        other.keys = {slot: keys.copy() for slot, keys in self.keys.items()}
+        other.raw = {slot: rows.copy() for slot, rows in self.raw.items()}
+        return other
+
+
+class Call:
+    """See above."""
+
+    def __init__(
+        self,
+        slots: Slots,
+        document: Document,
+        keys: DocumentKeys,
+        rows: int,
+        like: Tensor,
+        observers: Sequence[Observer] = (),
+    ) -> None:
+        """After ``document``, as ``keys`` know it; ``like`` is of the model's type, on its device."""
+        self.slots, self.document, self.keys, self.like, self.observers = slots, document, keys, like, observers
+        self.tokens = keys.tokens
+        """Those of the document."""
+        self.length = 0
+        """Tokens given so far, with their padding."""
+        self.locals = [Local(slots, keys, like) for _ in range(rows)]
+        self.counts = [0] * rows
+        """Tokens of each row before the present pass, without padding."""
+        self.origin = Origin(document, like.device, stored=document.n_blocks)
+        self.ended = False
+        self._real: list[Tensor | None] = [None] * rows
+        self._new = 0
+        self._choices: dict[int, list[Tensor]] = {}
+
+    def begin(self, count: int, mask: Tensor | None) -> Tensor:
+        """A pass over ``count`` tokens begins; ``mask [B, count]`` is False on padding. Positions ``[B, count]``."""
+        if self.ended:
+            raise InvalidArgument("this cache belongs to a memory that is no longer attached; start with a new one")
+        self._new, self._choices = count, {}
+        self._real = [None] * len(self.locals)
+        first = torch.tensor(self.counts, device=self.like.device)[:, None] + self.tokens
+        if mask is None:
+            return first + torch.arange(count, device=self.like.device)
+        for row, real in enumerate(mask):
+            self._real[row] = None if bool(real.all()) else real.nonzero().flatten()
+        return first + (mask.long().cumsum(1) - 1).clamp(min=0)
+
+    def end(self) -> None:
+        """The pass has succeeded."""
+        self.counts = [
+            count + (self._new if real is None else len(real))
+            for count, real in zip(self.counts, self._real, strict=True)
+        ]
+        self.length += self._new
+        self._choices = {}
+
+    def reorder(self, rows: list[int]) -> None:
+        """Take over the rows that beam search goes on with."""
+        if self.observers and rows != list(range(len(self.locals))):
+            raise InvalidArgument("a call that is traced keeps its rows in order; generate without beams, or untraced")
+        used: set[int] = set()
+        chosen = []
+        for row in rows:
+            chosen.append(self.locals[row].copy() if row in used else self.locals[row])
+            used.add(row)
+        self.locals, self.counts = chosen, [self.counts[row] for row in rows]
+
+    def reset(self) -> None:
+        """Forget the local tokens."""
+        self.locals = [Local(self.slots, self.keys, self.like) for _ in self.locals]
+        self.counts, self.length = [0] * len(self.locals), 0
+
+    def attend(self, layer: IndexedLayer, hidden: Tensor, given: Mapping[str, Any]) -> Tensor:
+        """The output of ``layer`` for ``hidden [B, S, hidden]``."""
+        asked = layer.states(hidden, given)
+        heads = asked.query.shape[2]
+        width = layer.parts[0][1].stop - layer.parts[0][1].start
+        out = asked.query.new_zeros(*hidden.shape[:2], heads, width)
+        for row, (local, real) in enumerate(zip(self.locals, self._real, strict=True)):
+            pick = slice(None) if real is None else real
+            mine = asked.of(row, pick)
+            slot = self.slots.at.get(layer.index, -1)
+            if mine.rows is not None:
+                local.rows[slot].append(mine.rows)
+            if mine.key is not None:
+                local.keys[slot].extend(mine.key)
+                local.raw[slot].append(mine.key)
+            if len(mine.query):
+                out[row, pick] = self._attend(layer, row, mine.query, mine.ask, mine.weights)
+        return asked.finish(out)
+
+    def _attend(
+        self, layer: IndexedLayer, row: int, query: Tensor, ask: Tensor | None, weights: Tensor | None
+    ) -> Tensor:
+        """What the queries ``[S, H, D]`` of a row gather: ``[S, H, V]``."""
+        places = torch.arange(len(query), device=query.device) + self.tokens + self.counts[row]
+        source = self.slots.at[layer.index if layer.source is None else layer.source]
+        if layer.sees == "all":
+            return self._dense(layer, source, row, query, places)
+        begun = time.perf_counter()
+        scores: Tensor | None = None
+        if layer.sees == "chosen":
+            if ask is None:
+                ids = self._choices[layer.takes if layer.takes is not None else -1][row]
+            else:
+                ids, scores = self._choose(layer, row, ask, weights, places)
+                self._choices.setdefault(layer.index, [torch.empty(0)] * len(self.locals))[row] = ids
+        else:
+            offsets = torch.arange(1 - layer.sees, 1, device=query.device)
+            ids = (places[:, None] + offsets).clamp(min=-1)[:, None]
+        chosen_at = time.perf_counter()
+        out = [
+            self._mix(layer, source, row, query[some], ids[some]) for some in _pieces(len(query), ids, layer.row_width)
+        ]
+        if self.observers and layer.sees == "chosen":
+            self._tell(layer, row, source, query[-1], ids[-1], scores, chosen_at - begun)
+        return torch.cat(out)
+
+    def _choose(
+        self, layer: IndexedLayer, row: int, ask: Tensor, weights: Tensor | None, places: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Tokens ``[S, lists, K]`` that index queries ``ask [S, heads, D]`` choose, -1 for unused, and their scores.
+
+        ``places [S]`` are those of the queries. What is always seen is among them, with a score of NaN.
+        """
+        slot, unit = self.slots.at[layer.index], layer.unit
+        stored, own = self.keys.of[slot], self.locals[row].keys[slot]
+        if layer.lists > 1:  # each head chooses for itself
+            ask, weights = ask.flatten(0, 1)[:, None], None
+            places = places.repeat_interleave(layer.lists)
+        run = 1 if layer.pooled else unit
+        limit = places + 1 if run > 1 else (places + 1) // unit
+        keys = own.keys.view if layer.pooled else torch.cat([own.keys.view, own.tail])
+        options: dict[str, Any] = {"scale": layer.index_scale, "k": layer.top, "mode": layer.mode, "unit": run}
+        parts = [choose(ask, weights, stored.keys.view, limit=None, **options)] if len(stored.keys) else []
+        mine = choose(ask, weights, keys, limit=limit - stored.units * stored.per_unit, **options)
+        parts.append(mine._replace(ids=torch.where(mine.ids < 0, -1, mine.ids + stored.units)))
+        best = parts[0] if len(parts) == 1 else merged(parts, layer.top)
+        ids, scores = _tokens(layer, best, places)
+        return ids.unflatten(0, (-1, layer.lists)), scores.unflatten(0, (-1, layer.lists))
+
+    def _rows(self, layer: IndexedLayer, source: int, row: int, tokens: Tensor) -> Tensor:
+        """Stored and local rows ``[n, row_width]`` of ``tokens [n]``, ascending."""
+        there = int((tokens < self.tokens).sum())
+        parts = []
+        if there:
+            (stored,) = to_device([self.document.layer(source).rows(tokens[:there].cpu())], self.like.device)
+            parts.append(stored[:, : layer.row_width])
+        if there < len(tokens):
+            parts.append(self.locals[row].rows[source].view[tokens[there:] - self.tokens])
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _mix(self, layer: IndexedLayer, source: int, row: int, query: Tensor, ids: Tensor) -> Tensor:
+        """Attention of ``query [S, H, D]`` to the tokens ``ids [S, lists, K]``."""
+        table, ids = self._table(layer, source, row, ids)
+        heads = query.shape[1] // len(layer.parts)
+        out = []
+        for number, (key, value) in enumerate(layer.parts):
+            own = slice(number * heads, (number + 1) * heads)
+            mine = ids[:, number * layer.lists // len(layer.parts)]
+            sinks = None if layer.sinks is None else layer.sinks[own]
+            out.append(attend_rows(query[:, own], table[:, key], table[:, value], mine, layer.scaling, sinks))
+        return out[0] if len(out) == 1 else torch.cat(out, 1)
+
+    def _table(self, layer: IndexedLayer, source: int, row: int, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows of all tokens in ``ids [S, lists, K]``, and where each is among them; -1 stays."""
+        tokens, places = ids.unique(return_inverse=True)
+        if len(tokens) and int(tokens[0]) < 0:
+            tokens, places = tokens[1:], places - 1
+        return self._rows(layer, source, row, tokens), places
+
+    def _dense(self, layer: IndexedLayer, source: int, row: int, query: Tensor, places: Tensor) -> Tensor:
+        """Attention of ``query [S, H, D]`` to all tokens up to their own places, ``DENSE`` rows at a time."""
+        heads = query.shape[1] // len(layer.parts)
+        last = int(places[-1]) + 1
+        width = layer.parts[0][1].stop - layer.parts[0][1].start
+        most = query.new_full((*query.shape[:2], 1), -torch.inf, dtype=torch.float32)
+        total, gathered = torch.zeros_like(most), most.new_zeros(*query.shape[:2], width)
+        if layer.sinks is not None:
+            most = layer.sinks.float()[None, :, None].expand_as(most)
+            total = torch.ones_like(total)
+        for start in range(0, last, DENSE):
+            tokens = torch.arange(start, min(start + DENSE, last), device=query.device)
+            table = self._rows(layer, source, row, tokens).float()
+            hidden = tokens > places[:, None]
+            scores = torch.cat(
+                [
+                    query[:, number * heads : (number + 1) * heads].float() @ table[:, key].T * layer.scaling
+                    for number, (key, _) in enumerate(layer.parts)
+                ],
+                1,
+            ).masked_fill_(hidden[:, None], -torch.inf)
+            above = torch.maximum(most, scores.amax(-1, keepdim=True))
+            shrunk, weights = (most - above).exp(), (scores - above).exp()
+            total = total * shrunk + weights.sum(-1, keepdim=True)
+            found = [
+                weights[:, number * heads : (number + 1) * heads] @ table[:, value]
+                for number, (_, value) in enumerate(layer.parts)
+            ]
+            gathered, most = gathered * shrunk + torch.cat(found, 1), above
+        return (gathered / total).to(query.dtype)
+
+    def _tell(
+        self,
+        layer: IndexedLayer,
+        row: int,
+        source: int,
+        query: Tensor,
+        ids: Tensor,
+        scores: Tensor | None,
+        spent: float,
+    ) -> None:
+        """Tell who is watching what the last token of ``row`` has chosen, ``ids [lists, K]``."""
+        begun = time.perf_counter()
+        size = self.document.memory.spec.block_size
+        blocks = (ids[ids >= 0] // size).unique().tolist() if self.observers else []
+        tiers = self.origin.tiers(source, ids.cpu().numpy() // size) if blocks else None
+        table, at = self._table(layer, source, row, ids[None])
+        weights = self.weights(layer, query, table, at[0])
+        choice = IndexChoice(
+            layer=layer.index,
+            rows=[row],
+            described=layer,
+            call=self,
+            query=query,
+            ids=ids,
+            scores=None if scores is None else scores[-1],
+            weights=weights,
+            tiers=tiers,
+            spent=(1e6 * spent, 1e6 * (time.perf_counter() - begun)),
+        )
+        for observer in self.observers:
+            observer.choice(choice)
+
+    def weights(self, layer: IndexedLayer, query: Tensor, table: Tensor, at: Tensor) -> Tensor:
+        """The part of attention of ``query [H, D]`` that goes to each of the rows ``at [lists, K]``: ``[H, K]``."""
+        heads = len(query) // len(layer.parts)
+        found = []
+        for number, (key, _) in enumerate(layer.parts):
+            own = slice(number * heads, (number + 1) * heads)
+            mine = at[number * layer.lists // len(layer.parts)]
+            scores = query[own].float() @ table[mine.clamp(min=0)][:, key].float().T * layer.scaling
+            scores = scores.masked_fill(mine < 0, -torch.inf)[None]
+            found.append(softmax(scores, None if layer.sinks is None else layer.sinks[own])[0])
+        return torch.cat(found)
+
+    def logits(self, layer: IndexedLayer, row: int, query: Tensor) -> Tensor:
+        """Scaled products ``[H, N]`` of ``query [H, D]`` with all tokens that ``row`` has, chosen or not; float32."""
+        source = self.slots.at[layer.index if layer.source is None else layer.source]
+        heads, found = len(query) // len(layer.parts), []
+        count = self.tokens + len(self.locals[row].rows[source])
+        for start in range(0, count, DENSE):
+            table = self._rows(layer, source, row, torch.arange(start, min(start + DENSE, count))).float()
+            parts = [
+                query[number * heads : (number + 1) * heads].float() @ table[:, key].T * layer.scaling
+                for number, (key, _) in enumerate(layer.parts)
+            ]
+            found.append(torch.cat(parts))
+        return torch.cat(found, 1)
+
+
+def _pieces(count: int, ids: Tensor, width: int) -> list[slice]:
+    """Queries whose rows are gathered together."""
+    step = max(1, GATHERED // max(1, ids.shape[1] * ids.shape[2] * width))
+    return [slice(start, start + step) for start in range(0, count, step)]
+
+
+def _tokens(layer: IndexedLayer, best: Chosen, places: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens ``[n, K]`` of the units in ``best``, with what is always seen, and the scores of their units."""
+    ids, scores, unit = best.ids, best.scores, layer.unit
+    if unit == 1:
+        return ids, scores
+    if layer.own is not None:
+        own = places[:, None] // unit - torch.arange(layer.own, device=ids.device)
+        among = (ids[:, :, None] == own[:, None]).any(2)
+        # The best of the others follow those that are always chosen, as long as there is room.
+        order = scores.masked_fill(among, torch.inf).sort(dim=1, descending=True, stable=True).indices
+        room = (layer.top - (own >= 0).sum(1).clamp(max=layer.top))[:, None]
+        others = (~among.gather(1, order)).cumsum(1) <= room
+        keep = torch.zeros_like(among).scatter(1, order, others) & ~among
+        ids = torch.cat([own.clamp(min=-1), torch.where(keep, ids, -1)], 1)
+        scores = torch.cat([torch.full_like(own, torch.nan, dtype=scores.dtype), scores], 1)
+    tokens = ids[..., None] * unit + torch.arange(unit, device=ids.device)
+    tokens = torch.where((ids[..., None] < 0) | (tokens > places[:, None, None]), -1, tokens).flatten(1)
+    scores = scores.repeat_interleave(unit, 1)
+    if layer.own is None and layer.tail and unit > 1:
+        first = (places + 1) // unit * unit
+        behind = first[:, None] + torch.arange(unit - 1, device=ids.device)
+        tokens = torch.cat([tokens, torch.where(behind > places[:, None], -1, behind)], 1)
+        scores = F.pad(scores, (0, unit - 1), value=torch.nan)
+    return tokens, scores
+
+
+class LocalLayer(CacheLayerMixin):
+    """A layer of a cache of transformers whose tokens a ``Call`` keeps."""
+
+    is_sliding = False
+    indexer_position_ids = None
+    """Positions of index keys, which some models would put together for themselves: they are not needed here."""
+
+    def __init__(self, call: Call, *, first: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers has not annotated it
+        self.keys = self.values = torch.empty(0)
+        self.call, self._first = call, first
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "indexer_position_ids":
+            super().__setattr__(name, value)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing to do."""
+
+    def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Not called: layers hand their states to the call."""
+        raise InvalidArgument("this cache belongs to a memory that is no longer attached; start with a new one")
+
+    def crop(self, _tokens_to_remove: int) -> None:
+        """Refused."""
+        raise InvalidArgument(
+            "a cache with a memory cannot be cut back: generate without assistant_model and prompt_lookup_num_tokens"
+        )
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row so often."""
+        if self._first:
+            self.call.reorder([row for row in range(len(self.call.locals)) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """The same as for beams."""
+        self.reorder_cache(indices)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Take over the rows that beam search goes on with."""
+        if self._first:
+            self.call.reorder(beam_idx.tolist())
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the local keys."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Local tokens so far."""
+        return self.call.length
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in transformers before 5.16
+
+    def reset(self) -> None:
+        """Forget the local tokens."""
+        if self._first:
+            self.call.reset()

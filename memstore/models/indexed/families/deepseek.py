@@ -1,0 +1,221 @@
+"""Families that choose single tokens and store latents: DeepSeek-V3.2, GLM-5, A.X-K2, Hy4, dots3.
+
+What is stored of a token is its latent and one rotated key that all heads share (multi-head latent attention,
+DeepSeek-V2, section 2.1). Queries meet latents: the key half of the up-projection is applied to the query, the value
+half to what was gathered, so that no row is ever expanded.
+
+The index (DeepSeek-V3.2, section 2.1, equation 1) has a key for each token and scores it by a weighted sum, over index
+heads, of ReLU products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memstore.models.indexed.family import Asked, Family, IndexedLayer, matrix, turned
+
+
+class LatentLayer(IndexedLayer):
+    """Latent attention with, or without, an index of single tokens."""
+
+    interleaved = True
+    """How the attention's own queries and keys are turned."""
+    index_interleaved = False
+    """How those of the index are."""
+    index_turns_last = False
+    """Whether the last numbers of an index query and key are turned, in place of the first."""
+
+    def __init__(self, module: Any, index: int) -> None:
+        super().__init__(module, index)
+        self.latent, self.rope = int(module.kv_lora_rank), int(module.qk_rope_head_dim)
+        self.row_width = self.latent + self.rope
+        self.parts = [(slice(0, self.row_width), slice(0, self.latent))]
+        self.scaling = float(module.scaling)
+        up = matrix(module.kv_b_proj, self.latent).unflatten(0, (module.num_heads, -1))
+        self.to_key, self.to_value = up.split([module.qk_nope_head_dim, module.v_head_dim], 1)
+        self.indexer = module.indexer
+        if self.indexer is not None:
+            self.key_width = self.index_dim = int(self.indexer.head_dim)
+            self.index_scale = float(self.indexer.softmax_scale)
+            self.top = int(self.indexer.index_topk)
+
+    def states(self, hidden: Tensor, given: Mapping[str, Any]) -> Asked:
+        """See ``IndexedLayer``."""
+        cos_sin = given["position_embeddings"]
+        residual, queries, finish = self.queries(hidden)
+        q_pass, q_rope = queries.split([queries.shape[-1] - self.rope, self.rope], -1)
+        latent, k_rope = self.latents(hidden)
+        q_rope, k_rope = self.turn(q_rope, cos_sin), self.turn(k_rope, cos_sin)
+        query = torch.cat([torch.einsum("bshn,hnc->bshc", q_pass, self.to_key), q_rope], -1)
+        rows = torch.cat([latent, k_rope], -1)
+        made = partial(self.output, finish)
+        if self.indexer is None:
+            return Asked(query, made, rows)
+        ask, key = self.index_states(hidden, residual, cos_sin)
+        return Asked(query, made, rows, key, ask, self.index_weights(hidden))
+
+    def queries(self, hidden: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        """What index queries are made of, queries ``[B, S, H, D]``, and what is done with values ``[B, S, H, V]``."""
+        module = self.module
+        residual = module.q_a_layernorm(module.q_a_proj(hidden))
+        return residual, module.q_b_proj(residual).unflatten(-1, (module.num_heads, -1)), lambda values: values
+
+    def latents(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents ``[B, S, C]``, and keys ``[B, S, R]`` before they are turned."""
+        latent, k_rope = self.module.kv_a_proj_with_mqa(hidden).split([self.latent, self.rope], -1)
+        return self.module.kv_a_layernorm(latent), k_rope
+
+    def turn(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        """Queries or keys of the attention at their positions."""
+        return turned(x, *cos_sin, interleaved=self.interleaved)
+
+    def index_states(self, hidden: Tensor, residual: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Index queries ``[B, S, heads, D]`` and keys ``[B, S, D]``."""
+        indexer = self.indexer
+        ask = indexer.wq_b(residual).unflatten(-1, (indexer.n_heads, -1))
+        return self.index_turn(ask, cos_sin), self.index_turn(indexer.k_norm(indexer.wk(hidden)), cos_sin)
+
+    def index_turn(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        """Index queries or keys at their positions."""
+        rest = x.shape[-1] - self.rope
+        if self.index_turns_last:
+            still, moved = x.split([rest, self.rope], -1)
+            return torch.cat([still, turned(moved, *cos_sin, interleaved=self.index_interleaved)], -1)
+        moved, still = x.split([self.rope, rest], -1)
+        return torch.cat([turned(moved, *cos_sin, interleaved=self.index_interleaved), still], -1)
+
+    def index_weights(self, hidden: Tensor) -> Tensor:
+        """How much each index head counts, ``[B, S, heads]``."""
+        project = self.indexer.weights_proj
+        weights: Tensor = project(hidden.to(project.weight.dtype)).float() * self.indexer.n_heads**-0.5
+        return weights
+
+    def output(self, finish: Callable[[Tensor], Tensor], gathered: Tensor) -> Tensor:
+        """The module's output of what was gathered, ``[B, S, H, C]``."""
+        values = torch.einsum("bshc,hvc->bshv", gathered, self.to_value)
+        out: Tensor = self.module.o_proj(finish(values).flatten(-2))
+        return out
+
+
+class DeepseekV32(Family):
+    """Every layer chooses."""
+
+    shaping: tuple[str, ...] = ("index_topk", "rms_norm_eps")
+    layer: type[LatentLayer] = LatentLayer
+
+    def made(self) -> list[IndexedLayer]:
+        """See ``Family``; a layer without an index takes the choice of the last one that has one."""
+        layers: list[IndexedLayer] = []
+        last = None
+        for number, block in enumerate(self.decoder.layers):
+            layer = self.layer(block.self_attn, number)
+            layer.takes, last = (last, last) if layer.indexer is None else (None, number)
+            layers.append(layer)
+        return layers
+
+
+class _SharedLayer(LatentLayer):
+    index_interleaved = True
+    extra = 1
+
+
+class GlmMoeDsa(DeepseekV32):
+    """Some layers take the choice of the one before."""
+
+    shaping = (*DeepseekV32.shaping, "indexer_types")
+    layer = _SharedLayer
+
+
+class _GatedLayer(LatentLayer):
+    def queries(self, hidden: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        """One projection of the query latent, normalised and not, gives queries and the gate of the output."""
+        module = self.module
+        compressed = module.q_a_proj(hidden)
+        residual = module.q_a_layernorm(compressed)
+        both = module.q_gate_proj(torch.cat([residual, compressed], -1)).unflatten(-1, (module.num_heads, -1))
+        queries, gate = both.split([module.qk_head_dim, module.v_head_dim], -1)
+        return residual, queries, lambda values: (values * gate.float().sigmoid()).to(values.dtype)
+
+
+class AXK2(DeepseekV32):
+    """Every layer chooses, and its output is gated."""
+
+    layer = _GatedLayer
+
+
+class _SinkLayer(LatentLayer):
+    interleaved = False
+    index_turns_last = True
+    extra = 1
+
+    def __init__(self, module: Any, index: int) -> None:
+        super().__init__(module, index)
+        self.sinks = module.sinks
+
+    def queries(self, hidden: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        """The output is gated by the hidden states."""
+        residual, queries, _ = super().queries(hidden)
+        gate = self.module.gate_proj(hidden).unflatten(-1, (self.module.num_heads, -1)).sigmoid()
+        return residual, queries, lambda values: values * gate
+
+    def index_states(self, hidden: Tensor, residual: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Keys are normalised in the norm's own type."""
+        indexer = self.indexer
+        ask = indexer.wq_b(residual).unflatten(-1, (indexer.n_heads, -1))
+        key = indexer.k_norm(indexer.wk(hidden).to(indexer.k_norm.weight.dtype)).to(hidden.dtype)
+        return self.index_turn(ask, cos_sin), self.index_turn(key, cos_sin)
+
+
+class HYV4(DeepseekV32):
+    """Choices are shared; sinks in the softmax, and gates."""
+
+    shaping = (*DeepseekV32.shaping, "indexer_types", "hc_mult", "hc_magnitude", "hc_eps", "swiglu_limit")
+    layer = _SinkLayer
+
+
+class _DotsLayer(LatentLayer):
+    index_interleaved = True
+
+    def __init__(self, module: Any, index: int) -> None:
+        super().__init__(module, index)
+        if module.sliding_window is not None:
+            self.sees = int(module.sliding_window)
+
+    def queries(self, hidden: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        """Latents of queries are scaled; each head has a gate."""
+        module = self.module
+        residual = module.q_a_layernorm(module.q_a_proj(hidden)) * module.q_lora_scale
+        gate = module.g_proj(hidden).unsqueeze(-1).sigmoid()
+        return residual, module.q_b_proj(residual).unflatten(-1, (module.num_heads, -1)), lambda values: values * gate
+
+    def latents(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Latents are scaled, and the shared key is normalised."""
+        module = self.module
+        latent, k_rope = module.kv_a_proj_with_mqa(hidden).split([self.latent, self.rope], -1)
+        return module.kv_a_layernorm(latent) * module.kv_lora_scale, module.k_rope_only_layernorm(k_rope)
+
+    def turn(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        """Positions are in float32."""
+        return super().turn(x, cos_sin).to(x.dtype)
+
+
+class Dots3Note(DeepseekV32):
+    """Some layers choose, the others see a window."""
+
+    shaping = ("index_topk", "layer_types")
+    layer = _DotsLayer
+
+    def made(self) -> list[IndexedLayer]:
+        """See ``Family``."""
+        layers = super().made()
+        for layer, kind in zip(layers, self.config.layer_types, strict=True):
+            if kind == "full_attention":
+                layer.sees, layer.takes = "all", None
+            elif kind == "sliding_attention":
+                layer.takes = None
+        return layers

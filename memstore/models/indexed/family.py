@@ -1,0 +1,210 @@
+"""What a family of models with an index of its own is, in a few words: the contract of a description.
+
+Such a model chooses what it attends to: an *index* scores every past **unit** (a token, a pool, a run, a block), and
+attention sees the best. A family says what a unit is, what its key is and how a query scores it, what is always seen,
+what a layer stores of a token, and how it attends to that. Everything else (choosing, gathering, attending, storing,
+tracing) is done once for all of them, in ``call.py``.
+
+A layer is described by an ``IndexedLayer`` around the model's own attention module, whose weights it uses. While a
+memory is attached the module's ``forward`` is ours: ``states`` makes queries, rows and index keys of hidden states, and
+``Asked.finish`` makes the module's output of what the heads have gathered.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from pkgutil import resolve_name
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from memstore.errors import UnsupportedModel
+from memstore.models.indexed.ops import Mode
+
+FAMILIES = {
+    "deepseek_v32": "memstore.models.indexed.families.deepseek:DeepseekV32",
+    "glm_moe_dsa": "memstore.models.indexed.families.deepseek:GlmMoeDsa",
+    "axk2": "memstore.models.indexed.families.deepseek:AXK2",
+    "hy_v4": "memstore.models.indexed.families.deepseek:HYV4",
+    "dots3_note_text": "memstore.models.indexed.families.deepseek:Dots3Note",
+    "dots3_note": "memstore.models.indexed.families.deepseek:Dots3Note",
+}
+"""Where the description of each family is, by the ``model_type`` of its configurations."""
+
+
+@dataclass(frozen=True, eq=False)
+class Asked:
+    """What a layer makes of the hidden states of a segment."""
+
+    query: Tensor
+    """``[B, S, H, D]``: queries as they meet stored rows."""
+    finish: Callable[[Tensor], Tensor]
+    """What heads have gathered, ``[B, S, H, V]``, as the module gives it, ``[B, S, hidden]``."""
+    rows: Tensor | None = None
+    """``[B, S, row_width]``: what is stored of each token; None where the layer attends to another one's rows."""
+    key: Tensor | None = None
+    """``[B, S, key_width]``: what index keys are made of; None where the layer does not choose."""
+    ask: Tensor | None = None
+    """``[B, S, index heads, index dim]``: index queries."""
+    weights: Tensor | None = None
+    """``[B, S, index heads]`` float32: how much each index head counts; None: all alike, or each by itself."""
+
+    def of(self, row: int, tokens: slice | Tensor) -> Asked:
+        """What one row of the batch has of it, at some tokens: without the first dimension."""
+
+        def taken(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x[row, tokens]
+
+        rest = map(taken, (self.rows, self.key, self.ask, self.weights))
+        return Asked(self.query[row, tokens], self.finish, *rest)
+
+
+class IndexedLayer(ABC):
+    """One attention layer: what it stores, what it sees, and how it chooses. Attributes that a family sets."""
+
+    row_width: int
+    """Numbers stored of a token."""
+    parts: Sequence[tuple[slice, slice]]
+    """For each key-value head, where its key and its value are in a row."""
+    scaling: float
+    """Of the products of queries and keys."""
+    sees: Literal["chosen", "all"] | int = "chosen"
+    """What attention sees: what was chosen, everything, or so many of the last tokens."""
+    source: int | None = None
+    """The layer whose rows it attends to, if not its own."""
+    takes: int | None = None
+    """The layer whose choice it takes, if it has no index."""
+    key_width: int = 0
+    """Numbers that a token gives to the index; 0 for a layer without one."""
+    index_dim: int = 0
+    """Numbers of an index key."""
+    index_scale: float = 1.0
+    mode: Mode = "relu_sum"
+    unit: int = 1
+    """Tokens that are chosen together. Units begin at the document's first token."""
+    pooled: bool = True
+    """Whether a unit of several tokens has one key, which ``pool`` makes of what its tokens give."""
+    top: int = 0
+    """Units that a query chooses."""
+    own: int | None = None
+    """Units that are always chosen, counted among ``top``: the query's own and those before it. None: the index alone
+    decides, but that tokens of an incomplete unit are seen beside the chosen ones (``tail``)."""
+    tail: bool = True
+    sinks: Tensor | None = None
+    """``[H]``: logits of the softmax that have no value."""
+    extra: int = 0
+    """How many more values than output and weights the module's ``forward`` returns."""
+
+    def __init__(self, module: nn.Module, index: int) -> None:
+        """``index`` is its number among the layers of the model."""
+        self.module: Any = module
+        self.index = index
+
+    @abstractmethod
+    def states(self, hidden: Tensor, given: Mapping[str, Any]) -> Asked:
+        """What it makes of ``hidden [B, S, hidden]``; ``given`` is what else the module's ``forward`` was given."""
+
+    def pool(self, raw: Tensor, first: Tensor) -> Tensor:  # noqa: ARG002 - for units of several tokens
+        """Index keys ``[n, index_dim]`` of units ``[n, unit, key_width]`` whose first tokens stand at ``first [n]``."""
+        return raw[:, 0]
+
+    @property
+    def lists(self) -> int:
+        """How many choices a query makes: one, or one for each key-value head."""
+        return 1
+
+    @property
+    def facts(self) -> str:
+        """What of all this is in the fingerprint of a memory."""
+        sees = f"top {self.top}" if self.key_width else f"as {self.takes}" if self.takes is not None else self.sees
+        return f"{self.row_width}+{self.key_width} {sees}"
+
+
+class Family(ABC):
+    """A family of models: its layers, and what of its configuration their states depend on."""
+
+    shaping: tuple[str, ...] = ()
+    """Names in the configuration that states and choices depend on, and which do not show in the shapes of weights."""
+
+    def __init__(self, model: Any) -> None:
+        """Raises ``UnsupportedModel`` for one that cannot be read exactly, with the reason."""
+        self.decoder: Any = model.get_decoder()
+        self.config: Any = self.decoder.config
+        self.layers = self.made()
+        if not any(layer.key_width for layer in self.layers):
+            raise unsupported(model, "none of its layers has an index, so there is nothing that it would retrieve")
+
+    @abstractmethod
+    def made(self) -> list[IndexedLayer]:
+        """Its layers that attend, in order."""
+
+    @property
+    def linear(self) -> bool:
+        """Whether other layers go on from a state of all that was read."""
+        return False
+
+
+def load(folder: str | Path, **options: Any) -> Any:
+    """The model in ``folder``, also one that reads more than text. Raises what transformers raises."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
+    config = AutoConfig.from_pretrained(folder)
+    known = type(config) in AutoModelForCausalLM._model_mapping
+    return (AutoModelForCausalLM if known else AutoModelForImageTextToText).from_pretrained(folder, **options)
+
+
+def family_of(model: Any) -> Family:
+    """The description of ``model``. Raises ``UnsupportedModel`` with the reason."""
+    name = getattr(model.config, "model_type", None)
+    if name not in FAMILIES:
+        raise unsupported(model, f"memstore knows the indexes of {', '.join(FAMILIES)}, not of {name}")
+    made: Family = resolve_name(FAMILIES[name])(model)
+    return made
+
+
+def unsupported(model: Any, why: str) -> UnsupportedModel:
+    """The error for a model that cannot be attached."""
+    return UnsupportedModel(f"{type(model).__name__} cannot be given a memory: {why}")
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
+    """``x [B, S, ..., R]`` turned to its positions by ``cos, sin [B, S, R]``, which say every angle twice.
+
+    A pair is a number and the one half a length behind it, or, ``interleaved``, neighbours; these come out as halves
+    (as DeepSeek lays them out), which products of queries and keys do not feel. (RoPE, Su et al. 2021, equation 34.)
+    """
+    half = x.shape[-1] // 2
+    shape = (*cos.shape[:2], *[1] * (x.dim() - 3), half)
+    cos, sin = cos[..., :half].reshape(shape), sin[..., :half].reshape(shape)
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else (x[..., :half], x[..., half:])
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+def matrix(linear: nn.Module, size: int) -> Tensor:
+    """The matrix ``[out, size]`` that ``linear`` multiplies with, whatever it is made of: adapters, quantised weights.
+
+    Of a plain layer it is the weight itself.
+    """
+    if type(linear) is nn.Linear:
+        return linear.weight
+    like = next(linear.parameters())
+    dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
+    applied: Tensor = linear(torch.eye(size, dtype=dtype, device=like.device))
+    return applied.T
+
+
+def attending(layer: IndexedLayer, attend: Callable[..., Any]) -> Callable[..., Any]:
+    """The ``forward`` of a layer's module while a memory is attached."""
+    return partial(_forward, layer, attend)
+
+
+def _forward(layer: IndexedLayer, attend: Callable[..., Any], hidden_states: Tensor, *args: Any, **given: Any) -> Any:
+    if args:  # some decoder layers hand over position embeddings by their place
+        given["position_embeddings"] = args[0]
+    out = attend(layer, hidden_states, given)
+    return (out, *[None] * (1 + layer.extra))

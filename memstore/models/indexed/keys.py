@@ -1,0 +1,173 @@
+"""Index keys: those of a document, in a file that is mapped, and those of what came after it.
+
+The truth of a document's keys are its landmarks, which the store keeps and verifies. What is scanned for every token is
+a copy of them as the index wants them, one key for each unit: in a temporary file that has no name, so that the system
+may drop its pages and bring them back, and that grows as the document does.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+import weakref
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memstore.errors import InvalidArgument
+from memstore.memory import Document
+from memstore.models.indexed.family import IndexedLayer
+
+AT_ONCE = 1024
+"""Blocks whose landmarks are read at once."""
+ROOM = 1024
+"""Rows that a buffer has at first."""
+
+
+class Rows:
+    """Rows ``[n, width]`` that grow at their end: in host memory, or ``mapped``, in a file."""
+
+    def __init__(self, width: int, like: Tensor, *, mapped: bool = False) -> None:
+        """``like`` has their type and device."""
+        self._like, self._width = like.new_empty(0), width
+        self._file: int | None = None
+        if mapped and like.device.type == "cpu":
+            self._file, name = tempfile.mkstemp()
+            Path(name).unlink()
+            weakref.finalize(self, os.close, self._file)
+        self._count = 0
+        self._buffer = self._like.new_empty(0, width)
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def view(self) -> Tensor:
+        """All of them."""
+        return self._buffer[: self._count]
+
+    def append(self, rows: Tensor) -> None:
+        """Add rows at the end."""
+        needed = self._count + len(rows)
+        if needed > len(self._buffer):
+            self._grow(max(needed, 2 * len(self._buffer), ROOM))
+        self._buffer[self._count : needed] = rows
+        self._count = needed
+
+    def copy(self) -> Rows:
+        """The same in host memory, to go on from."""
+        other = Rows(self._width, self._like)
+        other.append(self.view)
+        return other
+
+    def drop(self, count: int) -> None:
+        """Drop the first ``count``."""
+        rest = self.view[count:].clone()
+        self._count = 0
+        self.append(rest)
+
+    def _grow(self, size: int) -> None:
+        if self._file is None:
+            buffer = self._like.new_empty(size, self._width)
+            buffer[: self._count] = self.view
+            self._buffer = buffer
+            return
+        # The file grows with nothing in it, and the old map sees the same pages as the new one.
+        nbytes = max(1, size * self._width) * self._like.element_size()
+        os.ftruncate(self._file, nbytes)
+        mapped = np.frombuffer(mmap.mmap(self._file, nbytes), np.uint8)
+        self._buffer = torch.from_numpy(mapped).view(self._like.dtype)[: size * self._width].view(size, self._width)
+
+
+class UnitKeys:
+    """The keys of whole units, and what the tokens of the unit that is not whole yet have given."""
+
+    def __init__(self, layer: IndexedLayer, like: Tensor, *, first: int = 0, mapped: bool = False) -> None:
+        """``first``: the unit that they begin with."""
+        self.layer, self.first = layer, first
+        per_unit = 1 if layer.pooled else layer.unit
+        self.per_unit = per_unit
+        self.keys = Rows(layer.index_dim, like, mapped=mapped)
+        self.tail = like.new_empty(0, layer.key_width)
+        """``[less than unit, key_width]``"""
+
+    @property
+    def units(self) -> int:
+        """Whole units."""
+        return len(self.keys) // self.per_unit
+
+    @property
+    def stop(self) -> int:
+        """The token behind the last whole unit."""
+        return (self.first + self.units) * self.layer.unit
+
+    def extend(self, raw: Tensor) -> None:
+        """Take what the next tokens give, ``[n, key_width]``."""
+        unit = self.layer.unit
+        raw = torch.cat([self.tail, raw.to(self.tail)])
+        whole = len(raw) // unit
+        if whole:
+            of_units = raw[: whole * unit].unflatten(0, (whole, unit))
+            if self.layer.pooled:
+                first = torch.arange(whole, device=raw.device) * unit + self.stop
+                self.keys.append(self.layer.pool(of_units, first))
+            else:
+                self.keys.append(of_units.flatten(0, 1))
+        self.tail = raw[whole * unit :].clone()
+
+    def behind(self) -> UnitKeys:
+        """Keys of what comes after, whose first unit has the tail of these."""
+        after = UnitKeys(self.layer, self.tail, first=self.first + self.units)
+        after.tail = self.tail.clone()
+        return after
+
+    def copy(self) -> UnitKeys:
+        """The same, to go on from."""
+        other = UnitKeys(self.layer, self.tail, first=self.first)
+        other.keys, other.tail = self.keys.copy(), self.tail.clone()
+        return other
+
+
+class DocumentKeys:
+    """The index keys of a document in every layer that has an index, as of some moment."""
+
+    def __init__(self, document: Document, layers: dict[int, IndexedLayer], like: Tensor) -> None:
+        """``layers``: by the number under which their landmarks are stored."""
+        self.document, self._layers, self._like = document, layers, like
+        self._edits = -1
+        self.tokens = 0
+        self.of: dict[int, UnitKeys] = {}
+
+    def catch_up(self) -> None:
+        """Take up what was committed since. Raises ``DamagedError``, and ``InvalidArgument`` where blocks are gone."""
+        state = self.document.state
+        if state.first or state.dropped:
+            raise InvalidArgument(
+                f"document {self.document.name!r} has lost blocks, and every token of it may be chosen: read the text "
+                "under another name"
+            )
+        if state.edits != self._edits or state.tokens < self.tokens:
+            self._edits, self.tokens = state.edits, 0
+            self.of = {slot: UnitKeys(layer, self._like, mapped=True) for slot, layer in self._layers.items()}
+        size, tokens = self.document.memory.spec.block_size, state.tokens
+        if tokens == self.tokens:
+            return
+        for slot, keys in self.of.items():
+            view, layer = self.document.layer(slot), self._layers[slot]
+            at = self.tokens
+            while at < tokens:
+                first = at // size
+                blocks = range(first, min(first + AT_ONCE, -(-tokens // size)))
+                raw = view.landmarks(blocks).flatten(0, 2)[at - first * size : tokens - first * size]
+                keys.extend(raw[:, : layer.key_width].to(self._like.device))
+                at += len(raw)
+        self.tokens = tokens
+
+    def settle(self, tokens: int, raw: dict[int, Tensor]) -> None:
+        """Take what was committed just now: what ``tokens`` tokens in all gave, of each layer ``[n, key_width]``."""
+        for slot, given in raw.items():
+            self.of[slot].extend(given)
+        self.tokens = tokens

@@ -1,0 +1,377 @@
+"""A model with an index of its own, and a memory: its index keys are the landmarks, its states the rows of blocks.
+
+Nothing is fitted and nothing approximated: a text is read in segments whose tokens attend to what the model's own index
+chooses among everything before them, and calls of the model go on after it, with the logits that the model alone would
+have after the whole text. A token costs a scan of the index keys, and a gather of the rows that were chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack
+from functools import partial, wraps
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from memstore.errors import BrokenOff, InvalidArgument
+from memstore.memory import Document, MemorySpec
+from memstore.memory.search import Match, best
+from memstore.models.causal import uncompiled
+from memstore.models.indexed.call import Call, LocalLayer, slots_of
+from memstore.models.indexed.choice import IndexChoice
+from memstore.models.indexed.family import attending, family_of
+from memstore.models.indexed.keys import DocumentKeys
+from memstore.readers.asking import Query
+from memstore.readers.attachment import Job, Place, evaluating
+from memstore.readers.caches import CACHE, cache_in
+from memstore.readers.fingerprint import WeightCheck, fingerprint_of
+from memstore.readers.kinds import INDEXED
+from memstore.readers.observer import Choices
+from memstore.readers.reader import Reader
+from memstore.readers.stock.honoured import check_forward, check_generate
+from memstore.transfer import to_device, to_host
+
+BLOCK_SIZE = 64
+"""Tokens of a block of a new memory; each of them has a landmark of its own."""
+SEGMENT = 256
+"""Tokens that are read and committed together."""
+IMAGES = ("pixel_values", "pixel_values_videos", "input_features", "mm_encoder_outputs")
+"""What wrappers of several kinds of input take beside text."""
+
+
+class IndexedReader(Reader):
+    """A document of a memory, and the model with an index of its own that reads it. ``block_size``: of a new memory."""
+
+    kind = INDEXED
+
+    def __init__(
+        self,
+        model: Any,
+        memory: Place,
+        document: str | None = None,
+        *,
+        block_size: int | None = None,
+        **shared: Any,
+    ) -> None:
+        """See ``memstore.attach``. Raises ``UnsupportedModel`` for a model that could not be read exactly."""
+        self.family = family_of(model)
+        super().__init__(model, memory, document, **shared)
+        self.slots = slots_of(self.family.layers)
+        self._block_size = block_size
+        self._call: Call | None = None
+        self._keys: DocumentKeys | None = None
+        self._told = True  # observers are told of what is asked, not of reading
+
+    def spec(self, made: MemorySpec | None = None) -> MemorySpec:
+        """See ``Reader``."""
+        config = self.family.config
+        size = BLOCK_SIZE if made is None else made.block_size
+        size = size if self._block_size is None else self._block_size
+        # What states and choices depend on beside the weights: none of it shows in the shapes of these.
+        shaping = ",".join(f"{name}={getattr(config, name, None)}" for name in self.family.shaping)
+        facts = ";".join(layer.facts for layer in self.family.layers)
+        fingerprint = fingerprint_of(
+            self.model,
+            self.tokenizer,
+            architecture=f"{config.model_type}/{config.num_hidden_layers}x{config.hidden_size} {shaping} {facts}",
+            positions=f"as they are, {getattr(config, 'rope_parameters', None)}",
+            layout="rows of single tokens, index keys",
+            block_size=size,
+        )
+        layers = self.slots.layers
+        return MemorySpec(
+            layers=len(layers),
+            fields={"rows": (size, max(layer.row_width for layer in layers))},
+            index_layers=tuple(self.slots.indexed),
+            key_heads=1,
+            key_dim=max(layer.key_width for layer in layers),
+            block_size=size,
+            keys_per_block=size,
+            dtype=fingerprint.dtype,
+            key_dtype="bfloat16" if fingerprint.dtype == "bfloat16" else "float32",
+            fingerprint=fingerprint,
+        )
+
+    def _begin(self) -> None:
+        for name in self.names or []:
+            self.memory.document(name)  # raises for what cannot be a name
+        self._keys = None
+        self._weights = WeightCheck(self.model)
+
+    def _install(self, stack: ExitStack) -> None:
+        for layer in self.family.layers:
+            if "forward" in vars(layer.module) and isinstance(layer.module.forward, partial):
+                raise InvalidArgument("this model has a memory attached already; leave that block first")
+        for layer in self.family.layers:
+            _replaced(stack, layer.module, "forward", uncompiled(attending(layer, self._attend)))
+        _replaced(stack, self.model, "generate", self._generating(self.model.generate))
+        decoder = self.family.decoder
+        before = decoder.register_forward_pre_hook(uncompiled(self._before), with_kwargs=True)
+        after = decoder.register_forward_hook(uncompiled(self._after), always_call=True)
+        for undo in (before.remove, after.remove, self._end):
+            stack.callback(undo)
+
+    def _end(self) -> None:
+        self._call = self._keys = None
+
+    # Calls of the model
+
+    def _generating(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        """``model.generate``, which refuses what a memory cannot honour before anything is computed."""
+
+        @wraps(plain)
+        def generate(*args: Any, **kwargs: Any) -> Any:
+            given = {**signature(plain).bind_partial(*args).arguments, **kwargs}
+            check_generate(given, given.get("generation_config"), self.model.generation_config)
+            return plain(*args, **kwargs)
+
+        return generate
+
+    def _new_call(self, document: Document, rows: int) -> Call:
+        """A call that goes on after a document as it is now."""
+        like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
+        if self._keys is None or self._keys.document is not document:
+            self._keys = DocumentKeys(document, dict(self.slots.indexed), like)
+        self._keys.catch_up()
+        return Call(self.slots, document, self._keys, rows, like)
+
+    def _attend(self, layer: Any, hidden: Tensor, given: dict[str, Any]) -> Tensor:
+        if self._call is None:
+            raise InvalidArgument("a layer of this model ran by itself, outside of a pass of the model")
+        if self._call._new > 1 and self.stopping():
+            raise BrokenOff("nobody waits for this any more: it was broken off")
+        return self._call.attend(layer, hidden, given)
+
+    def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = dict(signature(module.forward).bind_partial(*args).arguments) | kwargs
+        extra = given.pop("kwargs", {})
+        given |= extra
+        check_forward(given)
+        if any(given.get(name) is not None for name in IMAGES):
+            raise InvalidArgument("a memory is of text: pictures and sounds cannot be read into it, or asked with")
+        if self.model.training:
+            raise InvalidArgument("a model with a memory computes without dropout: call model.eval() first")
+        inputs = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
+        rows, count = inputs.shape[:2]
+        cache = cache_in(given)
+        call = self._call_of(cache, rows)
+        mask = _mask(given.get("attention_mask"), call, rows, count)
+        positions = call.begin(count, mask)
+        self._check_positions(given.get("position_ids"), call, positions, mask)
+        if self._told:
+            call.observers = self.observers
+            ids = given.get("input_ids")
+            for observer in self.observers:
+                real = slice(None) if mask is None else mask[0]
+                observer.begin(None if ids is None else ids[0][real], fresh=not call.length)
+        self._call = call
+        for name in ("past_key_values", CACHE):
+            given.pop(name, None)
+        given["position_ids"] = positions
+        given["attention_mask"] = dict.fromkeys(("indexed_attention", *self.family.config.layer_types))
+        uses = given.get("use_cache")
+        if cache is None and (self.family.config.use_cache if uses is None else uses):
+            cache = _cache_of(call, len(self.family.decoder.layers))
+        return (), {**given, "use_cache": cache is not None, CACHE: cache}
+
+    def _after(self, _module: nn.Module, _inputs: object, output: object) -> None:
+        """End the pass; without an output it has failed, and its tokens do not count."""
+        if self._call is not None and output is not None:
+            self._call.end()
+        self._call = None
+
+    def _call_of(self, cache: Any, rows: int) -> Call:
+        """The call that a pass belongs to, by its cache; a new one where that is empty or missing."""
+        ours = (
+            next((each for each in cache.layers if isinstance(each, LocalLayer)), None) if cache is not None else None
+        )
+        if ours is None:
+            if cache is not None and (type(cache).__name__ != "DynamicCache" or getattr(cache, "offloading", False)):
+                raise InvalidArgument(f"an attached model needs a plain dynamic cache, got {type(cache).__name__}")
+            if cache is not None and cache.get_seq_length():
+                raise InvalidArgument(
+                    "this cache was filled before it met the memory: start with a new one, which goes on after the "
+                    "document"
+                )
+            if changed := self._weights.changed():
+                raise InvalidArgument(
+                    f"{changed} since the memory was attached, so its states are another model's: leave the block and "
+                    "attach again"
+                )
+            call = self._new_call(self._continued(), rows)
+            if cache is not None:
+                _take_over(cache, call, len(self.family.decoder.layers))
+            return call
+        if ours.call.keys is not self._keys or ours.call.tokens != ours.call.keys.tokens:
+            raise InvalidArgument("this cache belongs to another attached memory, or to one that was read on since")
+        return ours.call
+
+    @staticmethod
+    def _check_positions(told: Tensor | None, call: Call, usual: Tensor, mask: Tensor | None) -> None:
+        """Raise ``InvalidArgument`` for positions that are not those of the tokens, counted from the document's end."""
+        if told is None:
+            return
+        flat = told[0] if told.dim() == 3 else told
+        same = flat.to(usual.device) == usual - call.tokens
+        if flat.shape[-1] == usual.shape[-1] and bool((same if mask is None else same | ~mask).all()):
+            return
+        # Without a mask models count padding too; a row of one token after others is where that shows.
+        raise InvalidArgument(
+            "position_ids must count the tokens of each row from the document's end on, from 0, padding left out: rows "
+            "are stored where they stand"
+        )
+
+    # Reading
+
+    @property
+    def _segment_tokens(self) -> int:
+        return SEGMENT
+
+    def _read_segments(self, job: Job, segments: Iterator[Tensor]) -> Generator[int]:
+        call = self._new_call(job.document, 1)
+        self._told = False
+        try:
+            for tokens in segments:
+                cache = _cache_of(call, len(self.family.decoder.layers))
+                (ids,) = to_device([tokens.long()[None]], self.model.device)
+                self.family.decoder(input_ids=ids, use_cache=True, **{CACHE: cache})
+                self._commit(job, tokens, call)
+                yield len(tokens)
+                # Who has read the text beside this one, or asked, may have found the document as it was before.
+                if self._keys is not call.keys:
+                    self._keys = call.keys
+        finally:
+            self._told = True
+
+    def _commit(self, job: Job, tokens: Tensor, call: Call) -> None:
+        """Store what ``tokens`` gave, and go on after it."""
+        spec, options, job.options = self.memory.spec, job.options, None
+        width, key = spec.fields["rows"][1], spec.key_dim
+        local = call.locals[0]
+        names = [*local.rows, *local.raw]
+        copies, arrived = to_host([each.view for each in (*local.rows.values(), *local.raw.values())])
+        arrived()
+        rows = dict(zip(names[: len(local.rows)], copies, strict=False))
+        raw = dict(zip(names[len(local.rows) :], copies[len(local.rows) :], strict=True))
+        before = len(job.document) % spec.block_size
+        with job.document.append(tokens, reading=options) as batch:
+            first = batch.blocks.start
+            for slot in range(spec.layers):
+                view = job.document.layer(slot)
+                blocks = torch.zeros(len(batch.blocks) * spec.block_size, width, dtype=getattr(torch, spec.dtype))
+                if before:
+                    blocks[:before] = view.gather([first])["rows"][0, :before]
+                if slot in rows:
+                    blocks[before : before + len(tokens), : rows[slot].shape[1]] = rows[slot]
+                marks = None
+                if slot in raw:
+                    marks = torch.zeros(len(blocks), key)
+                    if before:
+                        marks[:before] = view.landmarks(range(first, first + 1)).flatten(0, 2)[:before]
+                    marks[before : before + len(tokens), : raw[slot].shape[1]] = raw[slot]
+                    marks = marks.unflatten(0, (-1, 1, spec.block_size))
+                batch.put(slot, landmarks=marks, rows=blocks.unflatten(0, (-1, spec.block_size)))
+        call.keys.settle(len(job.document), {slot: rows.view for slot, rows in local.raw.items()})
+        call.tokens = len(job.document)
+        call.reset()
+
+    # Asking
+
+    def _described(self) -> dict[str, Any]:
+        chosen = [layer for layer in self.family.layers if layer.sees == "chosen"]
+        return {
+            "mechanism": "index",
+            "layers": [layer.index for layer in chosen],
+            "heads": max(len(layer.parts) * _heads(layer.module) for layer in chosen),
+            "top_k": max(layer.top for layer in self.family.layers),
+        }
+
+    def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
+        """By what the index chooses for the last token: a block's score is that of its best token, a mean over layers.
+
+        Scores are parts of the best score in the layer, for layers are not comparable otherwise. What is always seen
+        does not count.
+        """
+        layers = [each.index for each in self.slots.indexed.values()]
+        if layer not in (None, *layers):
+            raise InvalidArgument(f"layers {layers} of this model have an index, layer {layer} has none")
+        blocks = self.document.complete_blocks
+        if not blocks:
+            return []
+        asked = Choices(IndexChoice, lambda choice: choice)
+        usual, self.observers[:] = list(self.observers), [asked]  # nobody else is told
+        try:
+            with evaluating(self.model):
+                self.model(query.tokens[None].to(self.model.device), use_cache=False, logits_to_keep=1)
+        finally:
+            self.observers[:] = usual
+        size, told = self.memory.spec.block_size, [each for each in asked if each.scores is not None]
+        told = [each for each in told if layer in (None, each.layer)]
+        total = torch.zeros(len(blocks))
+        for each in told:
+            assert each.scores is not None
+            total += _by_block(each.ids, each.scores, len(blocks), size) / len(told)
+        found = total > -torch.inf
+        return best([(self.document, torch.arange(blocks.start, blocks.stop)[found], total[found])], top_k)
+
+
+def _by_block(ids: Tensor, scores: Tensor, blocks: int, size: int) -> Tensor:
+    """The best score in each block, as a part of the best of all; 0 for a block of which nothing was chosen."""
+    ids, scores = ids.flatten().cpu(), scores.flatten().float().cpu()
+    counted = (ids >= 0) & (ids < blocks * size) & scores.isfinite()
+    scores = scores[counted]
+    low, high = (float(scores.min()), float(scores.max())) if len(scores) else (0.0, 1.0)
+    parts = (scores - low) / (high - low or 1.0) * 0.9 + 0.1
+    return torch.zeros(blocks).scatter_reduce(0, ids[counted] // size, parts, "amax")
+
+
+def _heads(module: Any) -> int:
+    return int(getattr(module, "num_heads", None) or module.num_key_value_groups)
+
+
+def _mask(mask: Any, call: Call, rows: int, count: int) -> Tensor | None:
+    """``[B, count]``, False on padding, of the new tokens; None where there is none. See ``docs/honoured.md``."""
+    if mask is None:
+        return None
+    total = call.length + count
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or len(mask) != rows:
+        shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise InvalidArgument(f"attention_mask must be of shape [batch, tokens] beside a memory, got {shape}")
+    if mask.shape[1] not in (count, total) and mask.shape[1] < total:
+        raise InvalidArgument(
+            f"attention_mask must cover the {count} new tokens or all {total} since the prompt began, "
+            f"got {mask.shape[1]}"
+        )
+    mask = mask.bool()
+    if not bool(mask[:, :-total].all()):
+        raise InvalidArgument(
+            "attention_mask hides tokens of the document: what a memory holds is seen or not chosen; give the mask of "
+            "the prompt alone"
+        )
+    mask = mask[:, -count:]
+    return None if bool(mask.all()) else mask
+
+
+def _take_over(cache: Any, call: Call, layers: int) -> None:
+    """Let the (still empty) cache that transformers made hold our layers."""
+    cache.layers = [LocalLayer(call, first=not number) for number in range(layers)]
+    cache.layer_class_to_replicate = None
+
+
+def _cache_of(call: Call, layers: int) -> Any:
+    """A cache of transformers that goes on with ``call``."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache()
+    _take_over(cache, call, layers)
+    return cache
+
+
+def _replaced(stack: ExitStack, thing: Any, name: str, value: Any) -> None:
+    """Let an attribute of an instance be ``value``, until ``stack`` is closed."""
+    before = vars(thing).get(name)
+    setattr(thing, name, value)
+    stack.callback(partial(setattr, thing, name, before) if before else partial(delattr, thing, name))

@@ -1,0 +1,100 @@
+"""Tiny models with an index of their own, and what they say by themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+VOCABULARY = 96
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_EXPERTS: dict[str, Any] = {
+    "intermediate_size": 48,
+    "moe_intermediate_size": 24,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+_LATENT: dict[str, Any] = {
+    "kv_lora_rank": 24,
+    "q_lora_rank": 40,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 20,
+}
+_INDEX: dict[str, Any] = {"index_topk": 16, "index_head_dim": 24, "index_n_heads": 32}
+"""So many heads that no scores tie: the model itself has one answer then."""
+_DSA = {**_COMMON, **_EXPERTS, **_LATENT, **_INDEX, "num_hidden_layers": 4}
+_TYPES = ["full", "shared", "full", "shared"]
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "deepseek_v32": _DSA,
+    "glm_moe_dsa": {**_DSA, "indexer_types": _TYPES},
+    "axk2": {**_DSA, "gated_norm_rank": 8},
+    "hy_v4": {**_DSA, "indexer_types": _TYPES, "hc_mult": 2, "learnable_sink_init": 0.5},
+    "dots3_note_text": {
+        **_DSA,
+        "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention", "sliding_attention"],
+        "sliding_window": 24,
+        "swa_num_attention_heads": 2,
+        "swa_num_key_value_heads": 2,
+        "swa_q_lora_rank": 32,
+        "swa_kv_lora_rank": 48,
+        "swa_head_dim": 16,
+        "swa_qk_nope_head_dim": 8,
+        "swa_v_head_dim": 16,
+        "shared_experts_intermediate_size": 24,
+    },
+}
+"""Configurations in which no layer sees everything, by model type."""
+
+
+TOPS = {"index_topk"}
+"""What configurations call how much an index chooses."""
+
+
+def tiny(family: str, seed: int = 0, **changes: Any) -> Any:
+    """A model with random weights, in evaluation mode, that computes eagerly."""
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **{**CONFIGS[family], **changes})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" in name or "sinks" in name:  # as they are made, a mistake in them would not show
+                weight += 0.1 * torch.randn_like(weight)
+    return model
+
+
+def text(length: int, seed: int = 1) -> Tensor:
+    """Random tokens ``[length]``."""
+    return torch.randint(3, VOCABULARY, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor, **options: Any) -> Tensor:
+    """What the model says of ``ids [B, T]`` in one call."""
+    found: Tensor = model(input_ids=ids, **options).logits
+    return found
+
+
+@torch.no_grad()
+def in_pieces(model: Any, ids: Tensor, size: int) -> Tensor:
+    """What it says of ``ids [B, T]`` in calls of ``size`` tokens over one cache."""
+    cache, found = None, []
+    for piece in ids.split(size, 1):
+        out = model(input_ids=piece, cache=cache, use_cache=True)
+        cache = out.cache
+        found.append(out.logits)
+    return torch.cat(found, 1)

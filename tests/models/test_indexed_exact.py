@@ -1,0 +1,117 @@
+"""Models with an index of their own say from a memory what they say by themselves."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memstore
+from tests.models.indexed import CONFIGS, TOPS, in_pieces, logits, text, tiny
+
+FAMILIES = sorted(CONFIGS)
+LENGTH = 200
+ALIKE = 1e-5
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected, rtol=0, atol=ALIKE)
+
+
+@pytest.fixture(params=FAMILIES)
+def model(request: pytest.FixtureRequest) -> Any:
+    return tiny(request.param)
+
+
+def test_the_index_decides_what_is_said(model: Any) -> None:
+    family, ids = model.config.model_type, text(LENGTH)[None]
+    everything = tiny(family, **dict.fromkeys(TOPS & CONFIGS[family].keys(), 4096))
+    difference = (logits(everything, ids) - logits(model, ids)).abs().amax(-1)[0]
+    assert difference[:10].max() < ALIKE
+    assert difference[50:].median() > 100 * ALIKE
+
+
+@pytest.mark.parametrize("stored", [0, 37, 128, 199])
+def test_one_call_after_a_document_of_any_length(model: Any, stored: int) -> None:
+    ids = text(LENGTH)[None]
+    expected = logits(model, ids)
+    with memstore.attach(model, "ram:", document="text", block_size=16) as reader:
+        if stored:
+            reader.read(ids[0, :stored])
+        close(logits(model, ids[:, stored:]), expected[:, stored:])
+    assert torch.equal(logits(model, ids), expected)
+
+
+@pytest.mark.parametrize("size", [1, 7, 40])
+def test_pieces_of_any_size(model: Any, size: int) -> None:
+    ids = text(LENGTH)[None]
+    expected = logits(model, ids)
+    with memstore.attach(model, "ram:", document="text", block_size=16) as reader:
+        reader.read(ids[0, :83])
+        reader.append(ids[0, 83:100])
+        close(in_pieces(model, ids[:, 100:], size), expected[:, 100:])
+        close(logits(model, ids[:, 100:], use_cache=False), expected[:, 100:])
+
+
+def test_a_text_of_many_segments_on_disk(model: Any, tmp_path: Path) -> None:
+    ids = text(700)[None]
+    expected = logits(model, ids)
+    with memstore.attach(model, tmp_path / "m", document="text") as reader:
+        reader.read(ids[0, :650])
+    with memstore.attach(model, tmp_path / "m", document="text", mode="r") as reader:
+        close(logits(model, ids[:, 650:]), expected[:, 650:])
+        assert reader.memory.verify() == []
+
+
+def test_ragged_rows_with_padding_on_the_left(model: Any) -> None:
+    if model.config.model_type in ("minimax_m3_vl_text", "deepseek_v4"):
+        pytest.skip("the model itself counts padding")
+    document, one, other = text(90, 2), text(30, 3), text(17, 4)
+    alone = [logits(model, torch.cat([document, each])[None])[0, 90:] for each in (one, other)]
+    ids = torch.zeros(2, 30, dtype=torch.int64)
+    ids[0], ids[1, 13:] = one, other
+    mask = torch.ones_like(ids)
+    mask[1, :13] = 0
+    with memstore.attach(model, "ram:", document="text", block_size=16) as reader:
+        reader.read(document)
+        found = logits(model, ids, attention_mask=mask)
+        close(found[0], alone[0])
+        close(found[1, 13:], alone[1])
+
+
+def test_generating_is_generating(model: Any) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options["suppress_tokens"] = [0]  # padding is embedded as zeros, for which all index scores tie
+    document, question = text(150), text(9, 5)
+    whole = torch.cat([document, question])[None]
+    plain = model.generate(whole, attention_mask=torch.ones_like(whole), **options)[:, 150:]
+    beams = model.generate(whole, attention_mask=torch.ones_like(whole), num_beams=3, **options)[:, 150:]
+    with memstore.attach(model, "ram:", document="text", block_size=16) as reader:
+        reader.read(document)
+        given = question[None]
+        assert torch.equal(model.generate(given, attention_mask=torch.ones_like(given), **options), plain)
+        assert torch.equal(model.generate(given, num_beams=3, **options), beams)
+        rows = torch.zeros(2, 12, dtype=torch.int64)
+        rows[0, 3:], rows[1] = question, text(12, 6)
+        both = model.generate(rows, attention_mask=(rows > 0).long(), **options)
+        if model.config.model_type not in ("minimax_m3_vl_text", "deepseek_v4"):
+            assert torch.equal(both[0, 3:], plain[0])
+
+
+def test_forks_and_documents_beside_each_other(model: Any, tmp_path: Path) -> None:
+    begin, one, other = text(100), text(60, 7), text(45, 8)
+    question = text(11, 9)[None]
+    expected = [logits(model, torch.cat([begin, each, question[0]])[None])[:, -11:] for each in (one, other)]
+    with memstore.attach(model, tmp_path / "m", block_size=16, document="one") as reader:
+        reader.read(begin)
+        reader.document.fork("other", 6)
+        reader.append(one)
+    with memstore.attach(model, tmp_path / "m", document="other") as reader:
+        assert len(reader) == 96
+        reader.append(torch.cat([begin[96:], other]))
+    for name, there in zip(("one", "other"), expected, strict=True):
+        with memstore.attach(model, tmp_path / "m", document=name, mode="r") as reader:
+            close(logits(model, question), there)
+            assert reader.memory.verify() == []
