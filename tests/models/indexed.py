@@ -57,11 +57,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 16,
         "shared_experts_intermediate_size": 24,
     },
+    "minimax_m3_vl_text": {
+        **_COMMON,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "rotary_dim": 8,
+        "partial_rotary_factor": 0.5,
+        "intermediate_size": 24,
+        "dense_intermediate_size": 48,
+        "shared_intermediate_size": 24,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["minimax_m3_sparse", "full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        "index_n_heads": 2,
+        "index_head_dim": 16,
+        "index_block_size": 8,
+        "index_topk_blocks": 4,
+    },
 }
-"""Configurations in which no layer sees everything, by model type."""
+"""Configurations whose index has to leave something out of a short text, by model type."""
 
 
-TOPS = {"index_topk"}
+TOPS = {"index_topk", "index_topk_blocks"}
 """What configurations call how much an index chooses."""
 
 

@@ -33,6 +33,8 @@ FAMILIES = {
     "hy_v4": "memstore.models.indexed.families.deepseek:HYV4",
     "dots3_note_text": "memstore.models.indexed.families.deepseek:Dots3Note",
     "dots3_note": "memstore.models.indexed.families.deepseek:Dots3Note",
+    "minimax_m3_vl_text": "memstore.models.indexed.families.grouped:MiniMaxM3",
+    "minimax_m3_vl": "memstore.models.indexed.families.grouped:MiniMaxM3",
 }
 """Where the description of each family is, by the ``model_type`` of its configurations."""
 
@@ -122,7 +124,7 @@ class IndexedLayer(ABC):
     def facts(self) -> str:
         """What of all this is in the fingerprint of a memory."""
         sees = f"top {self.top}" if self.key_width else f"as {self.takes}" if self.takes is not None else self.sees
-        return f"{self.row_width}+{self.key_width} {sees}"
+        return f"{self.row_width}+{self.key_width} {sees} of {self.unit}"
 
 
 class Family(ABC):

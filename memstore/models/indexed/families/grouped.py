@@ -1,0 +1,84 @@
+"""Families with usual keys and values, of which one index chooses runs of tokens: MiniMax-M3."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memstore.models.indexed.family import Asked, Family, IndexedLayer, turned
+
+
+class GroupedLayer(IndexedLayer):
+    """Grouped query attention: a row has key and value of each key-value head, one pair after the other."""
+
+    def __init__(self, module: Any, index: int, groups: int) -> None:
+        super().__init__(module, index)
+        self.dim, self.groups = int(module.head_dim), groups
+        self.row_width = 2 * groups * self.dim
+        starts = range(0, self.row_width, 2 * self.dim)
+        self.parts = [(slice(at, at + self.dim), slice(at + self.dim, at + 2 * self.dim)) for at in starts]
+        self.scaling = float(module.scaling)
+        self.indexer = module.indexer
+
+    def pair(self, hidden: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+        """Rows of ``hidden [B, S, hidden]``."""
+        module = self.module
+        key = turned_first(module.k_norm(module.k_proj(hidden).unflatten(-1, (self.groups, -1))), *cos_sin)
+        value = module.v_proj(hidden).unflatten(-1, (self.groups, -1))
+        return torch.stack([key, value], -2).flatten(2)
+
+
+def turned_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``x [B, S, ..., D]``, of which the first numbers are turned, as many as ``cos, sin [B, S, R]`` have."""
+    moved, still = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
+    return torch.cat([turned(moved, cos, sin), still], -1)
+
+
+class _BlockLayer(GroupedLayer):
+    """An index head for each key-value head scores blocks by their best product, without weights."""
+
+    mode, pooled = "max", False
+
+    def __init__(self, module: Any, index: int) -> None:
+        super().__init__(module, index, module.k_proj.out_features // module.head_dim)
+        if self.indexer is None:
+            self.sees = "all"
+            return
+        self.key_width = self.index_dim = int(self.indexer.head_dim)
+        self.unit, self.top = int(self.indexer.block_size), int(self.indexer.topk_blocks)
+        self.own = int(self.indexer.local_blocks)
+
+    @property
+    def lists(self) -> int:
+        """See ``IndexedLayer``."""
+        return 1 if self.indexer is None else int(self.indexer.num_heads)
+
+    def states(self, hidden: Tensor, given: Mapping[str, Any]) -> Asked:
+        """See ``IndexedLayer``."""
+        module, cos_sin = self.module, given["position_embeddings"]
+        query = turned_first(module.q_norm(module.q_proj(hidden).unflatten(-1, (-1, self.dim))), *cos_sin)
+        rows = self.pair(hidden, cos_sin)
+        if self.indexer is None:
+            return Asked(query, self.output, rows)
+        indexer, (cos, sin) = self.indexer, (x[..., : self.index_dim] for x in cos_sin)
+        ask = indexer.q_norm(indexer.q_proj(hidden).unflatten(-1, (-1, self.index_dim)))
+        key = indexer.k_norm(indexer.k_proj(hidden))
+        return Asked(query, self.output, rows, turned_first(key, cos, sin), turned_first(ask, cos, sin))
+
+    def output(self, gathered: Tensor) -> Tensor:
+        """What heads have gathered, ``[B, S, H, D]``, as the module gives it."""
+        out: Tensor = self.module.o_proj(gathered.flatten(2))
+        return out
+
+
+class MiniMaxM3(Family):
+    """Layers that choose blocks, and layers that see everything."""
+
+    shaping = ("layer_types", "rotary_dim", "rms_norm_eps")
+
+    def made(self) -> list[IndexedLayer]:
+        """See ``Family``."""
+        return [_BlockLayer(block.self_attn, number) for number, block in enumerate(self.decoder.layers)]
