@@ -250,7 +250,18 @@ INDEXED = Kind(
     "memstore.models.indexed.audit:IndexAuditor",
     half=True,
     tokenizer="transformers:AutoTokenizer",
-    others=("glm_moe_dsa", "axk2", "hy_v4", "dots3_note", "dots3_note_text", "minimax_m3_vl", "minimax_m3_vl_text"),
+    others=(
+        "glm_moe_dsa",
+        "axk2",
+        "hy_v4",
+        "dots3_note",
+        "dots3_note_text",
+        "minimax_m3_vl",
+        "minimax_m3_vl_text",
+        "qwen4_exp",
+        "qwen4_exp_text",
+        "glm5_next",
+    ),
     options=("block_size",),
 )
 STOCK = Kind(

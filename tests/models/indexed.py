@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 VOCABULARY = 96
 _COMMON: dict[str, Any] = {
@@ -76,19 +76,76 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "index_block_size": 8,
         "index_topk_blocks": 4,
     },
+    "qwen4_exp_text": {
+        **_COMMON,
+        "num_hidden_layers": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention", "indexed_attention"],
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 12,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "moe_intermediate_size": 24,
+        "shared_expert_intermediate_size": 24,
+        "num_experts_per_tok": 2,
+        "num_experts": 4,
+        "hc_count": 2,
+        "hc_lowrank": 8,
+        "ple_layer_ids": [1],
+        "ple_embed_dim": 32,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 101,
+        "indexer_n_heads": 32,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 16,
+        "indexer_compress_ratio": 4,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.5,
+            "mrope_section": [2, 1, 1],
+        },
+    },
+    "glm5_next": {
+        "text_config": {
+            **_DSA,
+            "qk_rope_head_dim": 0,
+            "layer_types": ["linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+            "indexer_types": ["full", "full", "shared", "full"],
+            "index_kpool": 4,
+            "hc_mult": 2,
+            "linear_num_heads": 4,
+            "linear_head_dim": 8,
+        },
+        "vision_config": {
+            "hidden_size": 16,
+            "depth": 1,
+            "num_heads": 2,
+            "out_hidden_size": 64,
+            "intermediate_size": 16,
+        },
+    },
 }
 """Configurations whose index has to leave something out of a short text, by model type."""
 
 
-TOPS = {"index_topk", "index_topk_blocks"}
+TOPS = {"index_topk", "index_topk_blocks", "indexer_budget"}
 """What configurations call how much an index chooses."""
 
 
 def tiny(family: str, seed: int = 0, **changes: Any) -> Any:
     """A model with random weights, in evaluation mode, that computes eagerly."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(family, **{**CONFIGS[family], **changes})
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    options = CONFIGS[family]
+    if "text_config" in options:
+        options = {**options, "text_config": {**options["text_config"], **changes}}
+    else:
+        options = {**options, **changes}
+    config = AutoConfig.for_model(family, **options)
+    kind: Any = AutoModelForImageTextToText if "text_config" in options else AutoModelForCausalLM
+    model = kind.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if "norm" in name or "sinks" in name:  # as they are made, a mistake in them would not show

@@ -35,6 +35,9 @@ FAMILIES = {
     "dots3_note": "memstore.models.indexed.families.deepseek:Dots3Note",
     "minimax_m3_vl_text": "memstore.models.indexed.families.grouped:MiniMaxM3",
     "minimax_m3_vl": "memstore.models.indexed.families.grouped:MiniMaxM3",
+    "qwen4_exp_text": "memstore.models.indexed.families.grouped:Qwen4Exp",
+    "qwen4_exp": "memstore.models.indexed.families.grouped:Qwen4Exp",
+    "glm5_next": "memstore.models.indexed.families.deepseek:Glm5Next",
 }
 """Where the description of each family is, by the ``model_type`` of its configurations."""
 
@@ -132,23 +135,25 @@ class Family(ABC):
 
     shaping: tuple[str, ...] = ()
     """Names in the configuration that states and choices depend on, and which do not show in the shapes of weights."""
+    linear: bool = False
+    """Whether other layers go on from a state of all that was read."""
 
     def __init__(self, model: Any) -> None:
         """Raises ``UnsupportedModel`` for one that cannot be read exactly, with the reason."""
+        self._model = model
         self.decoder: Any = model.get_decoder()
         self.config: Any = self.decoder.config
         self.layers = self.made()
         if not any(layer.key_width for layer in self.layers):
-            raise unsupported(model, "none of its layers has an index, so there is nothing that it would retrieve")
+            raise self.refused("none of its layers has an index, so there is nothing that it would retrieve")
 
     @abstractmethod
     def made(self) -> list[IndexedLayer]:
         """Its layers that attend, in order."""
 
-    @property
-    def linear(self) -> bool:
-        """Whether other layers go on from a state of all that was read."""
-        return False
+    def refused(self, why: str) -> UnsupportedModel:
+        """The error for a model that cannot be attached."""
+        return unsupported(self._model, why)
 
 
 def load(folder: str | Path, **options: Any) -> Any:

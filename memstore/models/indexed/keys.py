@@ -11,6 +11,7 @@ import mmap
 import os
 import tempfile
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -134,9 +135,11 @@ class UnitKeys:
 class DocumentKeys:
     """The index keys of a document in every layer that has an index, as of some moment."""
 
-    def __init__(self, document: Document, layers: dict[int, IndexedLayer], like: Tensor) -> None:
-        """``layers``: by the number under which their landmarks are stored."""
-        self.document, self._layers, self._like = document, layers, like
+    def __init__(
+        self, document: Document, layers: Mapping[int, IndexedLayer], like: Tensor, *, stop: int | None = None
+    ) -> None:
+        """``layers``: by the number under which their landmarks are stored; ``stop``: no token from there on."""
+        self.document, self._layers, self._like, self._stop = document, layers, like, stop
         self._edits = -1
         self.tokens = 0
         self.of: dict[int, UnitKeys] = {}
@@ -153,6 +156,7 @@ class DocumentKeys:
             self._edits, self.tokens = state.edits, 0
             self.of = {slot: UnitKeys(layer, self._like, mapped=True) for slot, layer in self._layers.items()}
         size, tokens = self.document.memory.spec.block_size, state.tokens
+        tokens = tokens if self._stop is None else min(tokens, self._stop)
         if tokens == self.tokens:
             return
         for slot, keys in self.of.items():

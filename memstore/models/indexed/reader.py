@@ -7,11 +7,12 @@ have after the whole text. A token costs a scan of the index keys, and a gather 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
 from inspect import signature
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ from memstore.models.indexed.call import Call, LocalLayer, slots_of
 from memstore.models.indexed.choice import IndexChoice
 from memstore.models.indexed.family import attending, family_of
 from memstore.models.indexed.keys import DocumentKeys
+from memstore.models.indexed.linear import CarriedStates
 from memstore.readers.asking import Query
 from memstore.readers.attachment import Job, Place, evaluating
 from memstore.readers.caches import CACHE, cache_in
@@ -32,12 +34,15 @@ from memstore.readers.kinds import INDEXED
 from memstore.readers.observer import Choices
 from memstore.readers.reader import Reader
 from memstore.readers.stock.honoured import check_forward, check_generate
+from memstore.readers.stock.reading import ending
 from memstore.transfer import to_device, to_host
 
 BLOCK_SIZE = 64
 """Tokens of a block of a new memory; each of them has a landmark of its own."""
 SEGMENT = 256
 """Tokens that are read and committed together."""
+_ATTACHED: WeakSet[Any] = WeakSet()
+"""The functions that are the ``forward`` of layers of attached models."""
 IMAGES = ("pixel_values", "pixel_values_videos", "input_features", "mm_encoder_outputs")
 """What wrappers of several kinds of input take beside text."""
 
@@ -60,9 +65,15 @@ class IndexedReader(Reader):
         self.family = family_of(model)
         super().__init__(model, memory, document, **shared)
         self.slots = slots_of(self.family.layers)
+        self._carried: CarriedStates | None = None
+        if self.family.linear:
+            self._check_unattached()
+            with evaluating(model):
+                self._carried = CarriedStates(self.family.decoder, [layer.index for layer in self.family.layers])
         self._block_size = block_size
         self._call: Call | None = None
         self._keys: DocumentKeys | None = None
+        self._calls: WeakSet[Call] = WeakSet()
         self._told = True  # observers are told of what is asked, not of reading
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
@@ -92,8 +103,13 @@ class IndexedReader(Reader):
             keys_per_block=size,
             dtype=fingerprint.dtype,
             key_dtype="bfloat16" if fingerprint.dtype == "bfloat16" else "float32",
+            recurrent=() if self._carried is None else self._carried.layouts,
             fingerprint=fingerprint,
         )
+
+    @property
+    def _vocabulary(self) -> int:
+        return int(self.family.config.vocab_size)
 
     def _begin(self) -> None:
         for name in self.names or []:
@@ -101,12 +117,16 @@ class IndexedReader(Reader):
         self._keys = None
         self._weights = WeightCheck(self.model)
 
+    def _check_unattached(self) -> None:
+        if any(vars(layer.module).get("forward") in _ATTACHED for layer in self.family.layers):
+            raise InvalidArgument("this model has a memory attached already; leave that block first")
+
     def _install(self, stack: ExitStack) -> None:
+        self._check_unattached()
         for layer in self.family.layers:
-            if "forward" in vars(layer.module) and isinstance(layer.module.forward, partial):
-                raise InvalidArgument("this model has a memory attached already; leave that block first")
-        for layer in self.family.layers:
-            _replaced(stack, layer.module, "forward", uncompiled(attending(layer, self._attend)))
+            ours = uncompiled(attending(layer, self._attend))
+            _ATTACHED.add(ours)
+            _replaced(stack, layer.module, "forward", ours)
         _replaced(stack, self.model, "generate", self._generating(self.model.generate))
         decoder = self.family.decoder
         before = decoder.register_forward_pre_hook(uncompiled(self._before), with_kwargs=True)
@@ -116,6 +136,8 @@ class IndexedReader(Reader):
 
     def _end(self) -> None:
         self._call = self._keys = None
+        for call in self._calls:
+            call.ended = True
 
     # Calls of the model
 
@@ -136,7 +158,55 @@ class IndexedReader(Reader):
         if self._keys is None or self._keys.document is not document:
             self._keys = DocumentKeys(document, dict(self.slots.indexed), like)
         self._keys.catch_up()
-        return Call(self.slots, document, self._keys, rows, like)
+        call = Call(self.slots, document, self._keys, rows, like)
+        self._calls.add(call)
+        return call
+
+    def _cache_of(self, call: Call, states: Sequence[Tensor] | None = None) -> Any:
+        """A cache of transformers that goes on with ``call``, and with what other layers remember."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache()
+        self._take_over(cache, call, states)
+        return cache
+
+    def _take_over(self, cache: Any, call: Call, states: Sequence[Tensor] | None) -> None:
+        """Let the (still empty) cache that transformers made hold our layers, and those that do not attend."""
+        ours = [LocalLayer(call, first=not number) for number, _ in enumerate(self.family.layers)]
+        if self._carried is not None:
+            ours = self._carried.layers(ours, states, len(call.locals))
+        cache.layers, cache.layer_class_to_replicate = ours, None
+
+    def _remembered(self, document: Document) -> Sequence[Tensor] | None:
+        """What layers that do not attend remember of a document: as it is kept, or computed again from the last."""
+        if self._carried is None or not len(document):
+            return None
+        tokens, device = len(document), self.model.device
+        place = (document.recurrent_places() or [0])[-1]
+        kept = to_device(document.recurrent(place), device) if place else None
+        if place == tokens:
+            return kept
+        # A fork or an update has cut the document between two places: what lies behind the first is read again.
+        like = torch.empty(0, dtype=self.model.dtype, device=device)
+        keys = DocumentKeys(document, self.slots.indexed, like, stop=place)
+        keys.catch_up()
+        call = Call(self.slots, document, keys, 1, like)
+        cache = self._cache_of(call, kept)
+        first = place // self.memory.spec.block_size
+        rest = document.tokens(range(first, document.n_blocks))[place - first * self.memory.spec.block_size :]
+        with torch.no_grad(), evaluating(self.model):
+            for some in rest.split(SEGMENT):
+                self._decode(some, cache)
+        return self._carried.states(cache.layers)
+
+    def _decode(self, tokens: Tensor, cache: Any) -> None:
+        """Run ``tokens [n]`` through the layers; nobody is told."""
+        told, outer, self._told = self._told, self._call, False
+        try:
+            (ids,) = to_device([tokens.long()[None]], self.model.device)
+            self.family.decoder(input_ids=ids, use_cache=True, **{CACHE: cache})
+        finally:
+            self._told, self._call = told, outer
 
     def _attend(self, layer: Any, hidden: Tensor, given: dict[str, Any]) -> Tensor:
         if self._call is None:
@@ -171,10 +241,18 @@ class IndexedReader(Reader):
         for name in ("past_key_values", CACHE):
             given.pop(name, None)
         given["position_ids"] = positions
-        given["attention_mask"] = dict.fromkeys(("indexed_attention", *self.family.config.layer_types))
+        masks: dict[str, Any] = dict.fromkeys(("indexed_attention", *self.family.config.layer_types))
+        if self._carried is not None:
+            masks["linear_attention"] = _linear_mask(call, mask)
+        given["attention_mask"] = masks
         uses = given.get("use_cache")
-        if cache is None and (self.family.config.use_cache if uses is None else uses):
-            cache = _cache_of(call, len(self.family.decoder.layers))
+        uses = self.family.config.use_cache if uses is None else uses
+        if not call.length and (cache is not None or uses or self._carried is not None) and not _is_ours(cache):
+            states = self._remembered(call.document)
+            if cache is None:
+                cache = self._cache_of(call, states)
+            else:
+                self._take_over(cache, call, states)
         return (), {**given, "use_cache": cache is not None, CACHE: cache}
 
     def _after(self, _module: nn.Module, _inputs: object, output: object) -> None:
@@ -201,11 +279,8 @@ class IndexedReader(Reader):
                     f"{changed} since the memory was attached, so its states are another model's: leave the block and "
                     "attach again"
                 )
-            call = self._new_call(self._continued(), rows)
-            if cache is not None:
-                _take_over(cache, call, len(self.family.decoder.layers))
-            return call
-        if ours.call.keys is not self._keys or ours.call.tokens != ours.call.keys.tokens:
+            return self._new_call(self._continued(), rows)
+        if ours.call.ended or ours.call.tokens != ours.call.keys.tokens:
             raise InvalidArgument("this cache belongs to another attached memory, or to one that was read on since")
         return ours.call
 
@@ -232,22 +307,21 @@ class IndexedReader(Reader):
 
     def _read_segments(self, job: Job, segments: Iterator[Tensor]) -> Generator[int]:
         call = self._new_call(job.document, 1)
-        self._told = False
-        try:
-            for tokens in segments:
-                cache = _cache_of(call, len(self.family.decoder.layers))
-                (ids,) = to_device([tokens.long()[None]], self.model.device)
-                self.family.decoder(input_ids=ids, use_cache=True, **{CACHE: cache})
-                self._commit(job, tokens, call)
-                yield len(tokens)
-                # Who has read the text beside this one, or asked, may have found the document as it was before.
-                if self._keys is not call.keys:
-                    self._keys = call.keys
-        finally:
-            self._told = True
+        cache = self._cache_of(call, self._remembered(job.document))
+        kept = (job.document.recurrent_places() or [0])[-1]
+        for tokens, last in ending(segments):
+            self._decode(tokens, cache)
+            # Who has asked in between may have found the document as it was before.
+            self._keys = call.keys
+            states = None
+            end = len(job.document) + len(tokens)
+            if self._carried is not None and (last or end - kept >= self.memory.spec.recurrent_step):
+                kept, states = end, self._carried.states(cache.layers)
+            self._commit(job, tokens, call, states)
+            yield len(tokens)
 
-    def _commit(self, job: Job, tokens: Tensor, call: Call) -> None:
-        """Store what ``tokens`` gave, and go on after it."""
+    def _commit(self, job: Job, tokens: Tensor, call: Call, states: Sequence[Tensor] | None) -> None:
+        """Store what ``tokens`` gave, and what other layers remember now, and go on after it."""
         spec, options, job.options = self.memory.spec, job.options, None
         width, key = spec.fields["rows"][1], spec.key_dim
         local = call.locals[0]
@@ -274,6 +348,8 @@ class IndexedReader(Reader):
                     marks[before : before + len(tokens), : raw[slot].shape[1]] = raw[slot]
                     marks = marks.unflatten(0, (-1, 1, spec.block_size))
                 batch.put(slot, landmarks=marks, rows=blocks.unflatten(0, (-1, spec.block_size)))
+            if states is not None:
+                batch.put_recurrent([state.cpu() for state in states])
         call.keys.settle(len(job.document), {slot: rows.view for slot, rows in local.raw.items()})
         call.tokens = len(job.document)
         call.reset()
@@ -355,19 +431,20 @@ def _mask(mask: Any, call: Call, rows: int, count: int) -> Tensor | None:
     return None if bool(mask.all()) else mask
 
 
-def _take_over(cache: Any, call: Call, layers: int) -> None:
-    """Let the (still empty) cache that transformers made hold our layers."""
-    cache.layers = [LocalLayer(call, first=not number) for number in range(layers)]
-    cache.layer_class_to_replicate = None
+def _linear_mask(call: Call, mask: Tensor | None) -> Tensor | None:
+    """What layers that do not attend are given: ``[B, S]``, or None where there is no padding."""
+    if mask is not None and (call.tokens or call.length):
+        raise InvalidArgument(
+            "layers that do not attend would read the padding between the document and the prompt: give rows of one "
+            "length"
+        )
+    return mask
 
 
-def _cache_of(call: Call, layers: int) -> Any:
-    """A cache of transformers that goes on with ``call``."""
-    from transformers import DynamicCache
-
-    cache = DynamicCache()
-    _take_over(cache, call, layers)
-    return cache
+def _is_ours(cache: Any) -> LocalLayer | None:
+    """A layer of ``cache`` that is ours, if there is one."""
+    layers = () if cache is None else cache.layers
+    return next((each for each in layers if isinstance(each, LocalLayer)), None)
 
 
 def _replaced(stack: ExitStack, thing: Any, name: str, value: Any) -> None:

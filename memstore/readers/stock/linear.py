@@ -26,7 +26,7 @@ NOISE = 0.2
 """How much of what states are worth may be lost where they are handed on: roundings, in types of few bits."""
 
 
-class _Slot(NamedTuple):
+class Slot(NamedTuple):
     """Where one state lies in a cache."""
 
     layer: int
@@ -42,7 +42,7 @@ class LinearLayers:
     """The model's."""
     attending: tuple[int, ...]
     """Numbers of the other layers, that attend."""
-    slots: tuple[_Slot, ...]
+    slots: tuple[Slot, ...]
     layouts: tuple[Layout, ...]
     """Of the state in each slot, of one row."""
 
@@ -65,7 +65,7 @@ class LinearLayers:
 
     def states(self, layers: Sequence[Any]) -> list[Tensor]:
         """The states in the layers of a cache of one row, which the next pass over that cache changes."""
-        return [state[0] for state in _states(layers, self.slots)]
+        return [state[0] for state in states_in(layers, self.slots)]
 
 
 def find_linear_layers(model: PreTrainedModel, attending: int) -> LinearLayers | str:
@@ -81,12 +81,12 @@ def find_linear_layers(model: PreTrainedModel, attending: int) -> LinearLayers |
     first = _empty(model.config)
     _run(model, tokens[:, :FIRST], first)
     places = tuple(place for place, layer in enumerate(first) if getattr(layer, "keys", None) is not None)
-    slots = tuple(_slots(first))
+    slots = tuple(slots_in(first))
     if len(places) != attending or any(slot.layer in places for slot in slots):
         return "its layers attend and remember in another way at once"
     if not slots:
         return "its layers keep it to themselves"
-    states = _states(first, slots)
+    states = states_in(first, slots)
     found = LinearLayers(model.config, places, slots, tuple(to_record(state[0]).layout for state in states))
 
     def lost(kinds: set[str]) -> float:
@@ -121,18 +121,19 @@ def _empty(config: Any) -> list[Any]:
     return list(DynamicCache(config=config).layers)
 
 
-def _slots(layers: Sequence[Any]) -> list[_Slot]:
+def slots_in(layers: Sequence[Any]) -> list[Slot]:
     """The states that there are."""
     found = []
     for place, layer in enumerate(layers):
         for number in getattr(layer, "conv_states", ()):
             if layer.is_conv_states_initialized[number]:
-                found.append(_Slot(place, number, "conv"))
+                found.append(Slot(place, number, "conv"))
             if layer.is_recurrent_states_initialized[number]:
-                found.append(_Slot(place, number, "recurrent"))
+                found.append(Slot(place, number, "recurrent"))
     return found
 
 
-def _states(layers: Sequence[Any], slots: Sequence[_Slot]) -> list[Tensor]:
+def states_in(layers: Sequence[Any], slots: Sequence[Slot]) -> list[Tensor]:
+    """The states in ``slots``, with a row for each of the batch."""
     kinds = {"conv": "conv_states", "recurrent": "recurrent_states"}
     return [getattr(layers[slot.layer], kinds[slot.kind])[slot.number] for slot in slots]

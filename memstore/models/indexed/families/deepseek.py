@@ -1,4 +1,4 @@
-"""Families that choose single tokens and store latents: DeepSeek-V3.2, GLM-5, A.X-K2, Hy4, dots3.
+"""Families that choose single tokens, or pools of them, and store latents: DeepSeek-V3.2, GLM-5, A.X-K2, Hy4, dots3.
 
 What is stored of a token is its latent and one rotated key that all heads share (multi-head latent attention,
 DeepSeek-V2, section 2.1). Queries meet latents: the key half of the up-projection is applied to the query, the value
@@ -46,7 +46,7 @@ class LatentLayer(IndexedLayer):
 
     def states(self, hidden: Tensor, given: Mapping[str, Any]) -> Asked:
         """See ``IndexedLayer``."""
-        cos_sin = given["position_embeddings"]
+        cos_sin = given.get("position_embeddings")
         residual, queries, finish = self.queries(hidden)
         q_pass, q_rope = queries.split([queries.shape[-1] - self.rope, self.rope], -1)
         latent, k_rope = self.latents(hidden)
@@ -70,17 +70,17 @@ class LatentLayer(IndexedLayer):
         latent, k_rope = self.module.kv_a_proj_with_mqa(hidden).split([self.latent, self.rope], -1)
         return self.module.kv_a_layernorm(latent), k_rope
 
-    def turn(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    def turn(self, x: Tensor, cos_sin: Any) -> Tensor:
         """Queries or keys of the attention at their positions."""
         return turned(x, *cos_sin, interleaved=self.interleaved)
 
-    def index_states(self, hidden: Tensor, residual: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def index_states(self, hidden: Tensor, residual: Tensor, cos_sin: Any) -> tuple[Tensor, Tensor]:
         """Index queries ``[B, S, heads, D]`` and keys ``[B, S, D]``."""
         indexer = self.indexer
         ask = indexer.wq_b(residual).unflatten(-1, (indexer.n_heads, -1))
         return self.index_turn(ask, cos_sin), self.index_turn(indexer.k_norm(indexer.wk(hidden)), cos_sin)
 
-    def index_turn(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    def index_turn(self, x: Tensor, cos_sin: Any) -> Tensor:
         """Index queries or keys at their positions."""
         rest = x.shape[-1] - self.rope
         if self.index_turns_last:
@@ -113,6 +113,8 @@ class DeepseekV32(Family):
         layers: list[IndexedLayer] = []
         last = None
         for number, block in enumerate(self.decoder.layers):
+            if not hasattr(block.self_attn, "indexer"):
+                continue  # it does not attend
             layer = self.layer(block.self_attn, number)
             layer.takes, last = (last, last) if layer.indexer is None else (None, number)
             layers.append(layer)
@@ -163,7 +165,7 @@ class _SinkLayer(LatentLayer):
         gate = self.module.gate_proj(hidden).unflatten(-1, (self.module.num_heads, -1)).sigmoid()
         return residual, queries, lambda values: values * gate
 
-    def index_states(self, hidden: Tensor, residual: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def index_states(self, hidden: Tensor, residual: Tensor, cos_sin: Any) -> tuple[Tensor, Tensor]:
         """Keys are normalised in the norm's own type."""
         indexer = self.indexer
         ask = indexer.wq_b(residual).unflatten(-1, (indexer.n_heads, -1))
@@ -199,7 +201,7 @@ class _DotsLayer(LatentLayer):
         latent, k_rope = module.kv_a_proj_with_mqa(hidden).split([self.latent, self.rope], -1)
         return module.kv_a_layernorm(latent) * module.kv_lora_scale, module.k_rope_only_layernorm(k_rope)
 
-    def turn(self, x: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
+    def turn(self, x: Tensor, cos_sin: Any) -> Tensor:
         """Positions are in float32."""
         return super().turn(x, cos_sin).to(x.dtype)
 
@@ -219,3 +221,51 @@ class Dots3Note(DeepseekV32):
             elif kind == "sliding_attention":
                 layer.takes = None
         return layers
+
+
+class _PoolLayer(LatentLayer):
+    """Pools of tokens are chosen; queries and keys know no positions."""
+
+    extra = 1
+
+    def __init__(self, module: Any, index: int) -> None:
+        super().__init__(module, index)
+        if self.indexer is not None:
+            self.unit = int(self.indexer.index_kpool)
+            self.key_width, self.top = 2 * self.index_dim, self.top // self.unit
+
+    def turn(self, x: Tensor, cos_sin: Any) -> Tensor:  # noqa: ARG002 - there are none
+        """As they are."""
+        return x
+
+    def index_states(self, hidden: Tensor, residual: Tensor, cos_sin: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG002
+        """Each token gives a key, and how much each number of it counts in its pool."""
+        indexer = self.indexer
+        ask = indexer.wq_b(residual).unflatten(-1, (indexer.n_heads, -1))
+        gate = torch.nn.functional.linear(hidden, indexer.index_kpool_compress_gate)
+        return ask, torch.cat([indexer.k_norm(indexer.wk(hidden)), gate], -1)
+
+    def pool(self, raw: Tensor, first: Tensor) -> Tensor:  # noqa: ARG002 - it knows no positions
+        """The mean of a pool's keys, by the softmax of gates and places."""
+        key, gate = raw.split(self.index_dim, -1)
+        parts = (gate.float() + self.indexer.index_kpool_compress_ape.float()).softmax(1).to(key.dtype)
+        pooled: Tensor = (parts * key).sum(1)
+        return pooled
+
+
+class Glm5Next(DeepseekV32):
+    """Linear layers, and between them some that choose pools or take the choice of the one before."""
+
+    shaping = ("index_topk", "rms_norm_eps", "layer_types", "indexer_types", "index_kpool", "hc_mult")
+    layer = _PoolLayer
+    linear = True
+
+    def made(self) -> list[IndexedLayer]:
+        """See ``Family``."""
+        if not self.config.index_kpool_always_select_tail:
+            raise self.refused("with index_kpool_always_select_tail=False its first tokens see nothing, or everything")
+        if self.config.qk_rope_head_dim:
+            raise self.refused(
+                f"its attention knows no positions, and qk_rope_head_dim is {self.config.qk_rope_head_dim}"
+            )
+        return super().made()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,3 +83,47 @@ class MiniMaxM3(Family):
     def made(self) -> list[IndexedLayer]:
         """See ``Family``."""
         return [_BlockLayer(block.self_attn, number) for number, block in enumerate(self.decoder.layers)]
+
+
+class _RunLayer(GroupedLayer):
+    """Runs of tokens are chosen by the mean of their keys; one choice serves all heads."""
+
+    def __init__(self, module: Any, index: int, rotary: Any) -> None:
+        super().__init__(module, index, module.k_proj.out_features // module.head_dim)
+        self.rotary = rotary
+        self.key_width = self.index_dim = int(self.indexer.index_head_dim)
+        self.unit, self.top = int(self.indexer.compress_ratio), int(self.indexer.block_topk)
+        self.index_scale = self.index_dim**-0.5
+
+    def states(self, hidden: Tensor, given: Mapping[str, Any]) -> Asked:
+        """See ``IndexedLayer``."""
+        module, indexer, cos_sin = self.module, self.indexer, given["position_embeddings"]
+        query, gate = module.q_proj(hidden).unflatten(-1, (-1, 2 * self.dim)).chunk(2, -1)
+        query = turned_first(module.q_norm(query), *cos_sin)
+        ask, key = indexer.index_qk_proj(hidden).split([indexer.index_n_heads * self.index_dim, self.index_dim], -1)
+        ask = turned_first(indexer.q_layernorm(ask.unflatten(-1, (-1, self.index_dim))), *cos_sin)
+        return Asked(query, partial(self.output, gate.flatten(2)), self.pair(hidden, cos_sin), key, ask)
+
+    def pool(self, raw: Tensor, first: Tensor) -> Tensor:
+        """The mean of a run's keys, normalised, and turned to the position of its first token."""
+        key = self.indexer.k_layernorm(raw.float().mean(1).to(raw.dtype))
+        cos, sin = self.rotary(raw, first.expand(3, 1, -1))
+        return turned_first(key[None], cos, sin)[0]
+
+    def output(self, gate: Tensor, gathered: Tensor) -> Tensor:
+        """What heads have gathered, gated, as the module gives it."""
+        out: Tensor = self.module.o_proj(gathered.flatten(2) * gate.sigmoid())
+        return out
+
+
+class Qwen4Exp(Family):
+    """Linear layers, and between them some that choose runs of tokens."""
+
+    shaping = ("layer_types", "rms_norm_eps", "indexer_compress_ratio", "hc_count", "ple_layer_ids")
+    linear = True
+
+    def made(self) -> list[IndexedLayer]:
+        """See ``Family``."""
+        blocks = enumerate(self.decoder.layers)
+        rotary = self.decoder.rotary_emb
+        return [_RunLayer(block.self_attn, at, rotary) for at, block in blocks if hasattr(block, "self_attn")]
