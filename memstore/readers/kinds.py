@@ -261,6 +261,7 @@ INDEXED = Kind(
         "qwen4_exp",
         "qwen4_exp_text",
         "glm5_next",
+        "mistral_large4",
     ),
     options=("block_size",),
 )

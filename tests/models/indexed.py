@@ -127,6 +127,24 @@ CONFIGS: dict[str, dict[str, Any]] = {
             "intermediate_size": 16,
         },
     },
+    "mistral_large4": {
+        "text_config": {
+            **_DSA,
+            "num_hidden_layers": 5,
+            "indexer_types": ["full", "shared", "full", "full", "shared"],
+            "no_rope_layers": [1, 0, 1, 0, 1],
+            "kv_source_layers": [0, 1, 0, 1, 4],
+        },
+        "vision_config": {
+            "model_type": "pixtral",
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "patch_size": 14,
+            "image_size": 28,
+        },
+    },
 }
 """Configurations whose index has to leave something out of a short text, by model type."""
 
@@ -148,8 +166,10 @@ def tiny(family: str, seed: int = 0, **changes: Any) -> Any:
     model = kind.from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():
         for name, weight in model.named_parameters():
-            if "norm" in name or "sinks" in name:  # as they are made, a mistake in them would not show
-                weight += 0.1 * torch.randn_like(weight)
+            if "softmax_scaling" in name:  # transformers makes them, but leaves them as they are
+                weight.copy_(0.2 + 0.1 * torch.rand_like(weight))
+            elif any(part in name for part in ("norm", "sinks", "alpha", "_ape")):
+                weight += 0.1 * torch.randn_like(weight)  # as they are made, a mistake in them would not show
     return model
 
 

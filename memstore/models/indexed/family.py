@@ -38,6 +38,7 @@ FAMILIES = {
     "qwen4_exp_text": "memstore.models.indexed.families.grouped:Qwen4Exp",
     "qwen4_exp": "memstore.models.indexed.families.grouped:Qwen4Exp",
     "glm5_next": "memstore.models.indexed.families.deepseek:Glm5Next",
+    "mistral_large4": "memstore.models.indexed.families.deepseek:MistralLarge4",
 }
 """Where the description of each family is, by the ``model_type`` of its configurations."""
 
@@ -127,7 +128,8 @@ class IndexedLayer(ABC):
     def facts(self) -> str:
         """What of all this is in the fingerprint of a memory."""
         sees = f"top {self.top}" if self.key_width else f"as {self.takes}" if self.takes is not None else self.sees
-        return f"{self.row_width}+{self.key_width} {sees} of {self.unit}"
+        rows = self.row_width if self.source is None else f"of {self.source}"
+        return f"{rows}+{self.key_width} {sees} of {self.unit}"
 
 
 class Family(ABC):

@@ -43,7 +43,7 @@ SEGMENT = 256
 """Tokens that are read and committed together."""
 _ATTACHED: WeakSet[Any] = WeakSet()
 """The functions that are the ``forward`` of layers of attached models."""
-IMAGES = ("pixel_values", "pixel_values_videos", "input_features", "mm_encoder_outputs")
+IMAGES = ("pixel_values", "pixel_values_videos", "input_features")
 """What wrappers of several kinds of input take beside text."""
 
 
@@ -74,6 +74,7 @@ class IndexedReader(Reader):
         self._call: Call | None = None
         self._keys: DocumentKeys | None = None
         self._calls: WeakSet[Call] = WeakSet()
+        self._ids: Tensor | None = None
         self._told = True  # observers are told of what is asked, not of reading
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
@@ -129,6 +130,8 @@ class IndexedReader(Reader):
             _replaced(stack, layer.module, "forward", ours)
         _replaced(stack, self.model, "generate", self._generating(self.model.generate))
         decoder = self.family.decoder
+        outer = self.model.register_forward_pre_hook(uncompiled(self._before_model), with_kwargs=True)
+        stack.callback(outer.remove)
         before = decoder.register_forward_pre_hook(uncompiled(self._before), with_kwargs=True)
         after = decoder.register_forward_hook(uncompiled(self._after), always_call=True)
         for undo in (before.remove, after.remove, self._end):
@@ -215,13 +218,18 @@ class IndexedReader(Reader):
             raise BrokenOff("nobody waits for this any more: it was broken off")
         return self._call.attend(layer, hidden, given)
 
+    def _before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse what a memory cannot honour, and note the tokens: wrappers give the decoder embeddings of them."""
+        given = dict(signature(module.forward).bind_partial(*args).arguments) | kwargs
+        check_forward(given)
+        encoded = given.get("mm_encoder_outputs") or {}
+        if any(each is not None for each in (*map(given.get, IMAGES), *encoded.values())):
+            raise InvalidArgument("a memory is of text: pictures and sounds cannot be read into it, or asked with")
+        self._ids = given.get("input_ids")
+
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = dict(signature(module.forward).bind_partial(*args).arguments) | kwargs
-        extra = given.pop("kwargs", {})
-        given |= extra
         check_forward(given)
-        if any(given.get(name) is not None for name in IMAGES):
-            raise InvalidArgument("a memory is of text: pictures and sounds cannot be read into it, or asked with")
         if self.model.training:
             raise InvalidArgument("a model with a memory computes without dropout: call model.eval() first")
         inputs = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
@@ -233,7 +241,7 @@ class IndexedReader(Reader):
         self._check_positions(given.get("position_ids"), call, positions, mask)
         if self._told:
             call.observers = self.observers
-            ids = given.get("input_ids")
+            ids = given["input_ids"] if given.get("input_ids") is not None else self._ids
             for observer in self.observers:
                 real = slice(None) if mask is None else mask[0]
                 observer.begin(None if ids is None else ids[0][real], fresh=not call.length)

@@ -1,4 +1,4 @@
-"""Families that choose single tokens, or pools of them, and store latents: DeepSeek-V3.2, GLM-5, A.X-K2, Hy4, dots3.
+"""Families that choose tokens, or pools of them, and store latents: DeepSeek-V3.2, GLM, A.X-K2, Hy4, dots3, Mistral.
 
 What is stored of a token is its latent and one rotated key that all heads share (multi-head latent attention,
 DeepSeek-V2, section 2.1). Queries meet latents: the key half of the up-projection is applied to the query, the value
@@ -11,6 +11,7 @@ heads, of ReLU products.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -49,10 +50,11 @@ class LatentLayer(IndexedLayer):
         cos_sin = given.get("position_embeddings")
         residual, queries, finish = self.queries(hidden)
         q_pass, q_rope = queries.split([queries.shape[-1] - self.rope, self.rope], -1)
-        latent, k_rope = self.latents(hidden)
-        q_rope, k_rope = self.turn(q_rope, cos_sin), self.turn(k_rope, cos_sin)
-        query = torch.cat([torch.einsum("bshn,hnc->bshc", q_pass, self.to_key), q_rope], -1)
-        rows = torch.cat([latent, k_rope], -1)
+        query = torch.cat([torch.einsum("bshn,hnc->bshc", q_pass, self.to_key), self.turn(q_rope, cos_sin)], -1)
+        rows = None
+        if self.source is None:
+            latent, k_rope = self.latents(hidden)
+            rows = torch.cat([latent, self.turn(k_rope, cos_sin)], -1)
         made = partial(self.output, finish)
         if self.indexer is None:
             return Asked(query, made, rows)
@@ -269,3 +271,46 @@ class Glm5Next(DeepseekV32):
                 f"its attention knows no positions, and qk_rope_head_dim is {self.config.qk_rope_head_dim}"
             )
         return super().made()
+
+
+class _ScaledLayer(LatentLayer):
+    """Queries grow with the logarithm of their position, and rows may be another layer's."""
+
+    index_interleaved = True
+    extra = 1
+
+    def states(self, hidden: Tensor, given: Mapping[str, Any]) -> Asked:
+        """See ``IndexedLayer``; a factor of each head and position commutes with turning."""
+        asked, positions = super().states(hidden, given), given["position_ids"]
+        query = self.module.softmax_scaling(asked.query, positions, head_dim_first=False)
+        if asked.ask is None:
+            return replace(asked, query=query)
+        ask = self.indexer.softmax_scaling(asked.ask, positions, head_dim_first=False)
+        return replace(asked, query=query, ask=ask)
+
+    def queries(self, hidden: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
+        """There is no latent of queries."""
+        module = self.module
+        return hidden, module.q_proj(hidden).unflatten(-1, (module.num_heads, -1)), lambda values: values
+
+    def index_states(self, hidden: Tensor, residual: Tensor, cos_sin: Any) -> tuple[Tensor, Tensor]:
+        """Index queries are made of normalised hidden states."""
+        return super().index_states(hidden, self.indexer.q_input_norm(residual), cos_sin)
+
+
+class MistralLarge4(DeepseekV32):
+    """Choices and rows are shared by layers; some know no positions."""
+
+    shaping = ("index_topk", "rms_norm_eps", "indexer_types", "no_rope_layers", "kv_source_layers")
+    layer = _ScaledLayer
+
+    def made(self) -> list[IndexedLayer]:
+        """See ``Family``: rows are those of the last layer that gives any and knows positions as the other does."""
+        layers, given = super().made(), dict[bool, int]()
+        for layer in layers:
+            kind = bool(layer.module.use_rope)
+            if layer.module.is_kv_shared_layer:
+                layer.source = given[kind]
+            if layer.module.store_full_length_kv:
+                given[kind] = layer.index
+        return layers
