@@ -25,8 +25,8 @@ from torch import Tensor
 
 from memstore.kernels.index_scores import choose
 from memstore.kernels.latent_attention import attend, attend_rows
+from memstore.report import Page
 from memstore.resources import hardware
-from memstore.tools.verb import Page
 
 REPEATS = 21
 RESULTS = Path(__file__).parent / "results" / "chosen.json"

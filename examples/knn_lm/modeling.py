@@ -10,6 +10,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from memstore.readers.caches import CACHE
+
 
 class KNNLMConfig(LlamaConfig):
     """That of a Llama, and how it looks things up."""
@@ -40,7 +42,7 @@ class KNNLMForCausalLM(LlamaForCausalLM):
         if self.neighbours is not None:
             part = self.config.knn_weight
             logits = ((1 - part) * logits.float().softmax(-1) + part * self.neighbours(hidden)).log()
-        return CausalLMOutputWithPast(logits=logits, past_key_values=output.past_key_values)
+        return CausalLMOutputWithPast(logits=logits, **{CACHE: output.get(CACHE)})
 
     @torch.no_grad()
     def states(self, tokens: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from memstore.memory.search import Match, search_vectors
 from memstore.memory.trace_file import Look
 from memstore.readers.asking import Query
 from memstore.readers.attachment import Job
+from memstore.readers.caches import cache_in
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.observer import Choice, Draft, Looks, Origin, as_array
 from memstore.readers.reader import Reader
@@ -85,7 +86,7 @@ class KNNLMReader(Reader):
         stack.callback(hook.remove)
 
     def _call_begins(self, _: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        ids, past = args[0] if args else given["input_ids"], given.get("past_key_values")
+        ids, past = args[0] if args else given["input_ids"], cache_in(given)
         for observer in self.observers:
             observer.begin(ids[0], fresh=past is None or not past.get_seq_length())
 

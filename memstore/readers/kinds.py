@@ -48,7 +48,7 @@ class Kind:
     train: str = "memstore train"
     """The command that makes one."""
     training: str = ""
-    """Where it is said how such models are trained: a ``memstore.train.family.Family``; empty where they are not."""
+    """Where its ``memstore.train.training.Training`` is, which says how it is trained; empty where it is not."""
     evaluation: str = ""
     """Where it is said what can be measured of them: a ``memstore.eval.evaluation.Evaluation``."""
     options_module: str = ""

@@ -211,9 +211,9 @@ class Trainings(Verbs):
     def __getitem__(self, name: str) -> Any:
         if name in self._homes:
             return super().__getitem__(name)
-        from memstore.tools.train import training_of
+        from memstore.tools.train import training_verb
 
-        return _command(name, training_of(trainable()[name]))
+        return _command(name, training_verb(trainable()[name]))
 
 
 def _command(name: str, function: Callable[..., Report]) -> Any:

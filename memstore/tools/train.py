@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from memstore.train.options import TrainingOptions
 
 
-def training_of(kind: Kind) -> Any:
+def training_verb(kind: Kind) -> Any:
     """The verb that trains models of ``kind``, which takes the options that the kind names."""
     options: type[TrainingOptions] = import_module(kind.options_module).TRAINING
     verb = partial(_train, kind, options)
@@ -43,8 +43,8 @@ def _train(
     chosen = options(**values_of(options, given))
     use_threads(threads)
     _require_packages()
-    from memstore.train.family import family_of
     from memstore.train.settings import Runtime
+    from memstore.train.training import training_of
 
     runtime = Runtime(
         device=chosen.device,
@@ -55,7 +55,7 @@ def _train(
     )
     _one_voice()
     try:
-        data = family_of(kind).train(chosen, runtime)
+        data = training_of(kind).train(chosen, runtime)
     except KeyboardInterrupt:
         raise _interrupted(chosen.out) from None
     return Report(data=data, text=lambda page: _show(page, data))

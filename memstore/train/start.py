@@ -15,8 +15,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from memstore.errors import InvalidArgument, NotFound, first_line
 from memstore.readers.kinds import kind_in, quiet_transformers
-from memstore.train.family import Family, load_weights
 from memstore.train.run import Run
+from memstore.train.training import Training, load_weights
 
 Folder = str | Path
 
@@ -30,7 +30,7 @@ class Start:
     """The folder of a model to go on with; None for random weights."""
     tokenizer: Folder | None
     """The folder of a tokenizer; None for that of ``init``, or for one that is trained."""
-    family: Family
+    family: Training
     adopted: Any = None
     """A stock model of ``init`` that has become one of the family."""
     lora: int | None = None
@@ -87,14 +87,14 @@ def starting(
     init: Folder | None = None,
     tokenizer: Folder | None = None,
     *,
-    family: Family,
+    family: Training,
     grow: bool = False,
     changes: Mapping[str, Any] | None = None,
     lora: int | None = None,
 ) -> Start:
     """Start from ``init`` if there is one, else from ``config`` with the vocabulary of ``tokenizer``.
 
-    ``grow``: with an ``init``, from a model of ``config`` that has its weights (see ``Family.grow``). ``changes``: what
+    ``grow``: with an ``init``, from a model of ``config`` that has its weights; see ``Training``. ``changes``: what
     differs in the configuration that the family gives an ``init`` of a stock model. ``lora``: see ``Start``.
     """
     if lora is not None:
@@ -122,7 +122,7 @@ def starting(
 
 # Adapters end with the training that made them: checkpoints hold them and the landmark alone, the folder in the end the
 # model with the adapters added to its weights, so every verb loads it like any other.
-def _check_lora(rank: int, init: Folder | None, family: Family) -> None:
+def _check_lora(rank: int, init: Folder | None, family: Training) -> None:
     if family.adapt is None:
         raise InvalidArgument(f"a {family.kind.name} is trained whole, without adapters; leave lora out")
     if init is None:
@@ -131,7 +131,7 @@ def _check_lora(rank: int, init: Folder | None, family: Family) -> None:
     family.check_rank(rank)
 
 
-def load_config(folder: Folder, family: Family) -> Any:
+def load_config(folder: Folder, family: Training) -> Any:
     """The configuration of the model in ``folder``. Raises ``InvalidArgument`` for one of another ``family``."""
     kind = kind_in(folder)
     if kind is not family.kind:

@@ -12,7 +12,6 @@ from memstore.errors import InvalidArgument
 from memstore.eval.pairs import collate_pairs, encode_pairs, read_pairs
 from memstore.readers.kinds import DRT, kind_of_type, shipped_model
 from memstore.train.corpora import Documents, digest, encoded, sources, topics, train_tokenizer
-from memstore.train.family import Family, family_of, recipes
 from memstore.train.needles import NeedleRows
 from memstore.train.recipes import Recipe, find_recipe
 from memstore.train.segments import collate, cut, held_out
@@ -20,6 +19,7 @@ from memstore.train.session import Report, Session, session
 from memstore.train.settings import Optimisation, Runtime
 from memstore.train.start import Folder, Start, starting
 from memstore.train.trainer import MemoryTrainer, measure_answers, perplexity
+from memstore.train.training import Training, recipes, training_of
 
 DEFAULT_BLOCKS = 32
 """Blocks of a segment, where no context is given."""
@@ -30,7 +30,7 @@ def train_on_texts(
     out: Folder,
     *,
     config: Any = None,
-    family: Family | None = None,
+    family: Training | None = None,
     changes: Mapping[str, Any] | None = None,
     tokenizer: Folder | None = None,
     init: Folder | None = None,
@@ -60,7 +60,7 @@ def train_on_texts(
         runtime: what does not.
     """
     optimisation, runtime = optimisation or Optimisation(), runtime or Runtime()
-    start = starting(config, init, tokenizer, family=family or family_of(DRT), changes=changes, lora=lora)
+    start = starting(config, init, tokenizer, family=family or training_of(DRT), changes=changes, lora=lora)
     context = _context(context, start.config)
     documents = Documents(texts, column=column)
     settings = {
@@ -85,7 +85,7 @@ def train_recipe(
     recipe = find_recipe(recipe, recipes()) if isinstance(recipe, str) else recipe
     if init is None and recipe.start is not None:
         init = shipped_model(find_recipe(recipe.start, recipes()).task)
-    family = family_of(kind_of_type(recipe.kind))
+    family = training_of(kind_of_type(recipe.kind))
     start = starting(family.config.preset("tiny", **recipe.model), init, grow=family.grow is not None, family=family)
     texts = [topics(), sources()]
     settings = {
@@ -114,7 +114,7 @@ def train_on_pairs(
     is used.
     """
     optimisation, runtime = optimisation or Optimisation(), runtime or Runtime()
-    start = starting(None, init, family=family_of(DRT))
+    start = starting(None, init, family=training_of(DRT))
     found = read_pairs(Path(pairs), prompt=prompt_field, answer=answer_field)
     settings = {
         "kind": "pairs",

@@ -17,7 +17,6 @@ from memstore.models.drt.modeling import DTYPES, DRTForCausalLM
 from memstore.models.drt.options import DRTTraining
 from memstore.models.drt.retrieval import SharedBlocks
 from memstore.readers import kinds
-from memstore.train.family import Family
 from memstore.train.options import OPTIMISATION, check_fit, optimisation_of, refuse_unfit, with_optimisation
 from memstore.train.recipes import Recipe, find_recipe
 from memstore.train.run import Run
@@ -25,6 +24,7 @@ from memstore.train.settings import Optimisation, Runtime
 from memstore.train.start import Folder, load_config
 from memstore.train.texts import train_on_pairs, train_on_texts, train_recipe
 from memstore.train.trainer import AnswerTrainer, MemoryTrainer
+from memstore.train.training import Training
 
 MEMORY = 0.95
 """How much of what was found in the steps before counts, at each step."""
@@ -291,7 +291,7 @@ def _check_fit(init: Path, given: Mapping[str, Any]) -> None:
     check_fit(init, given, sizes)
 
 
-DRT = Family(
+DRT = Training(
     kinds.DRT,
     DRTConfig,
     DRTForCausalLM,

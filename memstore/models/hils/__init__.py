@@ -4,19 +4,39 @@
 ``make_hils`` makes one of a stock model; ``memstore.attach`` gives it a memory.
 """
 
-from transformers import AutoConfig, AutoModelForCausalLM
+from typing import TYPE_CHECKING
 
-from memstore.models.hils.cache import HilsCache
-from memstore.models.hils.configuration import HilsConfig, OlmoHilsConfig, QwenHilsConfig
-from memstore.models.hils.convert import make_hils
-from memstore.models.hils.modeling import (
-    HilsForCausalLM,
-    HilsModel,
-    HilsOutput,
-    OlmoHilsForCausalLM,
-    QwenHilsForCausalLM,
-)
-from memstore.models.hils.reader import HilsReader
+from memstore.lazy import lazy
+
+if TYPE_CHECKING:
+    from memstore.models.hils.cache import HilsCache
+    from memstore.models.hils.configuration import HilsConfig, OlmoHilsConfig, QwenHilsConfig
+    from memstore.models.hils.convert import make_hils
+    from memstore.models.hils.modeling import (
+        HilsForCausalLM,
+        HilsModel,
+        HilsOutput,
+        OlmoHilsForCausalLM,
+        QwenHilsForCausalLM,
+    )
+    from memstore.models.hils.reader import HilsReader
+else:
+    __getattr__ = lazy(
+        __name__,
+        {
+            "HilsCache": "cache",
+            "HilsConfig": "configuration",
+            "HilsForCausalLM": "modeling",
+            "HilsModel": "modeling",
+            "HilsOutput": "modeling",
+            "HilsReader": "reader",
+            "OlmoHilsConfig": "configuration",
+            "OlmoHilsForCausalLM": "modeling",
+            "QwenHilsConfig": "configuration",
+            "QwenHilsForCausalLM": "modeling",
+            "make_hils": "convert",
+        },
+    )
 
 __all__ = [
     "HilsCache",
@@ -31,8 +51,3 @@ __all__ = [
     "QwenHilsForCausalLM",
     "make_hils",
 ]
-
-# So that transformers' own loaders know a saved HiLS model, and released ones, once this package is imported.
-for _model in (HilsForCausalLM, OlmoHilsForCausalLM, QwenHilsForCausalLM):
-    AutoConfig.register(_model.config_class.model_type, _model.config_class, exist_ok=True)
-    AutoModelForCausalLM.register(_model.config_class, _model, exist_ok=True)

@@ -23,7 +23,7 @@ from memstore.models.hils.configuration import HilsConfig
 from memstore.models.hils.tables import Chosen, HilsTable
 from memstore.models.packing import Packing
 from memstore.readers.kinds import Retrieval
-from memstore.readers.observer import Choice, Draft, Looks, Origin, numbers
+from memstore.readers.observer import Choice, Draft, Looks, Origin, as_array
 
 
 class RecentItems:
@@ -261,8 +261,8 @@ class HilsChoice(Choice):
         return Looks([self._look(row) for row in self.rows])
 
     def _look(self, row: int) -> Look:
-        blocks, scores = (numbers(x[row, :, -1]) for x in self.chosen)
-        weights, lists = numbers(self.weights[row, :, -1]), len(blocks)
+        blocks, scores = (as_array(x[row, :, -1]) for x in self.chosen)
+        weights, lists = as_array(self.weights[row, :, -1]), len(blocks)
         best = scores.reshape(lists, -1, scores.shape[-1]).max(1)  # of the heads that share a list
         order = np.argsort(-best, axis=1, kind="stable")
         tiers = [[TIERS.index(tier) if tier else -1 for tier in of_head] for of_head in self.tiers]

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from memstore.attention.layers import RMSNorm, merged
@@ -336,3 +337,9 @@ class QwenHilsForCausalLM(HilsForCausalLM):
     """A released 345M or 1B, by the name that its configuration has: the same model."""
 
     config_class = QwenHilsConfig
+
+
+# So that transformers' own loaders know a saved HiLS model, and released ones, once these classes are imported.
+for _model in (HilsForCausalLM, OlmoHilsForCausalLM, QwenHilsForCausalLM):
+    AutoConfig.register(_model.config_class.model_type, _model.config_class, exist_ok=True)
+    AutoModelForCausalLM.register(_model.config_class, _model, exist_ok=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from memstore.memory.trace_file import Array, Look
 from memstore.models.indexed.family import IndexedLayer
-from memstore.readers.observer import Choice, Draft, Looks, numbers
+from memstore.readers.observer import Choice, Draft, Looks, as_array
 
 if TYPE_CHECKING:
     from memstore.models.indexed.call import Call
@@ -45,8 +45,8 @@ class IndexChoice(Choice):
     def draft(self) -> Draft:
         """See ``Choice``: tokens, best score first."""
         size = self.call.document.memory.spec.block_size
-        ids, weights = numbers(self.ids), numbers(self.weights)
-        scores = np.full(ids.shape, np.nan, np.float32) if self.scores is None else numbers(self.scores)
+        ids, weights = as_array(self.ids), as_array(self.weights)
+        scores = np.full(ids.shape, np.nan, np.float32) if self.scores is None else as_array(self.scores)
         order = np.argsort(np.where(ids < 0, np.inf, -np.nan_to_num(scores, nan=-1e30)), axis=1, kind="stable")
         lists = np.arange(len(weights)) * len(ids) // len(weights)
         weights = np.take_along_axis(weights, order[lists], 1)

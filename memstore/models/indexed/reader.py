@@ -33,7 +33,7 @@ from memstore.readers.fingerprint import WeightCheck, fingerprint_of
 from memstore.readers.kinds import INDEXED
 from memstore.readers.observer import Choices
 from memstore.readers.reader import Reader
-from memstore.readers.stock.honoured import check_forward, check_generate
+from memstore.readers.stock.hooks import check_forward, check_generate
 from memstore.readers.stock.reading import ending
 from memstore.transfer import to_device, to_host
 

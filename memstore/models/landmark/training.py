@@ -22,7 +22,6 @@ from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.modeling import LandmarkForCausalLM, lora_config, make_landmark, with_adapters
 from memstore.models.landmark.options import LandmarkTraining
 from memstore.readers import kinds
-from memstore.train.family import Family, load_weights
 from memstore.train.options import OPTIMISATION, check_fit, optimisation_of, refuse_unfit, with_optimisation
 from memstore.train.recipes import Recipe, find_recipe
 from memstore.train.run import Run, write_json
@@ -30,6 +29,7 @@ from memstore.train.settings import Optimisation, Runtime
 from memstore.train.start import load_config
 from memstore.train.texts import train_on_texts, train_recipe
 from memstore.train.trainer import AnswerTrainer, MemoryTrainer
+from memstore.train.training import Training, load_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,7 +300,7 @@ def _check_fit(init: Path, given: Mapping[str, Any]) -> None:
     check_fit(init, given, there)
 
 
-LANDMARK = Family(
+LANDMARK = Training(
     kinds.LANDMARK,
     LandmarkConfig,
     LandmarkForCausalLM,

@@ -38,13 +38,13 @@ from memstore.models.memorizing import (
 from memstore.models.memorizing.options import MemorizingTraining
 from memstore.readers import kinds
 from memstore.train.corpora import Documents, Tokens, encoded, train_tokenizer
-from memstore.train.family import Family, load_weights
 from memstore.train.options import OPTIMISATION, check_fit, optimisation_of, refuse_unfit
 from memstore.train.run import Run
 from memstore.train.session import Report, Session, session
 from memstore.train.settings import Optimisation, Runtime
 from memstore.train.start import Folder, Start, digest_of_files, load_config, load_tokenizer, starting
 from memstore.train.trainer import MemoryTrainer
+from memstore.train.training import Training, load_weights
 
 
 @torch.no_grad()
@@ -600,4 +600,4 @@ def _check_fit(init: Path, given: Mapping[str, Any]) -> None:
     check_fit(init, given, there)
 
 
-MEMORIZING = Family(kinds.MEMORIZING, MemorizingConfig, MemorizingForCausalLM, train, MemorizingTrainer)
+MEMORIZING = Training(kinds.MEMORIZING, MemorizingConfig, MemorizingForCausalLM, train, MemorizingTrainer)

@@ -18,7 +18,7 @@ from memstore.train.trainer import AnswerTrainer, MemoryTrainer
 
 
 @dataclass(frozen=True)
-class Family:
+class Training:
     """How one kind of model is trained. Kinds name it (``Kind.training``)."""
 
     kind: Kind
@@ -48,17 +48,17 @@ class Family:
         return kind_in(folder) is self.kind
 
 
-def family_of(kind: Kind) -> Family:
+def training_of(kind: Kind) -> Training:
     """How models of ``kind`` are trained. Raises ``UnsupportedModel`` where they are not."""
     if not kind.training:
         raise UnsupportedModel(f"a {kind.name} is not trained here")
-    family: Family = resolve_name(kind.training)
+    family: Training = resolve_name(kind.training)
     return family
 
 
 def recipes() -> dict[str, Recipe]:
     """Those of the kinds that come with the package, by name."""
-    families = [family_of(kind) for kind in KINDS if kind.training]
+    families = [training_of(kind) for kind in KINDS if kind.training]
     return {name: recipe for family in families for name, recipe in family.recipes.items()}
 
 
