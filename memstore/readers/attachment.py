@@ -483,6 +483,11 @@ class Attachment(ABC):
         return None
 
     @property
+    def index_bytes_per_token(self) -> float:
+        """Bytes of memory that a stored token takes while it is attached, where an index scans all of them."""
+        return 0.0
+
+    @property
     def _vocabulary(self) -> int:
         return int(self.model.config.vocab_size)
 

@@ -27,6 +27,10 @@ ENTRY_POINTS = "memstore.kinds"
 """The group of entry points of other packages' kinds: a ``Kind`` by the ``model_type`` of its configurations."""
 PASSKEY, TWO_HOP, LANDMARK_PASSKEY = "passkey", "two-hop", "landmark-passkey"
 """Models that come with the package: two DRTs, and a landmark model."""
+INDEXES = frozenset(("indexed_attention", "minimax_m3_sparse", "compressed_sparse_attention"))
+"""What transformers calls layers with an index of their own."""
+INDEX_SIZES = frozenset(("index_topk", "indexer_budget", "sparse_attention_config"))
+"""What says in a configuration how much an index chooses."""
 Share = Literal["none", "group", "layer", "model"]
 Positions = Literal["stingy", "true", "clamped"]
 
@@ -244,25 +248,12 @@ KNN = Kind(
 )
 INDEXED = Kind(
     "model with its own index",
-    "deepseek_v32",
+    None,
     "memstore.models.indexed.family:load",
     "memstore.models.indexed.reader:IndexedReader",
     "memstore.models.indexed.audit:IndexAuditor",
     half=True,
     tokenizer="transformers:AutoTokenizer",
-    others=(
-        "glm_moe_dsa",
-        "axk2",
-        "hy_v4",
-        "dots3_note",
-        "dots3_note_text",
-        "minimax_m3_vl",
-        "minimax_m3_vl_text",
-        "qwen4_exp",
-        "qwen4_exp_text",
-        "glm5_next",
-        "mistral_large4",
-    ),
     options=("block_size",),
 )
 STOCK = Kind(
@@ -308,7 +299,11 @@ OPTIONS = tuple(dict.fromkeys(name for kind in KINDS for name in kind.options))
 def kind_of(model: Any) -> Kind:
     """Of which kind a loaded model is."""
     config = model.config
-    return kind_of_type(getattr(config, "model_type", None), has_memory=hasattr(config, str(KNN.key)))
+    text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+    has_index = not INDEXES.isdisjoint(getattr(text, "layer_types", None) or ())
+    return kind_of_type(
+        getattr(config, "model_type", None), has_memory=hasattr(config, str(KNN.key)), has_index=has_index
+    )
 
 
 def kind_in(folder: str | Path) -> Kind:
@@ -327,18 +322,22 @@ def kind_in(folder: str | Path) -> Kind:
         raise InvalidArgument(f"{path} is not JSON: {error}") from None
     if not isinstance(config, dict):
         raise InvalidArgument(f"{path} is not a configuration: a JSON object was expected")
-    return kind_of_type(config.get("model_type"), has_memory=KNN.key in config)
+    text = part if isinstance(part := config.get("text_config"), dict) else config
+    # Published checkpoints name no kinds of layers, or name those with an index as if they saw everything.
+    has_index = not INDEXES.isdisjoint(text.get("layer_types") or ()) or not INDEX_SIZES.isdisjoint(text)
+    return kind_of_type(config.get("model_type"), has_memory=KNN.key in config, has_index=has_index)
 
 
-def kind_of_type(model_type: str | None, *, has_memory: bool = False) -> Kind:
+def kind_of_type(model_type: str | None, *, has_memory: bool = False, has_index: bool = False) -> Kind:
     """The kind whose configurations call it ``model_type``: a stock model's, where no kind does."""
     if has_memory:  # a stock model of any type
         return KNN
-    if not model_type:
-        return STOCK
-    return (
-        next((kind for kind in KINDS if model_type in (kind.key, *kind.others)), None) or _plugin(model_type) or STOCK
+    known = (
+        next((kind for kind in KINDS if model_type in (kind.key, *kind.others)), None) or _plugin(model_type)
+        if model_type
+        else None
     )
+    return known or (INDEXED if has_index else STOCK)
 
 
 @cache

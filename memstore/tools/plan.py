@@ -243,14 +243,17 @@ def check_fit(memory: str, spec: MemorySpec | None, *, block_size: int | None, c
 
 def check_room(memory: str, reader: Reader, spec: MemorySpec, new: int, known: Contents | None, *, tell: bool) -> None:
     """Tell what reading ``new`` tokens costs. Raises ``StoreFull`` where that does not fit beside what is ``known``."""
-    sizes = {codec: int(new * _bytes_per_token(spec, codec)) for codec in dict.fromkeys((spec.codec, "int8", "int4"))}
+    codecs = (spec.codec, "int8", "int4") if reader.kind.takes("codec") else (spec.codec,)
+    sizes = {codec: int(new * _bytes_per_token(spec, codec)) for codec in dict.fromkeys(codecs)}
     size, others = sizes[spec.codec], {codec: size for codec, size in sizes.items() if codec != spec.codec}
     instead = ", ".join(f"{codec} {_amount(bytes_)}" for codec, bytes_ in others.items())
     if tell and new >= TOLD:
         minutes = new * _seconds_per_token(reader) / 60
         about = "less than a minute" if minutes < 1 else f"about {minutes:,.0f} min"
-        kept = f" ({instead} with --codec in a new memory)" if spec.codec == "none" else ""
-        sys.stderr.write(f"{counted(new, 'token')} to read: about {_amount(size)} in {memory}{kept}, {about}\n")
+        kept = f" ({instead} with --codec in a new memory)" if spec.codec == "none" and instead else ""
+        index = int(new * reader.index_bytes_per_token)
+        held = f"; {_amount(index)} of memory for its index while it is attached" if index else ""
+        sys.stderr.write(f"{counted(new, 'token')} to read: about {_amount(size)} in {memory}{kept}, {about}{held}\n")
     room = None if known is None else known.room
     folder = Path(memory.removeprefix("zarr:")).absolute()
     if "://" not in memory:
@@ -272,10 +275,13 @@ def check_room(memory: str, reader: Reader, spec: MemorySpec, new: int, known: C
 
 
 def _bytes_per_token(spec: MemorySpec, codec: str) -> float:
-    """Bytes on disk of one token's states, about."""
+    """Bytes on disk of one token's states and landmarks, about."""
+    from memstore.memory.spec import run_layout
+
     numbers: int = sum(math.prod(shape) for shape in spec.fields.values()) * spec.layers // spec.block_size
-    recurrent = sum(layout.nbytes for layout in spec.recurrent) / spec.recurrent_step
-    return numbers * BYTES.get(codec, 4 if spec.dtype == "float32" else 2) + recurrent
+    beside = sum(layout.nbytes for layout in spec.recurrent) / spec.recurrent_step
+    beside += len(spec.index_layers) * run_layout(spec, 1).nbytes / spec.block_size  # landmarks
+    return numbers * BYTES.get(codec, 4 if spec.dtype == "float32" else 2) + beside
 
 
 def _seconds_per_token(reader: Reader) -> float:

@@ -1,11 +1,23 @@
-"""What every reader promises, kept by that of models with an index of their own."""
+"""What every reader promises, kept by that of models with an index of their own; and what it refuses."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar
 
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache
+
+import memstore
+from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, UnsupportedModel
+from memstore.models.indexed import IndexedReader, family_of
+from memstore.models.indexed.family import load
+from memstore.readers.kinds import INDEXED, STOCK, kind_in, kind_of
 from memstore.testing.readers import ReaderTests
-from tests.models.indexed import tiny
+from tests.models.indexed import logits, text, tiny
 
 
 class TestIndexedReader(ReaderTests):
@@ -13,3 +25,179 @@ class TestIndexedReader(ReaderTests):
 
     def model(self, seed: int = 0) -> Any:
         return tiny("deepseek_v32", seed=seed)
+
+
+class TestBlocksAndLinearLayers(ReaderTests):
+    """The same of a hybrid that chooses runs of tokens."""
+
+    options: ClassVar[dict[str, Any]] = {"block_size": 16}
+
+    def model(self, seed: int = 0) -> Any:
+        return tiny("qwen4_exp_text", seed=seed)
+
+
+def test_kinds_are_told_apart_by_their_layers(tmp_path: Path) -> None:
+    assert kind_of(tiny("minimax_m3_vl_text")) is INDEXED
+    assert kind_of(tiny("minimax_m3_vl_text", layer_types=["full_attention"] * 4)) is STOCK
+    for config, kind in (
+        ({"model_type": "deepseek_v32", "index_topk": 2048}, INDEXED),
+        ({"model_type": "mistral_large4", "text_config": {"index_topk": 2048}}, INDEXED),
+        ({"model_type": "llama", "layer_types": ["full_attention"]}, STOCK),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert kind_in(tmp_path) is kind
+
+
+def test_a_family_that_is_not_known_is_refused_by_name() -> None:
+    model = tiny("deepseek_v32")
+    vars(model.config)["model_type"] = "deepseek_v9"
+    with pytest.raises(UnsupportedModel, match=r"a family that this memstore does not know, deepseek_v9\. It knows"):
+        memstore.attach(model, "ram:")
+    with pytest.raises(UnsupportedModel, match="with index_kpool_always_select_tail=False its first tokens"):
+        family_of(tiny("glm5_next", index_kpool_always_select_tail=False))
+    vars(model.config)["model_type"] = "deepseek_v4"
+    with pytest.raises(UnsupportedModel, match="attends to entries made of several tokens"):
+        memstore.attach(model, "ram:")
+
+
+def test_a_checkpoint_without_its_index_is_refused(tmp_path: Path) -> None:
+    model = tiny("deepseek_v32")
+    model.save_pretrained(tmp_path / "whole")
+    whole, ids = load(tmp_path / "whole").eval(), text(20)[None]
+    torch.testing.assert_close(logits(whole, ids), logits(model, ids))
+    state = {name: weight for name, weight in model.state_dict().items() if "layers.1.self_attn.indexer" not in name}
+    model.save_pretrained(tmp_path / "part", state_dict=state)
+    with pytest.raises(DamagedError, match=r"lacks 5 weights of its index, such as model\.layers\.1\.self_attn"):
+        load(tmp_path / "part")
+
+
+def _filled(model: Any) -> Any:
+    return model(text(5)[None], use_cache=True).cache
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda model: StaticCache(model.config, max_cache_len=64), "a plain dynamic cache, got StaticCache"),
+        (_filled, "filled before it met the memory"),
+    ],
+)
+def test_caches_of_the_callers_own_are_refused(made: Callable[[Any], Any], message: str) -> None:
+    model, ids = tiny("deepseek_v32"), text(120)
+    with torch.no_grad():
+        cache = made(model)
+    with memstore.attach(model, "ram:", block_size=16) as reader:
+        reader.read(ids[:100])
+        here = logits(model, ids[None, 100:])
+        with pytest.raises(InvalidArgument, match=message):
+            logits(model, ids[None, 100:], cache=cache)
+        empty = DynamicCache(config=model.config)
+        assert torch.equal(logits(model, ids[None, 100:], cache=empty), here)
+        assert len(reader) == 100
+    with pytest.raises(InvalidArgument, match="no longer attached"):
+        logits(model, ids[None, 100:101], cache=empty)
+
+
+def test_a_memory_of_another_index_is_refused_and_stays(tmp_path: Path) -> None:
+    model, ids = tiny("deepseek_v32"), text(100)
+    with memstore.attach(model, tmp_path / "m", block_size=16) as reader:
+        reader.read(ids)
+        here = logits(model, ids[None, :9])
+    with pytest.raises(ForeignMemory, match=r"index_topk=8.* here, .*index_topk=16"):
+        memstore.attach(tiny("deepseek_v32", index_topk=8), tmp_path / "m").open()
+    with pytest.raises(ForeignMemory, match="bfloat16 here, float32 in the memory"):
+        memstore.attach(tiny("deepseek_v32").bfloat16(), tmp_path / "m").open()
+    with memstore.attach(model, tmp_path / "m") as reader:
+        assert torch.equal(logits(model, ids[None, :9]), here)
+
+
+def test_an_index_that_chooses_more_than_there_is_chooses_all() -> None:
+    model, ids = tiny("deepseek_v32", index_topk=4096), text(120)[None]
+    expected = logits(model, ids)
+    with memstore.attach(model, "ram:", block_size=16) as reader:
+        reader.read(ids[0, :70])
+        torch.testing.assert_close(logits(model, ids[:, 70:]), expected[:, 70:], rtol=0, atol=1e-5)
+
+
+def test_what_a_memory_cannot_honour_is_refused_by_name() -> None:
+    model, ids = tiny("deepseek_v32"), text(60)
+    with memstore.attach(model, "ram:", block_size=16) as reader:
+        reader.read(ids[:50])
+        rows = ids[None, 50:]
+        for options, message in (
+            ({"position_ids": torch.arange(3, 13)[None]}, "position_ids must count"),
+            ({"attention_mask": torch.ones(1, 1, 10, 10)}, "must be of shape"),
+            ({"attention_mask": torch.ones(1, 4)}, "must cover the 10 new tokens"),
+            ({"output_attentions": True}, "output_attentions"),
+        ):
+            with pytest.raises(InvalidArgument, match=message):
+                logits(model, rows, **options)
+        with pytest.raises(InvalidArgument, match="attached already"), memstore.attach(model, "ram:"):
+            pass
+        with pytest.raises(InvalidArgument, match="guidance_scale"):
+            model.generate(rows, guidance_scale=2.0)
+        with pytest.raises(InvalidArgument, match=r"call model\.eval\(\)"):
+            logits(model.train(), rows)
+        model.eval()
+        with torch.no_grad():
+            model.lm_head.weight.add_(1)
+        with pytest.raises(InvalidArgument, match="changed since the memory was attached"):
+            logits(model, rows)
+
+
+def test_a_trace_tells_which_tokens_were_chosen(tmp_path: Path) -> None:
+    for family in ("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text", "qwen4_exp_text", "hy_v4"):
+        model, ids, question = tiny(family), text(150), text(9, 3)
+        with memstore.attach(model, tmp_path / family, block_size=16) as reader:
+            reader.read(ids)
+            with reader.record() as recorder:
+                answer = model.generate(question[None], max_new_tokens=3, do_sample=False, eos_token_id=None)
+                recorder.close(answer[0, 9:].tolist())
+            (step, *_, last) = reader.memory.traces.get(recorder.number).steps()
+            assert isinstance(reader, IndexedReader)
+            described = [layer for layer in reader.family.layers if layer.sees == "chosen"]
+            assert [look.layer for look in step.looks] == [layer.index for layer in described]
+            for look, layer in zip(last.looks, described, strict=True):
+                places = look.blocks * 16 + look.offsets
+                there = look.blocks >= 0
+                assert 0 <= places[there].min() <= places[there].max() <= 150 + 9 + 2
+                assert len({*places[0][there[0]].tolist()}) == there[0].sum(), "each token once"
+                stored = look.document == 0
+                assert (places[stored] < 150).all()
+                assert (places[there & ~stored] >= 150).all()
+                most = 1 if layer.sinks is None else 0.999
+                assert (look.weights.sum(1) <= 1.001).all()
+                assert (look.weights.sum(1) >= 0.99 * most).all() or layer.sinks is not None
+                scores = look.scores[0][there[0]]
+                scores = scores[scores == scores]
+                assert (scores[:-1] >= scores[1:]).all()
+
+
+def test_an_audit_tells_what_attention_over_everything_would_have_seen() -> None:
+    model, ids, question = tiny("deepseek_v32"), text(150), text(9, 3)
+    with memstore.attach(model, "ram:", block_size=16) as reader:
+        reader.read(ids)
+        few, all_of_them = reader.audit(question, tokens=2), reader.audit(question, tokens=2, top_k=4096)
+        assert few.mechanism == "index"
+        assert few.stored_tokens == 150
+        assert few.captured is not None
+        assert few.captured < 0.9
+        assert few.missed
+        assert all_of_them.captured == pytest.approx(1)
+        assert not all_of_them.missed
+        assert isinstance(reader, IndexedReader)
+        assert reader.family.layers[0].top == 16, "it is as it was"
+
+
+def test_a_memory_is_read_on_beside_calls_that_see_it() -> None:
+    model, ids = tiny("deepseek_v32"), text(200)
+    expected = logits(model, ids[None])
+    with memstore.attach(model, "ram:", block_size=16) as reader:
+        reader.read(ids[:100])
+        with torch.no_grad():
+            before = model(ids[None, 100:110], use_cache=True)
+        torch.testing.assert_close(before.logits, expected[:, 100:110], rtol=0, atol=1e-5)
+        reader.append(ids[100:150])
+        torch.testing.assert_close(logits(model, ids[None, 150:]), expected[:, 150:], rtol=0, atol=1e-5)
+        with pytest.raises(InvalidArgument, match="read on since"), torch.no_grad():
+            model(ids[None, 110:111], cache=before.cache)

@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
 import memstore
 from memstore import Retrieval
 from memstore.errors import MemstoreError
+from memstore.readers.kinds import kind_of
 from tests.readers.models import VOCABULARY, tokens
 
 PAGE = Path(__file__).parents[2] / "docs" / "families.md"
@@ -55,6 +56,9 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "linear_num_heads"), 4),
     **dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len"), 2048),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    # So many that no tokens have equal scores, and fewer chosen than there are.
+    **dict.fromkeys(("index_n_heads", "index_topk"), 32),
+    "index_head_dim": 8,
     "num_key_value_heads": 2,
     "mamba_expand": 2,
     "sliding_window": 40,
@@ -88,7 +92,7 @@ THREEFOLD = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2,
 """Positions in time, height and width."""
 PATCHES = {"vision_config": {"out_hidden_size": 32}, "rope_parameters": THREEFOLD}
 INDEXER = {
-    "indexer_n_heads": 2,
+    "indexer_n_heads": 32,
     "indexer_kv_heads": 1,
     "indexer_head_dim": 8,
     "indexer_budget": 64,
@@ -118,9 +122,6 @@ COMPRESSED = {
 }
 DOTS = {
     "num_key_value_heads": 4,
-    "index_topk": 32,
-    "index_head_dim": 8,
-    "index_n_heads": 2,
     "layer_types": ["indexed_attention", "sliding_attention"] * 2,
     "per_layer_config": {1: COMPRESSED, 3: COMPRESSED},
 }
@@ -223,9 +224,6 @@ OWN: dict[str, dict[str, Any]] = {
     "glm5_next": {
         "qk_rope_head_dim": 0,
         "num_key_value_heads": 4,
-        "index_topk": 32,
-        "index_head_dim": 8,
-        "index_n_heads": 2,
         "vision_config": {"out_hidden_size": 32, "projection_intermediate_size": 48},
     },
     "glm_ocr": PATCHES,
@@ -416,9 +414,11 @@ def tried(name: str, **sizes: Any) -> Tried:
     with torch.no_grad():
         want = None if name in WORDLESS else model(input_ids=ids[None]).logits[0, 213:]
     chosen: dict[str, Any] = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
-    everything = Retrieval(top_k="all", positions="true")
+    chosen["retrieval"] = Retrieval(top_k="all", positions="true")
+    if not kind_of(model).takes("Retrieval.top_k"):  # what it retrieves is what its own index chooses
+        chosen = {"block_size": 16}
     try:
-        with memstore.attach(model, "ram:", document="text", retrieval=everything, **chosen) as reader:
+        with memstore.attach(model, "ram:", document="text", **chosen) as reader:
             reader.read(ids[:213])
             with torch.no_grad():
                 got = model(input_ids=ids[None, 213:]).logits[0]

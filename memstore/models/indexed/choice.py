@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
+from memstore.memory import Document
 from memstore.memory.trace_file import Array, Look
 from memstore.models.indexed.family import IndexedLayer
-from memstore.readers.observer import Choice, Draft, Looks, as_array
+from memstore.readers.observer import Choice, Draft, Looks, Origin, as_array
 
-if TYPE_CHECKING:
-    from memstore.models.indexed.call import Call
+
+class ChosenFrom(Protocol):
+    """What the layer chose from: ``call.Call``."""
+
+    document: Document
+    tokens: int
+    """Those of the document; what follows is the row's own."""
+    origin: Origin
+
+    def logits(self, layer: IndexedLayer, row: int, query: Tensor) -> Tensor:
+        """Scaled products of a query with all tokens, chosen or not."""
 
 
 @dataclass(eq=False)
@@ -24,7 +34,7 @@ class IndexChoice(Choice):
     layer: int
     rows: Sequence[int]
     described: IndexedLayer
-    call: Call
+    call: ChosenFrom
     query: Tensor
     """``[H, D]``"""
     ids: Tensor

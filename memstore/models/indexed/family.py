@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from memstore.errors import UnsupportedModel
+from memstore.errors import DamagedError, UnsupportedModel
 from memstore.models.indexed.ops import Mode
 
 FAMILIES = {
@@ -31,6 +31,7 @@ FAMILIES = {
     "glm_moe_dsa": "memstore.models.indexed.families.deepseek:GlmMoeDsa",
     "axk2": "memstore.models.indexed.families.deepseek:AXK2",
     "hy_v4": "memstore.models.indexed.families.deepseek:HYV4",
+    "hy_v4_vl": "memstore.models.indexed.families.deepseek:HYV4Vision",
     "dots3_note_text": "memstore.models.indexed.families.deepseek:Dots3Note",
     "dots3_note": "memstore.models.indexed.families.deepseek:Dots3Note",
     "minimax_m3_vl_text": "memstore.models.indexed.families.grouped:MiniMaxM3",
@@ -41,6 +42,10 @@ FAMILIES = {
     "mistral_large4": "memstore.models.indexed.families.deepseek:MistralLarge4",
 }
 """Where the description of each family is, by the ``model_type`` of its configurations."""
+REFUSED = {
+    "deepseek_v4": "it attends to entries made of several tokens, which a memory of single tokens does not keep",
+}
+"""Families that have an index, and why they cannot be read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -164,21 +169,33 @@ def load(folder: str | Path, **options: Any) -> Any:
 
     config = AutoConfig.from_pretrained(folder)
     known = type(config) in AutoModelForCausalLM._model_mapping
-    return (AutoModelForCausalLM if known else AutoModelForImageTextToText).from_pretrained(folder, **options)
+    kind: Any = AutoModelForCausalLM if known else AutoModelForImageTextToText
+    model, told = kind.from_pretrained(folder, output_loading_info=True, **options)
+    # transformers fills what is missing with random numbers, and a random index chooses at random.
+    if missing := sorted(name for name in told["missing_keys"] if ".indexer." in name or ".compressor." in name):
+        raise DamagedError(
+            f"the checkpoint {folder} lacks {len(missing)} weights of its index, such as {missing[0]}: it was made "
+            "without it, or is not whole. Take one that has them."
+        )
+    return model
 
 
 def family_of(model: Any) -> Family:
     """The description of ``model``. Raises ``UnsupportedModel`` with the reason."""
     name = getattr(model.config, "model_type", None)
     if name not in FAMILIES:
-        raise unsupported(model, f"memstore knows the indexes of {', '.join(FAMILIES)}, not of {name}")
+        why = REFUSED.get(str(name)) or (
+            f"it has an index of a family that this memstore does not know, {name}. It knows {', '.join(FAMILIES)}; a "
+            "newer one may know more"
+        )
+        raise unsupported(model, why)
     made: Family = resolve_name(FAMILIES[name])(model)
     return made
 
 
 def unsupported(model: Any, why: str) -> UnsupportedModel:
     """The error for a model that cannot be attached."""
-    return UnsupportedModel(f"{type(model).__name__} cannot be given a memory: {why}")
+    return UnsupportedModel(f"cannot attach a memory to {type(model).__name__}: {why}")
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:

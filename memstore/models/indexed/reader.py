@@ -112,7 +112,16 @@ class IndexedReader(Reader):
     def _vocabulary(self) -> int:
         return int(self.family.config.vocab_size)
 
+    @property
+    def index_bytes_per_token(self) -> float:
+        """See ``Attachment``: keys of units, in the type of the model, in a file that is mapped."""
+        layers = self.slots.indexed.values()
+        numbers = sum(each.index_dim / (each.unit if each.pooled else 1) for each in layers)
+        return float(numbers * self.model.dtype.itemsize)
+
     def _begin(self) -> None:
+        if self.share is not None:
+            raise InvalidArgument(f"a {self.kind.name} searches in one process: leave process_group out")
         for name in self.names or []:
             self.memory.document(name)  # raises for what cannot be a name
         self._keys = None

@@ -182,6 +182,16 @@ class HYV4(DeepseekV32):
     layer = _SinkLayer
 
 
+class _NeighbourLayer(_SinkLayer):
+    interleaved = index_interleaved = True
+
+
+class HYV4Vision(HYV4):
+    """The text part of the model of pictures and text, whose pairs of turned numbers are neighbours."""
+
+    layer = _NeighbourLayer
+
+
 class _DotsLayer(LatentLayer):
     index_interleaved = True
 
