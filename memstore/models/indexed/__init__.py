@@ -4,7 +4,7 @@ DeepSeek-V3.2 and its kind score every past token (pool, run, block) with a smal
 index keys are the landmarks of a memory and the states lie in its blocks; the model chooses as it always does.
 """
 
-from memstore.models.indexed.family import FAMILIES, Asked, Family, IndexedLayer, family_of
+from memstore.models.indexed.family import FAMILIES, IndexedFamily, IndexedLayer, Projections, family_of
 from memstore.models.indexed.reader import IndexedReader
 
-__all__ = ["FAMILIES", "Asked", "Family", "IndexedLayer", "IndexedReader", "family_of"]
+__all__ = ["FAMILIES", "IndexedFamily", "IndexedLayer", "IndexedReader", "Projections", "family_of"]

@@ -1,7 +1,7 @@
 """One sequence of forward passes: a prompt and its continuation, or a text being read; and the layers of its cache.
 
-A ``Call`` goes on after a document, with a number of rows that each have tokens of their own (*local* ones; padding is
-left out). Token ``t`` of a row is ``t`` of the document, or ``t - tokens`` of its own. In each layer it takes what the
+An ``IndexedCall`` goes on after a document, with rows that each have tokens of their own (*local* ones; padding is left
+out). Token ``t`` of a row is ``t`` of the document, or ``t - tokens`` of its own. In each layer it takes what the
 tokens of a segment give, lets them choose among the document's units and the row's own, gathers the rows that a few
 queries chose (those of the document from the store, verified), and attends to them.
 """
@@ -66,7 +66,7 @@ class Local:
         return other
 
 
-class Call:
+class IndexedCall:
     """See above."""
 
     def __init__(
@@ -353,13 +353,13 @@ def _tokens(layer: IndexedLayer, best: Chosen, places: Tensor) -> tuple[Tensor, 
 
 
 class LocalLayer(CacheLayerMixin):
-    """A layer of a cache of transformers whose tokens a ``Call`` keeps."""
+    """A layer of a cache of transformers whose tokens a ``IndexedCall`` keeps."""
 
     is_sliding = False
     indexer_position_ids = None
     """Positions of index keys, which some models would put together for themselves: they are not needed here."""
 
-    def __init__(self, call: Call, *, first: bool) -> None:
+    def __init__(self, call: IndexedCall, *, first: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers has not annotated it
         self.keys = self.values = torch.empty(0)
         self.call, self._first = call, first

@@ -16,7 +16,7 @@ from memstore.readers.observer import Choice, Draft, Looks, Origin, as_array
 
 
 class ChosenFrom(Protocol):
-    """What the layer chose from: ``call.Call``."""
+    """What the layer chose from: ``call.IndexedCall``."""
 
     document: Document
     tokens: int

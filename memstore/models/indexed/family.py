@@ -7,7 +7,7 @@ tracing) is done once for all of them, in ``call.py``.
 
 A layer is described by an ``IndexedLayer`` around the model's own attention module, whose weights it uses. While a
 memory is attached the module's ``forward`` is ours: ``states`` makes queries, rows and index keys of hidden states, and
-``Asked.finish`` makes the module's output of what the heads have gathered.
+``Projections.finish`` makes the module's output of what the heads have gathered.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ REFUSED = {
 
 
 @dataclass(frozen=True, eq=False)
-class Asked:
+class Projections:
     """What a layer makes of the hidden states of a segment."""
 
     query: Tensor
@@ -65,14 +65,14 @@ class Asked:
     weights: Tensor | None = None
     """``[B, S, index heads]`` float32: how much each index head counts; None: all alike, or each by itself."""
 
-    def of(self, row: int, tokens: slice | Tensor) -> Asked:
+    def of(self, row: int, tokens: slice | Tensor) -> Projections:
         """What one row of the batch has of it, at some tokens: without the first dimension."""
 
         def taken(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[row, tokens]
 
         rest = map(taken, (self.rows, self.key, self.ask, self.weights))
-        return Asked(self.query[row, tokens], self.finish, *rest)
+        return Projections(self.query[row, tokens], self.finish, *rest)
 
 
 class IndexedLayer(ABC):
@@ -117,7 +117,7 @@ class IndexedLayer(ABC):
         self.index = index
 
     @abstractmethod
-    def states(self, hidden: Tensor, given: Mapping[str, Any]) -> Asked:
+    def states(self, hidden: Tensor, given: Mapping[str, Any]) -> Projections:
         """What it makes of ``hidden [B, S, hidden]``; ``given`` is what else the module's ``forward`` was given."""
 
     def pool(self, raw: Tensor, first: Tensor) -> Tensor:  # noqa: ARG002 - for units of several tokens
@@ -137,7 +137,7 @@ class IndexedLayer(ABC):
         return f"{rows}+{self.key_width} {sees} of {self.unit}"
 
 
-class Family(ABC):
+class IndexedFamily(ABC):
     """A family of models: its layers, and what of its configuration their states depend on."""
 
     shaping: tuple[str, ...] = ()
@@ -180,7 +180,7 @@ def load(folder: str | Path, **options: Any) -> Any:
     return model
 
 
-def family_of(model: Any) -> Family:
+def family_of(model: Any) -> IndexedFamily:
     """The description of ``model``. Raises ``UnsupportedModel`` with the reason."""
     name = getattr(model.config, "model_type", None)
     if name not in FAMILIES:
@@ -189,7 +189,7 @@ def family_of(model: Any) -> Family:
             "newer one may know more"
         )
         raise unsupported(model, why)
-    made: Family = resolve_name(FAMILIES[name])(model)
+    made: IndexedFamily = resolve_name(FAMILIES[name])(model)
     return made
 
 

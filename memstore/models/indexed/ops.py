@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 Mode = Literal["relu_sum", "max"]
-SLICE = 1 << 20
-"""Products of queries and keys that are held at once: 4 MB of float32, what a processor keeps near."""
+SLICE = 1 << 17
+"""Products of queries and keys that are held at once: 512 KB of float32, what a processor keeps near."""
 SCORED = 1 << 16
 """Keys whose scores are held at once."""
 TOGETHER = 32

@@ -21,7 +21,7 @@ from memstore.errors import BrokenOff, InvalidArgument
 from memstore.memory import Document, MemorySpec
 from memstore.memory.search import Match, best
 from memstore.models.causal import uncompiled
-from memstore.models.indexed.call import Call, LocalLayer, slots_of
+from memstore.models.indexed.call import IndexedCall, LocalLayer, slots_of
 from memstore.models.indexed.choice import IndexChoice
 from memstore.models.indexed.family import attending, family_of
 from memstore.models.indexed.keys import DocumentKeys
@@ -71,9 +71,9 @@ class IndexedReader(Reader):
             with evaluating(model):
                 self._carried = CarriedStates(self.family.decoder, [layer.index for layer in self.family.layers])
         self._block_size = block_size
-        self._call: Call | None = None
+        self._call: IndexedCall | None = None
         self._keys: DocumentKeys | None = None
-        self._calls: WeakSet[Call] = WeakSet()
+        self._calls: WeakSet[IndexedCall] = WeakSet()
         self._ids: Tensor | None = None
         self._told = True  # observers are told of what is asked, not of reading
 
@@ -164,17 +164,17 @@ class IndexedReader(Reader):
 
         return generate
 
-    def _new_call(self, document: Document, rows: int) -> Call:
+    def _new_call(self, document: Document, rows: int) -> IndexedCall:
         """A call that goes on after a document as it is now."""
         like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
         if self._keys is None or self._keys.document is not document:
             self._keys = DocumentKeys(document, dict(self.slots.indexed), like)
         self._keys.catch_up()
-        call = Call(self.slots, document, self._keys, rows, like)
+        call = IndexedCall(self.slots, document, self._keys, rows, like)
         self._calls.add(call)
         return call
 
-    def _cache_of(self, call: Call, states: Sequence[Tensor] | None = None) -> Any:
+    def _cache_of(self, call: IndexedCall, states: Sequence[Tensor] | None = None) -> Any:
         """A cache of transformers that goes on with ``call``, and with what other layers remember."""
         from transformers import DynamicCache
 
@@ -182,7 +182,7 @@ class IndexedReader(Reader):
         self._take_over(cache, call, states)
         return cache
 
-    def _take_over(self, cache: Any, call: Call, states: Sequence[Tensor] | None) -> None:
+    def _take_over(self, cache: Any, call: IndexedCall, states: Sequence[Tensor] | None) -> None:
         """Let the (still empty) cache that transformers made hold our layers, and those that do not attend."""
         ours = [LocalLayer(call, first=not number) for number, _ in enumerate(self.family.layers)]
         if self._carried is not None:
@@ -202,7 +202,7 @@ class IndexedReader(Reader):
         like = torch.empty(0, dtype=self.model.dtype, device=device)
         keys = DocumentKeys(document, self.slots.indexed, like, stop=place)
         keys.catch_up()
-        call = Call(self.slots, document, keys, 1, like)
+        call = IndexedCall(self.slots, document, keys, 1, like)
         cache = self._cache_of(call, kept)
         first = place // self.memory.spec.block_size
         rest = document.tokens(range(first, document.n_blocks))[place - first * self.memory.spec.block_size :]
@@ -278,7 +278,7 @@ class IndexedReader(Reader):
             self._call.end()
         self._call = None
 
-    def _call_of(self, cache: Any, rows: int) -> Call:
+    def _call_of(self, cache: Any, rows: int) -> IndexedCall:
         """The call that a pass belongs to, by its cache; a new one where that is empty or missing."""
         ours = (
             next((each for each in cache.layers if isinstance(each, LocalLayer)), None) if cache is not None else None
@@ -302,7 +302,7 @@ class IndexedReader(Reader):
         return ours.call
 
     @staticmethod
-    def _check_positions(told: Tensor | None, call: Call, usual: Tensor, mask: Tensor | None) -> None:
+    def _check_positions(told: Tensor | None, call: IndexedCall, usual: Tensor, mask: Tensor | None) -> None:
         """Raise ``InvalidArgument`` for positions that are not those of the tokens, counted from the document's end."""
         if told is None:
             return
@@ -337,7 +337,7 @@ class IndexedReader(Reader):
             self._commit(job, tokens, call, states)
             yield len(tokens)
 
-    def _commit(self, job: Job, tokens: Tensor, call: Call, states: Sequence[Tensor] | None) -> None:
+    def _commit(self, job: Job, tokens: Tensor, call: IndexedCall, states: Sequence[Tensor] | None) -> None:
         """Store what ``tokens`` gave, and what other layers remember now, and go on after it."""
         spec, options, job.options = self.memory.spec, job.options, None
         width, key = spec.fields["rows"][1], spec.key_dim
@@ -425,7 +425,7 @@ def _heads(module: Any) -> int:
     return int(getattr(module, "num_heads", None) or module.num_key_value_groups)
 
 
-def _mask(mask: Any, call: Call, rows: int, count: int) -> Tensor | None:
+def _mask(mask: Any, call: IndexedCall, rows: int, count: int) -> Tensor | None:
     """``[B, count]``, False on padding, of the new tokens; None where there is none. See ``docs/honoured.md``."""
     if mask is None:
         return None
@@ -448,7 +448,7 @@ def _mask(mask: Any, call: Call, rows: int, count: int) -> Tensor | None:
     return None if bool(mask.all()) else mask
 
 
-def _linear_mask(call: Call, mask: Tensor | None) -> Tensor | None:
+def _linear_mask(call: IndexedCall, mask: Tensor | None) -> Tensor | None:
     """What layers that do not attend are given: ``[B, S]``, or None where there is no padding."""
     if mask is not None and (call.tokens or call.length):
         raise InvalidArgument(

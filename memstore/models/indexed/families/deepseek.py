@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memstore.models.indexed.family import Asked, Family, IndexedLayer, matrix, turned
+from memstore.models.indexed.family import IndexedFamily, IndexedLayer, Projections, matrix, turned
 
 
 class LatentLayer(IndexedLayer):
@@ -45,7 +45,7 @@ class LatentLayer(IndexedLayer):
             self.index_scale = float(self.indexer.softmax_scale)
             self.top = int(self.indexer.index_topk)
 
-    def states(self, hidden: Tensor, given: Mapping[str, Any]) -> Asked:
+    def states(self, hidden: Tensor, given: Mapping[str, Any]) -> Projections:
         """See ``IndexedLayer``."""
         cos_sin = given.get("position_embeddings")
         residual, queries, finish = self.queries(hidden)
@@ -57,9 +57,9 @@ class LatentLayer(IndexedLayer):
             rows = torch.cat([latent, self.turn(k_rope, cos_sin)], -1)
         made = partial(self.output, finish)
         if self.indexer is None:
-            return Asked(query, made, rows)
+            return Projections(query, made, rows)
         ask, key = self.index_states(hidden, residual, cos_sin)
-        return Asked(query, made, rows, key, ask, self.index_weights(hidden))
+        return Projections(query, made, rows, key, ask, self.index_weights(hidden))
 
     def queries(self, hidden: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
         """What index queries are made of, queries ``[B, S, H, D]``, and what is done with values ``[B, S, H, V]``."""
@@ -104,14 +104,14 @@ class LatentLayer(IndexedLayer):
         return out
 
 
-class DeepseekV32(Family):
+class DeepseekV32(IndexedFamily):
     """Every layer chooses."""
 
     shaping: tuple[str, ...] = ("index_topk", "rms_norm_eps")
     layer: type[LatentLayer] = LatentLayer
 
     def made(self) -> list[IndexedLayer]:
-        """See ``Family``; a layer without an index takes the choice of the last one that has one."""
+        """See ``IndexedFamily``; a layer without an index takes the choice of the last one that has one."""
         layers: list[IndexedLayer] = []
         last = None
         for number, block in enumerate(self.decoder.layers):
@@ -225,7 +225,7 @@ class Dots3Note(DeepseekV32):
     layer = _DotsLayer
 
     def made(self) -> list[IndexedLayer]:
-        """See ``Family``."""
+        """See ``IndexedFamily``."""
         layers = super().made()
         for layer, kind in zip(layers, self.config.layer_types, strict=True):
             if kind == "full_attention":
@@ -273,7 +273,7 @@ class Glm5Next(DeepseekV32):
     linear = True
 
     def made(self) -> list[IndexedLayer]:
-        """See ``Family``."""
+        """See ``IndexedFamily``."""
         if not self.config.index_kpool_always_select_tail:
             raise self.refused("with index_kpool_always_select_tail=False its first tokens see nothing, or everything")
         if self.config.qk_rope_head_dim:
@@ -289,7 +289,7 @@ class _ScaledLayer(LatentLayer):
     index_interleaved = True
     extra = 1
 
-    def states(self, hidden: Tensor, given: Mapping[str, Any]) -> Asked:
+    def states(self, hidden: Tensor, given: Mapping[str, Any]) -> Projections:
         """See ``IndexedLayer``; a factor of each head and position commutes with turning."""
         asked, positions = super().states(hidden, given), given["position_ids"]
         query = self.module.softmax_scaling(asked.query, positions, head_dim_first=False)
@@ -315,7 +315,7 @@ class MistralLarge4(DeepseekV32):
     layer = _ScaledLayer
 
     def made(self) -> list[IndexedLayer]:
-        """See ``Family``: rows are those of the last layer that gives any and knows positions as the other does."""
+        """See ``IndexedFamily``: rows are those of the last layer that gives any and knows positions as it does."""
         layers, given = super().made(), dict[bool, int]()
         for layer in layers:
             kind = bool(layer.module.use_rope)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memstore.models.indexed.family import Asked, Family, IndexedLayer, turned
+from memstore.models.indexed.family import IndexedFamily, IndexedLayer, Projections, turned
 
 
 class GroupedLayer(IndexedLayer):
@@ -57,17 +57,17 @@ class _BlockLayer(GroupedLayer):
         """See ``IndexedLayer``."""
         return 1 if self.indexer is None else int(self.indexer.num_heads)
 
-    def states(self, hidden: Tensor, given: Mapping[str, Any]) -> Asked:
+    def states(self, hidden: Tensor, given: Mapping[str, Any]) -> Projections:
         """See ``IndexedLayer``."""
         module, cos_sin = self.module, given["position_embeddings"]
         query = turned_first(module.q_norm(module.q_proj(hidden).unflatten(-1, (-1, self.dim))), *cos_sin)
         rows = self.pair(hidden, cos_sin)
         if self.indexer is None:
-            return Asked(query, self.output, rows)
+            return Projections(query, self.output, rows)
         indexer, (cos, sin) = self.indexer, (x[..., : self.index_dim] for x in cos_sin)
         ask = indexer.q_norm(indexer.q_proj(hidden).unflatten(-1, (-1, self.index_dim)))
         key = indexer.k_norm(indexer.k_proj(hidden))
-        return Asked(query, self.output, rows, turned_first(key, cos, sin), turned_first(ask, cos, sin))
+        return Projections(query, self.output, rows, turned_first(key, cos, sin), turned_first(ask, cos, sin))
 
     def output(self, gathered: Tensor) -> Tensor:
         """What heads have gathered, ``[B, S, H, D]``, as the module gives it."""
@@ -75,13 +75,13 @@ class _BlockLayer(GroupedLayer):
         return out
 
 
-class MiniMaxM3(Family):
+class MiniMaxM3(IndexedFamily):
     """Layers that choose blocks, and layers that see everything."""
 
     shaping = ("layer_types", "rotary_dim", "rms_norm_eps")
 
     def made(self) -> list[IndexedLayer]:
-        """See ``Family``."""
+        """See ``IndexedFamily``."""
         return [_BlockLayer(block.self_attn, number) for number, block in enumerate(self.decoder.layers)]
 
 
@@ -95,14 +95,14 @@ class _RunLayer(GroupedLayer):
         self.unit, self.top = int(self.indexer.compress_ratio), int(self.indexer.block_topk)
         self.index_scale = self.index_dim**-0.5
 
-    def states(self, hidden: Tensor, given: Mapping[str, Any]) -> Asked:
+    def states(self, hidden: Tensor, given: Mapping[str, Any]) -> Projections:
         """See ``IndexedLayer``."""
         module, indexer, cos_sin = self.module, self.indexer, given["position_embeddings"]
         query, gate = module.q_proj(hidden).unflatten(-1, (-1, 2 * self.dim)).chunk(2, -1)
         query = turned_first(module.q_norm(query), *cos_sin)
         ask, key = indexer.index_qk_proj(hidden).split([indexer.index_n_heads * self.index_dim, self.index_dim], -1)
         ask = turned_first(indexer.q_layernorm(ask.unflatten(-1, (-1, self.index_dim))), *cos_sin)
-        return Asked(query, partial(self.output, gate.flatten(2)), self.pair(hidden, cos_sin), key, ask)
+        return Projections(query, partial(self.output, gate.flatten(2)), self.pair(hidden, cos_sin), key, ask)
 
     def pool(self, raw: Tensor, first: Tensor) -> Tensor:
         """The mean of a run's keys, normalised, and turned to the position of its first token."""
@@ -116,14 +116,14 @@ class _RunLayer(GroupedLayer):
         return out
 
 
-class Qwen4Exp(Family):
+class Qwen4Exp(IndexedFamily):
     """Linear layers, and between them some that choose runs of tokens."""
 
     shaping = ("layer_types", "rms_norm_eps", "indexer_compress_ratio", "hc_count", "ple_layer_ids")
     linear = True
 
     def made(self) -> list[IndexedLayer]:
-        """See ``Family``."""
+        """See ``IndexedFamily``."""
         blocks = enumerate(self.decoder.layers)
         rotary = self.decoder.rotary_emb
         return [_RunLayer(block.self_attn, at, rotary) for at, block in blocks if hasattr(block, "self_attn")]

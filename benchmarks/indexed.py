@@ -1,0 +1,190 @@
+"""What a model with an index of its own costs with a memory, and with its own cache: ``python benchmarks/indexed.py``.
+
+A DeepSeek-V3.2 of 4 layers with random weights, and random states of so many tokens: the same ones in a memory (in RAM,
+and on disk in LMDB, verified) and in the model's ``DynamicCache``. Each goes on by tokens, and by segments of 256 as a
+text is read; logits are compared. Ratios are of one process and one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+import memstore
+from memstore.models.indexed import IndexedReader
+from memstore.models.indexed.ops import choose
+from memstore.resources import hardware
+
+RESULTS = Path(__file__).parent / "results" / "indexed.json"
+LENGTHS = (8192, 32_768, 131_072)
+BESIDE = 32_768
+"""Stored tokens up to which the model itself is measured."""
+SEGMENT = 256
+READ = (256, 4096, 8192, 12_288, 16_128)
+"""Stored tokens at which a segment of a text of 16,384 is read."""
+VOCABULARY = 512
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "kv_lora_rank": 128,
+    "q_lora_rank": 128,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 64,
+    "v_head_dim": 64,
+    "index_n_heads": 16,
+    "index_head_dim": 64,
+    "index_topk": 256,
+    "max_position_embeddings": 1 << 20,
+}
+
+
+def main() -> None:
+    """Measure, print a line for each row, and write all of them down."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--lengths", type=int, nargs="*", default=LENGTHS)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--no-reading", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("deepseek_v32", **SIZES)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    rows: list[dict[str, Any]] = []
+    with torch.no_grad():
+        for length in options.lengths:
+            rows.append(token(model, length, options.rounds))
+            print(json.dumps(rows[-1]), flush=True)
+        if not options.no_reading:
+            rows.append(reading(model))
+            print(json.dumps(rows[-1]), flush=True)
+    options.out.write_text(json.dumps({"hardware": hardware(), "threads": 1, "rows": rows}, indent=1) + "\n")
+
+
+class States:
+    """Random states of so many tokens, and who goes on after them."""
+
+    def __init__(self, model: Any, length: int) -> None:
+        config = model.config
+        generator = torch.Generator().manual_seed(length)
+        self.model, self.length = model, length
+        self.tokens = torch.randint(VOCABULARY, (length,), generator=generator)
+        width = config.kv_lora_rank + config.qk_rope_head_dim
+        layers = range(config.num_hidden_layers)
+        self.rows = [torch.randn(length, width, generator=generator) for _ in layers]
+        self.keys = [torch.randn(length, config.index_head_dim, generator=generator) for _ in layers]
+
+    def cache(self) -> Any:
+        """In the model's own cache."""
+        cache: Any = DynamicCache(config=self.model.config)
+        rank = self.model.config.kv_lora_rank
+        for layer, rows, keys in zip(cache.layers, self.rows, self.keys, strict=True):
+            layer.update(rows[None, None, :, :rank], rows[None, None, :, rank:])
+            layer.update_indexer(keys[None])
+        return cache
+
+    def store(self, reader: IndexedReader) -> None:
+        """In the memory of a reader."""
+        size = reader.memory.spec.block_size
+        for start in range(0, self.length, 4096):
+            some = slice(start, start + 4096)
+            with reader.memory.document("text").append(self.tokens[some]) as batch:
+                for layer, (rows, keys) in enumerate(zip(self.rows, self.keys, strict=True)):
+                    marks = keys[some].unflatten(0, (-1, 1, size))
+                    batch.put(layer, rows=rows[some].unflatten(0, (-1, size)), landmarks=marks)
+
+
+def token(model: Any, length: int, rounds: int) -> dict[str, Any]:
+    """Milliseconds of one token after ``length`` stored ones, and how far the logits are from the model's."""
+    states, next_token = States(model, length), torch.tensor([[7]])
+    row: dict[str, Any] = {"stored": length}
+    expected = None
+    if length <= BESIDE:
+        cache = states.cache()
+        expected = model(next_token, cache=cache, use_cache=True).logits
+        row["model_ms"] = _milliseconds(partial(model, next_token, cache=cache, use_cache=True), min(rounds, 3))
+        del cache
+    for name, place in _places():
+        with memstore.attach(model, place, document="text") as reader:
+            assert isinstance(reader, IndexedReader)
+            states.store(reader)
+            out = model(next_token, use_cache=True)
+            if expected is not None:
+                row[f"{name}_difference"] = float((out.logits - expected).abs().max())
+            row[f"{name}_ms"] = _milliseconds(partial(model, next_token, cache=out.cache, use_cache=True), rounds)
+        if expected is not None:
+            row[f"{name}_times_as_fast"] = round(row["model_ms"] / row[f"{name}_ms"], 1)
+    row |= scan(states.keys[0], rounds)
+    return row
+
+
+def scan(keys: torch.Tensor, rounds: int) -> dict[str, Any]:
+    """Bandwidth of one layer's index scan for one token, and what it is of that of copying the keys."""
+    heads = SIZES["index_n_heads"]
+    queries, weights = torch.randn(1, heads, keys.shape[1]), torch.randn(1, heads)
+    scanned = _milliseconds(lambda: choose(queries, weights, keys, 0.125, None, SIZES["index_topk"]), rounds)
+    there = torch.empty_like(keys)
+    copied = _milliseconds(lambda: there.copy_(keys), rounds)
+    nbytes = keys.numel() * keys.element_size()
+    return {"scan_gb_per_s": round(nbytes / scanned / 1e6, 2), "scan_of_memcpy": round(copied / scanned, 3)}
+
+
+def reading(model: Any) -> dict[str, Any]:
+    """Tokens per second at which a text of 16,384 tokens is read in segments, by the segments at some places."""
+    segment = torch.randint(VOCABULARY, (SEGMENT,))
+    own, ours = [], []
+    for length in READ:
+        states = States(model, length)
+        cache = states.cache()
+        own.append(_milliseconds(partial(model, segment[None], cache=cache, use_cache=True), 1))
+        del cache
+        with memstore.attach(model, "ram:", document="text") as reader:
+            assert isinstance(reader, IndexedReader)
+            states.store(reader)
+            ours.append(_milliseconds(partial(reader.append, segment), 3))
+    theirs, mine = (SEGMENT * 1000 / statistics.mean(each) for each in (own, ours))
+    return {
+        "read": 16_384,
+        "model_tokens_per_s": round(theirs, 1),
+        "memory_tokens_per_s": round(mine, 1),
+        "times_as_fast": round(mine / theirs, 1),
+    }
+
+
+def _places() -> Iterator[tuple[str, str]]:
+    yield "ram", "ram:"
+    with tempfile.TemporaryDirectory() as folder:
+        yield "lmdb", f"{folder}/memory"
+
+
+def _milliseconds(work: Callable[[], object], rounds: int) -> float:
+    """Of the median of ``rounds``, after one that is not counted."""
+    spent = []
+    for _ in range(rounds + 1):
+        begun = time.perf_counter()
+        work()
+        spent.append(1000 * (time.perf_counter() - begun))
+    return round(statistics.median(spent[1:]), 2)
+
+
+if __name__ == "__main__":
+    main()
