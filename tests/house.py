@@ -135,7 +135,7 @@ def naming_kinds(sources: dict[Path, str]) -> list[str]:
     return [
         f"{path.relative_to(PACKAGE)}: {', '.join(sorted(names))}"
         for path, text in sources.items()
-        if (names := set(pattern.findall(text)) - {path.parent.name})
+        if (names := set(pattern.findall(text)) - {*path.parts})
     ]
 
 

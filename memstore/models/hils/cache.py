@@ -20,7 +20,7 @@ from memstore.kernels.hils_attention import attend_chosen, block_weights, pool_l
 from memstore.memory.trace_file import TIERS, Look
 from memstore.models.cache import ModelCache
 from memstore.models.hils.configuration import HilsConfig
-from memstore.models.hils.tables import Chosen, HilsTable
+from memstore.models.hils.tables import ChosenChunks, HilsTable
 from memstore.models.packing import Packing
 from memstore.readers.kinds import Retrieval
 from memstore.readers.observer import Choice, Draft, Looks, Origin, as_array
@@ -181,7 +181,7 @@ class HilsCache(ModelCache):
             spent = ((found - begun) * 1e6, (gathered - found) * 1e6)
             rows = range(self.rows) if self._last else range(0)
             self.tell(
-                HilsChoice(layer, rows, Chosen(blocks, scores), weights[..., :-1], tiers, self.origin, spent,
+                HilsChoice(layer, rows, ChosenChunks(blocks, scores), weights[..., :-1], tiers, self.origin, spent,
                            table, asked, lse, edges[-1])
             )  # fmt: skip
         return torch.addcmul(chosen, weights[..., -1:], near.to(wide)).to(q.dtype)
@@ -228,7 +228,7 @@ class HilsChoice(Choice):
 
     layer: int
     rows: Sequence[int]
-    chosen: Chosen
+    chosen: ChosenChunks
     weights: Tensor
     """``[B, H, M, K]``: of the chosen blocks, in all that the layer attends to."""
     tiers: list[list[str]]

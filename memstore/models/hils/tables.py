@@ -79,7 +79,7 @@ class OwnBlocks:
         self._held = [x.index_select(0, rows.to(x.device)) for x in self._held]
 
 
-class Chosen(NamedTuple):
+class ChosenChunks(NamedTuple):
     """Lists of blocks."""
 
     blocks: Tensor
@@ -103,7 +103,7 @@ class HilsTable:
         """Those of the memory."""
         self.own = OwnBlocks(stop)
 
-    def choose(self, asked: Tensor, lse: Tensor, edges: Sequence[int], top_k: int) -> Chosen:
+    def choose(self, asked: Tensor, lse: Tensor, edges: Sequence[int], top_k: int) -> ChosenChunks:
         """The best ``top_k`` blocks before ``edges``, of which each of ``M`` queries has one, ascending.
 
         ``asked [B, H, M, D + 1]``: scaled landmark queries and a 1. ``lse [B, H, M]``: of the window.
@@ -119,7 +119,7 @@ class HilsTable:
             known = blocks.expand(*at.shape[:3], -1) if blocks.dim() == 2 else blocks
             known = F.pad(known, (0, 1), value=-1).gather(-1, at.where(at >= 0, known.shape[-1]))
             parts.append(_ordered(known, found))
-        return Chosen(*(torch.cat(part, 2) for part in zip(*parts, strict=True)))
+        return ChosenChunks(*(torch.cat(part, 2) for part in zip(*parts, strict=True)))
 
     def _runs(self, edges: Sequence[int], asked: Tensor) -> Iterator[tuple[slice, int]]:
         """Queries that are compared with blocks together, and the block that none of them sees."""
@@ -243,11 +243,11 @@ class HilsTable:
         return found
 
 
-def _ordered(blocks: Tensor, scores: Tensor) -> Chosen:
+def _ordered(blocks: Tensor, scores: Tensor) -> ChosenChunks:
     """``blocks [B, G, m, K]`` and their ``scores [B, H, m, K]`` in the order of the blocks, -1 last."""
     order = blocks.where(blocks >= 0, torch.iinfo(blocks.dtype).max).argsort(-1)
     of_heads = order.repeat_interleave(scores.shape[1] // blocks.shape[1], 1)
-    return Chosen(blocks.gather(-1, order), scores.gather(-1, of_heads))
+    return ChosenChunks(blocks.gather(-1, order), scores.gather(-1, of_heads))
 
 
 def _in_rows(x: Tensor, counts: list[int]) -> Tensor:
