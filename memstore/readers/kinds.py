@@ -219,6 +219,8 @@ HILS = Kind(
     "memstore.models.hils.reader:HilsReader",
     "memstore.models.hils.audit:HilsAuditor",
     "memstore train hils",
+    "memstore.models.hils.training:HILS",
+    options_module="memstore.models.hils.options",
     others=("olmo_hils", "qwen_hils"),
     options=("codec", "Retrieval.top_k", "Retrieval.on_error"),
 )

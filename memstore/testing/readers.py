@@ -189,7 +189,7 @@ class ReaderTests(ABC):
             mask = torch.ones_like(ids)
             mask[1, :4] = 0
             if not self.ragged:
-                with pytest.raises(InvalidArgument, match="rows? .*length"):
+                with pytest.raises(InvalidArgument, match=r"rows? .*length"):
                     model(ids, attention_mask=mask)
                 return
             together = model(ids, attention_mask=mask).logits[:, -1]

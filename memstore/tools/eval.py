@@ -249,8 +249,8 @@ def _of_all_kinds() -> list[Parameter]:
     """What ``perplexity`` takes: the options of all kinds, each told with the kinds that have it."""
     found: dict[str, list[tuple[str, Parameter]]] = {}
     for kind in KINDS:
-        if kind.options_module:
-            for each in parameters_of(import_module(kind.options_module).PERPLEXITY):
+        if kind.options_module and (options := getattr(import_module(kind.options_module), "PERPLEXITY", None)):
+            for each in parameters_of(options):
                 found.setdefault(each.name, []).append((kind.name, each))
     return [_told(each) for each in found.values()]
 

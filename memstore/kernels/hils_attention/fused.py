@@ -9,7 +9,8 @@ block ``c``, ``P`` the probabilities within it, and ``Delta = g . out``,
     dP = g V^T      dw_c = g . a_c = rowsum(P dP)      dS = w_c P (dP - dw_c)
     de_c = w_c (dw_c - Delta)      dL = w_L (g . o_w - Delta)           in the window: dS = P (w_L (dP - g . o_w) + dL)
 
-and ``de`` goes on to ``u``, mean keys and entropies, and through these to landmark queries and keys.
+and ``de`` goes on to ``u``, mean keys and entropies, and through these to landmark queries and keys. In float32 on a
+CPU the forward pass is that of ``native.c``, which is made of the same steps.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from memstore.kernels.hils_attention import reference
+from memstore.kernels.hils_attention import native, reference
 from memstore.kernels.hils_attention.reference import block_weights, in_blocks, pool_landmarks
 
 TILE = 128
 """Queries of a tile of the window, at least; whole blocks."""
 SCORED = 1 << 22
 """Estimates that are held at once while blocks are chosen."""
+NATIVE_TILE = 1024
+"""Queries that ``native.c`` is given at a time."""
 FEW = 4
 """Queries that chose a block, in the mean, below which each query copies its blocks instead."""
 
@@ -53,16 +56,11 @@ def hils_attention(q: Tensor, k: Tensor, v: Tensor, u: Tensor, **sizes: Any) -> 
 class _HilsAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, u: Tensor, sizes: Sizes) -> Tensor:
-        size, window, top_k, softmax1, scale = sizes
-        place: dict[str, Any] = {"size": size, "window": window, "first": 0, "scale": scale}
+        size, window, scale = sizes.size, sizes.window, sizes.scale
         near, lse = _window(q, k, v, Seen(size, window, 0, True, scale))
-        rounded = lse.to(q.dtype)
-        keys, values = in_blocks(k, size), in_blocks(v, size)
-        kbar, bias = pool_landmarks(u[:, :, size - 1 :: size], keys, scale=scale)
-        blocks, scores = choose_blocks(u, kbar, bias, rounded, groups=k.shape[1], top_k=top_k, **place)
-        weights = block_weights(scores, rounded, softmax1=softmax1)
-        chosen = attend_chosen(q, keys, values, blocks, weights[..., :-1], scale=scale)
-        out = torch.addcmul(chosen, weights[..., -1:], near).to(q.dtype)
+        kbar, bias = pool_landmarks(u[:, :, size - 1 :: size], in_blocks(k, size), scale=scale)
+        far = _far_native if native.serves(q, k, v, u, size=size) else _far
+        out, blocks, weights = far(q, k, v, u, near, lse.to(q.dtype), kbar, bias, sizes)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(q, k, v, u, kbar, blocks, weights, lse, near, out)
             ctx.sizes = sizes
@@ -93,6 +91,39 @@ class _HilsAttention(torch.autograd.Function):
         dk[:, :, :whole].unflatten(2, (-1, size))[:, :, :, :-1] += dkeys + dpooled
         dv[:, :, :whole].unflatten(2, (-1, size))[:, :, :, :-1] += dvalues
         return *(x.to(u.dtype) for x in (dq, dk, dv, du)), None
+
+
+def _far(
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor, near: Tensor, lse: Tensor, kbar: Tensor, bias: Tensor, sizes: Sizes
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, from that of the window; and the lists and their weights."""
+    size, window, top_k, softmax1, scale = sizes
+    place: dict[str, Any] = {"size": size, "window": window, "first": 0, "scale": scale}
+    blocks, scores = choose_blocks(u, kbar, bias, lse, groups=k.shape[1], top_k=top_k, **place)
+    weights = block_weights(scores, lse, softmax1=softmax1)
+    chosen = attend_chosen(q, in_blocks(k, size), in_blocks(v, size), blocks, weights[..., :-1], scale=scale)
+    return torch.addcmul(chosen, weights[..., -1:], near).to(q.dtype), blocks, weights
+
+
+def _far_native(
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor, near: Tensor, lse: Tensor, kbar: Tensor, bias: Tensor, sizes: Sizes
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As ``_far``, some tokens after the other: queries, lists and outputs stay in the processor's caches."""
+    size, window, top_k, softmax1, scale = sizes
+    edge = reference.edges(0, q.shape[2], size, window, q.device).clamp(0, kbar.shape[2])
+    landmarks = native.PackedLandmarks(kbar, bias, scale=scale)
+    packed = native.PackedBlocks(in_blocks(k, size), in_blocks(v, size), scale=scale)
+    out, lists = torch.empty_like(q, memory_format=torch.contiguous_format), list[tuple[Tensor, Tensor]]()
+    for at in range(0, q.shape[2], NATIVE_TILE):
+        part = slice(at, at + NATIVE_TILE)
+        blocks, scores = landmarks.choose(u[:, :, part], lse[:, :, part], edge[part], groups=k.shape[1], top_k=top_k)
+        weights = block_weights(scores, lse[:, :, part], softmax1=softmax1)
+        some = near[:, :, part] * weights[..., -1:]
+        packed.attend(q[:, :, part], blocks, weights[..., :-1], out=some)
+        out[:, :, part] = some
+        lists.append((blocks, weights))
+    blocks, weights = (torch.cat(each, 2) for each in zip(*lists, strict=True))
+    return out, blocks, weights
 
 
 # The window
@@ -135,6 +166,9 @@ class _WindowAttention(torch.autograd.Function):
 
 
 def _window(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+    size, window, first, widened, scale = seen
+    if widened and first % size == 0 and q.numel() and native.serves(q, k, v, size=size):
+        return native.window_attention(q, k, v, size=size, window=window, first=first, scale=scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     groups, many = k.shape[1], q.shape[2]
     queries = (q.to(wide) * seen.scale).unflatten(1, (groups, -1))  # [B, G, R, M, D]
@@ -225,6 +259,8 @@ def choose_blocks(
     parts = []
     batch, heads, many, _ = u.shape
     edge = reference.edges(first, many, size, window, u.device).clamp(0, kbar.shape[2])
+    if native.serves(u, kbar, bias, lse, size=size):
+        return native.PackedLandmarks(kbar, bias, scale=scale).choose(u, lse, edge, groups=groups, top_k=top_k)
     at = 0
     while at < many:
         rows = max(1, SCORED // max(1, batch * heads * min(kbar.shape[2], int(edge[-1]))))
@@ -298,12 +334,16 @@ def _places(blocks: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
 def attend_chosen(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, weights: Tensor, *, scale: float) -> Tensor:
     """See ``reference.attend_chosen``."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    batch, groups, count, _, dim = keys.shape
+    batch, groups, count, held, dim = keys.shape
     many, top_k = blocks.shape[2:]
     if not (count and q.numel()):
         return q.new_zeros(q.shape, dtype=wide)
     if many * top_k < FEW * count or many == 1:
         return _attend_copies(q, keys, values, blocks, weights, scale)
+    if native.serves(q, keys, values, weights, size=held + 1):
+        found = torch.zeros_like(q, memory_format=torch.contiguous_format)
+        native.PackedBlocks(keys, values, scale=scale).attend(q, blocks, weights, out=found)
+        return found
     # [B, G, M, R, D]: the heads of a group are further rows of one product
     queries = (q.to(wide) * scale).unflatten(1, (groups, -1)).transpose(2, 3).contiguous()
     given = weights.unflatten(1, (groups, -1)).permute(0, 1, 3, 4, 2).contiguous()  # [B, G, M, K, R]

@@ -1,0 +1,128 @@
+"""The forward pass by ``native.c``, in float32 on a CPU: the window, the choice, and attention to chosen blocks."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memstore.kernels.native import parallel, problem_of, vectors
+
+SOURCE = Path(__file__).with_suffix(".c")
+LONGEST = 256
+"""Tokens of a block, and numbers of a head: scores of a few queries stay in the caches."""
+
+
+class _Sizes(ctypes.Structure):
+    _fields_ = (
+        *(
+            (name, ctypes.c_int64)
+            for name in (
+                "groups", "heads", "queries", "dim", "blocks", "size", "lanes", "top_k", "window", "first", "places",
+                "value_block", "value_head", "threads",
+            )
+        ),
+        ("scale", ctypes.c_float),
+    )  # fmt: skip
+
+
+def serves(*tensors: Tensor, size: int) -> bool:
+    """Whether this computes with ``tensors``, of blocks of ``size``: those of the CPU in float32, without gradients."""
+    dim = tensors[0].shape[-1]
+    plain = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
+    return plain and dim % 16 == 0 and dim <= LONGEST and size <= LONGEST and problem() is None
+
+
+def window_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, size: int, window: int, first: int, scale: float
+) -> tuple[Tensor, Tensor]:
+    """The window with its edge widened, of keys that begin with a block: see ``reference.window_attention``."""
+    groups = len(k) * k.shape[1]
+    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
+    sizes = _sizes(
+        groups, q, size, scale=scale, window=window, first=first, places=k.shape[2], value_head=k[0, 0].numel()
+    )
+    _check(_library().memstore_hils_window(*map(_pointer, (q, k, v, out, lse)), ctypes.byref(sizes)))
+    return out, lse
+
+
+class PackedLandmarks:
+    """Mean keys and entropies of blocks, as ``choose`` reads them."""
+
+    def __init__(self, kbar: Tensor, bias: Tensor, *, scale: float) -> None:
+        """``kbar [B, H, N, D]``, ``bias [B, H, N]``; ``scale`` as in ``reference.choose_blocks``."""
+        self.lanes = -(-kbar.shape[2] // 16) * 16
+        missing = self.lanes - kbar.shape[2]
+        self.keys = F.pad(kbar.mT * scale, (0, missing)).contiguous()
+        self.bias = F.pad(bias, (0, missing)).contiguous()
+
+    def choose(self, u: Tensor, lse: Tensor, counts: Tensor, *, groups: int, top_k: int) -> tuple[Tensor, Tensor]:
+        """See ``reference.choose_blocks``; ``counts [M]``, ascending: how many blocks each query may choose among."""
+        batch, heads, many, _ = u.shape
+        blocks = torch.empty(batch, groups, many, top_k, dtype=torch.int64)
+        chosen = torch.empty(batch, heads, many, top_k)
+        sizes = _sizes(batch * groups, u, 1, top_k=top_k)
+        sizes.lanes = self.lanes
+        given = (u.contiguous(), self.keys, self.bias, lse.contiguous(), counts.contiguous(), blocks, chosen)
+        _check(_library().memstore_hils_choose(*map(_pointer, given), ctypes.byref(sizes)))
+        return blocks, chosen
+
+
+class PackedBlocks:
+    """Keys and values of blocks, as ``attend`` reads them."""
+
+    def __init__(self, keys: Tensor, values: Tensor, *, scale: float) -> None:
+        """``keys, values [B, G, N, S - 1, D]``; ``scale`` as in ``reference.attend_chosen``."""
+        self.values = values if _even(values) else values.contiguous()
+        keys = keys if _even(keys) else keys.contiguous()
+        self.groups, self.count = keys.shape[0] * keys.shape[1], keys.shape[2]
+        self.size = keys.shape[3] + 1
+        sizes = _sizes(self.groups, keys, self.size, scale=scale, blocks=self.count)
+        self.packed = torch.empty(self.groups * self.count, keys.shape[4], sizes.lanes)
+        strides = (ctypes.c_int64(keys.stride(axis)) for axis in (2, 1))
+        _library().memstore_hils_pack(_pointer(keys), _pointer(self.packed), ctypes.byref(sizes), *strides)
+
+    def attend(self, q: Tensor, blocks: Tensor, weights: Tensor, out: Tensor) -> None:
+        """Add attention to the chosen blocks to ``out [B, H, M, D]``: see ``reference.attend_chosen``."""
+        strides = {"value_block": self.values.stride(2), "value_head": self.values.stride(1)}
+        sizes = _sizes(self.groups, q, self.size, blocks=self.count, top_k=blocks.shape[-1], **strides)
+        given = (q.contiguous(), self.packed, self.values, blocks.contiguous(), weights.contiguous(), out)
+        _check(_library().memstore_hils_attend(*map(_pointer, given), ctypes.byref(sizes)))
+
+
+@cache
+def problem() -> str | None:
+    """Why this cannot be; None if it can."""
+    return problem_of(_library)
+
+
+def _even(x: Tensor) -> bool:
+    """Whether rows, blocks and heads of ``x [B, G, N, S - 1, D]`` lie at even distances."""
+    return x.stride()[-2:] == (x.shape[-1], 1) and (len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1))
+
+
+def _sizes(groups: int, q: Tensor, size: int, **more: float) -> _Sizes:
+    sizes = _Sizes(**more)
+    sizes.groups, sizes.heads = groups, q.shape[0] * q.shape[1] // groups
+    sizes.queries, sizes.dim, sizes.size, sizes.threads = q.shape[2], q.shape[-1], size, torch.get_num_threads()
+    sizes.lanes = -(-size // 16) * 16
+    return sizes
+
+
+def _pointer(x: Tensor) -> ctypes.c_void_p:
+    return ctypes.c_void_p(x.data_ptr())
+
+
+def _check(code: int) -> None:
+    if code:
+        raise MemoryError("no memory for the lists of HiLS attention.")
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return parallel(SOURCE, [*vectors(), "-ffp-contract=fast"])  # ISO C would keep sums and products apart

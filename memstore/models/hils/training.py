@@ -1,0 +1,112 @@
+"""Training HiLS models: on texts as any model is, and by a recipe on needles.
+
+Nothing is warmed up: the loss reaches what is chosen from the first step on, by the weights of the chosen blocks.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+from memstore.errors import InvalidArgument
+from memstore.models.hils.configuration import HilsConfig
+from memstore.models.hils.convert import make_hils
+from memstore.models.hils.modeling import HilsForCausalLM
+from memstore.models.hils.options import HilsTraining
+from memstore.readers import kinds
+from memstore.train.options import OPTIMISATION, check_fit, optimisation_of, refuse_unfit, with_optimisation
+from memstore.train.recipes import Recipe, find_recipe
+from memstore.train.settings import Optimisation, Runtime
+from memstore.train.start import load_config
+from memstore.train.texts import train_on_texts, train_recipe
+from memstore.train.trainer import AnswerTrainer, MemoryTrainer
+from memstore.train.training import Training, load_weights
+
+
+class HilsRecipe(Recipe):
+    """What to train a HiLS model on, and how."""
+
+    kind: ClassVar[str] = "memstore-hils"
+    aligned: ClassVar[bool] = False
+
+
+class HilsNeedleTrainer(AnswerTrainer):
+    """Trains a HiLS model on needles: nothing but the loss says which blocks are to be chosen."""
+
+    def logits_of(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """See ``AnswerTrainer``."""
+        logits: Tensor = model(input_ids=inputs["input_ids"], use_cache=False).logits
+        return logits
+
+    def learned(self, answer: Tensor, found: float) -> None:
+        """See ``AnswerTrainer``; nothing waits for it."""
+
+
+RECIPES: dict[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        HilsRecipe(
+            name="hils-passkey-cpu",
+            task="passkey",
+            model={"initializer_range": 0.06, "num_swa_layers": 3},
+            stages=((0.0, {"passkey": 1.0}),),
+            optimisation=Optimisation(steps=2600, learning_rate=3e-3, restart=0.6),
+            blocks=(1, 15),
+            ramp=0.5,
+            distinct_until=0.15,
+            few_from=0.2,
+            hard_from=0.5,
+            bank=0,
+            next_command="memstore eval passkey --model {model}",
+        ),
+    )
+}
+_OF_NEEDLES = {"steps", "learning_rate", "warmup", "seed", "bf16", "init"}
+_MODEL = {"block_size": "chunk_size", "vocabulary": "vocab_size"}
+"""Options that a model is made of, and their names in its configuration."""
+_DATA = ("tokenizer", "context", "valid", "column")
+
+
+def train(options: HilsTraining, runtime: Runtime) -> dict[str, Any]:
+    """What ``memstore train hils`` does. Raises ``InvalidArgument`` for options that do not belong together."""
+    given = options.given()
+    if options.recipe is not None:
+        recipe = find_recipe(options.recipe, RECIPES)
+        if options.text:
+            raise InvalidArgument(f"--recipe {recipe.name} trains without texts; leave them out.")
+        refuse_unfit(given, _OF_NEEDLES, f"--recipe {recipe.name}")
+        return train_recipe(with_optimisation(recipe, given), options.out, init=options.init, runtime=runtime)
+    if not options.text:
+        raise InvalidArgument("train on texts, or with --recipe hils-passkey-cpu, which needs none: got neither.")
+    refuse_unfit(given, {*OPTIMISATION, *_MODEL, *_DATA, "preset", "init"}, "texts")
+    changes = {_MODEL[name]: value for name, value in given.items() if name in _MODEL}
+    config = None
+    if options.init is None:
+        config = HilsConfig.preset(options.preset or "tiny", **changes)
+    elif HILS.has(options.init):
+        there = load_config(options.init, HILS)
+        check_fit(options.init, given, {option: getattr(there, name) for option, name in _MODEL.items()})
+    return train_on_texts(
+        options.text,
+        options.out,
+        config=config,
+        family=HILS,
+        changes=changes,
+        init=options.init,
+        **{name: given[name] for name in _DATA if name in given},
+        optimisation=optimisation_of(given),
+        runtime=runtime,
+    )
+
+
+def hils_of_stock(folder: str | Path, **changes: Any) -> HilsForCausalLM:
+    """A HiLS model with the weights of the stock model in ``folder``. Raises ``DamagedError``, ``UnsupportedModel``."""
+    return make_hils(load_weights(AutoModelForCausalLM, folder), **changes)
+
+
+HILS = Training(
+    kinds.HILS, HilsConfig, HilsForCausalLM, train, MemoryTrainer, HilsNeedleTrainer, RECIPES, adopt=hils_of_stock
+)
