@@ -89,8 +89,8 @@ class Recipe:
     """Rows that measure the result."""
     next_command: str
     """What to try with the model."""
-    kind: ClassVar[str] = "memstore-drt"
-    """What configurations of its model call the kind."""
+    kind: ClassVar[str] = "drt"
+    """The kind of its model, by its word after ``memstore train``."""
     aligned: ClassVar[bool] = True
     """Whether questions end with the first token of a block, as a DRT needs them; else they end anywhere."""
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from memstore.errors import InvalidArgument
 from memstore.eval.pairs import collate_pairs, encode_pairs, read_pairs
-from memstore.readers.kinds import DRT, kind_of_type, shipped_model
+from memstore.readers.kinds import DRT, shipped_model, trainable
 from memstore.train.corpora import Documents, digest, encoded, sources, topics, train_tokenizer
 from memstore.train.needles import NeedleRows
 from memstore.train.recipes import Recipe, find_recipe
@@ -85,7 +85,7 @@ def train_recipe(
     recipe = find_recipe(recipe, recipes()) if isinstance(recipe, str) else recipe
     if init is None and recipe.start is not None:
         init = shipped_model(find_recipe(recipe.start, recipes()).task)
-    family = training_of(kind_of_type(recipe.kind))
+    family = training_of(trainable()[recipe.kind])
     start = starting(family.config.preset("tiny", **recipe.model), init, grow=family.grow is not None, family=family)
     texts = [topics(), sources()]
     settings = {

@@ -29,7 +29,7 @@ from memstore.train.training import Training, load_weights
 class HilsRecipe(Recipe):
     """What to train a HiLS model on, and how."""
 
-    kind: ClassVar[str] = "memstore-hils"
+    kind: ClassVar[str] = "hils"
     aligned: ClassVar[bool] = False
 
 

@@ -4,7 +4,24 @@ DeepSeek-V3.2 and its kind score every past token (pool, run, block) with a smal
 index keys are the landmarks of a memory and the states lie in its blocks; the model chooses as it always does.
 """
 
-from memstore.models.indexed.family import FAMILIES, IndexedFamily, IndexedLayer, Projections, family_of
-from memstore.models.indexed.reader import IndexedReader
+from typing import TYPE_CHECKING
+
+from memstore.lazy import lazy
+
+if TYPE_CHECKING:
+    from memstore.models.indexed.family import FAMILIES, IndexedFamily, IndexedLayer, Projections, family_of
+    from memstore.models.indexed.reader import IndexedReader
+else:
+    __getattr__ = lazy(
+        __name__,
+        {
+            "FAMILIES": "family",
+            "Projections": "family",
+            "IndexedFamily": "family",
+            "IndexedLayer": "family",
+            "IndexedReader": "reader",
+            "family_of": "family",
+        },
+    )
 
 __all__ = ["FAMILIES", "IndexedFamily", "IndexedLayer", "IndexedReader", "Projections", "family_of"]

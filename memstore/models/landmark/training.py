@@ -45,7 +45,7 @@ class LandmarkRecipe(Recipe):
     """Loss of the answers, smoothed, below which landmarks begin to count."""
     ramp_steps: int = 100
     """Steps from causal softmax to the grouped one."""
-    kind: ClassVar[str] = "memstore-landmark"
+    kind: ClassVar[str] = "landmark"
     aligned: ClassVar[bool] = False
 
 

@@ -1,0 +1,27 @@
+"""The options of training, for the command line. Nothing here needs PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from memstore.train.options import TrainingOptions, option
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexedTraining(TrainingOptions):
+    """Train a small model whose own index tells its attention which tokens to look at.
+
+    By a recipe that needs no text, in the two stages of DeepSeek-V3.2. The result is a Hugging Face model folder. After
+    an interruption the same command goes on from the last checkpoint, to the same result.
+
+    Example:
+
+        memstore train indexed --recipe indexed-cpu --out indexed
+
+    In Python: memstore.train.train_recipe.
+    """
+
+    recipe: str | None = option("indexed-cpu.")
+
+
+TRAINING = IndexedTraining
