@@ -126,6 +126,25 @@ class StoreTests(ABC):
         for row, item in enumerate(wanted):
             assert [rows[row].tobytes() for rows in out] == [record.payload.tobytes() for record in value(item)]
 
+    def test_rows_are_those_of_the_values(self, store: BlockStore) -> None:
+        """Rows of values are what a whole read has of them, again and again, also after the value has changed."""
+        layout, random = Layout("float32", (7, 3)), np.random.default_rng(0)
+        whole = random.integers(0, 256, (5, 7, 12), np.uint8)
+        batch = Batch()
+        for item, payload in enumerate(whole):
+            batch.put(block(item), Record(layout, payload.reshape(-1)))
+        store.write(batch)
+        which, places = np.array([0, 0, 1, 2, 2, 2]), np.array([6, 0, 3, 1, 1, 5])
+        keys = [block(item) for item in (4, 0, 2)]
+        for _ in range(2):
+            assert np.array_equal(store.rows(keys, layout, which, places), whole[[4, 0, 2]][which, places])
+        store.write(Batch(puts=[(block(0), (Record(layout, whole[1].reshape(-1)),))]))
+        assert np.array_equal(store.rows(keys, layout, which, places), whole[[4, 1, 2]][which, places])
+        with pytest.raises(NotFound):
+            store.rows([block(9)], layout, which[:2], places[:2])
+        with pytest.raises(DamagedError):
+            store.rows([block(0)], Layout("float32", (7, 4)), which[:2], places[:2])
+
     def test_read_of_nothing(self, store: BlockStore) -> None:
         """No keys, no work."""
         store.read([], LAYOUTS, rows(0))

@@ -202,3 +202,23 @@ def test_a_memory_is_read_on_beside_calls_that_see_it() -> None:
         torch.testing.assert_close(logits(model, ids[None, 150:]), expected[:, 150:], rtol=0, atol=1e-5)
         with pytest.raises(InvalidArgument, match="read on since"), torch.no_grad():
             model(ids[None, 110:111], cache=before.cache)
+
+
+def test_a_damaged_row_is_named_and_never_attended_to(tmp_path: Path) -> None:
+    model, ids = tiny("deepseek_v32", index_topk=4096), text(120)
+    with memstore.attach(model, tmp_path / "m", document="text", block_size=16) as reader:
+        reader.read(ids[:100])
+        row = reader.document.layer(2).rows(torch.tensor([37]))[0]
+        assert torch.equal(row, reader.document.layer(2).gather([2])["rows"][0, 5])
+    file = tmp_path / "m" / "data.mdb"
+    stored = bytearray(file.read_bytes())
+    place = stored.find(row.numpy().tobytes())
+    assert place > 0
+    stored[place + 3] ^= 1
+    file.write_bytes(stored)
+    with memstore.attach(model, tmp_path / "m", mode="r") as reader:
+        assert reader.document.layer(2).rows(torch.tensor([3])).shape == (1, 40), "another block is as it was"
+        for _ in range(2):
+            with pytest.raises(DamagedError, match="document 'text', layer 2, block 2 is damaged"):
+                logits(model, ids[None, 100:])
+        assert reader.memory.verify() != []

@@ -145,7 +145,7 @@ class Values:
         self._known: dict[ValueReader, dict[bytes, tuple[bytes, int]]] = {}
         self._runs: dict[bytes, frozenset[int]] = {}
         """Header checksums of whole runs that were found to be those of their keys."""
-        self._seen: set[bytes] = set()
+        self._seen: dict[ValueReader, set[bytes]] = {}
         """Whole keys of values that were verified, for those of which rows are read."""
         self._run_sums = 0
         """How many those are: runs of small values have hundreds."""
@@ -188,6 +188,7 @@ class Values:
         ends = np.searchsorted(which, np.arange(len(keys)), side="right").tolist()
         body = slice(HEADER_BYTES, HEADER_BYTES + layout.nbytes)
         self._known.setdefault(reader, {})
+        seen = self._seen.setdefault(reader, set())
         with txn.cursor() as cursor:
             if waits:
                 self._fetch(cursor, {key: key for key in keys})
@@ -196,14 +197,14 @@ class Values:
                 place = self._naming.find(cursor, name)
                 if place is None:
                     raise self._lacks(keys[number])
-                if place in self._seen:
+                if place in seen:
                     view = cursor.value()
                 else:
                     copy = memoryview(bytearray(reader.size))
                     self._verify(cursor, copy, name, keys[number], reader)
-                    if len(self._seen) >= _MOST_SEEN:
-                        self._seen.clear()
-                    self._seen.add(place)
+                    if len(seen) >= _MOST_SEEN:
+                        seen.clear()
+                    seen.add(place)
                     view = copy
                 whole = np.frombuffer(view[body], np.uint8).reshape(-1, nbytes)
                 whole.take(rows[start:end], 0, out[start:end], "clip")  # it would make another copy to check them
