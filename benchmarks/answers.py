@@ -37,7 +37,7 @@ from memstore.eval.questions.rankers import FusedRanker, MemoryRanker, Ranker, S
 from memstore.eval.questions.recall import Pool
 from memstore.eval.questions.sets import HALVES, SEPARATOR, Question, QuestionSet
 from memstore.eval.questions.wheel import load_json
-from memstore.readers.asking import INSTRUCTION, Template, framed
+from memstore.readers.asking import INSTRUCTION, Template, fill_template
 from memstore.readers.caches import CACHE
 from memstore.readers.kinds import encode
 from memstore.resources import hardware
@@ -228,7 +228,7 @@ class Asking:
     def _prompt(self, texts: Sequence[str]) -> list[int]:
         """Texts before a model that has no memory, in the same frame as ``ask`` has."""
         words = SEPARATOR.join(texts)
-        return framed(self._reader.tokenizer, self._frame, words, self._frame.opening).tokens
+        return fill_template(self._reader.tokenizer, self._frame, words, self._frame.opening).tokens
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

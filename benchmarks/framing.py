@@ -22,7 +22,7 @@ from memstore.eval.questions.rankers import MemoryRanker
 from memstore.eval.questions.recall import Pool, recall
 from memstore.eval.questions.sets import HALVES, Question
 from memstore.eval.questions.shallow import cut_off
-from memstore.readers.asking import asked_in
+from memstore.readers.asking import question_in
 from memstore.resources import hardware
 from memstore.tools.models import load_model
 
@@ -62,7 +62,7 @@ def main() -> None:
         reader.read(pool.tokens, document="squad")
         ranker = MemoryRanker(reader)
         for name, frame in list(frames(tokenizer).items())[: options.frames]:
-            texts = [asked_in(tokenizer, [frame(each.text)])[0] for each in questions]
+            texts = [question_in(tokenizer, [frame(each.text)])[0] for each in questions]
             same = sum(text == each.text for text, each in zip(texts, questions, strict=True))
             framed = [
                 Question(each.id, text, each.answers, each.evidence)

@@ -1,8 +1,12 @@
-"""Every error that memstore raises on purpose: one base class, each subclass also the natural built-in."""
+"""Every error that memstore raises on purpose, and how names from outside are shown in messages.
+
+One base class; each subclass is also the natural built-in.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import unicodedata
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from os import PathLike, fspath
 from typing import ClassVar, Literal, Self
@@ -141,3 +145,28 @@ def opening(memory: str | PathLike[str]) -> Iterator[None]:
 def first_line(error: Exception) -> str:
     """What an error of another library says, as far as it goes into a line of ours; its kind where it says nothing."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def printable(text: str) -> str:
+    """``text`` that somebody else wrote, with control, format and other invisible characters spelled out as in Python.
+
+    Spaces, newlines and tabs stay. What is left never moves, reverses, hides or breaks the text around it, neither on a
+    terminal nor on a page.
+    """
+    return text if text.isprintable() else "".join(c if _shows(c) else _spelled(c) for c in text)
+
+
+def on_one_line(names: Iterable[str]) -> str:
+    """Names that somebody else wrote, ``printable`` and on one line."""
+    return ", ".join(printable(name).translate(_BREAKS) for name in sorted(names))
+
+
+def _shows(character: str) -> bool:
+    return character.isprintable() or character in "\n\t" or unicodedata.category(character) == "Zs"
+
+
+def _spelled(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+_BREAKS = {ord(each): _spelled(each) for each in "\n\t"}

@@ -295,3 +295,9 @@ def free_bytes(folder: Path) -> int:
     """Bytes that this user can still write to the file system of ``folder``, a quota included where it says so."""
     facts = os.statvfs(folder)
     return facts.f_bavail * facts.f_frsize
+
+
+def python_module(name: str) -> list[str]:
+    """The beginning of a command that runs the module ``name``."""
+    # With -m alone the working directory comes first in sys.path: a file xxhash.py of somebody else would be run there.
+    return [sys.executable, "-P", "-m", name]

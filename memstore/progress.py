@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from memstore.stored import on_one_line
+from memstore.errors import on_one_line
 
-TOLD_SECONDS = 0.1
+UPDATE_SECONDS = 0.1
 """Time between two lines."""
 
 
@@ -37,7 +37,7 @@ def progress_bar(
     def advance(tokens: int) -> None:
         nonlocal read, told
         read += tokens
-        if show and time.perf_counter() - told > TOLD_SECONDS and sys.stderr.isatty():
+        if show and time.perf_counter() - told > UPDATE_SECONDS and sys.stderr.isatty():
             told = time.perf_counter()
             tell("\r")
 

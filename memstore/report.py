@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from memstore.errors import InvalidArgument
-from memstore.stored import on_one_line, printable
+from memstore.errors import InvalidArgument, on_one_line, printable
 
 T = TypeVar("T")
 

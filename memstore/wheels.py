@@ -19,9 +19,8 @@ from typing import TYPE_CHECKING, TypeVar
 
 from filelock import FileLock
 
-from memstore.children import python_module
 from memstore.errors import DamagedError, MemstoreError, NotFound
-from memstore.paths import CACHE_VARIABLE
+from memstore.paths import CACHE_VARIABLE, python_module
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -23,7 +23,7 @@ from hypothesis import settings
 
 from memstore.memory import Finding, verify
 from memstore.memory.urls import open_unchecked
-from memstore.store.keys import MasterKey
+from memstore.store.encryption_keys import MasterKey
 from tests import disk, forks
 
 gc.disable()  # importing and collecting make a million objects of which none is garbage: seconds

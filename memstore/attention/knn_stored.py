@@ -17,9 +17,9 @@ from torch import Tensor
 
 from memstore.attention.knn import Neighbours
 from memstore.attention.knn_memory import check_queries, check_states, nearest
+from memstore.device_copies import to_host
 from memstore.errors import InvalidArgument
 from memstore.memory import Document, Fingerprint, MemorySpec
-from memstore.transfer import to_host
 
 FIELDS = ("k", "v")
 

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.transfer import alike, from_each, to_device
+from memstore.device_copies import alike, from_each, to_device
 
 PIECE = 1 << 22
 """Scores that are computed at once where every block in memory is scored."""

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from memstore.transfer import numbers
+from memstore.device_copies import numbers
 
 
 class RMSNorm(nn.RMSNorm):

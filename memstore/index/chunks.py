@@ -12,12 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from memstore.device_copies import to_device
 from memstore.index.contract import allows
 from memstore.index.files import Content
 from memstore.index.sieve import LARGEST_TURNED_DIM, Codes, Frame, group_rows, usable
 from memstore.kernels.best_codes import hold, numbers
-from memstore.kernels.best_codes.held import BYTE
-from memstore.transfer import to_device
+from memstore.kernels.best_codes.encoding import BYTE
 
 PLACES = 1 << 32
 FIRST_CHUNK_KEYS = 4096

@@ -25,7 +25,7 @@ from memstore.index.clusters import Clusters, require_faiss
 from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
 from memstore.index.exact import ExactIndex
 from memstore.index.rebuilt import BaseBlocks, Rebuild
-from memstore.stored import anything, array, fit, members, number, row, table, whole
+from memstore.json_checks import anything, array, fit, members, number, row, table, whole
 
 SMALLEST = 16_384
 """Keys of a head below which exact search is as fast."""

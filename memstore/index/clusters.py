@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.index.best import order
+from memstore.index.best_blocks import order
 from memstore.kernels.search_blocks.api import LARGEST_K, KeyLists, lists_problem
 
 SPREAD = 3.0

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.stored import check_whole
+from memstore.json_checks import check_whole
 
 LARGEST_ID = (1 << 63) - 1
 LARGEST = 1e15

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.index import contract, files
-from memstore.index.best import BestBlocks, choose, merge, nothing, order
+from memstore.index.best_blocks import BestBlocks, choose, merge, nothing, order
 from memstore.index.chunks import GATHERED_NUMBERS, PLACES, Chunk, Chunks, Tile, held_as
 from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
 from memstore.index.sieve import CodedGroups, QueryGroups, Sieve, group_rows

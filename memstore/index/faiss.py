@@ -25,7 +25,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.index import contract, files
-from memstore.index.best import choose, merge
+from memstore.index.best_blocks import choose, merge
 from memstore.index.chunks import PLACES
 from memstore.index.contract import IndexCapabilities, SearchResult
 from memstore.index.exact import TILE_QUERIES, ExactIndex

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.index import contract
-from memstore.stored import anything, fit, members, parse, row, text
+from memstore.json_checks import anything, fit, members, parse, row, text
 
 KIND = "memstore index 2"
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.index.contract import check_numbers, check_tensor
+from memstore.json_checks import check_storable
 from memstore.memory.entry import READING, Address, DocumentState, Home, Places
 from memstore.memory.rows import (
     beginning,
@@ -32,7 +33,6 @@ from memstore.memory.shared import SharedStore
 from memstore.memory.spec import plain_layouts, token_layout
 from memstore.memory.usage import Deletion
 from memstore.store.records import Batch, Bytes, Record
-from memstore.stored import check_storable
 
 
 def truncation(

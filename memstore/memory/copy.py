@@ -29,7 +29,7 @@ from memstore.memory.shared import about, owner_of
 from memstore.memory.spec import MemorySpec, block_layouts
 from memstore.memory.urls import folder
 from memstore.progress import progress_bar
-from memstore.store.keys import KeySource
+from memstore.store.encryption_keys import KeySource
 
 # A copy is made of appends, so what is there at any moment is a document like any other, and going on needs no record
 # of how far it came.

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Protocol
 
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
+from memstore.json_checks import check_whole
 from memstore.memory.entry import NEXT_DOCUMENT, Address, DocumentState, Places, common, lacking
 from memstore.memory.rows import from_record, kept_recurrent, read_recurrent, read_rows
 from memstore.memory.rules import Rules
@@ -17,7 +18,6 @@ from memstore.memory.shared import Handle, SharedStore, next_document_record
 from memstore.memory.spec import MemorySpec, token_layout
 from memstore.memory.usage import Deletion
 from memstore.store.records import Batch
-from memstore.stored import check_whole
 
 if TYPE_CHECKING:  # documents are listed and forgotten without PyTorch, which takes seconds to load
     import torch

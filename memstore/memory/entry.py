@@ -24,10 +24,10 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, ref
 
-from memstore.errors import DamagedError, ForeignMemory
+from memstore.errors import DamagedError, ForeignMemory, on_one_line
+from memstore.json_checks import anything, array, fit, maybe, members, parse, ranges, row, table, text, whole
 from memstore.store.contract import BlockStore
 from memstore.store.records import MAX_DOCUMENT, MAX_ITEM, Bytes, Key, Record, Table
-from memstore.stored import anything, array, fit, maybe, members, on_one_line, parse, ranges, row, table, text, whole
 
 HEADER = Key(Table.META)
 """JSON ``{"format", "library", "spec", "blocks_per_run"}``, written once."""

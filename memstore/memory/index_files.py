@@ -22,11 +22,11 @@ import xxhash
 from memstore import paths
 from memstore.errors import DamagedError, MemstoreError, NotAMemory, NotFound
 from memstore.index import BUILT_IN
+from memstore.json_checks import anything, fit, members, parse, table, text, whole
 from memstore.memory.entry import LONGEST_NAME, DocumentState, Places
 from memstore.memory.rows import HistoryRuns, Runs, byte_rows
 from memstore.memory.spec import MemorySpec
 from memstore.store.records import MAX_DOCUMENT, MAX_ITEM
-from memstore.stored import anything, fit, members, parse, table, text, whole
 
 if TYPE_CHECKING:  # who lists what is kept needs no PyTorch
     from torch import Tensor

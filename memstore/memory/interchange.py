@@ -23,6 +23,7 @@ from torch import Tensor
 from memstore import paths
 from memstore._version import __version__
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError, NotAMemory, NotFound
+from memstore.json_checks import anything, array, fit, maybe, members, parse, row, table, text, whole
 from memstore.memory.document import Document
 from memstore.memory.entry import LONGEST_NAME
 from memstore.memory.memory import Memory, open_memory
@@ -30,9 +31,8 @@ from memstore.memory.rows import decode_landmarks, no_states
 from memstore.memory.rules import Rules
 from memstore.memory.spec import MemorySpec, block_layouts, plain_layouts, run_layout, token_layout
 from memstore.progress import progress_bar
-from memstore.store.keys import KeySource
+from memstore.store.encryption_keys import KeySource
 from memstore.store.records import MAX_ITEM
-from memstore.stored import anything, array, fit, maybe, members, parse, row, table, text, whole
 
 FORMAT, VERSION = "memstore-export", 1
 NAME = "manifest.json"

@@ -25,7 +25,7 @@ from memstore.memory.verify import Finding
 from memstore.paths import FULL
 from memstore.store.contract import Compaction, Progress
 from memstore.store.encrypted import EncryptedStore
-from memstore.store.keys import KeySource, read_key
+from memstore.store.encryption_keys import KeySource, read_key
 
 if TYPE_CHECKING:  # a memory is opened, listed and changed without PyTorch, which takes seconds to load
     import torch

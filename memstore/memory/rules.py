@@ -14,7 +14,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Generic, Literal, Self, TypeVar, get_args
 
-from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError
+from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemstoreError, on_one_line
+from memstore.json_checks import Check, array, check_whole, fit, maybe, members, number, row, table, text, whole
 from memstore.memory.entry import KEEPING, LONGEST_NAME, Address, Catalog
 from memstore.store.contract import BlockStore
 from memstore.store.records import (
@@ -28,7 +29,6 @@ from memstore.store.records import (
     Table,
     describe,
 )
-from memstore.stored import Check, array, check_whole, fit, maybe, members, number, on_one_line, row, table, text, whole
 
 if TYPE_CHECKING:  # it needs torch, and a check of a memory, which reads rules, does not
     from memstore.store.cache import BlockCache

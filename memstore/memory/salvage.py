@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from memstore import errors
-from memstore.children import python_module
 from memstore.errors import DamagedError, MemstoreError, NotFound
 from memstore.memory.copy import TRANSACTION_BYTES
 from memstore.memory.document import Document
@@ -36,8 +35,9 @@ from memstore.memory.shared import NamedValues, SharedStore
 from memstore.memory.spec import block_layouts, plain_layouts, token_layout
 from memstore.memory.urls import open_unchecked
 from memstore.memory.verify import DONE, lines_of_child, say
+from memstore.paths import python_module
 from memstore.store.cache import empty_rows
-from memstore.store.keys import KeySource, MasterKey, read_key
+from memstore.store.encryption_keys import KeySource, MasterKey, read_key
 
 _MOST_CRASHES = 1000
 _PATIENCE = 300  # seconds for one block: a tree whose pages lead in a circle is walked for ever

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.index.contract import check_numbers, check_tensor
+from memstore.json_checks import check_whole
 from memstore.memory.document import Document
 from memstore.memory.memory import Memory
 from memstore.memory.spec import MemorySpec
-from memstore.stored import check_whole
 
 AT_ONCE = 1 << 22
 """Scores held at a time, 4 bytes each: a memory of single tokens has many keys in a block, all of which may ask."""

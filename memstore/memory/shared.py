@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory
 from memstore.index import capabilities_of, lies_on_devices, open_index
+from memstore.json_checks import anything, array, check_storable, check_whole, fit, table, text
 from memstore.memory.entry import (
     FIRST_NAMED,
     NAMED_VALUE,
@@ -36,7 +37,6 @@ from memstore.memory.spec import MemorySpec, Room, block_layouts, read_header
 from memstore.store.cache import BlockCache
 from memstore.store.contract import BlockStore
 from memstore.store.records import MAX_ITEM, Batch, Key, Layout, Record, Table
-from memstore.stored import anything, array, check_storable, check_whole, fit, table, text
 
 if TYPE_CHECKING:  # a memory is opened, listed and changed without PyTorch, which takes seconds to load
     from concurrent.futures import Executor
@@ -92,7 +92,7 @@ class SharedStore:
         blocks = BlockCache(store, block_layouts(header.spec), partial(_readers, store), **budgets)
         device = budgets.get("device")
         if device is not None:
-            from memstore.transfer import device_of
+            from memstore.device_copies import device_of
 
             device = device_of(device)
         return cls(store, header.spec, url, mode, index, header.blocks_per_run, folder, blocks, catalog, device)
@@ -539,6 +539,6 @@ def _contents(records: tuple[Record, ...]) -> list[tuple[Layout, bytes]]:
 
 def _readers(store: BlockStore) -> Executor:
     """Threads that bring blocks ahead."""
-    from memstore.transfer import background_workers
+    from memstore.device_copies import background_workers
 
     return background_workers(store.capabilities.reads_ahead)

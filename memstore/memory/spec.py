@@ -9,12 +9,12 @@ from math import prod
 from typing import Any, NamedTuple
 
 from memstore._version import __version__
-from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory
+from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory, on_one_line
+from memstore.json_checks import anything, array, fit, maybe, members, row, table, text, whole
 from memstore.memory.entry import HEADER, DocumentState
 from memstore.memory.urls import NewMemory
 from memstore.store.contract import BlockStore
 from memstore.store.records import MAX_DIMENSIONS, Batch, Layout, Record
-from memstore.stored import anything, array, fit, maybe, members, on_one_line, row, table, text, whole
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,7 +31,7 @@ import numpy.typing as npt
 
 from memstore import paths
 from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreError, ReadOnlyMemory, StoreFull
-from memstore.stored import array, fit, parse, text
+from memstore.json_checks import array, fit, parse, text
 
 MOST_BYTES = 256 * 1024 * 1024
 """Of what is recorded of one step, unpacked."""

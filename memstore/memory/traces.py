@@ -22,9 +22,9 @@ import numpy as np
 
 from memstore._version import __version__
 from memstore.errors import DamagedError, MemstoreError, NotFound
+from memstore.json_checks import anything, fit, members, parse
 from memstore.memory.trace_file import ELSEWHERE, TIERS, Array, Look, Step, TraceFile, decode, delete, encode, make_room
 from memstore.store.contract import BlockStore
-from memstore.stored import anything, fit, members, parse
 
 __all__ = ["ELSEWHERE", "KEPT", "MAX_BYTES", "TIERS", "Look", "Recorder", "Step", "Trace", "Traces"]
 

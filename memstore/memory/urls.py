@@ -33,7 +33,15 @@ from memstore.errors import (
 from memstore.paths import user_folder
 from memstore.store.contract import BlockStore
 from memstore.store.encrypted import OVERHEAD, EncryptedStore, sealed
-from memstore.store.keys import KEYS_NAME, VARIABLE, KeySource, KeyTable, MasterKey, key_of_environment, read_key
+from memstore.store.encryption_keys import (
+    KEYS_NAME,
+    VARIABLE,
+    KeySource,
+    KeyTable,
+    MasterKey,
+    key_of_environment,
+    read_key,
+)
 from memstore.store.ram import RamStore
 from memstore.store.records import Batch, Key, Table
 

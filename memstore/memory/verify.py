@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from memstore.children import python_module
 from memstore.errors import DamagedError, MemstoreError, NotFound, WrongKey
+from memstore.json_checks import fit
 from memstore.memory.entry import (
     BRANCH,
     FIRST_NAMED,
@@ -49,10 +49,10 @@ from memstore.memory.rules import STORED, Rules
 from memstore.memory.spec import Header, Room, block_layouts, plain_layouts, read_header, run_layout, token_layout
 from memstore.memory.urls import folder, open_locked, open_unchecked
 from memstore.memory.usage import Usage, clipped
+from memstore.paths import python_module
 from memstore.store.contract import BlockStore
-from memstore.store.keys import MasterKey, key_of_environment, lacks_key, owners_told
+from memstore.store.encryption_keys import MasterKey, key_of_environment, lacks_key, owners_told
 from memstore.store.records import MAX_DOCUMENT, MAX_ITEM, Key, Layout, Record, ScannedValue, Table
-from memstore.stored import fit
 
 _UNREADABLE = (DamagedError, LookupError, TypeError, ValueError)
 _MOST = 1000  # findings; a memory with more has one cause, and a list without end helps nobody

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from memstore.device_copies import device_of, own_types
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
 from memstore.index import SearchResult, VectorIndex
 from memstore.index.contract import check_tensor
@@ -23,7 +24,6 @@ from memstore.memory.rows import decode_block_rows, no_states, read_last_block
 from memstore.memory.shared import Handle
 from memstore.store.cache import BlockRefs, StaleBlocks
 from memstore.store.contract import Progress
-from memstore.transfer import device_of, own_types
 
 T = TypeVar("T")
 TOP_K = 8

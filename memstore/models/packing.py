@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.transfer import numbers
+from memstore.device_copies import numbers
 
 
 # Rows lie at the beginning of their stream and are filled up at its end, where causal attention does not look; so

@@ -22,7 +22,7 @@ from memstore.memory import Traces
 from memstore.memory.traces import best_scores, most_weight
 from memstore.memory.view import noting_left_out
 from memstore.readers.kinds import encode
-from memstore.readers.passages import SENTENCES, SHOWN, Passage, PassageReader, quotes, unsupported, written_with
+from memstore.readers.passages import MAX_SOURCES, SENTENCES, Passage, PassageReader, quotes, unsupported, written_with
 
 if TYPE_CHECKING:
     from memstore.memory import Memory, Recorder
@@ -131,7 +131,7 @@ class Answer:
     def __str__(self) -> str:
         return self.text
 
-    def sources(self, most: int = SHOWN) -> list[Passage]:
+    def sources(self, most: int = MAX_SOURCES) -> list[Passage]:
         """The ``most`` blocks that it owes most to: those that were quoted, best first, then by attention.
 
         To be asked for while the memory is open.
@@ -213,7 +213,7 @@ def _rendered(tokenizer: Any, turns: Sequence[tuple[str, str]]) -> str:
     )
 
 
-class Teller:
+class AnswerStream:
     """A streamer of transformers: tells an answer as it comes, whole characters only."""
 
     def __init__(
@@ -339,12 +339,12 @@ MOST_ASKED = 8192
 """Tokens of a question to a model that does not say how many it takes."""
 
 
-def framed(tokenizer: Any, frame: Template, words: str, before: str) -> Prompt:
+def fill_template(tokenizer: Any, frame: Template, words: str, before: str) -> Prompt:
     """A question in its frame. Names of control tokens in ``words`` are text."""
     return Prompt(frame.controls(tokenizer, before), encode(tokenizer, words), frame.controls(tokenizer, frame.header))
 
 
-def asked_in(tokenizer: Any, said: Sequence[str]) -> tuple[str, tuple[str, str]]:
+def question_in(tokenizer: Any, said: Sequence[str]) -> tuple[str, tuple[str, str]]:
     """What is looked up for a query: the question in it, without its frame, and question and answer that it refers to.
 
     ``said``: what user and model have said in turn, the question last; or all of it as one text. Of a conversation in
@@ -445,11 +445,11 @@ def check_asked(model: Any, tokens: int) -> None:
         raise InvalidArgument(f"a query has at most {most:,} tokens here, got {tokens:,}: look for less at once")
 
 
-def answered(
+def generate_answer(
     reader: Asker,
     question: str,
     prompt: Prompt,
-    teller: Teller,
+    teller: AnswerStream,
     *,
     max_tokens: int,
     trace: bool,
@@ -476,7 +476,7 @@ def answered(
             if prompt.tokens[: len(opening)] == opening:  # not where a conversation goes on
                 options["opening"] = len(opening)
             if reader.quoted_blocks:
-                looked_up, exchange = asked_in(reader.tokenizer, options["query"])
+                looked_up, exchange = question_in(reader.tokenizer, options["query"])
                 best, text = quotes(reader, options["query"], " ".join((looked_up, *exchange)), session=session)
                 longer = replace(prompt, words=[*encode(reader.tokenizer, text), *prompt.words])
                 if best and not too_long(reader.model, len(longer.tokens), max_tokens):

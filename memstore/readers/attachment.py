@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from memstore.device_copies import background_workers, own_types
 from memstore.errors import (
     BrokenOff,
     ForeignMemory,
@@ -29,6 +30,7 @@ from memstore.errors import (
     NotFound,
     ReadOnlyMemory,
     UnsupportedModel,
+    on_one_line,
     opening,
 )
 from memstore.memory import Document, Fingerprint, Memory, MemorySpec, open_memory
@@ -40,8 +42,6 @@ from memstore.readers.fingerprint import dividing
 from memstore.readers.kinds import KINDS, Kind, Retrieval, encode
 from memstore.readers.observer import Observer
 from memstore.readers.ranks import Ranks, Share, SharedDocument
-from memstore.stored import on_one_line
-from memstore.transfer import background_workers, own_types
 
 UNNAMED = "document"
 """The first document of a memory, where nobody names it."""
@@ -120,7 +120,7 @@ class Attachment(ABC):
     ) -> None:
         """See ``memstore.attach``."""
         self.model, self.tokenizer = model, tokenizer
-        self.retrieval = self.usual(model) if retrieval is None else retrieval
+        self.retrieval = self.default_retrieval(model) if retrieval is None else retrieval
         check_retrieval(self.kind, self.retrieval)
         if process_group is not None and mode != "r":
             raise InvalidArgument("with process_group a memory is only asked: use mode='r', and read with one process")
@@ -152,7 +152,7 @@ class Attachment(ABC):
                 )
 
     @classmethod
-    def usual(cls, model: Any, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003 - for those that care
+    def default_retrieval(cls, model: Any, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003 - for those that care
         """How ``model`` retrieves unless it is told otherwise; ``made``: from a memory that is there already."""
         return Retrieval()
 
@@ -402,7 +402,7 @@ class Attachment(ABC):
         seconds = self._run(job, self._pieces(tokens), stored, None, progress)
         return self._result(job, stored, 0, seconds)
 
-    def held(self, tokens: Tokens, document: str) -> int:
+    def stored_tokens(self, tokens: Tokens, document: str) -> int:
         """How many of ``tokens [n]`` need not be read into a document: it has them, or is new and another begins so."""
         ids, there = as_tokens(tokens), self.memory.document(document)
         if there.id is not None:

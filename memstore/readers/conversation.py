@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from memstore.errors import InvalidArgument
 from memstore.memory.shared import CHAT, owner_of
-from memstore.readers.asking import Answer, Prompt, Teller, Template, answered, framed
+from memstore.readers.asking import Answer, AnswerStream, Prompt, Template, fill_template, generate_answer
 from memstore.readers.passages import stored
 
 if TYPE_CHECKING:
@@ -79,12 +79,14 @@ class Conversation:
         self._complete()
         asked, start, said = self._framed(words), self._tokens, [turn.text for turn in self.turns[-2:]]
         self._note(Turn(role="user", text=words, time=_now(), start=start))
-        teller = Teller(self.reader, self._frame, tell, stop)
+        teller = AnswerStream(self.reader, self._frame, tell, stop)
         try:
             with self._seen(goes_on=start > 0):
                 told = {"conversation": {"document": self.name, "start": start}}
                 options = {"max_tokens": max_tokens, "trace": trace, **options}
-                answer = answered(self.reader, words, asked, teller, said=said, session=self.name, told=told, **options)
+                answer = generate_answer(
+                    self.reader, words, asked, teller, said=said, session=self.name, told=told, **options
+                )
         except KeyboardInterrupt:
             self._keep(asked, teller.tokens, teller.text, start)
             raise
@@ -138,7 +140,7 @@ class Conversation:
 
     def _framed(self, words: str) -> Prompt:
         before = self._frame.following if self._tokens else self._frame.opening
-        return framed(self.reader.tokenizer, self._frame, words, before)
+        return fill_template(self.reader.tokenizer, self._frame, words, before)
 
     @contextmanager
     def _seen(self, *, goes_on: bool) -> Iterator[None]:

@@ -29,19 +29,19 @@ if TYPE_CHECKING:
     from memstore.memory import Document, Memory, Trace
     from memstore.readers.kinds import Retrieval
 
-SHORT = 160
+EXCERPT_CHARS = 160
 """Characters of an excerpt at most."""
-SHOWN = 8
+MAX_SOURCES = 8
 """Sources of an answer, unless said otherwise."""
 SEPARATOR = "\n\n"
 """Behind each passage that is quoted."""
 CANDIDATES = 4
 """So many of the best blocks are looked at for one to quote."""
-REACH = 2
+REACH_BLOCKS = 2
 """Blocks before and behind a block in which a paragraph that is quoted may begin and end."""
 BLANK = re.compile(r"\n\s*\n|\f")
 """Between paragraphs."""
-BESIDE = 256
+BORDER_TOKENS = 256
 """Tokens before and behind a block in which the sentences at its borders may begin and end."""
 PAGE = 1 << 14
 """Tokens of a first page at most: so far it is looked for its end."""
@@ -175,7 +175,7 @@ def _quotes(
     tokenizer: Any, document: Document, best: Sequence[int], words: set[str]
 ) -> Iterator[tuple[list[int], str]]:
     """Paragraphs of the ``best`` blocks in order, each with those blocks; blocks alone where others are damaged."""
-    near = sorted({block + step for block in best for step in range(-REACH, REACH + 1)})
+    near = sorted({block + step for block in best for step in range(-REACH_BLOCKS, REACH_BLOCKS + 1)})
     there = [block for part in document.present(document.blocks) for block in near if block in part]
     for _, run in groupby(enumerate(there), lambda each: each[1] - each[0]):
         blocks = [block for _, block in run]
@@ -194,7 +194,7 @@ def _paragraphs(
     """For each of the ``best`` blocks: of the paragraphs that it has a part of, those that have most of ``words``.
 
     Each paragraph comes once, with its blocks. The best one is enough if it is as long as the block: what stands beside
-    the right paragraph misleads small models. One that goes on for more than ``REACH`` blocks before or behind the
+    the right paragraph misleads small models. One that goes on for more than ``REACH_BLOCKS`` before or behind the
     block is cut one block from it. All is within ``around``.
     """
     ids, size, live = document.tokens(around), document.memory.spec.block_size, document.blocks
@@ -209,10 +209,14 @@ def _paragraphs(
         if own := text[first:last].strip():  # what is blank at its borders ends paragraphs too
             first = text.index(own, first)
             last = first + len(own)
-        before = [each.end() for each in BLANK.finditer(text, begin(block - REACH), first)]
-        behind = BLANK.search(text, last, begin(block + 1 + REACH))
-        start = before[-1] if before else begin(block - (REACH if block - REACH <= live.start else 1))
-        stop = behind.start() if behind else begin(block + 1 + (REACH if block + 1 + REACH >= live.stop else 1))
+        before = [each.end() for each in BLANK.finditer(text, begin(block - REACH_BLOCKS), first)]
+        behind = BLANK.search(text, last, begin(block + 1 + REACH_BLOCKS))
+        start = before[-1] if before else begin(block - (REACH_BLOCKS if block - REACH_BLOCKS <= live.start else 1))
+        stop = (
+            behind.start()
+            if behind
+            else begin(block + 1 + (REACH_BLOCKS if block + 1 + REACH_BLOCKS >= live.stop else 1))
+        )
         for span in _fitting(text, _between(BLANK, text, start, stop), range(first, last), words):
             chosen.setdefault(span, []).append(block)
     met = list[tuple[int, int, list[int]]]()
@@ -275,7 +279,7 @@ def written_with(
     words: str,
     *,
     quoted: Sequence[tuple[str, int]] = (),
-    most: int = SHOWN,
+    most: int = MAX_SOURCES,
 ) -> list[Passage]:
     """The passages of an answer: ``quoted`` blocks, then those ``used``, (document, block, part of attention)."""
     parts = {(document, block): part for document, block, part in used}
@@ -358,7 +362,7 @@ class _Surroundings:
     @classmethod
     def of(cls, tokenizer: Any, document: Document, block: int) -> _Surroundings:
         size = document.memory.spec.block_size
-        reach, live = -(-BESIDE // size), document.blocks
+        reach, live = -(-BORDER_TOKENS // size), document.blocks
         near = range(max(live.start, block - reach), min(live.stop, block + reach + 1))
         part = next((each for each in document.present(near) if block in each), range(block, block + 1))
         try:
@@ -391,27 +395,29 @@ def _excerpt(around: _Surroundings, weights: dict[str, float]) -> tuple[int, str
     chosen = sums.index(max(sums))
     first, *others = around.sentences[chosen:]
     start, text = first.start, around.text
-    if first.stop - start > SHORT:  # a part of it, with the rarest of the words or else what the block begins with
+    if (
+        first.stop - start > EXCERPT_CHARS
+    ):  # a part of it, with the rarest of the words or else what the block begins with
         rare = max({*first.words} & weights.keys(), key=lambda word: (weights[word], word), default="")
         word = re.compile(rf"\b{re.escape(rare)}\b", re.IGNORECASE)
         inside = max(start, around.start)
         found = (word.search(text, inside) or word.search(text, start)) if rare else None
         at = found.start() if found else inside
-        if at + len(rare) - start > SHORT:
-            start = _border(text, at - SHORT // 2 if rare else at)
+        if at + len(rare) - start > EXCERPT_CHARS:
+            start = _border(text, at - EXCERPT_CHARS // 2 if rare else at)
     stop = first.stop
     for each in others:
-        if len(_squeezed(text[start : each.stop])) > SHORT:
+        if len(_squeezed(text[start : each.stop])) > EXCERPT_CHARS:
             break
         stop = each.stop
     told = _squeezed(text[start:stop])
-    short = textwrap.shorten(told, SHORT, placeholder=" …").removeprefix("…") or told[: SHORT - 1] + "…"
+    short = textwrap.shorten(told, EXCERPT_CHARS, placeholder=" …").removeprefix("…") or told[: EXCERPT_CHARS - 1] + "…"
     return start, "… " * (start > first.start) + short
 
 
 def _border(text: str, at: int) -> int:
     """Where the first word from ``at`` on begins, or ``at`` where that is far."""
-    found = re.compile(r"(?<!\S)\S").search(text, at, at + SHORT // 2)
+    found = re.compile(r"(?<!\S)\S").search(text, at, at + EXCERPT_CHARS // 2)
     return found.start() if found else at
 
 

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.attention.routing import Moments, choose
+from memstore.device_copies import own_types
 from memstore.errors import InvalidArgument, MemstoreError
 from memstore.index import VectorIndex
 from memstore.memory import Document
 from memstore.memory.view import Hits, LayerView
-from memstore.transfer import own_types
 
 DEAL = 64
 """Consecutive blocks that go to one rank: neighbours are retrieved together, and lie together in storage."""

@@ -17,6 +17,7 @@ from typing import Any, TypeGuard, cast
 import torch
 from torch import Tensor
 
+from memstore.device_copies import own_types
 from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.memory import Document, Memory, Recorder, Traces
 from memstore.memory.append import Tokens, as_tokens
@@ -25,15 +26,15 @@ from memstore.memory.urls import Mode
 from memstore.readers.asking import (
     INSTRUCTION,
     Answer,
+    AnswerStream,
     Prompt,
     Query,
-    Teller,
     Template,
-    answered,
-    asked_in,
     check_asked,
     check_words,
-    framed,
+    fill_template,
+    generate_answer,
+    question_in,
 )
 from memstore.readers.attachment import Attachment, Chunks, ReadResult, check_options
 from memstore.readers.audit import Audit
@@ -42,7 +43,6 @@ from memstore.readers.conversation import SYSTEM as CHATTING
 from memstore.readers.conversation import Conversation
 from memstore.readers.kinds import Retrieval, kind_of
 from memstore.readers.observer import Recording
-from memstore.transfer import own_types
 
 
 def attach(
@@ -228,7 +228,7 @@ class Reader(Attachment):
         elif not self.takes_questions:
             tokens = torch.tensor(self._encoded(said[-1]))
         else:
-            asked, (question, answer) = asked_in(self.tokenizer, said)
+            asked, (question, answer) = question_in(self.tokenizer, said)
             tokens = torch.tensor(self._encoded(asked))
             if question:  # its end, as of any question, and what comes first in the answer
                 span = self.retrieval.span
@@ -313,10 +313,10 @@ class Reader(Attachment):
         if frame is None:
             prompt = Prompt([], self.prompt(question)[0].tolist(), [])
         else:
-            prompt = framed(self.tokenizer, frame, question, frame.opening)
-        teller = Teller(self, frame, tell)
+            prompt = fill_template(self.tokenizer, frame, question, frame.opening)
+        teller = AnswerStream(self, frame, tell)
         with self.seeing(tail=frame is None if tail is None else tail):
-            return answered(self, question, prompt, teller, max_tokens=max_tokens, trace=trace, **options)
+            return generate_answer(self, question, prompt, teller, max_tokens=max_tokens, trace=trace, **options)
 
     # One thread at a time: a loop that awaits these one after the other keeps to it.
 

@@ -171,7 +171,7 @@ class BlockCache:
         if not blocks.blocks:
             rows = empty_rows(self._layouts)
             return rows if device is None else [each.to(device) for each in rows]
-        from memstore.transfer import to_device
+        from memstore.device_copies import to_device
 
         if device is not None and self.holds_on(device):
             return self._through(self._device, blocks, lambda rest: self._from_host(rest, unchanged))
@@ -316,7 +316,7 @@ class BlockCache:
             return found
         rows = below(blocks.only(missing) if found else blocks)
         if pool.device is not None:
-            from memstore.transfer import to_device
+            from memstore.device_copies import to_device
 
             rows = to_device(rows, pool.device)
         with self._lock:
@@ -341,7 +341,7 @@ class BlockCache:
 def _pool_device(device: str | torch.device | None) -> torch.device:
     import torch
 
-    from memstore.transfer import device_of
+    from memstore.device_copies import device_of
 
     if device is None and not torch.cuda.is_available():
         raise InvalidArgument(
@@ -354,7 +354,7 @@ def _merged(found: Tensor, others: Tensor, places: list[int]) -> Tensor:
     """Rows of both, in order: ``others`` at ``places``, ``found`` at all other places."""
     import torch
 
-    from memstore.transfer import to_device
+    from memstore.device_copies import to_device
 
     total = len(found) + len(others)
     at = torch.tensor(places)
@@ -475,7 +475,7 @@ class _DeviceSlab:
     def select(self, pages: Numbers) -> list[Tensor]:
         import torch
 
-        from memstore.transfer import to_device
+        from memstore.device_copies import to_device
 
         (at,) = to_device([torch.from_numpy(pages)], self._device)
         return [records.index_select(0, at) for records in self._records]
@@ -483,7 +483,7 @@ class _DeviceSlab:
     def fill(self, pages: Numbers, rows: Sequence[Tensor], chosen: Numbers) -> None:
         import torch
 
-        from memstore.transfer import to_device
+        from memstore.device_copies import to_device
 
         at, taken, *rows = to_device([torch.from_numpy(pages), torch.from_numpy(chosen), *rows], self._device)
         for records, source in zip(self._records, rows, strict=True):

@@ -22,7 +22,7 @@ import numpy as np
 
 from memstore.errors import DamagedError, ReadOnlyMemory
 from memstore.store.contract import BlockStore, Compaction, Progress
-from memstore.store.keys import KeyTable
+from memstore.store.encryption_keys import KeyTable
 from memstore.store.records import (
     DTYPES,
     MAX_DIMENSIONS,

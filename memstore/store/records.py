@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest as checksum
 
-from memstore import stored
+from memstore import json_checks
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound
 
 Bytes = npt.NDArray[np.uint8]
@@ -148,7 +148,7 @@ class Record(NamedTuple):
 
     def to_json(self) -> Any:
         """Unwrap a value made by ``from_json``. Raises ``DamagedError`` for one that is no JSON, or far too large."""
-        return stored.parse(self.payload.tobytes(), "a stored JSON value")
+        return json_checks.parse(self.payload.tobytes(), "a stored JSON value")
 
 
 @dataclass

@@ -133,28 +133,28 @@ VERBS = {
     "read": "read:read",
     "ask": "ask:ask",
     "chat": "chat:chat",
-    "ls": "look:ls",
-    "show": "look:show",
+    "ls": "listing:ls",
+    "show": "listing:show",
     "search": "search:search",
     "audit": "audit:audit",
     "plot": "plot:plot",
     "trace": "trace:trace",
-    "verify": "mend:verify",
-    "stats": "look:stats",
-    "copy": "keep:copy",
+    "verify": "verify_repair:verify",
+    "stats": "listing:stats",
+    "copy": "retention:copy",
     "diff": "diff:diff",
     "export": "export:export",
     "import": "export:import_",
-    "fork": "keep:fork",
-    "forget": "keep:forget",
-    "pin": "keep:pin",
-    "unpin": "keep:unpin",
-    "expire": "keep:expire",
-    "limit": "keep:limit",
-    "index": "look:index",
-    "compact": "keep:compact",
-    "rekey": "keep:rekey",
-    "repair": "mend:repair",
+    "fork": "retention:fork",
+    "forget": "retention:forget",
+    "pin": "retention:pin",
+    "unpin": "retention:unpin",
+    "expire": "retention:expire",
+    "limit": "retention:limit",
+    "index": "listing:index",
+    "compact": "retention:compact",
+    "rekey": "retention:rekey",
+    "repair": "verify_repair:repair",
     "view": "serve:view",
     "serve": "serve:serve",
     "mcp": "serve:mcp",
@@ -297,7 +297,7 @@ def _run(arguments: Sequence[str], pressed: Callable[[], bool]) -> int:
         code: int = command_line().main(arguments, prog_name="memstore", standalone_mode=False) or 0
     except (MemstoreError, typer.TyperException) as error:
         if not pressed() or isinstance(error, Interruption):
-            from memstore.tools.mend import with_way_out
+            from memstore.tools.verify_repair import with_way_out
 
             return report_failure(with_way_out(error, arguments), json=json)
         code = INTERRUPTED

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 import memstore
-from memstore.errors import InvalidArgument, MemoryInUse, NotFound
+from memstore.errors import InvalidArgument, MemoryInUse, NotFound, printable
 from memstore.report import Page, Report, cell
-from memstore.stored import printable
 from memstore.tools.models import LoadedModel, load_recorded
 from memstore.tools.verb import Device, Filter, Index, Json, MemoryUrl, Threads, TopK, index_bar, use_threads, waiting
 
@@ -223,7 +222,7 @@ def attached(
             f"a {kind.name} retrieves as much as it was trained with ({trained.retrieval_top_k}): leave --top-k out."
         )
     made = memory.spec if isinstance(memory, memstore.Memory) else None
-    retrieval = kind.reader_class().usual(loaded.model, made)
+    retrieval = kind.reader_class().default_retrieval(loaded.model, made)
     if top_k is not None:
         retrieval = replace(retrieval, top_k=top_k)
     if on_error != retrieval.on_error:

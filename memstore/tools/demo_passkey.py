@@ -20,8 +20,8 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import memstore
-from memstore.children import python_module
 from memstore.errors import InvalidArgument, MemstoreError
+from memstore.paths import python_module
 from memstore.readers.kinds import load_folder, quiet_transformers
 from memstore.tools.models import remember, resolve_model
 

@@ -11,7 +11,7 @@ import typer
 import memstore
 from memstore.errors import InvalidArgument
 from memstore.report import Page, Report
-from memstore.tools.look import decode
+from memstore.tools.listing import decode
 from memstore.tools.verb import MemoryUrl, lasting
 
 if TYPE_CHECKING:

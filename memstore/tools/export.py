@@ -12,7 +12,7 @@ import typer
 import memstore
 from memstore.errors import InvalidArgument
 from memstore.report import Page, Report, counted
-from memstore.tools.look import decode
+from memstore.tools.listing import decode
 from memstore.tools.verb import Interruption, MemoryUrl, lasting
 
 if TYPE_CHECKING:

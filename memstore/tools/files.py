@@ -18,8 +18,8 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, TypeAlias
 
 from memstore import paths
-from memstore.children import python_module
 from memstore.errors import InvalidArgument, NotAMemory, NotFound
+from memstore.paths import python_module
 from memstore.tools import parsing
 from memstore.tools.decoding import SNIFFED, decode, has_controls, mend_surrogates
 from memstore.tools.exports import chats, notebook

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import memstore
-from memstore.errors import InvalidArgument, MemoryInUse, NotFound
+from memstore.errors import InvalidArgument, MemoryInUse, NotFound, printable
 from memstore.progress import progress_bar
 from memstore.readers.kinds import encode
 from memstore.report import Page, Report, counted
-from memstore.stored import printable
 from memstore.tools.ask import attached
 from memstore.tools.files import STDIN, digest, find
 from memstore.tools.models import SMOLLM2, LoadedModel, load_model, record_model, usual_dtype
@@ -268,7 +267,7 @@ def read_into(reader: Reader, source: str) -> Done:
     known, alone = Contents.of(reader.memory), not Path(source).is_dir()
     plan = plan_of(list(find([source])), known, None, encoding=None, alone=alone)
     texts = [(each, encode(reader.tokenizer, each.content)) for each in plan.read]
-    new = sum(len(ids) - reader.held(ids, each.document) for each, ids in texts)
+    new = sum(len(ids) - reader.stored_tokens(ids, each.document) for each, ids in texts)
     check_room(reader.memory.url, reader, reader.memory.spec, new, known, tell=True)
     done = _read_each(reader, texts, {}, {}, plan, lambda _: None, many=True)
     bad = [f"not read: {each['error']}" for each in plan.bad]
@@ -289,7 +288,7 @@ def _read_all(
     """Read what ``plan`` says; what cannot be read is added to ``plan.bad``."""
     model, dtype = _model_of(known, options)
     if known is None and (key := os.environ.get(KEY_VARIABLE)):
-        from memstore.store.keys import read_key
+        from memstore.store.encryption_keys import read_key
 
         read_key(key)  # of a new memory: what is wrong with it is told before a model is loaded
     loaded = load(model, dtype)
@@ -303,7 +302,7 @@ def _read_all(
         check_room(options.memory, reader, reader.spec(), new, None, tell=not options.json)
     with reader:
         record_model(reader.memory, model, loaded)
-        there = {each.document: reader.held(ids, each.document) for each, ids in texts}
+        there = {each.document: reader.stored_tokens(ids, each.document) for each, ids in texts}
         new = sum(len(ids) - there[each.document] for each, ids in texts)
         if known is not None:
             check_room(options.memory, reader, reader.memory.spec, new, known, tell=not options.json)

@@ -14,7 +14,7 @@ from memstore.errors import InvalidArgument, NotFound
 from memstore.readers.kinds import kind_of
 from memstore.report import Page, Report
 from memstore.tools.ask import Dtype, attached
-from memstore.tools.look import decode
+from memstore.tools.listing import decode
 from memstore.tools.models import chosen_name, load_recorded
 from memstore.tools.verb import MOST_BLOCKS, Device, MemoryUrl, Threads, index_bar, use_threads
 

@@ -13,7 +13,7 @@ import typer
 import memstore
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.report import Page, Report
-from memstore.tools.look import decode
+from memstore.tools.listing import decode
 from memstore.tools.models import name_model
 from memstore.tools.verb import MemoryUrl, ModelThatRead
 

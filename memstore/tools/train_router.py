@@ -93,7 +93,7 @@ def router(options: RouterTraining) -> Report:
 
 
 def _questions(name: str, pooled: int) -> QuestionSet:
-    from memstore.eval.questions import facts, hotpotqa, own, squad
+    from memstore.eval.questions import facts, hotpotqa, jsonl, squad
 
     match name:
         case "squad":
@@ -105,7 +105,7 @@ def _questions(name: str, pooled: int) -> QuestionSet:
         case "facts":
             return facts.load("other")
         case _:
-            return own.load(Path(name).expanduser())
+            return jsonl.load(Path(name).expanduser())
 
 
 def _show(page: Page, data: dict[str, Any]) -> None:

@@ -30,9 +30,9 @@ from memstore.errors import (
     StoreFull,
     UnsupportedModel,
     WrongKey,
+    printable,
 )
 from memstore.report import Page, Report, Sheet, json_text
-from memstore.stored import printable
 
 if TYPE_CHECKING:
     from memstore.memory import Document, Memory
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-KEY_VARIABLE = "MEMSTORE_KEY_FILE"  # as in ``memstore.store.keys``, which loads more than starting a verb may
+KEY_VARIABLE = "MEMSTORE_KEY_FILE"  # as in ``store.encryption_keys``, which loads more than starting a verb may
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 KeyFile = Annotated[
     str | None,

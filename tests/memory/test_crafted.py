@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import memstore
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError
+from memstore.json_checks import MAX_DEPTH, MAX_JSON_BYTES, parse
 from memstore.memory import Memory
 from memstore.memory.entry import HEADER, NEXT_DOCUMENT, Address
 from memstore.memory.export import export_memory
@@ -29,7 +30,6 @@ from memstore.memory.interchange import import_memory
 from memstore.store.lmdb.values import STORE_KEY
 from memstore.store.records import Batch, Key, Layout, Record, Table, decode_value, encode_value
 from memstore.store.zarr.extents import COUNTERS, Series
-from memstore.stored import DEEPEST, MOST_BYTES, parse
 from tests.memory.helpers import S, append, make_spec, random_tokens
 
 SECONDS = 5.0
@@ -270,7 +270,7 @@ def test_what_the_store_says_of_itself_is_believed_no_more(
         lambda memory: memory.put_info("\ud800", 1),
         lambda memory: memory.put_info("x" * 20_000, 1),
         lambda memory: memory.put_info("a", json.loads("[" * 100 + "]" * 100)),
-        lambda memory: memory.put_info("a", "x" * (MOST_BYTES - 40)),
+        lambda memory: memory.put_info("a", "x" * (MAX_JSON_BYTES - 40)),
         lambda memory: memory.put_arrays("\udc00", {"a": torch.zeros(1)}),
         lambda memory: memory.put_arrays("a", {"x" * 2000: torch.zeros(1)}),
         lambda memory: memory.document("b").append([1], reading={str(n): n for n in range(1001)}),
@@ -349,11 +349,11 @@ def test_a_file_of_an_export_that_is_all_hole_is_not_read(sound: tuple[str, Path
 @pytest.mark.parametrize("unit", [b"[],", b"{},", b"1,"])
 def test_a_json_value_has_not_too_many_parts(unit: bytes) -> None:
     with soon(), pytest.raises(DamagedError, match="more than 4,194,304 values"):
-        parse(b"[" + unit * (MOST_BYTES // len(unit) - 2) + b"1]", "it")
+        parse(b"[" + unit * (MAX_JSON_BYTES // len(unit) - 2) + b"1]", "it")
 
 
 @pytest.mark.parametrize("raw_value", [BOMB, b"\xff", b"NaN", b"1" * 5000, b"[" * 101 + b"]" * 101])
 def test_json_is_refused_by_depth_and_bytes(raw_value: bytes) -> None:
     with pytest.raises(DamagedError):
         parse(raw_value, "it")
-    assert parse(b"[" * DEEPEST + b"]" * DEEPEST, "it")
+    assert parse(b"[" * MAX_DEPTH + b"]" * MAX_DEPTH, "it")

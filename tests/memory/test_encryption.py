@@ -20,7 +20,7 @@ from memstore.memory.export import export_memory
 from memstore.memory.interchange import import_memory
 from memstore.memory.salvage import salvage
 from memstore.memory.urls import open_locked
-from memstore.store.keys import KEYS_NAME, VARIABLE, KeySource, owners_told
+from memstore.store.encryption_keys import KEYS_NAME, VARIABLE, KeySource, owners_told
 from memstore.store.records import Key, Table
 from tests import forks
 from tests.memory.helpers import KEY_DIM, LAYERS, D, G, P, S, append, check_content, make_spec, random_tokens

@@ -12,7 +12,7 @@ import pytest
 import memstore
 from memstore.errors import InvalidArgument
 from memstore.memory.search import Match
-from memstore.readers.asking import asked_in, loops, refers, wanted_in
+from memstore.readers.asking import loops, question_in, refers, wanted_in
 from memstore.readers.passages import Passage, passages
 from memstore.readers.reader import Reader
 from tests.eval.drts import byte_tokenizer
@@ -282,9 +282,9 @@ def test_the_question_is_found_in_a_rendered_conversation(form: str) -> None:
     for turns in ([asked], [*said, asked], [{"role": "user", "content": "Be brief."}, said[1], asked]):
         for answers in (True, False):
             text = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=answers))
-            assert asked_in(tokenizer, [text])[0] == asked["content"]
-    assert asked_in(tokenizer, [f"What is {marks[0]}?"])[0] == f"What is {marks[0]}?"
-    assert asked_in(tokenizer, [f"{marks[0]} is what?"])[0] == f"{marks[0]} is what?"
+            assert question_in(tokenizer, [text])[0] == asked["content"]
+    assert question_in(tokenizer, [f"What is {marks[0]}?"])[0] == f"What is {marks[0]}?"
+    assert question_in(tokenizer, [f"{marks[0]} is what?"])[0] == f"{marks[0]} is what?"
 
 
 @pytest.mark.parametrize("form", MARKED)
@@ -294,7 +294,7 @@ def test_what_a_question_refers_to_is_found_in_a_rendered_conversation(form: str
     turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant") * 3, said, strict=False)]
     text = str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True))
     wanted = ("When was she born?", ("Who was the\nfirst?", "Ada\nL."))
-    assert asked_in(tokenizer, [text]) == asked_in(tokenizer, said) == wanted
+    assert question_in(tokenizer, [text]) == question_in(tokenizer, said) == wanted
 
 
 def test_a_question_refers_by_words_like_it_or_by_having_few() -> None:
@@ -303,15 +303,15 @@ def test_a_question_refers_by_words_like_it_or_by_having_few() -> None:
     for question in ("Who built the Italian hall?", "What is new in line 7?", "Marie Curie?", "日本の首都はどこですか"):
         assert not refers(question), question
     letter = "We stayed at home, for it rained. " * 10
-    assert asked_in(None, ["Who?", "Ada.", f"{letter}When was it built?"]) == ("When was it built?", ("", ""))
-    assert asked_in(None, [f"{letter}Who came?", "Ada.", "Why did she?"]) == ("Why did she?", ("Who came?", "Ada."))
+    assert question_in(None, ["Who?", "Ada.", f"{letter}When was it built?"]) == ("When was it built?", ("", ""))
+    assert question_in(None, [f"{letter}Who came?", "Ada.", "Why did she?"]) == ("Why did she?", ("Who came?", "Ada."))
 
 
 def test_the_question_is_found_between_its_labels() -> None:
-    assert asked_in(None, ["Question: Who came?\nAnswer:"])[0] == "Who came?"
-    assert asked_in(None, ["Q: Who went?\nA: Ada.\n\nQ: Who\ncame?\nA: "])[0] == "Who\ncame?"
+    assert question_in(None, ["Question: Who came?\nAnswer:"])[0] == "Who came?"
+    assert question_in(None, ["Q: Who went?\nA: Ada.\n\nQ: Who\ncame?\nA: "])[0] == "Who\ncame?"
     for text in ("Question: Who came?", "The question: who came?\nAnswer: Ada.", "Answer: Ada"):
-        assert asked_in(None, [text])[0] == text
+        assert question_in(None, [text])[0] == text
 
 
 def test_a_frame_around_a_question_finds_the_same(reader: Reader) -> None:

@@ -12,7 +12,7 @@ from memstore.errors import DamagedError, WrongKey
 from memstore.store import Batch, BlockStore, Key, LmdbStore, RamStore, Record, Table, ZarrStore
 from memstore.store.contract import document_ranges
 from memstore.store.encrypted import NONCE, EncryptedStore
-from memstore.store.keys import KEYS_NAME, KeyTable, MasterKey, owners_told
+from memstore.store.encryption_keys import KEYS_NAME, KeyTable, MasterKey, owners_told
 from memstore.testing.stores import StoreTests, block, put_blocks, same, value
 
 KEY = MasterKey(bytes(range(32)))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from memstore.memory.urls import open_locked
-from memstore.store.keys import VARIABLE
+from memstore.store.encryption_keys import VARIABLE
 from tests.tools.conftest import Cli
 from tests.tools.test_failures import flip
 

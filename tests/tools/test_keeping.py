@@ -9,7 +9,7 @@ import pytest
 import memstore
 from memstore.errors import StoreFull
 from memstore.memory import rules
-from memstore.tools.keep import parse_duration, parse_size
+from memstore.tools.retention import parse_duration, parse_size
 from tests.tools.conftest import Cli, append
 from tests.tools.test_failures import flip
 

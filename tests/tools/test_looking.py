@@ -9,7 +9,7 @@ import pytest
 import memstore
 from memstore.errors import NotFound
 from memstore.tools import models
-from memstore.tools.look import decode
+from memstore.tools.listing import decode
 from memstore.tools.models import remember
 from tests.tools.conftest import BLOCK, Cli
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from memstore.errors import on_one_line, printable
 from memstore.report import Page, cell, counted
-from memstore.stored import on_one_line, printable
 from tests.tools.conftest import Cli
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.kernels._backends import check_device, check_known, triton_problem
-from memstore.kernels.best_codes.held import BYTE
+from memstore.kernels.best_codes.encoding import BYTE
 
 Backend = Literal["auto", "reference", "triton"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memstore.kernels.best_codes.held import numbers
+from memstore.kernels.best_codes.encoding import numbers
 
 STEP_NUMBERS, STEP_NUMBERS_THERE = 1 << 20, 1 << 28
 """Of codes or of products, at a time, on a CPU and elsewhere."""

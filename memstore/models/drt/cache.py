@@ -10,12 +10,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.attention.gca import ListStates
+from memstore.device_copies import numbers
 from memstore.kernels.grouped_cross_attention import Ready
 from memstore.models.cache import ModelCache
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.retrieval import BlockTable, DRTPacking, GroupSearch, ListsInUse, TensorTable
 from memstore.readers.graphs import Steps
-from memstore.transfer import numbers
 
 States = tuple[Tensor, Tensor]
 """Keys and values of a layer, ``[B, G, P, D]`` each."""

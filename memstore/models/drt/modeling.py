@@ -32,6 +32,7 @@ from memstore.attention.gca import (
 )
 from memstore.attention.layers import RMSNorm, SwiGLU, merged, rotary, rotate
 from memstore.attention.sliding import Window, alibi_slopes
+from memstore.device_copies import numbers
 from memstore.errors import InvalidArgument
 from memstore.kernels.grouped_cross_attention import Ready
 from memstore.models.causal import CausalLM, uncompiled
@@ -48,7 +49,6 @@ from memstore.models.drt.retrieval import (
 )
 from memstore.readers.caches import takes_cache, with_cache
 from memstore.readers.observer import as_array
-from memstore.transfer import numbers
 
 
 class Sight(NamedTuple):

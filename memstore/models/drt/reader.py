@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from memstore.attention.gca import BlockEncoder, EncoderLayer
 from memstore.attention.layers import RMSNorm, SwiGLU, rotary, rotate
 from memstore.attention.sliding import WindowTiles, alibi_slopes, fits
+from memstore.device_copies import to_device, to_host
 from memstore.errors import ForeignMemory, InvalidArgument
 from memstore.memory import Document, MemorySpec
 from memstore.memory.search import Match, search_vectors
@@ -40,7 +41,6 @@ from memstore.readers.attachment import Job, Place, evaluating, pipelined
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import DRT
 from memstore.readers.observer import Choices, Origin
-from memstore.transfer import to_device, to_host
 
 if TYPE_CHECKING:
     from memstore.models.drt.configuration import DRTConfig

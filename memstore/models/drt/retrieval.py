@@ -27,13 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.attention.gca import BlockKeysValues, ListStates, TopBlocks, choose, weighed
+from memstore.device_copies import numbers, to_device
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.memory.trace_file import Array, Look
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.packing import Packing
 from memstore.readers.observer import Choice, Draft, Looks, Origin, as_array
 from memstore.readers.ranks import Ranks
-from memstore.transfer import numbers, to_device
 
 OnError = Literal["raise", "miss"]
 """What becomes of a stored block that cannot be read: an error, or a list without it."""

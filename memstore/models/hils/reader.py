@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memstore.device_copies import to_device, to_host
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.memory import Document, MemorySpec
 from memstore.memory.rows import torch_dtype
@@ -34,7 +35,6 @@ from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import HILS, Retrieval
 from memstore.readers.observer import Choices, Origin
 from memstore.store.records import Layout
-from memstore.transfer import to_device, to_host
 
 COMMIT_BLOCKS = 256
 """Blocks that are committed together: fewer would wait for the disk more often."""
@@ -116,7 +116,7 @@ class HilsReader(CacheReader[HilsCache]):
         self._codec = codec
 
     @classmethod
-    def usual(cls, model: HilsForCausalLM, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003
+    def default_retrieval(cls, model: HilsForCausalLM, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003
         """See ``Reader``."""
         return Retrieval(top_k=model.config.hils_topk)
 

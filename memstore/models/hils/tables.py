@@ -16,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memstore.device_copies import to_device
 from memstore.errors import DamagedError
 from memstore.kernels.hils_attention.fused import best_blocks
 from memstore.memory import Document
-from memstore.transfer import to_device
 
 OnError = Literal["raise", "miss"]
 """What becomes of a stored block that cannot be read: an error, or a list without it."""

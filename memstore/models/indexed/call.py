@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from memstore.device_copies import to_device
 from memstore.errors import InvalidArgument
 from memstore.memory import Document
 from memstore.models.indexed.choice import IndexChoice
@@ -24,7 +25,6 @@ from memstore.models.indexed.family import IndexedLayer
 from memstore.models.indexed.keys import DocumentKeys, Rows
 from memstore.models.indexed.ops import GATHERED, Chosen, attend_rows, choose, merged, softmax
 from memstore.readers.observer import Observer, Origin
-from memstore.transfer import to_device
 
 DENSE = 4096
 """Rows that are attended to at a time where a layer sees everything."""

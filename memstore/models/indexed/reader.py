@@ -17,6 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor, nn
 
+from memstore.device_copies import to_device, to_host
 from memstore.errors import BrokenOff, InvalidArgument
 from memstore.memory import Document, MemorySpec
 from memstore.memory.search import Match, best
@@ -35,7 +36,6 @@ from memstore.readers.observer import Choices
 from memstore.readers.reader import Reader
 from memstore.readers.stock.hooks import check_forward, check_generate
 from memstore.readers.stock.reading import ending
-from memstore.transfer import to_device, to_host
 
 BLOCK_SIZE = 64
 """Tokens of a block of a new memory; each of them has a landmark of its own."""

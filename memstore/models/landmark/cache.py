@@ -23,6 +23,7 @@ from torch import Tensor
 
 from memstore.attention.landmark import Questions, attend, choose, gated, joined, joined_by_gate, local_bias
 from memstore.attention.positions import Turns, final_slots, local_slot, searching_slots
+from memstore.device_copies import alike, from_each, numbers, to_device
 from memstore.errors import InvalidArgument
 from memstore.models.cache import ModelCache
 from memstore.models.landmark.configuration import LandmarkConfig
@@ -48,7 +49,6 @@ from memstore.models.packing import Packing
 from memstore.readers.graphs import Steps
 from memstore.readers.kinds import Retrieval
 from memstore.readers.observer import as_array
-from memstore.transfer import alike, from_each, numbers, to_device
 
 
 class Past(ModelCache, ABC):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memstore.device_copies import to_device, to_host
 from memstore.errors import InvalidArgument
 from memstore.memory import Document, MemorySpec
 from memstore.memory.search import Match, best, check_layer
@@ -39,7 +40,6 @@ from memstore.readers.attachment import Job, Place, evaluating
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import LANDMARK, Retrieval
 from memstore.readers.observer import Choices, Origin
-from memstore.transfer import to_device, to_host
 
 COMMIT_BLOCKS = 256
 """Blocks that are committed together: fewer would wait for the disk more often."""
@@ -133,7 +133,7 @@ class LandmarkReader(CacheReader[LandmarkCache]):
         cache is ``LandmarkCache.asked``."""
 
     @classmethod
-    def usual(cls, model: LandmarkForCausalLM, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003
+    def default_retrieval(cls, model: LandmarkForCausalLM, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003
         """See ``Reader``."""
         return default_retrieval(model.config)
 

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from memstore.attention.landmark import Questions, attend, memory_weights
 from memstore.attention.positions import Rotary
+from memstore.device_copies import alike, from_each, to_device
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.kernels import grouped_cross_attention
 from memstore.kernels._backends import Backend, triton_problem
@@ -36,7 +37,6 @@ from memstore.models.packing import Packing
 from memstore.readers.attachment import check_retrieval
 from memstore.readers.kinds import LANDMARK, Retrieval
 from memstore.readers.observer import Choice, Draft, Origin, as_array
-from memstore.transfer import alike, from_each, to_device
 
 OnError = Literal["raise", "miss"]
 """What becomes of a stored block that cannot be read: an error, or a list without it."""

@@ -25,12 +25,12 @@ from transformers import PreTrainedConfig
 from memstore.attention.knn import KNNAttention, Neighbours, States, Tell, TokenMemory, after
 from memstore.attention.knn_memory import RecentTokens, check_row
 from memstore.attention.knn_stored import StoredTokens
+from memstore.device_copies import from_each
 from memstore.errors import InvalidArgument
 from memstore.memory.trace_file import TIERS, Array, Look
 from memstore.models.cache import ModelCache
 from memstore.models.memorizing.configuration import MemorizingConfig
 from memstore.readers.observer import Choice, Draft, Looks, Origin, as_array
-from memstore.transfer import from_each
 
 
 class MemorizingCache(ModelCache):

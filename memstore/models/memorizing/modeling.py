@@ -16,11 +16,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from memstore.attention.knn import KNNAttention, States, Tell, TokenMemory, WindowAttention
+from memstore.device_copies import to_device
 from memstore.models.causal import CausalLM, uncompiled
 from memstore.models.memorizing.cache import MemorizingCache
 from memstore.models.memorizing.configuration import MemorizingConfig
 from memstore.readers.caches import takes_cache, with_cache
-from memstore.transfer import to_device
 
 
 class MemorizingLayer(nn.Module):

@@ -17,6 +17,7 @@ from torch import Tensor
 from memstore.attention.knn import Neighbours, products
 from memstore.attention.knn_memory import RecentTokens
 from memstore.attention.knn_stored import StoredTokens, token_spec
+from memstore.device_copies import to_device
 from memstore.errors import InvalidArgument
 from memstore.memory import Document, MemorySpec
 from memstore.memory.search import Match, search_vectors
@@ -28,7 +29,6 @@ from memstore.readers.attachment import Job, Place, evaluating
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import MEMORIZING
 from memstore.readers.observer import Choices, Origin
-from memstore.transfer import to_device
 
 BLOCK_SIZE = 64
 """Tokens of a block of a new memory; each of them has a landmark of its own."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
+from memstore.device_copies import along, to_device
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.kernels.block_attention import attend
 from memstore.memory.spec import plain_layouts
@@ -26,7 +27,6 @@ from memstore.readers.stock.selection import CandidateLists, FetchedList, LocalT
 from memstore.readers.stock.sharded import OwnPart, ShardedSelection, attend_together
 from memstore.readers.stock.steps import CallSteps
 from memstore.readers.stock.visible import NOTHING, Candidates, States, VisibleParts, gather
-from memstore.transfer import along, to_device
 
 if TYPE_CHECKING:
     from memstore.memory import Document

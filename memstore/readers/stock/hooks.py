@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary, finalize
 import torch
 from torch import Tensor, nn
 
+from memstore.device_copies import own_types, to_device
 from memstore.errors import BrokenOff, InvalidArgument
 from memstore.readers.asking import Query
 from memstore.readers.caches import CACHE, cache_in
@@ -27,7 +28,6 @@ from memstore.readers.stock.architecture import Architecture, LayerPlan, identit
 from memstore.readers.stock.call import Call, LayerStates
 from memstore.readers.stock.linear import cache_with
 from memstore.readers.stock.selection import Selection
-from memstore.transfer import own_types, to_device
 
 if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel

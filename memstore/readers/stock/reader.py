@@ -128,7 +128,7 @@ class StockReader(Reader):
         self._held: dict[str, Any] = {}
 
     @classmethod
-    def usual(cls, model: Any, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003 - see ``Reader``
+    def default_retrieval(cls, model: Any, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003 - see ``Reader``
         """See ``Reader``: a memory without a router has landmarks of every layer."""
         return Retrieval() if made is None or made.key_dtype == "bit" else Retrieval(share="group")
 

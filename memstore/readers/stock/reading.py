@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.attention import sub_block_means
+from memstore.device_copies import along, own_types, to_device, to_host
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.memory import Document, MemorySpec
 from memstore.memory.rows import as_stored
@@ -26,7 +27,6 @@ from memstore.readers.attachment import Job, segments
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.hooks import Hooks
 from memstore.readers.stock.visible import AttachedDocument, DocumentStates, States, as_blocks, as_tokens, visible
-from memstore.transfer import along, own_types, to_device, to_host
 
 
 class SegmentStates(NamedTuple):

@@ -31,13 +31,13 @@ from torch import Tensor
 
 from memstore.attention import Router, choose, late_interaction, pooled, slots_by_score
 from memstore.attention.routing import best_inherited, inherited
+from memstore.device_copies import to_device, to_host
 from memstore.errors import InvalidArgument
 from memstore.index.words import STEM, WordIndex, asked_words, words_of
 from memstore.readers.asking import Query
 from memstore.readers.kinds import Positions, Retrieval
 from memstore.readers.stock.architecture import Architecture, CosSin, LayerPlan, LayerRotary
 from memstore.readers.stock.visible import AttachedDocument, Candidates, ShortDocuments, VisibleParts
-from memstore.transfer import to_device, to_host
 
 if TYPE_CHECKING:
     from memstore.memory import Document

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from memstore.device_copies import to_device
 from memstore.kernels.best_signs import PackedSigns, best_signs, pack
 from memstore.kernels.best_signs.api import problem
 from memstore.memory.rows import index_dtype
-from memstore.transfer import to_device
 
 if TYPE_CHECKING:
     from memstore.memory import Document

@@ -34,7 +34,7 @@ from typing import Any
 import lmdb
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
-from memstore import paths, stored
+from memstore import json_checks, paths
 from memstore.errors import (
     DamagedError,
     InvalidArgument,
@@ -46,7 +46,7 @@ from memstore.errors import (
     StoreFull,
 )
 from memstore.paths import FULL, free_bytes, shortage
-from memstore.store.keys import KEYS_NAME
+from memstore.store.encryption_keys import KEYS_NAME
 from memstore.store.lmdb import pages
 from memstore.store.records import MAGIC
 
@@ -82,7 +82,7 @@ _ATTEMPTS = 5  # to look at a tree that a writer changes
 _LOOK_BYTES = 4 << 20  # the first commit put a record there, and later ones use its pages again
 
 _MOST_TOLD = 4096  # bytes
-_HOLDER = stored.table(pid=stored.whole(), command=stored.text(_MOST_TOLD), started=stored.text(64))
+_HOLDER = json_checks.table(pid=json_checks.whole(), command=json_checks.text(_MOST_TOLD), started=json_checks.text(64))
 
 
 @dataclass
@@ -576,8 +576,8 @@ def _command_line() -> str:
 
 def _in_use(folder: Path) -> str:
     try:
-        told = stored.parse(paths.read(folder, HOLDER_NAME, _MOST_TOLD), HOLDER_NAME, _MOST_TOLD)
-        facts: dict[str, Any] = stored.fit(told, _HOLDER, HOLDER_NAME)
+        told = json_checks.parse(paths.read(folder, HOLDER_NAME, _MOST_TOLD), HOLDER_NAME, _MOST_TOLD)
+        facts: dict[str, Any] = json_checks.fit(told, _HOLDER, HOLDER_NAME)
         command = repr(facts["command"])[1:-1]  # what a terminal would obey is spelled out
         mine = " (this one)" if facts["pid"] == os.getpid() else ""
         since = datetime.fromisoformat(facts["started"]).astimezone()

@@ -21,6 +21,7 @@ import lmdb
 
 from memstore import paths
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory, ReadOnlyMemory, StoreFull
+from memstore.json_checks import fit, table, whole
 from memstore.store.contract import BlockStore, Capabilities, Compaction, Progress, beyond_limit
 from memstore.store.lmdb import environment as environments
 from memstore.store.lmdb.environment import RESERVE_NAME, Environment, WriterLock
@@ -56,7 +57,6 @@ from memstore.store.records import (
     encode_value,
     value_reader,
 )
-from memstore.stored import fit, table, whole
 
 FORMATS = 1, 2, 3
 """That can be read and written; memories are made in the last one."""

@@ -23,8 +23,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from memstore.errors import DamagedError, InvalidArgument
+from memstore.json_checks import UnfitValue, anything, array, fit, ranges, table, whole
 from memstore.store.records import ITEM_BYTES, MAX_DIMENSIONS, MAX_DOCUMENT, Bytes, Key, Layout, Record, Table
-from memstore.stored import UnfitValue, anything, array, fit, ranges, table, whole
 
 STORE = MAX_DOCUMENT + 1
 """The document under whose number the manifest lies in the tail, out of reach of callers."""

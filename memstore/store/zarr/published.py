@@ -22,10 +22,10 @@ from uuid import uuid4
 
 from memstore import paths
 from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, NotFound
+from memstore.json_checks import array, fit, parse, table, text, whole
 from memstore.store.lmdb.environment import DATA_NAME
 from memstore.store.zarr.bucket import BucketObjects, LostRace, Tag
 from memstore.store.zarr.extents import HEXADECIMAL, hexadecimal
-from memstore.stored import array, fit, parse, table, text, whole
 
 MANIFEST = "manifest.json"
 NOTE = "published.json"

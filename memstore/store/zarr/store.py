@@ -28,7 +28,7 @@ import numpy as np
 from memstore import paths
 from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreError, NotAMemory, NotFound
 from memstore.store.contract import BlockStore, Capabilities, Compaction, Progress, beyond_limit
-from memstore.store.keys import KEYS_NAME
+from memstore.store.encryption_keys import KEYS_NAME
 from memstore.store.lmdb.environment import DATA_NAME
 from memstore.store.lmdb.values import used_bytes
 from memstore.store.records import (

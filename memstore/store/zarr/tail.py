@@ -16,6 +16,7 @@ import numpy.typing as npt
 from xxhash import xxh3_64_intdigest as checksum
 
 from memstore.errors import DamagedError, MemstoreError, ReadOnlyMemory
+from memstore.json_checks import fit
 from memstore.store.lmdb.environment import Environment, WriterLock
 from memstore.store.lmdb.store import TAIL_FORMATS, LmdbStore
 from memstore.store.lmdb.values import used_bytes
@@ -42,7 +43,6 @@ from memstore.store.zarr.extents import (
     shard_index,
 )
 from memstore.store.zarr.objects import Objects, RangeRead
-from memstore.stored import fit
 
 _CACHED_SHARDS = 1024  # whose checksums are kept: 8 bytes for each block and field
 

@@ -23,13 +23,13 @@ from memstore.memory.shared import CHAT, not_found
 from memstore.readers.asking import (
     INSTRUCTION,
     Answer,
+    AnswerStream,
     Prompt,
-    Teller,
     Template,
-    answered,
     check_words,
+    fill_template,
     fitting,
-    framed,
+    generate_answer,
     too_long,
 )
 from memstore.readers.kinds import encode
@@ -194,7 +194,7 @@ class Worker:
         return result  # type: ignore[no-any-return]  # what work returns
 
     def stop(self) -> None:
-        """Break off what is being answered, and tell everybody who waits that the server ends."""
+        """Break off what is being generate_answer, and tell everybody who waits that the server ends."""
         with self._changed:
             self._closed = True
             waiting = [job for line in self._lines.values() for job in line]
@@ -216,7 +216,7 @@ class Worker:
             except (MemstoreError, Refusal) as error:
                 done = error
                 self._attach(None)
-            except Exception as error:  # noqa: BLE001 - told to whoever asked; the others are still to be answered
+            except Exception as error:  # noqa: BLE001 - told to whoever asked; the others are still to be generate_answer
                 done = Mistake(error)
                 self._attach(None)
             job.tell(done)
@@ -273,10 +273,10 @@ def answer(ask: Ask, reader: Reader, job: QueuedJob, *, trace: bool = False, cha
     prompt = Prompt([], reader.prompt(ask.question)[0].tolist(), []) if frame is None else _prompt(reader, frame, ask)
     length = len(prompt.tokens)
     options = _options(ask, reader, job, length)
-    teller = Teller(reader, frame, job.tell, ask.stop)
+    teller = AnswerStream(reader, frame, job.tell, ask.stop)
     with reader.seeing(tail=ask.raw):
         said = [*ask.before[-1]] if ask.before else []
-        made = answered(reader, ask.question, prompt, teller, trace=trace, said=said, **options)
+        made = generate_answer(reader, ask.question, prompt, teller, trace=trace, said=said, **options)
     return _result(made, job, length)
 
 
@@ -346,5 +346,5 @@ def _prompt(reader: Reader, frame: Template, ask: Ask) -> Prompt:
         tokens += frame.controls(reader.tokenizer, before) + encode(reader.tokenizer, question)
         tokens += frame.controls(reader.tokenizer, frame.past) + encode(reader.tokenizer, answer)
         before = frame.following
-    asked = framed(reader.tokenizer, frame, ask.question, before)
+    asked = fill_template(reader.tokenizer, frame, ask.question, before)
     return replace(asked, before=[*tokens, *asked.before])

@@ -7,10 +7,9 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from memstore.errors import MemstoreError
+from memstore.errors import MemstoreError, printable
 from memstore.memory.shared import CHAT, owner_of
 from memstore.readers.conversation import SAID
-from memstore.stored import printable
 from memstore.tools.models import named_model, recorded_name
 
 if TYPE_CHECKING:

@@ -13,14 +13,13 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from memstore.errors import InvalidArgument, NotFound
+from memstore.errors import InvalidArgument, NotFound, printable
 from memstore.memory import open_memory
 from memstore.memory.search import Match, check_layer, search_block
-from memstore.stored import printable
 from memstore.tools.endpoint.shelf import name_of
 from memstore.tools.inspector.asking import can_ask
 from memstore.tools.inspector.words import Words
-from memstore.tools.look import filled, norm_summary
+from memstore.tools.listing import filled, norm_summary
 from memstore.tools.search import search_text
 
 if TYPE_CHECKING:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
-from memstore.errors import DamagedError, InvalidArgument, NotFound
+from memstore.errors import DamagedError, InvalidArgument, NotFound, printable
 from memstore.memory.traces import ELSEWHERE, KEPT, TIERS, Step, Trace, best_looks, counted, elsewhere, most_weight
-from memstore.stored import printable
 from memstore.tools.inspector.data import sizes
 from memstore.tools.inspector.words import Words
 

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from memstore.stored import printable
+from memstore.errors import printable
 
 if TYPE_CHECKING:
     from memstore.memory import Memory

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import json
 import reprlib
-import unicodedata
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from memstore.errors import DamagedError, InvalidArgument
@@ -19,11 +18,11 @@ Check = Callable[[Any, str], None]
 """Raises ``UnfitValue`` for a value, found at the place in words, that is not as it should be."""
 
 LARGEST = 2**63 - 1
-MOST_BYTES = 16 * 1024 * 1024
+MAX_JSON_BYTES = 16 * 1024 * 1024
 """Length of one JSON value of a memory."""
-MOST_VALUES = 4 * 1024 * 1024
+MAX_JSON_VALUES = 4 * 1024 * 1024
 """Values in one JSON value, about: an empty list takes three bytes of text, and thirty times that in memory."""
-DEEPEST = 100
+MAX_DEPTH = 100
 """Levels of lists and objects within each other."""
 
 
@@ -31,7 +30,7 @@ class UnfitValue(ValueError):
     """A value that no memstore writes; the message says where it is and what was expected there."""
 
 
-def parse(raw: bytes, what: str, most_bytes: int = MOST_BYTES) -> Any:
+def parse(raw: bytes, what: str, most_bytes: int = MAX_JSON_BYTES) -> Any:
     """The JSON value in ``raw``. Raises ``DamagedError``, which calls it ``what``."""
     try:
         return _parsed(raw, most_bytes)
@@ -43,7 +42,7 @@ def parse(raw: bytes, what: str, most_bytes: int = MOST_BYTES) -> Any:
 def check_storable(raw: bytes, check: Check, what: str) -> None:
     """Raise ``InvalidArgument``, which calls it ``what``, for JSON that would be refused where it is read."""
     try:
-        check(_parsed(raw, MOST_BYTES), "")
+        check(_parsed(raw, MAX_JSON_BYTES), "")
     except ValueError as error:
         raise InvalidArgument(f"{what} cannot be stored: {' '.join(str(error).split())[:200]}.") from None
 
@@ -51,26 +50,26 @@ def check_storable(raw: bytes, check: Check, what: str) -> None:
 def _parsed(raw: bytes, most_bytes: int) -> Any:
     if len(raw) > most_bytes:
         raise UnfitValue(f"it has {len(raw):,} bytes, and {most_bytes:,} is the most")
-    if len(raw) > MOST_VALUES and sum(map(raw.count, (b",", b"[", b"{"))) > MOST_VALUES:
-        raise UnfitValue(f"it has more than {MOST_VALUES:,} values")
+    if len(raw) > MAX_JSON_VALUES and sum(map(raw.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
+        raise UnfitValue(f"it has more than {MAX_JSON_VALUES:,} values")
     try:
         value = _DECODER.decode(raw.decode())
     except RecursionError:
-        raise UnfitValue(f"it is nested more than {DEEPEST} levels deep") from None
-    if raw.count(b"[") + raw.count(b"{") > DEEPEST:
+        raise UnfitValue(f"it is nested more than {MAX_DEPTH} levels deep") from None
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:
         check_depth(value)
     return value
 
 
 def check_depth(value: Any) -> None:
-    """Raise ``UnfitValue`` where lists and objects lie in one another more than ``DEEPEST`` times."""
+    """Raise ``UnfitValue`` where lists and objects lie in one another more than ``MAX_DEPTH`` times."""
     level: list[Any] = [value]
-    for _ in range(DEEPEST + 1):
+    for _ in range(MAX_DEPTH + 1):
         inner = [each for each in level if isinstance(each, dict | list)]
         if not inner:
             return
         level = [part for each in inner for part in (each.values() if isinstance(each, dict) else each)]
-    raise UnfitValue(f"it is nested more than {DEEPEST} levels deep")
+    raise UnfitValue(f"it is nested more than {MAX_DEPTH} levels deep")
 
 
 def fit(value: Any, check: Check, what: str) -> Any:
@@ -204,28 +203,3 @@ def check_whole(name: str, value: object, least: int, most: int) -> None:
     """``value`` must be a whole number from ``least`` to ``most``: no text, no float, no bool."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise InvalidArgument(f"{name} must be a whole number from {least:,} to {most:,}, not {value!r}.")
-
-
-def printable(text: str) -> str:
-    """``text`` that somebody else wrote, with control, format and other invisible characters spelled out as in Python.
-
-    Spaces, newlines and tabs stay. What is left never moves, reverses, hides or breaks the text around it, neither on a
-    terminal nor on a page.
-    """
-    return text if text.isprintable() else "".join(c if _shows(c) else _spelled(c) for c in text)
-
-
-def on_one_line(names: Iterable[str]) -> str:
-    """Names that somebody else wrote, ``printable`` and on one line."""
-    return ", ".join(printable(name).translate(_BREAKS) for name in sorted(names))
-
-
-def _shows(character: str) -> bool:
-    return character.isprintable() or character in "\n\t" or unicodedata.category(character) == "Zs"
-
-
-def _spelled(character: str) -> str:
-    return character.encode("unicode_escape").decode()
-
-
-_BREAKS = {ord(each): _spelled(each) for each in "\n\t"}
