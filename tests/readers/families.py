@@ -416,7 +416,7 @@ def tried(name: str, **sizes: Any) -> Tried:
     chosen: dict[str, Any] = {"window": 32, "sink": 16, "segment": 32, "block_size": 16}
     chosen["retrieval"] = Retrieval(top_k="all", positions="true")
     if not kind_of(model).takes("Retrieval.top_k"):  # what it retrieves is what its own index chooses
-        chosen = {"block_size": 16}
+        chosen = {}
     try:
         with memstore.attach(model, "ram:", document="text", **chosen) as reader:
             reader.read(ids[:213])

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from memstore.errors import UnsupportedModel
 from memstore.memory import Document
 from memstore.models.indexed.choice import IndexChoice
 from memstore.models.indexed.reader import IndexedReader
@@ -28,6 +29,10 @@ class IndexAuditor(Auditor):
     positions = "all tokens stand where they are; the truth is the softmax over everything, as if nothing was chosen"
 
     def __init__(self, reader: IndexedReader, top_k: int | None) -> None:
+        if any(layer.raw_width for layer in reader.family.layers):
+            raise UnsupportedModel(
+                "this model has no audit: what its index chooses among are no tokens, but entries of several"
+            )
         super().__init__(reader.model)
         self._reader, self._document = reader, reader.document
         self.documents = [reader.document.name]

@@ -21,7 +21,7 @@ from memstore.device_copies import to_device
 from memstore.errors import InvalidArgument
 from memstore.memory import Document
 from memstore.models.indexed.choice import IndexChoice
-from memstore.models.indexed.family import IndexedLayer
+from memstore.models.indexed.family import IndexedLayer, spread
 from memstore.models.indexed.keys import DocumentKeys, Rows
 from memstore.models.indexed.ops import GATHERED, Chosen, attend_rows, choose, merged, softmax
 from memstore.readers.observer import Observer, Origin
@@ -49,13 +49,32 @@ def slots_of(layers: Sequence[IndexedLayer]) -> Slots:
 
 
 class Local:
-    """What the tokens of one row have given: rows of each slot, and index keys."""
+    """What the tokens of one row have given: rows of each slot, index keys, and entries."""
 
-    def __init__(self, slots: Slots, keys: DocumentKeys, like: Tensor) -> None:
-        self.rows = {slot: Rows(each.row_width, like) for slot, each in enumerate(slots.layers) if each.source is None}
+    def __init__(self, slots: Slots, keys: DocumentKeys, like: Tensor, pending: Mapping[int, Tensor]) -> None:
+        """``pending``: what the document's last tokens have given for entries that are not made yet."""
+        self.rows = {slot: Rows(each.own_width, like) for slot, each in enumerate(slots.layers) if each.source is None}
         self.keys = {slot: keys.of[slot].behind() for slot in slots.indexed}
         self.raw = {slot: Rows(each.key_width, like) for slot, each in slots.indexed.items()}
         """What index keys are made of: it is what is stored of them."""
+        self.entries = {slot: Rows(each.entry_width, like) for slot, each in slots.indexed.items() if each.raw_width}
+        self.pending = {
+            slot: pending.get(slot, like.new_empty(0, slots.indexed[slot].raw_width)) for slot in self.entries
+        }
+        """``[m, raw_width]``, from ``lookback`` units before the one that is not whole on."""
+
+    def compress(self, slot: int, layer: IndexedLayer, raw: Tensor) -> None:
+        """Make entries of the units that are whole with the next tokens, which gave ``raw [n, raw_width]``."""
+        keys = self.keys[slot]
+        first = keys.first + keys.units
+        before, raw = min(first, layer.lookback), torch.cat([self.pending[slot], raw])
+        if (whole := len(raw) // layer.unit - before) > 0:
+            made, entries = layer.compress(raw[: (before + whole) * layer.unit], first, before)
+            keys.add(made)
+            self.raw[slot].append(spread(made, layer.unit))
+            self.entries[slot].append(entries)
+            raw = raw[(before + whole - min(first + whole, layer.lookback)) * layer.unit :]
+        self.pending[slot] = raw.clone()
 
     def copy(self) -> Local:
         """The same, to go on from."""
@@ -63,6 +82,8 @@ class Local:
         other.rows = {slot: rows.copy() for slot, rows in self.rows.items()}
         other.keys = {slot: keys.copy() for slot, keys in self.keys.items()}
         other.raw = {slot: rows.copy() for slot, rows in self.raw.items()}
+        other.entries = {slot: rows.copy() for slot, rows in self.entries.items()}
+        other.pending = dict(self.pending)
         return other
 
 
@@ -84,7 +105,9 @@ class IndexedCall:
         """Those of the document."""
         self.length = 0
         """Tokens given so far, with their padding."""
-        self.locals = [Local(slots, keys, like) for _ in range(rows)]
+        self.pending: dict[int, Tensor] = {}
+        """What the document's last tokens have given for entries that are not made yet, by slot; see ``Local``."""
+        self.locals = [Local(slots, keys, like, self.pending) for _ in range(rows)]
         self.counts = [0] * rows
         """Tokens of each row before the present pass, without padding."""
         self.origin = Origin(document, like.device, stored=document.n_blocks)
@@ -128,8 +151,13 @@ class IndexedCall:
 
     def reset(self) -> None:
         """Forget the local tokens."""
-        self.locals = [Local(self.slots, self.keys, self.like) for _ in self.locals]
+        self.locals = [Local(self.slots, self.keys, self.like, self.pending) for _ in self.locals]
         self.counts, self.length = [0] * len(self.locals), 0
+
+    def settle(self, tokens: int) -> None:
+        """The local tokens, of one row, are stored: the document has ``tokens`` now."""
+        self.tokens, self.pending = tokens, self.locals[0].pending
+        self.reset()
 
     def attend(self, layer: IndexedLayer, hidden: Tensor, given: Mapping[str, Any]) -> Tensor:
         """The output of ``layer`` for ``hidden [B, S, hidden]``."""
@@ -146,6 +174,8 @@ class IndexedCall:
             if mine.key is not None:
                 local.keys[slot].extend(mine.key)
                 local.raw[slot].append(mine.key)
+            if mine.raw is not None:
+                local.compress(slot, layer, mine.raw)
             if len(mine.query):
                 out[row, pick] = self._attend(layer, row, mine.query, mine.ask, mine.weights)
         return asked.finish(out)
@@ -158,6 +188,8 @@ class IndexedCall:
         source = self.slots.at[layer.index if layer.source is None else layer.source]
         if layer.sees == "all":
             return self._dense(layer, source, row, query, places)
+        if layer.sees == "entries":
+            return self._with_entries(layer, row, query, ask, weights, places)
         begun = time.perf_counter()
         scores: Tensor | None = None
         if layer.sees == "chosen":
@@ -184,6 +216,13 @@ class IndexedCall:
 
         ``places [S]`` are those of the queries. What is always seen is among them, with a score of NaN.
         """
+        best = self._best(layer, row, ask, weights, places)
+        places = places if layer.lists == 1 else places.repeat_interleave(layer.lists)
+        ids, scores = _tokens(layer, best, places)
+        return ids.unflatten(0, (-1, layer.lists)), scores.unflatten(0, (-1, layer.lists))
+
+    def _best(self, layer: IndexedLayer, row: int, ask: Tensor, weights: Tensor | None, places: Tensor) -> Chosen:
+        """The units that index queries ``ask [S, heads, D]`` choose: of each of ``lists`` in turn."""
         slot, unit = self.slots.at[layer.index], layer.unit
         stored, own = self.keys.of[slot], self.locals[row].keys[slot]
         if layer.lists > 1:  # each head chooses for itself
@@ -196,9 +235,7 @@ class IndexedCall:
         parts = [choose(ask, weights, stored.keys.view, limit=None, **options)] if len(stored.keys) else []
         mine = choose(ask, weights, keys, limit=limit - stored.units * stored.per_unit, **options)
         parts.append(mine._replace(ids=torch.where(mine.ids < 0, -1, mine.ids + stored.units)))
-        best = parts[0] if len(parts) == 1 else merged(parts, layer.top)
-        ids, scores = _tokens(layer, best, places)
-        return ids.unflatten(0, (-1, layer.lists)), scores.unflatten(0, (-1, layer.lists))
+        return parts[0] if len(parts) == 1 else merged(parts, layer.top)
 
     def _rows(self, layer: IndexedLayer, source: int, row: int, tokens: Tensor) -> Tensor:
         """Stored and local rows ``[n, row_width]`` of ``tokens [n]``, ascending."""
@@ -206,10 +243,55 @@ class IndexedCall:
         parts = []
         if there:
             (stored,) = to_device([self.document.layer(source).rows(tokens[:there].cpu())], self.like.device)
-            parts.append(stored[:, : layer.row_width])
+            parts.append(stored[:, : layer.own_width])
         if there < len(tokens):
             parts.append(self.locals[row].rows[source].view[tokens[there:] - self.tokens])
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _with_entries(
+        self,
+        layer: IndexedLayer,
+        row: int,
+        query: Tensor,
+        ask: Tensor | None,
+        weights: Tensor | None,
+        places: Tensor,
+    ) -> Tensor:
+        """What queries ``[S, H, D]`` gather of their windows and of entries, in one softmax."""
+        begun, slot = time.perf_counter(), self.slots.at[layer.index]
+        window = (places[:, None] + torch.arange(1 - layer.window, 1, device=query.device)).clamp(min=-1)
+        if ask is None:
+            units = torch.arange(int(places[-1] + 1) // layer.unit, device=query.device).expand(len(query), -1)
+            best = Chosen(torch.where(units < (places[:, None] + 1) // layer.unit, units, -1), torch.empty(0))
+        else:
+            best = self._best(layer, row, ask, weights, places)
+        chosen_at = time.perf_counter()
+        out = []
+        for some in _pieces(len(query), torch.cat([window, best.ids], 1)[:, None], layer.row_width):
+            table, near = self._table(layer, slot, row, window[some])
+            units, far = best.ids[some].unique(return_inverse=True)
+            if len(units) and int(units[0]) < 0:
+                units, far = units[1:], far - 1
+            table = torch.cat([table, self._entries(layer, slot, row, units)])
+            ids = torch.cat([near, torch.where(far < 0, -1, far + len(table) - len(units))], 1)
+            out.append(attend_rows(query[some], table, table, ids, layer.scaling, layer.sinks))
+        if self.observers and ask is not None:
+            parts = self.weights(layer, query[-1], table, ids[-1:])[:, window.shape[1] :]
+            begins = torch.where(best.ids[-1:] < 0, -1, best.ids[-1:] * layer.unit)
+            self._told(layer, row, slot, query[-1], begins, best.scores[-1:], parts, chosen_at - begun)
+        return torch.cat(out)
+
+    def _entries(self, layer: IndexedLayer, slot: int, row: int, units: Tensor) -> Tensor:
+        """Entries ``[n, D]`` of ``units [n]``, ascending."""
+        stored, local = self.keys.of[slot], self.locals[row]
+        there = int((units < stored.units).sum())
+        mine = units[there:] - stored.units
+        if not layer.entry_width:
+            return torch.cat([stored.keys.view[units[:there]], local.keys[slot].keys.view[mine]])
+        tokens = units[:there, None] * layer.unit + torch.arange(layer.unit, device=units.device)
+        (rows,) = to_device([self.document.layer(slot).rows(tokens.flatten().cpu())], self.like.device)
+        parts = rows[:, layer.own_width : layer.row_width].unflatten(0, (there, layer.unit)).flatten(1)
+        return torch.cat([parts[:, : layer.entry_width], local.entries[slot].view[mine]])
 
     def _mix(self, layer: IndexedLayer, source: int, row: int, query: Tensor, ids: Tensor) -> Tensor:
         """Attention of ``query [S, H, D]`` to the tokens ``ids [S, lists, K]``."""
@@ -272,12 +354,23 @@ class IndexedCall:
         spent: float,
     ) -> None:
         """Tell who is watching what the last token of ``row`` has chosen, ``ids [lists, K]``."""
-        begun = time.perf_counter()
-        size = self.document.memory.spec.block_size
-        blocks = (ids[ids >= 0] // size).unique().tolist() if self.observers else []
-        tiers = self.origin.tiers(source, ids.cpu().numpy() // size) if blocks else None
         table, at = self._table(layer, source, row, ids[None])
         weights = self.weights(layer, query, table, at[0])
+        self._told(layer, row, source, query, ids, None if scores is None else scores[-1], weights, spent)
+
+    def _told(
+        self,
+        layer: IndexedLayer,
+        row: int,
+        source: int,
+        query: Tensor,
+        ids: Tensor,
+        scores: Tensor | None,
+        weights: Tensor,
+        spent: float,
+    ) -> None:
+        size = self.document.memory.spec.block_size
+        tiers = self.origin.tiers(source, ids.cpu().numpy() // size) if bool((ids >= 0).any()) else None
         choice = IndexChoice(
             layer=layer.index,
             rows=[row],
@@ -285,10 +378,10 @@ class IndexedCall:
             call=self,
             query=query,
             ids=ids,
-            scores=None if scores is None else scores[-1],
+            scores=scores,
             weights=weights,
             tiers=tiers,
-            spent=(1e6 * spent, 1e6 * (time.perf_counter() - begun)),
+            spent=1e6 * spent,
         )
         for observer in self.observers:
             observer.choice(choice)

@@ -44,8 +44,8 @@ class IndexChoice(Choice):
     weights: Tensor
     """``[H, K]``: the part of the layer's attention that went to each."""
     tiers: Array | None
-    spent: tuple[float, float]
-    """Microseconds of choosing and of gathering."""
+    spent: float
+    """Microseconds of choosing."""
 
     @property
     def searched(self) -> bool:  # type: ignore[override]  # nobody sets it
@@ -74,7 +74,6 @@ class IndexChoice(Choice):
             scores=np.where(ids < 0, -np.inf, scores).astype(np.float32),
             weights=weights.astype(np.float32),
             tiers=tiers.astype(np.int8),
-            search_us=self.spent[0],
-            gather_us=self.spent[1],
+            search_us=self.spent,
         )
         return Looks([look])

@@ -21,6 +21,7 @@ from pkgutil import resolve_name
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memstore.errors import DamagedError, UnsupportedModel
@@ -39,13 +40,10 @@ FAMILIES = {
     "qwen4_exp_text": "memstore.models.indexed.families.grouped:Qwen4Exp",
     "qwen4_exp": "memstore.models.indexed.families.grouped:Qwen4Exp",
     "glm5_next": "memstore.models.indexed.families.deepseek:Glm5Next",
+    "deepseek_v4": "memstore.models.indexed.families.compressed:DeepseekV4",
     "mistral_large4": "memstore.models.indexed.families.deepseek:MistralLarge4",
 }
 """Where the description of each family is, by the ``model_type`` of its configurations."""
-REFUSED = {
-    "deepseek_v4": "it attends to entries made of several tokens, which a memory of single tokens does not keep",
-}
-"""Families that have an index, and why they cannot be read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,6 +62,8 @@ class Projections:
     """``[B, S, index heads, index dim]``: index queries."""
     weights: Tensor | None = None
     """``[B, S, index heads]`` float32: how much each index head counts; None: all alike, or each by itself."""
+    raw: Tensor | None = None
+    """``[B, S, raw_width]``: what entries of several tokens are made of; None where there are none."""
 
     def of(self, row: int, tokens: slice | Tensor) -> Projections:
         """What one row of the batch has of it, at some tokens: without the first dimension."""
@@ -71,7 +71,7 @@ class Projections:
         def taken(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[row, tokens]
 
-        rest = map(taken, (self.rows, self.key, self.ask, self.weights))
+        rest = map(taken, (self.rows, self.key, self.ask, self.weights, self.raw))
         return Projections(self.query[row, tokens], self.finish, *rest)
 
 
@@ -84,8 +84,9 @@ class IndexedLayer(ABC):
     """For each key-value head, where its key and its value are in a row."""
     scaling: float
     """Of the products of queries and keys."""
-    sees: Literal["chosen", "all"] | int = "chosen"
-    """What attention sees: what was chosen, everything, or so many of the last tokens."""
+    sees: Literal["chosen", "all", "entries"] | int = "chosen"
+    """What attention sees: what was chosen, everything, or so many of the last tokens; or a ``window`` of tokens and
+    entries, those that were chosen or, without ``top``, all."""
     source: int | None = None
     """The layer whose rows it attends to, if not its own."""
     takes: int | None = None
@@ -106,6 +107,15 @@ class IndexedLayer(ABC):
     """Units that are always chosen, counted among ``top``: the query's own and those before it. None: the index alone
     decides, but that tokens of an incomplete unit are seen beside the chosen ones (``tail``)."""
     tail: bool = True
+    window: int = 0
+    raw_width: int = 0
+    """Numbers of a token that the entry of its unit is made of (``compress``); 0 where there are no entries. They are
+    kept until the entry is made, and stored beside the document, as what linear layers remember is."""
+    entry_width: int = 0
+    """Numbers of an entry, which lies in the rows of its tokens, a part in each, behind what is the token's own. 0: its
+    key is all that there is of it. Keys lie in landmarks in the same way."""
+    lookback: int = 0
+    """How many units before its own an entry is made of."""
     sinks: Tensor | None = None
     """``[H]``: logits of the softmax that have no value."""
     extra: int = 0
@@ -124,10 +134,27 @@ class IndexedLayer(ABC):
         """Index keys ``[n, index_dim]`` of units ``[n, unit, key_width]`` whose first tokens stand at ``first [n]``."""
         return raw[:, 0]
 
+    def compress(self, raw: Tensor, first: int, before: int) -> tuple[Tensor, Tensor]:
+        """Keys ``[n, index_dim]`` and entries ``[n, entry_width]`` of whole units, the first of which is ``first``.
+
+        ``raw [(before + n) * unit, raw_width]`` begins ``before`` units earlier.
+        """
+        raise NotImplementedError
+
+    @property
+    def own_width(self) -> int:
+        """Numbers of a row that are its token's alone."""
+        return self.row_width - -(-self.entry_width // self.unit)
+
     @property
     def lists(self) -> int:
         """How many choices a query makes: one, or one for each key-value head."""
         return 1
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it attends to what was chosen, by its index or another layer's."""
+        return bool(self.top) or self.takes is not None
 
     @property
     def facts(self) -> str:
@@ -184,7 +211,7 @@ def family_of(model: Any) -> IndexedFamily:
     """The description of ``model``. Raises ``UnsupportedModel`` with the reason."""
     name = getattr(model.config, "model_type", None)
     if name not in FAMILIES:
-        why = REFUSED.get(str(name)) or (
+        why = (
             f"it has an index of a family that this memstore does not know, {name}. It knows {', '.join(FAMILIES)}; a "
             "newer one may know more"
         )
@@ -196,6 +223,12 @@ def family_of(model: Any) -> IndexedFamily:
 def unsupported(model: Any, why: str) -> UnsupportedModel:
     """The error for a model that cannot be attached."""
     return UnsupportedModel(f"cannot attach a memory to {type(model).__name__}: {why}")
+
+
+def spread(x: Tensor, unit: int) -> Tensor:
+    """``x [n, width]`` over the ``unit`` tokens of each: ``[n * unit, parts]``, with zeros where it does not divide."""
+    parts = -(-x.shape[1] // unit)
+    return F.pad(x, (0, parts * unit - x.shape[1])).reshape(len(x) * unit, parts)
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:

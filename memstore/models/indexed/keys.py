@@ -119,6 +119,10 @@ class UnitKeys:
                 self.keys.append(of_units.flatten(0, 1))
         self.tail = raw[whole * unit :].clone()
 
+    def add(self, keys: Tensor) -> None:
+        """Add the keys ``[n, index_dim]`` of the next units, whatever they are made of."""
+        self.keys.append(keys)
+
     def behind(self) -> UnitKeys:
         """Keys of what comes after, whose first unit has the tail of these."""
         after = UnitKeys(self.layer, self.tail, first=self.first + self.units)
@@ -161,11 +165,13 @@ class DocumentKeys:
             return
         for slot, keys in self.of.items():
             view, layer = self.document.layer(slot), self._layers[slot]
-            at = self.tokens
-            while at < tokens:
+            at, stop = self.tokens, tokens
+            if layer.raw_width:  # there are no keys of a unit before it is whole
+                at, stop = keys.stop, tokens - tokens % layer.unit
+            while at < stop:
                 first = at // size
-                blocks = range(first, min(first + AT_ONCE, -(-tokens // size)))
-                raw = view.landmarks(blocks).flatten(0, 2)[at - first * size : tokens - first * size]
+                blocks = range(first, min(first + AT_ONCE, -(-stop // size)))
+                raw = view.landmarks(blocks).flatten(0, 2)[at - first * size : stop - first * size]
                 keys.extend(raw[:, : layer.key_width].to(self._like.device))
                 at += len(raw)
         self.tokens = tokens

@@ -10,9 +10,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.memory.rows import to_record
+from memstore.models.indexed.call import Slots
+from memstore.models.indexed.family import IndexedLayer
 from memstore.readers.caches import CACHE
 from memstore.readers.stock.linear import LinearLayers, slots_in, states_in
 from memstore.store.records import Layout
@@ -53,6 +56,39 @@ class CarriedStates:
     def states(self, layers: Sequence[Any]) -> list[Tensor]:
         """Copies of the states in a cache of one row, as they are stored."""
         return [_stored(state).clone() for state in self._layers.states(layers)]
+
+
+class PendingStates:
+    """What tokens have given for entries that are not made yet, kept in the same way; see ``Local.pending``."""
+
+    def __init__(self, slots: Slots, dtype: torch.dtype) -> None:
+        self._layers = {slot: layer for slot, layer in slots.indexed.items() if layer.raw_width}
+        self._dtype = str(dtype).removeprefix("torch.")
+
+    @property
+    def layouts(self) -> tuple[Layout, ...]:
+        """As many tokens as there may be at most."""
+        return tuple(Layout(self._dtype, (_most(each), each.raw_width)) for each in self._layers.values())
+
+    def layers(self, attending: Sequence[Any], states: Sequence[Tensor] | None, rows: int) -> list[Any]:  # noqa: ARG002
+        """``attending``, whose call goes on from stored ``states``."""
+        call = attending[0].call
+        for (slot, layer), state in zip(self._layers.items(), states or (), strict=states is not None):
+            first = max(0, call.tokens // layer.unit - layer.lookback) * layer.unit
+            call.pending[slot] = state[: call.tokens - first]
+        call.reset()
+        return list(attending)
+
+    def states(self, layers: Sequence[Any]) -> list[Tensor]:
+        """Copies of what one row has, padded, as they are stored."""
+        pending = layers[0].call.locals[0].pending
+        return [
+            F.pad(pending[slot], (0, 0, 0, _most(each) - len(pending[slot]))) for slot, each in self._layers.items()
+        ]
+
+
+def _most(layer: IndexedLayer) -> int:
+    return max(1, (layer.lookback + 1) * layer.unit - 1)
 
 
 def _stored(state: Tensor) -> Tensor:

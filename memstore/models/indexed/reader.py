@@ -11,6 +11,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial, wraps
 from inspect import signature
+from math import lcm
 from typing import Any
 from weakref import WeakSet
 
@@ -24,9 +25,9 @@ from memstore.memory.search import Match, best
 from memstore.models.causal import uncompiled
 from memstore.models.indexed.call import IndexedCall, LocalLayer, slots_of
 from memstore.models.indexed.choice import IndexChoice
-from memstore.models.indexed.family import attending, family_of
+from memstore.models.indexed.family import attending, family_of, spread
 from memstore.models.indexed.keys import DocumentKeys
-from memstore.models.indexed.linear import CarriedStates
+from memstore.models.indexed.linear import CarriedStates, PendingStates
 from memstore.readers.asking import Query
 from memstore.readers.attachment import Job, Place, evaluating
 from memstore.readers.caches import CACHE, cache_in
@@ -65,7 +66,9 @@ class IndexedReader(Reader):
         self.family = family_of(model)
         super().__init__(model, memory, document, **shared)
         self.slots = slots_of(self.family.layers)
-        self._carried: CarriedStates | None = None
+        self._carried: CarriedStates | PendingStates | None = None
+        if any(layer.raw_width for layer in self.family.layers):
+            self._carried = PendingStates(self.slots, model.dtype)
         if self.family.linear:
             self._check_unattached()
             with evaluating(model):
@@ -80,8 +83,11 @@ class IndexedReader(Reader):
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
         """See ``Reader``."""
         config = self.family.config
-        size = BLOCK_SIZE if made is None else made.block_size
+        whole = lcm(*(layer.unit for layer in self.family.layers if layer.raw_width))
+        size = lcm(BLOCK_SIZE, whole) if made is None else made.block_size
         size = size if self._block_size is None else self._block_size
+        if size % whole:
+            raise InvalidArgument(f"block_size must be a multiple of {whole}, the tokens of an entry, not {size}")
         # What states and choices depend on beside the weights: none of it shows in the shapes of these.
         shaping = ",".join(f"{name}={getattr(config, name, None)}" for name in self.family.shaping)
         facts = ";".join(layer.facts for layer in self.family.layers)
@@ -259,7 +265,7 @@ class IndexedReader(Reader):
             given.pop(name, None)
         given["position_ids"] = positions
         masks: dict[str, Any] = dict.fromkeys(("indexed_attention", *self.family.config.layer_types))
-        if self._carried is not None:
+        if self.family.linear:
             masks["linear_attention"] = _linear_mask(call, mask)
         given["attention_mask"] = masks
         uses = given.get("use_cache")
@@ -276,6 +282,8 @@ class IndexedReader(Reader):
         """End the pass; without an output it has failed, and its tokens do not count."""
         if self._call is not None and output is not None:
             self._call.end()
+        elif self._call is not None:
+            self._call.ended = True  # some layers have its tokens, others have not
         self._call = None
 
     def _call_of(self, cache: Any, rows: int) -> IndexedCall:
@@ -357,24 +365,29 @@ class IndexedReader(Reader):
                     blocks[:before] = view.gather([first])["rows"][0, :before]
                 if slot in rows:
                     blocks[before : before + len(tokens), : rows[slot].shape[1]] = rows[slot]
+                layer = self.slots.layers[slot]
+                # Entries and keys of a unit that was begun by tokens which are stored already lie in their rows too.
+                at = before - len(job.document) % layer.unit if layer.raw_width else before
+                if layer.entry_width:
+                    parts = spread(local.entries[slot].view.cpu(), layer.unit)
+                    blocks[at : at + len(parts), layer.own_width : layer.row_width] = parts
                 marks = None
                 if slot in raw:
                     marks = torch.zeros(len(blocks), key)
                     if before:
                         marks[:before] = view.landmarks(range(first, first + 1)).flatten(0, 2)[:before]
-                    marks[before : before + len(tokens), : raw[slot].shape[1]] = raw[slot]
+                    marks[at : at + len(raw[slot]), : raw[slot].shape[1]] = raw[slot]
                     marks = marks.unflatten(0, (-1, 1, spec.block_size))
                 batch.put(slot, landmarks=marks, rows=blocks.unflatten(0, (-1, spec.block_size)))
             if states is not None:
                 batch.put_recurrent([state.cpu() for state in states])
         call.keys.settle(len(job.document), {slot: rows.view for slot, rows in local.raw.items()})
-        call.tokens = len(job.document)
-        call.reset()
+        call.settle(len(job.document))
 
     # Asking
 
     def _described(self) -> dict[str, Any]:
-        chosen = [layer for layer in self.family.layers if layer.sees == "chosen"]
+        chosen = [layer for layer in self.family.layers if layer.chooses]
         return {
             "mechanism": "index",
             "layers": [layer.index for layer in chosen],
