@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 WIDE = 64
 """Best blocks among which the needle is looked for, however few the model takes."""
 
@@ -47,3 +50,17 @@ class Reply:
 def needle_blocks(place: range, tokens_per_block: int) -> range:
     """The blocks that a needle at ``place`` lies in."""
     return range(place.start // tokens_per_block, (place.stop - 1) // tokens_per_block + 1)
+
+
+def layer_found(layer: int, weights: Tensor, own: Tensor) -> LayerScore:
+    """Of ``weights [H, N]`` on landmarks, those of the needle being ``own [N]``: by the head that ranks it best."""
+    mine, others = weights[:, own], weights[:, ~own]
+    ranks = (others > mine.amax(1, keepdim=True)).sum(1)
+    shares = mine.sum(1)
+    head = min(range(len(weights)), key=lambda each: (int(ranks[each]), -float(shares[each])))
+    margin = None
+    if others.shape[1]:
+        tiny = torch.finfo(weights.dtype).tiny
+        lead = mine[head].amax().clamp(min=tiny).log() - others[head].amax().clamp(min=tiny).log()
+        margin = float(lead)
+    return LayerScore(layer, int(ranks[head]), margin, float(shares[head]))

@@ -393,7 +393,7 @@ def gathered_each(
 ) -> dict[str, Tensor]:
     """``gather`` of complete blocks, a list of its own for each layer of a document, in one copy: one behind the other.
 
-    Raises what ``LayerView.gather`` does.
+    They are not kept in host memory where the store is near. Raises what ``LayerView.gather`` does.
     """
     ids, first = [block for each in lists for block in each], views[0]
     device, shared = None if device is None else device_of(device), first._shared
@@ -401,7 +401,7 @@ def gathered_each(
     layers = [view._layer for view, each in zip(views, lists, strict=True) for _ in each]
     refs = first._refs(ids, state)._replace(layers=layers)
     try:
-        rows = shared.blocks.read(refs, first._unmoved(state, ids), device)
+        rows = shared.blocks.read(refs, first._unmoved(state, ids), device, keep=False)
     except (StaleBlocks, DamagedError, NotFound):  # one by one, to say which it is
         parts = [view.gather(each, device=device) for view, each in zip(views, lists, strict=True)]
         return {name: torch.cat([part[name] for part in parts]) for name in shared.spec.fields}

@@ -161,10 +161,17 @@ class BlockCache:
         self._closed = False
 
     def read(
-        self, blocks: BlockRefs, unchanged: Callable[[], bool], device: torch.device | None = None
+        self,
+        blocks: BlockRefs,
+        unchanged: Callable[[], bool],
+        device: torch.device | None = None,
+        *,
+        keep: bool = True,
     ) -> list[Tensor]:
         """The blocks: ``[n, *shape]`` for each record, verified, on ``device``; None is the CPU.
 
+        ``keep=False`` is for whoever asks for other blocks each time: where the store waits for no network, they are
+        not kept in host memory, which takes longer than to read them again.
         ``unchanged()`` says whether the names are still right, after what they stand for was read from the store.
         Raises ``StaleBlocks`` where they are not, ``NotFound`` or ``DamagedError``.
         """
@@ -175,7 +182,8 @@ class BlockCache:
 
         if device is not None and self.holds_on(device):
             return self._through(self._device, blocks, lambda rest: self._from_host(rest, unchanged))
-        rows = self._from_host(blocks, unchanged)
+        near = self._store.capabilities.reads_ahead == 1
+        rows = self._from_disk(blocks, unchanged) if near and not keep else self._from_host(blocks, unchanged)
         return rows if device is None else to_device(rows, device)
 
     def rows(self, blocks: BlockRefs, unchanged: Callable[[], bool], which: Numbers, rows: Numbers) -> Tensor:

@@ -93,7 +93,7 @@ class Setting:
                 "no model that comes with memstore was trained on several needles: name one of yours with --model"
             )
         shipped = TWO_HOP if task == "two-hop" else PASSKEY
-        name, model, tokenizer = _load(self.model, shipped, self.device, self.threads, any_kind=True)
+        name, model, tokenizer = _load(self.model, shipped, self.device, self.threads)
         rows, filler = self._rows(plan, model, tokenizer)
         if self.picture is not None:
             _draw(rows, self.picture, plan, name, filler)
@@ -378,17 +378,20 @@ def parse_depths(text: str) -> list[float] | None:
     return depths
 
 
-def _load(
-    folder: Path | None, shipped: str, device: str, threads: int | None, *, any_kind: bool = False
-) -> tuple[str, Any, Any]:
-    """Name, model and tokenizer: of a DRT, or of ``any_kind``."""
-    from memstore.readers.kinds import DRT, LANDMARK, load_folder, model_folder, shipped_model
+def _load(folder: Path | None, shipped: str, device: str, threads: int | None) -> tuple[str, Any, Any]:
+    """Name, model and tokenizer, of a kind that can be asked for needles."""
+    from memstore.eval.evaluation import evaluation_of
 
     use_threads(threads)
     check_device(device)
     source = shipped_model(shipped) if folder is None else model_folder(folder)
+    kind = kind_in(source)
+    if evaluation_of(kind).ask is None:
+        raise UnsupportedModel(f"{source} is a {kind.name}, trained on no needles. Train one: memstore train drt")
+            f"{source} is a {kind.name}, which was not trained on needles. Train one: memstore train drt"
+        )
     with quiet_transformers():
-        model, tokenizer = load_folder(source, device, only=(DRT, LANDMARK) if any_kind else (DRT,))
+        model, tokenizer = load_folder(source, device)
     return shipped if folder is None else folder.name or str(folder), model, tokenizer
 
 

@@ -11,6 +11,7 @@ import torch
 import memstore
 from memstore import Retrieval
 from memstore.errors import InvalidArgument
+from memstore.eval.needle import layer_found
 from memstore.eval.run import TaskPlan, draw, evaluate, memory_spec
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.evaluation import (
@@ -18,7 +19,6 @@ from memstore.models.landmark.evaluation import (
     by_cutoff,
     by_granularity,
     by_length,
-    layer_found,
     retrieved,
     rows_of,
     whole,

@@ -40,7 +40,7 @@ def test_the_record_names_each_loop() -> None:
     root = Path(__file__).parents[2]
     loops = {path.parent.name for path in (root / "memstore" / "kernels").glob("*/*.c")}
     record = (root / "docs" / "decisions" / "008-compiled-where-used.md").read_text("utf-8")
-    assert loops == set(re.findall(r"`((?:best|search|index|latent)_\w+)`", record))
+    assert loops == set(re.findall(r"`((?:best|search|index|latent|hils)_\w+)`", record))
 
 
 @needs_compiler

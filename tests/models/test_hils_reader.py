@@ -173,6 +173,27 @@ def test_windows_are_kept_every_now_and_then_and_computed_again_where_they_are_n
         close(answer(reader), in_ram(model))
 
 
+def test_steps_read_what_the_step_before_has_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, asked = make("olmo"), list[int]()
+    gather = Document.gather_each
+
+    def counted(self: Document, layers: Any, lists: Any, **options: Any) -> Any:
+        asked.append(sum(map(len, lists)))
+        return gather(self, layers, lists, **options)
+
+    monkeypatch.setattr(Document, "gather_each", counted)
+    again = QUESTION[:, :1].expand(1, 20)  # alike tokens choose alike
+    with HilsReader(model, "ram:") as reader:
+        reader.read(TEXT)
+        asked.clear()
+        found = in_pieces(model, again, reader.cache(), 1)
+        few = sum(asked)
+        assert 0 < few < 0.9 * 20 * 2 * 4 * 3, "twenty tokens, two layers, four heads, lists of three"
+        asked.clear()
+        close(in_pieces(model, again, reader.cache(), 20), found)
+        close(found, in_ram(model, question=again))
+
+
 def test_rows_go_on_after_one_document() -> None:
     model, questions = make(), tokens(30, rows=3, seed=5)
     with HilsReader(model, "ram:") as reader:

@@ -103,7 +103,7 @@ def test_answers_are_generated_and_judged(cli: Cli, drt: Path, tmp_path: Path) -
     [
         (["passkey", "--model", "{missing}"], 3, "no model folder {missing}"),
         (["passkey", "--model", "{folder}"], 2, "no config.json"),
-        (["passkey", "--model", "{llama}"], 5, "is a stock model, not a DRT"),
+        (["passkey", "--model", "{llama}"], 5, "is a stock model, trained on no needles"),
         (["passkey", "--model", "{bare}"], 3, "no tokenizer.json"),
         (["passkey", "--model", "{drt}", "--lengths", "20"], 2, "too short for its needles"),
         (["two-hop", "--model", "{drt}", "--lengths", "20"], 2, "too short for its needles"),

@@ -362,9 +362,18 @@ def attend_chosen(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, weigh
 
 
 def _attend_copies(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, weights: Tensor, scale: float) -> Tensor:
-    """For few queries: the states of their lists are copied."""
+    """For few queries: the states of their lists are copied, unless one chose most of what there is."""
     wide = torch.promote_types(q.dtype, torch.float32)
     batch, groups, count, held, dim = keys.shape
+    if q.shape[2] == 1 and count < 2 * blocks.shape[-1]:
+        x = (q.to(wide) * scale).unflatten(1, (groups, -1))[:, :, None, :, 0]  # [B, G, 1, R, D]
+        p = (x @ keys.to(wide).mT).softmax(-1)  # [B, G, n, R, S - 1]
+        at = blocks.where(blocks >= 0, count).unsqueeze(3).expand(-1, -1, -1, x.shape[3], -1)[:, :, 0]  # [B, G, R, K]
+        share = p.new_zeros(*at.shape[:-1], count + 1)
+        share.scatter_(-1, at, weights.unflatten(1, (groups, -1))[:, :, :, 0].to(wide))
+        p = p * share[..., :-1].mT.unsqueeze(-1)
+        single: Tensor = p.transpose(2, 3).flatten(3) @ values.to(wide).flatten(2, 3)
+        return single.flatten(1, 2).unsqueeze(2)
     first = torch.arange(batch * groups, device=q.device).view(batch, groups, 1, 1) * count
     at = (blocks.clamp(min=0) + first).flatten()
     k, v = (x.flatten(0, 2).index_select(0, at).view(*blocks.shape, held, dim).to(wide) for x in (keys, values))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Literal, NamedTuple
 
 import torch
@@ -88,6 +89,18 @@ class ChosenChunks(NamedTuple):
     """``[B, H, M, K]``: estimates of each head, -inf where there is no block"""
 
 
+class _AtHand(NamedTuple):
+    """What the last step of one token read."""
+
+    edits: int
+    """Of the document."""
+    lists: list[list[int]]
+    """The blocks of each key-value head, all of one length."""
+    keys: Tensor
+    """``[G, n, S - 1, D]``"""
+    values: Tensor
+
+
 class HilsTable:
     """The blocks of one HiLS layer: those of a document that all rows share, then each row's own, which no index has.
 
@@ -102,6 +115,7 @@ class HilsTable:
         self.layers = range(number * groups, (number + 1) * groups)
         """Those of the memory."""
         self.own = OwnBlocks(stop)
+        self._at_hand: _AtHand | None = None
 
     def choose(self, asked: Tensor, lse: Tensor, edges: Sequence[int], top_k: int) -> ChosenChunks:
         """The best ``top_k`` blocks before ``edges``, of which each of ``M`` queries has one, ascending.
@@ -202,24 +216,61 @@ class HilsTable:
         stored = (blocks >= 0) & (blocks < own.first)
         if not bool(stored.any()):
             return own.keys, own.values, torch.where(blocks >= 0, blocks - own.first, -1)
-        lists = [blocks[:, group][stored[:, group]].unique() for group in range(self.groups)]
-        keys, values, lists = self._read(lists, blocks.device)
+        lists = [blocks[:, group][stored[:, group]].unique().tolist() for group in range(self.groups)]
+        read = self._step if blocks.shape[2] == 1 else self._read
+        keys, values, lists = read(lists, blocks.device)
         most = keys.shape[1]
         at = torch.full_like(blocks, -1)
-        for group, known in enumerate(lists):
-            if len(known):
+        for group, listed in enumerate(lists):
+            if listed:
+                known, order = torch.tensor(listed, device=blocks.device).sort()
                 place = torch.searchsorted(known, blocks[:, group].contiguous()).clamp(max=len(known) - 1)
-                at[:, group] = place.where(known[place] == blocks[:, group], -1)
+                at[:, group] = order[place].where(known[place] == blocks[:, group], -1)
         keys, values = (x.expand(len(blocks), *x.shape) for x in (keys, values))
         if bool((blocks >= own.first).any()):
             at = torch.where(blocks >= own.first, blocks - own.first + most, at)
             keys, values = torch.cat([keys, own.keys], 2), torch.cat([values, own.values], 2)
         return keys, values, at
 
-    def _read(self, lists: list[Tensor], device: torch.device) -> tuple[Tensor, Tensor, list[Tensor]]:
+    # From one token to the next a head mostly chooses the same blocks. Those stay where they are: a step reads what is
+    # new, and nothing is held but the lists of the last one.
+    def _step(self, wanted: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor, list[list[int]]]:
+        """As ``_read``, with what the last step has read."""
+        assert self.document is not None
+        held, edits = self._at_hand, self.document.state.edits
+        self._at_hand = None  # until it is whole again
+        if held is not None and held.edits == edits and [*map(len, held.lists)] == [*map(len, wanted)]:
+            missing = [sorted({*new}.difference(old)) for new, old in zip(wanted, held.lists, strict=True)]
+            if 2 * sum(map(len, missing)) <= sum(map(len, wanted)):
+                with suppress(DamagedError):  # met again below
+                    self._at_hand = self._exchanged(held, wanted, missing, device)
+                    return self._at_hand.keys, self._at_hand.values, self._at_hand.lists
+        keys, values, lists = self._read(wanted, device)
+        if len({*map(len, lists)}) == 1:
+            self._at_hand = _AtHand(edits, lists, keys, values)
+        return keys, values, lists
+
+    def _exchanged(
+        self, held: _AtHand, wanted: list[list[int]], missing: list[list[int]], device: torch.device
+    ) -> _AtHand:
+        """``held`` with the blocks that are ``missing`` in the places of those that are wanted no more."""
+        assert self.document is not None
+        if not any(missing):
+            return held
+        read = self.document.gather_each(self.layers, missing, device=device)
+        heads, places, lists = list[int](), list[int](), [*map(list, held.lists)]
+        for group, (blocks, new) in enumerate(zip(lists, missing, strict=True)):
+            free = [place for place, block in enumerate(blocks) if block not in wanted[group]]
+            for place, block in zip(free, new, strict=True):
+                blocks[place] = block
+            heads, places = heads + [group] * len(new), places + free
+        at = tuple(to_device([torch.tensor(heads), torch.tensor(places)], held.keys.device))
+        held.keys[at], held.values[at] = read["k"], read["v"]
+        return held._replace(lists=lists)
+
+    def _read(self, wanted: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor, list[list[int]]]:
         """Keys and values ``[G, n, S - 1, D]`` of stored blocks, a list for each head, and the lists that were read."""
         assert self.document is not None
-        wanted = [each.tolist() for each in lists]
         try:
             read = self.document.gather_each(self.layers, wanted, device=device)
         except DamagedError:
@@ -227,11 +278,10 @@ class HilsTable:
                 raise
             pairs = zip(self.layers, wanted, strict=True)
             wanted = [self.document.layer(layer).sound(blocks) for layer, blocks in pairs]
-            lists = [torch.tensor(each, dtype=torch.int64, device=device) for each in wanted]
             read = self.document.gather_each(self.layers, wanted, device=device)
         counts = [len(each) for each in wanted]
         keys, values = (_in_rows(read[name], counts) for name in ("k", "v"))
-        return keys, values, lists
+        return keys, values, wanted
 
     def tiers(self, blocks: Tensor) -> list[list[str]]:
         """Where each of ``blocks [G, K]`` is now; "own" for those that no memory has, empty for none."""

@@ -34,7 +34,7 @@ from torch import Tensor
 from memstore.attention.landmark import Questions
 from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.eval.evaluation import Evaluation
-from memstore.eval.needle import LayerScore, NeedleScore, Reply, needle_blocks
+from memstore.eval.needle import NeedleScore, Reply, layer_found, needle_blocks
 from memstore.eval.tasks import Sample
 from memstore.memory import Document
 from memstore.models.landmark import LandmarkForCausalLM
@@ -146,20 +146,6 @@ def ask(model: LandmarkForCausalLM, cache: LandmarkCache, sample: Sample) -> Rep
             logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
     best = min(layers, key=lambda each: (each.rank, -each.weight), default=None)
     return Reply(tokens, () if best is None else (NeedleScore(best.margin, best.weight),), layers)
-
-
-def layer_found(layer: int, weights: Tensor, own: Tensor) -> LayerScore:
-    """Of ``weights [H, N]`` on landmarks, those of the needle being ``own [N]``: by the head that ranks it best."""
-    mine, others = weights[:, own], weights[:, ~own]
-    ranks = (others > mine.amax(1, keepdim=True)).sum(1)
-    shares = mine.sum(1)
-    head = min(range(len(weights)), key=lambda each: (int(ranks[each]), -float(shares[each])))
-    margin = None
-    if others.shape[1]:
-        tiny = torch.finfo(weights.dtype).tiny
-        lead = mine[head].amax().clamp(min=tiny).log() - others[head].amax().clamp(min=tiny).log()
-        margin = float(lead)
-    return LayerScore(layer, int(ranks[head]), margin, float(shares[head]))
 
 
 TOKENS_AT_ONCE = 1 << 13

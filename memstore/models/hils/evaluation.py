@@ -1,4 +1,6 @@
-"""Auditing a HiLS model: the share that each head would give every block before its window, token by token.
+"""What is measured of a HiLS model: needles, and audits.
+
+An audit tells the share that each head would give every block before its window, token by token.
 
 A chosen block has the weight of its estimate, however many blocks are chosen; so the truth is the softmax over the
 estimates of all of them and the window. They are computed from the landmarks in the store, not from the index.
@@ -12,13 +14,18 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
+from memstore.eval.evaluation import Evaluation
+from memstore.eval.needle import LayerScore, NeedleScore, Reply, layer_found, needle_blocks
+from memstore.eval.tasks import Sample
 from memstore.memory import Document
-from memstore.models.hils.cache import HilsChoice
+from memstore.models.hils.cache import HilsCache, HilsChoice
+from memstore.models.hils.modeling import HilsForCausalLM
 from memstore.models.hils.reader import HilsReader
 from memstore.readers.audit import Auditor, exact_scores, index_recall
 from memstore.readers.caches import CACHE
-from memstore.readers.observer import Choice
+from memstore.readers.observer import Choice, Choices
 
 
 class HilsAuditor(Auditor):
@@ -72,3 +79,41 @@ class HilsAuditor(Auditor):
     def locate(self, number: int) -> tuple[Document, int]:
         """See ``Auditor``."""
         return self._document, number
+
+
+@torch.no_grad()
+def ask(model: HilsForCausalLM, cache: HilsCache, sample: Sample) -> Reply:
+    """Let the model answer after the haystack in ``cache``, always with the likeliest token."""
+    needle = needle_blocks(sample.hops[0], cache.config.tokens_per_block)
+
+    def seen(choice: HilsChoice) -> LayerScore | None:
+        """What a layer makes of the needle at the question's last token; None where it is in the window."""
+        if not choice.rows:
+            return None
+        _, blocks, shares = choice.shares()
+        own = (blocks >= needle.start) & (blocks < needle.stop)
+        return layer_found(choice.layer, shares, own) if bool(own.any()) else None
+
+    given = Choices(HilsChoice, seen)
+    cache.observers.append(given)
+    ids = torch.tensor([sample.prompt], device=model.device)
+    logits = _next(model, ids, cache)
+    cache.observers.remove(given)
+    layers = tuple(each for each in given if each is not None)
+    tokens: list[int] = []
+    while len(tokens) < len(sample.answer):
+        ids = logits.argmax(-1)
+        tokens.append(int(ids))
+        if len(tokens) < len(sample.answer):
+            logits = _next(model, ids, cache)
+    best = min(layers, key=lambda each: (each.rank, -each.weight), default=None)
+    return Reply(tokens, () if best is None else (NeedleScore(best.margin, best.weight),), layers)
+
+
+def _next(model: HilsForCausalLM, ids: Tensor, cache: HilsCache) -> Tensor:
+    """Logits ``[1, 1, vocab_size]`` after ``ids [1, T]``."""
+    logits: Tensor = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    return logits[..., : model.config.vocab_size]
+
+
+HILS = Evaluation(ask=ask)
