@@ -156,7 +156,7 @@ def test_threads_choose_the_same() -> None:
         ({"k": 0}, "k must be an integer of at least 1, got 0"),
         ({"block": 2.5}, "block must be an integer of at least 1, got 2.5"),
         ({"backend": "cuda"}, "backend must be"),
-        ({"queries": torch.ones(5, 4, 5000), "keys": torch.ones(1, 5000), "backend": "native"}, "at most 4096 numbers"),
+        ({"queries": torch.ones(5, 4, 5000), "keys": torch.ones(1, 5000), "backend": "native"}, "at most 2048 numbers"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:

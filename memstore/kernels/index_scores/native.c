@@ -1,13 +1,17 @@
 /* The best keys of an index of heads for each query, in one pass over the keys: what native.py says.
  *
- * A vector holds one number for each of 16 pairs of a query and a head, and a number of a key is broadcast against it, so
- * keys are multiplied as they lie in memory, and what was multiplied is added over heads in registers. Scores of a panel
- * of keys are written down, those above the smallest that can still be chosen become candidates, and candidates are
- * thinned out to the best k when there is no room for more: nobody sorts all scores, or has them all in memory.
+ * Two ways to scores, whose products are summed in the same order and whose heads are not:
  *
- * A candidate is one number of 64 bits, the score above and the position, counted down, below: no two are equal, and of
- * equal scores the smaller position is the larger number. Each score is computed in the same order wherever its key lies
- * in a slice, so that the choice does not depend on slices.
+ * - For few queries keys are multiplied as they lie in memory. A vector holds one number of a query for each of 16 heads,
+ *   and a number of a key is broadcast against it; what comes out is added over heads in registers.
+ * - For many queries some keys are turned, so that a vector holds one number of each of 16 keys, and numbers of queries
+ *   are broadcast against it.
+ *
+ * Scores of a panel of keys are written down, those above the smallest that can still be chosen become candidates, and
+ * candidates are thinned out to the best k when there is no room for more: nobody sorts all scores, or has them all in
+ * memory. A candidate is one number of 64 bits, the score above and the position, counted down, below: no two are equal,
+ * and of equal scores the smaller position is the larger number. A score is computed in the same order wherever its key
+ * lies in a slice, so that the choice does not depend on slices.
  */
 
 #include <math.h>
@@ -25,8 +29,10 @@
 #define AHEAD 4096 /* bytes: the processor reads ahead by itself, but not across pages */
 #ifdef __AVX512F__
 #define TILE 16 /* sums that fit into registers */
+#define SIDE 4
 #else
 #define TILE 4
+#define SIDE 2
 #endif
 
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -36,19 +42,18 @@ enum { FLOAT32, BFLOAT16, FLOAT16 };
 
 typedef struct {
     const char *keys;     /* [count, dim], `stride` numbers from one to the next */
-    const float *queries; /* [vectors, dim, LANES] */
-    const float *weights; /* [vectors, LANES] */
-    const int32_t *there; /* [vectors, LANES]: -1 for a head, 0 for a lane that has none */
+    const float *queries; /* few: [rows, vectors, dim, LANES]; many: [rows, heads, dim] */
+    const float *weights; /* few: [rows, vectors, LANES]; many: [rows, heads] */
     const int64_t *limit; /* [rows] */
-    float *scores;        /* [rows, panel] */
+    float *scores;        /* [rows, width] */
     float *least;         /* [rows]: a score must be larger to be a candidate */
     uint64_t *candidates; /* [rows, capacity] */
     int64_t *counts;      /* [rows] */
     int64_t kind, count, stride, first; /* kind: of the numbers of a key; first: the position of the first key */
-    int64_t dim, rows;    /* rows: queries */
-    int64_t vectors;      /* of a query, or 1 where a vector has several queries */
-    int64_t lanes;        /* of a query in a vector, a power of 2 */
-    int64_t relu, block, k, capacity, panel, threads;
+    int64_t dim, rows, heads;
+    int64_t vectors;      /* of a query; 0 for many queries */
+    int64_t relu, block, k, capacity, threads;
+    int64_t panel, width; /* keys of a panel, a multiple of the block; the same, filled up to a multiple of PASS */
 } Scan;
 
 /* ---- candidates ---- */
@@ -93,8 +98,18 @@ static void largest(uint64_t *a, int64_t n, int64_t k, int sorted) {
     }
 }
 
+/* Whether one of PASS scores is larger than `least`. */
+static int any_above(const float *scores, float least) {
+    Mask above = {0};
+    for (int i = 0; i < PASS; i += LANES) above |= (Mask)(*(const Vector *)(scores + i) > least);
+    uint64_t words[LANES / 2], any = 0;
+    memcpy(words, &above, sizeof words);
+    for (int i = 0; i < LANES / 2; i++) any |= words[i];
+    return any != 0;
+}
+
 static void choose(const Scan *scan, int64_t row, int64_t start, int64_t stop) {
-    float *scores = scan->scores + row * scan->panel, least = scan->least[row];
+    float *scores = scan->scores + row * scan->width, least = scan->least[row];
     uint64_t *candidates = scan->candidates + row * scan->capacity;
     int64_t count = scan->counts[row], position = scan->first + start, n = scan->limit[row] - position;
     n = n < stop - start ? n : stop - start;
@@ -110,20 +125,20 @@ static void choose(const Scan *scan, int64_t row, int64_t start, int64_t stop) {
         }
     }
     for (int64_t some = 0; some < n; some += LANES) {
-        int64_t end = some + LANES < n ? some + LANES : n;
-        int any = 0;
-#pragma omp simd reduction(| : any)
-        for (int64_t i = some; i < end; i++) any |= scores[i] > least;
-        if (!any) continue;
-        for (int64_t i = some; i < end; i++) {
-            if (!(scores[i] > least)) continue; /* nor if it is no number */
-            candidates[count++] = packed(scores[i], position + i);
-            if (count < scan->capacity) continue;
+        if (some + PASS <= n && !any_above(scores + some, least)) {
+            some += PASS - LANES;
+            continue;
+        }
+        if (count + LANES > scan->capacity) {
             largest(candidates, count, scan->k, 0);
             count = scan->k;
             uint64_t last = candidates[0];
             for (int64_t c = 1; c < count; c++) last = candidates[c] < last ? candidates[c] : last;
             least = score_of(last);
+        }
+        for (int64_t i = some; i < (some + LANES < n ? some + LANES : n); i++) {
+            candidates[count] = packed(scores[i], position + i);
+            count += scores[i] > least; /* no branch, which would be guessed wrong; what is no number is not */
         }
     }
     scan->counts[row] = count;
@@ -132,8 +147,9 @@ static void choose(const Scan *scan, int64_t row, int64_t start, int64_t stop) {
 
 /* ---- scores ---- */
 
-static void widen(const Scan *scan, int64_t first, int64_t count, float *out) {
-    for (int64_t key = first; key < first + count; key++, out += scan->dim) {
+/* `count` keys in float32, `pitch` numbers from one to the next, zeros behind them up to `most`. */
+static void widen(const Scan *scan, int64_t first, int64_t count, int64_t most, int64_t pitch, float *out) {
+    for (int64_t key = first; key < first + count; key++, out += pitch) {
         const float *floats = (const float *)(const void *)scan->keys + key * scan->stride;
         const uint16_t *halves = (const uint16_t *)(const void *)scan->keys + key * scan->stride;
         int64_t d = 0;
@@ -153,14 +169,17 @@ static void widen(const Scan *scan, int64_t first, int64_t count, float *out) {
 #endif
         }
     }
-    memset(out, 0, (size_t)((RUN - count) * scan->dim) * sizeof *out);
+    memset(out, 0, (size_t)((most - count) * pitch) * sizeof *out);
 }
 
-/* The products of RUN keys with the queries of `wide` vectors from `vector` on (a constant, 1 or 2), added over heads:
- * those of vector w to `sums[w * apart]`. */
+static inline Vector rectified(const Scan *scan, Vector x) {
+    return scan->relu ? (Vector)((Mask)x & ~(Mask)(x < 0.0f)) : x; /* what is no number stays none */
+}
+
+/* The products of RUN keys with `wide` vectors of a query (a constant, 1 or 2) from `vector` on, added to `sums`. */
 static inline __attribute__((always_inline)) void multiply(
-    const Scan *scan, const float *keys, int64_t stride, int64_t vector, const int wide, Vector *sums, int64_t apart) {
-    int64_t dim = scan->dim;
+    const Scan *scan, const float *keys, int64_t stride, int64_t vector, const int wide, Vector *sums) {
+    int64_t dim = scan->dim, heads = scan->heads - vector % scan->vectors * LANES;
     const Vector *first = (const Vector *)(scan->queries + vector * dim * LANES), *second = first + (wide - 1) * dim;
     const int tile = TILE / wide;
     for (int key = 0; key < RUN; key += tile, keys += tile * stride) {
@@ -178,13 +197,11 @@ static inline __attribute__((always_inline)) void multiply(
         }
         for (int w = 0; w < wide; w++) {
             Vector weights = *(const Vector *)(scan->weights + (vector + w) * LANES);
-            Mask there = *(const Mask *)(scan->there + (vector + w) * LANES);
+            Mask there; /* infinity times nothing is no number: lanes without a head must not reach the sum */
+            for (int lane = 0; lane < LANES; lane++) there[lane] = -(lane + w * LANES < heads);
 #pragma GCC unroll 16
-            for (int j = 0; j < tile; j++) {
-                Vector x = products[w][j];
-                if (scan->relu) x = (Vector)((Mask)x & ~(Mask)(x < 0.0f)); /* what is no number stays none */
-                sums[w * apart + key + j] += (Vector)((Mask)(x * weights) & there);
-            }
+            for (int j = 0; j < tile; j++)
+                sums[key + j] += (Vector)((Mask)(rectified(scan, products[w][j]) * weights) & there);
         }
     }
 }
@@ -195,56 +212,83 @@ static Vector folded(Vector a, Vector b) {
            __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 }
 
-/* From sums over some heads in each lane to the scores of `count` keys, at most RUN. */
-static void finish(const Scan *scan, Vector *sums, int64_t at, int64_t count, int64_t group) {
-    int64_t queries = LANES / scan->lanes, row = group * queries;
-    for (int64_t lanes = scan->lanes, left = RUN; lanes > 1; lanes /= 2, left /= 2)
-        for (int64_t j = 0; j < left / 2; j++) sums[j] = folded(sums[2 * j], sums[2 * j + 1]);
-    const float *found = (const float *)sums; /* [RUN, queries] */
-    for (int64_t query = 0; query < queries && row + query < scan->rows; query++)
-        for (int64_t j = 0; j < count; j++)
-            scan->scores[(row + query) * scan->panel + at + j] = found[j * queries + query];
-}
-
-/* The scores of `count` keys, at most RUN, for `groups` of queries (1 or 2), each of which has vectors of its own. */
-static void score(const Scan *scan, const float *keys, int64_t stride, int64_t at, int64_t count, int64_t group,
-                  int64_t groups) {
-    Vector sums[2 * RUN] = {{0}};
-    int64_t first = group * scan->vectors;
-    if (scan->vectors == 1 && groups == 2) {
-        multiply(scan, keys, stride, first, 2, sums, RUN);
-    } else {
-        for (int64_t g = 0; g < groups; g++, first += scan->vectors)
+/* The keys from `first` to before `stop`, at most PASS of them, for few queries. The panel begins at `start`. */
+static void score_few(const Scan *scan, int64_t start, int64_t first, int64_t stop) {
+    float room[RUN * scan->dim];
+    int64_t size = scan->kind == FLOAT32 ? 4 : 2;
+    for (int64_t key = first; key < stop; key += RUN) {
+        int64_t count = stop - key < RUN ? stop - key : RUN, stride = scan->dim;
+        const char *there = scan->keys + key * scan->stride * size;
+        const float *wide = room;
+        for (int64_t line = 0; line < RUN * scan->stride * size; line += LINE) __builtin_prefetch(there + AHEAD + line);
+        if (scan->kind == FLOAT32 && count == RUN)
+            wide = (const float *)(const void *)there, stride = scan->stride;
+        else
+            widen(scan, key, count, RUN, scan->dim, room);
+        for (int64_t row = 0; row < scan->rows; row++) {
+            Vector sums[RUN] = {{0}};
             for (int64_t v = 0; v < scan->vectors; v += 2)
                 if (v + 1 < scan->vectors)
-                    multiply(scan, keys, stride, first + v, 2, sums + g * RUN, 0);
+                    multiply(scan, wide, stride, row * scan->vectors + v, 2, sums);
                 else
-                    multiply(scan, keys, stride, first + v, 1, sums + g * RUN, 0);
-    }
-    for (int64_t g = 0; g < groups; g++) finish(scan, sums + g * RUN, at, count, group + g);
-}
-
-/* The keys from `first` to before `stop`, at most PASS of them, for all queries. The panel begins at `start`. */
-static void score_pass(const Scan *scan, int64_t start, int64_t first, int64_t stop) {
-    float room[PASS * scan->dim];
-    int64_t size = scan->kind == FLOAT32 ? 4 : 2, queries = LANES / scan->lanes;
-    int64_t groups = (scan->rows + queries - 1) / queries;
-    for (int64_t group = 0; group < groups; group += 2)
-        for (int64_t key = first; key < stop; key += RUN) {
-            int64_t count = stop - key < RUN ? stop - key : RUN, stride = scan->dim;
-            const char *there = scan->keys + key * scan->stride * size;
-            float *wide = room + (key - first) * scan->dim;
-            if (scan->kind == FLOAT32 && count == RUN)
-                wide = (float *)(uintptr_t)there, stride = scan->stride;
-            else if (!group)
-                widen(scan, key, count, wide);
-            for (int64_t line = 0; !group && line < RUN * scan->stride * size; line += LINE)
-                __builtin_prefetch(there + AHEAD + line);
-            score(scan, wide, stride, key - start, count, group, group + 1 < groups ? 2 : 1);
+                    multiply(scan, wide, stride, row * scan->vectors + v, 1, sums);
+            for (int left = RUN; left > 1; left /= 2)
+                for (int j = 0; j < left / 2; j++) sums[j] = folded(sums[2 * j], sums[2 * j + 1]);
+            memcpy(scan->scores + row * scan->width + key - start, sums, (size_t)count * sizeof(float));
         }
+    }
 }
 
-/* All keys of a chunk. The panel is a multiple of the block. */
+/* 16 numbers of each of 16 keys, `pitch` from one key to the next, by number and then by key. */
+static void turn(const float *keys, int64_t pitch, float *turned) {
+    Vector rows[LANES], next[LANES];
+    for (int i = 0; i < LANES; i++) rows[i] = *(const Vector *)(keys + i * pitch);
+    for (int step = 1; step < LANES; step *= 2) {
+        for (int i = 0; i < LANES / 2; i++) {
+            Vector a = rows[i], b = rows[i + LANES / 2];
+            next[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+            next[2 * i + 1] = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        }
+        memcpy(rows, next, sizeof rows);
+    }
+    for (int i = 0; i < LANES; i++) *(Vector *)(turned + i * PASS) = rows[i];
+}
+
+/* The same for many queries: SIDE heads by SIDE vectors of keys at a time. */
+static void score_many(const Scan *scan, int64_t start, int64_t first, int64_t stop) {
+    int64_t dim = scan->dim, pitch = (dim + LANES - 1) / LANES * LANES;
+    int64_t count = stop - first, pairs = scan->rows * scan->heads;
+    float wide[PASS * pitch], turned[pitch * PASS], *out = scan->scores + first - start;
+    widen(scan, first, count, PASS, pitch, wide);
+    for (int64_t key = 0; key < PASS; key += LANES)
+        for (int64_t d = 0; d < dim; d += LANES) turn(wide + key * pitch + d, pitch, turned + d * PASS + key);
+    for (int64_t pair = 0; pair < pairs; pair += SIDE) {
+        const float *query[SIDE];
+        for (int h = 0; h < SIDE; h++) query[h] = scan->queries + (pair + h < pairs ? pair + h : pair) * dim;
+        for (int64_t at = 0; at < count; at += SIDE * LANES) {
+            Vector products[SIDE][SIDE] = {{{0}}};
+            const Vector *keys = (const Vector *)(turned + at);
+            for (int64_t d = 0; d < dim; d++, keys += PASS / LANES) {
+#pragma GCC unroll 4
+                for (int h = 0; h < SIDE; h++) {
+#pragma GCC unroll 4
+                    for (int v = 0; v < SIDE; v++) products[h][v] += keys[v] * query[h][d];
+                }
+            }
+            for (int64_t h = 0; h < SIDE && pair + h < pairs; h++) {
+                int64_t row = (pair + h) / scan->heads, head = (pair + h) % scan->heads;
+                float *sums = out + row * scan->width + at;
+                for (int64_t v = 0; v < SIDE; v++) {
+                    Vector sum = rectified(scan, products[h][v]) * scan->weights[pair + h];
+                    if (head) sum += *(const Vector *)(sums + v * LANES);
+                    *(Vector *)(sums + v * LANES) = sum;
+                }
+            }
+        }
+    }
+}
+
+/* All keys of a chunk. */
 void memstore_scan(const Scan *scan) {
     int64_t seen = 0;
     for (int64_t row = 0; row < scan->rows; row++) {
@@ -256,7 +300,7 @@ void memstore_scan(const Scan *scan) {
         int64_t stop = start + scan->panel < seen ? start + scan->panel : seen;
 #pragma omp parallel for num_threads((int)scan->threads)
         for (int64_t first = start; first < stop; first += PASS)
-            score_pass(scan, start, first, first + PASS < stop ? first + PASS : stop);
+            (scan->vectors ? score_few : score_many)(scan, start, first, first + PASS < stop ? first + PASS : stop);
 #pragma omp parallel for num_threads((int)scan->threads)
         for (int64_t row = 0; row < scan->rows; row++) choose(scan, row, start, stop);
     }

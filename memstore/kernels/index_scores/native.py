@@ -9,24 +9,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.kernels.native import parallel, problem_of, processor, vectors
 
 SOURCE = Path(__file__).with_suffix(".c")
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-LARGEST_DIM = 4096
+LARGEST_DIM = 2048
 """Numbers of a key: some of them lie on the stack."""
-LANES = 16
+LANES, PASS = 16, 64
+MANY = 4
+"""Queries from which on it pays to turn keys."""
 ROWS = 256
 """Queries at a time: so many share the keys that are read, and have candidates in memory."""
 PANEL = 1 << 16
 """Scores that are written down at a time."""
 
 
-_POINTERS = ("keys", "queries", "weights", "there", "limit", "scores", "least", "candidates", "counts")
+_POINTERS = ("keys", "queries", "weights", "limit", "scores", "least", "candidates", "counts")
 _CHUNK = ("kind", "count", "stride", "first")
-_SIZES = ("dim", "rows", "vectors", "lanes", "relu", "block", "k", "capacity", "panel", "threads")
+_SIZES = ("dim", "rows", "heads", "vectors", "relu", "block", "k", "capacity", "threads", "panel", "width")
 
 
 class _Scan(ctypes.Structure):
@@ -55,25 +58,27 @@ def _choose(
     scale: float, k: int, relu: bool, block: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, heads, dim = queries.shape
-    lanes, vectors = (LANES, -(-heads // LANES)) if heads > LANES else (1 << (heads - 1).bit_length(), 1)
-    groups = -(-rows * lanes // LANES)  # of queries that share vectors
-    panel = -(-max(256, PANEL // rows) // block) * block
-    capacity = max(2 * k, 256)
     new: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-    room = torch.zeros(groups * LANES // lanes, vectors * lanes, dim, **new)
-    room[:rows, :heads] = queries.float() * scale
-    factors = torch.zeros(room.shape[:2], **new)
-    factors[:rows, :heads] = 1.0 if weights is None else weights.float()
-    there = torch.zeros(room.shape[:2], dtype=torch.int32, device="cpu")
-    there[:, :heads] = -1
-    packed = room.view(-1, LANES, dim).mT.contiguous()
-    limit, scores = limit.contiguous(), torch.empty(rows, panel, **new)
-    least = torch.full((rows,), -torch.inf, **new)
+    scaled = queries.float() * scale
+    factors = torch.ones(rows, heads, **new) if weights is None else weights.float()
+    vectors = 0
+    if rows < MANY:
+        more = -heads % LANES
+        vectors = (heads + more) // LANES
+        scaled = F.pad(scaled, (0, 0, 0, more)).unflatten(1, (vectors, LANES)).mT
+        factors = F.pad(factors, (0, more))
+    scaled, factors, limit = scaled.contiguous(), factors.contiguous(), limit.contiguous()
+    panel = -(-max(256, PANEL // rows) // block) * block
+    width = -(-panel // PASS) * PASS
+    capacity = max(2 * k, 256)  # there is room for more than k, and what comes at once
+    scores, least = torch.empty(rows, width, **new), torch.full((rows,), -torch.inf, **new)
     candidates = torch.empty(rows, capacity, dtype=torch.int64, device="cpu")
     counts = torch.zeros(rows, dtype=torch.int64, device="cpu")
-    pointers = (each.data_ptr() for each in (packed, factors, there, limit, scores, least, candidates, counts))
-    sizes = (dim, rows, vectors, lanes, relu, block, k, capacity, panel, torch.get_num_threads())
-    scan = _Scan(None, *pointers, 0, 0, 0, 0, *sizes)
+    pointers = (each.data_ptr() for each in (scaled, factors, limit, scores, least, candidates, counts))
+    threads = torch.get_num_threads()
+    scan = _Scan(
+        None, *pointers, 0, 0, 0, 0, dim, rows, heads, vectors, relu, block, k, capacity, threads, panel, width
+    )
     for keys in chunks:
         keys = keys if keys.stride(1) == 1 else keys.contiguous()
         scan.keys, scan.kind, scan.count, scan.stride = keys.data_ptr(), KINDS[keys.dtype], len(keys), keys.stride(0)
