@@ -388,8 +388,6 @@ def _load(folder: Path | None, shipped: str, device: str, threads: int | None) -
     kind = kind_in(source)
     if evaluation_of(kind).ask is None:
         raise UnsupportedModel(f"{source} is a {kind.name}, trained on no needles. Train one: memstore train drt")
-            f"{source} is a {kind.name}, which was not trained on needles. Train one: memstore train drt"
-        )
     with quiet_transformers():
         model, tokenizer = load_folder(source, device)
     return shipped if folder is None else folder.name or str(folder), model, tokenizer
