@@ -16,12 +16,12 @@ class IndexedTraining(TrainingOptions):
 
     Example:
 
-        memstore train indexed --recipe indexed-cpu --out indexed
+        memstore train indexed --out indexed
 
     In Python: memstore.train.train_recipe.
     """
 
-    recipe: str | None = option("indexed-cpu.")
+    recipe: str = option("The one there is.", "indexed-cpu")
 
 
 TRAINING = IndexedTraining

@@ -213,9 +213,9 @@ RECIPES: dict[str, IndexedRecipe] = {
 
 def train(options: IndexedTraining, runtime: Runtime) -> dict[str, Any]:
     """What ``memstore train indexed`` does. Raises ``InvalidArgument`` for options that do not belong together."""
-    if options.text or options.recipe is None:
-        raise InvalidArgument("models with an index of their own are trained by a recipe alone: --recipe indexed-cpu")
     given, recipe = options.given(), find_recipe(options.recipe, RECIPES)
+    if options.text:
+        raise InvalidArgument(f"--recipe {recipe.name} trains without texts; leave them out.")
     refuse_unfit(given, {"steps", "learning_rate", "warmup", "seed", "bf16"}, f"--recipe {recipe.name}")
     return train_recipe(with_optimisation(recipe, given), options.out, runtime=runtime)
 
