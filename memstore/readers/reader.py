@@ -73,8 +73,8 @@ def attach(
     else is kept from writing, before the block is entered.
 
     Args:
-        model: a causal LM of transformers whose attention goes through the attention interface; or a DRT, a landmark
-            model or a Memorizing Transformer of memstore.models.
+        model: a causal LM of transformers whose attention goes through the attention interface, or that brings an index
+            of its own (docs/models.md); or a DRT, a landmark model or a Memorizing Transformer of memstore.models.
         memory: an open memory, or the path of one, which is opened (and made, if it is not there) for the length of the
             block. Stock models see several, which are searched together.
         document: the document, or of a stock model the documents, that calls see; the last one is the one they

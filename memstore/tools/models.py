@@ -149,7 +149,10 @@ def _load(name: str, dtype: str, device: str) -> LoadedModel:
         with quiet_transformers():
             return _named(LoadedModel(*kinds.load_folder(Path(source), device)), name)
     with _loading(name), quiet_transformers():
-        model = _stock(transformers, source, precision)
+        if kind.loader.startswith("transformers:"):
+            model = _stock(transformers, source, precision)
+        else:  # which checks what it has loaded
+            model = kind.load(source, dtype=precision, trust_remote_code=False)
     return _named(LoadedModel(model.eval().to(device), load_tokenizer(name)), name)
 
 

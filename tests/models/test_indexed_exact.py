@@ -119,3 +119,13 @@ def test_forks_and_documents_beside_each_other(model: Any, tmp_path: Path) -> No
         with memstore.attach(model, tmp_path / "m", document=name, mode="r") as reader:
             close(logits(model, question), there)
             assert reader.memory.verify() == []
+
+
+def test_half_precision_is_as_near_to_single_as_the_model_itself(model: Any) -> None:
+    ids, model = text(LENGTH)[None], model.bfloat16()
+    by_itself = logits(model, ids)[:, 100:].float()
+    with memstore.attach(model, "ram:", document="text") as reader:
+        reader.read(ids[0, :100])
+        found = logits(model, ids[:, 100:]).float()
+    single = logits(model.float(), ids)[:, 100:]
+    assert (found - single).abs().mean() < 1.5 * (by_itself - single).abs().mean()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 from typing import Any, ClassVar
 
 import pytest
@@ -238,3 +239,34 @@ def test_a_damaged_row_is_named_and_never_attended_to(tmp_path: Path) -> None:
             with pytest.raises(DamagedError, match="document 'text', layer 2, block 2 is damaged"):
                 logits(model, ids[None, 100:])
         assert reader.memory.verify() != []
+
+
+def test_threads_take_turns_and_a_pass_that_failed_is_not_gone_on_with() -> None:
+    model, ids = tiny("deepseek_v32"), text(60)
+    with memstore.attach(model, "ram:", block_size=16) as reader, torch.no_grad():
+        reader.read(ids[:50])
+        cache = model(ids[None, 50:52], use_cache=True).cache
+        raised: list[Exception] = []
+
+        def elsewhere() -> None:
+            try:
+                logits(model, ids[None, 50:])
+            except InvalidArgument as error:
+                raised.append(error)
+
+        def interrupted(*_: object) -> None:
+            other = Thread(target=elsewhere)
+            other.start()
+            other.join()
+            raise KeyboardInterrupt
+
+        handle = model.model.layers[2].register_forward_pre_hook(interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            model(ids[None, 52:53], cache=cache)
+        handle.remove()
+        assert "another thread" in str(raised[0])
+        with pytest.raises(InvalidArgument, match="no longer attached, or to a pass that failed"):
+            model(ids[None, 52:53], cache=cache)
+        torch.testing.assert_close(
+            model(ids[None, 50:]).logits[0, -1], reader.model(ids[None, 50:], use_cache=False).logits[0, -1]
+        )

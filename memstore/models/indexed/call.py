@@ -119,7 +119,10 @@ class IndexedCall:
     def begin(self, count: int, mask: Tensor | None) -> Tensor:
         """A pass over ``count`` tokens begins; ``mask [B, count]`` is False on padding. Positions ``[B, count]``."""
         if self.ended:
-            raise InvalidArgument("this cache belongs to a memory that is no longer attached; start with a new one")
+            raise InvalidArgument(
+                "this cache belongs to a memory that is no longer attached, or to a pass that failed; start with a new "
+                "one"
+            )
         self._new, self._choices = count, {}
         self._real = [None] * len(self.locals)
         first = torch.tensor(self.counts, device=self.like.device)[:, None] + self.tokens

@@ -177,6 +177,8 @@ class IndexedFamily(ABC):
         self._model = model
         self.decoder: Any = model.get_decoder()
         self.config: Any = self.decoder.config
+        if len({weight.device for weight in self.decoder.parameters()}) > 1:
+            raise self.refused("its layers lie on several devices: move it to one")
         self.layers = self.made()
         if not any(layer.key_width for layer in self.layers):
             raise self.refused("none of its layers has an index, so there is nothing that it would retrieve")
@@ -194,7 +196,7 @@ def load(folder: str | Path, **options: Any) -> Any:
     """The model in ``folder``, also one that reads more than text. Raises what transformers raises."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config = AutoConfig.from_pretrained(folder)
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     known = type(config) in AutoModelForCausalLM._model_mapping
     kind: Any = AutoModelForCausalLM if known else AutoModelForImageTextToText
     model, told = kind.from_pretrained(folder, output_loading_info=True, **options)

@@ -12,6 +12,7 @@ from contextlib import ExitStack
 from functools import partial, wraps
 from inspect import signature
 from math import lcm
+from threading import get_ident
 from typing import Any
 from weakref import WeakSet
 
@@ -78,6 +79,7 @@ class IndexedReader(Reader):
         self._keys: DocumentKeys | None = None
         self._calls: WeakSet[IndexedCall] = WeakSet()
         self._ids: Tensor | None = None
+        self._thread: int | None = None  # the thread that is in a forward pass
         self._told = True  # observers are told of what is asked, not of reading
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
@@ -243,6 +245,10 @@ class IndexedReader(Reader):
         self._ids = given.get("input_ids")
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._thread not in (None, get_ident()):  # what a pass knows of itself is kept here
+            raise InvalidArgument("another thread is using this attached model; let them take turns")
+        if self._call is not None:  # of a pass that was interrupted, which nobody is told of
+            self._call.ended, self._call = True, None
         given = dict(signature(module.forward).bind_partial(*args).arguments) | kwargs
         check_forward(given)
         if self.model.training:
@@ -260,7 +266,7 @@ class IndexedReader(Reader):
             for observer in self.observers:
                 real = slice(None) if mask is None else mask[0]
                 observer.begin(None if ids is None else ids[0][real], fresh=not call.length)
-        self._call = call
+        self._call, self._thread = call, get_ident()
         for name in ("past_key_values", CACHE):
             given.pop(name, None)
         given["position_ids"] = positions
@@ -280,6 +286,9 @@ class IndexedReader(Reader):
 
     def _after(self, _module: nn.Module, _inputs: object, output: object) -> None:
         """End the pass; without an output it has failed, and its tokens do not count."""
+        if self._thread != get_ident():
+            return  # this one was turned away, or had not begun
+        self._thread = None
         if self._call is not None and output is not None:
             self._call.end()
         elif self._call is not None:
@@ -305,7 +314,7 @@ class IndexedReader(Reader):
                     "attach again"
                 )
             return self._new_call(self._continued(), rows)
-        if ours.call.ended or ours.call.tokens != ours.call.keys.tokens:
+        if not ours.call.ended and ours.call.tokens != ours.call.keys.tokens:
             raise InvalidArgument("this cache belongs to another attached memory, or to one that was read on since")
         return ours.call
 
