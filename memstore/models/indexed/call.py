@@ -112,6 +112,8 @@ class IndexedCall:
         """Tokens of each row before the present pass, without padding."""
         self.origin = Origin(document, like.device, stored=document.n_blocks)
         self.ended = False
+        self.only: int | None = None
+        """The one row that a pass is of; None: all, with their padding."""
         self._real: list[Tensor | None] = [None] * rows
         self._new = 0
         self._choices: dict[int, list[Tensor]] = {}
@@ -168,9 +170,10 @@ class IndexedCall:
         heads = asked.query.shape[2]
         width = layer.parts[0][1].stop - layer.parts[0][1].start
         out = asked.query.new_zeros(*hidden.shape[:2], heads, width)
-        for row, (local, real) in enumerate(zip(self.locals, self._real, strict=True)):
-            pick = slice(None) if real is None else real
-            mine = asked.of(row, pick)
+        for place, row in enumerate(range(len(self.locals)) if self.only is None else [self.only]):
+            local, real = self.locals[row], self._real[row]
+            pick = slice(None) if real is None or self.only is not None else real
+            mine = asked.of(place, pick)
             slot = self.slots.at.get(layer.index, -1)
             if mine.rows is not None:
                 local.rows[slot].append(mine.rows)
@@ -180,7 +183,7 @@ class IndexedCall:
             if mine.raw is not None:
                 local.compress(slot, layer, mine.raw)
             if len(mine.query):
-                out[row, pick] = self._attend(layer, row, mine.query, mine.ask, mine.weights)
+                out[place, pick] = self._attend(layer, row, mine.query, mine.ask, mine.weights)
         return asked.finish(out)
 
     def _attend(

@@ -53,9 +53,14 @@ class CarriedStates:
             states = [state.to(dtype) for state, dtype in zip(states, self._dtypes, strict=True)]
         return self._layers.layers(attending, states, rows)
 
-    def states(self, layers: Sequence[Any]) -> list[Tensor]:
-        """Copies of the states in a cache of one row, as they are stored."""
-        return [_stored(state).clone() for state in self._layers.states(layers)]
+    def states(self, layers: Sequence[Any], row: int = 0) -> list[Tensor]:
+        """Copies of the states of one row in a cache, as they are stored."""
+        return [_stored(state[row]).clone() for state in states_in(layers, self._layers.slots)]
+
+    def put(self, layers: Sequence[Any], states: Sequence[Sequence[Tensor]]) -> None:
+        """Let the rows of a cache go on from the ``states`` of each."""
+        for state, of_rows in zip(states_in(layers, self._layers.slots), zip(*states, strict=True), strict=True):
+            state.copy_(torch.stack(of_rows))
 
 
 class PendingStates:

@@ -18,6 +18,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from memstore.device_copies import to_device, to_host
 from memstore.errors import BrokenOff, InvalidArgument
@@ -79,6 +80,7 @@ class IndexedReader(Reader):
         self._keys: DocumentKeys | None = None
         self._calls: WeakSet[IndexedCall] = WeakSet()
         self._ids: Tensor | None = None
+        self._padding: Tensor | None = None  # ``[B, S]``, False on what rows of the present pass begin with
         self._thread: int | None = None  # the thread that is in a forward pass
         self._told = True  # observers are told of what is asked, not of reading
 
@@ -153,6 +155,8 @@ class IndexedReader(Reader):
         after = decoder.register_forward_hook(uncompiled(self._after), always_call=True)
         for undo in (before.remove, after.remove, self._end):
             stack.callback(undo)
+        if isinstance(self._carried, CarriedStates):
+            _replaced(stack, decoder, "forward", partial(self._without_padding, decoder.forward, self._carried))
 
     def _end(self) -> None:
         self._call = self._keys = None
@@ -182,19 +186,21 @@ class IndexedReader(Reader):
         self._calls.add(call)
         return call
 
-    def _cache_of(self, call: IndexedCall, states: Sequence[Tensor] | None = None) -> Any:
+    def _cache_of(self, call: IndexedCall, states: Sequence[Tensor] | None = None, *, rows: int | None = None) -> Any:
         """A cache of transformers that goes on with ``call``, and with what other layers remember."""
         from transformers import DynamicCache
 
         cache = DynamicCache()
-        self._take_over(cache, call, states)
+        self._take_over(cache, call, states, rows)
         return cache
 
-    def _take_over(self, cache: Any, call: IndexedCall, states: Sequence[Tensor] | None) -> None:
+    def _take_over(
+        self, cache: Any, call: IndexedCall, states: Sequence[Tensor] | None, rows: int | None = None
+    ) -> None:
         """Let the (still empty) cache that transformers made hold our layers, and those that do not attend."""
         ours = [LocalLayer(call, first=not number) for number, _ in enumerate(self.family.layers)]
         if self._carried is not None:
-            ours = self._carried.layers(ours, states, len(call.locals))
+            ours = self._carried.layers(ours, states, len(call.locals) if rows is None else rows)
         cache.layers, cache.layer_class_to_replicate = ours, None
 
     def _remembered(self, document: Document) -> Sequence[Tensor] | None:
@@ -266,13 +272,13 @@ class IndexedReader(Reader):
             for observer in self.observers:
                 real = slice(None) if mask is None else mask[0]
                 observer.begin(None if ids is None else ids[0][real], fresh=not call.length)
-        self._call, self._thread = call, get_ident()
+        self._call, self._thread, self._padding = call, get_ident(), mask
         for name in ("past_key_values", CACHE):
             given.pop(name, None)
         given["position_ids"] = positions
         masks: dict[str, Any] = dict.fromkeys(("indexed_attention", *self.family.config.layer_types))
-        if self.family.linear:
-            masks["linear_attention"] = _linear_mask(call, mask)
+        if self.family.linear and not (call.tokens or call.length):  # what they begin with they can leave out
+            masks["linear_attention"] = mask
         given["attention_mask"] = masks
         uses = given.get("use_cache")
         uses = self.family.config.use_cache if uses is None else uses
@@ -283,6 +289,27 @@ class IndexedReader(Reader):
             else:
                 self._take_over(cache, call, states)
         return (), {**given, "use_cache": cache is not None, CACHE: cache}
+
+    # Layers that do not attend would read the padding between a document and a prompt. So rows run one after the other.
+    def _without_padding(self, plain: Callable[..., Any], carried: CarriedStates, **given: Any) -> Any:
+        """The decoder's ``forward``, for each row by itself where some have padding."""
+        mask, call = self._padding, self._call
+        if mask is None or call is None or not (call.tokens or call.length):
+            return plain(**given)
+        name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
+        cache, positions, out, states = given[CACHE], given["position_ids"], list[Tensor](), list[list[Tensor]]()
+        for row, real in enumerate(mask):
+            own = self._cache_of(call, carried.states(cache.layers, row), rows=1)
+            call.only = row
+            tokens = {name: given[name][row, real][None], "position_ids": positions[row, real][None], CACHE: own}
+            out.append(plain(**{**given, **tokens}).last_hidden_state[0])
+            states.append(carried.states(own.layers))
+        call.only = None
+        carried.put(cache.layers, states)
+        hidden = out[0].new_zeros(*mask.shape, out[0].shape[-1])
+        for row, real in enumerate(mask):
+            hidden[row, real] = out[row]
+        return MoeModelOutputWithPast(last_hidden_state=hidden, cache=cache)
 
     def _after(self, _module: nn.Module, _inputs: object, output: object) -> None:
         """End the pass; without an output it has failed, and its tokens do not count."""
@@ -468,16 +495,6 @@ def _mask(mask: Any, call: IndexedCall, rows: int, count: int) -> Tensor | None:
         )
     mask = mask[:, -count:]
     return None if bool(mask.all()) else mask
-
-
-def _linear_mask(call: IndexedCall, mask: Tensor | None) -> Tensor | None:
-    """What layers that do not attend are given: ``[B, S]``, or None where there is no padding."""
-    if mask is not None and (call.tokens or call.length):
-        raise InvalidArgument(
-            "layers that do not attend would read the padding between the document and the prompt: give rows of one "
-            "length"
-        )
-    return mask
 
 
 def _is_ours(cache: Any) -> LocalLayer | None:
