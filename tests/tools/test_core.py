@@ -59,7 +59,7 @@ def test_a_text_is_read_asked_and_listed(core: Path) -> None:
     answer = run(core, "ask", "m", "What did the keeper write?", "--model", "model", "--max-tokens", "4", "--json")
     assert answer["answer"]
     assert run(core, "search", "m", "which ship passed", "--model", "model", "--json")
-    assert "text.txt" in run(core, "ls", "m")
+    assert "240" in run(core, "ls", "m")
     assert "ask" in run(core, "--help")
 
 
@@ -80,7 +80,7 @@ def test_it_is_served_and_shown(core: Path, verb: str) -> None:
     try:
         assert server.stdout is not None
         url = next(word for line in server.stdout for word in line.split() if word.startswith("http://"))
-        with urllib.request.urlopen(f"{url.rstrip('./')}/models" if verb == "serve" else url) as page:
+        with urllib.request.urlopen(f"{url.rstrip('./')}/models" if verb == "serve" else url) as page:  # noqa: S310 - ours
             assert page.status == 200
     finally:
         server.terminate()
