@@ -13,11 +13,12 @@ from torch import Tensor
 from memstore.device_copies import to_device
 from memstore.kernels.best_signs import PackedSigns, best_signs, pack
 from memstore.kernels.best_signs.api import problem
+from memstore.memory.entry import lacking, merged
 from memstore.memory.rows import index_dtype
 
 if TYPE_CHECKING:
     from memstore.memory import Document
-    from memstore.memory.entry import DocumentState
+    from memstore.memory.entry import DocumentState, Places
     from memstore.readers.stock.architecture import LayerPlan
 
 States = tuple[Tensor, Tensor]
@@ -34,9 +35,13 @@ class AttachedDocument:
     memory: int
 
     @cached_property
+    def _located(self) -> tuple[DocumentState, Places | None]:
+        return self.document.located()
+
+    @property
     def state(self) -> DocumentState:
         """Its entry, as it was when it was asked for first: who sees thousands of documents asks each of them once."""
-        return self.document.state
+        return self._located[0]
 
     def present(self, blocks: range) -> list[range]:
         """``blocks`` without those that were dropped, in pieces."""
@@ -225,9 +230,47 @@ class VisibleParts:
 NOTHING = VisibleParts(range(0), Candidates(()), range(0))
 
 
-def everything(sources: Sequence[AttachedDocument]) -> Candidates:
-    """All blocks of ``sources``."""
-    return Candidates(tuple((source, part) for source in sources for part in source.present(source.state.live())))
+class Distinct:
+    """Blocks of documents, each once: what a fork shares with another document would have twice the attention."""
+
+    def __init__(self) -> None:
+        self._there: dict[tuple[int, int], list[range]] = {}
+        """By memory and owner, the blocks that were found so far."""
+        self._ends: dict[tuple[int, str, int], list[Tensor]] = {}
+        """By memory, digest and number of tokens, the tokens of last blocks that are not full."""
+
+    def of(self, source: AttachedDocument) -> list[range]:
+        """The blocks of ``source`` that no document before it has."""
+        state, places = source._located
+        if places is None:
+            return []
+        found: list[range] = []
+        for owner, blocks in places.present(state.live()):
+            there = self._there.setdefault((source.memory, owner), [])
+            new = lacking(blocks, there)
+            there += new
+            found += new
+        if found and self._ends_alike(source):
+            found[-1] = found[-1][:-1]
+        return merged(found)
+
+    # A fork copies the last block where that is not full, so its owner says nothing.
+    def _ends_alike(self, source: AttachedDocument) -> bool:
+        """Whether ``source`` ends with a block that is not full, and a document before it is the same text."""
+        state, size = source.state, source.document.memory.spec.block_size
+        if state.digest is None or not state.tokens % size or not state.present(range(state.blocks - 1, state.blocks)):
+            return False
+        alike = self._ends.setdefault((source.memory, state.digest, state.tokens), [])
+        alike.append(source.document.tokens(state.blocks - 1))
+        return any(torch.equal(alike[-1], each) for each in alike[:-1])
+
+
+def everything(sources: Sequence[AttachedDocument], beside: AttachedDocument | None = None) -> Candidates:
+    """All blocks of ``sources``, each once, without those that the document ``beside`` them has too."""
+    distinct = Distinct()
+    if beside is not None:
+        distinct.of(beside)
+    return Candidates(tuple((source, part) for source in sources for part in distinct.of(source)))
 
 
 def visible(
@@ -243,7 +286,7 @@ def visible(
     first = own.state.first * block_size
     if window is None:  # its sink is attended to as well, but does not say where an answer is from
         return VisibleParts(range(first, min(first + sink, tokens)), everything(sources), range(tokens, tokens))
-    others = everything(sources[:-1])
+    others = everything(sources[:-1], beside=own)
     window_start = (start - window) // block_size * block_size
     if window_start <= first + sink:
         return VisibleParts(range(first, first), others, range(first, tokens))
