@@ -241,17 +241,28 @@ def check_fit(memory: str, spec: MemorySpec | None, *, block_size: int | None, c
         )
 
 
-def check_room(memory: str, reader: Reader, spec: MemorySpec, new: int, known: Contents | None, *, tell: bool) -> None:
+class Cost(NamedTuple):
+    """What reading new tokens takes, about."""
+
+    tokens: int
+    disk_bytes: int
+    index_bytes: int
+    """Of memory, while they are attached; 0 where no index scans all tokens."""
+    seconds: float
+
+
+def check_room(memory: str, reader: Reader, spec: MemorySpec, new: int, known: Contents | None, *, tell: bool) -> Cost:
     """Tell what reading ``new`` tokens costs. Raises ``StoreFull`` where that does not fit beside what is ``known``."""
     codecs = (spec.codec, "int8", "int4") if reader.kind.takes("codec") else (spec.codec,)
     sizes = {codec: int(new * _bytes_per_token(spec, codec)) for codec in dict.fromkeys(codecs)}
     size, others = sizes[spec.codec], {codec: size for codec, size in sizes.items() if codec != spec.codec}
     instead = ", ".join(f"{codec} {_amount(bytes_)}" for codec, bytes_ in others.items())
+    index = int(new * reader.index_bytes_per_token)
+    cost = Cost(new, size, index, round(new * _seconds_per_token(reader), 1))
     if tell and new >= TOLD:
-        minutes = new * _seconds_per_token(reader) / 60
+        minutes = cost.seconds / 60
         about = "less than a minute" if minutes < 1 else f"about {minutes:,.0f} min"
         kept = f" ({instead} with --codec in a new memory)" if spec.codec == "none" and instead else ""
-        index = int(new * reader.index_bytes_per_token)
         held = f"; {_amount(index)} of memory for its index while it is attached" if index else ""
         sys.stderr.write(f"{counted(new, 'token')} to read: about {_amount(size)} in {memory}{kept}, {about}{held}\n")
     room = None if known is None else known.room
@@ -272,6 +283,7 @@ def check_room(memory: str, reader: Reader, spec: MemorySpec, new: int, known: C
             # Where nothing is, nothing can be forgotten or erased.
             memory=memory if known is not None and known.documents else None,
         )
+    return cost
 
 
 def _bytes_per_token(spec: MemorySpec, codec: str) -> float:

@@ -21,7 +21,7 @@ from memstore.report import Page, Report, counted
 from memstore.tools.ask import attached
 from memstore.tools.files import STDIN, digest, find
 from memstore.tools.models import SMOLLM2, LoadedModel, load_model, record_model, usual_dtype
-from memstore.tools.plan import TOLD, Contents, FileText, ReadPlan, check_fit, check_room, gone, plan_of
+from memstore.tools.plan import TOLD, Contents, Cost, FileText, ReadPlan, check_fit, check_room, gone, plan_of
 from memstore.tools.verb import (
     FACT,
     FAILED,
@@ -84,6 +84,9 @@ Ray = Annotated[
     ),
 ]
 Watch = Annotated[bool, typer.Option("--watch", help="Stay, and read what changes, until Ctrl-C.")]
+OnlyCost = Annotated[
+    bool, typer.Option("--cost", help="Say what it would cost, in disk, memory and time; read nothing.")
+]
 Prune = Annotated[bool, typer.Option("--prune", help="Forget the documents of files that are gone from the folders.")]
 
 
@@ -94,6 +97,7 @@ class Options:
     text: Texts
     memory: MemoryUrl
     document: DocumentName = None
+    cost: OnlyCost = False
     prune: Prune = False
     meta: Meta = None
     watch: Watch = False
@@ -140,6 +144,7 @@ def read(options: Options) -> Report:
 
         memstore read moby-dick.txt notes.mem --document moby-dick
         memstore read notes/ notes.mem --meta project=island
+        memstore read notes/ notes.mem --cost
 
     In Python: memstore.readers.reader.Reader.read and update, of what memstore.attach gives, and memstore.read_many.
     """
@@ -147,6 +152,8 @@ def read(options: Options) -> Report:
         raise InvalidArgument("--document is empty. Give the document a name, or leave the option out.")
     if options.document is not None and not options.one_file:
         raise InvalidArgument("--document names one document: read one file with it, or leave it out.")
+    if options.cost and options.watch:
+        raise InvalidArgument("--cost reads nothing, and --watch whatever changes: leave one out.")
     noted = parse_meta(options.meta)
 
     loaded: list[LoadedModel] = []
@@ -190,8 +197,10 @@ def _once(options: Options, noted: Mapping[str, str], load: Callable[[str, str],
     done: Done = []
     if plan.read:
         done = _read_all(plan, known, options, noted, load)
-    elif known is not None and options.one_file and plan.unchanged and not options.watch:
+    elif known is not None and options.one_file and plan.unchanged and not (options.watch or options.cost):
         done = [_unchanged(plan.unchanged[0], known)]
+    if options.cost:
+        return plan, done
     if known is not None:
         _note(options.memory, known, plan, noted)
     if plan.gone and options.prune:
@@ -299,13 +308,19 @@ def _read_all(
     reader = attached(loaded, options.memory, document=plan.read[0].document, **how)
     if known is None:  # before it is made: an empty one would stand in the way of another codec
         new = sum(len(ids) for _, ids in texts)
-        check_room(options.memory, reader, reader.spec(), new, None, tell=not options.json)
+        cost = check_room(options.memory, reader, reader.spec(), new, None, tell=not options.json and not options.cost)
+        if options.cost:
+            return [cost._asdict()]
     with reader:
-        record_model(reader.memory, model, loaded)
+        if not options.cost:
+            record_model(reader.memory, model, loaded)
         there = {each.document: reader.stored_tokens(ids, each.document) for each, ids in texts}
         new = sum(len(ids) - there[each.document] for each, ids in texts)
         if known is not None:
-            check_room(options.memory, reader, reader.memory.spec, new, known, tell=not options.json)
+            quiet = options.json or options.cost
+            cost = check_room(options.memory, reader, reader.memory.spec, new, known, tell=not quiet)
+            if options.cost:
+                return [cost._asdict()]
         by_many: dict[str, ReadResult] = {}
         if options.ray is not None:
             again = partial(load_model, model, str(loaded.model.dtype).removeprefix("torch."), device=options.device)
@@ -457,6 +472,9 @@ def _unchanged(name: str, known: Contents) -> dict[str, Any]:
 
 
 def _report(plan: ReadPlan, done: Done, options: Options) -> Report:
+    if options.cost:
+        cost = done[0] if done else Cost(0, 0, 0, 0.0)._asdict()
+        return Report(data=cost, text=lambda page: page.facts(cost))
     if options.one_file and len(done) == 1 and not plan.bad:
         return Report(data=done[0], text=lambda page: page.facts(done[0]))
     sums = {key: sum(each[key] for each in done) for key in ("tokens", "new_tokens", "reused_tokens")}

@@ -442,6 +442,21 @@ def test_it_is_told_beforehand_what_reading_costs(cli: Cli, tmp_path: Path, mode
     assert "less than a minute" in done.err
 
 
+def test_what_reading_costs_is_said_without_reading(cli: Cli, tmp_path: Path, model_folder: Path) -> None:
+    (tmp_path / "long.txt").write_text("A long text. " * 400)
+    read = ("read", tmp_path / "long.txt", tmp_path / "m", "--model", model_folder, "--dtype", "float32")
+    told = cli(*read, "--cost", "--json").json
+    assert (told["tokens"], told["disk_bytes"] // 10**5, told["index_bytes"]) == (5200, 20, 0)
+    assert not (tmp_path / "m").exists()
+    assert "disk_bytes   2," in cli(*read, "--cost").out
+    assert cli(*read).code == 0
+    assert cli(*read, "--cost", "--json").json["tokens"] == 0
+    (tmp_path / "long.txt").write_text("A long text. " * 500)
+    assert cli(*read, "--cost", "--json").json["tokens"] == 1300
+    assert cli(*read, "--json").json["new_tokens"] == 1300
+    assert cli(*read, "--cost", "--watch").code == 2
+
+
 def test_many_short_files_tell_how_far_the_whole_is(cli: Cli, tmp_path: Path, model_folder: Path) -> None:
     (tmp_path / "notes").mkdir()
     for name in "ab":
