@@ -159,14 +159,14 @@ def compiled(
 
 def row(
     jitted: Any, kinds: dict[str, str], told: dict[str, Any], target: str, dtype: str, dim: int, *, warps: int,
-    aligned: Sequence[str] = (),
+    aligned: Sequence[str] = (), stages: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """What a kernel without tables needs, whose arguments are of ``kinds``, or numbers; for a test.
 
     ``aligned`` are those that a launch would find to be multiples of 16.
     """
     types = {p.name: "constexpr" if p.is_constexpr else kinds.get(p.name, "i32") for p in jitted.params}
-    options = {"num_warps": warps, "enable_fp_fusion": True}
+    options = {"num_warps": warps, "enable_fp_fusion": True} | ({} if stages is None else {"num_stages": stages})
     attributes = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(jitted.arg_names) if name in aligned}
     result = triton.compile(ASTSource(jitted, types, told, attributes), target=TARGETS[target], options=options)
     registers, spilled = usage(result.asm)

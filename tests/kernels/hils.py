@@ -6,6 +6,8 @@ As a program (``python -m tests.kernels.hils``, in a process with Triton's inter
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +79,12 @@ class Inputs:
         """In another precision."""
         return Inputs(tensors=tuple(x.to(dtype) for x in self.tensors), dout=self.dout.to(dtype), options=self.options)
 
+    def on(self, device: str) -> Inputs:
+        """On another device."""
+        return Inputs(
+            tensors=tuple(x.to(device) for x in self.tensors), dout=self.dout.to(device), options=self.options
+        )
+
 
 def inputs(case: Case, dtype: torch.dtype = torch.float64, seed: int = 0) -> Inputs:
     """Random inputs of a case; their numbers are those of float32 at most, so the same blocks are chosen everywhere."""
@@ -115,3 +123,69 @@ def exact(q: Tensor, k: Tensor, v: Tensor, u: Tensor, **options: Any) -> Tensor:
 def largest(x: Tensor) -> float:
     """The largest entry, whatever its sign; NaN if one is."""
     return float(x.abs().max()) if x.numel() else 0.0
+
+
+HALF = ("blocks of 8", "four heads share", "blocks of 64, heads of 24")
+"""Cases that the interpreter also runs in float16; it has no bfloat16."""
+
+
+def errors(given: Inputs, *, device: str = "cpu", **options: Any) -> dict[str, tuple[float, float]]:
+    """Largest error of the output and each gradient, and what is allowed, of the size of the largest entry.
+
+    Only the public function runs on ``device``.
+
+    In half types everything is chosen, so that no rounding changes a choice, and the truth is of the same numbers.
+    """
+    from memstore.kernels.hils_attention import hils_attention
+
+    if given.dout.dtype != torch.float32:
+        given = Inputs(tensors=given.tensors, dout=given.dout, options={**given.options, "top_k": 99})
+    truth, got = results(exact, given.to(torch.float32)), results(hils_attention, given.on(device), **options)
+    roundings = 300 if given.dout.dtype == torch.float32 else 16
+    return {
+        name: (
+            largest(got[name].cpu().float() - truth[name]),
+            roundings * torch.finfo(given.dout.dtype).eps * (largest(truth[name]) or largest(given.dout)),
+        )
+        for name in NAMES
+    }
+
+
+def interpreted() -> dict[str, Any]:
+    """Errors of the Triton kernels in the interpreter, by the names of the cases."""
+    from memstore.kernels import _tiles
+
+    torch.set_num_threads(1)
+    torch.set_deterministic_debug_mode("error")  # uninitialised memory is NaN
+    assert _tiles.interpreted()
+    return {
+        f"{name} ({str(dtype).removeprefix('torch.')})": errors(inputs(CASES[name], dtype), backend="triton")
+        for dtype, names in ((torch.float32, CASES), (torch.float16, HALF))
+        for name in names
+        if not CASES[name].large
+    }
+
+
+def compiled(target: str) -> list[dict[str, Any]]:
+    """What each kernel needs on a GPU, for several sizes."""
+    from memstore.kernels._tiles import padded
+    from memstore.kernels.hils_attention import triton as hils
+    from tests.kernels.compiling import row
+
+    rows = []
+    for kernel in (hils._window_kernel, hils._chosen_kernel, hils._queries_kernel, hils._keys_kernel):
+        jitted: Any = kernel.fn
+        for dim in (64, 128):
+            told = {"S": 64, "BS": padded(64), "D": dim, "BD": padded(dim), "PRECISION": "ieee"}
+            chosen = hils.tiles(target, padded(dim))
+            kinds = dict.fromkeys(("q", "k", "v", "near", "out", "dout", "dq", "dk", "dv"), "*bf16")
+            kinds |= dict.fromkeys(("weights", "lse", "delta", "dweights"), "*fp32") | {"scale": "fp32"}
+            aligned = [name for name in kinds if name in jitted.arg_names and name != "scale"]
+            sizes = {"warps": chosen.num_warps, "stages": chosen.num_stages}
+            rows.append(row(jitted, kinds, {**told, **chosen.kwargs}, target, "bf16", dim, aligned=aligned, **sizes))
+    return rows
+
+
+if __name__ == "__main__":
+    printed = compiled(sys.argv[2]) if "--compile" in sys.argv else interpreted()
+    sys.stdout.write(json.dumps(printed))

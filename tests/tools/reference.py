@@ -44,6 +44,7 @@ BUILD_ON = (
     "memstore.testing.indexes:IndexTests", "memstore.testing.readers:ReaderTests", "memstore.testing.torture:Subject",
     "memstore.models.drt:DRTForCausalLM", "memstore.models.drt:SharedBlocks",
     "memstore.models.landmark:LandmarkForCausalLM", "memstore.models.landmark:make_landmark",
+    "memstore.models.hils:HilsForCausalLM", "memstore.models.hils:make_hils",
     "memstore.models.memorizing:MemorizingForCausalLM", "memstore.models.memorizing:add_knn_memory",
     "memstore.models.memorizing:load_knn_memory",
 )  # fmt: skip

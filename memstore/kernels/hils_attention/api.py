@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.kernels._backends import INTEGERS, Backend, check_device, check_grouped, pick, shapes
+from memstore.kernels._backends import INTEGERS, Backend, check_device, check_grouped, pick, shapes, triton_problem
 from memstore.kernels.hils_attention import fused, reference
 
 
@@ -48,7 +48,8 @@ def hils_attention(
         top_k: blocks that each token chooses for each key-value head.
         softmax1: one more score of 0, whose weight is lost.
         scale: factor on the scores; ``D ** -0.5`` if None.
-        backend: ``"reference"``, or ``"torch"`` (any device), which is ``"auto"``.
+        backend: ``"reference"``, ``"torch"`` (any device), ``"triton"`` (a GPU, or Triton's interpreter), or
+            ``"auto"``: ``"triton"`` on a GPU where it can, but for float32, else ``"torch"``.
 
     Returns:
         ``[B, H, T, D]`` in the dtype of ``q``; 0 where a token sees nothing. Differentiable in ``q``, ``k``, ``v`` and
@@ -59,7 +60,7 @@ def hils_attention(
     """
     _check(q, k, v, u)
     _check_sizes(block_size, window, top_k)
-    backend = pick(backend, q, lambda: "has no HiLS attention; use 'auto' or 'torch'")
+    backend = pick(backend, q, lambda: _triton_problem(q, k, v, u, block_size))
     if not q.numel():
         return q + u + torch.stack([x.sum().to(q.dtype) for x in (k, v)]).sum()  # nothing, with gradients of 0
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
@@ -70,9 +71,30 @@ def hils_attention(
         "softmax1": softmax1,
         "scale": scale,
     }
-    if backend == "reference":
-        return reference.hils_attention(q, k, v, u, **options)
-    return fused.hils_attention(q, k, v, u, **options)
+    match backend:
+        case "reference":
+            return reference.hils_attention(q, k, v, u, **options)
+        case "triton":
+            from memstore.kernels.hils_attention import triton
+
+            return triton.hils_attention(q, k, v, u, **options)
+        case _:
+            return fused.hils_attention(q, k, v, u, **options)
+
+
+def _triton_problem(q: Tensor, k: Tensor, v: Tensor, u: Tensor, block_size: int) -> str | None:
+    """Why Triton cannot compute this, and what to do; None if it can."""
+    if problem := triton_problem(q, k, v, u, largest=q.shape[-1]):
+        return problem
+    from memstore.kernels.hils_attention import triton
+
+    if q.dtype == torch.float32 and q.device.type == "cuda":  # sums of three products would not stay in registers
+        return "takes float16 or bfloat16 on a GPU; cast them, or use 'auto' or 'torch'"
+    most, largest = triton.LONGEST, triton.LARGEST_HEAD
+    if block_size > most or q.shape[-1] > largest:
+        got = f"{block_size} and {q.shape[-1]}; use 'auto' or 'torch'"
+        return f"has blocks of at most {most} tokens and heads of at most {largest}, got {got}"
+    return None
 
 
 def pool_landmarks(m: Tensor, keys: Tensor, *, scale: float | None = None) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,7 @@
 Of each HiLS layer the memory has rotated keys and values of all tokens, for each key-value head by itself, and for each
 query head one landmark of a block. Positions are absolute, so a stored block is valid at its own place, and nothing is
 computed again. Window layers need nothing older than their window: what they go on from is kept as hybrids keep their
-recurrent states, at the document's end and every now and then.
+recurrent states, at the document's end and at ends of earlier commits.
 
 Everything that the next token needs is stored, the incomplete block too. So any process goes on from any commit, and
 what a token's states are does not depend on how the text was cut.
@@ -232,21 +232,16 @@ class HilsReader(CacheReader[HilsCache]):
         cache = self._begun(job.document, 1, self.retrieval)
         limit = COMMIT_BLOCKS * self.model.config.tokens_per_block
         waiting: list[Tensor] = []
-        windows: dict[int, list[Tensor]] = {}
-        places = job.document.recurrent_places() or [0]
         try:
             for tokens in segments:
                 (ids,) = to_device([tokens.long()[None]], self.model.device)
                 self._segment(ids, cache)
                 waiting.append(tokens)
-                if self.memory.spec.recurrent and cache.tokens - places[-1] >= self.memory.spec.recurrent_step:
-                    places.append(cache.tokens)
-                    windows[cache.tokens] = self._windows(cache)
                 if sum(map(len, waiting)) >= limit:
-                    self._commit(job, waiting, windows, cache)
+                    self._commit(job, waiting, cache)
                 yield len(tokens)
         finally:  # what was computed before an error, or before somebody interrupted, is whole
-            self._commit(job, waiting, windows, cache)
+            self._commit(job, waiting, cache)
 
     def _segment(self, ids: Tensor, cache: HilsCache) -> None:
         packing = Packing(ids, None, cache.offsets, self.model.config.chunk_size)
@@ -262,8 +257,8 @@ class HilsReader(CacheReader[HilsCache]):
         arrived()
         return copies
 
-    def _commit(self, job: Job, waiting: list[Tensor], windows: dict[int, list[Tensor]], cache: HilsCache) -> None:
-        """Store what was read; ``waiting`` and ``windows`` are empty then."""
+    def _commit(self, job: Job, waiting: list[Tensor], cache: HilsCache) -> None:
+        """Store what was read; ``waiting`` is empty then."""
         if not waiting:
             return
         options, job.options = job.options, None
@@ -271,11 +266,8 @@ class HilsReader(CacheReader[HilsCache]):
             for layer, table in cache.tables.items():
                 self._put(batch, table, *self._blocks(cache, layer, batch.blocks))
             if self.memory.spec.recurrent:
-                windows[cache.tokens] = self._windows(cache)
-            for place, states in windows.items():
-                batch.put_recurrent(states, at=place)
+                batch.put_recurrent(self._windows(cache))
         waiting.clear()
-        windows.clear()
         for table in cache.tables.values():
             table.own.keep_from(job.document.complete_blocks.stop)
 

@@ -1,0 +1,83 @@
+"""HiLS models are trained by the same runs as others: on needles, on texts, and from stock models."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from memstore.errors import UnsupportedModel
+from memstore.models.hils import HilsConfig, HilsForCausalLM
+from memstore.readers.kinds import HILS, kind_in
+from memstore.train import Optimisation, train_on_texts, train_recipe
+from memstore.train.corpora import topics, train_tokenizer
+from memstore.train.family import HILS as FAMILY
+from memstore.train.recipes import HILS_RECIPES, HilsRecipe
+from tests.train.helpers import RUNTIME, use_little_text
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_swa_layers": 1}
+
+
+def small(**changes: Any) -> HilsRecipe:
+    defaults: dict[str, Any] = {
+        "model": {**HILS_RECIPES["hils-passkey-cpu"].model, **SIZES},
+        "tokens": 256,
+        "checked": 4,
+        "optimisation": Optimisation(steps=12, seed=1),
+    }
+    return replace(HILS_RECIPES["hils-passkey-cpu"], **{**defaults, **changes})
+
+
+def test_a_recipe_trains_a_model_that_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_little_text(monkeypatch)
+    report = train_recipe(small(), tmp_path / "out", runtime=RUNTIME)
+    assert report["steps"] == 12
+    assert report["next_command"] == f"memstore eval passkey --model {tmp_path / 'out'}"
+    assert kind_in(tmp_path / "out") is HILS
+    model = HilsForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.config.hils_layers == (1,)
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    again = train_recipe(small(), tmp_path / "again", init=tmp_path / "out", runtime=RUNTIME)
+    assert again["loss"] < report["loss"]
+
+
+@pytest.mark.parametrize("start", ["nothing", "a stock model"])
+def test_texts_train_hils_models(start: str, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(topics()[:30_000])
+    options: dict[str, Any] = {"config": HilsConfig.preset("tiny", **SIZES)}
+    if start == "a stock model":
+        tokenizer = train_tokenizer([topics()[:30_000]], 512)
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            bos_token_id=None, eos_token_id=0, pad_token_id=0,
+        )  # fmt: skip
+        LlamaForCausalLM(config).save_pretrained(tmp_path / "stock")
+        tokenizer.save_pretrained(tmp_path / "stock")
+        options = {"init": tmp_path / "stock", "changes": {"chunk_size": 32, "sliding_window": 64}}
+    report = train_on_texts(
+        [tmp_path / "text.txt"], tmp_path / "out", family=FAMILY, context=200, valid=0.1,
+        optimisation=Optimisation(steps=6, learning_rate=1e-3), runtime=RUNTIME, **options,
+    )  # fmt: skip
+    assert report["valid_perplexity"] > 1
+    made = HilsForCausalLM.from_pretrained(tmp_path / "out")
+    assert made.config.chunk_size == 32
+    assert (made.config.stock is not None) == (start == "a stock model")
+
+
+def test_a_stock_model_that_cannot_become_one_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(topics()[:3_000])
+    config = LlamaConfig(
+        vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
+        attention_bias=True,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "stock")
+    train_tokenizer([topics()[:30_000]], 512).save_pretrained(tmp_path / "stock")
+    with pytest.raises(UnsupportedModel, match="biases"):
+        train_on_texts(
+            [tmp_path / "text.txt"], tmp_path / "out", family=FAMILY, init=tmp_path / "stock", runtime=RUNTIME
+        )
