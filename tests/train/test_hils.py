@@ -12,11 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from memstore.errors import UnsupportedModel
 from memstore.models.hils import HilsConfig, HilsForCausalLM
+from memstore.models.hils.training import HILS as TRAINING
+from memstore.models.hils.training import RECIPES, HilsRecipe
 from memstore.readers.kinds import HILS, kind_in
 from memstore.train import Optimisation, train_on_texts, train_recipe
 from memstore.train.corpora import topics, train_tokenizer
-from memstore.train.family import HILS as FAMILY
-from memstore.train.recipes import HILS_RECIPES, HilsRecipe
 from tests.train.helpers import RUNTIME, use_little_text
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_swa_layers": 1}
@@ -24,12 +24,12 @@ SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
 
 def small(**changes: Any) -> HilsRecipe:
     defaults: dict[str, Any] = {
-        "model": {**HILS_RECIPES["hils-passkey-cpu"].model, **SIZES},
+        "model": {**RECIPES["hils-passkey-cpu"].model, **SIZES},
         "tokens": 256,
         "checked": 4,
         "optimisation": Optimisation(steps=12, seed=1),
     }
-    return replace(HILS_RECIPES["hils-passkey-cpu"], **{**defaults, **changes})
+    return replace(RECIPES["hils-passkey-cpu"], **{**defaults, **changes})
 
 
 def test_a_recipe_trains_a_model_that_learns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +60,7 @@ def test_texts_train_hils_models(start: str, tmp_path: Path) -> None:
         tokenizer.save_pretrained(tmp_path / "stock")
         options = {"init": tmp_path / "stock", "changes": {"chunk_size": 32, "sliding_window": 64}}
     report = train_on_texts(
-        [tmp_path / "text.txt"], tmp_path / "out", family=FAMILY, context=200, valid=0.1,
+        [tmp_path / "text.txt"], tmp_path / "out", family=TRAINING, context=200, valid=0.1,
         optimisation=Optimisation(steps=6, learning_rate=1e-3), runtime=RUNTIME, **options,
     )  # fmt: skip
     assert report["valid_perplexity"] > 1
@@ -79,5 +79,5 @@ def test_a_stock_model_that_cannot_become_one_is_refused(tmp_path: Path) -> None
     train_tokenizer([topics()[:30_000]], 512).save_pretrained(tmp_path / "stock")
     with pytest.raises(UnsupportedModel, match="biases"):
         train_on_texts(
-            [tmp_path / "text.txt"], tmp_path / "out", family=FAMILY, init=tmp_path / "stock", runtime=RUNTIME
+            [tmp_path / "text.txt"], tmp_path / "out", family=TRAINING, init=tmp_path / "stock", runtime=RUNTIME
         )

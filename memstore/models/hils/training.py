@@ -45,7 +45,7 @@ class HilsNeedleTrainer(AnswerTrainer):
         """See ``AnswerTrainer``; nothing waits for it."""
 
 
-RECIPES: dict[str, Recipe] = {
+RECIPES: dict[str, HilsRecipe] = {
     recipe.name: recipe
     for recipe in (
         HilsRecipe(
@@ -73,14 +73,13 @@ _DATA = ("tokenizer", "context", "valid", "column")
 def train(options: HilsTraining, runtime: Runtime) -> dict[str, Any]:
     """What ``memstore train hils`` does. Raises ``InvalidArgument`` for options that do not belong together."""
     given = options.given()
+    if bool(options.text) == (options.recipe is not None):
+        got = "both" if options.text else "neither"
+        raise InvalidArgument(f"train on texts, or with --recipe hils-passkey-cpu: one of them is needed, got {got}.")
     if options.recipe is not None:
         recipe = find_recipe(options.recipe, RECIPES)
-        if options.text:
-            raise InvalidArgument(f"--recipe {recipe.name} trains without texts; leave them out.")
         refuse_unfit(given, _OF_NEEDLES, f"--recipe {recipe.name}")
         return train_recipe(with_optimisation(recipe, given), options.out, init=options.init, runtime=runtime)
-    if not options.text:
-        raise InvalidArgument("train on texts, or with --recipe hils-passkey-cpu, which needs none: got neither.")
     refuse_unfit(given, {*OPTIMISATION, *_MODEL, *_DATA, "preset", "init"}, "texts")
     changes = {_MODEL[name]: value for name, value in given.items() if name in _MODEL}
     config = None
@@ -90,7 +89,7 @@ def train(options: HilsTraining, runtime: Runtime) -> dict[str, Any]:
         there = load_config(options.init, HILS)
         check_fit(options.init, given, {option: getattr(there, name) for option, name in _MODEL.items()})
     return train_on_texts(
-        options.text,
+        options.text or [],
         options.out,
         config=config,
         family=HILS,
