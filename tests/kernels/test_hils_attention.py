@@ -17,6 +17,7 @@ from memstore.kernels.hils_attention import (
     block_weights,
     choose_blocks,
     hils_attention,
+    native,
     pool_landmarks,
     reference,
     window_attention,
@@ -85,6 +86,24 @@ def test_the_fast_form_is_the_reference(case: Case, dtype: torch.dtype) -> None:
     for name in NAMES:
         allowed = roundings * torch.finfo(dtype).eps * (largest(truth[name]) or largest(given.dout))
         assert largest(found[name] - truth[name]) <= allowed, name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_c_and_pytorch_give_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = inputs(CASES[name], torch.float32)
+    with_c = results(hils_attention, given, backend="torch")
+    monkeypatch.setattr(native, "problem", lambda: "is forbidden")
+    without = results(hils_attention, given, backend="torch")
+    for each_name in NAMES:
+        size = largest(without[each_name]) or largest(given.dout)
+        roundings = 3000 if CASES[name].large else 300
+        assert largest(with_c[each_name] - without[each_name]) <= roundings * 1.2e-7 * size, each_name
+
+
+def test_numbers_that_are_none_end_nowhere() -> None:
+    """A choice among NaNs is any, and comes to an end."""
+    x = torch.full((1, 1, 300, 16), math.nan)
+    assert hils_attention(x, x, x, x, block_size=8, window=16, top_k=3, backend="torch").shape == x.shape
 
 
 @pytest.mark.parametrize("seed", range(8))

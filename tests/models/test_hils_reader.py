@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from memstore import Retrieval
@@ -20,6 +21,8 @@ from memstore.models.hils import reader as module
 from memstore.models.hils.reader import memory_spec
 from tests.models.hils import in_pieces, make, tokens
 from tests.pairs import each
+from tests.readers.ranks import join
+from tests.readers.test_sharded import run_ranks
 
 TEXT = tokens(240)[0]
 QUESTION = tokens(30, seed=5)
@@ -236,6 +239,42 @@ def test_what_the_weights_do_not_show_is_in_the_fingerprint(changes: dict[str, A
             reader.read(TEXT[:20])
         with pytest.raises(ForeignMemory):
             HilsReader(make("olmo", **changes), tmp_path / "m").open()
+
+
+@pytest.mark.parametrize("kind", ["qwen", "olmo"])
+def test_a_memory_in_bfloat16_changes_nothing_either(kind: str, tmp_path: Path) -> None:
+    made: Any = make(kind)
+    model: HilsForCausalLM = made.to(torch.bfloat16)
+    with HilsReader(model, tmp_path / "m") as reader:
+        reader.read(TEXT)
+        found, expected = answer(reader).float(), in_pieces(model, QUESTION, read_in_ram(model), 9, 1).float()
+        # Sums of many roundings: now and then another block is chosen, for one token.
+        assert float((found - expected).abs().median()) < 0.02 * float(expected.abs().max())
+
+
+def read_in_ram(model: HilsForCausalLM) -> Any:
+    """A cache behind the text, which came as a reader reads it."""
+    cache = model.new_cache(1)
+    in_pieces(model, TEXT[None], cache, model.config.segment_tokens)
+    return cache
+
+
+def rank(number: int, size: int, folder: str) -> None:
+    """Be a process that answers together with others."""
+    join(number, size, folder)
+    with HilsReader(make("qwen"), f"{folder}/m", mode="r", process_group=dist.group.WORLD) as reader:
+        torch.save(answer(reader), f"{folder}/{number}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_ranks_answer_as_one_process(tmp_path: Path) -> None:
+    with HilsReader(make("qwen"), tmp_path / "m") as reader:
+        reader.read(TEXT)
+        expected = answer(reader)
+    assert run_ranks(rank, 2, str(tmp_path)) == [0, 0]
+    for number in range(2):
+        close(torch.load(tmp_path / f"{number}.pt", weights_only=True), expected)
 
 
 @pytest.mark.parametrize("codec", ["int8", "int4"])

@@ -39,7 +39,6 @@ def test_a_model_is_trained_read_with_and_asked(cli: Cli, text: Path, tmp_path: 
         ("stats", memory),
         ("trace", memory),
         ("ls", memory),
-        ("show", memory, "topics.txt"),
     ):
         assert cli(*verb).code == 0, verb
     audited = cli("audit", memory, "What is an assert statement?", "--model", model, "--json")
