@@ -126,3 +126,17 @@ def test_half_precision_is_as_near_to_single_as_the_model_itself(model: Any) -> 
         found = logits(model, ids[:, 100:]).float()
     single = logits(model.float(), ids)[:, 100:]
     assert (found - single).abs().mean() < 1.5 * (by_itself - single).abs().mean()
+
+
+def test_ties_are_broken_alike_however_a_text_is_cut() -> None:
+    """With few index heads scores are exactly zero for tokens that no head likes, and the model itself wavers."""
+    model, ids = tiny("deepseek_v32", index_n_heads=2), text(LENGTH)[None]
+    wavering = (in_pieces(model, ids, 40) - logits(model, ids)).abs().max()
+    assert wavering > 100 * ALIKE
+    with memstore.attach(model, "ram:", document="text", block_size=16) as reader:
+        whole = logits(model, ids)
+        for size in (1, 40):
+            close(in_pieces(model, ids, size), whole)
+        for stored in (60, 150):
+            reader.read(ids[0, :stored])
+            close(logits(model, ids[:, stored:]), whole[:, stored:])
