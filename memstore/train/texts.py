@@ -86,6 +86,7 @@ def train_recipe(
     if init is None and recipe.start is not None:
         init = shipped_model(find_recipe(recipe.start, recipes()).task)
     family = training_of(trainable()[recipe.kind])
+    family = family if family.of_recipe is None else family.of_recipe(recipe)
     start = starting(family.config.preset("tiny", **recipe.model), init, grow=family.grow is not None, family=family)
     texts = [topics(), sources()]
     settings = {

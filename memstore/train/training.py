@@ -40,6 +40,8 @@ class Training:
     """Raises ``InvalidArgument`` for a rank that adapters cannot have."""
     grow: Callable[..., Any] | None = None
     """Makes a model of a larger configuration of one that is there; None where that cannot be."""
+    of_recipe: Callable[[Any], Training] | None = None
+    """For a recipe how its model is trained, where recipes differ in that; None: as here."""
     outgrow: Callable[..., Any] | None = None
     """The configuration of a model that grows to another; raises ``InvalidArgument`` where it cannot."""
 

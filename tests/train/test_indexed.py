@@ -14,60 +14,77 @@ from torch import Tensor
 pytest.importorskip("transformers.models.deepseek_v32", reason="this transformers has no DeepSeek-V3.2")
 
 from transformers import AutoModelForCausalLM, DeepseekV32ForCausalLM
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM
 
 from memstore.models.indexed.training import (
     LARGEST_JUMP,
     MOST_JUMPS,
     RECIPES,
+    BlockIndexConfig,
     IndexedRecipe,
     TokenIndexConfig,
+    WatchedBlocks,
     WatchedIndex,
+    WatchedTokens,
     jumping,
 )
 from memstore.train import Optimisation, train_recipe
 from tests.train.helpers import RUNTIME, same_weights, stopped_at, use_little_text
 
+both = pytest.mark.parametrize("blockwise", [False, True], ids=["tokens", "blocks"])
+FEW = {"indexed-cpu": {"index_topk": 8}, "indexed-blocks-cpu": {"index_block_size": 8, "index_topk_blocks": 3}}
 
-def small(**changes: Any) -> IndexedRecipe:
-    """Sixteen small steps, the last ten with chosen tokens alone."""
-    defaults: dict[str, Any] = {
-        "model": {"hidden_size": 32, "intermediate_size": 48, "index_topk": 8},
+
+def small(name: str) -> IndexedRecipe:
+    """Sixteen small steps, the last ten with what was chosen alone."""
+    size = {"intermediate_size": 48} if name == "indexed-cpu" else {"dense_intermediate_size": 48}
+    changes: dict[str, Any] = {
+        "model": {"hidden_size": 32, **size, **FEW[name]},
         "tokens": 256,
         "checked": 4,
         "optimisation": Optimisation(steps=16, seed=1),
     }
-    return replace(RECIPES["indexed-cpu"], **{**defaults, **changes})
+    return replace(RECIPES[name], **changes)
 
 
-def model_and_ids() -> tuple[Any, Tensor]:
+def watched(blockwise: bool, *, choosing: bool) -> tuple[Any, list[WatchedIndex], Tensor]:
+    """A model with random weights whose indexes are watched, and tokens."""
     torch.manual_seed(0)
-    model = DeepseekV32ForCausalLM(TokenIndexConfig.preset("tiny", index_topk=8)).eval()
+    model: Any
+    if blockwise:
+        model = MiniMaxM3VLForCausalLM(BlockIndexConfig.preset("tiny", **FEW["indexed-blocks-cpu"]))
+    else:
+        model = DeepseekV32ForCausalLM(TokenIndexConfig.preset("tiny", **FEW["indexed-cpu"]))
+    model.train(False)
     model.set_attn_implementation("eager")
-    return model, torch.randint(0, 512, (2, 50))
-
-
-@pytest.mark.parametrize("choosing", [False, True])
-def test_a_watched_index_chooses_what_the_model_itself_chooses(choosing: bool) -> None:
-    model, ids = model_and_ids()
-    truth = model(input_ids=ids).logits
-    watched = [WatchedIndex(layer.self_attn.indexer) for layer in model.model.layers]
-    for index in watched:
+    kind = WatchedBlocks if blockwise else WatchedTokens
+    indexes: list[WatchedIndex] = [kind(layer.self_attn.indexer) for layer in model.model.layers]
+    for index in indexes:
         index.all = not choosing
-    logits = model(input_ids=ids).logits
-    assert torch.allclose(logits, truth, atol=1e-5) == choosing
-    for index in watched:
-        index.release()
-    assert torch.equal(model(input_ids=ids).logits, truth)
+    return model, indexes, torch.randint(0, 512, (2, 50))
 
 
+def logits(model: Any, ids: Tensor, **more: Any) -> Any:
+    return model(input_ids=ids, attention_mask=torch.ones_like(ids), **more)
+
+
+@both
 @pytest.mark.parametrize("choosing", [False, True])
-def test_the_index_learns_from_attention_and_attention_not_from_it(choosing: bool) -> None:
-    model, ids = model_and_ids()
-    watched = [WatchedIndex(layer.self_attn.indexer) for layer in model.model.layers]
-    for index in watched:
-        index.all = not choosing
-    out = model(input_ids=ids, output_attentions=True)
-    losses = [index.divergence(each) for index, each in zip(watched, out.attentions, strict=True)]
+def test_a_watched_index_chooses_what_the_model_itself_chooses(blockwise: bool, choosing: bool) -> None:
+    model, indexes, ids = watched(blockwise, choosing=choosing)
+    found = logits(model, ids).logits
+    chosen = model.config.index_topk_blocks * 8 if blockwise else model.config.index_topk
+    for index in indexes:
+        index.release(chosen)
+    assert torch.allclose(logits(model, ids).logits, found, atol=1e-5) == choosing
+
+
+@both
+@pytest.mark.parametrize("choosing", [False, True])
+def test_the_index_learns_from_attention_and_attention_not_from_it(blockwise: bool, choosing: bool) -> None:
+    model, indexes, ids = watched(blockwise, choosing=choosing)
+    out = logits(model, ids, output_attentions=True)
+    losses = [index.divergence(each) for index, each in zip(indexes, out.attentions, strict=True)]
     assert all(float(loss.detach()) > 0 for loss in losses)
     torch.stack(losses).sum().backward()
     learning = {name for name, weight in model.named_parameters() if weight.grad is not None}
@@ -75,13 +92,41 @@ def test_the_index_learns_from_attention_and_attention_not_from_it(choosing: boo
 
 
 def test_the_divergence_is_zero_where_the_scores_are_attention() -> None:
-    model, ids = model_and_ids()
-    index = WatchedIndex(model.model.layers[0].self_attn.indexer)
-    attention = model(input_ids=ids, output_attentions=True).attentions[0].double()
+    model, (index, _), ids = watched(False, choosing=False)
+    attention = logits(model, ids, output_attentions=True).attentions[0].double()
     index._scores = attention.mean(1).clamp(min=1e-30).log()
     assert float(index.divergence(attention).detach()) == pytest.approx(0, abs=1e-6)
     index._scores = index._scores.roll(1, -1)
     assert float(index.divergence(attention).detach()) > 0.1
+
+
+def test_the_divergence_of_blocks_leaves_out_a_query_s_own_one() -> None:
+    model, (index, _), ids = watched(True, choosing=False)
+    attention = logits(model, ids, output_attentions=True).attentions[0].double()
+    heads = torch.nn.functional.pad(attention.unflatten(1, (2, 2)).mean(2), (0, 6))
+    mass = heads.unflatten(-1, (-1, 8)).sum(-1)
+    index._scores = mass.clamp(min=1e-30).log()
+    assert float(index.divergence(attention).detach()) == pytest.approx(0, abs=1e-6)
+    own = torch.arange(50)[:, None] // 8 == torch.arange(7)
+    index._scores = torch.where(own, 100.0, index._scores)
+    assert float(index.divergence(attention).detach()) == pytest.approx(0, abs=1e-6)
+    index._scores = index._scores.roll(1, -1)
+    assert float(index.divergence(attention).detach()) > 0.1
+
+
+@both
+def test_a_crowd_of_other_rows_has_to_be_passed_over(blockwise: bool) -> None:
+    model, (index, _), ids = watched(blockwise, choosing=False)
+    attention = logits(model, ids, output_attentions=True).attentions[0]
+    alone = float(index.divergence(attention).detach())
+    index.crowd = torch.arange(10)  # of the first row, which they do not disturb
+    logits(model, ids)
+    beside = index.divergence(attention)
+    assert float(beside.detach()) > alone + 0.5
+    (gradient,) = torch.autograd.grad(beside, index._crowded)
+    assert not gradient[0].any()
+    assert bool((gradient[1] >= 0).all())  # the larger such a score, the larger the divergence
+    assert bool((gradient[1, ..., -1, :] > 0).all())
 
 
 def test_positions_jump_beside_needles_alone() -> None:
@@ -93,21 +138,26 @@ def test_positions_jump_beside_needles_alone() -> None:
     assert bool((steps[~free[:, 1:]] == 1).all())
     assert int((steps > 1).sum(1).min()) >= 1
     assert int((steps > 1).sum(1).max()) <= MOST_JUMPS
-    assert 2000 < int(positions.max()) <= MOST_JUMPS * LARGEST_JUMP + 1300
+    assert 100_000 < int(positions.max()) <= (MOST_JUMPS + 1) * LARGEST_JUMP + 300
     assert torch.equal(positions, jumping(free, np.random.default_rng(0)))
 
 
-def test_a_model_is_trained_resumed_and_loaded_by_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_model_is_trained_resumed_and_loaded_by_transformers(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     use_little_text(monkeypatch)
-    report = train_recipe(small(), tmp_path / "whole", runtime=RUNTIME)
+    recipe = small(name)
+    report = train_recipe(recipe, tmp_path / "whole", runtime=RUNTIME)
     assert report["steps"] == 16
     assert 0 <= report["accuracy"] <= 1
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
-    assert type(model).__name__ == "DeepseekV32ForCausalLM"
-    assert model.config.index_topk == model.model.layers[0].self_attn.indexer.index_topk == 128
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    index = model.model.layers[0].self_attn.indexer
+    chosen = index.topk_blocks * index.block_size if recipe.blockwise else index.index_topk
+    assert chosen == recipe.chosen
 
     def again() -> dict[str, Any]:
-        return train_recipe(small(), tmp_path / "cut", runtime=RUNTIME)
+        return train_recipe(recipe, tmp_path / "cut", runtime=RUNTIME)
 
     stopped_at(13, again, tmp_path / "cut")
     assert again()["resumed_from_step"] == 10

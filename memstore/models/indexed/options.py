@@ -9,7 +9,7 @@ from memstore.train.options import TrainingOptions, option
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedTraining(TrainingOptions):
-    """Train a small model whose own index tells its attention which tokens to look at.
+    """Train a small model whose own index chooses what its attention sees: a DeepSeek-V3.2, or a MiniMax-M3.
 
     By a recipe that needs no text, in the two stages of DeepSeek-V3.2. The result is a Hugging Face model folder. After
     an interruption the same command goes on from the last checkpoint, to the same result.
@@ -21,7 +21,7 @@ class IndexedTraining(TrainingOptions):
     In Python: memstore.train.train_recipe.
     """
 
-    recipe: str = option("The one there is.", "indexed-cpu")
+    recipe: str = option("indexed-cpu, whose index chooses tokens, or indexed-blocks-cpu.", "indexed-cpu")
 
 
 TRAINING = IndexedTraining

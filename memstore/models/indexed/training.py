@@ -1,27 +1,33 @@
-"""Training of a small model whose own index tells its attention which tokens to look at.
+"""Training of small models whose own index tells their attention which tokens, or blocks, to look at.
 
 DeepSeek-V3.2 (arXiv 2512.02556, section 2.1): first all tokens are attended to, and the index learns how attention is
 distributed over them; then only the tokens that it chooses are attended to, and both go on learning. The index learns
 from attention alone (equations 3 and 4, a Kullback-Leibler divergence), everything else from the answers: neither
 gradient reaches the other. There the model had been trained before; here it learns to answer meanwhile.
 
-Positions jump: a row of a few hundred tokens has the positions of a text of a million, cut where there is no needle, so
-that rotations by any distance are known when a text is that long.
+A row has a few hundred tokens, a text may have a million. So positions jump, where there is no needle, and rotations by
+any distance are known; and tokens of other rows, weighted as if they were many, stand beside those that the index has
+to choose.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.random import Generator
 from torch import Tensor, nn
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import apply_rotary_pos_emb
+from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import apply_rotary_pos_emb as apply_partly
 
 from memstore.errors import InvalidArgument
 from memstore.models.causal import preset
@@ -37,17 +43,29 @@ from memstore.train.training import Training
 
 LARGEST_JUMP, MOST_JUMPS = 1 << 17, 8
 """Positions that are left out at most at one place of a row, and places."""
+CROWD, SAMPLED = 1 << 15, 384
+"""Tokens of a long text that an index has to pass over, and how many of other rows stand for them."""
 NEVER = -1e9
 """A score that a softmax does not see."""
-PRESETS: dict[str, Mapping[str, Any]] = {
+_SIZES = {
+    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 1 << 21, "initializer_range": 0.06, "bos_token_id": None,
+}  # fmt: skip
+TOKENS: dict[str, Mapping[str, Any]] = {
     "tiny": {
-        "vocab_size": 512, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 48,
+        **_SIZES, "intermediate_size": 160, "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 48,
         "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
         "index_n_heads": 4, "index_head_dim": 32, "index_topk": 32,
         "n_routed_experts": 1, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
-        "max_position_embeddings": 1 << 21, "initializer_range": 0.06, "bos_token_id": None,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+    }
+}  # fmt: skip
+BLOCKS: dict[str, Mapping[str, Any]] = {
+    "tiny": {
+        **_SIZES, "dense_intermediate_size": 160, "num_key_value_heads": 2, "head_dim": 32, "rotary_dim": 16,
+        "index_n_heads": 2, "index_head_dim": 32, "index_block_size": 32, "index_topk_blocks": 3,
+        "num_local_experts": 1, "num_experts_per_tok": 1,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
     }
 }  # fmt: skip
 
@@ -61,8 +79,22 @@ class TokenIndexConfig(DeepseekV32Config):
     @classmethod
     def preset(cls, name: str, **changes: Any) -> TokenIndexConfig:
         """``tiny``: a CPU trains it in minutes."""
-        sizes = preset(PRESETS, name, changes)
+        sizes = preset(TOKENS, name, changes)
         return cls(mlp_layer_types=["dense"] * sizes["num_hidden_layers"], **sizes)
+
+
+class BlockIndexConfig(MiniMaxM3VLTextConfig):
+    """The configuration of a MiniMax-M3 (its text part) without experts, whose index chooses blocks."""
+
+    tokens_per_block: ClassVar[int] = 32
+    """Of a row of needles."""
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> BlockIndexConfig:
+        """``tiny``: a CPU trains it in minutes."""
+        sizes = preset(BLOCKS, name, changes)
+        layers = sizes["num_hidden_layers"]
+        return cls(mlp_layer_types=["dense"] * layers, layer_types=["minimax_m3_sparse"] * layers, **sizes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,23 +110,68 @@ class IndexedRecipe(Recipe):
     """Of the index's loss."""
     chosen: int = 128
     """Tokens that the model chooses when it is used."""
+    blockwise: bool = False
+    """Whether the index chooses blocks of tokens, as that of MiniMax-M3 does."""
     kind: ClassVar[str] = "indexed"
     aligned: ClassVar[bool] = False
 
 
-class WatchedIndex:
-    """The index of one layer while it is trained: its scores have gradients, and all tokens may be chosen."""
+class WatchedIndex(ABC):
+    """The index of one layer while it is trained: its scores have gradients, and everything may be chosen."""
 
     def __init__(self, indexer: nn.Module) -> None:
         self._indexer: Any = indexer
         self.all = True
-        """Whether every token is chosen."""
-        self._scores = self._chosen = torch.empty(0)
+        """Whether everything is chosen."""
+        self.crowd: Tensor | None = None
+        """Tokens of the batch, all rows one after the other, that stand for those of a long text."""
+        self._scores = self._chosen = self._crowded = torch.empty(0)
         indexer.forward = self._forward
 
-    def release(self) -> None:
-        """The index is again what it was."""
+    def release(self, chosen: int) -> None:
+        """The index is again what it was, but for the number of tokens that it chooses."""
         del self._indexer.forward
+        self._widen(chosen)
+
+    @abstractmethod
+    def divergence(self, attention: Tensor) -> Tensor:
+        """How far the softmax of the scores is from ``attention [B, H, S, T]``, over what was chosen.
+
+        And over the crowd, to which nobody attends.
+        """
+
+    @abstractmethod
+    def _forward(self, *given: Any, **named: Any) -> Tensor:
+        """As the index itself."""
+
+    @abstractmethod
+    def _widen(self, chosen: int) -> None:
+        """Let so many tokens be chosen."""
+
+    def _see_crowd(self, scored: Callable[[Tensor], Tensor], keys: Tensor) -> None:
+        """Scores ``[B, ..., n]`` of the crowd, by those of keys ``[B, n, D]``; ``keys [B, T, D]`` are all rows'."""
+        if self.crowd is not None:
+            own = self.crowd // keys.shape[1] == torch.arange(len(keys), device=keys.device)[:, None]
+            others = scored(keys.flatten(0, 1)[self.crowd].expand(len(keys), -1, -1))
+            own = own.view(len(keys), *(1,) * (others.dim() - 2), -1)
+            self._crowded = (others + math.log(CROWD / len(self.crowd))).masked_fill(own, NEVER)
+
+    def _kl(self, target: Tensor) -> Tensor:
+        """The divergence of the scores from ``target``, for each query."""
+        logs = self._scores.masked_fill(~self._chosen, NEVER)
+        if self.crowd is not None:
+            logs = torch.cat([logs, self._crowded], -1)
+        logs = logs.log_softmax(-1)[..., : target.shape[-1]]
+        terms = target * (target.clamp(min=1e-9).log() - logs)
+        return terms.masked_fill(~self._chosen, 0).sum(-1)
+
+
+class WatchedTokens(WatchedIndex):
+    """The index of DeepSeek-V3.2, which chooses tokens."""
+
+    def divergence(self, attention: Tensor) -> Tensor:
+        """See ``WatchedIndex``; the target is what all heads together attend to."""
+        return self._kl(attention.detach().mean(1)).mean()
 
     def _forward(
         self,
@@ -113,22 +190,74 @@ class WatchedIndex:
         rotated = index.qk_rope_head_dim
         turned = apply_rotary_pos_emb(q[..., :rotated], k[..., :rotated], *position_embeddings, unsqueeze_dim=2)
         q, k = (torch.cat([front, x[..., rotated:]], -1) for front, x in zip(turned, (q, k), strict=True))
-        products = torch.einsum("bshd,btd->bsht", q, k.squeeze(2)) * index.softmax_scale
+        k = k.squeeze(2)
         weights = index.weights_proj(hidden) * index.n_heads**-0.5
-        scores = torch.einsum("bsh,bsht->bst", weights, products.relu())
+
+        def scored(keys: Tensor) -> Tensor:
+            products = torch.einsum("bshd,btd->bsht", q, keys) * index.softmax_scale
+            return torch.einsum("bsh,bsht->bst", weights, products.relu())
+
+        scores = scored(k)
+        self._see_crowd(scored, k)
         visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
         self._scores = scores.masked_fill(~visible, NEVER)
         tokens = scores.shape[-1]
-        best = self._scores.detach().topk(tokens if self.all else min(index.index_topk, tokens)).indices
+        best: Tensor = self._scores.detach().topk(tokens if self.all else min(index.index_topk, tokens)).indices
         self._chosen = torch.zeros_like(visible.expand_as(scores)).scatter(-1, best, True) & visible
         return best.int()
 
+    def _widen(self, chosen: int) -> None:
+        self._indexer.index_topk = self._indexer.config.index_topk = chosen
+
+
+class WatchedBlocks(WatchedIndex):
+    """The index of MiniMax-M3, which chooses blocks for each key head by the best product in them.
+
+    A query's own block is always chosen, so there is nothing to learn about it.
+    """
+
     def divergence(self, attention: Tensor) -> Tensor:
-        """How far the softmax of the scores is from ``attention [B, H, S, T]``, over the tokens that were chosen."""
-        target = attention.detach().mean(1)
-        logs = self._scores.masked_fill(~self._chosen, NEVER).log_softmax(-1)
-        terms = target * (target.clamp(min=1e-9).log() - logs)
-        return terms.masked_fill(~self._chosen, 0).sum(-1).mean()
+        """See ``WatchedIndex``; the target is what the heads of a key head attend to outside of their own block."""
+        index = self._indexer
+        heads = attention.detach().unflatten(1, (index.num_heads, -1)).mean(2)
+        heads = F.pad(heads, (0, -heads.shape[-1] % index.block_size))
+        mass = heads.unflatten(-1, (-1, index.block_size)).sum(-1).masked_fill(~self._chosen, 0)
+        all_mass = mass.sum(-1, keepdim=True)
+        far: Tensor = self._kl(mass / all_mass.clamp(min=1e-9)) * all_mass.squeeze(-1)
+        return far.mean()
+
+    def _forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        cache: Any,  # noqa: ARG002 - there is none
+        position_ids: Tensor,  # noqa: ARG002 - those jump; blocks go by place
+    ) -> Tensor:
+        """As ``MiniMaxM3VLIndexer.forward``: the chosen blocks ``[B, heads, S, k]``, -1 for none."""
+        index, size = self._indexer, self._indexer.block_size
+        hidden, (cos, sin) = hidden_states.detach(), position_embeddings
+        q = index.q_norm(index.q_proj(hidden).unflatten(-1, (-1, index.head_dim))).transpose(1, 2)
+        k = index.k_norm(index.k_proj(hidden).unsqueeze(2)).transpose(1, 2)
+        q, k = apply_partly(q, k, cos[..., : index.head_dim], sin[..., : index.head_dim])
+
+        def scored(keys: Tensor) -> Tensor:
+            return torch.einsum("bhsd,btd->bhst", q, keys)
+
+        scores = scored(k.squeeze(1))
+        self._see_crowd(scored, k.squeeze(1))
+        place = torch.arange(scores.shape[-1], device=scores.device)
+        scores = scores.masked_fill(place > place[:, None], NEVER)
+        blocks = F.pad(scores, (0, -len(place) % size), value=NEVER).unflatten(-1, (-1, size)).amax(-1)
+        own = place[:, None] // size == torch.arange(blocks.shape[-1], device=place.device)
+        ranked: Tensor = blocks.detach().masked_fill(own, -NEVER)
+        best = ranked.topk(blocks.shape[-1] if self.all else min(index.topk_blocks, blocks.shape[-1]))
+        there = best.values > NEVER
+        self._scores = blocks
+        self._chosen = torch.zeros_like(blocks, dtype=torch.bool).scatter(-1, best.indices, there) & ~own
+        return best.indices.masked_fill(~there, -1)
+
+    def _widen(self, chosen: int) -> None:
+        self._indexer.topk_blocks = self._indexer.config.index_topk_blocks = chosen // self._indexer.block_size
 
 
 class IndexedNeedleTrainer(AnswerTrainer):
@@ -138,14 +267,17 @@ class IndexedNeedleTrainer(AnswerTrainer):
         model.set_attn_implementation("eager")  # which tells the weights that the index learns from
         super().__init__(recipe, run, model, *rest, **options)
         self._recipe = recipe
-        self._indexes = [WatchedIndex(layer.self_attn.indexer) for layer in model.model.layers]
+        watched = WatchedBlocks if recipe.blockwise else WatchedTokens
+        self._indexes = [watched(layer.self_attn.indexer) for layer in model.model.layers]
         self._divergence = torch.zeros(())
 
     def logits_of(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """See ``AnswerTrainer``."""
-        for index in self._indexes:
-            index.all = self.progress < self._recipe.sparse_from
         rng = np.random.default_rng([self.args.seed, self.state.global_step, self.args.process_index])
+        free = np.flatnonzero(inputs["free"].cpu().numpy())
+        crowd = torch.from_numpy(rng.choice(free, min(len(free), SAMPLED), replace=False)).to(self.args.device)
+        for index in self._indexes:
+            index.all, index.crowd = self.progress < self._recipe.sparse_from, crowd
         out = model(
             input_ids=inputs["input_ids"],
             # Without a mask, transformers takes positions that jump for several texts, which do not see each other.
@@ -171,12 +303,9 @@ class IndexedNeedleTrainer(AnswerTrainer):
         """See ``AnswerTrainer``: nothing waits for it."""
 
     def finish(self) -> None:
-        """Let the model be measured as it will be used: it may choose more tokens, for it will choose among more."""
+        """Let the model be measured as it will be used: it may choose more, for it will choose among more."""
         for index in self._indexes:
-            index.release()
-        self.trained.config.index_topk = self._recipe.chosen
-        for layer in self.trained.model.layers:
-            layer.self_attn.indexer.index_topk = self._recipe.chosen
+            index.release(self._recipe.chosen)
 
 
 def jumping(free: Tensor, rng: Generator) -> Tensor:
@@ -187,27 +316,27 @@ def jumping(free: Tensor, rng: Generator) -> Tensor:
         count = min(len(where), int(rng.integers(1, MOST_JUMPS + 1)))
         jumps = np.exp(rng.uniform(0, math.log(LARGEST_JUMP), count))
         row[rng.choice(where, count, replace=False)] += jumps.astype(np.int64)
-        row[0] = rng.integers(1000)
+        row[0] = rng.integers(LARGEST_JUMP)
     return torch.from_numpy(steps.cumsum(1)).to(free.device)
 
 
 RECIPES: dict[str, IndexedRecipe] = {
-    recipe.name: recipe
-    for recipe in (
-        IndexedRecipe(
-            name="indexed-cpu",
-            task="passkey",
-            stages=((0.0, {"passkey": 1.0}),),
-            optimisation=Optimisation(steps=2600, learning_rate=3e-3),
-            blocks=(1, 15),
-            ramp=0.5,
-            distinct_until=0.15,
-            few_from=0.2,
-            hard_from=0.5,
-            bank=0,
-            next_command="memstore eval passkey --model {model}",
-        ),
+    name: IndexedRecipe(
+        name=name,
+        task="passkey",
+        blockwise=blockwise,
+        chosen=chosen,
+        stages=((0.0, {"passkey": 1.0}),),
+        optimisation=Optimisation(steps=2600, learning_rate=3e-3),
+        blocks=(1, 15),
+        ramp=0.5,
+        distinct_until=0.15,
+        few_from=0.2,
+        hard_from=0.5,
+        bank=0,
+        next_command="memstore eval passkey --model {model}",
     )
+    for name, blockwise, chosen in (("indexed-cpu", False, 128), ("indexed-blocks-cpu", True, 256))
 }
 
 
@@ -220,6 +349,19 @@ def train(options: IndexedTraining, runtime: Runtime) -> dict[str, Any]:
     return train_recipe(with_optimisation(recipe, given), options.out, runtime=runtime)
 
 
+def _of_recipe(recipe: IndexedRecipe) -> Training:
+    """How the model of ``recipe`` is trained: the index of one chooses blocks, that of the other tokens."""
+    return BLOCKWISE if recipe.blockwise else INDEXED
+
+
 INDEXED = Training(
-    kinds.INDEXED, TokenIndexConfig, DeepseekV32ForCausalLM, train, MemoryTrainer, IndexedNeedleTrainer, RECIPES
+    kinds.INDEXED,
+    TokenIndexConfig,
+    DeepseekV32ForCausalLM,
+    train,
+    MemoryTrainer,
+    IndexedNeedleTrainer,
+    RECIPES,
+    of_recipe=_of_recipe,
 )
+BLOCKWISE = replace(INDEXED, config=BlockIndexConfig, model=MiniMaxM3VLForCausalLM)
