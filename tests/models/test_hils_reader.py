@@ -90,6 +90,7 @@ def test_any_index_serves(index: str, kind: str) -> None:
         if index.startswith("faiss"):
             pytest.importorskip("faiss")
         reader.read(TEXT)
+        assert len(reader.search(QUESTION[0])) == 8
         found, expected = answer(reader), in_ram(model)
         if reader.memory.index_capabilities.exact and (kind == "olmo" or reader.memory.index_capabilities.dense):
             close(found, expected)

@@ -100,6 +100,7 @@ class HilsCache(ModelCache):
         self.tokens = tokens
         """Tokens of each row, those of the document included."""
         self.recent: dict[int, RecentItems] = {layer: RecentItems() for layer in range(config.num_hidden_layers)}
+        self._rotary = {hils: config.rotary(hils=hils) for hils in (False, True)}
         self._turns: dict[bool, Turns] = {}
         self._items, self._last = 0, False
 
@@ -120,7 +121,7 @@ class HilsCache(ModelCache):
         """A piece comes, which ends within a window or at its end; ``last``: of the tokens of this call."""
         places = torch.arange(self.place, self.place + packing.items, device=packing.ids.device)
         positions = places - places.div(self.config.chunk_size, rounding_mode="floor")
-        self._turns = {hils: self.config.rotary(hils=hils).turns(positions) for hils in (False, True)}
+        self._turns = {hils: rotary.turns(positions) for hils, rotary in self._rotary.items()}
         self._items, self._last = packing.items, last
         self._counted = packing.counts[0]
 

@@ -21,6 +21,7 @@ from memstore.device_copies import to_device
 from memstore.errors import DamagedError
 from memstore.kernels.hils_attention.fused import best_blocks
 from memstore.memory import Document
+from memstore.readers.audit import exact_scores
 
 OnError = Literal["raise", "miss"]
 """What becomes of a stored block that cannot be read: an error, or a list without it."""
@@ -183,8 +184,11 @@ class HilsTable:
             return rows.transpose(0, 1)
 
         shared = shape[1] > self.groups  # heads that share a list need each other's scores of all blocks
-        if top_k is None or (shared and self.document.memory.index_capabilities.dense):
-            scores, ids = to_device(list(view.score(queries, allowed=stored)), asked.device)
+        dense = self.document.memory.index_capabilities.dense
+        if top_k is None or (shared and dense):
+            all_of_them = torch.arange(stored.start, stored.stop)
+            found = view.score(queries, allowed=stored) if dense else (exact_scores(view, queries, stored), all_of_them)
+            scores, ids = to_device(list(found), asked.device)
             return apart(scores).to(asked.dtype), ids[None]
         hits = view.search(queries, min(top_k, len(stored)), allowed=stored)
         scores, ids = to_device([hits.scores, hits.blocks], asked.device)
