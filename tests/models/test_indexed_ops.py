@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memstore.models.indexed import ops
-from memstore.models.indexed.ops import Chosen, attend_latent, attend_rows, choose, merged
+from memstore.models.indexed.ops import Chosen, attend_rows, choose, merged
 
 
 def plainly(scores: Tensor, k: int) -> list[list[int]]:
@@ -32,12 +31,7 @@ def states(queries: int, heads: int, keys: int, *, whole: bool) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("sizes", [{}, {"SLICE": 16, "SCORED": 8, "TOGETHER": 2}])
-def test_of_equal_scores_the_smallest_place_comes_first(
-    whole: bool, sizes: dict[str, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in sizes.items():
-        monkeypatch.setattr(ops, name, value)
+def test_of_equal_scores_the_smallest_place_comes_first(whole: bool) -> None:
     for queries, keys, k in ((5, 40, 7), (3, 4, 7), (1, 33, 33), (2, 0, 3)):
         asked, weights, index = states(queries, 3, keys, whole=whole)
         limit = torch.arange(queries) * 9 + 1
@@ -72,15 +66,13 @@ def test_runs_are_chosen_by_their_best_product() -> None:
     assert packed(choose(asked, None, index, 1.0, limit, 3, "max", 4)) == plainly(blocks, 3)
 
 
-@pytest.mark.parametrize("gathered", [1 << 23, 8])
-def test_attention_is_that_of_the_rows_that_were_chosen(gathered: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "GATHERED", gathered)
+def test_attention_is_that_of_the_rows_that_were_chosen() -> None:
     generator = torch.Generator().manual_seed(1)
     latent, rope, table = (torch.randn(size, generator=generator) for size in ((5, 3, 6), (5, 3, 2), (20, 8)))
     ids = torch.stack([torch.randperm(20, generator=generator)[:7] for _ in range(5)])
     ids[2, 3:], sinks = -1, torch.randn(3, generator=generator)
     for each in (None, sinks):
-        found = attend_latent(latent, rope, table, ids, 0.3, each)
+        found = attend_rows(torch.cat([latent, rope], -1), table, table[:, :6], ids, 0.3, each)
         for row in range(5):
             keys = table[ids[row][ids[row] >= 0]]
             scores = torch.cat([latent[row], rope[row]], -1) @ keys.T * 0.3

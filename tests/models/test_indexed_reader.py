@@ -39,7 +39,6 @@ class TestEntries(ReaderTests):
 
 
 class TestBlocksAndLinearLayers(ReaderTests):
-    ragged = False
     """The same of a hybrid that chooses runs of tokens."""
 
     options: ClassVar[dict[str, Any]] = {"block_size": 16}

@@ -23,9 +23,11 @@ from memstore.memory import Document
 from memstore.models.indexed.choice import IndexChoice
 from memstore.models.indexed.family import IndexedLayer, spread
 from memstore.models.indexed.keys import DocumentKeys, Rows
-from memstore.models.indexed.ops import GATHERED, Chosen, attend_rows, choose, merged, softmax
+from memstore.models.indexed.ops import Chosen, attend_rows, choose, merged, softmax
 from memstore.readers.observer import Observer, Origin
 
+TABLE = 1 << 23
+"""Numbers of the rows that are read together, for a few queries: 32 MB of float32 at most."""
 DENSE = 4096
 """Rows that are attended to at a time where a layer sees everything."""
 
@@ -421,7 +423,7 @@ class IndexedCall:
 
 def _pieces(count: int, ids: Tensor, width: int) -> list[slice]:
     """Queries whose rows are gathered together."""
-    step = max(1, GATHERED // max(1, ids.shape[1] * ids.shape[2] * width))
+    step = max(1, TABLE // max(1, ids.shape[1] * ids.shape[2] * width))
     return [slice(start, start + step) for start in range(0, count, step)]
 
 
