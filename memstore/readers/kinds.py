@@ -25,8 +25,8 @@ from memstore.errors import DamagedError, InvalidArgument, NotFound, Unsupported
 
 ENTRY_POINTS = "memstore.kinds"
 """The group of entry points of other packages' kinds: a ``Kind`` by the ``model_type`` of its configurations."""
-PASSKEY, TWO_HOP, LANDMARK_PASSKEY = "passkey", "two-hop", "landmark-passkey"
-"""Models that come with the package: two DRTs, and a landmark model."""
+PASSKEY, TWO_HOP, LANDMARK_PASSKEY, HILS_PASSKEY = "passkey", "two-hop", "landmark-passkey", "hils-passkey"
+"""Models that come with the package: two DRTs, a landmark model, and a HiLS model."""
 INDEXES = frozenset(("indexed_attention", "minimax_m3_sparse", "compressed_sparse_attention"))
 """What transformers calls layers with an index of their own."""
 INDEX_SIZES = frozenset(("index_topk", "indexer_budget", "sparse_attention_config"))

@@ -217,7 +217,7 @@ Model = Annotated[
     str | None,
     typer.Option(
         help="A Hugging Face directory or hub id; a GGUF file; smollm2; or a model that comes with the package: drt, "
-        "two-hop, landmark-passkey. Without it: the one that read the memory before, and smollm2 for a new one."
+        "two-hop, landmark-passkey, hils-passkey. Without it: the one that read the memory before, or smollm2."
     ),
 ]
 ModelThatRead = Annotated[
