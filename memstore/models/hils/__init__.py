@@ -11,13 +11,13 @@ from memstore.lazy import lazy
 if TYPE_CHECKING:
     from memstore.models.hils.cache import HilsCache
     from memstore.models.hils.configuration import HilsConfig, OlmoHilsConfig, QwenHilsConfig
-    from memstore.models.hils.convert import make_hils
     from memstore.models.hils.modeling import (
         HilsForCausalLM,
         HilsModel,
         HilsOutput,
         OlmoHilsForCausalLM,
         QwenHilsForCausalLM,
+        make_hils,
     )
     from memstore.models.hils.reader import HilsReader
 else:
@@ -34,7 +34,7 @@ else:
             "OlmoHilsForCausalLM": "modeling",
             "QwenHilsConfig": "configuration",
             "QwenHilsForCausalLM": "modeling",
-            "make_hils": "convert",
+            "make_hils": "modeling",
         },
     )
 

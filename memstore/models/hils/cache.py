@@ -20,7 +20,7 @@ from memstore.kernels.hils_attention import attend_chosen, block_weights, pool_l
 from memstore.memory.trace_file import TIERS, Look
 from memstore.models.cache import ModelCache
 from memstore.models.hils.configuration import HilsConfig
-from memstore.models.hils.tables import ChosenChunks, HilsTable
+from memstore.models.hils.retrieval import ChosenChunks, HilsTable
 from memstore.models.packing import Packing
 from memstore.readers.kinds import Retrieval
 from memstore.readers.observer import Choice, Draft, Looks, Origin, as_array

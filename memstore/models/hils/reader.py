@@ -26,7 +26,7 @@ from memstore.memory.rows import torch_dtype
 from memstore.memory.search import Match, best, check_layer
 from memstore.models.hils.cache import HilsCache, HilsChoice
 from memstore.models.hils.modeling import HilsForCausalLM
-from memstore.models.hils.tables import HilsTable
+from memstore.models.hils.retrieval import HilsTable
 from memstore.models.packing import Packing
 from memstore.models.reading import CacheReader
 from memstore.readers.asking import Query
@@ -41,7 +41,7 @@ COMMIT_BLOCKS = 256
 
 
 def memory_spec(model: HilsForCausalLM, tokenizer: Any = None, codec: str = "none") -> MemorySpec:
-    """The spec of a memory for ``model``: a layer for each key-value head of each HiLS layer (``tables.py``)."""
+    """The spec of a memory for ``model``: a layer for each key-value head of each HiLS layer (``retrieval.py``)."""
     config = model.config
     groups, dim, layers = config.num_key_value_heads, config.head_dim, len(config.hils_layers)
     # What the states depend on beside the weights: none of it shows in the shapes of the weights.

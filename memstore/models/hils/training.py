@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM
 
 from memstore.errors import InvalidArgument
 from memstore.models.hils.configuration import HilsConfig
-from memstore.models.hils.convert import make_hils
-from memstore.models.hils.modeling import HilsForCausalLM
+from memstore.models.hils.modeling import HilsForCausalLM, make_hils
 from memstore.models.hils.options import HilsTraining
 from memstore.readers import kinds
 from memstore.train.options import OPTIMISATION, check_fit, optimisation_of, refuse_unfit, with_optimisation

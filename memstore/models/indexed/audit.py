@@ -16,7 +16,7 @@ import torch
 
 from memstore.errors import UnsupportedModel
 from memstore.memory import Document
-from memstore.models.indexed.choice import IndexChoice
+from memstore.models.indexed.call import IndexChoice
 from memstore.models.indexed.reader import IndexedReader
 from memstore.readers.audit import Auditor
 from memstore.readers.observer import Choice
