@@ -39,7 +39,7 @@ class Start:
     def settings(self) -> dict[str, Any]:
         """As a run's settings keep it."""
         known = inspect.signature(self.family.config).parameters
-        names = [name for name in known if name not in ("kwargs", "use_cache")]
+        names = [name for name in known if name not in ("kwargs", "use_cache", "dtype")]
         return {
             "config": {name: getattr(self.config, name) for name in names},
             "init": None if self.init is None else digest_of_files(Path(self.init), "*.safetensors"),

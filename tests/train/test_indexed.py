@@ -162,3 +162,5 @@ def test_a_model_is_trained_resumed_and_loaded_by_transformers(
     stopped_at(13, again, tmp_path / "cut")
     assert again()["resumed_from_step"] == 10
     assert same_weights(tmp_path / "whole", tmp_path / "cut")
+    more = replace(recipe, optimisation=Optimisation(steps=1))
+    assert train_recipe(more, tmp_path / "more", init=tmp_path / "whole", runtime=RUNTIME)["steps"] == 1
