@@ -27,9 +27,12 @@ from memstore.eval.needle import LayerScore, Reply
 from memstore.eval.tasks import TASKS, Phrases, Sample, check_room, make, plant
 from memstore.memory import Memory
 from memstore.readers.kinds import kind_of
+from memstore.readers.reader import Reader
 from memstore.resources import PeakMemory
 
 Advance = Callable[[int], None]
+BLOCK_SIZE = 64
+"""Tokens of a block of a new memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,9 +171,9 @@ def evaluate(
 
     ``advance`` hears of every token read. Raises ``InvalidArgument`` for a length that is too short, before reading.
     """
-    check_lengths(plan, tokenizer, model.config.tokens_per_block)
+    check_lengths(plan, tokenizer, block_tokens(model))
     for length in plan.lengths:
-        rows = draw(plan, length, tokenizer, filler, model.config.tokens_per_block)
+        rows = draw(plan, length, tokenizer, filler, block_tokens(model))
         name = f"eval/{plan.task}/{length}"
         samples = [each for row in rows for each in row]
         with PeakMemory() as peak:
@@ -222,7 +225,7 @@ def _outcomes(
                 _cut(reader, sample.first if reuse else 0)
                 read = reader.append(_listened(sample.haystack(filler, len(reader)), advance))
                 advance(read.tokens - read.new_tokens)
-                reply = ask(model, reader.cache(), sample)
+                reply = ask(model, past_of(reader), sample)
             seconds = time.perf_counter() - begun
             outcomes[id(sample)] = Outcome(sample.depth, sample.answer, reply, read.new_tokens, read.seconds, seconds)
             if not reuse:
@@ -234,7 +237,7 @@ def _outcomes(
 
 def _cut(reader: Any, tokens: int) -> None:
     """Let nothing be left but the whole blocks of the first ``tokens``."""
-    keep = min(tokens, len(reader)) // reader.model.config.tokens_per_block
+    keep = min(tokens, len(reader)) // block_tokens(reader.model)
     if len(reader):
         reader.document.truncate(keep)
 
@@ -266,6 +269,16 @@ def _layer(number: int, found: Sequence[LayerScore]) -> dict[str, Any]:
 
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 4)
+
+
+def block_tokens(model: Any) -> int:
+    """Tokens of a block that ``model`` was trained with; of a new memory where it was trained with none."""
+    return int(getattr(model.config, "tokens_per_block", BLOCK_SIZE))
+
+
+def past_of(reader: Any) -> Any:
+    """What a model goes on with after the document of ``reader``; None where calls see it by themselves."""
+    return None if type(reader).cache is Reader.cache else reader.cache()
 
 
 def memory_spec(model: Any, tokenizer: Any) -> MemorySpec:

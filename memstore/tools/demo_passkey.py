@@ -107,10 +107,11 @@ def _read(
 
 def hide(model: Any, tokenizer: Any, filler: Filler, seed: int, tokens: int) -> dict[str, Sample]:
     """A passkey at a random place of each volume; the volumes follow one another in the filler."""
+    from memstore.eval.run import block_tokens
     from memstore.eval.tasks import Phrases, make, plant
 
     rng, length = random.Random(seed), tokens // VOLUMES
-    size = model.config.tokens_per_block
+    size = block_tokens(model)
     riddles = [make("passkey", Phrases(tokenizer), rng) for _ in range(VOLUMES)]
     return {
         f"volume-{number + 1}": plant(riddle, length, filler, size, rng, start=number * length)
@@ -161,15 +162,15 @@ def answer_questions(
 
 def _answer(model: Any, tokenizer: Any, memory: Any, name: str, values: dict[str, Any]) -> dict[str, Any]:
     from memstore.eval.needle import needle_blocks
-    from memstore.eval.run import ask
+    from memstore.eval.run import ask, block_tokens, past_of
     from memstore.eval.tasks import Sample
 
     sample = Sample(**{**values, "hops": tuple(range(*hop) for hop in values["hops"])})
     with memstore.attach(model, memory, document=name, tokenizer=tokenizer) as reader:
         with reader.record(sample.prompt, question=_question(tokenizer, sample)) as recorder:
-            reply = ask(model, reader.cache(), sample)
+            reply = ask(model, past_of(reader), sample)
             recorder.close(reply.tokens)
-        blocks = needle_blocks(sample.hops[0], model.config.tokens_per_block)
+        blocks = needle_blocks(sample.hops[0], block_tokens(model))
         stored = [reader.document.tokens(number) for number in blocks]
         count = len(reader.document.blocks)
     text = " ".join(tokenizer.decode([token for part in stored for token in part.tolist()]).split())

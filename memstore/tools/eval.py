@@ -118,10 +118,10 @@ class Setting:
         """All rows, and what the filler is called."""
         import memstore
         from memstore.eval.filler import load_filler
-        from memstore.eval.run import check_lengths, evaluate, memory_spec
+        from memstore.eval.run import block_tokens, check_lengths, evaluate, memory_spec
         from memstore.progress import progress_bar
 
-        check_lengths(plan, tokenizer, model.config.tokens_per_block)
+        check_lengths(plan, tokenizer, block_tokens(model))
         at_most = max(plan.lengths) * 3 // 2 + SLACK
         total = sum(plan.lengths) * plan.samples * len(plan.places)
         show = not self.json and sys.stderr.isatty()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from memstore.train import corpora
 from tests.tools.conftest import Cli
 from tests.train.helpers import use_little_text
 
@@ -21,6 +22,14 @@ def test_a_model_with_an_index_is_trained(cli: Cli, tmp_path: Path, monkeypatch:
     assert done.code == 0, done.err
     assert (done.json["recipe"], done.json["steps"]) == ("indexed-cpu", 3)
     assert json.loads((tmp_path / "model/config.json").read_text())["model_type"] == "deepseek_v32"
+    text = tmp_path / "text.txt"
+    text.write_text(corpora.topics()[:20_000])
+    asked = cli(
+        "eval", "passkey", "--model", tmp_path / "model", "--lengths", 300, "--samples", 2, "--filler", text, "--json"
+    )
+    assert asked.code == 0, asked.err
+    (row,) = asked.json["rows"]
+    assert (row["samples"], row["length"], row["margin"]) == (2, 300, None)
 
 
 def test_what_the_recipe_cannot_do_is_refused(cli: Cli, tmp_path: Path) -> None:

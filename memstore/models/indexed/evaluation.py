@@ -1,9 +1,10 @@
-"""Auditing a model with its own index: what attention over everything would have looked at, and the index left out.
+"""What is measured of a model with its own index: needles, and audits.
 
-For the last token of each step, each layer's softmax over all tokens, of the queries and rows that it has, against the
-tokens that the index chose: ``captured`` is the part of that attention which the chosen ones hold, ``recall`` how many
-of the best are among them. The model was trained to attend to what its index chooses, so what is missed is no mistake
-by itself; that an answer's source is among it is what to look for.
+An audit tells what attention over everything would have looked at, and the index left out. For the last token of each
+step it compares each layer's softmax over all tokens, of the queries and rows that it has, with the tokens that the
+index chose: ``captured`` is the part of that attention which the chosen ones hold, ``recall`` how many of the best are
+among them. The model was trained to attend to what its index chooses, so what is missed is no mistake by itself; that
+an answer's source is among it is what to look for.
 """
 
 from __future__ import annotations
@@ -15,10 +16,14 @@ from typing import Any
 import torch
 
 from memstore.errors import UnsupportedModel
+from memstore.eval.evaluation import Evaluation
+from memstore.eval.needle import Reply
+from memstore.eval.tasks import Sample
 from memstore.memory import Document
 from memstore.models.indexed.call import IndexChoice
 from memstore.models.indexed.reader import IndexedReader
 from memstore.readers.audit import Auditor
+from memstore.readers.caches import CACHE
 from memstore.readers.observer import Choice
 
 
@@ -78,3 +83,17 @@ class IndexAuditor(Auditor):
     def locate(self, number: int) -> tuple[Document, int]:
         """See ``Auditor``."""
         return self._document, number
+
+
+@torch.no_grad()
+def ask(model: Any, past: Any, sample: Sample) -> Reply:
+    """Let the model answer after the document that it is attached to, always with the likeliest token."""
+    ids, tokens = torch.tensor([sample.prompt], device=model.device), list[int]()
+    while len(tokens) < len(sample.answer):
+        output = model(ids, use_cache=True, logits_to_keep=1, **({} if past is None else {CACHE: past}))
+        past, ids = output[CACHE], output.logits[:, -1:].argmax(-1)
+        tokens.append(int(ids))
+    return Reply(tokens, ())
+
+
+INDEXED = Evaluation(ask=ask)
