@@ -34,15 +34,25 @@ class KNNLMForCausalLM(LlamaForCausalLM):
     neighbours: Callable[[Tensor], Tensor] | None = None
     """For hidden states ``[B, T, D]``, probabilities ``[B, T, vocab]`` of the token that follows; None: no memory."""
 
-    def forward(self, input_ids: Tensor, *, logits_to_keep: int = 0, **given: Any) -> CausalLMOutputWithPast:
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        logits_to_keep: int = 0,
+        **given: Any,
+    ) -> CausalLMOutputWithPast:
         """See ``LlamaForCausalLM``. With a memory, logits are logarithms of the mixed probabilities."""
+        if given.pop("return_dict", True) is False or given.get("output_attentions"):
+            raise ValueError("a kNN-LM gives neither tuples nor attention weights: leave return_dict and those out")
         output = self.model(input_ids=input_ids, **given)
         hidden = output.last_hidden_state[:, -logits_to_keep:]
         logits = self.lm_head(hidden)
         if self.neighbours is not None:
             part = self.config.knn_weight
-            logits = ((1 - part) * logits.float().softmax(-1) + part * self.neighbours(hidden)).log()
-        return CausalLMOutputWithPast(logits=logits, **{CACHE: output.get(CACHE)})
+            logits = ((1 - part) * logits.float().softmax(-1) + part * self.neighbours(hidden).to(logits)).log()
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: output.get(CACHE)})
 
     @torch.no_grad()
     def states(self, tokens: Tensor) -> Tensor:

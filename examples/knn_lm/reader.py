@@ -86,9 +86,9 @@ class KNNLMReader(Reader):
         stack.callback(hook.remove)
 
     def _call_begins(self, _: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        ids, past = args[0] if args else given["input_ids"], cache_in(given)
+        ids, past = args[0] if args else given.get("input_ids"), cache_in(given)
         for observer in self.observers:
-            observer.begin(ids[0], fresh=past is None or not past.get_seq_length())
+            observer.begin(None if ids is None else ids[0], fresh=past is None or not past.get_seq_length())
 
     def _neighbours(self, hidden: Tensor) -> Tensor:
         """See ``KNNLMForCausalLM.neighbours``. The k best tokens lie in the k best blocks, so those are compared."""

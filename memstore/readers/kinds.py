@@ -9,11 +9,13 @@ not take is refused where it is given, instead of being passed over.
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.metadata import entry_points
 from importlib.resources import files
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Any, Literal
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound, UnsupportedModel, first_line
 
+logger = logging.getLogger("memstore")
 ENTRY_POINTS = "memstore.kinds"
 """The group of entry points of other packages' kinds: a ``Kind`` by the ``model_type`` of its configurations."""
 PASSKEY, TWO_HOP, LANDMARK_PASSKEY, HILS_PASSKEY = "passkey", "two-hop", "landmark-passkey", "hils-passkey"
@@ -50,7 +53,7 @@ class Kind:
     audit: str
     """Where the ``Auditor`` of such a reader is; empty where there is none."""
     train: str = "memstore train"
-    """The command that makes one."""
+    """The command that makes one, such as ``memstore train drt``; its last word names the verb of a trained kind."""
     training: str = ""
     """Where its ``memstore.train.training.Training`` is, which says how it is trained; empty where it is not."""
     evaluation: str = ""
@@ -353,16 +356,41 @@ def _plugin(model_type: str) -> Kind | None:
     plugins = entry_points(group=ENTRY_POINTS)
     if model_type not in plugins.names:
         return None
-    kind = plugins[model_type].load()
+    try:
+        kind = plugins[model_type].load()
+    except Exception as error:  # whatever a package of somebody else does
+        raise InvalidArgument(f"the entry point {model_type} of {ENTRY_POINTS} cannot be loaded: {error}") from error
     if not isinstance(kind, Kind):
         raise InvalidArgument(f"the entry point {model_type} of {ENTRY_POINTS} must be a Kind, got {kind!r}")
     return kind
 
 
+def known_kinds() -> tuple[Kind, ...]:
+    """Those of the package and of other packages; one that cannot be loaded is logged, and stands in nobody's way."""
+    found = list(KINDS)
+    for name in sorted(entry_points(group=ENTRY_POINTS).names):
+        try:
+            kind = _plugin(name)
+            if kind is not None and kind.options_module:
+                import_module(kind.options_module)
+        except Exception as error:  # noqa: BLE001 - as above
+            logger.warning("the kind of model %r of another package is left out: %s", name, error)
+        else:
+            found += [] if kind is None else [kind]
+    return tuple(found)
+
+
 def trainable() -> dict[str, Kind]:
     """Kinds that can be trained, those of other packages too, by what comes after ``memstore train``."""
-    others = [each for name in entry_points(group=ENTRY_POINTS).names if (each := _plugin(name)) is not None]
-    return {kind.train.split()[-1]: kind for kind in (*KINDS, *others) if kind.training}
+    found: dict[str, Kind] = {}
+    for kind in known_kinds():
+        if kind.training:
+            words = kind.train.split()
+            if kind not in KINDS and (words[:2] != ["memstore", "train"] or len(words) != 3 or words[2] in found):
+                logger.warning("the %s cannot be trained: its command %r is taken or none", kind.name, kind.train)
+                continue
+            found.setdefault(words[2], kind)
+    return found
 
 
 def table() -> list[list[str]]:

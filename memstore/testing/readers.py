@@ -25,7 +25,7 @@ from torch import Tensor
 
 import memstore
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory, UnsupportedModel
-from memstore.readers.kinds import OPTIONS, kind_of
+from memstore.readers.kinds import OPTIONS, Kind, kind_of
 from memstore.readers.reader import Reader
 
 STRANGE: dict[str, Any] = {
@@ -53,6 +53,9 @@ class ReaderTests(ABC):
     ragged: ClassVar[bool] = True
     """Whether a batch may have rows of different lengths."""
 
+    kind: ClassVar[Kind | None] = None
+    """The kind whose reader is tried; None: whichever the model's is."""
+
     @abstractmethod
     def model(self, seed: int = 0) -> Any:
         """A small model in evaluation mode, whose weights ``seed`` decides."""
@@ -76,6 +79,11 @@ class ReaderTests(ABC):
         """What a process answers that has only this class and the memory."""
         with self.attach(self.model(), place, mode="r") as reader:
             return self.asked(reader)
+
+    def test_the_reader_is_that_of_its_kind(self) -> None:
+        reader = self.attach(self.model(), "ram:")
+        assert reader.kind is (self.kind or kind_of(self.model())), "is the package with the entry point installed?"
+        assert isinstance(reader, reader.kind.reader_class())
 
     # Reading
 

@@ -17,10 +17,10 @@ import typer
 
 from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.readers.kinds import (
-    KINDS,
     PASSKEY,
     encode,
     kind_in,
+    known_kinds,
     load_folder,
     model_folder,
     quiet_transformers,
@@ -51,7 +51,7 @@ Memory = Annotated[
     str | None, typer.Option(help="Where blocks are kept meanwhile: a path, or ram:. Without it: a temporary folder.")
 ]
 Model = Annotated[
-    Path | None, typer.Option(help="Folder of a DRT with its tokenizer. Without it: the one in the package.")
+    Path | None, typer.Option(help="Folder of a model with its tokenizer. Without it: the DRT in the package.")
 ]
 Picture = Annotated[Path | None, typer.Option(help="Draw what was found into this .png or .svg file.")]
 Reuse = Annotated[
@@ -227,7 +227,8 @@ def perplexity(
     measure = evaluation_of(kind).perplexity
     if measure is None:
         raise UnsupportedModel(
-            f"a {kind.name} has no perplexity with and without a memory; it has memstore read --json"
+            f"perplexity with and without a memory is not measured for a {kind.name}; memstore read --json has that of "
+            "a text that is read"
         )
     options = import_module(kind.options_module).PERPLEXITY
     known = {each.name for each in fields(options)}
@@ -248,7 +249,7 @@ def perplexity(
 def _of_all_kinds() -> list[Parameter]:
     """What ``perplexity`` takes: the options of all kinds, each told with the kinds that have it."""
     found: dict[str, list[tuple[str, Parameter]]] = {}
-    for kind in KINDS:
+    for kind in known_kinds():
         if kind.options_module and (options := getattr(import_module(kind.options_module), "PERPLEXITY", None)):
             for each in parameters_of(options):
                 found.setdefault(each.name, []).append((kind.name, each))

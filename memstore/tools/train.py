@@ -18,12 +18,12 @@ from memstore.tools.options import parameters_of, values_of
 from memstore.tools.verb import Interruption, Json, Threads, use_threads
 
 if TYPE_CHECKING:
-    from memstore.train.options import TrainingOptions
+    from memstore.train.options import RunOptions
 
 
 def training_verb(kind: Kind) -> Any:
     """The verb that trains models of ``kind``, which takes the options that the kind names."""
-    options: type[TrainingOptions] = import_module(kind.options_module).TRAINING
+    options: type[RunOptions] = import_module(kind.options_module).TRAINING
     verb = partial(_train, kind, options)
     verb.__name__ = kind.train.split()[-1]  # type: ignore[attr-defined]  # for typer
     verb.__doc__ = getdoc(options)
@@ -37,7 +37,7 @@ def training_verb(kind: Kind) -> Any:
 
 
 def _train(
-    kind: Kind, options: type[TrainingOptions], *, threads: int | None = None, json: bool = False, **given: Any
+    kind: Kind, options: type[RunOptions], *, threads: int | None = None, json: bool = False, **given: Any
 ) -> Report:
     """Train a model of ``kind`` in a folder, and report."""
     chosen = options(**values_of(options, given))

@@ -28,20 +28,11 @@ def option(help: str, default: Any = None, **shown: Any) -> Any:  # noqa: A002 -
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingOptions:
+class RunOptions:
     """The options that every training has; a kind's own come after them."""
 
-    text: list[str] | None = option(
-        "Text files, folders of .txt files, or Hugging Face dataset folders.", argument="[TEXT]..."
-    )
     out: Path = field(metadata={"help": "Folder for the model; the same folder again resumes."})
-    tokenizer: Path | None = option("Folder of a tokenizer. Without it: one is trained on the texts.")
-    vocabulary: int | None = option("Tokens of a tokenizer that is trained.", min=258)
-    column: str | None = option("Column of a dataset that holds the text. Without it: text.")
-    steps: int | None = option("Optimizer steps. Without it: as --epochs says.", min=1)
-    epochs: float | None = option("Times through the data. Without it: once.")
-    batch: int | None = option("Segments or pairs a step, per process. Without it: 4.", min=1)
-    accumulate: int | None = option("Batches that make one step. Without it: 1.", min=1)
+    steps: int | None = option("Optimizer steps. Without it: as the recipe or --epochs says.", min=1)
     learning_rate: float | None = option("Highest learning rate. Without it: what suits the size.")
     warmup: int | None = option("Steps of warm-up. Without it: 50.", min=0)
     seed: int | None = option("Of weights, order and noise. Without it: 0.", min=0)
@@ -58,6 +49,21 @@ class TrainingOptions:
     def given(self) -> dict[str, Any]:
         """The options that were given and that say what is trained; those left at None are not."""
         return {name: value for name, value in vars(self).items() if name not in _RUNNING and value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingOptions(RunOptions):
+    """The options of trainings on texts."""
+
+    text: list[str] | None = option(
+        "Text files, folders of .txt files, or Hugging Face dataset folders.", argument="[TEXT]..."
+    )
+    tokenizer: Path | None = option("Folder of a tokenizer. Without it: one is trained on the texts.")
+    vocabulary: int | None = option("Tokens of a tokenizer that is trained.", min=258)
+    column: str | None = option("Column of a dataset that holds the text. Without it: text.")
+    epochs: float | None = option("Times through the data. Without it: once.")
+    batch: int | None = option("Segments or pairs a step, per process. Without it: 4.", min=1)
+    accumulate: int | None = option("Batches that make one step. Without it: 1.", min=1)
 
 
 _RUNNING = {"text", "out", "gradient_checkpointing", "save_every", "log_every", "device", "recipe", "pairs"}

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from memstore.errors import DamagedError, UnsupportedModel
-from memstore.readers.kinds import KINDS, Kind, kind_in
+from memstore.readers.kinds import Kind, kind_in, trainable
 from memstore.train.recipes import Recipe
 from memstore.train.trainer import AnswerTrainer, MemoryTrainer
 
@@ -59,8 +59,8 @@ def training_of(kind: Kind) -> Training:
 
 
 def recipes() -> dict[str, Recipe]:
-    """Those of the kinds that come with the package, by name."""
-    families = [training_of(kind) for kind in KINDS if kind.training]
+    """Those of all kinds, by name."""
+    families = [training_of(kind) for kind in trainable().values()]
     return {name: recipe for family in families for name, recipe in family.recipes.items()}
 
 

@@ -39,7 +39,13 @@ def installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
     facts = folder / "toys-1.dist-info"
     facts.mkdir()
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: toys\nVersion: 1\n")
-    lines = ["[memstore.kinds]", "knn-lm = examples.knn_lm.kind:KNN_LM", "odd = tests.readers.test_kinds:knn_lm", ""]
+    lines = [
+        "[memstore.kinds]",
+        "knn-lm = examples.knn_lm.kind:KNN_LM",
+        "odd = tests.readers.test_kinds:knn_lm",
+        "gone = no.such.package:KIND",
+        "",
+    ]
     (facts / "entry_points.txt").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("PYTHONPATH", str(folder), prepend=":")  # for processes of the suite
@@ -50,6 +56,8 @@ def installed(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 class TestKNNLM(ReaderTests):
     """What every reader does, a kind from elsewhere does too."""
+
+    kind = KNN_LM
 
     def model(self, seed: int = 0) -> Any:
         """See ``ReaderTests``."""
@@ -84,3 +92,13 @@ def test_an_entry_point_that_is_no_kind_is_refused() -> None:
     vars(model.config)["model_type"] = "odd"
     with pytest.raises(InvalidArgument, match=r"entry point odd of memstore\.kinds must be a Kind"):
         kind_of(model)
+
+
+def test_a_package_that_cannot_be_loaded_stands_in_nobody_s_way(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny("llama")
+    vars(model.config)["model_type"] = "gone"
+    with pytest.raises(InvalidArgument, match=r"entry point gone of memstore\.kinds cannot be loaded"):
+        kind_of(model)
+    assert {"drt", "landmark", "hils", "indexed"} <= kinds.trainable().keys()
+    assert "'gone' of another package is left out" in caplog.text
+    assert KNN_LM in kinds.known_kinds()

@@ -36,7 +36,7 @@ def test_what_the_recipe_cannot_do_is_refused(cli: Cli, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("words")
     for more, said in (
-        ((text,), "trains without texts"),
+        ((text,), "unexpected extra argument"),
         (("--recipe", "passkey-cpu"), "no recipe is called 'passkey-cpu'"),
         (("--vocabulary", 300), "--vocabulary"),
     ):

@@ -1,13 +1,12 @@
-"""Where a DRT finds its earlier blocks: tensors of its own, or a document of a memory.
+"""Where a DRT finds its earlier blocks, what it chooses of them, and what observers are told of that.
 
-What a DRT retrieves, as an observer is told of it.
+Blocks are tensors of its own, or those of a document of a memory (``BlockTable``). Each group of upper layers chooses
+one list of blocks at the end of a block of text, which serves all tokens of the next block, all layers of the group
+and all heads. So a look has one list, and the number of the *first* layer of its group; its weights, those of the
+blocks in grouped cross attention, are the same for every head. They say nothing of the part that sliding-window
+attention has, which is added, not shared. With ``fusion="chunked"`` blocks have no weights: NaN.
 
-Each group of upper layers chooses one list of blocks at the end of a block of text, which serves all tokens of the next
-block, all layers of the group and all heads. So a look has one list, and the number of the *first* layer of its group;
-its weights, those of the blocks in grouped cross attention, are the same for every head. They say nothing of the part
-that sliding-window attention has, which is added, not shared. With ``fusion="chunked"`` blocks have no weights: NaN.
-
-What a segment that starts from nothing retrieves: blocks of its own, and, while training, those shared with it.
+A segment that starts from nothing retrieves blocks of its own, and, while training, those shared with it.
 
 All lists are chosen at once, with gradients; ``cache.py`` is for segments that continue one another.
 """

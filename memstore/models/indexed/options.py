@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from memstore.train.options import TrainingOptions, option
+from memstore.train.options import RunOptions, option
 
 
 @dataclass(frozen=True, kw_only=True)
-class IndexedTraining(TrainingOptions):
+class IndexedTraining(RunOptions):
     """Train a small model whose own index chooses what its attention sees: a DeepSeek-V3.2, or a MiniMax-M3.
 
     By a recipe that needs no text, in the two stages of DeepSeek-V3.2. The result is a Hugging Face model folder. After

@@ -29,11 +29,10 @@ from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMa
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import apply_rotary_pos_emb as apply_partly
 
-from memstore.errors import InvalidArgument
 from memstore.models.causal import preset
 from memstore.models.indexed.options import IndexedTraining
 from memstore.readers import kinds
-from memstore.train.options import refuse_unfit, with_optimisation
+from memstore.train.options import with_optimisation
 from memstore.train.recipes import Recipe, find_recipe
 from memstore.train.run import Run
 from memstore.train.settings import Optimisation, Runtime
@@ -342,11 +341,8 @@ RECIPES: dict[str, IndexedRecipe] = {
 
 def train(options: IndexedTraining, runtime: Runtime) -> dict[str, Any]:
     """What ``memstore train indexed`` does. Raises ``InvalidArgument`` for options that do not belong together."""
-    given, recipe = options.given(), find_recipe(options.recipe, RECIPES)
-    if options.text:
-        raise InvalidArgument(f"--recipe {recipe.name} trains without texts; leave them out.")
-    refuse_unfit(given, {"steps", "learning_rate", "warmup", "seed", "bf16"}, f"--recipe {recipe.name}")
-    return train_recipe(with_optimisation(recipe, given), options.out, runtime=runtime)
+    recipe = find_recipe(options.recipe, RECIPES)
+    return train_recipe(with_optimisation(recipe, options.given()), options.out, runtime=runtime)
 
 
 def _of_recipe(recipe: IndexedRecipe) -> Training:

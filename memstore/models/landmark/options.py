@@ -40,15 +40,15 @@ class LandmarkTraining(SegmentOptions):
 class LandmarkPerplexity:
     """The paper's tables: perplexity by length, by granularity, and by cut-off of a context-miss token."""
 
-    lengths: list[int] | None = option("Lengths of pieces of the text, such as 512,2K,4K.", tokens=1)
+    lengths: list[int] | None = option("Lengths of pieces of the text. Without it: 512,2K,4K.", tokens=1)
     samples: int | None = option("Longest pieces of the text. Without it: 4.", min=1)
     local: str | None = option("Tokens of a segment, such as 250,350. Without it: the model's.")
     top_k: str | None = option("Retrieved blocks, such as 2,4,all. Without it: the model's.")
     cutoffs: str | None = option(
-        "Of a model with a context-miss token: weights below which nothing is retrieved, such as 0.1,0.3."
+        "Weights of the context-miss token, if it has one, below which nothing is retrieved, such as 0.1,0.3."
     )
     baseline: list[Path] | None = option(
-        "A model to compare a landmark model with (full attention, xl, window, or the stock one that it was made of); "
+        "A model to compare it with (full attention, xl, window, or the stock one that it was made of); "
         "may be repeated.",
         model=True,
     )

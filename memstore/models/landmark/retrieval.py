@@ -1,13 +1,14 @@
-"""Where a landmark model finds its earlier blocks: tensors of its own, or a document of a memory and then those.
+"""Where a landmark model finds its earlier blocks, what it chooses of them, and what observers are told of that.
 
-What a landmark model retrieves, as an observer is told of it.
+Blocks are tensors of its own, or those of a document of a memory and then those; ``memstore.attention.landmark``
+chooses by their scores. A look is of one layer: one list for every query head, or for those that share one. The
+weight of a block is its part of the grouped softmax (equations 1-4) that the last token's head computed over own
+tokens, local landmarks and retrieved blocks: what the tokens of the block have together. With a context-miss token it
+is the block's part of what that token let through. Local layers always see the latest blocks, which nobody retrieves,
+and are left out.
 
-A look is of one layer: one list for every query head, or for those that share one. The weight of a block is its part of
-the grouped softmax (equations 1-4) that the last token's head computed over own tokens, local landmarks and retrieved
-blocks: what the tokens of the block have together. With a context-miss token it is the block's part of what that token
-let through. Local layers always see the latest blocks, which nobody retrieves, and are left out.
-
-Scores are those of landmarks where their blocks stand when they are attended to; where heads share a list, the largest.
+Scores are those of landmarks where their blocks stand when they are attended to; where heads share a list, the
+largest.
 """
 
 from __future__ import annotations
