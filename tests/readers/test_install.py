@@ -220,6 +220,18 @@ def test_masks_of_another_shape_are_refused() -> None:
         model(tokens(5)[None], attention_mask=torch.ones(1, 1, 5, 5))
 
 
+@pytest.mark.parametrize("value", [-1, 2, 0.5, float("nan")])
+def test_masks_of_other_values_than_0_and_1_are_refused(value: float) -> None:
+    model, mask = tiny("llama"), torch.ones(1, 5)
+    mask[0, 1] = value
+    with attach(model, "ram:", **SIZES):
+        whole = model(tokens(5)[None]).logits
+        with pytest.raises(InvalidArgument, match="attention_mask is 0 for tokens that are hidden"):
+            model(tokens(5)[None], attention_mask=mask)
+        for ones in (torch.ones(1, 5), torch.ones(1, 5, dtype=torch.int64), torch.ones(1, 5, dtype=torch.bool)):
+            assert torch.equal(model(tokens(5)[None], attention_mask=ones).logits, whole)
+
+
 def test_a_name_that_is_in_no_memory_is_an_error_once_there_are_documents() -> None:
     model = tiny("llama")
     with attach(model, "ram:", document="typo", **SIZES) as attached:

@@ -568,7 +568,10 @@ def _padding(mask: Any, call: Call, tokens: int) -> Tensor | None:
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise InvalidArgument(f"attention_mask must be of shape [batch, tokens] beside a memory, got {shape}")
-    mask, count = mask.bool(), mask.shape[1]
+    kept, count = mask.bool(), mask.shape[1]
+    if mask.dtype != torch.bool and not bool((mask == kept).all()):
+        raise InvalidArgument("attention_mask is 0 for tokens that are hidden and 1 for all others; got other values")
+    mask = kept
     if count not in (tokens, total) and count < total:
         raise InvalidArgument(
             f"attention_mask must cover the {tokens} new tokens or all {total} since the prompt began, got {count}"
