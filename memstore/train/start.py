@@ -140,7 +140,9 @@ def load_config(folder: Folder, family: Training) -> Any:
 
 
 def load_tokenizer(folder: Folder) -> PreTrainedTokenizerBase:
-    """The tokenizer in ``folder``."""
+    """The tokenizer in ``folder``. Raises ``NotFound``."""
+    if not Path(folder).is_dir():
+        raise NotFound(f"no folder {folder}: name that of a tokenizer")
     try:
         with quiet_transformers():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
