@@ -236,7 +236,7 @@ class Distinct:
     def __init__(self) -> None:
         self._there: dict[tuple[int, int], list[range]] = {}
         """By memory and owner, the blocks that were found so far."""
-        self._ends: dict[tuple[int, str, int], list[Tensor]] = {}
+        self._ends: dict[tuple[int, str, int], set[bytes]] = {}
         """By memory, digest and number of tokens, the tokens of last blocks that are not full."""
 
     def of(self, source: AttachedDocument) -> list[range]:
@@ -260,9 +260,10 @@ class Distinct:
         state, size = source.state, source.document.memory.spec.block_size
         if state.digest is None or not state.tokens % size or not state.present(range(state.blocks - 1, state.blocks)):
             return False
-        alike = self._ends.setdefault((source.memory, state.digest, state.tokens), [])
-        alike.append(source.document.tokens(state.blocks - 1))
-        return any(torch.equal(alike[-1], each) for each in alike[:-1])
+        alike = self._ends.setdefault((source.memory, state.digest, state.tokens), set())
+        tokens, before = source.document.tokens(state.blocks - 1).numpy().tobytes(), len(alike)
+        alike.add(tokens)
+        return len(alike) == before
 
 
 def everything(sources: Sequence[AttachedDocument], beside: AttachedDocument | None = None) -> Candidates:
