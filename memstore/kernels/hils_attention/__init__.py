@@ -2,6 +2,7 @@
 
 from memstore.kernels.hils_attention.api import (
     attend_chosen,
+    best_blocks,
     block_weights,
     choose_blocks,
     hils_attention,
@@ -11,6 +12,7 @@ from memstore.kernels.hils_attention.api import (
 
 __all__ = [
     "attend_chosen",
+    "best_blocks",
     "block_weights",
     "choose_blocks",
     "hils_attention",

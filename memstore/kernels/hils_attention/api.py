@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import memstore.kernels.hils_attention.fused as fused
+import memstore.kernels.hils_attention.reference as reference
 from memstore.errors import InvalidArgument
 from memstore.kernels._backends import INTEGERS, Backend, check_device, check_grouped, pick, shapes, triton_problem
-from memstore.kernels.hils_attention import fused, reference
 
 
 def hils_attention(
@@ -191,6 +192,11 @@ def choose_blocks(
     _check_sizes(block_size, window, top_k)
     place = {"size": block_size, "window": window, "top_k": top_k, "first": first}
     return fused.choose_blocks(u, kbar, bias, lse, groups=groups, scale=_scale(u, scale), **place)
+
+
+def best_blocks(scores: Tensor, lse: Tensor, *, groups: int, top_k: int) -> tuple[Tensor, Tensor]:
+    """What ``choose_blocks`` makes of estimates ``scores [B, H, M, N]`` that are known: blocks, and their scores."""
+    return fused.best_blocks(scores, lse, groups=groups, top_k=top_k)
 
 
 def block_weights(scores: Tensor, lse: Tensor, *, softmax1: bool = False) -> Tensor:

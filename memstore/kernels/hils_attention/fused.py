@@ -24,7 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from memstore.kernels.hils_attention import native, reference
+import memstore.kernels.hils_attention.native as native
+import memstore.kernels.hils_attention.reference as reference
 from memstore.kernels.hils_attention.reference import block_weights, in_blocks, pool_landmarks
 
 TILE = 128

@@ -30,8 +30,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+import memstore.kernels.hils_attention.fused as fused
 from memstore.kernels._tiles import Machine, config, machine, padded, precision, tiled
-from memstore.kernels.hils_attention import fused
 from memstore.kernels.hils_attention.reference import block_weights, in_blocks, pool_landmarks
 
 LOG2_E = tl.constexpr(1.4426950408889634)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from memstore.device_copies import to_device
 from memstore.errors import DamagedError
-from memstore.kernels.hils_attention.fused import best_blocks
+from memstore.kernels.hils_attention import best_blocks
 from memstore.memory import Document
 from memstore.readers.audit import exact_scores
 

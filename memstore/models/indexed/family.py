@@ -134,12 +134,12 @@ class IndexedLayer(ABC):
         """Index keys ``[n, index_dim]`` of units ``[n, unit, key_width]`` whose first tokens stand at ``first [n]``."""
         return raw[:, 0]
 
-    def compress(self, raw: Tensor, first: int, before: int) -> tuple[Tensor, Tensor]:
+    def compress(self, raw: Tensor, first: int, before: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - few have it
         """Keys ``[n, index_dim]`` and entries ``[n, entry_width]`` of whole units, the first of which is ``first``.
 
         ``raw [(before + n) * unit, raw_width]`` begins ``before`` units earlier.
         """
-        raise NotImplementedError
+        raise UnsupportedModel(f"a {type(self).__name__} keeps no entries of several tokens")
 
     @property
     def own_width(self) -> int:
