@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from memstore.readers.caches import CACHE
 
 WIDE = 64
 """Best blocks among which the needle is looked for, however few the model takes."""
@@ -46,10 +50,28 @@ class Reply:
     layers: tuple[LayerScore, ...] = ()
     """What each layer of a landmark model saw; none where the needle was among the local tokens."""
 
+    @classmethod
+    def of_layers(cls, tokens: list[int], layers: Sequence[LayerScore]) -> Reply:
+        """One whose needle is told by the layer that saw it best."""
+        best = min(layers, key=lambda each: (each.rank, -each.weight), default=None)
+        found = () if best is None else (NeedleScore(best.margin, best.weight),)
+        return cls(tokens, found, tuple(layers))
+
 
 def needle_blocks(place: range, tokens_per_block: int) -> range:
     """The blocks that a needle at ``place`` lies in."""
     return range(place.start // tokens_per_block, (place.stop - 1) // tokens_per_block + 1)
+
+
+def greedy(model: Any, past: Any, logits: Tensor, count: int) -> list[int]:
+    """``count`` tokens after ``logits [1, T, vocab]``, each the likeliest, by a model that goes on with ``past``."""
+    words, tokens = model.config.get_text_config(decoder=True).vocab_size, list[int]()  # no landmark is said
+    while True:
+        tokens.append(int(logits[0, -1, :words].argmax()))
+        if len(tokens) == count:
+            return tokens
+        ids = torch.tensor([tokens[-1:]], device=logits.device)
+        logits = model(ids, logits_to_keep=1, use_cache=True, **{CACHE: past}).logits
 
 
 def layer_found(layer: int, weights: Tensor, own: Tensor) -> LayerScore:

@@ -1,9 +1,14 @@
-"""Readers of models with caches of their own: plain calls of the model get one that goes on after a document."""
+"""Readers of models with caches of their own, and their audits.
+
+Plain calls of the model get a cache that goes on after a document.
+"""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -14,6 +19,7 @@ from memstore.errors import InvalidArgument
 from memstore.memory import Document
 from memstore.models.cache import ModelCache
 from memstore.models.causal import uncompiled
+from memstore.readers.audit import Auditor
 from memstore.readers.caches import CACHE, cache_in, with_cache
 from memstore.readers.reader import Reader
 
@@ -67,3 +73,31 @@ class CacheReader(Reader, Generic[C]):
         """Tokens of ``document`` from block ``first`` on, which has ``count`` tokens in all."""
         blocks = range(first, -(-count // self.memory.spec.block_size))
         return document.tokens(blocks) if blocks else torch.empty(0, dtype=torch.int64)
+
+
+class CacheAuditor(Auditor):
+    """Base of the audits of models whose caches tell what each layer chose of one document."""
+
+    def __init__(self, reader: Any, top_k: int | None) -> None:
+        """``top_k``: blocks of a list; as many as the reader's if None."""
+        super().__init__(reader.model)
+        retrieval = reader.retrieval if top_k is None else replace(reader.retrieval, top_k=top_k)
+        self._document, self.documents = reader.document, [reader.document.name]
+        self.top_k = retrieval.top_k
+        self._cache = reader.cache(retrieval=retrieval)
+
+    @contextmanager
+    def watching(self) -> Iterator[dict[str, Any]]:
+        """See ``Auditor``."""
+        self._cache.observers.append(self)
+        yield {CACHE: self._cache}
+
+    def locate(self, number: int) -> tuple[Document, int]:
+        """See ``Auditor``."""
+        return self._document, number
+
+
+def in_lists(lists: Tensor, blocks: int) -> Tensor:
+    """``[H, blocks]``: whether each block is in the list of a head, of ``lists [H, K]`` with -1 for none."""
+    found = torch.zeros(len(lists), blocks + 1, dtype=torch.bool)
+    return found.scatter_(1, torch.where(lists >= 0, lists, blocks), value=True)[:, :-1]

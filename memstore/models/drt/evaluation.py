@@ -24,7 +24,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.eval.evaluation import Evaluation
-from memstore.eval.needle import WIDE, NeedleScore, Reply, needle_blocks
+from memstore.eval.needle import WIDE, NeedleScore, Reply, greedy, needle_blocks
 from memstore.eval.tasks import Sample
 from memstore.memory import Document
 from memstore.models.drt.cache import DRTCache
@@ -112,18 +112,13 @@ def ask(model: DRTForCausalLM, cache: DRTCache, sample: Sample) -> Reply:
     """Let the model answer after the haystack in ``cache``, always with the likeliest token."""
     choices = Choices(DRTChoice, lambda each: each)
     cache.observers.append(choices)
-    tokens: list[int] = []
     ids = torch.tensor([sample.prompt], device=model.device)
     output = model(ids, past_key_values=cache, logits_to_keep=1, output_retrieval=True)
     cache.observers.remove(choices)
     chosen, searches = output.retrieval or (), []
     if model.config.retrieval != "random":  # there blocks have no scores
         searches = [_wide_search(cache, choice.lookup) for choice in choices if choice.lookup is not None]
-    while len(tokens) < len(sample.answer):
-        ids = output.logits[:, -1:].argmax(-1)
-        tokens.append(int(ids))
-        if len(tokens) < len(sample.answer):
-            output = model(ids, past_key_values=cache, logits_to_keep=1)
+    tokens = greedy(model, cache, output.logits, len(sample.answer))
     size = model.config.tokens_per_block
     found = (
         _found(scores, blocks, group.blocks[0, -1], group.weights[0, -1], needle_blocks(hop, size))

@@ -8,44 +8,23 @@ estimates of all of them and the window. They are computed from the landmarks in
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
-
 import torch
-from torch import Tensor
 
 from memstore.eval.evaluation import Evaluation
-from memstore.eval.needle import LayerScore, NeedleScore, Reply, layer_found, needle_blocks
+from memstore.eval.needle import LayerScore, Reply, greedy, layer_found, needle_blocks
 from memstore.eval.tasks import Sample
-from memstore.memory import Document
 from memstore.models.hils.cache import HilsCache, HilsChoice
 from memstore.models.hils.modeling import HilsForCausalLM
-from memstore.models.hils.reader import HilsReader
-from memstore.readers.audit import Auditor, exact_scores, index_recall
-from memstore.readers.caches import CACHE
+from memstore.models.reading import CacheAuditor, in_lists
+from memstore.readers.audit import exact_scores, index_recall
 from memstore.readers.observer import Choice, Choices
 
 
-class HilsAuditor(Auditor):
+class HilsAuditor(CacheAuditor):
     """What a HiLS model retrieves."""
 
     mechanism = "hils"
     positions = "all blocks stand where they were read"
-
-    def __init__(self, reader: HilsReader, top_k: int | None) -> None:
-        super().__init__(reader.model)
-        retrieval = reader.retrieval if top_k is None else replace(reader.retrieval, top_k=top_k)
-        self._document, self.documents = reader.document, [reader.document.name]
-        self.top_k = retrieval.top_k
-        self._cache = reader.cache(retrieval=retrieval)
-
-    @contextmanager
-    def watching(self) -> Iterator[dict[str, Any]]:
-        """See ``Auditor``."""
-        self._cache.observers.append(self)
-        yield {CACHE: self._cache}
 
     def choice(self, choice: Choice) -> None:
         """See ``Observer``: what one layer saw at the last token of a call."""
@@ -66,19 +45,13 @@ class HilsAuditor(Auditor):
         local = choice.lse[0, :, -1].to(scores)
         weights = (scores - torch.logaddexp(scores.logsumexp(-1), local)[:, None]).exp()
         lists = choice.chosen.blocks[0, :, -1].cpu().repeat_interleave(heads // table.groups, 0)
-        chosen = torch.zeros(heads, choice.stop + 1, dtype=torch.bool)
-        chosen.scatter_(1, torch.where(lists >= 0, lists, choice.stop), value=True)
-        self.tally.add(choice.layer, weights, chosen[:, :-1], scores)
+        self.tally.add(choice.layer, weights, in_lists(lists, choice.stop), scores)
         self.tally.add_index_recall(choice.layer, index_recall(view, asked[0], max(1, lists.shape[1]), [stored]))
 
     def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more of them would not help
         """See ``Auditor``."""
         size = self.model.config.hils_sliding_window + self.model.config.chunk_size
         return f"no block lies before the window yet: they do from {size} tokens on; read a longer text"
-
-    def locate(self, number: int) -> tuple[Document, int]:
-        """See ``Auditor``."""
-        return self._document, number
 
 
 @torch.no_grad()
@@ -97,23 +70,10 @@ def ask(model: HilsForCausalLM, cache: HilsCache, sample: Sample) -> Reply:
     given = Choices(HilsChoice, seen)
     cache.observers.append(given)
     ids = torch.tensor([sample.prompt], device=model.device)
-    logits = _next(model, ids, cache)
+    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
     cache.observers.remove(given)
-    layers = tuple(each for each in given if each is not None)
-    tokens: list[int] = []
-    while len(tokens) < len(sample.answer):
-        ids = logits.argmax(-1)
-        tokens.append(int(ids))
-        if len(tokens) < len(sample.answer):
-            logits = _next(model, ids, cache)
-    best = min(layers, key=lambda each: (each.rank, -each.weight), default=None)
-    return Reply(tokens, () if best is None else (NeedleScore(best.margin, best.weight),), layers)
-
-
-def _next(model: HilsForCausalLM, ids: Tensor, cache: HilsCache) -> Tensor:
-    """Logits ``[1, 1, vocab_size]`` after ``ids [1, T]``."""
-    logits: Tensor = model(ids, past_key_values=cache, logits_to_keep=1).logits
-    return logits[..., : model.config.vocab_size]
+    layers = [each for each in given if each is not None]
+    return Reply.of_layers(greedy(model, cache, logits, len(sample.answer)), layers)
 
 
 HILS = Evaluation(ask=ask)

@@ -17,7 +17,7 @@ import torch
 
 from memstore.errors import UnsupportedModel
 from memstore.eval.evaluation import Evaluation
-from memstore.eval.needle import Reply
+from memstore.eval.needle import Reply, greedy
 from memstore.eval.tasks import Sample
 from memstore.memory import Document
 from memstore.models.indexed.call import IndexChoice
@@ -88,12 +88,9 @@ class IndexAuditor(Auditor):
 @torch.no_grad()
 def ask(model: Any, past: Any, sample: Sample) -> Reply:
     """Let the model answer after the document that it is attached to, always with the likeliest token."""
-    ids, tokens = torch.tensor([sample.prompt], device=model.device), list[int]()
-    while len(tokens) < len(sample.answer):
-        output = model(ids, use_cache=True, logits_to_keep=1, **({} if past is None else {CACHE: past}))
-        past, ids = output[CACHE], output.logits[:, -1:].argmax(-1)
-        tokens.append(int(ids))
-    return Reply(tokens, ())
+    ids = torch.tensor([sample.prompt], device=model.device)
+    output = model(ids, use_cache=True, logits_to_keep=1, **({} if past is None else {CACHE: past}))
+    return Reply(greedy(model, output[CACHE], output.logits, len(sample.answer)), ())
 
 
 INDEXED = Evaluation(ask=ask)

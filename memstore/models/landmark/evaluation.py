@@ -23,7 +23,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -34,40 +34,26 @@ from torch import Tensor
 from memstore.attention.landmark import Questions
 from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.eval.evaluation import Evaluation
-from memstore.eval.needle import NeedleScore, Reply, layer_found, needle_blocks
+from memstore.eval.needle import Reply, greedy, layer_found, needle_blocks
 from memstore.eval.tasks import Sample
 from memstore.memory import Document
 from memstore.models.landmark import LandmarkForCausalLM
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.modeling import make_landmark
-from memstore.models.landmark.reader import LandmarkReader
 from memstore.models.landmark.retrieval import LandmarkChoice, SearchCounts
+from memstore.models.reading import CacheAuditor, in_lists
 from memstore.progress import progress_bar
-from memstore.readers.audit import Auditor, exact_scores, index_recall
-from memstore.readers.caches import CACHE
+from memstore.readers.audit import exact_scores, index_recall
 from memstore.readers.kinds import Retrieval, encode, load_folder, quiet_transformers
 from memstore.readers.observer import Choice, Choices
 from memstore.report import Page, Report, listed
 
 
-class LandmarkAuditor(Auditor):
+class LandmarkAuditor(CacheAuditor):
     """What a landmark model retrieves."""
 
     mechanism = "landmark"
     positions = "all blocks stand where they are searched: the latest few in slots of their own, older ones in one slot"
-
-    def __init__(self, reader: LandmarkReader, top_k: int | None) -> None:
-        super().__init__(reader.model)
-        retrieval = reader.retrieval if top_k is None else replace(reader.retrieval, top_k=top_k)
-        self._document, self.documents = reader.document, [reader.document.name]
-        self.top_k = retrieval.top_k
-        self._cache = reader.cache(retrieval=retrieval)
-
-    @contextmanager
-    def watching(self) -> Iterator[dict[str, Any]]:
-        """See ``Auditor``."""
-        self._cache.observers.append(self)
-        yield {CACHE: self._cache}
 
     def choice(self, choice: Choice) -> None:
         """See ``Observer``: what one layer saw at the last token of a call."""
@@ -82,9 +68,7 @@ class LandmarkAuditor(Auditor):
         weights = (scores - torch.logaddexp(scores.logsumexp(-1), local)[:, None]).exp()
         lists = choice.blocks[0, :, at if choice.blocks.shape[2] > 1 else 0]  # [X, K]
         lists = lists.repeat_interleave(len(scores) // len(lists), 0)
-        chosen = torch.zeros(len(scores), scores.shape[1] + 1, dtype=torch.bool)
-        chosen.scatter_(1, torch.where(lists >= 0, lists, scores.shape[1]), value=True)
-        self.tally.add(layer, weights, chosen[:, :-1], scores)
+        self.tally.add(layer, weights, in_lists(lists, scores.shape[1]), scores)
         if layer in document.memory.spec.index_layers:
             recall = index_recall(document.layer(layer), questions.older[0], max(1, lists.shape[1]), [stored])
             self.tally.add_index_recall(layer, recall)
@@ -99,10 +83,6 @@ class LandmarkAuditor(Auditor):
         """See ``Auditor``."""
         size = self.model.config.segment_tokens
         return f"no block is in memory yet: they are from {size} tokens on; read a longer text"
-
-    def locate(self, number: int) -> tuple[Document, int]:
-        """See ``Auditor``."""
-        return self._document, number
 
 
 def _scores(document: Document, cache: LandmarkCache, layer: int, questions: Questions, stored: range) -> Tensor:
@@ -138,14 +118,7 @@ def ask(model: LandmarkForCausalLM, cache: LandmarkCache, sample: Sample) -> Rep
         if ends
     ]
     layers = tuple(layer_found(layer, weights, own) for layer, weights, own in each if bool(own.any()))
-    tokens: list[int] = []
-    while len(tokens) < len(sample.answer):
-        ids = logits[:, -1:].argmax(-1)
-        tokens.append(int(ids))
-        if len(tokens) < len(sample.answer):
-            logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
-    best = min(layers, key=lambda each: (each.rank, -each.weight), default=None)
-    return Reply(tokens, () if best is None else (NeedleScore(best.margin, best.weight),), layers)
+    return Reply.of_layers(greedy(model, cache, logits, len(sample.answer)), layers)
 
 
 TOKENS_AT_ONCE = 1 << 13
