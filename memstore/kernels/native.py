@@ -59,6 +59,18 @@ def processor() -> frozenset[str]:
     return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
 
 
+def halves() -> list[str]:
+    """Flags for float16 in memory, where the processor converts it."""
+    return ["-mf16c"] if "f16c" in processor() else []
+
+
+def half_problem(dtype: object) -> str | None:
+    """Why a loop cannot read ``dtype``, a type of PyTorch; None if it can."""
+    if str(dtype) == "torch.float16" and not halves():
+        return "takes float16 on an x86-64 processor with F16C alone; use 'auto' or 'torch'"
+    return None
+
+
 def problem_of(load: Callable[[], object]) -> str | None:
     """Why ``load``, which asks for a library, gets none; None if it does."""
     try:

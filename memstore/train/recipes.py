@@ -124,6 +124,20 @@ class Recipe:
         return {**asdict(self), "optimisation": self.optimisation.to_dict()}
 
 
+PASSKEYS: dict[str, Any] = {
+    "task": "passkey",
+    "stages": ((0.0, {"passkey": 1.0}),),
+    "blocks": (1, 15),
+    "ramp": 0.5,
+    "distinct_until": 0.15,
+    "few_from": 0.2,
+    "hard_from": 0.5,
+    "bank": 0,
+    "next_command": "memstore eval passkey --model {model}",
+}
+"""What recipes for passkeys have in common, where nothing is retrieved from other rows."""
+
+
 def find_recipe(name: str, known: Mapping[str, Any]) -> Any:
     """The recipe called ``name``, of those that are ``known``. Raises ``InvalidArgument``."""
     if name not in known:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.kernels.native import parallel, problem_of, processor, vectors
+from memstore.kernels.native import half_problem, halves, parallel, problem_of, vectors
 
 SOURCE = Path(__file__).with_suffix(".c")
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -93,15 +93,12 @@ def _choose(
 @cache
 def problem(dtype: torch.dtype) -> str | None:
     """Why this cannot be for keys of that type; None if it can."""
-    if dtype == torch.float16 and "f16c" not in processor():
-        return "takes float16 on an x86-64 processor with F16C alone; use 'auto' or 'torch'"
-    return problem_of(_library)
+    return half_problem(dtype) or problem_of(_library)
 
 
 @cache
 def _library() -> ctypes.CDLL:
-    halves = ["-mf16c"] if "f16c" in processor() else []
-    library = parallel(SOURCE, [*vectors(), *halves, "-ffp-contract=fast"])
+    library = parallel(SOURCE, [*vectors(), *halves(), "-ffp-contract=fast"])
     library.memstore_scan.argtypes = (ctypes.c_void_p,)
     library.memstore_chosen.argtypes = (ctypes.c_void_p,) * 3
     library.memstore_scan.restype = library.memstore_chosen.restype = None

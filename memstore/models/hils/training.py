@@ -17,7 +17,7 @@ from memstore.models.hils.modeling import HilsForCausalLM, make_hils
 from memstore.models.hils.options import HilsTraining
 from memstore.readers import kinds
 from memstore.train.options import OPTIMISATION, check_fit, optimisation_of, refuse_unfit, with_optimisation
-from memstore.train.recipes import Recipe, find_recipe
+from memstore.train.recipes import PASSKEYS, Recipe, find_recipe
 from memstore.train.settings import Optimisation, Runtime
 from memstore.train.start import load_config
 from memstore.train.texts import train_on_texts, train_recipe
@@ -49,17 +49,9 @@ RECIPES: dict[str, HilsRecipe] = {
     for recipe in (
         HilsRecipe(
             name="hils-passkey-cpu",
-            task="passkey",
             model={"initializer_range": 0.06, "num_swa_layers": 3},
-            stages=((0.0, {"passkey": 1.0}),),
             optimisation=Optimisation(steps=2600, learning_rate=3e-3, restart=0.6),
-            blocks=(1, 15),
-            ramp=0.5,
-            distinct_until=0.15,
-            few_from=0.2,
-            hard_from=0.5,
-            bank=0,
-            next_command="memstore eval passkey --model {model}",
+            **PASSKEYS,
         ),
     )
 }

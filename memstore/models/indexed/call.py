@@ -17,7 +17,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.cache_utils import CacheLayerMixin
 
 from memstore.device_copies import to_device
 from memstore.errors import InvalidArgument
@@ -27,6 +26,7 @@ from memstore.models.indexed.family import IndexedLayer, spread
 from memstore.models.indexed.keys import DocumentKeys, Rows
 from memstore.models.indexed.ops import Chosen, attend_rows, choose, merged, softmax
 from memstore.readers.observer import Choice, Draft, Looks, Observer, Origin, as_array
+from memstore.readers.stock.call import CallLayer
 
 
 class ChosenFrom(Protocol):
@@ -520,12 +520,14 @@ def _tokens(layer: IndexedLayer, best: Chosen, places: Tensor) -> tuple[Tensor, 
     return tokens, scores
 
 
-class LocalLayer(CacheLayerMixin):
+class LocalLayer(CallLayer):
     """A layer of a cache of transformers whose tokens a ``IndexedCall`` keeps."""
 
     is_sliding = False
     indexer_position_ids = None
     """Positions of index keys, which some models would put together for themselves: they are not needed here."""
+
+    call: IndexedCall
 
     def __init__(self, call: IndexedCall, *, first: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers has not annotated it
@@ -554,28 +556,10 @@ class LocalLayer(CacheLayerMixin):
         if self._first:
             self.call.reorder([row for row in range(len(self.call.locals)) for _ in range(repeats)])
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """The same as for beams."""
-        self.reorder_cache(indices)
-
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Take over the rows that beam search goes on with."""
         if self._first:
             self.call.reorder(beam_idx.tolist())
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the local keys."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Local tokens so far."""
-        return self.call.length
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
-
-    get_max_cache_shape = get_max_length  # its name in transformers before 5.16
 
     def reset(self) -> None:
         """Forget the local tokens."""

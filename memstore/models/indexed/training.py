@@ -33,7 +33,7 @@ from memstore.models.causal import preset
 from memstore.models.indexed.options import IndexedTraining
 from memstore.readers import kinds
 from memstore.train.options import with_optimisation
-from memstore.train.recipes import Recipe, find_recipe
+from memstore.train.recipes import PASSKEYS, Recipe, find_recipe
 from memstore.train.run import Run
 from memstore.train.settings import Optimisation, Runtime
 from memstore.train.texts import train_recipe
@@ -322,18 +322,10 @@ def jumping(free: Tensor, rng: Generator) -> Tensor:
 RECIPES: dict[str, IndexedRecipe] = {
     name: IndexedRecipe(
         name=name,
-        task="passkey",
         blockwise=blockwise,
         chosen=chosen,
-        stages=((0.0, {"passkey": 1.0}),),
         optimisation=Optimisation(steps=2600, learning_rate=3e-3),
-        blocks=(1, 15),
-        ramp=0.5,
-        distinct_until=0.15,
-        few_from=0.2,
-        hard_from=0.5,
-        bank=0,
-        next_command="memstore eval passkey --model {model}",
+        **PASSKEYS,
     )
     for name, blockwise, chosen in (("indexed-cpu", False, 128), ("indexed-blocks-cpu", True, 256))
 }

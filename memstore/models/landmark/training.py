@@ -23,7 +23,7 @@ from memstore.models.landmark.modeling import LandmarkForCausalLM, lora_config, 
 from memstore.models.landmark.options import LandmarkTraining
 from memstore.readers import kinds
 from memstore.train.options import OPTIMISATION, check_fit, optimisation_of, refuse_unfit, with_optimisation
-from memstore.train.recipes import Recipe, find_recipe
+from memstore.train.recipes import PASSKEYS, Recipe, find_recipe
 from memstore.train.run import Run, write_json
 from memstore.train.settings import Optimisation, Runtime
 from memstore.train.start import load_config
@@ -148,17 +148,9 @@ LANDMARK_RECIPES: dict[str, LandmarkRecipe] = {
     for recipe in (
         LandmarkRecipe(
             name="landmark-cpu",
-            task="passkey",
             model={"initializer_range": 0.06, "local_layers": [0, 1, 2]},
-            stages=((0.0, {"passkey": 1.0}),),
             optimisation=Optimisation(steps=2600, learning_rate=3e-3, restart=0.6),
-            blocks=(1, 15),
-            ramp=0.5,
-            distinct_until=0.15,
-            few_from=0.2,
-            hard_from=0.5,
-            bank=0,
-            next_command="memstore eval passkey --model {model}",
+            **PASSKEYS,
         ),
     )
 }

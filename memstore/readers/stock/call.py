@@ -357,7 +357,32 @@ class Call(LocalTokens):
         return max(1, GATHERED_BYTES // (block * sum(len(blocks) for _, blocks in located)))
 
 
-class LayerStates(CacheLayerMixin):
+class CallLayer(CacheLayerMixin):
+    """Base of a layer of a cache whose local tokens lie in a call beside a memory."""
+
+    call: Any
+    """What holds them: ``length`` is their number."""
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """The same as for beams."""
+        self.reorder_cache(indices)
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the local keys."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Local tokens so far."""
+        return int(self.call.length)
+
+    def get_max_length(self) -> int:
+        """No limit."""
+        return -1
+
+    get_max_cache_shape = get_max_length  # its name in transformers before 5.16
+
+
+class LayerStates(CallLayer):
     """A cache layer of transformers whose beginning comes from the memory.
 
     Keys and values lie in one buffer ``[B, heads, capacity, D]``: first the prefix (sink, retrieved, direct), then the
@@ -367,6 +392,8 @@ class LayerStates(CacheLayerMixin):
     is_sliding = False
     keys: Tensor
     values: Tensor
+
+    call: Call
 
     def __init__(self, call: Call, plan: LayerPlan) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # transformers has not annotated it
@@ -514,24 +541,6 @@ class LayerStates(CacheLayerMixin):
     def batch_repeat_interleave(self, _repeats: int) -> None:
         """Not possible: pass the prompt as often as you want continuations."""
         raise InvalidArgument("a cache with a memory cannot be repeated; pass the prompt once for each continuation")
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """The same as for beams."""
-        self.reorder_cache(indices)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the local keys."""
-        return self.get_seq_length() + query_length, 0
-
-    def get_seq_length(self) -> int:
-        """Local tokens so far."""
-        return self.call.length
-
-    def get_max_length(self) -> int:
-        """No limit."""
-        return -1
-
-    get_max_cache_shape = get_max_length  # its name in transformers before 5.16
 
     def reset(self) -> None:
         """Forget the local tokens and what was retrieved for them."""
