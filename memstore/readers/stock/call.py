@@ -365,7 +365,7 @@ class CallLayer(CacheLayerMixin):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """The same as for beams."""
-        self.reorder_cache(indices)
+        self.reorder_cache(indices)  # type: ignore[arg-type]  # any integers do
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Length and offset of the local keys."""
