@@ -3,13 +3,17 @@
     python benchmarks/answers.py squad --model qwen.gguf --questions 24 --out squad.jsonl
     python benchmarks/answers.py hotpotqa --model qwen.gguf --pools 0,1 --out hotpotqa.jsonl
     python benchmarks/answers.py lookalikes --model qwen.gguf --ways "all of the text,kvpress" --out lookalikes.jsonl
+    python benchmarks/answers.py squad --model qwen.gguf --ways "memory,0 quoted,1 quoted as text" --out carriers.jsonl
 
 Paragraphs of a set are pooled to texts of 32,768 tokens, each of which is read into a memory of its own. Every question
 is answered in all ways in turn, so that what else the machine does meets all of them: with the memory; with as many
 blocks as text in the prompt, in order of time, found by each ranking (its time counts); with the right paragraphs; with
 as many tokens of the text's end; and with nothing. Where they are asked for by name, also with all of the text in the
 prompt, by full attention, or with as many of its states, those that kvpress chooses. They are computed once, and not
-counted. ``--out`` gets a line of JSON for each answer as it comes, and the table is printed at the end.
+counted. The same evidence by other carriers: ``N quoted`` is the memory with N paragraphs quoted as text before its
+states (0: states alone), ``N quoted as text`` these paragraphs alone as text, without any state.
+
+``--out`` gets a line of JSON for each answer as it comes, and the table is printed at the end.
 
 kvpress 0.5.5 needs an older transformers than memstore promises to work with: an environment of its own, with 5.2.
 """
@@ -18,8 +22,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from importlib import import_module
 from itertools import islice
 from os.path import commonprefix
@@ -40,6 +46,7 @@ from memstore.eval.questions.wheel import load_json
 from memstore.readers.asking import INSTRUCTION, Template, fill_template
 from memstore.readers.caches import CACHE
 from memstore.readers.kinds import encode
+from memstore.readers.passages import quotes
 from memstore.resources import hardware
 from memstore.tools.models import DTYPES, load_model
 
@@ -49,6 +56,8 @@ WHOLE, COMPRESSED = "all of the text", "kvpress"
 SEARCHES = [f"{name} as text" for name in ("memory", "bm25", "minilm", "bm25+minilm")]
 USUAL = [MEMORY, *SEARCHES, RIGHT, END, NOTHING]
 KNOWN = [*USUAL, WHOLE, COMPRESSED]
+QUOTED = re.compile(r"(\d+) quoted( as text)?")
+"""A way with so many paragraphs of the memory's choice: before its states, or alone."""
 SEGMENT = 512
 """Tokens of all of the text whose states are computed together."""
 ONE_TEXT = {"lookalikes": lookalikes.load, "factbook": factbook.load}
@@ -72,8 +81,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     ways = list(filter(None, (options.ways or "").split(",")))
-    if unknown := {*ways} - {*KNOWN}:
-        parser.error(f"no way {', '.join(unknown)}: there are {', '.join(KNOWN)}")
+    if unknown := [way for way in ways if way not in KNOWN and not QUOTED.fullmatch(way)]:
+        parser.error(f"no way {', '.join(unknown)}: there are {', '.join(KNOWN)}, N quoted, N quoted as text")
     if COMPRESSED in ways:
         import_module("kvpress")  # before hours of reading
     torch.set_num_threads(1)
@@ -175,6 +184,15 @@ class Asking:
         if way in self._states:
             return self._decoded(self._behind(*self._states[way], question))
         before: list[str] = []
+        if quoted := QUOTED.fullmatch(way):
+            usual = self._reader.retrieval
+            self._reader.retrieval = replace(usual, quote=int(quoted[1]))
+            try:
+                if not quoted[2]:
+                    return self._say(question, MEMORY)
+                before = [quotes(self._reader, [question.text], question.text)[1].strip()]
+            finally:
+                self._reader.retrieval = usual
         if way in self._rankers:
             found = self._rankers[way].rank(question.text, self._top_k)
             before = [self._texts[block] for block in sorted(found)]

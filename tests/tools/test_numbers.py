@@ -49,7 +49,6 @@ ATTACH = {each["about"]["dtype"].removeprefix("torch."): each for each in rows("
 LONG = rows("eval-passkey-100m")["rows"][0]
 RIGHT = next(row for row in rows("questions-answers")[0]["answers"] if row["with"] == "the right paragraphs")
 ANSWERS = {row["with"]: row for row in rows("answers")[0]["rows"]}
-WHOLE = {row["with"]: row for row in rows("answers")[-1]["rows"]}
 
 MILLION = [each for each in rows("index")["rows"] if each["what"] == "index" and each["keys"] == 1_048_576]
 INDEX = {(each["set"], each["index"]): each for each in MILLION}
@@ -131,10 +130,9 @@ FIGURES: list[tuple[str, Callable[[], object]]] = [
     (r"\); [\d.]+ \(both fused ([\d.]+)", lambda: f"{with_answer('bm25+minilm'):.3f}"),
     (r"\| ([\d.]+) \(bfloat16\)", lambda: f"{ATTACH['bfloat16']['decode']['32768']['decode_ratio']:.2f}"),
     (r"([\d.]+) \(float32\)", lambda: f"{ATTACH['float32']['decode']['32768']['decode_ratio']:.2f}"),
-    (r"32K tokens \| ([\d.]+) with a memory", lambda: f"{ANSWERS['memory']['has']:.2f}"),
-    (r"blocks in the prompt ([\d.]+), with the right", lambda: f"{ANSWERS['bm25+minilm as text']['has']:.2f}"),
-    (r"with the right paragraphs ([\d.]+) \(", lambda: f"{ANSWERS['the right paragraphs']['has']:.2f}"),
-    (r"with all of the text ([\d.]+)\)", lambda: f"{WHOLE['all of the text']['has']:.2f}"),
+    (r"\| ([\d.]+) with 8 blocks as states", lambda: f"{ANSWERS['memory']['has']:.2f}"),
+    (r"text; ([\d.]+) with 8 blocks of both", lambda: f"{ANSWERS['bm25+minilm as text']['has']:.2f}"),
+    (r"text; ([\d.]+) with the right paragraphs", lambda: f"{ANSWERS['the right paragraphs']['has']:.2f}"),
     (r"truncations: ([\d,]+) on each store", lambda: f"{faults() // 1000 * 1000:,}"),
     (r"without a memory, it answers (\d+) of", lambda: f"{RIGHT['has'] * RIGHT['answered']:.0f}"),
     (r"without a memory, it answers \d+ of (\d+)", lambda: str(RIGHT["answered"])),
