@@ -57,7 +57,7 @@ def open_memory(
     ``ram:NAME`` (one memory per name, until the process ends).
     ``mode`` is "a" (open, or create if there is a spec), "r" (must exist, only read) or "x" (must not exist).
     ``index`` is the vector index that finds blocks: "exact", "faiss:IVF1024,Flat", "auto", ...; see docs/indexes.md.
-    ``host_bytes`` of host memory keep the blocks that are asked for often (256 MiB for a memory on disk unless said;
+    ``host_bytes`` of host memory keep the blocks that are asked for often (64 MiB for a memory on disk unless said;
     0 for none), ``device_bytes`` those on the accelerator ``device``. Indexes lie there too where they can ("exact",
     "auto", "faiss" where it was built for GPUs); without ``device`` they are searched on the CPU.
     ``max_bytes`` and ``when_full``, where given, become the memory's: see ``Memory.limit``.

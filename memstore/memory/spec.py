@@ -202,8 +202,16 @@ class MemorySpec:
     def recurrent_step(self) -> int:
         """Tokens between the places whose recurrent states are kept."""
         states = sum(layout.nbytes for layout in self.recurrent)
-        block = self.layers * sum(layout.nbytes for layout in plain_layouts(self))
-        return max(self.block_size, RECURRENT_SHARE * states * self.block_size // block)
+        return max(self.block_size, RECURRENT_SHARE * states * self.block_size // self._block_bytes)
+
+    @property
+    def token_bytes(self) -> int:
+        """What the fields of a token take in all layers, without a codec."""
+        return self._block_bytes // self.block_size
+
+    @property
+    def _block_bytes(self) -> int:
+        return self.layers * sum(layout.nbytes for layout in plain_layouts(self))
 
     def _check_fields(self) -> None:
         if not self.fields:

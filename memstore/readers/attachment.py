@@ -42,11 +42,14 @@ from memstore.readers.fingerprint import dividing
 from memstore.readers.kinds import KINDS, Kind, Retrieval, encode
 from memstore.readers.observer import Observer
 from memstore.readers.ranks import Ranks, Share, SharedDocument
+from memstore.resources import return_freed_memory
 
 UNNAMED = "document"
 """The first document of a memory, where nobody names it."""
 Place = Memory | str | Path
 """A memory: one that is open, or where it is."""
+FREED_BYTES = 16 << 20
+"""Bytes of states after which memory that reading has freed goes back to the system."""
 COMPARED = 1 << 16
 """Stored tokens that are held in memory at once while a text is compared with them."""
 Chunks = Tokens | Iterable[Tokens]
@@ -190,6 +193,7 @@ class Attachment(ABC):
             self._stack.close()
         finally:
             self._memories = None
+            return_freed_memory()
 
     def _join(self) -> None:
         """Join the other ranks, where there is a process group."""
@@ -457,8 +461,13 @@ class Attachment(ABC):
         with torch.no_grad(), evaluating(self.model), told as advance:
             cut = segments(self._prepared(pieces), stored, self._segment_tokens)
             with closing(self._read_segments(job, cut)) as done:
+                written, token_bytes = 0, job.document.memory.spec.token_bytes
                 for tokens in done:
                     advance(tokens)
+                    written += tokens * token_bytes
+                    if written > FREED_BYTES:  # a call takes milliseconds
+                        return_freed_memory()
+                        written = 0
                     if self.stopping():
                         raise BrokenOff(f"reading {job.document.name} was broken off; what was read is stored")
         return time.perf_counter() - begun

@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # a memory is opened, listed and changed without PyTorch, whi
     import torch
     from torch import Tensor
 
-HOST_BYTES = 256 << 20
+HOST_BYTES = 64 << 20
 """Bytes of host memory for blocks of a store on disk, unless ``BlockCache`` is told otherwise."""
 PIECE_BYTES = 8 << 20
 """Bytes that are read ahead at a time: a bound for the buffer between store and pages."""
