@@ -28,7 +28,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 LOWEST := .venv/lowest
 
-.PHONY: help demo test test-slow test-narrow test-lowest lint types format pytest bench faults gpu coverage house docs site pictures screenshots wheel-smoke clean
+.PHONY: help demo test test-slow test-narrow test-lowest lint types format pytest bench faults gpu coverage house prose docs site pictures screenshots wheel-smoke clean
 
 help: ## Show what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -53,9 +53,10 @@ test-lowest: $(READY) ## Run tests of readers and models with the lowest transfo
 	    tests/readers/test_conversation.py tests/models/test_drt_transformers.py tests/models/test_landmark_transformers.py \
 	    -m "not slow" -k "not Hybrid and not checkpointing" $(PYTEST)
 
-lint: $(READY) ## Check format and style
+lint: $(READY) ## Check format and style, of code and of prose
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
+	$(BIN)/python -m tests.prose --check
 
 types: $(READY) ## Check types
 	$(BIN)/mypy
@@ -83,6 +84,9 @@ coverage: $(READY) ## Say which part of the branches of each package `make test`
 
 house: $(READY) ## Say how large and how tangled the package is, and how many files common calls pass
 	$(BIN)/python -m tests.house --check
+
+prose: $(READY) ## Say how easily README and docs read, page by page
+	$(BIN)/python -m tests.prose
 
 docs: $(READY) ## Write docs/cli.md and docs/api.md anew
 	$(BIN)/python -m tests.tools.reference
