@@ -59,7 +59,7 @@ TURNS = {
     r"\b(?:is|are|was|were) told\b": "a fault is told",
     r"\b(?:that|what|which) (?:is|are|was|were) (?:not )?there\b": "what is there",
     r"\bbut for\b": "but for (say: except)",
-    r"\b(?:does|do) without\b": "does without",
+    r"\b(?:does|do) without(?! (?:a|an|the|it)\b)": "does without",
     r"\bdoes not do\b": "does not do",
     r"\bwho(?:so)?ever\b": "whoever (say: anyone who)",
     r"\banew\b": "anew (say: again)",
@@ -71,7 +71,7 @@ TURNS = {
 }
 """A pattern, in a sentence -> the turn as it is shown."""
 ABBREVIATIONS = re.compile(r"\b(?:Mr|Mrs|Dr|e\.g|i\.e|vs|cf|etc|al|Fig|No)\.$")
-ENDS = re.compile(r"[.!?][\"'”’)\]*_]*\s+(?=[\"'“(\[*_]*[A-Z0-9" + CODE + "])")
+ENDS = re.compile(r"[.!?][\"'”’)\]*_]*\s+(?=[\"'“(\[*_]*(?:[A-Z0-9" + CODE + r"]|\w+\.(?:md|py)\b))")
 WORD = re.compile(r"[^\W_](?:[\w'’.,/-]*\w)?%?")
 
 
