@@ -168,7 +168,7 @@ def groups() -> dict[str, list[Path]]:
     pages = [page for page in sorted(docs.glob("*.md")) if page.name not in GENERATED]
     return {
         "README": [ROOT / "README.md"],
-        "docs": [docs / "site" / "index.md", *pages],
+        "docs": [ROOT / "CONTRIBUTING.md", docs / "site" / "index.md", *pages],
         "notes": sorted([*(docs / "notes").glob("*.md"), *(docs / "decisions").glob("*.md")]),
     }
 
