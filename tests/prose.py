@@ -46,7 +46,7 @@ class Limit:
 
 LIMITS = {
     "README": Limit(ease=78, long=0, turns=0),
-    "docs": Limit(ease=73, long=364, turns=128),
+    "docs": Limit(ease=78, long=211, turns=59),
     "notes": Limit(ease=74, long=388, turns=80),
 }
 TURNS = {
