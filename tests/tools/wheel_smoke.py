@@ -44,6 +44,7 @@ def check_releases(folder: Path) -> None:
     with tarfile.open(next((folder / "first").glob("*.tar.gz"))) as sdist:
         names = {name.partition("/")[2] for name in sdist.getnames()}
     wanted = {
+        ".githooks/commit-msg",
         "CITATION.cff",
         "CONTRIBUTING.md",
         "LICENSE",
