@@ -217,9 +217,14 @@ PROSE_FIGURES: list[tuple[str, str, Callable[[], object]]] = [
 ]
 
 
+def anywhere(words: str, text: str) -> re.Match[str] | None:
+    """Where the words are, also across the ends of lines and in a list."""
+    return re.search(words.replace(" ", r"\s+"), text)
+
+
 @pytest.mark.parametrize(("page", "words", "figure"), PROSE_FIGURES)
 def test_a_figure_in_the_text_of_a_page_is_in_the_results(page: str, words: str, figure: Callable[[], object]) -> None:
-    found = re.search(words, (ROOT / "docs" / page).read_text("utf-8").replace("\n", " "))
+    found = anywhere(words, (ROOT / "docs" / page).read_text("utf-8"))
     assert found, "say in test_numbers.py which row the new words are of"
     assert found[1] == figure()
 
@@ -292,7 +297,7 @@ PAGES = ["../README.md", *sorted(path.name for path in (ROOT / "docs").glob("*.m
 def test_each_figure_of_a_text_is_in_rows_that_its_section_names(page: str) -> None:
     text = plain = (ROOT / "docs" / page).read_text("utf-8")
     for name, words, _ in (*PROSE_FIGURES, *(("../README.md", *each) for each in FIGURES)):
-        if name == page and (found := re.search(words, text.replace("\n", " "))):
+        if name == page and (found := anywhere(words, text)):
             plain = plain[: found.start(1)] + "_" * len(found[1]) + plain[found.end(1) :]
     unknown = []
     for section in re.split(r"^(?=## )", plain, flags=re.MULTILINE):
