@@ -149,22 +149,24 @@ def test_a_figure_of_the_readme_is_in_the_results(words: str, figure: Callable[[
 PROSE_FIGURES: list[tuple[str, str, Callable[[], object]]] = [
     ("indexes.md", r"real codes these find ([\d.]+) of the eight", lambda: f"{CODES['recall']:.2f}"),
     ("indexes.md", r"best one in all of (\d+) questions", lambda: f"{CODES['questions'] * CODES['best_found']:.0f}"),
-    ("indexes.md", r"one query (\d+) and \d+ times as fast", lambda: faster(LAYER_4)),
-    ("indexes.md", r"one query \d+ and (\d+) times as fast", lambda: faster(LAYER_8)),
-    ("indexes.md", r"recall ([\d.]+)\) and \d+ times", lambda: f"{INDEX[LAYER_8, CLUSTERS]['recall']:.2f}"),
-    ("indexes.md", r"recall [\d.]+\) and (\d+) times", lambda: faster(DRT)),
-    ("indexes.md", r"landmarks of a DRT, recall ([\d.]+)", lambda: f"{INDEX[DRT, CLUSTERS]['recall']:.2f}"),
-    ("indexes.md", r"64 queries at a time (\d+),", lambda: faster(LAYER_4, 64)),
-    ("indexes.md", r"64 queries at a time \d+, (\d+) and", lambda: faster(LAYER_8, 64)),
-    ("indexes.md", r"64 queries at a time \d+, \d+ and (\d+) times", lambda: faster(DRT, 64)),
     *(
-        ("indexes.md", rf"SmolLM2 {before}([\d.]+)", lambda keys=keys, name=name: f"{index(keys, name, 64):.2f}")
-        for before, keys, name in (
-            ("", LAYER_4, CLUSTERS),
-            (r"[\d.]+ and ", LAYER_8, CLUSTERS),
-            (r"[\d.]+ and [\d.]+ against ", LAYER_4, LISTS),
-            (r"[\d.]+ and [\d.]+ against [\d.]+ and ", LAYER_8, LISTS),
+        ("indexes.md", rf"\| {name} \| {before}([\d.]+) \|", figure)
+        for name, keys in (("SmolLM2, layer 4", LAYER_4), ("SmolLM2, layer 8", LAYER_8), ("landmarks of a DRT", DRT))
+        for before, figure in (
+            ("", lambda keys=keys: faster(keys)),
+            (r"\d+ \| ", lambda keys=keys: faster(keys, 64)),
+            (r"\d+ \| \d+ \| ", lambda keys=keys: f"{INDEX[keys, CLUSTERS]['recall']:.2f}"),
         )
+    ),
+    *(
+        ("indexes.md", rf"{name} \| {before}(0\.\d+|1\.\d+) \|", lambda keys=keys, by=by: f"{index(keys, by, 64):.2f}")
+        for name, keys in (
+            ("SmolLM2, layer 4", LAYER_4),
+            ("SmolLM2, layer 8", LAYER_8),
+            ("landmarks of a DRT", DRT),
+            ("clustered", "clustered"),
+        )
+        for before, by in (("", CLUSTERS), (r"0\.\d+ \| ", LISTS))
     ),
     (
         "peers.md",
@@ -186,10 +188,6 @@ PROSE_FIGURES: list[tuple[str, str, Callable[[], object]]] = [
     ("measured.md", r"swapped \([^)]*\): ([\d,]+) on LMDB", lambda: f"{rolled_back('lmdb', 'damaged'):,}"),
     ("measured.md", r"on LMDB, ([\d,]+) on Zarr, none", lambda: f"{rolled_back('zarr', 'damaged'):,}"),
     ("measured.md", r"as a whole \((\d+) times on LMDB", lambda: str(rolled_back("lmdb", "earlier"))),
-    ("indexes.md", r", DRT ([\d.]+) against", lambda: f"{index(DRT, CLUSTERS, 64):.2f}"),
-    ("indexes.md", r", DRT [\d.]+ against ([\d.]+)", lambda: f"{index(DRT, LISTS, 64):.2f}"),
-    ("indexes.md", r", clustered ([\d.]+) against", lambda: f"{index('clustered', CLUSTERS, 64):.2f}"),
-    ("indexes.md", r", clustered [\d.]+ against ([\d.]+)", lambda: f"{index('clustered', LISTS, 64):.2f}"),
     ("choose.md", r"(\d+) ms for one query among a million", lambda: f"{index(LAYER_4, 'exact'):.0f}"),
     ("choose.md", r"(\d+) to \d+ times as fast", lambda: faster(LAYER_4)),
     ("choose.md", r"\d+ to (\d+) times as fast", lambda: faster(DRT)),
