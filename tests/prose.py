@@ -48,8 +48,8 @@ class Limit:
 
 LIMITS = {
     "top": Limit(ease=78, long=0, turns=0),
-    "docs": Limit(ease=76, long=281, turns=77),
-    "notes": Limit(ease=74, long=388, turns=80),
+    "docs": Limit(ease=80, long=8, turns=4),
+    "notes": Limit(ease=81, long=6, turns=4),
 }
 TURNS = {
     r"\bwhat (?:is|was|are|were) (?:\S+ ){1,6}?(?:is|was|are|were)\b": "what is ... is",
