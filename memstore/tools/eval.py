@@ -18,6 +18,7 @@ import typer
 from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.readers.kinds import (
     PASSKEY,
+    TWO_HOP,
     encode,
     kind_in,
     known_kinds,
@@ -80,11 +81,21 @@ class Setting:
 
     def measure(self, task: str, **options: int) -> Report:
         """Load the model, measure ``task``, draw the picture if there is to be one."""
-        plan = self._plan(task, options)
+        lengths, depths = parse_lengths(self.lengths), parse_depths(self.depths)
+        require_transformers()
         from memstore.eval.filler import check_files
         from memstore.eval.picture import check_picture
-        from memstore.readers.kinds import PASSKEY, TWO_HOP
+        from memstore.eval.run import TaskPlan
 
+        plan = TaskPlan(
+            task=task,
+            lengths=lengths,
+            depths=depths,
+            samples=self.samples,
+            seed=self.seed,
+            reuse=self.reuse,
+            options=options,
+        )
         check_files(self.filler or [])
         if self.picture is not None:
             check_picture(self.picture)
@@ -97,22 +108,9 @@ class Setting:
         rows, filler = self._rows(plan, model, tokenizer)
         if self.picture is not None:
             _draw(rows, self.picture, plan, name, filler)
-        return _needle_report(task, name, filler, [row.to_dict(tokenizer.decode) for row in rows])
-
-    def _plan(self, task: str, options: dict[str, int]) -> TaskPlan:
-        lengths, depths = parse_lengths(self.lengths), parse_depths(self.depths)
-        require_transformers()
-        from memstore.eval.run import TaskPlan
-
-        return TaskPlan(
-            task=task,
-            lengths=lengths,
-            depths=depths,
-            samples=self.samples,
-            seed=self.seed,
-            reuse=self.reuse,
-            options=options,
-        )
+        told = [row.to_dict(tokenizer.decode) for row in rows]
+        data = {"task": task, "model": name, "filler": filler, "rows": told}
+        return Report(data=data, text=lambda page: _show_needles(page, told))
 
     def _rows(self, plan: TaskPlan, model: Any, tokenizer: Any) -> tuple[list[CellResult], str]:
         """All rows, and what the filler is called."""
@@ -132,20 +130,6 @@ class Setting:
                 return list(evaluate(model, tokenizer, plan, filler, memory, advance)), filler.name
 
 
-@dataclass(frozen=True, kw_only=True)
-class TwoHop(Setting):
-    """The options of ``memstore eval two-hop``."""
-
-    chains: Annotated[int, typer.Option(min=1, max=30, help="Chains of two links, of which one is asked for.")] = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class MultiNeedle(Setting):
-    """The options of ``memstore eval multi-needle``."""
-
-    needles: Annotated[int, typer.Option(min=1, max=1000, help="Needles in a haystack, of which one is asked for.")] = 4
-
-
 @taking(Setting)
 def passkey(setting: Setting) -> Report:
     """Hide a number in a long text, and ask for it.
@@ -163,8 +147,12 @@ def passkey(setting: Setting) -> Report:
     return setting.measure("passkey")
 
 
-@taking(TwoHop)
-def two_hop(setting: TwoHop) -> Report:
+@taking(Setting)
+def two_hop(
+    setting: Setting,
+    *,
+    chains: Annotated[int, typer.Option(min=1, max=30, help="Chains of two links, of which one is asked for.")] = 2,
+) -> Report:
     """Hide the two links of a chain, and other chains of noise; ask for the path.
 
     The first link has the depth that is asked for, the others lie anywhere. The margin is that of the first link at the
@@ -176,11 +164,17 @@ def two_hop(setting: TwoHop) -> Report:
 
     In Python: memstore.eval.run.evaluate.
     """
-    return setting.measure("two-hop", chains=setting.chains)
+    return setting.measure("two-hop", chains=chains)
 
 
-@taking(MultiNeedle)
-def multi_needle(setting: MultiNeedle) -> Report:
+@taking(Setting)
+def multi_needle(
+    setting: Setting,
+    *,
+    needles: Annotated[
+        int, typer.Option(min=1, max=1000, help="Needles in a haystack, of which one is asked for.")
+    ] = 4,
+) -> Report:
     """Hide numbers for several names, and ask for one of them.
 
     The one that is asked for has the depth that is asked for, the others lie anywhere.
@@ -191,7 +185,7 @@ def multi_needle(setting: MultiNeedle) -> Report:
 
     In Python: memstore.eval.run.evaluate.
     """
-    return setting.measure("multi-needle", needles=setting.needles)
+    return setting.measure("multi-needle", needles=needles)
 
 
 def perplexity(
@@ -295,7 +289,6 @@ def generate(
     from memstore.eval.generation import generate_answers, judged, means, rouge_scorer
     from memstore.eval.pairs import read_pairs
     from memstore.progress import progress_bar
-    from memstore.readers.kinds import PASSKEY
 
     rouge_scorer()  # before hours of generating
     found = read_pairs(pairs, prompt=prompt_field, answer=answer_field)
@@ -404,14 +397,8 @@ def memory_url(wanted: str | None) -> Iterator[str]:
         yield str(Path(scratch) / "eval.mem")
 
 
-def _needle_report(task: str, model: str, filler: str, rows: Sequence[dict[str, Any]]) -> Report:
-    columns = [column for column in COLUMNS if any(row[column] is not None for row in rows)]
-    report = {"task": task, "model": model, "filler": filler, "rows": rows}
-    return Report(data=report, text=lambda page: _show_needles(page, rows, columns))
-
-
-def _show_needles(page: Page, rows: Sequence[dict[str, Any]], columns: Sequence[str]) -> None:
-    page.records(rows, columns)
+def _show_needles(page: Page, rows: Sequence[dict[str, Any]]) -> None:
+    page.records(rows, [column for column in COLUMNS if any(row[column] is not None for row in rows)])
     layers = [{"length": row["length"], **layer} for row in rows for layer in row.get("layers", ())]
     if layers:
         page.line()

@@ -117,6 +117,7 @@ class QuestionSetting:
         asked = {each.name: each.of(self.half, self.questions) for each in sets}  # type: ignore[arg-type]  # it checks
         import memstore
         from memstore.eval.questions import recall
+        from memstore.eval.questions.answers import answers
         from memstore.eval.questions.shallow import cut_off
 
         show = not self.json and sys.stderr.isatty()
@@ -124,6 +125,7 @@ class QuestionSetting:
         # Nobody will answer from a memory that is thrown away, so it needs the layers that choose and no others.
         alone = self.memory is None and self.router in (None, FITTED) and not (self.answers or self.rerank)
         layer = cut_off(model) if alone else None
+        reading = {"routing_layers": None if layer is None else (layer,), "window": self.window}
         pool = recall.Pool.of(sets[0].paragraphs, tokenizer)
         with (
             memory_url(self.memory) as place,
@@ -134,14 +136,17 @@ class QuestionSetting:
                 tokenizer=tokenizer,
                 retrieval=memstore.Retrieval(words=self.words, rerank=self.rerank, quote=self.quote),
                 router=self.router,
-                **self._reading(layer),
+                **{name: value for name, value in reading.items() if value is not None},
             ) as reader,
         ):
             read = reader.read(pool.tokens, progress=show)
             size, options = reader.memory.spec.block_size, reader.document.reading or {}
             router = _router_in(reader) if self.router in (None, FITTED) else self.router
             rows, in_prompt = self._found(reader, asked, pool, pool.texts(size, tokenizer), few, show=show)
-            answered = self._with_memory(reader, asked)
+            answered = [
+                {"set": name, "with": "memory", **answers(reader, questions[: self.answers])}
+                for name, questions in (asked.items() if self.answers else ())
+            ]
         answered += self._with_text(model, tokenizer, sets, asked, in_prompt)
         data = {
             "task": task,
@@ -194,16 +199,6 @@ class QuestionSetting:
                 ]
         return rows, in_prompt
 
-    def _reading(self, layer: int | None) -> dict[str, Any]:
-        wanted = {"routing_layers": None if layer is None else (layer,), "window": self.window}
-        return {name: value for name, value in wanted.items() if value is not None}
-
-    def _with_memory(self, reader: Reader, asked: dict[str, list[Question]]) -> list[dict[str, Any]]:
-        from memstore.eval.questions.answers import answers
-
-        few = {name: questions[: self.answers] for name, questions in asked.items()} if self.answers else {}
-        return [{"set": name, "with": "memory", **answers(reader, questions)} for name, questions in few.items()]
-
     def _with_text(
         self,
         model: Any,
@@ -239,17 +234,12 @@ class QuestionSetting:
             yield from (words, sentences, FusedRanker(words, sentences), FusedRanker(memory, words))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SQuAD(QuestionSetting):
-    """The options of ``memstore eval squad``."""
-
-    pooled: Annotated[int | None, typer.Option(min=1, help="The first so many paragraphs, instead of all 1,204.")] = (
-        None
-    )
-
-
-@taking(SQuAD)
-def squad(setting: SQuAD) -> Report:
+@taking(QuestionSetting)
+def squad(
+    setting: QuestionSetting,
+    *,
+    pooled: Annotated[int | None, typer.Option(min=1, help="The first so many paragraphs, not all 1,204.")] = None,
+) -> Report:
     """Ask people's questions about 1,204 paragraphs: is the right one found?
 
     The paragraphs of SQuAD 2.0's development set are read one after the other as one document; a question counts if a
@@ -265,20 +255,17 @@ def squad(setting: SQuAD) -> Report:
     """
     from memstore.eval.questions import squad as source
 
-    return setting.measure("squad", lambda: [source.load(count=setting.pooled)])
+    return setting.measure("squad", lambda: [source.load(count=pooled)])
 
 
-@dataclass(frozen=True, kw_only=True)
-class HotpotQA(QuestionSetting):
-    """The options of ``memstore eval hotpotqa``."""
-
-    pooled: Annotated[int, typer.Option(min=1, help="The first questions of the set, whose paragraphs are pooled.")] = (
-        500
-    )
-
-
-@taking(HotpotQA)
-def hotpotqa(setting: HotpotQA) -> Report:
+@taking(QuestionSetting)
+def hotpotqa(
+    setting: QuestionSetting,
+    *,
+    pooled: Annotated[
+        int, typer.Option(min=1, help="The first questions of the set, whose paragraphs are pooled.")
+    ] = 500,
+) -> Report:
     """Ask questions that need two paragraphs among thousands: are both found?
 
     The paragraphs of the first 500 questions of HotpotQA's development set, ten each, are read one after the other as
@@ -293,7 +280,7 @@ def hotpotqa(setting: HotpotQA) -> Report:
     """
     from memstore.eval.questions import hotpotqa as source
 
-    return setting.measure("hotpotqa", lambda: [source.load(count=setting.pooled)])
+    return setting.measure("hotpotqa", lambda: [source.load(count=pooled)])
 
 
 @taking(QuestionSetting)
@@ -371,20 +358,16 @@ def factbook(setting: QuestionSetting) -> Report:
     return setting.measure("factbook", lambda: [source.load()])
 
 
-@dataclass(frozen=True, kw_only=True)
-class Chat(QuestionSetting):
-    """The options of ``memstore eval chat``."""
-
-    scenario: Annotated[
-        str,
-        typer.Argument(
-            metavar="SCENARIO", help="Whose: customer, finance, healthcare, notetaker or student.", show_default=False
-        ),
-    ]
+Scenario = Annotated[
+    str,
+    typer.Argument(
+        metavar="SCENARIO", help="Whose: customer, finance, healthcare, notetaker or student.", show_default=False
+    ),
+]
 
 
-@taking(Chat)
-def chat(setting: Chat) -> Report:
+@taking(QuestionSetting)
+def chat(setting: QuestionSetting, *, scenario: Scenario) -> Report:
     """Ask for what a user said in earlier sessions (bfcl-eval): is it found?
 
     What one of five users said, a paragraph for each message, is read as one document (24 to 109 messages, 24 to 50
@@ -400,24 +383,21 @@ def chat(setting: Chat) -> Report:
     from memstore.eval.questions import chat as source
 
     def load() -> Sequence[QuestionSet]:
-        found = [each for each in source.load() if each.name == setting.scenario]
+        found = [each for each in source.load() if each.name == scenario]
         if not found:
-            raise InvalidArgument(f"no scenario {setting.scenario!r}: there are {', '.join(source.SCENARIOS)}")
+            raise InvalidArgument(f"no scenario {scenario!r}: there are {', '.join(source.SCENARIOS)}")
         return found
 
-    return setting.measure(f"chat-{setting.scenario}", load)
+    return setting.measure(f"chat-{scenario}", load)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Locomo(QuestionSetting):
-    """The options of ``memstore eval locomo``."""
-
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="Where locomo10.json lies.", show_default=False)]
-    conversation: Annotated[str | None, typer.Option(help="One of them, such as conv-26; without it all.")] = None
-
-
-@taking(Locomo)
-def locomo(setting: Locomo) -> Report:
+@taking(QuestionSetting)
+def locomo(
+    setting: QuestionSetting,
+    *,
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="Where locomo10.json lies.", show_default=False)],
+    conversation: Annotated[str | None, typer.Option(help="One of them, such as conv-26; without it all.")] = None,
+) -> Report:
     """Ask what two people have said over months (LoCoMo): are the turns found that say it?
 
     All ten conversations in one document, a paragraph for each turn, or one of them. The file is that of the benchmark,
@@ -433,28 +413,24 @@ def locomo(setting: Locomo) -> Report:
     from memstore.eval.questions import locomo as source
 
     def load() -> Sequence[QuestionSet]:
-        sets = {each.name: each for each in source.load(setting.path)}
-        name = setting.conversation
-        if name is None:
+        sets = {each.name: each for each in source.load(path)}
+        if conversation is None:
             return [source.pooled(list(sets.values()))]
-        if name not in sets:
-            raise InvalidArgument(f"{setting.path} has no conversation {name!r}: it has {', '.join(sets) or 'none'}")
-        return [sets[name]]
+        if conversation not in sets:
+            there = ", ".join(sets) or "none"
+            raise InvalidArgument(f"{path} has no conversation {conversation!r}: it has {there}")
+        return [sets[conversation]]
 
     return setting.measure("locomo", load)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Beam(QuestionSetting):
-    """The options of ``memstore eval beam``."""
-
-    path: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="The folder of a conversation, chats/100K/1.", show_default=False)
-    ]
+Conversation = Annotated[
+    Path, typer.Argument(metavar="FOLDER", help="The folder of a conversation, chats/100K/1.", show_default=False)
+]
 
 
-@taking(Beam)
-def beam(setting: Beam) -> Report:
+@taking(QuestionSetting)
+def beam(setting: QuestionSetting, *, path: Conversation) -> Report:
     """Ask about a conversation of 100,000 tokens or more (BEAM): are all messages found that hold the answer?
 
     The folder is that of a conversation in the benchmark's repository, which is not fetched. Beside the memory: BM25
@@ -468,7 +444,7 @@ def beam(setting: Beam) -> Report:
     """
     from memstore.eval.questions import beam as source
 
-    return setting.measure("beam", lambda: [source.load(setting.path)])
+    return setting.measure("beam", lambda: [source.load(path)])
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
@@ -37,8 +37,6 @@ from memstore.report import Page, Report, Sheet, json_text
 if TYPE_CHECKING:
     from memstore.memory import Document, Memory
     from memstore.store.contract import Progress
-
-T = TypeVar("T")
 
 KEY_VARIABLE = "MEMSTORE_KEY_FILE"  # as in ``store.encryption_keys``, which loads more than starting a verb may
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
@@ -174,17 +172,20 @@ def index_bar() -> Iterator[None]:
 # Arguments and options that several verbs have, and the documents that they mean.
 
 
-def taking(kind: type[T]) -> Callable[[Callable[[T], Report]], Callable[..., Report]]:
-    """Make a verb of ``function(options)``: it takes what the dataclass ``kind`` holds, each option said there once."""
+def taking(kind: type[Any]) -> Callable[[Callable[..., Report]], Callable[..., Report]]:
+    """Make a verb of ``function(options, *, own, ...)``: it takes what the dataclass ``kind`` holds, then its own."""
 
-    def decorate(function: Callable[[T], Report]) -> Callable[..., Report]:
+    def decorate(function: Callable[..., Report]) -> Callable[..., Report]:
+        own = [*inspect.signature(function, eval_str=True).parameters.values()][1:]
+
         @functools.wraps(function)
         def taken(**arguments: Any) -> Report:
-            return function(kind(**arguments))
+            given = {each.name: arguments.pop(each.name) for each in own}
+            return function(kind(**arguments), **given)
 
         hints = get_type_hints(kind, include_extras=True)  # each in the module that it was written in
         options = [each.replace(annotation=hints[each.name]) for each in inspect.signature(kind).parameters.values()]
-        taken.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]  # for typer
+        taken.__signature__ = inspect.Signature([*options, *own])  # type: ignore[attr-defined]  # for typer
         return taken
 
     return decorate

@@ -164,9 +164,8 @@ def test_an_agent_may_forget_a_conversation_but_writes_into_none(notes: Path) ->
         assert memory.infos("said/") == {}
 
 
-LONG = (
-    "The colour of the room is green, and the ferry leaves at noon. " * 12_000
-)  # 770 KB: reading it takes every machine longer than the tests wait
+# 770 KB: reading it takes every machine longer than the tests wait.
+LONG = "The colour of the room is green, and the ferry leaves at noon. " * 12_000
 
 
 REMEMBER = {
