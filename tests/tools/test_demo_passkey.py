@@ -10,7 +10,7 @@ import memstore
 from memstore.errors import InvalidArgument
 from memstore.eval.needle import needle_blocks
 from memstore.readers.kinds import PASSKEY, load_folder, shipped_model
-from memstore.tools import demo_passkey
+from memstore.tools import demo
 from tests.eval.drts import save_drt
 from tests.tools.conftest import Cli
 
@@ -20,9 +20,9 @@ def test_every_volume_is_read_and_asked_in_a_new_process_and_the_traces_name_the
     tmp_path: Path, cli: Cli, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "a demo.mem"
-    result = demo_passkey.run(shipped_model(PASSKEY), threads=1, tokens=10_000, keep=folder)
+    result = demo.run_drt(shipped_model(PASSKEY), threads=1, tokens=10_000, keep=folder)
     assert (result["tokens_read"], result["reopened_in_new_process"]) == (10_000, True)
-    assert result["passkeys_asked"] == result["passkeys_found"] == len(result["answers"]) == demo_passkey.VOLUMES
+    assert result["passkeys_asked"] == result["passkeys_found"] == len(result["answers"]) == demo.VOLUMES
     assert all(answer["expected"] in answer["text"] for answer in result["answers"])
     shown = capsys.readouterr().out
     assert "passkeys found" in shown
@@ -55,17 +55,17 @@ def test_every_volume_is_read_and_asked_in_a_new_process_and_the_traces_name_the
 
 
 def test_what_to_type_after_the_demo() -> None:
-    assert [line.split("  ")[1] for line in demo_passkey.what_to_type(Path("a demo.mem"))[1:]] == [
+    assert [line.split("  ")[1] for line in demo.what_to_type(Path("a demo.mem"))[1:]] == [
         "memstore trace 'a demo.mem'",
         "memstore view 'a demo.mem'",
     ]
 
 
 def test_a_demo_that_is_not_kept_says_how_to_keep_it() -> None:
-    (line,) = demo_passkey.what_to_type(None)
+    (line,) = demo.what_to_type(None)
     assert line.endswith(": memstore demo --keep demo.mem")
 
 
 def test_a_folder_that_exists_is_not_written_into(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="exists already"):
-        demo_passkey.run(save_drt(tmp_path / "model"), keep=tmp_path)
+        demo.run_drt(save_drt(tmp_path / "model"), keep=tmp_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from memstore.tools import demo_smollm2 as demo
+from memstore.tools import demo
 
 # the real model; a tiny one keeps the same promises quickly
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -28,7 +28,7 @@ KEYS = {
 
 
 def test_the_demo_answers_from_a_memory_that_another_process_wrote() -> None:
-    result = demo.run(json=True, tokens=2_048, threads=1, scored=512)
+    result = demo.run_stock(json=True, tokens=2_048, threads=1, scored=512)
     assert set(result) >= KEYS
     assert result["tokens_read"] == 2 * 2_048
     assert result["passkeys_asked"] == result["needles_asked"] == 5

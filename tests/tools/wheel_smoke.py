@@ -27,8 +27,8 @@ DEMO = ["transformers", "accelerate", "gguf", "psutil", "starlette", "uvicorn"]
 """What the extra ``demo`` brings beside the command."""
 SMALL_DEMO = """
 import json
-from memstore.tools import demo_passkey
-print(json.dumps(demo_passkey.run("passkey", json=True, tokens=50_000)))
+from memstore.tools import demo
+print(json.dumps(demo.run_drt("passkey", json=True, tokens=50_000)))
 """
 """``memstore demo --json``, but for its million tokens."""
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import memstore
 from memstore.errors import NotFound
-from memstore.tools import demo_passkey
+from memstore.tools import demo
 from tests.tools.inspector.pages import CHROMEDRIVER, CHROMIUM, chromium, served
 from tests.tools.inspector.test_page import Seen
 
@@ -75,7 +75,7 @@ def main(made: Path | None = None) -> None:
         if made is None:
             from memstore.readers.kinds import PASSKEY, shipped_model
 
-            demo_passkey.run(shipped_model(PASSKEY), json=True, keep=path)
+            demo.run_drt(shipped_model(PASSKEY), json=True, keep=path)
         with memstore.open(path, mode="r") as memory:
             with page(memory) as seen:
                 answer(seen)
