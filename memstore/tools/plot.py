@@ -79,7 +79,8 @@ def plot(
 
     In Python: memstore.eval.pictures.
     """
-    from memstore.eval.pictures import audit_picture, check_picture, save_picture
+    from memstore.eval.picture import check_picture, save_picture
+    from memstore.eval.pictures import audit_picture
 
     use_threads(threads)
     check_picture(out)

@@ -13,16 +13,17 @@ from PIL import Image
 
 import memstore
 from memstore.errors import InvalidArgument
+from memstore.eval.picture import save_picture
 from memstore.eval.pictures import (
     audit_picture,
+    bins,
     document_margins,
+    drawable,
     heat,
     margins,
-    save_picture,
     similarity,
     tiers,
 )
-from memstore.eval.pictures.canvas import bins, drawable
 from memstore.memory import Document, Memory
 from memstore.memory.traces import Look, Trace
 from memstore.readers.audit import Audit, LayerAudit

@@ -1,0 +1,532 @@
+"""Pictures of what is in a memory and of what was retrieved from it: each function returns a matplotlib figure.
+
+All are readable in black and white: amounts are shades of grey, kinds have hatches or markers. Texts of documents on an
+axis are shown as they are, and never taken for formulas.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memstore.errors import InvalidArgument
+from memstore.eval.picture import figure_class
+from memstore.memory import Document
+from memstore.memory.traces import KEPT, TIERS, Look, Step, Trace, counted, most_weight
+from memstore.readers.audit import Audit, pieces
+
+Numbers = npt.NDArray[np.floating[Any]]
+
+WIDEST = 11.0
+"""Inches."""
+PER_INCH = 18
+"""Letters of a caption."""
+
+
+# Nothing hangs on a colour that a printer or an eye does not have; grey files are half as large.
+def new_figure(width: float, height: float, *, title: str, caption: str) -> Any:
+    """An empty figure of so many inches, at least 5 by 2.5, with its title above and its caption below."""
+    width, height = min(WIDEST, max(5.0, width)), max(2.5, height)
+    lines = textwrap.wrap(caption, int(width * PER_INCH))
+    figure = figure_class()(figsize=(width, height + 0.13 * len(lines)), layout="constrained")
+    figure.suptitle(drawable(title), fontsize="medium")
+    figure.supxlabel(drawable("\n".join(lines), lines=True), fontsize="x-small", x=0.02, ha="left")
+    return figure
+
+
+def drawable(text: str, *, longest: int | None = None, lines: bool = False) -> str:
+    """``text`` as a label: on one line unless ``lines``, no formulas, and nothing that the font has no letter for."""
+    if longest is not None and len(text) > longest:
+        text = text[: longest - 1] + "…"
+    return "".join(_drawn(letter, lines=lines) for letter in text)
+
+
+def _drawn(letter: str, *, lines: bool) -> str:
+    if lines and letter == "\n":
+        return letter
+    if not letter.isprintable():
+        return letter.encode("unicode_escape", "backslashreplace").decode()
+    if letter == "$":
+        return r"\$"  # else two of them are a formula
+    return letter if _in_font(letter) else "□"
+
+
+@cache
+def _in_font(letter: str) -> bool:
+    from matplotlib.font_manager import findfont, get_font
+
+    return bool(get_font(findfont("DejaVu Sans")).get_char_index(ord(letter)))
+
+
+def count_axis(axis: Any) -> None:
+    """Whole numbers with commas."""
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+
+
+def bins(count: int, most: int) -> list[range]:
+    """``range(count)`` in at most ``most`` parts of nearly equal length, none of them empty."""
+    number = min(count, most)
+    edges = [count * place // number for place in range(number + 1)] if number else [0]
+    return [range(start, stop) for start, stop in pairwise(edges)]
+
+
+def pooled(values: Numbers, parts: list[range]) -> Numbers:
+    """Means of ``values [..., n]`` over parts of the last dimension: ``[..., len(parts)]``."""
+    return np.stack([values[..., part.start : part.stop].mean(-1) for part in parts], -1)
+
+
+def ink(figure: Any, axes: Any, cells: Numbers, label: str, **options: Any) -> None:
+    """Draw ``cells [rows, columns]`` in shades of grey, more being darker, with a scale beside them."""
+    largest = float(np.nanmax(cells)) if cells.size and not np.isnan(cells).all() else 1.0
+    limits = {"vmin": 0.0, "vmax": largest or 1.0} | options
+    axes.set_facecolor("white")
+    image = axes.imshow(cells, cmap="Greys", aspect="auto", interpolation="nearest", **limits)
+    bar = figure.colorbar(image, ax=axes, pad=0.01)
+    bar.set_label(label, fontsize="small")
+    bar.ax.tick_params(labelsize="small")
+
+
+def separate(axes: Any, rows: int, columns: int) -> None:
+    """Thin lines between cells, where there are few enough to tell them apart."""
+    if rows <= 80:
+        axes.set_yticks([row - 0.5 for row in range(1, rows)], minor=True)
+    if columns <= 80:
+        axes.set_xticks([column - 0.5 for column in range(1, columns)], minor=True)
+    axes.grid(which="minor", color="0.85", linewidth=0.5)
+    axes.tick_params(which="minor", length=0)
+
+
+# Of traces: which blocks each generated token used, where they came from, how clearly they were chosen.
+
+ROWS = 32
+"""Blocks that have a row of their own."""
+COLUMNS = 400
+"""Steps that have a column of their own; more are put together."""
+WORDS = 72
+"""Steps under which their token can be written."""
+SHADES = {
+    "device": ("white", ""),
+    "host": ("0.75", ""),
+    "disk": ("0.35", ""),
+    "own": ("white", "////"),
+    KEPT: ("white", ".."),
+}
+"""Grey and hatch of each tier: the darker, the further away. What was kept came from nowhere."""
+
+Block = tuple[str, int]
+
+
+# Rows are the 32 blocks with most weight, not positions in the document: a token uses a handful of 300,000 blocks,
+# which would be less than a pixel each. What is left is one row with the largest of the others, on the same scale.
+def heat(trace: Trace, *, words: Sequence[str] | None = None, layer: int | None = None, head: int | None = None) -> Any:
+    """Generated tokens by blocks, weight as ink. Blocks with most weight have rows of their own, in order.
+
+    Args:
+        trace: of one generation.
+        words: the text of each step's token, where it is known.
+        layer: the weights of this layer alone, else the mean over layers.
+        head: those of this query head alone, else the mean over heads.
+
+    Raises:
+        InvalidArgument: nothing was retrieved.
+    """
+    steps = _steps(trace)
+    by_step = [{(name, at): w for name, at, w in most_weight([step], layer=layer, head=head)} for step in steps]
+    names, cells, others = _rows(by_step)
+    if not names:
+        raise InvalidArgument(f"trace {trace.number} retrieved nothing{_where(layer, head)}; there is nothing to draw")
+    parts = bins(len(steps), COLUMNS)
+    cells = pooled(cells, parts)
+    rows, columns = cells.shape
+    figure = new_figure(
+        3.4 + 0.17 * columns,
+        1.7 + 0.19 * rows,
+        title=f"Retrieved blocks of each generated token{_where(layer, head)}",
+        caption=f"{_caption(trace)} Ink: weight of a block in the output, mean over {_means(layer, head)}."
+        + (f" Others: the largest of {others:,} further blocks." if others else ""),
+    )
+    axes = figure.subplots()
+    ink(figure, axes, cells, "weight")
+    separate(axes, rows, columns)
+    several = len({name for name, _ in names}) > 1
+    labels = [f"{drawable(name, longest=24)}  {at:,}" if several else f"{at:,}" for name, at in names]
+    axes.set_yticks(range(rows), [*labels, "others"] if others else labels, fontsize="small")
+    axes.set_ylabel("document and block" if several else f"block of {drawable(names[0][0], longest=24)}")
+    _token_axis(axes, steps, words, parts)
+    return figure
+
+
+def tiers(trace: Trace) -> Any:
+    """Blocks that each step looked at, by the tier that they were brought from, or kept from the step before.
+
+    Raises ``InvalidArgument`` for none.
+    """
+    steps = _steps(trace)
+    counts = np.array([counted(step) for step in steps], float).T
+    if not counts.sum():
+        raise InvalidArgument(f"trace {trace.number} retrieved nothing; there is nothing to draw")
+    parts = bins(len(steps), COLUMNS // 4)
+    counts = pooled(counts, parts)
+    figure = new_figure(
+        3.0 + 0.12 * len(parts),
+        3.4,
+        title="Where retrieved blocks came from",
+        caption=f"{_caption(trace)} Entries of all lists of all layers; a block in two lists counts twice.",
+    )
+    axes = figure.subplots()
+    below = np.zeros(len(parts))
+    for name, row in zip((*TIERS, KEPT), counts, strict=True):
+        if row.any():
+            shade, hatch = SHADES[name]
+            style = {"color": shade, "hatch": hatch, "edgecolor": "black", "linewidth": 0.4}
+            axes.bar(range(len(parts)), row, 1.0, bottom=below, label=name, **style)
+            below += row
+    axes.set_xlim(-0.6, len(parts) - 0.4)
+    axes.set_ylabel("blocks in the lists" + (" (mean)" if len(parts) < len(steps) else ""))
+    count_axis(axes.yaxis)
+    figure.legend(title="tier", fontsize="small", title_fontsize="small", loc="outside right center", frameon=False)
+    _step_axis(axes, parts)
+    return figure
+
+
+def margins(trace: Trace, *, layer: int | None = None) -> Any:
+    """By how much the best block of each list led the second one and the last one, step by step.
+
+    A trace holds the scores of what was retrieved alone; how far the next block was behind is told by an audit, and by
+    ``document_margins``. Raises ``InvalidArgument`` where no list has two blocks.
+    """
+    steps = _steps(trace)
+    leads = [_leads(step.looks, layer) for step in steps]
+    if not any(len(each) for each in leads):
+        raise InvalidArgument(f"no list of trace {trace.number}{_where(layer, None)} has two blocks to compare")
+    parts = bins(len(steps), COLUMNS)
+    figure = new_figure(
+        3.5 + 0.1 * len(parts),
+        3.4,
+        title=f"How clearly the best block stood out{_where(layer, None)}",
+        caption=f"{_caption(trace)} Median over lists, and from the least to the largest in grey. In the units of "
+        "scores, which differ between mechanisms and layers.",
+    )
+    axes = figure.subplots()
+    places = np.arange(len(parts))
+    for column, (name, marker, line) in enumerate((("second", "o", "-"), ("last", "s", "--"))):
+        groups = [np.concatenate([leads[step][:, column] for step in part]) for part in parts]
+        low, middle, high = _quantiles(groups)
+        axes.fill_between(places, low, high, color="0.85" if column else "0.7", alpha=0.7, linewidth=0)
+        style = {"marker": marker, "markersize": 3.5, "markevery": max(1, len(parts) // 40), "color": "black"}
+        axes.plot(places, middle, line, label=f"over the {name}", **style)
+    axes.set_ylabel("lead of the best block [score]")
+    axes.margins(x=0.02)
+    axes.set_ylim(bottom=0)
+    figure.legend(fontsize="small", loc="outside right center", frameon=False)
+    _step_axis(axes, parts)
+    return figure
+
+
+def _steps(trace: Trace) -> list[Step]:
+    steps = [step for step in trace.steps() if step.looks]
+    if not steps:
+        raise InvalidArgument(f"trace {trace.number} has no step that retrieved anything; there is nothing to draw")
+    return steps
+
+
+def _rows(by_step: list[dict[Block, float]]) -> tuple[list[Block], Numbers, int]:
+    """The blocks with rows of their own, cells ``[rows, steps]``, and how many blocks the last row stands for.
+
+    That row has the weight of one of them, the largest at each step, so that the scale is the same for all rows.
+    """
+    total: dict[Block, float] = {}
+    for weights in by_step:
+        for block, weight in weights.items():
+            total[block] = total.get(block, 0.0) + weight
+    best = sorted(sorted(total, key=lambda block: -total[block])[:ROWS])
+    cells = np.array([[weights.get(block, 0.0) for weights in by_step] for block in best]).reshape(
+        len(best), len(by_step)
+    )
+    others = len(total) - len(best)
+    if others:
+        rest = [max((weight for block, weight in each.items() if block not in best), default=0.0) for each in by_step]
+        cells = np.vstack([cells, rest])
+    return best, cells, others
+
+
+def _leads(looks: Sequence[Look], layer: int | None) -> Numbers:
+    """``[lists, 2]``: score of the best block of each list, minus that of the second and of the last one."""
+    return np.array(list(_each_lead(looks, layer)), np.float64).reshape(-1, 2)
+
+
+def _each_lead(looks: Sequence[Look], layer: int | None) -> Iterator[tuple[float, float]]:
+    for look in looks:
+        for scores, there in zip(look.scores, look.document >= 0, strict=True):
+            found = np.sort(scores[there & np.isfinite(scores)])[::-1]
+            if len(found) > 1 and layer in (None, look.layer):
+                yield float(found[0] - found[1]), float(found[0] - found[-1])
+
+
+def _quantiles(groups: Sequence[Numbers]) -> tuple[Numbers, Numbers, Numbers]:
+    """Least, median and largest of each group; NaN for one of nothing."""
+    rows = [np.quantile(group, (0, 0.5, 1)) if len(group) else np.full(3, np.nan) for group in groups]
+    low, middle, high = np.array(rows).T
+    return low, middle, high
+
+
+def _token_axis(axes: Any, steps: Sequence[Step], words: Sequence[str] | None, parts: list[range]) -> None:
+    if words is None or len(steps) > WORDS:
+        _step_axis(axes, parts)
+        return
+    said = [words[step.number] if step.number < len(words) else "" for step in steps]
+    labels = [drawable(each.strip(" ") or each, longest=14) for each in said]
+    turned = 90 if max(map(len, labels)) > 2 else 0
+    axes.set_xticks(range(len(steps)), labels, rotation=turned, fontsize="small")
+    axes.set_xlabel("generated token")
+
+
+def _step_axis(axes: Any, parts: list[range]) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=12, integer=True, min_n_ticks=1))
+    stop = parts[-1].stop
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda place, _: f"{place * stop / len(parts):,.0f}"))
+    axes.set_xlabel("step (0 chose the first token)" + (f", {stop / len(parts):.1f} in a column" * (stop > len(parts))))
+
+
+def _where(layer: int | None, head: int | None) -> str:
+    return ("" if layer is None else f", layer {layer}") + ("" if head is None else f", head {head}")
+
+
+def _means(layer: int | None, head: int | None) -> str:
+    if layer is None:
+        return "layers" if head is not None else "layers and heads"
+    return "heads" if head is None else "nothing"
+
+
+def _caption(trace: Trace) -> str:
+    """What was generated: the model, the mechanism, the question."""
+    info = trace.info
+    question = " ".join(str(info.get("question") or "").split())
+    asked = f" asked “{question[-100:]}”" if question else ""
+    return f"Trace {trace.number}: {info.get('model') or 'a model'} ({info.get('mechanism')}){asked}."
+
+
+# Of a document's landmarks: how alike its blocks are, and how clearly a search would tell them apart.
+
+CELLS = 160
+"""Cells on a side, at most: more blocks are put together."""
+ASKING = 512
+"""Blocks that ask for the margins, at most."""
+
+
+# The mean of all products of two groups is the product of their means: no pair is ever looked at, and 300,000 blocks
+# are read once.
+def similarity(document: Document, *, layer: int | None = None) -> Any:
+    """Cosines of the landmarks of every two blocks; the mean of all pairs where a cell stands for several blocks.
+
+    ``layer``: one that has landmarks, by default the last. Raises ``InvalidArgument`` for another, or for no blocks.
+    """
+    layer = _layer(document, layer)
+    blocks = document.complete_blocks
+    parts = bins(len(blocks), CELLS)
+    cells = _cosines(document, layer, parts)
+    size = 2.4 + min(4.2, max(1.6, 0.25 * len(parts)))
+    figure = new_figure(
+        size + 1.4,
+        size,
+        title=f"Likeness of the landmarks of {drawable(document.name, longest=32)}, layer {layer}",
+        caption=f"{len(blocks):,} block{'' if len(blocks) == 1 else 's'} of {document.memory.spec.block_size} tokens"
+        + (f", {len(blocks) / len(parts):.0f} in a cell: means over all pairs" if len(parts) < len(blocks) else "")
+        + ". Shades from the 5th to the 95th percentile of what is off the diagonal.",
+    )
+    axes = figure.subplots()
+    low, high = _range(cells)
+    image = axes.imshow(
+        cells, cmap="Greys", vmin=low, vmax=high, interpolation="nearest", extent=_extent(blocks), aspect="equal"
+    )
+    bar = figure.colorbar(image, ax=axes, pad=0.02, extend="both")
+    bar.set_label("cosine, mean over key heads", fontsize="small")
+    bar.ax.tick_params(labelsize="small")
+    for axis in (axes.xaxis, axes.yaxis):
+        count_axis(axis)
+    axes.set_xlabel("block")
+    axes.set_ylabel("block")
+    return figure
+
+
+def document_margins(document: Document, *, layer: int | None = None, top_k: int = 8) -> Any:
+    """How clearly a search with a block's own landmark tells the ``top_k`` best other blocks from the next ones.
+
+    By exact search. Raises ``InvalidArgument`` where there are too few blocks.
+    """
+    layer = _layer(document, layer)
+    blocks = document.complete_blocks
+    if len(blocks) < top_k + 2:
+        raise InvalidArgument(
+            f"document {document.name!r} has {len(blocks)} searchable blocks; to compare {top_k} of them with the next "
+            f"it needs {top_k + 2}: take a smaller top_k"
+        )
+    asking = [blocks[part.start] for part in bins(len(blocks), ASKING)]
+    scores = _best_others(document, layer, asking, top_k + 1)
+    figure = new_figure(
+        7.5,
+        3.6,
+        title=f"Score margins in {drawable(document.name, longest=32)}, layer {layer}",
+        caption=f"{len(asking):,} of {len(blocks):,} blocks ask with their own landmark; themselves left out. "
+        "Scores are inner products of landmarks, mean over key heads. Equal scores have no mark.",
+    )
+    axes = figure.subplots()
+    size = 3.0 if len(asking) > 100 else 5.0
+    lead, edge = scores[:, 0] - scores[:, 1], scores[:, top_k - 1] - scores[:, top_k]
+    axes.plot(asking, lead, "o", color="0.6", markersize=size, label="best over second", zorder=2)
+    axes.plot(asking, edge, "x", color="black", markersize=size, label=f"number {top_k} over number {top_k + 1}")
+    axes.set_xlabel("block that asks")
+    axes.set_ylabel("margin [score]")
+    if bool((edge > 0).any()):
+        axes.set_yscale("log")  # a few blocks may stand out a thousand times as clearly as the others
+    count_axis(axes.xaxis)
+    figure.legend(fontsize="small", loc="outside right center", frameon=False)
+    return figure
+
+
+def _layer(document: Document, layer: int | None) -> int:
+    layers = document.memory.spec.index_layers
+    if not len(document.complete_blocks):
+        size = document.memory.spec.block_size
+        raise InvalidArgument(
+            f"document {document.name!r} has {len(document)} tokens, and only whole blocks of {size} have landmarks: "
+            "name a longer one"
+        )
+    if layer is not None and layer not in layers:
+        raise InvalidArgument(
+            f"layer {layer} has no landmarks; layers that have: {', '.join(map(str, layers)) or 'none'}"
+        )
+    if not layers:
+        raise InvalidArgument("no layer of this memory has landmarks")
+    return layers[-1] if layer is None else layer
+
+
+def _cosines(document: Document, layer: int, parts: list[range]) -> Numbers:
+    """Mean cosine of every two parts of the blocks. A mean of products is a product of means: no pair is looked at."""
+    first = document.complete_blocks.start
+    view, rows = document.layer(layer), []
+    for part in parts:
+        total: Tensor | None = None
+        for piece in pieces(range(first + part.start, first + part.stop)):
+            unit = F.normalize(view.landmarks(piece), dim=-1).mean(2).sum(0)  # [G, D]
+            total = unit if total is None else total + unit
+        assert total is not None
+        rows.append((total / len(part)).flatten())
+    means = torch.stack(rows)
+    heads = document.memory.spec.key_heads
+    cells: Numbers = (means @ means.T / heads).numpy()
+    return cells
+
+
+def _range(cells: Numbers) -> tuple[float, float]:
+    """Shades that show what differs, whatever all landmarks have in common."""
+    off = cells[~np.eye(len(cells), dtype=bool)]
+    if not len(off):
+        return 0.0, 1.0
+    low, high = (float(x) for x in np.quantile(off, (0.05, 0.95)))
+    return (low, high) if high - low > 1e-6 else (low - 0.5, low + 0.5)
+
+
+def _extent(blocks: range) -> tuple[float, float, float, float]:
+    return blocks.start - 0.5, blocks.stop - 0.5, blocks.stop - 0.5, blocks.start - 0.5
+
+
+def _best_others(document: Document, layer: int, asking: list[int], count: int) -> Numbers:
+    """The best ``count`` scores of other blocks for each that asks, ``[n, count]``, best first."""
+    view = document.layer(layer)
+    queries = torch.cat([view.landmarks(range(block, block + 1)).mean(2) for block in asking])  # [n, G, D]
+    best = torch.full((len(asking), count), -torch.inf)
+    itself = torch.tensor(asking)[:, None]
+    for piece in pieces(document.complete_blocks):
+        keys = view.landmarks(piece).mean(2)  # [m, G, D]
+        scores = torch.einsum("ngd,mgd->nm", queries, keys) / queries.shape[1]
+        scores = scores.masked_fill(itself == torch.arange(piece.start, piece.stop), -torch.inf)
+        best = torch.cat([best, scores], 1).topk(count, 1).values
+    numbers: Numbers = best.numpy()
+    return numbers
+
+
+# Of an audit: captured mass and recall, by layer and head.
+
+WRITTEN = 64
+"""Cells up to which their number is written into them."""
+
+
+def audit_picture(audit: Audit) -> Any:
+    """Captured mass and recall of each layer and head in shades, and their means over heads as lines.
+
+    Raises ``InvalidArgument`` for an audit without a layer.
+    """
+    if not audit.layers:
+        raise InvalidArgument("this audit has no layer that retrieves; there is nothing to draw")
+    captured = _table([layer.captured for layer in audit.layers])
+    recall = _table([layer.recall for layer in audit.layers])
+    rows, heads = captured.shape
+    stored, unit = (audit.blocks, "blocks") if audit.stored_tokens is None else (audit.stored_tokens, "tokens")
+    mass = "the softmax over all scores" if audit.memory is None else f"the attention on {unit}"
+    place = "group of upper layers" if audit.mechanism == "drt" else "layer"
+    figure = new_figure(
+        5.2 + 0.42 * min(heads, 16),
+        2.0 + 0.2 * rows,
+        title=f"What was retrieved, of what should have been: {', '.join(audit.documents)}",
+        caption=f"{audit.top_k:,} of {stored:,} {unit} retrieved, {audit.steps} steps. Captured mass: share of "
+        f"{mass} that the retrieved ones hold. Recall: of the true best {unit}. White is 0, black is 100%. "
+        "Dotted: both by chance.",
+    )
+    left, middle, right = figure.subplots(1, 3, sharey=True)
+    _cells(left, captured, "captured mass")
+    _cells(middle, recall, "recall")
+    _lines(right, captured, recall, audit.chance)
+    ticks = range(0, rows, max(1, -(-rows // 16)))
+    left.set_yticks(list(ticks), [str(audit.layers[row].layer) for row in ticks])
+    left.set_ylabel(place)
+    return figure
+
+
+def _table(rows: list[torch.Tensor]) -> Numbers:
+    """``[layers, H]``; NaN where a layer has fewer heads."""
+    most = max(map(len, rows))
+    return np.array([[*row.tolist(), *[float("nan")] * (most - len(row))] for row in rows])
+
+
+def _cells(axes: Any, cells: Numbers, title: str) -> None:
+    rows, heads = cells.shape
+    axes.imshow(cells, cmap="Greys", vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    axes.set_title(title, fontsize="small")
+    axes.set_xlabel("head")
+    axes.set_xticks(list(range(0, heads, max(1, -(-heads // 8)))))
+    if cells.size > WRITTEN:
+        return
+    for y in range(rows):
+        for x in range(heads):
+            if not np.isnan(cells[y, x]):
+                shade = "white" if cells[y, x] > 0.5 else "black"
+                number = f"{100 * cells[y, x]:.0f}"
+                axes.text(x, y, number, ha="center", va="center", fontsize="x-small", color=shade)
+
+
+def _lines(axes: Any, captured: Numbers, recall: Numbers, chance: float) -> None:
+    places = np.arange(len(captured))
+    for cells, style in ((captured, "o-"), (recall, "s--")):
+        known = ~np.isnan(cells)
+        means = np.where(known, cells, 0).sum(1) / np.maximum(known.sum(1), 1)
+        axes.plot(100 * means, places, style, color="black", markersize=4, mfc="white")
+    axes.axvline(100 * chance, linestyle=":", color="0.4", linewidth=1)
+    axes.set_xlim(-3, 103)
+    axes.set_xlabel("mean over heads [%]")
+    axes.grid(axis="x", color="0.85", linewidth=0.5)
+    axes.set_title("○ captured mass  □ recall", fontsize="small")
