@@ -66,7 +66,7 @@ def load_filler(
     pieces = (piece for path in files for piece in _file(path)) if files else _own_texts()
     dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.int32
     parts, count = [np.empty(0, dtype)], 0
-    for ids in _encoded(tokenizer, pieces):
+    for ids in encoded_pieces(tokenizer, pieces):
         parts.append(np.array(ids[: at_most - count], dtype))
         count += len(parts[-1])
         advance(len(parts[-1]))
@@ -81,7 +81,8 @@ def check_files(files: Sequence[Path]) -> None:
         next(_file(path), None)
 
 
-def _encoded(tokenizer: Any, pieces: Iterable[str]) -> Iterator[list[int]]:
+def encoded_pieces(tokenizer: Any, pieces: Iterable[str]) -> Iterator[list[int]]:
+    """Token ids of each of ``pieces``."""
     pieces = iter(pieces)
     while batch := list(islice(pieces, BATCH)):
         # Names of control tokens in a text are text.

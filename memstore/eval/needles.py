@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memstore.errors import InvalidArgument
+from memstore.errors import InvalidArgument, NotFound
 
 FILLER = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. "
 FILLER_START = (
@@ -95,23 +95,22 @@ FIVE_KINDS = ("name", "ingredient", "animal", "place", "number")
 
 def passkeys(count: int, rng: random.Random) -> list[Needle]:
     """Pass keys of five digits, each of another person: one text can hide several."""
-    return [_passkey(name, f"{rng.randrange(10_000, 100_000)}") for name in rng.sample(NAMES, count)]
-
-
-def _passkey(name: str, key: str) -> Needle:
-    sentence = f"The pass key of {name} is {key}. Remember it. {key} is the pass key of {name}."
-    return Needle("passkey", sentence, f"What is the pass key of {name}?", key)
+    found = []
+    for name in rng.sample(NAMES, count):
+        key = f"{rng.randrange(10_000, 100_000)}"
+        sentence = f"The pass key of {name} is {key}. Remember it. {key} is the pass key of {name}."
+        found.append(Needle("passkey", sentence, f"What is the pass key of {name}?", key))
+    return found
 
 
 def prose_needles(kinds: Iterable[str], rng: random.Random) -> list[Needle]:
     """One needle of each of ``kinds``, with a random answer."""
-    by_kind = {kind: (sentence, question, answers) for kind, sentence, question, answers in KINDS}
-    return [_prose_needle(kind, *by_kind[kind], rng) for kind in kinds]
-
-
-def _prose_needle(kind: str, sentence: str, question: str, answers: Sequence[str] | int, rng: random.Random) -> Needle:
-    answer = f"{rng.randrange(10 ** (answers - 1), 10**answers)}" if isinstance(answers, int) else rng.choice(answers)
-    return Needle(kind, sentence.format(answer), question, answer)
+    by_kind, found = {each[0]: each for each in KINDS}, list[Needle]()
+    for kind in kinds:
+        _, sentence, question, known = by_kind[kind]
+        answer = f"{rng.randrange(10 ** (known - 1), 10**known)}" if isinstance(known, int) else rng.choice(known)
+        found.append(Needle(kind, sentence.format(answer), question, answer))
+    return found
 
 
 def filler_text(characters: int) -> str:
@@ -119,16 +118,23 @@ def filler_text(characters: int) -> str:
     return FILLER_START + FILLER * (characters // len(FILLER) + 1)
 
 
-def prose_text(rng: random.Random | None = None) -> str:
-    """Python's language reference; ``rng`` shuffles the order of its topics. Raises ``InvalidArgument`` without it."""
+def topics() -> list[str]:
+    """Python's language reference, topic by topic. Raises ``NotFound`` where this Python has none."""
     try:
-        from pydoc_data.topics import topics
-    except ImportError as error:
-        raise InvalidArgument("this Python comes without pydoc_data; give a text of your own") from error
-    names = sorted(topics)
+        from pydoc_data.topics import topics as texts
+    except ImportError:  # some distributions of Python leave it out
+        raise NotFound(
+            "this Python lacks pydoc_data, its language reference; give another text, or use another Python"
+        ) from None
+    return [str(texts[name]) for name in sorted(texts)]
+
+
+def prose_text(rng: random.Random | None = None) -> str:
+    """Python's language reference; ``rng`` shuffles the order of its topics."""
+    texts = topics()
     if rng is not None:
-        rng.shuffle(names)
-    return "\n\n".join(str(topics[name]) for name in names)
+        rng.shuffle(texts)
+    return "\n\n".join(texts)
 
 
 @dataclass(frozen=True)

@@ -1,24 +1,29 @@
-"""Prompts and their answers, from a JSON Lines file, aligned with blocks: the loss is on the answers alone."""
+"""Prompts and their answers, from a JSON Lines file, aligned with blocks; what a model answers, and how well.
+
+Trained on them, the loss is on the answers alone. Answers are judged by exact match, and ROUGE by the package
+``rouge_score``.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from statistics import fmean
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from memstore.errors import InvalidArgument, NotFound
+from memstore.eval.questions.sets import json_lines
 
 IGNORED = -100
+ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
-@dataclass(frozen=True)
-class Pair:
+class Pair(NamedTuple):
     """Token ids of a prompt, aligned, and of what is to follow it."""
 
     prompt: list[int]
@@ -30,27 +35,10 @@ def read_pairs(path: Path, *, prompt: str = "prompt", answer: str = "answer") ->
 
     Raises ``NotFound`` without the file, and ``InvalidArgument`` for a line that is no such object.
     """
-    try:
-        lines = path.read_text("utf-8-sig").split("\n")
-    except FileNotFoundError:
-        raise NotFound(f"no file {path}. Name a JSON Lines file of prompts and answers.") from None
-    except IsADirectoryError:
-        raise InvalidArgument(f"{path} is a folder; a JSON Lines file was expected.") from None
-    except UnicodeDecodeError as error:
-        raise InvalidArgument(f"{path} is not UTF-8 text (byte {error.start:,}).") from None
-    found = [
-        _pair(line, f"line {number} of {path}", prompt, answer) for number, line in enumerate(lines, 1) if line.strip()
-    ]
-    if not found:
-        raise InvalidArgument(f"{path} is empty: give one JSON object with a prompt and its answer a line.")
-    return found
+    return [_pair(value, where, prompt, answer) for where, value in json_lines(path, "prompts and answers")]
 
 
-def _pair(line: str, where: str, prompt: str, answer: str) -> tuple[str, str]:
-    try:
-        value: Any = json.loads(line)
-    except ValueError as error:
-        raise InvalidArgument(f"{where} is not JSON: {error}") from None
+def _pair(value: Any, where: str, prompt: str, answer: str) -> tuple[str, str]:
     if not isinstance(value, dict):
         raise InvalidArgument(f"{where} is not an object with {prompt!r} and {answer!r}, but {type(value).__name__}")
     for name in (prompt, answer):
@@ -103,3 +91,57 @@ def filler_token(tokenizer: PreTrainedTokenizerBase) -> int:
     if ids:
         return ids[-1]
     return int(tokenizer.eos_token_id or 0)
+
+
+def rouge_scorer() -> Any:
+    """The scorer, with the stemmer that papers use. Raises ``NotFound`` without its package."""
+    try:
+        from rouge_score.rouge_scorer import RougeScorer
+    except ModuleNotFoundError:
+        raise NotFound("ROUGE needs the package rouge-score: pip install 'torch-memstore[eval]'") from None
+    return RougeScorer(list(ROUGE), use_stemmer=True)
+
+
+@torch.no_grad()
+def generate_answers(
+    model: Any,
+    tokenizer: Any,
+    pairs: Sequence[tuple[str, str]],
+    *,
+    max_tokens: int = 64,
+    advance: Callable[[int], None] = lambda tokens: None,  # noqa: ARG005 - nobody listens
+) -> list[str]:
+    """What the model says after each prompt, always the likeliest token, to its end or ``max_tokens``.
+
+    Prompts are aligned as they are in training: their last token is the first of a block.
+    """
+    answers = []
+    for pair in encode_pairs(list(pairs), tokenizer, model.config.tokens_per_block):
+        ids = torch.tensor([pair.prompt], device=model.device)
+        generated = model.generate(
+            ids,
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        answers.append(tokenizer.decode(generated[0, len(pair.prompt) :], skip_special_tokens=True))
+        advance(len(pair.prompt))
+    return answers
+
+
+def judged(pairs: Sequence[tuple[str, str]], answers: Sequence[str]) -> list[dict[str, Any]]:
+    """Each answer with its measures: ``exact``, and the F measures of ROUGE-1, 2 and L."""
+    scorer = rouge_scorer()
+    judged = []
+    for (prompt, expected), answer in zip(pairs, answers, strict=True):
+        scores = scorer.score(expected, answer)
+        rouge = {name: round(scores[name].fmeasure, 4) for name in ROUGE}
+        exact = answer.split() == expected.split()
+        judged.append({"prompt": prompt, "expected": expected, "answer": answer, "exact": exact, **rouge})
+    return judged
+
+
+def means(judged: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """The mean of each measure."""
+    return {name: round(fmean(each[name] for each in judged), 4) for name in ("exact", *ROUGE)}

@@ -283,11 +283,10 @@ def generate(
 
         memstore eval generate --pairs questions.jsonl --model my-model --answer-field summary
 
-    In Python: memstore.eval.generation.generate_answers.
+    In Python: memstore.eval.pairs.generate_answers.
     """
     require_transformers()
-    from memstore.eval.generation import generate_answers, judged, means, rouge_scorer
-    from memstore.eval.pairs import read_pairs
+    from memstore.eval.pairs import generate_answers, judged, means, read_pairs, rouge_scorer
     from memstore.progress import progress_bar
 
     rouge_scorer()  # before hours of generating

@@ -13,9 +13,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, train
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from memstore.errors import InvalidArgument, NotFound
+from memstore.eval.filler import encoded_pieces
 
 Tokens = NDArray[np.int32]
-ENCODED_AT_ONCE = 64
 DATASET_FILE = "state.json"
 """What tells a dataset folder from a folder of texts."""
 
@@ -102,30 +102,7 @@ def _dataset(path: Path, column: str) -> Iterator[str]:
 
 def encoded(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokens]:
     """Token ids of each document that has any."""
-    batch: list[str] = []
-    for document in documents:
-        batch.append(document)
-        if len(batch) == ENCODED_AT_ONCE:
-            yield from _encoded(batch, tokenizer)
-            batch = []
-    if batch:
-        yield from _encoded(batch, tokenizer)
-
-
-def _encoded(batch: list[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokens]:
-    # Names of control tokens in a text are text.
-    for ids in tokenizer(batch, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]:
-        if ids:
-            yield np.array(ids, np.int32)
-
-
-def topics() -> str:
-    """Python's language reference, which every Python carries."""
-    try:
-        from pydoc_data.topics import topics as texts
-    except ImportError:
-        raise NotFound("this Python comes without pydoc_data, the text that recipes train on") from None
-    return "\n\n".join(str(texts[name]) for name in sorted(texts))
+    return (np.array(ids, np.int32) for ids in encoded_pieces(tokenizer, documents) if ids)
 
 
 def sources(characters: int = 2_000_000) -> str:

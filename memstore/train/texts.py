@@ -9,9 +9,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from memstore.errors import InvalidArgument
+from memstore.eval.needles import prose_text
 from memstore.eval.pairs import collate_pairs, encode_pairs, read_pairs
 from memstore.readers.kinds import DRT, shipped_model, trainable
-from memstore.train.corpora import Documents, digest, encoded, sources, topics, train_tokenizer
+from memstore.train.corpora import Documents, digest, encoded, sources, train_tokenizer
 from memstore.train.needles import NeedleRows
 from memstore.train.recipes import Recipe, find_recipe
 from memstore.train.segments import collate, cut, held_out
@@ -88,7 +89,7 @@ def train_recipe(
     family = training_of(trainable()[recipe.kind])
     family = family if family.of_recipe is None else family.of_recipe(recipe)
     start = starting(family.config.preset("tiny", **recipe.model), init, grow=family.grow is not None, family=family)
-    texts = [topics(), sources()]
+    texts = [prose_text(), sources()]
     settings = {
         "kind": "recipe",
         "recipe": recipe.to_dict(),

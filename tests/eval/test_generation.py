@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from memstore.errors import NotFound
-from memstore.eval.generation import generate_answers, judged, means, rouge_scorer
-from memstore.eval.pairs import encode_pairs
+from memstore.eval.pairs import encode_pairs, generate_answers, judged, means, rouge_scorer
 from tests.eval.drts import byte_tokenizer, small_drt
 
 

@@ -55,7 +55,7 @@ def test_people_get_a_table(cli: Cli, model_folder: Path) -> None:
 
 
 def test_facts_are_asked_in_three_ways(cli: Cli, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memstore.eval.questions.facts.reference", lambda _: "Nothing happened that day.\n" * 2000)
+    monkeypatch.setattr("memstore.eval.questions.manual.topics", lambda: ["Nothing happened that day.\n" * 2000])
     done = cli("eval", "facts", "--model", model_folder, "--half", "held-out", "--json")
     assert done.code == 0, done.err
     rows = [(row["set"], row["ranker"]) for row in done.json["rows"][:4]]

@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from memstore.train import corpora, train_on_texts
+from memstore.eval.needles import prose_text
+from memstore.train import train_on_texts
 from tests.train.helpers import CONTEXT, RUNTIME, SHORT
 
 
@@ -19,7 +20,7 @@ class Trained(NamedTuple):
 @pytest.fixture(scope="session")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "topics.txt"
-    path.write_text(corpora.topics()[:60_000])
+    path.write_text(prose_text()[:60_000])
     return path
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from memstore.eval.needles import prose_text
 from memstore.models.drt.training import RECIPES
 from memstore.train import Optimisation, Recipe, Runtime, corpora
 from memstore.train.run import last_checkpoint
@@ -29,12 +30,12 @@ def small(name: str = "passkey-cpu", **changes: Any) -> Recipe:
     return replace(RECIPES[name], **{**defaults, **changes})
 
 
-def use_little_text(patch: pytest.MonkeyPatch) -> None:
-    """Let recipes train on a part of their texts."""
-    topics, sources = corpora.topics()[:60_000], corpora.sources(40_000)
-    for module in ("corpora", "texts"):
-        patch.setattr(f"memstore.train.{module}.topics", lambda: topics)
-        patch.setattr(f"memstore.train.{module}.sources", lambda: sources)
+def use_little_text(patch: pytest.MonkeyPatch) -> list[str]:
+    """Let recipes train on a part of their texts, which is returned."""
+    prose, sources = prose_text()[:60_000], corpora.sources(40_000)
+    patch.setattr("memstore.train.texts.prose_text", lambda: prose)
+    patch.setattr("memstore.train.texts.sources", lambda: sources)
+    return [prose, sources]
 
 
 class Stopped(Exception):

@@ -11,12 +11,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from memstore.errors import UnsupportedModel
+from memstore.eval.needles import prose_text
 from memstore.models.hils import HilsConfig, HilsForCausalLM
 from memstore.models.hils.training import HILS as TRAINING
 from memstore.models.hils.training import RECIPES, HilsRecipe
 from memstore.readers.kinds import HILS, kind_in
 from memstore.train import Optimisation, train_on_texts, train_recipe
-from memstore.train.corpora import topics, train_tokenizer
+from memstore.train.corpora import train_tokenizer
 from tests.train.helpers import RUNTIME, use_little_text
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_swa_layers": 1}
@@ -47,10 +48,10 @@ def test_a_recipe_trains_a_model_that_learns(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("start", ["nothing", "a stock model"])
 def test_texts_train_hils_models(start: str, tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(topics()[:30_000])
+    (tmp_path / "text.txt").write_text(prose_text()[:30_000])
     options: dict[str, Any] = {"config": HilsConfig.preset("tiny", **SIZES)}
     if start == "a stock model":
-        tokenizer = train_tokenizer([topics()[:30_000]], 512)
+        tokenizer = train_tokenizer([prose_text()[:30_000]], 512)
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -70,13 +71,13 @@ def test_texts_train_hils_models(start: str, tmp_path: Path) -> None:
 
 
 def test_a_stock_model_that_cannot_become_one_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(topics()[:3_000])
+    (tmp_path / "text.txt").write_text(prose_text()[:3_000])
     config = LlamaConfig(
         vocab_size=512, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=2,
         attention_bias=True,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(tmp_path / "stock")
-    train_tokenizer([topics()[:30_000]], 512).save_pretrained(tmp_path / "stock")
+    train_tokenizer([prose_text()[:30_000]], 512).save_pretrained(tmp_path / "stock")
     with pytest.raises(UnsupportedModel, match="biases"):
         train_on_texts(
             [tmp_path / "text.txt"], tmp_path / "out", family=TRAINING, init=tmp_path / "stock", runtime=RUNTIME

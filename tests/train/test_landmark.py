@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from memstore.errors import DamagedError, InvalidArgument, TrainingDiverged, UnsupportedModel
+from memstore.eval.needles import prose_text
 from memstore.models.drt.training import DRT
 from memstore.models.landmark import LandmarkConfig, LandmarkForCausalLM
 from memstore.models.landmark.training import (
@@ -46,7 +47,7 @@ def small(**changes: Any) -> LandmarkRecipe:
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    return train_tokenizer([corpora.topics()[:60_000]], 512)
+    return train_tokenizer([prose_text()[:60_000]], 512)
 
 
 def test_the_ramp_waits_for_answers_and_then_goes_to_its_end() -> None:
@@ -64,7 +65,7 @@ def test_the_ramp_waits_for_answers_and_then_goes_to_its_end() -> None:
 
 
 def test_questions_end_anywhere_in_a_block(tokenizer: PreTrainedTokenizerBase) -> None:
-    texts = list(corpora.encoded([corpora.topics()[:60_000]], tokenizer))
+    texts = list(corpora.encoded([prose_text()[:60_000]], tokenizer))
     rows = NeedleRows(LANDMARK_RECIPES["landmark-cpu"], tokenizer, texts, BLOCK, 100, 0)
     places = set()
     for number in (5, 50, 99):

@@ -15,6 +15,7 @@ import torch
 
 from memstore.attention.knn_memory import RecentTokens
 from memstore.errors import DamagedError, DifferentRun, InvalidArgument
+from memstore.eval.needles import prose_text
 from memstore.models.memorizing import MemorizingCache, MemorizingConfig, MemorizingForCausalLM
 from memstore.models.memorizing.training import (
     LATE_GATE,
@@ -49,7 +50,7 @@ def documents(*lengths: int) -> list[corpora.Tokens]:
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("texts")
-    text = corpora.topics()
+    text = prose_text()
     for number, (start, length) in enumerate([(0, 900), (2_000, 2_500), (6_000, 400), (9_000, 3_000), (20_000, 1)]):
         (folder / f"{number}.txt").write_text(text[start : start + length])
     return folder

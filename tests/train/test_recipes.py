@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from memstore.errors import InvalidArgument
+from memstore.eval.needles import prose_text
 from memstore.eval.pairs import align
 from memstore.models.drt import DRTConfig, DRTForCausalLM
 from memstore.models.drt.training import DRT, RECIPES, Bank, grown
@@ -29,11 +30,11 @@ BLOCK = 31
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    return train_tokenizer([corpora.topics()[:60_000]], 512)
+    return train_tokenizer([prose_text()[:60_000]], 512)
 
 
 def rows_of(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> NeedleRows:
-    texts = list(corpora.encoded([corpora.topics()[:60_000]], tokenizer))
+    texts = list(corpora.encoded([prose_text()[:60_000]], tokenizer))
     return NeedleRows(recipe, tokenizer, texts, BLOCK, 100, 0)
 
 
@@ -251,12 +252,12 @@ def test_an_aligned_prompt_ends_with_the_first_token_of_a_block(length: int) -> 
 
 
 def test_the_trainer_does_what_a_plain_loop_would(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    use_little_text(monkeypatch)
+    little = use_little_text(monkeypatch)
     optimisation = replace(RECIPES["passkey-cpu"].optimisation, steps=4)
     recipe = small(optimisation=optimisation, bank=0, share_rows=False, hard_gumbel=0.0, model={"gumbel": 0.0})
     train_recipe(recipe, tmp_path / "run", runtime=RUNTIME)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run")
-    texts = list(corpora.encoded([corpora.topics(), corpora.sources()], tokenizer))
+    texts = list(corpora.encoded(little, tokenizer))
     torch.manual_seed(optimisation.seed)
     model = DRTForCausalLM(DRTConfig.preset("tiny", gumbel=0.0)).train()
     decayed = [p for p in model.parameters() if p.dim() > 1]

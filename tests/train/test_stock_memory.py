@@ -14,10 +14,11 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound
+from memstore.eval.needles import prose_text
 from memstore.models.memorizing import add_knn_memory, load_knn_memory
 from memstore.models.memorizing.evaluation import by_memory_size, paired, stock_losses
 from memstore.models.memorizing.training import StockTrainer, train_stock_memory
-from memstore.train import Optimisation, corpora
+from memstore.train import Optimisation
 from tests.eval.drts import byte_tokenizer
 from tests.models.stock import small_llama
 from tests.train.helpers import RUNTIME, losses, same_weights, stopped_at
@@ -37,7 +38,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("texts")
-    text = corpora.topics()
+    text = prose_text()
     for number, (start, length) in enumerate([(0, 900), (2_000, 2_500), (6_000, 400)]):
         (folder / f"{number}.txt").write_text(text[start : start + length])
     return folder

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from memstore.eval.questions.facts import paragraphs, reference
+from memstore.eval.questions.manual import hidden, paragraphs
 from memstore.eval.questions.sets import Question, QuestionSet
 
 SOURCE = "a story of memstore's own in Python's language reference (PSF licence)"
@@ -20,50 +20,11 @@ CHARACTERS = 70_000
 PARAGRAPH = 300
 EVENTS = 200
 PEOPLE = (
-    "Adele",
-    "Boris",
-    "Carla",
-    "Dieter",
-    "Elsa",
-    "Farid",
-    "Greta",
-    "Henrik",
-    "Irma",
-    "Jakob",
-    "Kirsten",
-    "Lorenz",
-    "Mathilda",
-    "Norbert",
-    "Oda",
-    "Pierre",
-    "Quentin",
-    "Rahel",
-    "Selma",
-    "Theo",
-    "Ulrike",
-    "Viktor",
-    "Wanda",
-    "Yannick",
+    "Adele Boris Carla Dieter Elsa Farid Greta Henrik Irma Jakob Kirsten Lorenz Mathilda Norbert Oda Pierre Quentin "
+    "Rahel Selma Theo Ulrike Viktor Wanda Yannick"
 )
 PLACES = ("kitchen", "garden", "office", "bedroom", "hallway", "bathroom", "cellar", "library")
-THINGS = (
-    "apple",
-    "football",
-    "lantern",
-    "letter",
-    "milk",
-    "umbrella",
-    "violin",
-    "ladder",
-    "basket",
-    "candle",
-    "scarf",
-    "hammer",
-    "mirror",
-    "kettle",
-    "map",
-    "coat",
-)
+THINGS = "apple football lantern letter milk umbrella violin ladder basket candle scarf hammer mirror kettle map coat"
 
 
 @dataclass
@@ -79,9 +40,9 @@ class Story:
     @classmethod
     def of(cls, events: int, chance: random.Random) -> Story:
         """A story of so many events by chance."""
-        story = cls()
+        story, people, things = cls(), PEOPLE.split(), THINGS.split()
         while len(story.told) < events:
-            who, thing = chance.choice(PEOPLE), chance.choice(THINGS)
+            who, thing = chance.choice(people), chance.choice(things)
             if who in story.moves and thing not in story.held and chance.random() < 0.25:
                 story.held[thing] = (who, len(story.told))
                 story.told.append(f"{who} picked up the {thing}.")
@@ -113,18 +74,11 @@ def load(facts: str = "one", book: str | None = None) -> QuestionSet:
 
     Raises ``NotFound`` where this Python has no reference.
     """
-    text = paragraphs(reference(CHARACTERS) if book is None else book, PARAGRAPH)
-    chance = random.Random(0)
+    text, chance = paragraphs(CHARACTERS, PARAGRAPH, book), random.Random(0)
     story = Story.of(min(EVENTS, len(text)), chance)
-    places = dict(zip(sorted(chance.sample(range(len(text)), len(story.told))), story.told, strict=True))
-    pool, numbers = list[str](), list[int]()
-    for number, paragraph in enumerate(text):
-        pool.append(paragraph)
-        if number in places:
-            numbers.append(len(pool))
-            pool.append(places[number])
+    pool, numbers = hidden(story.told, text, chance)
     questions = (
         Question(f"babi-{facts}/{name}", question, (answer,), tuple(numbers[event] for event in evidence))
         for name, question, answer, evidence in story.asked(facts)
     )
-    return QuestionSet(f"babi-{facts}", SOURCE, tuple(pool), tuple(questions))
+    return QuestionSet(f"babi-{facts}", SOURCE, pool, tuple(questions))

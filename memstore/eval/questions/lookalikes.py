@@ -7,10 +7,9 @@ takes the answer from the right one. All sentences of a form are in the same hal
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 from typing import NamedTuple
 
-from memstore.eval.questions.facts import paragraphs, reference
+from memstore.eval.questions.manual import hidden, paragraphs
 from memstore.eval.questions.sets import Question, QuestionSet
 
 SOURCE = "look-alikes of memstore's own in Python's language reference (PSF licence)"
@@ -27,15 +26,6 @@ class Form(NamedTuple):
     sentence: str
     question: str
     pairs: dict[str, str]
-
-
-@dataclass(frozen=True)
-class LookAlike(Question):
-    """A question about one of several sentences that look alike: in the half of all of them."""
-
-    @property
-    def _hashed(self) -> str:
-        return self.id.partition("/")[0]  # the form
 
 
 FORMS = (
@@ -103,17 +93,13 @@ def load(manual: str | None = None) -> QuestionSet:
 
     Raises ``NotFound`` where this Python has no reference.
     """
-    text = paragraphs(reference(CHARACTERS) if manual is None else manual, PARAGRAPH)
     alike = [(form, *pair) for form in FORMS for pair in form.pairs.items()]
     chance = random.Random(0)
     chance.shuffle(alike)
-    pool, questions = list[str](), list[Question]()
-    places = dict(zip(sorted(chance.sample(range(len(text)), len(alike))), alike, strict=True))
-    for number, paragraph in enumerate(text):
-        pool.append(paragraph)
-        if number in places:
-            form, who, answer = places[number]
-            asked = form.question.format(who)
-            questions.append(LookAlike(f"{form.name}/{who}", asked, (answer,), (len(pool),)))
-            pool.append(form.sentence.format(who, answer))
-    return QuestionSet("lookalikes", SOURCE, tuple(pool), tuple(questions))
+    sentences = [form.sentence.format(who, answer) for form, who, answer in alike]
+    pool, numbers = hidden(sentences, paragraphs(CHARACTERS, PARAGRAPH, manual), chance)
+    questions = (
+        Question(f"{form.name}/{who}", form.question.format(who), (answer,), (number,), form.name)
+        for (form, who, answer), number in zip(alike, numbers, strict=True)
+    )
+    return QuestionSet("lookalikes", SOURCE, pool, tuple(questions))

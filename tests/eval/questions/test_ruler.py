@@ -25,7 +25,7 @@ def words(text: str) -> int:
 
 @pytest.fixture(autouse=True)
 def nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ruler, "reference", lambda _: MANUAL)
+    monkeypatch.setattr("memstore.eval.questions.manual.topics", lambda: [MANUAL])
     for name in ("qa_1", "qa_2"):
         monkeypatch.setitem(TASKS, name, ruler._documents(lambda: PEOPLE))
 
