@@ -128,28 +128,31 @@ def _with_verbatim_example(doc: str) -> str:
 @contextmanager
 def bar(what: str, *, show: bool, in_bytes: bool = False) -> Iterator[Progress]:
     """A bar on standard error that is told how much of how much is done, and goes away; none where no terminal is."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import DownloadColumn, MofNCompleteColumn, TimeRemainingColumn
 
-    amount = DownloadColumn() if in_bytes else MofNCompleteColumn()
-    columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not (show and console.is_terminal), transient=True) as shown:
-        task = shown.add_task(what, total=None)
-        yield lambda done, total: shown.update(task, completed=done, total=total)
+    with _bar(what, DownloadColumn() if in_bytes else MofNCompleteColumn(), TimeRemainingColumn(), show=show) as update:
+        yield update
 
 
 @contextmanager
 def waiting(what: str, *, show: bool) -> Iterator[None]:
     """A bar on standard error for work that cannot tell how far it is: it moves, and tells for how long already."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import TimeElapsedColumn
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with _bar(what, TimeElapsedColumn(), show=show):
+        yield
+
+
+@contextmanager
+def _bar(what: str, *columns: Any, show: bool) -> Iterator[Progress]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), *columns)
     console = Console(stderr=True)
     with Progress(*columns, console=console, disable=not (show and console.is_terminal), transient=True) as shown:
-        shown.add_task(what, total=None)
-        yield
+        task = shown.add_task(what, total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total)
 
 
 @contextmanager
@@ -399,24 +402,32 @@ class Mistake(MemstoreError):
         super().__init__(f"{self.kind}: {words} - this is a bug in memstore; please report it")
 
 
+_ENDS: Mapping[type[Exception], tuple[int, int]] = {
+    InvalidArgument: (USAGE, 400),
+    NotFound: (NOT_FOUND, 404),
+    NotAMemory: (NOT_FOUND, 404),
+    DamagedError: (DAMAGED, 500),
+    StoreFull: (REFUSED, 507),
+    Interruption: (INTERRUPTED, 500),
+    **dict.fromkeys(
+        (ForeignMemory, WrongKey, UnsupportedModel, DifferentRun, MemoryInUse, ReadOnlyMemory), (REFUSED, 409)
+    ),
+}
+"""Of each kind of error the code that scripts see, and the status of HTTP."""
+
+
 def exit_code(error: Exception) -> int:
     """The code that scripts see."""
-    match error:
-        case InvalidArgument():
-            return USAGE
-        case NotFound() | NotAMemory():
-            return NOT_FOUND
-        case DamagedError():
-            return DAMAGED
-        case ForeignMemory() | WrongKey() | UnsupportedModel() | DifferentRun():
-            return REFUSED
-        case MemoryInUse() | ReadOnlyMemory() | StoreFull():
-            return REFUSED
-        case Interruption():
-            return INTERRUPTED
-        case typer.TyperException():
-            return error.exit_code
-    return FAILED
+    return error.exit_code if isinstance(error, typer.TyperException) else _end(error)[0]
+
+
+def status_of(error: Exception) -> int:
+    """The status of HTTP that says what kind of error it is."""
+    return _end(error)[1]
+
+
+def _end(error: Exception) -> tuple[int, int]:
+    return next((end for kind, end in _ENDS.items() if isinstance(error, kind)), (FAILED, 500))
 
 
 def report_failure(error: Exception, *, json: bool) -> int:

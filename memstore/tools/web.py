@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hmac
 import ipaddress
@@ -17,18 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from memstore.errors import (
-    ForeignMemory,
-    InvalidArgument,
-    MemoryInUse,
-    MemstoreError,
-    NotAMemory,
-    NotFound,
-    ReadOnlyMemory,
-    StoreFull,
-    UnsupportedModel,
-    WrongKey,
-)
+from memstore.errors import InvalidArgument, NotFound
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -44,6 +34,8 @@ CONNECTIONS = 256
 """At a time; more than requests may wait, so that those that are turned away are told so."""
 
 
+REQUEST_SECONDS = 10.0
+"""Seconds until a request that has begun, or a connection that was opened, must have come as a whole."""
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:@/?#\[\]]+))(?::[0-9]{1,5})?")
 """RFC 9110, 7.2: an address in brackets, or a name or address without a colon; then a port."""
 _PATH = re.compile(r"""(?<![\w.~/-])/([\w.-]+)/[^\s'",;:()]*""")
@@ -92,20 +84,6 @@ async def body_of(request: Request, most: int = MOST_BYTES) -> bytes:
     return body
 
 
-def status_of(error: Exception) -> int:
-    """The status of HTTP that says what kind of error it is."""
-    match error:
-        case NotFound() | NotAMemory():
-            return 404
-        case InvalidArgument():
-            return 400
-        case ForeignMemory() | WrongKey() | MemoryInUse() | ReadOnlyMemory() | UnsupportedModel():
-            return 409
-        case StoreFull():
-            return 507
-    return 500
-
-
 def server_of(
     app: ASGIApp,
     *,
@@ -121,11 +99,9 @@ def server_of(
     """
     import uvicorn
 
-    from memstore.tools.request_timeout import TimedConnection
-
     config = uvicorn.Config(
         app,
-        http=type("TimedConnection", (TimedConnection,), {"most": most}),
+        http=_timed_connection(most),
         log_level="error",
         access_log=False,
         server_header=False,
@@ -143,6 +119,53 @@ def server_of(
 
     server.shutdown = ended  # type: ignore[method-assign]  # the lifespan's end, which is public, comes too late
     return server
+
+
+# A connection says nothing of who made it before its request is complete, so any user of this machine can open them by
+# the hundred and say nothing. uvicorn waits for ever for the first one, and its ``limit_concurrency`` would turn away
+# the owner's requests with theirs.
+def _timed_connection(most: int) -> type[asyncio.Protocol]:
+    """HTTP as uvicorn speaks it, not for ever: of more than ``most`` the one goes that is waited for longest."""
+    import h11
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class TimedConnection(H11Protocol):
+        timer: asyncio.TimerHandle | None = None
+        since = 0.0
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self.wait()
+            if len(self.connections) > most:
+                waiting = [each for each in self.connections if isinstance(each, TimedConnection) and each.is_waiting]
+                min(waiting, key=lambda each: each.since).transport.abort()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if not self.is_waiting:
+                self.stop()
+            elif self.timer is None:
+                self.wait()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self.stop()
+            super().connection_lost(exc)
+
+        @property
+        def is_waiting(self) -> bool:
+            """Whether no request is complete that would be answered now."""
+            return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
+
+        def wait(self) -> None:
+            self.since = self.loop.time()
+            self.timer = self.loop.call_later(REQUEST_SECONDS, self.transport.abort)
+
+        def stop(self) -> None:
+            if self.timer is not None:
+                self.timer.cancel()
+                self.timer = None
+
+    return TimedConnection
 
 
 def run(
@@ -201,7 +224,7 @@ def listen(host: str, port: int) -> socket.socket:
     return listening
 
 
-def _unavailable(host: str, port: int, error: OSError) -> MemstoreError:
+def _unavailable(host: str, port: int, error: OSError) -> InvalidArgument:
     if error.errno == errno.EADDRINUSE:
         return InvalidArgument(f"port {port} is in use; choose another with --port, or leave it out for a free one.")
     if error.errno == errno.EACCES:

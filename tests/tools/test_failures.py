@@ -28,9 +28,8 @@ from memstore.errors import (
     WrongKey,
 )
 from memstore.progress import progress_bar
-from memstore.tools.verb import Interruption, exit_code
+from memstore.tools.verb import Interruption, exit_code, status_of
 from memstore.tools.verify_repair import with_way_out
-from memstore.tools.web import status_of
 from tests.tools.conftest import Cli
 
 VERBS = [

@@ -23,13 +23,14 @@ from memstore.resources import memory_in_use
 from memstore.tools.endpoint.request import Ask, Refusal
 from memstore.tools.endpoint.shelf import Shelf
 from memstore.tools.endpoint.worker import QueuedJob, Result, ServedMemory, Work, Worker, answer, converse
-from memstore.tools.web import body_of, host_is_known, names_of, same, status_of, without_paths
+from memstore.tools.verb import status_of
+from memstore.tools.web import body_of, host_is_known, names_of, same, without_paths
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 
-class Metrics:
+class _Metrics:
     """Counters since the server began; they hold nothing of what was asked."""
 
     def __init__(self) -> None:
@@ -111,7 +112,7 @@ class Endpoint:
         self._shelf, self._sessions, self._trace, self._chats = shelf, sessions, trace, chats
         self._worker = Worker(waiting)
         self._begun = int(time.time())
-        self._metrics = Metrics()
+        self._metrics = _Metrics()
         routes = [
             Route("/health", self._health),
             Route("/metrics", self._told_metrics),

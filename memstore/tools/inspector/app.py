@@ -7,6 +7,7 @@ import json
 import secrets
 import threading
 from collections.abc import Callable, Mapping
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,11 @@ from memstore.errors import (
     NotFound,
 )
 from memstore.tools.inspector import data, traced
-from memstore.tools.inspector.asking import PATHS, AskBox, can_ask, conversations, takes_several
+from memstore.tools.inspector.asking import PATHS, AskBox, can_ask, conversations
 from memstore.tools.inspector.guard import Guard
 from memstore.tools.inspector.words import Words
-from memstore.tools.web import LOOPBACK, MOST_BYTES, body_of, require_web, run, server_of, status_of
+from memstore.tools.verb import status_of
+from memstore.tools.web import LOOPBACK, MOST_BYTES, body_of, require_web, run, server_of
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -28,7 +30,25 @@ if TYPE_CHECKING:
     from memstore.memory import Memory
 
 STATIC = Path(__file__).parent / "static"
-Answer = Callable[["PageQuery"], Mapping[str, Any]]
+Answer = Callable[..., Mapping[str, Any]]
+ANSWERS: Mapping[str, Answer] = {
+    "memory": data.overview,
+    "text": data.texts,
+    "live": traced.live,
+    "documents": data.documents,
+    "documents/{document}/blocks": data.blocks,
+    "documents/{document}/blocks/{block}": data.block,
+    "documents/{document}/blocks/{block}/neighbours": data.neighbours,
+    "documents/{document}/blocks/{block}/traces": traced.using,
+    "documents/{document}/find": data.find,
+    "documents/{document}/ask": data.ask,
+    "conversations": conversations,
+    "traces/{trace}": traced.trace,
+    "traces/{trace}/overview": traced.overview,
+    "traces/{trace}/steps/{step}": traced.step,
+    "traces/{trace}/used": traced.used,
+}
+"""What answers each path; the parameters are those of the function, beside the memory and its words."""
 
 
 def serve(
@@ -101,7 +121,7 @@ class Inspector:
         def page(_: Request) -> Response:
             return FileResponse(STATIC / "index.html")
 
-        answers = [Route(f"/api/{path}", _endpoint(answer)) for path, answer in self._answers().items()]
+        answers = [Route(f"/api/{path}", self._endpoint(answer)) for path, answer in ANSWERS.items()]
         return Starlette(
             routes=[
                 Route("/", page),
@@ -112,48 +132,26 @@ class Inspector:
             ]
         )
 
-    def _answers(self) -> dict[str, Answer]:
-        memory, words = self._memory, self._words
-        return {
-            "memory": lambda _: data.overview(memory) | {"write_token": self._write_token},
-            "text": lambda _: {"missing": words.missing, "several": takes_several(memory)},
-            "live": lambda asked: traced.live(memory, words, asked.number("trace", -1)),
-            "documents": lambda asked: data.documents(memory, asked.text("part")),
-            "documents/{document}/blocks": lambda asked: data.blocks(
-                memory, words, asked.document, asked.number("start"), asked.number("stop")
-            ),
-            "documents/{document}/blocks/{block}": lambda asked: data.block(
-                memory, words, asked.document, asked.block, asked.number("layer", 0)
-            ),
-            "documents/{document}/blocks/{block}/neighbours": lambda asked: data.neighbours(
-                memory, words, asked.document, asked.block, asked.number("layer")
-            ),
-            "documents/{document}/blocks/{block}/traces": lambda asked: traced.using(
-                memory, asked.document, asked.block
-            ),
-            "documents/{document}/find": lambda asked: data.find(
-                memory, words, asked.document, asked.text("text"), asked.number("start", 0)
-            ),
-            "documents/{document}/ask": lambda asked: data.ask(memory, words, asked.document, asked.text("text")),
-            "conversations": lambda _: conversations(memory),
-            "traces/{trace}": lambda asked: traced.trace(
-                memory,
-                words,
-                asked.trace,
-                range(asked.number("start", 0), asked.number("stop", traced.MOST_STEPS)),
-                asked.choice("layer"),
-                asked.choice("head"),
-            ),
-            "traces/{trace}/overview": lambda asked: traced.overview(
-                memory, asked.trace, range(asked.number("start", 0), asked.number("stop", traced.MOST_STEPS))
-            ),
-            "traces/{trace}/steps/{step}": lambda asked: traced.step(
-                memory, words, asked.trace, asked.step, asked.choice("layer"), asked.choice("head")
-            ),
-            "traces/{trace}/used": lambda asked: traced.used(
-                memory, words, asked.trace, asked.choice("layer"), asked.choice("head")
-            ),
-        }
+    def _endpoint(self, answer: Answer) -> Callable[[Request], Response]:
+        """An endpoint that starlette runs in a thread, for answers read from the disk.
+
+        It asks for what ``answer`` has as parameters: numbers in the path or the query, and texts where the default is
+        one.
+        """
+        wanted = signature(answer).parameters
+        ours = {"memory": self._memory, "words": self._words, "write_token": self._write_token}
+
+        def endpoint(request: Request) -> Response:
+            given = {**request.query_params, **request.path_params}
+            try:
+                asked = {name: _checked(each, given) for name, each in wanted.items() if name not in ours}
+                return _json(answer(**{name: ours[name] for name in wanted if name in ours}, **asked))
+            except MemstoreError as error:
+                return _failed(error)
+            except FileNotFoundError:
+                return _failed(NotFound("the memory was removed. Start memstore view again when there is one."))
+
+        return endpoint
 
     async def _change(self, request: Request) -> Response:
         from starlette.concurrency import run_in_threadpool
@@ -176,71 +174,18 @@ class Inspector:
         return await run_in_threadpool(change)
 
 
-class PageQuery:
-    """What a request asks for, checked."""
-
-    def __init__(self, path: Mapping[str, Any], query: Mapping[str, str]) -> None:
-        self._path = path
-        self._query = query
-
-    @property
-    def document(self) -> int:
-        """Number of the document. Raises ``InvalidArgument``, as all of these."""
-        return _whole("document", self._path["document"])
-
-    @property
-    def block(self) -> int:
-        """Number of the block."""
-        return _whole("block", self._path["block"])
-
-    @property
-    def trace(self) -> int:
-        """Number of the trace."""
-        return _whole("trace", self._path["trace"])
-
-    @property
-    def step(self) -> int:
-        """Number of the step."""
-        return _whole("step", self._path["step"])
-
-    def text(self, name: str) -> str:
-        """A parameter, empty if it is not there."""
-        return self._query.get(name, "")
-
-    def number(self, name: str, default: int | None = None) -> int:
-        """A whole number. Raises ``InvalidArgument``."""
-        given = self._query.get(name)
-        if given is None and default is not None:
-            return default
-        return _whole(name, given)
-
-    def choice(self, name: str) -> int | None:
-        """A whole number, or None for all."""
-        return self.number(name) if name in self._query else None
-
-
-def _whole(name: str, given: str | None) -> int:
-    """``given`` as a whole number that a page's numbers can hold. Raises ``InvalidArgument``."""
+def _checked(wanted: Parameter, given: Mapping[str, str]) -> str | int | None:
+    """A parameter of a request: text, or a whole number that a page's numbers can hold. Raises ``InvalidArgument``."""
+    text = given.get(wanted.name)
+    if isinstance(wanted.default, str) or (text is None and wanted.default is not Parameter.empty):
+        default: str | int | None = wanted.default
+        return default if text is None else text
     with contextlib.suppress(ValueError):  # also for thousands of digits
-        number = int(given or "")
+        number = int(text or "")
         if abs(number) < 1 << 53:
             return number
-    shown = None if given is None else given[:40]
-    raise InvalidArgument(f"{name} must be a whole number below 2**53, not {shown!r}.")
-
-
-def _endpoint(answer: Answer) -> Callable[[Request], Response]:
-    """An endpoint that starlette runs in a thread, for answers read from the disk."""
-
-    def endpoint(request: Request) -> Response:
-        try:
-            return _json(answer(PageQuery(request.path_params, request.query_params)))
-        except MemstoreError as error:
-            return _failed(error)
-        except FileNotFoundError:
-            return _failed(NotFound("the memory was removed. Start memstore view again when there is one."))
-
-    return endpoint
+    shown = None if text is None else text[:40]
+    raise InvalidArgument(f"{wanted.name} must be a whole number below 2**53, not {shown!r}.")
 
 
 def _json(answer: Mapping[str, Any], status: int = 200) -> Response:

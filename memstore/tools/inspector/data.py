@@ -17,12 +17,14 @@ from memstore.errors import InvalidArgument, NotFound, printable
 from memstore.memory import open_memory
 from memstore.memory.search import Match, check_layer, search_block
 from memstore.tools.endpoint.shelf import name_of
-from memstore.tools.inspector.asking import can_ask
+from memstore.tools.inspector.asking import can_ask, takes_several
 from memstore.tools.inspector.words import Words
 from memstore.tools.listing import filled, norm_summary
 from memstore.tools.search import search_text
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from memstore.memory import Document, Memory
 
 
@@ -42,7 +44,7 @@ ACTIONS = ("pin", "unpin", "forget", "remove-trace")
 _PIECE = 256  # blocks that are looked at between two looks at the clock
 
 
-def overview(memory: Memory) -> dict[str, Any]:
+def overview(memory: Memory, write_token: str | None) -> dict[str, Any]:
     """What the page must know of a memory before it shows anything of it; reads no states and waits for nothing."""
     spec = memory.spec
     return {
@@ -55,7 +57,13 @@ def overview(memory: Memory) -> dict[str, Any]:
         "name": name_of(memory.url),
         "dtype": spec.dtype,
         "fields": {name: list(shape) for name, shape in spec.fields.items()},
+        "write_token": write_token,
     }
+
+
+def texts(memory: Memory, words: Words) -> dict[str, Any]:
+    """Why there is no text, None where there is; and whether several documents can be asked together."""
+    return {"missing": words.missing, "several": takes_several(memory)}
 
 
 def sizes(memory: Memory) -> dict[str, Any]:
@@ -97,24 +105,23 @@ def document_of(memory: Memory, number: int) -> Document:
     raise NotFound(f"there is no document {number} in this memory (any more).")
 
 
-def blocks(memory: Memory, words: Words, number: int, start: int, stop: int) -> dict[str, Any]:
+def blocks(memory: Memory, words: Words, document: int, start: int, stop: int) -> dict[str, Any]:
     """The text of live blocks from ``start`` to before ``stop``, and which blocks are live now.
 
     Raises ``NotFound``, ``DamagedError``, and ``InvalidArgument`` for more than ``MOST_BLOCKS``.
     """
     if not 0 <= start <= stop <= start + MOST_BLOCKS:
         raise InvalidArgument(f"ask for at most {MOST_BLOCKS} blocks: start <= stop <= start + {MOST_BLOCKS}.")
-    document = document_of(memory, number)
-    live = document.blocks
-    there = rows(document, range(max(start, live.start), min(stop, live.stop)))
+    found = document_of(memory, document)
+    live = found.blocks
     return {
-        "name": printable(document.name),
+        "name": printable(found.name),
         "first": live.start,
         "stop": live.stop,
-        "tokens": len(document),
+        "tokens": len(found),
         "blocks": [
             {"block": block, "text": printable(words.of(ids)), "tokens": len(ids), "dropped": not ids}
-            for block, ids in there
+            for block, ids in rows(found, range(start, stop))
         ],
     }
 
@@ -130,37 +137,35 @@ def rows(document: Document, wanted: range) -> list[tuple[int, list[int]]]:
     return [(block, ids.get(block, [])) for block in wanted]
 
 
-def block(memory: Memory, words: Words, number: int, block: int, layer: int) -> dict[str, Any]:
+def block(memory: Memory, words: Words, document: int, block: int, layer: int = 0) -> dict[str, Any]:
     """One block: tokens, norms of the states in every layer, norms of each token and landmarks in ``layer``.
 
     Raises ``NotFound``, ``DamagedError`` and ``InvalidArgument``.
     """
-    document = document_of(memory, number)
-    ids = document.tokens(block).tolist()
+    found = document_of(memory, document)
+    ids = found.tokens(block).tolist()
     size = memory.spec.block_size
+    layers = (found.layer(each).gather([block]) for each in range(memory.spec.layers))
     return {
         "block": block,
         "first_token": block * size,
-        "searchable": block in document.complete_blocks,
+        "searchable": block in found.complete_blocks,
         "ids": ids,
         "pieces": words.pieces(ids),
-        "norms": [_norms(document, each, block, len(ids), size) for each in range(memory.spec.layers)],
+        "norms": [
+            {name: norm_summary(filled(each[0], len(ids), size)) for name, each in of_layer.items()}
+            for of_layer in layers
+        ],
         "layer": layer,
-        "token_norms": _token_norms(document, layer, block, len(ids), size),
-        "landmarks": _landmarks(document, layer, block) if layer in memory.spec.index_layers else None,
+        "token_norms": _token_norms(found.layer(layer).gather([block]), len(ids), size),
+        "landmarks": _landmarks(found, layer, block) if layer in memory.spec.index_layers else None,
     }
 
 
-def _norms(document: Document, layer: int, block: int, tokens: int, size: int) -> dict[str, Any]:
-    """Least, mean and greatest norm of the vectors of each field."""
-    states = document.layer(layer).gather([block])
-    return {name: norm_summary(filled(each[0], tokens, size)) for name, each in states.items()}
-
-
-def _token_norms(document: Document, layer: int, block: int, tokens: int, size: int) -> dict[str, list[float]]:
+def _token_norms(of_layer: Mapping[str, Tensor], tokens: int, size: int) -> dict[str, list[float]]:
     """The norm of each token's states in each field that has one vector per token, the mean over its heads."""
     norms = {}
-    for name, each in document.layer(layer).gather([block]).items():
+    for name, each in of_layer.items():
         states = filled(each[0], tokens, size)
         if each.dim() >= 3 and each.shape[-2] == size:
             norms[name] = states.float().norm(dim=-1).reshape(-1, tokens).mean(0).tolist()
@@ -177,26 +182,25 @@ def _landmarks(document: Document, layer: int, block: int) -> dict[str, Any]:
     }
 
 
-def neighbours(memory: Memory, words: Words, number: int, block: int, layer: int) -> dict[str, Any]:
+def neighbours(memory: Memory, words: Words, document: int, block: int, layer: int) -> dict[str, Any]:
     """The blocks of a document whose landmarks in ``layer`` answer best to the landmark of ``block``.
 
     Raises ``NotFound``, ``DamagedError`` and ``InvalidArgument`` where the layer has no landmarks.
     """
-    document = document_of(memory, number)
+    source = document_of(memory, document)
     check_layer(memory, layer)
-    found = search_block(document, block, NEIGHBOURS, layer=layer, among=[document])
-    return {"layer": layer, "neighbours": _found(document, words, found)}
+    found = search_block(source, block, NEIGHBOURS, layer=layer, among=[source])
+    return {"layer": layer, "neighbours": _found(source, words, found)}
 
 
-def ask(memory: Memory, words: Words, number: int, text: str) -> dict[str, Any]:
+def ask(memory: Memory, words: Words, document: int, text: str = "") -> dict[str, Any]:
     """The blocks of a document that the model which read it finds for ``text``, as ``memstore search --text`` does.
 
     Loads the model, which takes seconds. Raises ``NotFound``, ``InvalidArgument``, ``UnsupportedModel``,
     ``ForeignMemory`` and ``DamagedError``.
     """
-    document = document_of(memory, number)
-    found = search_text(memory, text, [document], top_k=MATCHES)
-    return {"matches": _found(document, words, found)}
+    asked = document_of(memory, document)
+    return {"matches": _found(asked, words, search_text(memory, text, [asked], top_k=MATCHES))}
 
 
 def _found(document: Document, words: Words, found: list[Match]) -> list[dict[str, Any]]:
@@ -206,22 +210,22 @@ def _found(document: Document, words: Words, found: list[Match]) -> list[dict[st
 
 # A long document takes seconds. It is searched in pieces of ``SECONDS``: an index of words would be another store to
 # keep right, and the first hits are there at once.
-def find(memory: Memory, words: Words, number: int, query: str, start: int) -> dict[str, Any]:
-    """Blocks from ``start`` on in which ``query`` begins, whatever its case; where to go on, None at the end.
+def find(memory: Memory, words: Words, document: int, text: str = "", start: int = 0) -> dict[str, Any]:
+    """Blocks from ``start`` on in which ``text`` begins, whatever its case; where to go on, None at the end.
 
     Looks for about ``SECONDS`` and stops after ``MOST_FOUND`` blocks. Raises ``NotFound``, ``InvalidArgument`` and
     ``DamagedError``.
     """
-    if not 1 <= len(query) <= LONGEST_QUERY:
-        raise InvalidArgument(f"a text to search for has 1 to {LONGEST_QUERY} characters, not {len(query)}.")
-    document, size = document_of(memory, number), memory.spec.block_size
-    live, begun = document.blocks, time.monotonic()
+    if not 1 <= len(text) <= LONGEST_QUERY:
+        raise InvalidArgument(f"a text to search for has 1 to {LONGEST_QUERY} characters, not {len(text)}.")
+    searched, size = document_of(memory, document), memory.spec.block_size
+    live, begun = searched.blocks, time.monotonic()
     at, found = max(start, live.start), list[dict[str, Any]]()
-    beyond = 1 + -(-len(query) // size)  # a match may go on in the blocks that follow
+    beyond = 1 + -(-len(text) // size)  # a match may go on in the blocks that follow
     while at < live.stop and len(found) < MOST_FOUND and time.monotonic() - begun < SECONDS:
         piece = range(at, min(at + _PIECE, live.stop))
-        texts = [words.of(ids) for _, ids in rows(document, range(piece.start, piece.stop + beyond))]
-        places = _matches(texts, words.between, query)
+        texts = [words.of(ids) for _, ids in rows(searched, range(piece.start, piece.stop + beyond))]
+        places = _matches(texts, words.between, text)
         found += [{"block": at + place, "text": printable(texts[place])} for place in places if place < len(piece)]
         at = piece.stop
     if len(found) > MOST_FOUND:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -41,13 +42,13 @@ _SECONDS = 2.0  # to look through traces for a block
 _Kind = TypeVar("_Kind")
 
 
-def live(memory: Memory, words: Words, number: int) -> dict[str, Any]:
-    """What changes while others write: sizes, the latest traces, and how far the trace ``number`` is (-1: none).
+def live(memory: Memory, words: Words, trace: int = -1) -> dict[str, Any]:
+    """What changes while others write: sizes, the latest traces, and how far the trace of this number is (-1: none).
 
     Traces that cannot be read are ``trouble``, which says why: the documents are as good as ever.
     """
     try:
-        return {"sizes": sizes(memory), "trouble": None} | _latest(memory.traces.list(), words, number)
+        return {"sizes": sizes(memory), "trouble": None} | _latest(memory.traces.list(), words, trace)
     except DamagedError as error:
         return {"sizes": sizes(memory), "trouble": str(error), "found": 0, "traces": []}
 
@@ -59,7 +60,7 @@ def _latest(traces: Sequence[Trace], words: Words, number: int) -> dict[str, Any
 
 
 def _listed(trace: Trace, words: Words) -> dict[str, Any]:
-    facts, steps = Facts.of(trace.info), len(trace)
+    facts, steps = _Facts.of(trace.info), len(trace)
     return {
         "number": trace.number,
         "documents": [printable(name) for name in facts.documents[:3]],
@@ -72,7 +73,7 @@ def _listed(trace: Trace, words: Words) -> dict[str, Any]:
     }
 
 
-def _seconds_since(trace: Trace, facts: Facts, steps: int) -> float:
+def _seconds_since(trace: Trace, facts: _Facts, steps: int) -> float:
     """Seconds since the latest of ``steps`` began: a model that was stopped leaves a trace that never ends."""
     try:
         started = datetime.fromisoformat(facts.started).timestamp()
@@ -81,7 +82,7 @@ def _seconds_since(trace: Trace, facts: Facts, steps: int) -> float:
     return time.time() - started - sum(step.seconds for step in trace.steps(steps - 1, steps))
 
 
-def _question(facts: Facts, words: Words) -> str:
+def _question(facts: _Facts, words: Words) -> str:
     """What was asked, or the end of the prompt."""
     return facts.question or printable(words.of(facts.prompt[-40:]))
 
@@ -98,20 +99,26 @@ def _answer(trace: Trace, words: Words, *, ended: bool) -> str:
 
 
 def trace(
-    memory: Memory, words: Words, number: int, wanted: range, layer: int | None, head: int | None
+    memory: Memory,
+    words: Words,
+    trace: int,
+    start: int = 0,
+    stop: int = MOST_STEPS,
+    layer: int | None = None,
+    head: int | None = None,
 ) -> dict[str, Any]:
-    """What a trace says of itself, and the steps ``wanted``.
+    """What a trace says of itself, and its steps from ``start`` to before ``stop``.
 
     Each step has the text of its token, where its attention went (of ``layer`` and ``head``, or the mean of all), how
     many entries came from each of ``TIERS``, and microseconds. Raises ``NotFound``, ``DamagedError`` and
     ``InvalidArgument``.
     """
-    found = memory.traces.get(number)
-    steps = _steps(found, wanted)
-    facts = Facts.of(found.info)
+    found = memory.traces.get(trace)
+    steps = _steps(found, start, stop)
+    facts = _Facts.of(found.info)
     pieces = _pieces(found, facts, words, steps)
     return {
-        "number": number,
+        "number": trace,
         "mechanism": facts.mechanism,
         "ended": facts.ended,
         "question": _question(facts, words),
@@ -125,10 +132,10 @@ def trace(
     }
 
 
-def _steps(trace: Trace, wanted: range) -> list[Step]:
-    if not 0 <= wanted.start <= wanted.stop <= wanted.start + MOST_STEPS:
+def _steps(trace: Trace, start: int, stop: int) -> list[Step]:
+    if not 0 <= start <= stop <= start + MOST_STEPS:
         raise InvalidArgument(f"ask for at most {MOST_STEPS} steps: start <= stop <= start + {MOST_STEPS}.")
-    return [_first_row(step) for step in trace.steps(wanted.start, wanted.stop)]
+    return [_first_row(step) for step in trace.steps(start, stop)]
 
 
 def _step(step: Step, piece: str | None, layer: int | None, head: int | None) -> dict[str, Any]:
@@ -150,14 +157,14 @@ def _step(step: Step, piece: str | None, layer: int | None, head: int | None) ->
     }
 
 
-def overview(memory: Memory, number: int, wanted: range) -> dict[str, Any]:
+def overview(memory: Memory, trace: int, start: int = 0, stop: int = MOST_STEPS) -> dict[str, Any]:
     """The part of attention that went to what was retrieved: by step and layer, and by layer and query head.
 
     Raises ``NotFound``, ``DamagedError`` and ``InvalidArgument``.
     """
     by_step: list[dict[int, list[float]]] = []
     by_head: dict[int, list[Array]] = {}
-    for step in _steps(memory.traces.get(number), wanted):
+    for step in _steps(memory.traces.get(trace), start, stop):
         of_layers: dict[int, list[float]] = {}
         for look in (look for look in step.looks if len(look.weights)):
             shares = np.nansum(look.weights, axis=1)
@@ -171,13 +178,13 @@ def overview(memory: Memory, number: int, wanted: range) -> dict[str, Any]:
     }
     return {
         "layers": layers,
-        "start": wanted.start,
+        "start": start,
         "by_step": [[round(float(np.mean(of.get(layer, [0.0]))), 3) for layer in layers] for of in by_step],
         "by_head": [[round(share, 3) for share in heads[layer].tolist()] for layer in layers],
     }
 
 
-def _pieces(trace: Trace, facts: Facts, words: Words, steps: Sequence[Step]) -> list[str | None]:
+def _pieces(trace: Trace, facts: _Facts, words: Words, steps: Sequence[Step]) -> list[str | None]:
     """The text that the token of each step adds; None where the token is not known."""
     before = facts.prompt
     if steps and (first := steps[0].number):
@@ -188,12 +195,14 @@ def _pieces(trace: Trace, facts: Facts, words: Words, steps: Sequence[Step]) -> 
     return [None if step.token is None else next(pieces) for step in steps]
 
 
-def step(memory: Memory, words: Words, number: int, step: int, layer: int | None, head: int | None) -> dict[str, Any]:
+def step(
+    memory: Memory, words: Words, trace: int, step: int, layer: int | None = None, head: int | None = None
+) -> dict[str, Any]:
     """The blocks that one step used, most weight first: means over layers and heads, or of those asked for.
 
     Raises ``NotFound`` and ``DamagedError``.
     """
-    for found in memory.traces.get(number).steps(step, step + 1):
+    for found in memory.traces.get(trace).steps(step, step + 1):
         looks = [look for look in _first_row(found).looks if layer in (None, look.layer)]
         used = most_weight([replace(found, looks=looks)], head=head)
         details = best_looks(looks)
@@ -202,12 +211,12 @@ def step(memory: Memory, words: Words, number: int, step: int, layer: int | None
             for (name, block, weight), place in zip(used, _places(memory, words, used), strict=False)
         ]
         return {"step": step, "blocks": places, "kept": bool(found.looks)}
-    raise NotFound(f"trace {number} has no step {step}.")
+    raise NotFound(f"trace {trace} has no step {step}.")
 
 
-def used(memory: Memory, words: Words, number: int, layer: int | None, head: int | None) -> dict[str, Any]:
+def used(memory: Memory, words: Words, trace: int, layer: int | None = None, head: int | None = None) -> dict[str, Any]:
     """The blocks that a whole trace used, most weight first. Raises ``NotFound`` and ``DamagedError``."""
-    found = memory.traces.get(number).used(layer=layer, head=head)
+    found = memory.traces.get(trace).used(layer=layer, head=head)
     places = _places(memory, words, found)
     return {
         "found": len(found),
@@ -247,16 +256,10 @@ def _places(memory: Memory, words: Words, used: Sequence[tuple[str, int, float]]
     for name, block, _ in used[:MOST_BLOCKS]:
         text = None
         if name in numbers:
-            try:
+            with suppress(NotFound):  # forgotten or cut since
                 text = printable(words.of(memory.document(name).tokens(block).tolist()))
-            except NotFound:  # forgotten or cut since
-                text = None
-        places.append(_place(name, numbers) | {"block": block, "text": text})
+        places.append({"document": numbers.get(name), "name": printable(name), "block": block, "text": text})
     return places
-
-
-def _place(name: str, numbers: dict[str, int | None]) -> dict[str, Any]:
-    return {"document": numbers.get(name), "name": printable(name)}
 
 
 def _numbers(memory: Memory) -> dict[str, int | None]:
@@ -269,7 +272,7 @@ def _finite(value: float) -> float | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class _Facts:
     """What a trace says of itself: ``Trace.info``, checked, for whoever recorded or sent it wrote that JSON.
 
     A fact of another kind than it should be is one that is not there, and one without end is cut. ``documents`` are

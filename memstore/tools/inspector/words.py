@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from memstore.errors import printable
+from memstore.tools.models import tokenizer_of
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
@@ -24,19 +25,15 @@ class Words:
     def __init__(self, memory: Memory) -> None:
         self._memory = memory
         self._lock = threading.Lock()
-        self._loaded = False
-        self._tokenizer: Any = None
-        self._missing: str | None = None
+        self._loaded: tuple[Any, str | None] | None = None
+        """The tokenizer, or why there is none; None before it is asked for."""
         self.answers: dict[int, str] = {}
         """How the answers of traces begin that have ended, by their numbers."""
 
     @property
     def missing(self) -> str | None:
         """Why there is no text; None where there is."""
-        with self._lock:
-            if not self._loaded:
-                self._load()
-            return self._missing
+        return self._tokenizer()[1]
 
     @property
     def between(self) -> str:
@@ -45,10 +42,11 @@ class Words:
 
     def of(self, ids: Sequence[int]) -> str:
         """The text of ``ids``, not yet ``printable``: to be searched."""
-        if self.missing is not None:
+        tokenizer, missing = self._tokenizer()
+        if missing is not None:
             return " ".join(map(str, ids))
         with self._lock:
-            return str(self._tokenizer.decode([each for each in ids if 0 <= each <= _LARGEST]))
+            return str(tokenizer.decode([each for each in ids if 0 <= each <= _LARGEST]))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
         """The text that each of ``ids`` adds; one that ends within a character adds nothing, the next adds it."""
@@ -63,8 +61,8 @@ class Words:
             begin, read = read, end
         return pieces
 
-    def _load(self) -> None:
-        from memstore.tools.models import tokenizer_of
-
-        self._tokenizer, self._missing = tokenizer_of(self._memory)
-        self._loaded = True
+    def _tokenizer(self) -> tuple[Any, str | None]:
+        with self._lock:
+            if self._loaded is None:
+                self._loaded = tokenizer_of(self._memory)
+            return self._loaded

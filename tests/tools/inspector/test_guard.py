@@ -10,7 +10,7 @@ import pytest
 from starlette.testclient import TestClient
 
 import memstore
-from memstore.tools import request_timeout
+from memstore.tools import web
 from memstore.tools.inspector.app import Inspector
 from memstore.tools.inspector.guard import HEADERS, READ_HEADER, WRITE_HEADER
 from tests.tools.inspector.conftest import client_of
@@ -152,11 +152,11 @@ def test_what_is_no_small_object_is_a_bad_request(opened: memstore.Memory, body:
 
 
 def test_many_slow_requests_keep_nobody_out_and_end(opened: memstore.Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_timeout, "REQUEST_SECONDS", 2.0)
+    monkeypatch.setattr(web, "REQUEST_SECONDS", 2.0)
     with served(opened) as link, ExitStack() as stack:
         host, port = link.removeprefix("http://").split("/")[0].split(":")
         slow = []
-        for _ in range(3 * request_timeout.TimedConnection.max_connections):
+        for _ in range(300):
             connection = stack.enter_context(socket.create_connection((host, int(port)), timeout=30))
             connection.sendall(b"GET / HTTP/1.1\r\nHost: 127")
             slow.append(connection)
