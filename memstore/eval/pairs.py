@@ -23,7 +23,7 @@ IGNORED = -100
 ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
-class Pair(NamedTuple):
+class _Pair(NamedTuple):
     """Token ids of a prompt, aligned, and of what is to follow it."""
 
     prompt: list[int]
@@ -52,19 +52,21 @@ def _pair(value: Any, where: str, prompt: str, answer: str) -> tuple[str, str]:
     return value[prompt], value[answer]
 
 
-def encode_pairs(pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, tokens_per_block: int) -> list[Pair]:
+def encode_pairs(
+    pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, tokens_per_block: int
+) -> list[_Pair]:
     """Pairs as tokens: prompts are aligned with blocks, answers end with the end-of-text token."""
     filler = filler_token(tokenizer)
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     prompts = tokenizer([prompt for prompt, _ in pairs], add_special_tokens=False, verbose=False)["input_ids"]
     answers = tokenizer([answer for _, answer in pairs], add_special_tokens=False, verbose=False)["input_ids"]
     return [
-        Pair(align(prompt, tokens_per_block, filler), answer + end)
+        _Pair(align(prompt, tokens_per_block, filler), answer + end)
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
 
 
-def collate_pairs(pairs: list[Pair]) -> dict[str, Tensor]:
+def collate_pairs(pairs: list[_Pair]) -> dict[str, Tensor]:
     """A batch, filled up at the end, where a causal model cannot see it; so it needs no mask."""
     width = max(len(pair.prompt) + len(pair.answer) for pair in pairs)
     ids = torch.zeros(len(pairs), width, dtype=torch.int64)

@@ -81,7 +81,7 @@ def chat(
         opened = memstore.open(memory, mode="r")
     with opened, OpenFolder(memory) as place:
         reader = attached(loaded, opened, document=None, top_k=top_k, **made)
-        talk = Talk(reader, writer, place, memory, session, {} if system is None else {"system": system})
+        talk = _Talk(reader, writer, place, memory, session, {} if system is None else {"system": system})
         with talk.reading() as conversation:
             _greet(conversation)
         if recorded_name(opened) is None:
@@ -112,7 +112,7 @@ def _greet(conversation: Conversation) -> None:
 
 
 @dataclass(frozen=True)
-class Talk:
+class _Talk:
     """A conversation whose memory others can write into while nobody speaks."""
 
     reader: Reader
@@ -138,7 +138,7 @@ class Talk:
             yield reader.chat(self.session, **self.told)
 
 
-def _talk(talk: Talk, max_tokens: int) -> list[str]:
+def _talk(talk: _Talk, max_tokens: int) -> list[str]:
     """Until the user ends it; what was answered."""
     answers: list[str] = []
     while (words := _heard()) is not None:
@@ -174,7 +174,7 @@ def _heard() -> str | None:
         return None
 
 
-def _obey(talk: Talk, command: str, rest: str) -> None:
+def _obey(talk: _Talk, command: str, rest: str) -> None:
     """Do what was typed after a stroke."""
     match command:
         case "/sources" | "/why":

@@ -63,7 +63,7 @@ Seed = Annotated[int, typer.Option(help="Chooses needles, places and filler.")]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class _Setting:
     """The options that all needle tasks take, each once."""
 
     model: Model = None
@@ -130,8 +130,8 @@ class Setting:
                 return list(evaluate(model, tokenizer, plan, filler, memory, advance)), filler.name
 
 
-@taking(Setting)
-def passkey(setting: Setting) -> Report:
+@taking(_Setting)
+def passkey(setting: _Setting) -> Report:
     """Hide a number in a long text, and ask for it.
 
     Every sample is read into a memory and asked; a sample counts if the whole answer is right. The margin is the score
@@ -147,9 +147,9 @@ def passkey(setting: Setting) -> Report:
     return setting.measure("passkey")
 
 
-@taking(Setting)
+@taking(_Setting)
 def two_hop(
-    setting: Setting,
+    setting: _Setting,
     *,
     chains: Annotated[int, typer.Option(min=1, max=30, help="Chains of two links, of which one is asked for.")] = 2,
 ) -> Report:
@@ -167,9 +167,9 @@ def two_hop(
     return setting.measure("two-hop", chains=chains)
 
 
-@taking(Setting)
+@taking(_Setting)
 def multi_needle(
-    setting: Setting,
+    setting: _Setting,
     *,
     needles: Annotated[
         int, typer.Option(min=1, max=1000, help="Needles in a haystack, of which one is asked for.")

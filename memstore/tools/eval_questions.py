@@ -83,7 +83,7 @@ Tasks = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class QuestionSetting:
+class _QuestionSetting:
     """The options that all sets of questions take, each once."""
 
     model: Model = SMOLLM2
@@ -234,9 +234,9 @@ class QuestionSetting:
             yield from (words, sentences, FusedRanker(words, sentences), FusedRanker(memory, words))
 
 
-@taking(QuestionSetting)
+@taking(_QuestionSetting)
 def squad(
-    setting: QuestionSetting,
+    setting: _QuestionSetting,
     *,
     pooled: Annotated[int | None, typer.Option(min=1, help="The first so many paragraphs, not all 1,204.")] = None,
 ) -> Report:
@@ -258,9 +258,9 @@ def squad(
     return setting.measure("squad", lambda: [source.load(count=pooled)])
 
 
-@taking(QuestionSetting)
+@taking(_QuestionSetting)
 def hotpotqa(
-    setting: QuestionSetting,
+    setting: _QuestionSetting,
     *,
     pooled: Annotated[
         int, typer.Option(min=1, help="The first questions of the set, whose paragraphs are pooled.")
@@ -283,8 +283,8 @@ def hotpotqa(
     return setting.measure("hotpotqa", lambda: [source.load(count=pooled)])
 
 
-@taking(QuestionSetting)
-def facts(setting: QuestionSetting) -> Report:
+@taking(_QuestionSetting)
+def facts(setting: _QuestionSetting) -> Report:
     """Hide facts in a manual, and ask for them in their own words, in plain questions, and in other words.
 
     The 32 facts are memstore's own, the manual is Python's language reference (16,000 tokens). A question in other
@@ -302,8 +302,8 @@ def facts(setting: QuestionSetting) -> Report:
     return setting.measure("facts", lambda: [source.load(way) for way in source.WAYS])
 
 
-@taking(QuestionSetting)
-def lookalikes(setting: QuestionSetting) -> Report:
+@taking(_QuestionSetting)
+def lookalikes(setting: _QuestionSetting) -> Report:
     """Hide sentences that differ in two words, and ask for one of them: is the answer that of another?
 
     Eight forms of eight sentences each are memstore's own, the manual is Python's language reference (8,500 tokens in
@@ -320,8 +320,8 @@ def lookalikes(setting: QuestionSetting) -> Report:
     return setting.measure("lookalikes", lambda: [source.load()])
 
 
-@taking(QuestionSetting)
-def babi(setting: QuestionSetting) -> Report:
+@taking(_QuestionSetting)
+def babi(setting: _QuestionSetting) -> Report:
     """Tell who went where with what, among other text, and ask where people and things are: one, two, three facts.
 
     The story is memstore's own, after bAbI and BABILong; the book is Python's language reference (20,000 tokens in
@@ -339,8 +339,8 @@ def babi(setting: QuestionSetting) -> Report:
     return setting.measure("babi", lambda: [source.load(facts) for facts in source.FACTS])
 
 
-@taking(QuestionSetting)
-def factbook(setting: QuestionSetting) -> Report:
+@taking(_QuestionSetting)
+def factbook(setting: _QuestionSetting) -> Report:
     """Ask about one of 229 countries whose entries have the same eight lines: is it that country's?
 
     The entries are those of the CIA World Factbook (31,000 tokens in all); most lines lie in a block that does not name
@@ -366,8 +366,8 @@ Scenario = Annotated[
 ]
 
 
-@taking(QuestionSetting)
-def chat(setting: QuestionSetting, *, scenario: Scenario) -> Report:
+@taking(_QuestionSetting)
+def chat(setting: _QuestionSetting, *, scenario: Scenario) -> Report:
     """Ask for what a user said in earlier sessions (bfcl-eval): is it found?
 
     What one of five users said, a paragraph for each message, is read as one document (24 to 109 messages, 24 to 50
@@ -391,9 +391,9 @@ def chat(setting: QuestionSetting, *, scenario: Scenario) -> Report:
     return setting.measure(f"chat-{scenario}", load)
 
 
-@taking(QuestionSetting)
+@taking(_QuestionSetting)
 def locomo(
-    setting: QuestionSetting,
+    setting: _QuestionSetting,
     *,
     path: Annotated[Path, typer.Argument(metavar="FILE", help="Where locomo10.json lies.", show_default=False)],
     conversation: Annotated[str | None, typer.Option(help="One of them, such as conv-26; without it all.")] = None,
@@ -429,8 +429,8 @@ Conversation = Annotated[
 ]
 
 
-@taking(QuestionSetting)
-def beam(setting: QuestionSetting, *, path: Conversation) -> Report:
+@taking(_QuestionSetting)
+def beam(setting: _QuestionSetting, *, path: Conversation) -> Report:
     """Ask about a conversation of 100,000 tokens or more (BEAM): are all messages found that hold the answer?
 
     The folder is that of a conversation in the benchmark's repository, which is not fetched. Beside the memory: BM25
@@ -448,7 +448,7 @@ def beam(setting: QuestionSetting, *, path: Conversation) -> Report:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ruler:
+class _Ruler:
     """The options of ``memstore eval ruler``."""
 
     model: Model = SMOLLM2
@@ -465,8 +465,8 @@ class Ruler:
     json: Json = False
 
 
-@taking(Ruler)
-def ruler(setting: Ruler) -> Report:
+@taking(_Ruler)
+def ruler(setting: _Ruler) -> Report:
     """Ask RULER's thirteen tasks of a memory: needles, chains, counting words, documents.
 
     The tasks and measures are the paper's, texts and questions are memstore's own, so scores are not those of others'

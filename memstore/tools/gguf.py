@@ -38,7 +38,7 @@ OTHERWISE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class GgufFile:
+class _GgufFile:
     """The file that a directory was converted from: one that was replaced has another size or time."""
 
     file: str
@@ -62,11 +62,11 @@ def converted(file: Path) -> Path:
     file = file.resolve()
     stat = file.stat()
     place = hashlib.sha256(str(file).encode("utf-8", "surrogateescape")).hexdigest()[:12]
-    origin = GgufFile(file=str(file), bytes=stat.st_size, modified=stat.st_mtime_ns)
+    origin = _GgufFile(file=str(file), bytes=stat.st_size, modified=stat.st_mtime_ns)
     return cached(cache_folder() / "gguf" / f"{file.stem}-{place}", origin, _convert_file)
 
 
-def _convert_file(folder: Path, origin: GgufFile) -> None:
+def _convert_file(folder: Path, origin: _GgufFile) -> None:
     file = Path(origin.file)
     _require_converters(file.name)
     sys.stderr.write(f"Converting {file.name} to a Hugging Face model in {folder.parents[1]}: minutes, once.\n")

@@ -21,7 +21,7 @@ COLUMNS = ("set", "ranker", "questions", "all", "any")
 
 
 @dataclass(frozen=True, kw_only=True)
-class RouterTraining:
+class _RouterTraining:
     """The options of ``memstore train router``."""
 
     pairs: Annotated[
@@ -56,8 +56,8 @@ class RouterTraining:
     json: Json = False
 
 
-@taking(RouterTraining)
-def router(options: RouterTraining) -> Report:
+@taking(_RouterTraining)
+def router(options: _RouterTraining) -> Report:
     """Train what finds blocks in the memories of a stock model, on questions whose evidence is known.
 
     The model stays as it is, and so does the format of memories: only the numbers of the router differ, which otherwise

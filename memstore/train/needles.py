@@ -31,7 +31,7 @@ NEAR = ("code", "number", "address", "count", "key", "password", "value", "versi
 KINDS = (*NEAR, "passport", "pass", "port", "time", "date")
 
 
-class VariedPhrases(Phrases):
+class _VariedPhrases(Phrases):
     """Phrases with numbers of ``shortest`` to ``longest`` digits, whatever a task asks for."""
 
     distinct = False
@@ -56,11 +56,11 @@ class VariedPhrases(Phrases):
         return found
 
 
-class Distractions:
+class _Distractions:
     """What makes a text harder to search."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._phrases = VariedPhrases(tokenizer, 3, 12)
+        self._phrases = _VariedPhrases(tokenizer, 3, 12)
         self._vocabulary = len(tokenizer)
 
     def nonsense(self, rng: Generator, count: int) -> Tokens:
@@ -93,33 +93,33 @@ Asked = tuple[list[int], list[int]]
 """A question and its answer."""
 
 
-class Exercise(NamedTuple):
+class _Exercise(NamedTuple):
     """A riddle, and what else can be asked about its needles."""
 
     riddle: Riddle
     follow_ups: list[Asked]
 
 
-def plain(task: str) -> Callable[[Phrases, random.Random], Exercise]:
+def plain(task: str) -> Callable[[Phrases, random.Random], _Exercise]:
     """A task as it is asked when a model is measured."""
-    return lambda phrases, rng: Exercise(TASKS[task](phrases, rng), [])
+    return lambda phrases, rng: _Exercise(TASKS[task](phrases, rng), [])
 
 
-def one_hop(phrases: Phrases, rng: random.Random, chains: int) -> Exercise:
+def one_hop(phrases: Phrases, rng: random.Random, chains: int) -> _Exercise:
     """``chains`` of two links, of which each is asked for: the first half of the way to two hops."""
     needles, steps, _ = _links(phrases, rng, chains)
     numbers = rng.sample(range(len(steps)), len(steps))
     (question, answer), *rest = (steps[number] for number in numbers)
-    return Exercise(Riddle(needles, question, answer, numbers[:1]), _after(rest))
+    return _Exercise(Riddle(needles, question, answer, numbers[:1]), _after(rest))
 
 
-def two_hops(phrases: Phrases, rng: random.Random, chains: int) -> Exercise:
+def two_hops(phrases: Phrases, rng: random.Random, chains: int) -> _Exercise:
     """``chains`` of two links, of which each is asked for, then the links."""
     needles, steps, paths = _links(phrases, rng, chains)
     first, *others = rng.sample(range(chains), chains)
     question, answer = paths[first]
     rest = [paths[chain] for chain in others] + rng.sample(steps, len(steps))
-    return Exercise(Riddle(needles, question, answer, [2 * first, 2 * first + 1]), _after(rest))
+    return _Exercise(Riddle(needles, question, answer, [2 * first, 2 * first + 1]), _after(rest))
 
 
 def _links(phrases: Phrases, rng: random.Random, chains: int) -> tuple[list[list[int]], list[Asked], list[Asked]]:
@@ -140,7 +140,7 @@ def _after(asked: Sequence[Asked]) -> list[Asked]:
     return [(question[1:], answer) for question, answer in asked]
 
 
-EXERCISES: dict[str, Callable[[Phrases, random.Random], Exercise]] = {
+EXERCISES: dict[str, Callable[[Phrases, random.Random], _Exercise]] = {
     "passkey": plain("passkey"),
     "multi-needle": plain("multi-needle"),
     "easy one-hop": partial(one_hop, chains=1),
@@ -172,8 +172,8 @@ class NeedleRows(Dataset[Any]):
     ) -> None:
         """``texts``: what surrounds the needles. ``count``: batches."""
         self._recipe = recipe
-        self._phrases = VariedPhrases(tokenizer, 0, 0)
-        self._distractions = Distractions(tokenizer)
+        self._phrases = _VariedPhrases(tokenizer, 0, 0)
+        self._distractions = _Distractions(tokenizer)
         self._texts = texts
         self._tokens_per_block = tokens_per_block
         self._count = count
@@ -203,7 +203,7 @@ class NeedleRows(Dataset[Any]):
         """Blocks that hold needles and question."""
         return -(-(sum(map(len, riddle.needles)) + len(riddle.question) - 1) // self._tokens_per_block)
 
-    def _exercise(self, plain: random.Random, progress: float) -> Exercise:
+    def _exercise(self, plain: random.Random, progress: float) -> _Exercise:
         shares = self._recipe.tasks_at(progress)
         (task,) = plain.choices(list(shares), list(shares.values()))
         self._phrases.bounds = self._recipe.ramped(self._recipe.digits[task], progress)
@@ -211,7 +211,7 @@ class NeedleRows(Dataset[Any]):
         self._phrases.few = self._recipe.few_digits if progress >= self._recipe.few_from else 0.0
         return EXERCISES[task](self._phrases, plain)
 
-    def _row(self, rng: Generator, plain: random.Random, exercise: Exercise, blocks: int, hard: bool) -> Row:
+    def _row(self, rng: Generator, plain: random.Random, exercise: _Exercise, blocks: int, hard: bool) -> Row:
         riddle = exercise.riddle
         start, length = blocks * self._tokens_per_block + 1, (blocks + 1) * self._tokens_per_block
         room = start - len(riddle.question) - sum(map(len, riddle.needles))
@@ -238,7 +238,7 @@ class NeedleRows(Dataset[Any]):
         parts += [text[before:], riddle.question, asked, self._text(rng, plain, after, hard)]
         return Row(np.concatenate(parts, dtype=np.int32, casting="unsafe"), answer, free)
 
-    def _asked(self, exercise: Exercise, room: int) -> tuple[list[int], list[bool]]:
+    def _asked(self, exercise: _Exercise, room: int) -> tuple[list[int], list[bool]]:
         """The answer and as many follow-ups as there is room for, and which of these tokens answer something."""
         tokens = list(exercise.riddle.answer)
         wanted = [True] * len(tokens)

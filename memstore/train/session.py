@@ -68,7 +68,7 @@ class Session:
     def _train(self, trainer: MemoryTrainer, last: Path | None) -> None:
         bar = None
         if self.runtime.progress and self.state.is_main_process:
-            bar = Bar()
+            bar = _Bar()
             trainer.add_callback(bar)
         try:
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
@@ -115,7 +115,7 @@ def _keep_few_activations(model: Any) -> None:
         model.gradient_checkpointing_enable(options)
 
 
-class Bar(TrainerCallback):
+class _Bar(TrainerCallback):
     """Steps, and the last loss, on standard error."""
 
     def __init__(self) -> None:

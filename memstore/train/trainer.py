@@ -111,7 +111,7 @@ class MemoryTrainer(Trainer):
         self.callback_handler.callbacks = [
             each for each in self.callback_handler.callbacks if type(each).__name__ != "PrinterCallback"
         ]
-        self.add_callback(CheckpointCallback(self))
+        self.add_callback(_CheckpointCallback(self))
 
     @property
     def progress(self) -> float:
@@ -252,7 +252,7 @@ def perplexity(model: Any, segments: Any, batch: int) -> float:
     return math.exp(total / segments[:, 1:].size)
 
 
-class CheckpointCallback(TrainerCallback):
+class _CheckpointCallback(TrainerCallback):
     """Says when a checkpoint is whole, lets the trainer add to it, and writes the log."""
 
     def __init__(self, trainer: MemoryTrainer) -> None:

@@ -19,7 +19,7 @@ PARAGRAPH = 300
 """Characters between two sentences, at least."""
 
 
-class Form(NamedTuple):
+class _Form(NamedTuple):
     """A sentence and a question with gaps, and what goes into them: who is asked for, and the answer."""
 
     name: str
@@ -29,56 +29,56 @@ class Form(NamedTuple):
 
 
 FORMS = (
-    Form(
+    _Form(
         "masters",
         "The name of the harbour master of Port {} is {}.",
         "What is the name of the harbour master of Port {}?",
         {"Salter": "Margaret", "Brine": "Tobias", "Hollow": "Eleanor", "Marrow": "Frederick", "Quill": "Beatrice",
          "Ember": "Leopold", "Thistle": "Harriet", "Wending": "Dominic"},
     ),
-    Form(
+    _Form(
         "lockers",
         "The number of the locker of {} is {}.",
         "What is the number of the locker of {}?",
         {"Agnes": "4187", "Bruno": "2953", "Cecil": "7614", "Dagmar": "3380", "Edwin": "9026", "Flora": "5741",
          "Gustav": "1868", "Hilda": "6295"},
     ),
-    Form(
+    _Form(
         "dogs",
         "The dog of Mrs. {} is called {}.",
         "What is the dog of Mrs. {} called?",
         {"Abbott": "Biscuit", "Carver": "Pepper", "Dawson": "Rufus", "Fletcher": "Nero", "Granger": "Daisy",
          "Hobbs": "Captain", "Lambert": "Oscar", "Merton": "Ginger"},
     ),
-    Form(
+    _Form(
         "treasures",
         "The treasure of Captain {} is buried near {}.",
         "Where is the treasure of Captain {} buried?",
         {"Moraine": "Lisbon", "Drake": "Cairo", "Voss": "Dublin", "Silver": "Havana", "Kidd": "Athens",
          "Bellamy": "Lima", "Rackham": "Oslo", "Teach": "Prague"},
     ),
-    Form(
+    _Form(
         "houses",
         "The house of the {} family is painted {}.",
         "In which colour is the house of the {} family painted?",
         {"Ashdown": "green", "Birch": "yellow", "Corbett": "blue", "Dunmore": "red", "Everett": "white",
          "Falkner": "orange", "Gould": "purple", "Hale": "grey"},
     ),
-    Form(
+    _Form(
         "instruments",
         "On Sundays little {} plays the {}.",
         "Which instrument does little {} play on Sundays?",
         {"Anna": "violin", "Boris": "trumpet", "Clara": "harp", "David": "cello", "Emil": "piano", "Fanny": "flute",
          "Georg": "guitar", "Helen": "organ"},
     ),
-    Form(
+    _Form(
         "lectures",
         "The lecture on {} takes place in room {}.",
         "In which room does the lecture on {} take place?",
         {"botany": "214", "geology": "305", "poetry": "118", "logic": "427", "optics": "236", "anatomy": "509",
          "ethics": "143", "algebra": "362"},
     ),
-    Form(
+    _Form(
         "birthdays",
         "The birthday of cousin {} is in {}.",
         "In which month is the birthday of cousin {}?",
