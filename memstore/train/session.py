@@ -10,16 +10,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from transformers import TrainerCallback, TrainingArguments
-from transformers.trainer_callback import TrainerControl, TrainerState
+from transformers.trainer_callback import TrainerState
 
 from memstore.readers.kinds import quiet_transformers
 from memstore.train.run import REPORT, Run, complete, saying_what_is_safe
 from memstore.train.segments import ShuffledItems
 from memstore.train.settings import Optimisation, Runtime
 from memstore.train.start import Folder
-from memstore.train.trainer import MemoryTrainer, arguments
+from memstore.train.trainer import MemoryTrainer
 
 Report = dict[str, Any]
 
@@ -42,9 +43,39 @@ class Session:
         return ShuffledItems(items, steps * batch, wanted.seed)
 
     def arguments(self, config: Any, items: int, batch: int) -> TrainingArguments:
-        """What the Trainer is told for ``items`` to be seen in batches of ``batch``."""
-        steps = items // (batch * self.optimisation.accumulate * self.state.num_processes)
-        return arguments(self.run, config, self.optimisation, self.runtime, steps, batch)
+        """What the Trainer is told for ``items`` to be seen in batches of ``batch``; see also ``MemoryTrainer``."""
+        wanted, processes = self.optimisation, self.state.num_processes
+        cpu = self.runtime.device == "cpu" or not torch.cuda.is_available()
+        made = TrainingArguments(
+            output_dir=str(self.run.checkpoints),
+            max_steps=items // (batch * wanted.accumulate * processes),
+            per_device_train_batch_size=batch,
+            gradient_accumulation_steps=wanted.accumulate,
+            learning_rate=wanted.learning_rate,
+            weight_decay=wanted.weight_decay,
+            adam_beta1=wanted.betas[0],
+            adam_beta2=wanted.betas[1],
+            max_grad_norm=wanted.clip,
+            optim="adamw_torch",
+            seed=wanted.seed,
+            bf16=wanted.bf16,
+            save_steps=self.runtime.save_every,
+            save_total_limit=2,
+            logging_steps=self.runtime.log_every,
+            logging_nan_inf_filter=False,
+            train_sampling_strategy="sequential",
+            remove_unused_columns=False,
+            dataloader_num_workers=0,
+            dataloader_pin_memory=not cpu,
+            use_cpu=cpu,
+            ddp_backend="gloo" if cpu and processes > 1 else None,
+            ddp_find_unused_parameters=getattr(config, "leaves_parameters_unused", False),
+            disable_tqdm=True,
+            report_to="none",
+        )
+        # Several GPUs in one process would be DataParallel, which knows nothing of banks; torchrun starts one for each.
+        made._n_gpu = min(made.n_gpu, 1)
+        return made
 
     def fit(self, trainer: MemoryTrainer, measure: Callable[[], Report]) -> Report:
         """Train, write the model, measure it, and write the report."""
@@ -133,24 +164,17 @@ class _Bar(TrainerCallback):
         self._bar = Progress(*columns, console=self._console, disable=not self._console.is_terminal)
         self._task = self._bar.add_task("", total=None, said="")
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Show the bar."""
         self._bar.reset(self._task, total=state.max_steps, completed=state.global_step)
         self._bar.start()
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Move it."""
         self._bar.update(self._task, completed=state.global_step)
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
         """Say the loss; off a terminal, in a line of its own."""
         if not logs or "loss" not in logs:

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accelerate import PartialState
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
@@ -21,47 +20,7 @@ from memstore.errors import TrainingDiverged
 from memstore.train.needles import NeedleRows
 from memstore.train.recipes import Recipe
 from memstore.train.run import COMPLETE, Run, complete, write_json
-from memstore.train.settings import Optimisation, Runtime
-
-KEPT_CHECKPOINTS = 2
-ADAPTIVE = "adamw_torch"
-
-
-def arguments(
-    run: Run, config: Any, optimisation: Optimisation, runtime: Runtime, steps: int, batch: int
-) -> TrainingArguments:
-    """What the Trainer is told; everything else about a run is in ``MemoryTrainer``."""
-    cpu = runtime.device == "cpu" or not torch.cuda.is_available()
-    made = TrainingArguments(
-        output_dir=str(run.checkpoints),
-        max_steps=steps,
-        per_device_train_batch_size=batch,
-        gradient_accumulation_steps=optimisation.accumulate,
-        learning_rate=optimisation.learning_rate,
-        weight_decay=optimisation.weight_decay,
-        adam_beta1=optimisation.betas[0],
-        adam_beta2=optimisation.betas[1],
-        max_grad_norm=optimisation.clip,
-        optim=ADAPTIVE,
-        seed=optimisation.seed,
-        bf16=optimisation.bf16,
-        save_steps=runtime.save_every,
-        save_total_limit=KEPT_CHECKPOINTS,
-        logging_steps=runtime.log_every,
-        logging_nan_inf_filter=False,
-        train_sampling_strategy="sequential",
-        remove_unused_columns=False,
-        dataloader_num_workers=0,
-        dataloader_pin_memory=not cpu,
-        use_cpu=cpu,
-        ddp_backend="gloo" if cpu and PartialState().num_processes > 1 else None,
-        ddp_find_unused_parameters=getattr(config, "leaves_parameters_unused", False),
-        disable_tqdm=True,
-        report_to="none",
-    )
-    # Several GPUs in one process would be DataParallel, which knows nothing of banks; torchrun starts one for each.
-    made._n_gpu = min(made.n_gpu, 1)
-    return made
+from memstore.train.settings import Optimisation
 
 
 def rate(step: int, steps: int, optimisation: Optimisation) -> float:
@@ -259,9 +218,7 @@ class _CheckpointCallback(TrainerCallback):
         self._trainer = trainer
         self._begun = time.perf_counter()
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Go on where the last checkpoint ended."""
         self._begun = time.perf_counter()
         last = self._trainer.run.checkpoint()
@@ -271,7 +228,7 @@ class _CheckpointCallback(TrainerCallback):
         if state.is_world_process_zero:
             self._trainer.run.rewind_log(state.global_step)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         """Add what the Trainer does not know of, and last of all the word that the checkpoint is whole."""
         self._trainer.check_loss()
         self._trainer.check_weights()
@@ -282,17 +239,12 @@ class _CheckpointCallback(TrainerCallback):
             tokens = self._trainer.tokens_before + self._trainer.tokens
             write_json(folder / COMPLETE, {"step": state.global_step, "tokens": tokens})
 
-    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Let the log tell of the last step, whatever its number."""
         control.should_log |= state.global_step == state.max_steps
 
     def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: Any,
+        self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
         """A line of the log."""
         if state.is_world_process_zero and logs and "loss" in logs:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from memstore.eval.needles import prose_text
 from memstore.models.hils import HilsForCausalLM
-from memstore.train import corpora
 from tests.tools.conftest import Cli
 
 USAGE = 2
@@ -17,7 +17,7 @@ USAGE = 2
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "topics.txt"
-    path.write_text(corpora.topics()[:30_000])
+    path.write_text(prose_text()[:30_000])
     return path
 
 

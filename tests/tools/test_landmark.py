@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memstore.train import corpora
+from memstore.eval.needles import prose_text
 from tests.eval.landmarks import save_landmark
 from tests.tools.conftest import Cli
 
@@ -18,7 +18,7 @@ SMALL = ("--steps", 3, "--context", 93, "--vocabulary", 300)
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "topics.txt"
-    path.write_text(corpora.topics()[:30_000])
+    path.write_text(prose_text()[:30_000])
     return path
 
 

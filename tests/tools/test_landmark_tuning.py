@@ -14,10 +14,11 @@ import torch
 from safetensors.torch import load_file
 
 from memstore.errors import InvalidArgument, TrainingDiverged
+from memstore.eval.needles import prose_text
 from memstore.models.landmark import LandmarkForCausalLM
 from memstore.models.landmark.training import LANDMARK
 from memstore.tools.app import main
-from memstore.train import Optimisation, corpora, train_on_texts
+from memstore.train import Optimisation, train_on_texts
 from tests.tools.conftest import Cli
 from tests.train.helpers import RUNTIME, losses, same_weights
 
@@ -30,7 +31,7 @@ LORA: tuple[Any, ...] = ("--init", "smollm2", "--lora", 2, "--learning-rate", 0.
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "topics.txt"
-    path.write_text(corpora.topics()[:20_000])
+    path.write_text(prose_text()[:20_000])
     return path
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from memstore.train import corpora
+from memstore.eval.needles import prose_text
 from tests.eval.memorizing import save_memorizing
 from tests.tools.conftest import Cli
 
@@ -18,7 +18,7 @@ SMALL = ("--steps", 3, "--batch", 2, "--vocabulary", 300, "--window", 32)
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "topics.txt"
-    path.write_text(corpora.topics()[:4_000])
+    path.write_text(prose_text()[:4_000])
     return path
 
 

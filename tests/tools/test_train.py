@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from memstore.errors import TrainingDiverged
+from memstore.eval.needles import prose_text
 from memstore.models.drt import DRTConfig, DRTForCausalLM
-from memstore.train import corpora, train_on_texts
+from memstore.train import train_on_texts
 from memstore.train.corpora import train_tokenizer
 from memstore.train.trainer import MemoryTrainer
 from tests.tools.conftest import Cli
@@ -24,7 +25,7 @@ PATIENCE = 180  # seconds, on a machine that does other things too
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("text") / "topics.txt"
-    path.write_text(corpora.topics()[:30_000])
+    path.write_text(prose_text()[:30_000])
     return path
 
 

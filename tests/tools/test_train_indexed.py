@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from memstore.train import corpora
+from memstore.eval.needles import prose_text
 from tests.tools.conftest import Cli
 from tests.train.helpers import use_little_text
 
@@ -23,7 +23,7 @@ def test_a_model_with_an_index_is_trained(cli: Cli, tmp_path: Path, monkeypatch:
     assert (done.json["recipe"], done.json["steps"]) == ("indexed-cpu", 3)
     assert json.loads((tmp_path / "model/config.json").read_text())["model_type"] == "deepseek_v32"
     text = tmp_path / "text.txt"
-    text.write_text(corpora.topics()[:20_000])
+    text.write_text(prose_text()[:20_000])
     asked = cli(
         "eval", "passkey", "--model", tmp_path / "model", "--lengths", 300, "--samples", 2, "--filler", text, "--json"
     )
