@@ -14,7 +14,7 @@ import torch
 import memstore
 from memstore.eval.filler import load_filler
 from memstore.eval.run import memory_spec
-from memstore.eval.tasks import Phrases, make, plant
+from memstore.eval.tasks import Phrases, passkey, plant
 from memstore.memory import Memory, Recorder, open_memory
 from memstore.readers.caches import CACHE
 from memstore.readers.kinds import LANDMARK_PASSKEY, PASSKEY, load_folder, shipped_model
@@ -45,7 +45,7 @@ def shipped(name: str, folder: Path, options: argparse.Namespace) -> Iterator[tu
     """The model of this name, which has read filler with a passkey: what a ``Case`` is made of."""
     model, tokenizer = load_folder(shipped_model(name))
     filler, rng = load_filler(tokenizer, at_most=options.tokens), random.Random(0)
-    riddle = make("passkey", Phrases(tokenizer), rng)
+    riddle = passkey(Phrases(tokenizer), rng)
     sample = plant(riddle, options.tokens, filler, model.config.tokens_per_block, rng, start=0)
     path = folder / f"{name}-{options.tokens}.mem"
     with open_memory(path, spec=memory_spec(model, tokenizer)) as memory:

@@ -7,7 +7,7 @@ axis are shown as they are, and never taken for formulas.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any
@@ -93,7 +93,10 @@ def ink(figure: Any, axes: Any, cells: Numbers, label: str, **options: Any) -> N
     limits = {"vmin": 0.0, "vmax": largest or 1.0} | options
     axes.set_facecolor("white")
     image = axes.imshow(cells, cmap="Greys", aspect="auto", interpolation="nearest", **limits)
-    bar = figure.colorbar(image, ax=axes, pad=0.01)
+    _scale(figure.colorbar(image, ax=axes, pad=0.01), label)
+
+
+def _scale(bar: Any, label: str) -> None:
     bar.set_label(label, fontsize="small")
     bar.ax.tick_params(labelsize="small")
 
@@ -223,7 +226,9 @@ def margins(trace: Trace, *, layer: int | None = None) -> Any:
     places = np.arange(len(parts))
     for column, (name, marker, line) in enumerate((("second", "o", "-"), ("last", "s", "--"))):
         groups = [np.concatenate([leads[step][:, column] for step in part]) for part in parts]
-        low, middle, high = _quantiles(groups)
+        low, middle, high = np.array(
+            [np.quantile(group, (0, 0.5, 1)) if len(group) else np.full(3, np.nan) for group in groups]
+        ).T
         axes.fill_between(places, low, high, color="0.85" if column else "0.7", alpha=0.7, linewidth=0)
         style = {"marker": marker, "markersize": 3.5, "markevery": max(1, len(parts) // 40), "color": "black"}
         axes.plot(places, middle, line, label=f"over the {name}", **style)
@@ -264,22 +269,13 @@ def _rows(by_step: list[dict[Block, float]]) -> tuple[list[Block], Numbers, int]
 
 def _leads(looks: Sequence[Look], layer: int | None) -> Numbers:
     """``[lists, 2]``: score of the best block of each list, minus that of the second and of the last one."""
-    return np.array(list(_each_lead(looks, layer)), np.float64).reshape(-1, 2)
-
-
-def _each_lead(looks: Sequence[Look], layer: int | None) -> Iterator[tuple[float, float]]:
-    for look in looks:
+    leads = []
+    for look in (look for look in looks if layer in (None, look.layer)):
         for scores, there in zip(look.scores, look.document >= 0, strict=True):
             found = np.sort(scores[there & np.isfinite(scores)])[::-1]
-            if len(found) > 1 and layer in (None, look.layer):
-                yield float(found[0] - found[1]), float(found[0] - found[-1])
-
-
-def _quantiles(groups: Sequence[Numbers]) -> tuple[Numbers, Numbers, Numbers]:
-    """Least, median and largest of each group; NaN for one of nothing."""
-    rows = [np.quantile(group, (0, 0.5, 1)) if len(group) else np.full(3, np.nan) for group in groups]
-    low, middle, high = np.array(rows).T
-    return low, middle, high
+            if len(found) > 1:
+                leads.append([found[0] - found[1], found[0] - found[-1]])
+    return np.array(leads, np.float64).reshape(-1, 2)
 
 
 def _token_axis(axes: Any, steps: Sequence[Step], words: Sequence[str] | None, parts: list[range]) -> None:
@@ -350,12 +346,11 @@ def similarity(document: Document, *, layer: int | None = None) -> Any:
     )
     axes = figure.subplots()
     low, high = _range(cells)
+    first, stop = blocks.start - 0.5, blocks.stop - 0.5
     image = axes.imshow(
-        cells, cmap="Greys", vmin=low, vmax=high, interpolation="nearest", extent=_extent(blocks), aspect="equal"
+        cells, cmap="Greys", vmin=low, vmax=high, interpolation="nearest", extent=(first, stop, stop, first)
     )
-    bar = figure.colorbar(image, ax=axes, pad=0.02, extend="both")
-    bar.set_label("cosine, mean over key heads", fontsize="small")
-    bar.ax.tick_params(labelsize="small")
+    _scale(figure.colorbar(image, ax=axes, pad=0.02, extend="both"), "cosine, mean over key heads")
     for axis in (axes.xaxis, axes.yaxis):
         count_axis(axis)
     axes.set_xlabel("block")
@@ -439,10 +434,6 @@ def _range(cells: Numbers) -> tuple[float, float]:
         return 0.0, 1.0
     low, high = (float(x) for x in np.quantile(off, (0.05, 0.95)))
     return (low, high) if high - low > 1e-6 else (low - 0.5, low + 0.5)
-
-
-def _extent(blocks: range) -> tuple[float, float, float, float]:
-    return blocks.start - 0.5, blocks.stop - 0.5, blocks.stop - 0.5, blocks.start - 0.5
 
 
 def _best_others(document: Document, layer: int, asking: list[int], count: int) -> Numbers:

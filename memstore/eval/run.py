@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, median
 from typing import Any
@@ -24,7 +24,7 @@ from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.eval.evaluation import evaluation_of
 from memstore.eval.filler import Filler
 from memstore.eval.needle import LayerScore, Reply
-from memstore.eval.tasks import TASKS, Phrases, Sample, check_room, make, plant
+from memstore.eval.tasks import TASKS, Phrases, Sample, check_room, plant
 from memstore.memory import Memory
 from memstore.readers.kinds import kind_of
 from memstore.readers.reader import Reader
@@ -92,7 +92,7 @@ class Outcome:
             "depth": round(self.depth, 4),
             "expected": decode(self.expected),
             "answer": decode(self.reply.tokens),
-            "margins": [_rounded(found.margin) for found in self.reply.found],
+            "margins": [None if each.margin is None else round(each.margin, 4) for each in self.reply.found],
         }
 
 
@@ -114,16 +114,6 @@ class CellResult:
         """Part of the samples with the whole answer right."""
         return fmean(outcome.correct for outcome in self.outcomes)
 
-    def margins(self, hop: int = 0) -> list[float]:
-        """The margins of a needle that had to be found, of all samples that have one."""
-        found = (outcome.reply.found[hop] for outcome in self.outcomes if len(outcome.reply.found) > hop)
-        return [each.margin for each in found if each.margin is not None]
-
-    def weight(self, hop: int = 0) -> float | None:
-        """Mean weight on a needle that had to be found."""
-        weights = [outcome.reply.found[hop].weight for outcome in self.outcomes if len(outcome.reply.found) > hop]
-        return fmean(weights) if weights else None
-
     def layers(self) -> list[dict[str, Any]]:
         """How each layer of a landmark model saw the needle, over all samples in which it was in memory."""
         seen: dict[int, list[LayerScore]] = {}
@@ -144,10 +134,9 @@ class CellResult:
         }
         for hop in range(max(1, hops)):
             suffix = f"_{hop + 1}" if hop else ""
-            margins = self.margins(hop)
-            row[f"margin{suffix}"] = round(fmean(margins), 4) if margins else None
-            row[f"margin_min{suffix}"] = round(min(margins), 4) if margins else None
-            row[f"weight{suffix}"] = _rounded(self.weight(hop))
+            found = [outcome.reply.found[hop] for outcome in self.outcomes if len(outcome.reply.found) > hop]
+            row[f"margin{suffix}"], row[f"margin_min{suffix}"] = _mean_and_least(each.margin for each in found)
+            row[f"weight{suffix}"], _ = _mean_and_least(each.weight for each in found)
         layers = self.layers()
         return row | {
             **({"layers": layers} if layers else {}),
@@ -187,7 +176,7 @@ def evaluate(
 
 def check_lengths(plan: TaskPlan, tokenizer: Any, tokens_per_block: int) -> None:
     """Raise ``InvalidArgument`` for a haystack without room for its needles, or a tokenizer that cannot write them."""
-    riddle = make(plan.task, Phrases(tokenizer), random.Random(0), **plan.options)
+    riddle = TASKS[plan.task](Phrases(tokenizer), random.Random(0), **plan.options)
     for length in plan.lengths:
         check_room(riddle, length, tokens_per_block)
 
@@ -199,7 +188,7 @@ def draw(plan: TaskPlan, length: int, tokenizer: Any, filler: Filler, tokens_per
 
     def sample(depth: float | None, number: int) -> Sample:
         rng = random.Random(f"{plan.seed}/{plan.task}/{length}/{depth}/{number}")
-        riddle = make(plan.task, phrases, rng, **plan.options)
+        riddle = TASKS[plan.task](phrases, rng, **plan.options)
         return plant(riddle, length, filler, tokens_per_block, rng, depth=depth, start=shared)
 
     return [[sample(depth, number) for number in range(plan.samples)] for depth in plan.places]
@@ -254,21 +243,24 @@ def _listened(chunks: Iterator[Any], advance: Advance) -> Iterator[Tensor]:
 
 
 def _layer(number: int, found: Sequence[LayerScore]) -> dict[str, Any]:
-    margins = [each.margin for each in found if each.margin is not None]
+    margin, least_margin = _mean_and_least(each.margin for each in found)
+    weight, least_weight = _mean_and_least(each.weight for each in found)
     return {
         "layer": number,
         "samples": len(found),
         "rank": median(each.rank for each in found),
         "rank_max": max(each.rank for each in found),
-        "margin": round(fmean(margins), 4) if margins else None,
-        "margin_min": round(min(margins), 4) if margins else None,
-        "weight": round(fmean(each.weight for each in found), 4),
-        "weight_min": round(min(each.weight for each in found), 4),
+        "margin": margin,
+        "margin_min": least_margin,
+        "weight": weight,
+        "weight_min": least_weight,
     }
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
+def _mean_and_least(values: Iterable[float | None]) -> tuple[float | None, float | None]:
+    """Of those that there are."""
+    known = [value for value in values if value is not None]
+    return (round(fmean(known), 4), round(min(known), 4)) if known else (None, None)
 
 
 def block_tokens(model: Any) -> int:

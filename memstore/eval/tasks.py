@@ -105,13 +105,6 @@ def multi_needle(phrases: Phrases, rng: random.Random, *, needles: int = 4, digi
 TASKS: dict[str, Callable[..., Riddle]] = {"passkey": passkey, "two-hop": two_hop, "multi-needle": multi_needle}
 
 
-def make(task: str, phrases: Phrases, rng: random.Random, **options: int) -> Riddle:
-    """A riddle of the task called ``task``."""
-    if task not in TASKS:
-        raise InvalidArgument(f"no task is called {task!r}; choose one of {', '.join(TASKS)}")
-    return TASKS[task](phrases, rng, **options)
-
-
 @dataclass(frozen=True)
 class Sample:
     """A riddle in a haystack of ``length`` tokens, and the prompt that follows it."""
@@ -159,14 +152,9 @@ class Sample:
             place = at + len(ids)
 
 
-def shortest(riddle: Riddle, tokens_per_block: int) -> int:
-    """Tokens of the shortest haystack that is one: the needles, and a block of filler."""
-    return sum(map(len, riddle.needles)) + tokens_per_block
-
-
 def check_room(riddle: Riddle, length: int, tokens_per_block: int) -> None:
-    """Raise ``InvalidArgument`` for a length that is too short for ``riddle``."""
-    if length < (least := shortest(riddle, tokens_per_block)):
+    """Raise ``InvalidArgument`` for a length that is too short for the needles and a block of filler."""
+    if length < (least := sum(map(len, riddle.needles)) + tokens_per_block):
         raise InvalidArgument(f"a haystack of {length:,} tokens is too short for its needles: {least} are the least")
 
 

@@ -157,7 +157,7 @@ class Trainings(Verbs):
     """The verbs of ``memstore train``: kinds of models bring them."""
 
     def __init__(self) -> None:
-        super().__init__({"router": "train_router:router"})
+        super().__init__({"router": "train:router"})
 
     def __iter__(self) -> Iterator[str]:
         return iter([*trainable(), *self._homes])

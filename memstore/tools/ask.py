@@ -129,7 +129,7 @@ def ask(
             document = wanted.names(opened, document or all_but_chats(opened))
         with waiting("loading the model", show=not json):
             loaded = load_recorded(opened, model, dtype, device=device)
-        with several(loaded, opened, document, top_k=top_k) as reader:
+        with attached(loaded, opened, document=chosen_documents(loaded.model, opened, document), top_k=top_k) as reader:
             tell = None if json else say
             given = {"system": system} if system is not None else {}
             most = max_tokens or (256 if not raw and getattr(loaded.tokenizer, "chat_template", None) else 40)
@@ -148,11 +148,6 @@ def ask(
             if trace:
                 data["trace"] = answer.trace
     return Report(data=data, text=lambda page: _show(page, data, passages, memory, whole=sources == "all"))
-
-
-def several(loaded: LoadedModel, memory: Memory, documents: list[str] | None, **options: Any) -> Reader:
-    """``attached`` to all of ``documents``, which are all that there are but chats where none is named."""
-    return attached(loaded, memory, document=chosen_documents(loaded.model, memory, documents), **options)
 
 
 def chosen_documents(model: Any, memory: Memory, documents: list[str] | None) -> list[str] | None:
@@ -222,11 +217,8 @@ def attached(
             f"a {kind.name} retrieves as much as it was trained with ({trained.retrieval_top_k}): leave --top-k out."
         )
     made = memory.spec if isinstance(memory, memstore.Memory) else None
-    retrieval = kind.reader_class().default_retrieval(loaded.model, made)
-    if top_k is not None:
-        retrieval = replace(retrieval, top_k=top_k)
-    if on_error != retrieval.on_error:
-        retrieval = replace(retrieval, on_error=on_error)
+    chosen = {"on_error": on_error} | ({} if top_k is None else {"top_k": top_k})
+    retrieval = replace(kind.reader_class().default_retrieval(loaded.model, made), **chosen)
     return memstore.attach(
         loaded.model, memory, document=document, tokenizer=loaded.tokenizer, retrieval=retrieval, **options
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -11,8 +12,8 @@ import memstore
 from memstore.errors import InvalidArgument
 from memstore.report import Page, Report
 from memstore.tools.ask import Dtype, Model, attached, document_name
-from memstore.tools.models import LoadedModel, chosen_name, load_recorded
-from memstore.tools.verb import Device, Index, MemoryUrl, Threads, use_threads
+from memstore.tools.models import LoadedModel, load_recorded
+from memstore.tools.verb import Device, Index, MemoryUrl, Threads, taking, use_threads
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
@@ -39,19 +40,40 @@ TopK = Annotated[
 ]
 
 
-def audit(
-    memory: MemoryUrl,
-    question: Question,
-    *,
-    document: DocumentName = None,
-    top_k: TopK = None,
-    max_tokens: MaxTokens = None,
-    model: Model = None,
-    dtype: Dtype = None,
-    threads: Threads = None,
-    device: Device = "cpu",
-    index: Index = "exact",
-) -> Report:
+@dataclass(frozen=True, kw_only=True)
+class AuditOptions:
+    """What is audited, and by which model: the options of ``memstore audit`` and ``memstore plot``."""
+
+    memory: MemoryUrl
+    document: DocumentName = None
+    top_k: TopK = None
+    max_tokens: MaxTokens = None
+    model: Model = None
+    dtype: Dtype = None
+    threads: Threads = None
+    device: Device = "cpu"
+    index: Index = "exact"
+
+    def open(self) -> Memory:
+        """The memory, for reading."""
+        use_threads(self.threads)
+        return memstore.open(self.memory, mode="r", index=self.index, device=self.device)
+
+    def audit(self, opened: Memory, question: str) -> tuple[Audit, LoadedModel]:
+        """Load the model of a memory and audit it, whichever kind it is. Raises what loading it does."""
+        if not question.strip():
+            raise InvalidArgument("the question is empty. Give the words that the answer should follow.")
+        name = document_name(opened, self.document)
+        loaded = load_recorded(opened, self.model, self.dtype, device=self.device)
+        with attached(loaded, opened, document=name) as reader:
+            audited: Audit = reader.audit(
+                question, tokens=self.max_tokens, top_k=self.top_k, progress=sys.stderr.isatty()
+            )
+        return audited, loaded
+
+
+@taking(AuditOptions)
+def audit(options: AuditOptions, *, question: Question) -> Report:
     """What should have been retrieved, against what was.
 
     The model that read goes on from your question. At each step, the attention that every block would get is computed
@@ -67,43 +89,12 @@ def audit(
 
     In Python: memstore.readers.reader.Reader.audit, of what memstore.attach gives.
     """
-    use_threads(threads)
-    with memstore.open(memory, mode="r", index=index, device=device) as opened:
-        audited, loaded = run_audit(
-            opened,
-            question,
-            document=document,
-            top_k=top_k,
-            max_tokens=max_tokens,
-            model=model,
-            dtype=dtype,
-            device=device,
-        )
+    with options.open() as opened:
+        audited, loaded = options.audit(opened, question)
         data = {"question": question, "answer": loaded.tokenizer.decode(audited.tokens), **audited.to_dict()}
         for missed in data["missed"]:
             missed["text"] = _text(opened, loaded, missed["document"], missed["block"])
     return Report(data=data, text=lambda page: _show(page, data, audited))
-
-
-def run_audit(
-    opened: Memory,
-    question: str,
-    *,
-    document: str | None,
-    top_k: int | None,
-    max_tokens: int | None,
-    model: str | None,
-    dtype: str | None,
-    device: str,
-) -> tuple[Audit, LoadedModel]:
-    """Load the model of a memory and audit it, whichever kind it is. Raises what loading it does."""
-    if not question.strip():
-        raise InvalidArgument("the question is empty. Give the words that the answer should follow.")
-    name = document_name(opened, document)
-    loaded = load_recorded(opened, chosen_name(opened, model), dtype, device=device)
-    with attached(loaded, opened, document=name) as reader:
-        audited: Audit = reader.audit(question, tokens=max_tokens, top_k=top_k, progress=sys.stderr.isatty())
-    return audited, loaded
 
 
 def _text(opened: Memory, loaded: LoadedModel, name: str, block: int) -> str | None:

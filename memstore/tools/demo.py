@@ -209,11 +209,11 @@ def _read_volumes(
 def _passkeys(model: Any, tokenizer: Any, filler: Filler, seed: int, tokens: int) -> dict[str, Sample]:
     """A passkey at a random place of each volume; the volumes follow one another in the filler."""
     from memstore.eval.run import block_tokens
-    from memstore.eval.tasks import Phrases, make, plant
+    from memstore.eval.tasks import Phrases, passkey, plant
 
     rng, length = random.Random(seed), tokens // VOLUMES
     size = block_tokens(model)
-    riddles = [make("passkey", Phrases(tokenizer), rng) for _ in range(VOLUMES)]
+    riddles = [passkey(Phrases(tokenizer), rng) for _ in range(VOLUMES)]
     return {
         f"volume-{number + 1}": plant(riddle, length, filler, size, rng, start=number * length)
         for number, riddle in enumerate(riddles)

@@ -31,8 +31,7 @@ from memstore.readers.kinds import (
 from memstore.report import Page, Report, cell, token_counts, tokens_of
 from memstore.tools.files import read_documents, read_text
 from memstore.tools.models import check_device
-from memstore.tools.options import parameters_of, values_of
-from memstore.tools.verb import Device, Json, Threads, taking, use_threads
+from memstore.tools.verb import Device, Json, Threads, parameters_of, taking, use_threads, values_of
 
 if TYPE_CHECKING:
     from memstore.eval.run import CellResult, TaskPlan

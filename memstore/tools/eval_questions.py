@@ -125,7 +125,7 @@ class _QuestionSetting:
         # Nobody will answer from a memory that is thrown away, so it needs the layers that choose and no others.
         alone = self.memory is None and self.router in (None, FITTED) and not (self.answers or self.rerank)
         layer = cut_off(model) if alone else None
-        reading = {"routing_layers": None if layer is None else (layer,), "window": self.window}
+        reading: dict[str, Any] = {"routing_layers": None if layer is None else (layer,), "window": self.window}
         pool = recall.Pool.of(sets[0].paragraphs, tokenizer)
         with (
             memory_url(self.memory) as place,
@@ -408,14 +408,14 @@ def locomo(
 
         memstore eval locomo locomo10.json --conversation conv-26
 
-    In Python: memstore.eval.questions.locomo.load.
+    In Python: memstore.eval.questions.conversations.load_locomo.
     """
-    from memstore.eval.questions import locomo as source
+    from memstore.eval.questions.conversations import load_locomo, pooled
 
     def load() -> Sequence[QuestionSet]:
-        sets = {each.name: each for each in source.load(path)}
+        sets = {each.name: each for each in load_locomo(path)}
         if conversation is None:
-            return [source.pooled(list(sets.values()))]
+            return [pooled(list(sets.values()))]
         if conversation not in sets:
             there = ", ".join(sets) or "none"
             raise InvalidArgument(f"{path} has no conversation {conversation!r}: it has {there}")
@@ -440,11 +440,11 @@ def beam(setting: _QuestionSetting, *, path: Conversation) -> Report:
 
         memstore eval beam BEAM/chats/100K/1 --half all
 
-    In Python: memstore.eval.questions.beam.load.
+    In Python: memstore.eval.questions.conversations.load_beam.
     """
-    from memstore.eval.questions import beam as source
+    from memstore.eval.questions.conversations import load_beam
 
-    return setting.measure("beam", lambda: [source.load(path)])
+    return setting.measure("beam", lambda: [load_beam(path)])
 
 
 @dataclass(frozen=True, kw_only=True)

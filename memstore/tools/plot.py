@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-import memstore
 from memstore.errors import InvalidArgument, MemstoreError, NotFound
 from memstore.report import Report
-from memstore.tools.ask import Dtype, Model, document_name
-from memstore.tools.audit import DocumentName, MaxTokens, TopK, run_audit
-from memstore.tools.verb import Device, Index, MemoryUrl, Threads, use_threads
+from memstore.tools.ask import document_name
+from memstore.tools.audit import AuditOptions
+from memstore.tools.verb import taking
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
@@ -47,23 +46,16 @@ Head = Annotated[int | None, typer.Option(help="One query head (heat). Without i
 Question = Annotated[str | None, typer.Option(help="What the model reads after the document (audit).")]
 
 
+@taking(AuditOptions)
 def plot(
+    options: AuditOptions,
     kind: KindArgument,
-    memory: MemoryUrl,
     *,
     out: Out,
     trace: Number = None,
-    document: DocumentName = None,
     layer: Layer = None,
     head: Head = None,
     question: Question = None,
-    top_k: TopK = None,
-    max_tokens: MaxTokens = None,
-    model: Model = None,
-    dtype: Dtype = None,
-    threads: Threads = None,
-    device: Device = "cpu",
-    index: Index = "exact",
 ) -> Report:
     """Draw what is in a memory, and what was retrieved from it.
 
@@ -80,48 +72,29 @@ def plot(
     In Python: memstore.eval.pictures.
     """
     from memstore.eval.picture import check_picture, save_picture
-    from memstore.eval.pictures import audit_picture
+    from memstore.eval.pictures import audit_picture, document_margins, similarity
 
-    use_threads(threads)
     check_picture(out)
-    with memstore.open(memory, mode="r", index=index, device=device) as opened:
+    with options.open() as opened:
         match kind:
             case PictureKind.AUDIT:
                 if question is None:
                     raise InvalidArgument("an audit needs a question: name it with --question")
-                audited, _ = run_audit(
-                    opened,
-                    question,
-                    document=document,
-                    top_k=top_k,
-                    max_tokens=max_tokens,
-                    model=model,
-                    dtype=dtype,
-                    device=device,
-                )
+                audited, _ = options.audit(opened, question)
                 figure, of = audit_picture(audited), {"document": ", ".join(audited.documents)}
             case PictureKind.SIMILARITY:
-                figure, of = _document(opened, kind, document, layer, top_k)
-            case PictureKind.MARGINS if document is not None:
-                figure, of = _document(opened, kind, document, layer, top_k)
+                name = document_name(opened, options.document)
+                figure, of = similarity(opened.document(name), layer=layer), {"document": name}
+            case PictureKind.MARGINS if options.document is not None:
+                found = opened.document(options.document)
+                figure = document_margins(found, layer=layer, top_k=options.top_k or 8)
+                of = {"document": found.name}
             case _:
                 figure, of = _trace(opened, kind, trace, layer, head)
         save_picture(figure, out)
     data = {"kind": kind.value, **of, "out": str(out), "bytes": out.stat().st_size}
     what = ", ".join(f"{name} {value}" for name, value in of.items())
     return Report(data=data, text=lambda page: page.line(f"{kind.value} of {what}: {out}, {data['bytes']:,} bytes"))
-
-
-def _document(
-    opened: Memory, kind: PictureKind, document: str | None, layer: int | None, top_k: int | None
-) -> tuple[Any, dict[str, Any]]:
-    from memstore.eval.pictures import document_margins, similarity
-
-    name = document_name(opened, document)
-    chosen = opened.document(name)
-    if kind is PictureKind.SIMILARITY:
-        return similarity(chosen, layer=layer), {"document": name}
-    return document_margins(chosen, layer=layer, top_k=top_k or 8), {"document": name}
 
 
 def _trace(

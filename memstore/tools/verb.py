@@ -10,9 +10,10 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import MISSING, Field, dataclass, fields
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -32,7 +33,8 @@ from memstore.errors import (
     WrongKey,
     printable,
 )
-from memstore.report import Page, Report, Sheet, json_text
+from memstore.report import Page, Report, Sheet, json_text, token_counts, tokens_of
+from memstore.tools.models import resolve_model
 
 if TYPE_CHECKING:
     from memstore.memory import Document, Memory
@@ -176,7 +178,7 @@ def index_bar() -> Iterator[None]:
 
 
 def taking(kind: type[Any]) -> Callable[[Callable[..., Report]], Callable[..., Report]]:
-    """Make a verb of ``function(options, *, own, ...)``: it takes what the dataclass ``kind`` holds, then its own."""
+    """Make a verb of ``function(options, *, own, ...)``: it takes what the dataclass ``kind`` holds, and its own."""
 
     def decorate(function: Callable[..., Report]) -> Callable[..., Report]:
         own = [*inspect.signature(function, eval_str=True).parameters.values()][1:]
@@ -188,10 +190,57 @@ def taking(kind: type[Any]) -> Callable[[Callable[..., Report]], Callable[..., R
 
         hints = get_type_hints(kind, include_extras=True)  # each in the module that it was written in
         options = [each.replace(annotation=hints[each.name]) for each in inspect.signature(kind).parameters.values()]
-        taken.__signature__ = inspect.Signature([*options, *own])  # type: ignore[attr-defined]  # for typer
+        parameters = sorted([*options, *own], key=lambda each: each.kind)  # what is not keyword-only comes first
+        taken.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # for typer
         return taken
 
     return decorate
+
+
+# Options that kinds of models declare as fields of dataclasses.
+
+
+def parameters_of(options: type[Any]) -> list[inspect.Parameter]:
+    """What a verb takes for the fields of the dataclass ``options``; see ``memstore.train.options.option``."""
+    hints = get_type_hints(options)
+    return [_parameter(each, hints[each.name]) for each in fields(options)]
+
+
+def _parameter(field: Field[Any], type_: Any) -> inspect.Parameter:
+    shown = {name: value for name, value in field.metadata.items() if name not in ("tokens", "model")}
+    flags = [shown.pop("flags")] if "flags" in shown else []
+    required = field.default is MISSING
+    if (argument := shown.pop("argument", None)) is not None:
+        told = typer.Argument(metavar=argument, show_default=False, **shown)
+    else:
+        if "tokens" in field.metadata:  # written as 8K
+            type_ = str | None
+        told = typer.Option(*flags, **shown, show_default=not required)
+    default = inspect.Parameter.empty if required else field.default
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[type_, told]
+    )
+
+
+def values_of(options: type[Any], given: dict[str, Any]) -> dict[str, Any]:
+    """What was ``given`` for the fields of ``options``, as they are. Raises ``InvalidArgument`` and ``NotFound``."""
+    hints = get_type_hints(options)
+    return {each.name: _value(each, hints[each.name], given[each.name]) for each in fields(options)}
+
+
+def _value(field: Field[Any], type_: Any, given: Any) -> Any:
+    if given is None:
+        return None
+    option = "--" + field.name.replace("_", "-")
+    if (least := field.metadata.get("tokens")) is not None:
+        if type_ == list[int] | None:
+            return token_counts(option, given, least=least, such_as="65536,1M", what="length")
+        return tokens_of(option, given, least=least)
+    if "model" in field.metadata:
+        if isinstance(given, Sequence):
+            return [Path(resolve_model(str(each))) for each in given]
+        return Path(resolve_model(str(given)))
+    return given
 
 
 def lasting(url: str) -> str:

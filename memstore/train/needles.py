@@ -41,7 +41,6 @@ class _VariedPhrases(Phrases):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, shortest: int, longest: int) -> None:
         super().__init__(tokenizer)
-        self._digits = [self(str(digit))[0] for digit in range(10)]
         self.bounds = shortest, longest
 
     def numbers(self, rng: random.Random, count: int, digits: int = 0) -> list[list[int]]:  # noqa: ARG002

@@ -16,7 +16,7 @@ from memstore.errors import ForeignMemory, InvalidArgument
 from memstore.eval.filler import Filler
 from memstore.eval.needle import NeedleScore, Reply, needle_blocks
 from memstore.eval.run import CellResult, Outcome, TaskPlan, draw, evaluate
-from memstore.eval.tasks import Phrases, Sample, make, plant
+from memstore.eval.tasks import TASKS, Phrases, Sample, plant
 from memstore.memory import Memory
 from memstore.models.drt import DRTCache, DRTForCausalLM, DRTReader
 from memstore.models.drt.evaluation import ask
@@ -36,7 +36,7 @@ def memory_for(model: DRTForCausalLM, url: str = "ram:") -> Memory:
 
 def sample_of(model: DRTForCausalLM, task: str, length: int, seed: int) -> Sample:
     rng = random.Random(seed)
-    return plant(make(task, Phrases(TOKENIZER), rng), length, noise(), model.config.tokens_per_block, rng)
+    return plant(TASKS[task](Phrases(TOKENIZER), rng), length, noise(), model.config.tokens_per_block, rng)
 
 
 @pytest.mark.parametrize("task", ["passkey", "two-hop"])

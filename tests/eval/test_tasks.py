@@ -11,7 +11,8 @@ import pytest
 
 from memstore.errors import InvalidArgument
 from memstore.eval.filler import Filler
-from memstore.eval.tasks import TASKS, Phrases, Riddle, Sample, make, plant, shortest
+from memstore.eval.run import TaskPlan
+from memstore.eval.tasks import TASKS, Phrases, Riddle, Sample, plant
 from tests.eval.drts import byte_tokenizer
 from tests.pairs import pairs
 
@@ -27,7 +28,7 @@ def phrases() -> Phrases:
 
 def sample_of(phrases: Phrases, task: str, length: int, depth: float | None = None, seed: int = 0) -> Sample:
     rng = random.Random(seed)
-    return plant(make(task, phrases, rng), length, FILLER, PER_BLOCK, rng, depth=depth)
+    return plant(TASKS[task](phrases, rng), length, FILLER, PER_BLOCK, rng, depth=depth)
 
 
 def whole(sample: Sample, filler: Filler = FILLER) -> list[int]:
@@ -80,8 +81,8 @@ def test_the_same_seed_gives_the_same_sample(phrases: Phrases) -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_a_haystack_without_room_is_refused(phrases: Phrases, task: str) -> None:
-    riddle = make(task, phrases, random.Random(0))
-    least = shortest(riddle, PER_BLOCK)
+    riddle = TASKS[task](phrases, random.Random(0))
+    least = sum(map(len, riddle.needles)) + PER_BLOCK
     assert plant(riddle, least, FILLER, PER_BLOCK, random.Random(0)).filler_tokens == PER_BLOCK
     with pytest.raises(InvalidArgument, match=f"{least} are the least"):
         plant(riddle, least - 1, FILLER, PER_BLOCK, random.Random(0))
@@ -96,7 +97,7 @@ def text_of(riddle: Riddle) -> tuple[list[str], str, str]:
 
 
 def test_a_passkey_is_answered_whole_with_its_bar(phrases: Phrases) -> None:
-    (needle,), question, answer = text_of(make("passkey", phrases, random.Random(5), digits=7))
+    (needle,), question, answer = text_of(TASKS["passkey"](phrases, random.Random(5), digits=7))
     assert needle == f"|The passkey is:{answer}"
     assert question == "|What is the passkey? The passkey is:"
     assert len(answer) == 8
@@ -104,7 +105,7 @@ def test_a_passkey_is_answered_whole_with_its_bar(phrases: Phrases) -> None:
 
 
 def test_two_hops_may_have_more_noise(phrases: Phrases) -> None:
-    links, question, answer = text_of(make("two-hop", phrases, random.Random(0), chains=5))
+    links, question, answer = text_of(TASKS["two-hop"](phrases, random.Random(0), chains=5))
     starts, ends = ([re.findall(r"\d+", link)[side] for link in links] for side in (0, 1))
     assert len(set(starts)) == 10
     asked = re.findall(r"\d+", question)[0]
@@ -114,7 +115,7 @@ def test_two_hops_may_have_more_noise(phrases: Phrases) -> None:
 
 def test_two_hops_are_a_chain_among_noise(phrases: Phrases) -> None:
     for seed in range(20):
-        links, question, answer = text_of(make("two-hop", phrases, random.Random(seed)))
+        links, question, answer = text_of(TASKS["two-hop"](phrases, random.Random(seed)))
         pairs = [link.removeprefix("|DEF").removesuffix("|").split("->") for link in links]
         (a, b), (b_again, c), (x, y), (y_again, z) = pairs
         assert (b, y) == (b_again, y_again)
@@ -123,15 +124,15 @@ def test_two_hops_are_a_chain_among_noise(phrases: Phrases) -> None:
 
 
 def test_one_of_several_needles_is_asked_for(phrases: Phrases) -> None:
-    needles, question, answer = text_of(make("multi-needle", phrases, random.Random(3), needles=9))
+    needles, question, answer = text_of(TASKS["multi-needle"](phrases, random.Random(3), needles=9))
     name = question.removeprefix("|The value of ").removesuffix("is:")
     assert needles[0] == f"|One of the special magic numbers for {name} is {answer}"
     assert len({needle.split()[7] for needle in needles}) == 9
 
 
-def test_an_unknown_task_is_refused(phrases: Phrases) -> None:
+def test_an_unknown_task_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="passkey, two-hop, multi-needle"):
-        make("haystack", phrases, random.Random(0))
+        TaskPlan(task="haystack", lengths=[1000])
 
 
 def test_a_tokenizer_must_have_digits() -> None:
@@ -190,7 +191,7 @@ def agree(row: list[int], riddle: Riddle) -> None:
 def test_passkeys_are_those_of_the_paper() -> None:
     for row in published("single"):
         (at,) = after(row, Known.PIECES["|The passkey is:"])
-        agree(row, make("passkey", Known([row[at : at + 10]]), random.Random(0)))
+        agree(row, TASKS["passkey"](Known([row[at : at + 10]]), random.Random(0)))
 
 
 def test_two_hops_are_those_of_the_paper() -> None:
@@ -201,7 +202,7 @@ def test_two_hops_are_those_of_the_paper() -> None:
         chain = [start, links[tuple(start)], links[tuple(links[tuple(start)])]]
         (noise,) = [list(a) for a in links if list(a) not in chain and list(a) not in links.values()]
         chain += [noise, links[tuple(noise)], links[tuple(links[tuple(noise)])]]
-        agree(row, make("two-hop", Known(chain), random.Random(0)))
+        agree(row, TASKS["two-hop"](Known(chain), random.Random(0)))
 
 
 def test_several_needles_are_those_of_the_paper() -> None:
@@ -211,4 +212,4 @@ def test_several_needles_are_those_of_the_paper() -> None:
         pairs = [(row[at : at + 5], row[at + 7 : at + 12]) for at in starts]
         pairs.sort(key=lambda pair: pair[0] != row[asked : asked + 5])
         names, values = ([pair[i] for pair in pairs] for i in range(2))
-        agree(row, make("multi-needle", Known(names, values), random.Random(0), needles=len(names)))
+        agree(row, TASKS["multi-needle"](Known(names, values), random.Random(0), needles=len(names)))

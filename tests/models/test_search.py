@@ -16,7 +16,7 @@ from memstore.errors import InvalidArgument
 from memstore.eval.filler import load_filler
 from memstore.eval.needle import needle_blocks
 from memstore.eval.run import memory_spec
-from memstore.eval.tasks import Phrases, Sample, make, plant
+from memstore.eval.tasks import TASKS, Phrases, Sample, plant
 from memstore.models.landmark import LandmarkReader
 from memstore.readers.kinds import LANDMARK_PASSKEY, PASSKEY, TWO_HOP, load_folder, shipped_model
 
@@ -35,7 +35,7 @@ class Haystack:
 def haystack(name: str, task: str) -> Iterator[Haystack]:
     model, tokenizer = load_folder(shipped_model(name))
     filler, rng = load_filler(tokenizer, at_most=TOKENS), random.Random(1)
-    sample = plant(make(task, Phrases(tokenizer), rng), TOKENS, filler, model.config.tokens_per_block, rng, start=0)
+    sample = plant(TASKS[task](Phrases(tokenizer), rng), TOKENS, filler, model.config.tokens_per_block, rng, start=0)
     with memstore.open("ram:", spec=memory_spec(model, tokenizer)) as memory:
         reader = memstore.attach(model, memory, document="book").open()
         reader.read(sample.haystack(filler))

@@ -96,12 +96,12 @@ def test_a_model_of_the_package_searches_its_memory(cli: Cli, tmp_path: Path, na
     from memstore.eval.filler import load_filler
     from memstore.eval.needle import needle_blocks
     from memstore.eval.run import memory_spec
-    from memstore.eval.tasks import Phrases, make, plant
+    from memstore.eval.tasks import Phrases, passkey, plant
     from memstore.readers.kinds import LANDMARK_PASSKEY, PASSKEY, load_folder, shipped_model
 
     model, tokenizer = load_folder(shipped_model(PASSKEY if name == "drt" else LANDMARK_PASSKEY))
     filler, rng, size = load_filler(tokenizer, at_most=1500), random.Random(1), model.config.tokens_per_block
-    sample = plant(make("passkey", Phrases(tokenizer), rng), 1500, filler, size, rng, start=0)
+    sample = plant(passkey(Phrases(tokenizer), rng), 1500, filler, size, rng, start=0)
     with memstore.open(tmp_path / "own.mem", spec=memory_spec(model, tokenizer)) as opened:
         memstore.attach(model, opened, document="book").open().read(sample.haystack(filler))
     asked = tokenizer.decode(sample.prompt)

@@ -11,7 +11,7 @@ from pathlib import Path
 import memstore
 from memstore.errors import NotFound
 from memstore.memory.urls import OpenFolder
-from memstore.tools.ask import OnError, attached, opened_when_free, several
+from memstore.tools.ask import OnError, attached, chosen_documents, opened_when_free
 from memstore.tools.endpoint.request import Refusal
 from memstore.tools.endpoint.worker import ServedMemory
 from memstore.tools.models import SMOLLM2, LoadedModel, chosen_name, load_model, record_model, usual_dtype
@@ -56,7 +56,8 @@ class Shelf:
         place = self.stack.enter_context(OpenFolder(url))
         answers = chosen_name(memory, self.model)
         _, loaded = self._load(answers, usual_dtype(answers, memory.model_info().get("dtype")))
-        reader = several(loaded, memory, None, top_k=self.top_k, on_error=self.on_error)
+        asked = chosen_documents(loaded.model, memory, None)
+        reader = attached(loaded, memory, document=asked, top_k=self.top_k, on_error=self.on_error)
         with reader:  # a memory of another model is refused now, and not by every answer
             pass
         writer = attached(loaded, url, document=None, top_k=self.top_k, on_error=self.on_error, index=self.index)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from memstore.errors import InvalidArgument, NotFound
-from memstore.eval.questions import beam, locomo
+from memstore.eval.questions.conversations import load_beam, load_locomo, pooled
 
 LOCOMO: list[dict[str, Any]] = [
     {
@@ -62,7 +62,7 @@ def beam_folder(place: Path) -> Path:
 
 
 def test_turns_stand_in_the_order_of_sessions_with_their_dates(tmp_path: Path) -> None:
-    (found,) = locomo.load(locomo_file(tmp_path))
+    (found,) = load_locomo(locomo_file(tmp_path))
     assert found.paragraphs == (
         "5 pm on 1 May, 2023\nAna: I sail on Mondays.",
         "Ben: I row.",
@@ -71,7 +71,7 @@ def test_turns_stand_in_the_order_of_sessions_with_their_dates(tmp_path: Path) -
 
 
 def test_a_question_about_turns_needs_all_of_them_and_an_answer(tmp_path: Path) -> None:
-    (found,) = locomo.load(locomo_file(tmp_path))
+    (found,) = load_locomo(locomo_file(tmp_path))
     assert [(each.id, each.answers, each.evidence) for each in found.questions] == [
         ("conv-1/0", ("Mondays",), (0,)),
         ("conv-1/1", ("2",), (0, 2)),
@@ -79,14 +79,14 @@ def test_a_question_about_turns_needs_all_of_them_and_an_answer(tmp_path: Path) 
 
 
 def test_conversations_in_one_keep_their_own_turns(tmp_path: Path) -> None:
-    (found,) = locomo.load(locomo_file(tmp_path))
-    both = locomo.pooled([found, found])
+    (found,) = load_locomo(locomo_file(tmp_path))
+    both = pooled([found, found])
     assert both.paragraphs == found.paragraphs * 2
     assert [each.evidence for each in both.questions] == [(0,), (0, 2), (3,), (3, 5)]
 
 
 def test_a_question_about_messages_names_them_in_lists_and_objects(tmp_path: Path) -> None:
-    found = beam.load(beam_folder(tmp_path))
+    found = load_beam(beam_folder(tmp_path))
     assert found.paragraphs == ("user: I row.", "assistant: Good.", "user: I sail now.")
     assert [(each.id, each.answers, each.evidence) for each in found.questions] == [
         ("7/knowledge_update/0", ("sail",), (0, 2)),
@@ -97,6 +97,6 @@ def test_a_question_about_messages_names_them_in_lists_and_objects(tmp_path: Pat
 def test_other_files_are_told(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('[{"sample": 1}]')
     with pytest.raises(InvalidArgument, match=r"other.json is not LoCoMo's file, locomo10.json"):
-        locomo.load(tmp_path / "other.json")
+        load_locomo(tmp_path / "other.json")
     with pytest.raises(NotFound, match=r"no file .*chat.json: name where the benchmark was downloaded to"):
-        beam.load(tmp_path)
+        load_beam(tmp_path)
