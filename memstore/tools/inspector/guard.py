@@ -22,6 +22,7 @@ from memstore.tools.web import host_is_known, names_of, same
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from starlette.datastructures import Headers
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 READ_HEADER = "x-memstore-page"
@@ -64,22 +65,25 @@ class Guard:
         """Answer one request."""
         if scope["type"] != "http":  # no websockets here
             return
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        from starlette.datastructures import Headers
+        from starlette.requests import cookie_parser
+        from starlette.responses import PlainTextResponse
+
+        headers = Headers(scope=scope)
         cookie_name = f"memstore-{(scope.get('server') or ('', 0))[1]}"  # cookies do not tell ports apart
         in_link = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         known = same(in_link or headers.get(READ_HEADER, ""), self._token)
         if scope["path"] == "/" or scope["path"].startswith("/static/"):
-            known |= same(_cookie(headers, cookie_name), self._files_token)
+            # The cookies of every server on this machine come along.
+            known |= same(cookie_parser(headers.get("cookie", "")).get(cookie_name, ""), self._files_token)
         refusal = self._refusal(scope["method"], headers, known=known, asks=scope["path"] in self._asking)
         added = dict(HEADERS)
         if in_link and refusal is None:
             added["set-cookie"] = f"{cookie_name}={self._files_token}; Path=/; HttpOnly; SameSite=Strict"
-        if refusal is None:
-            await self._app(scope, receive, _adding(send, added))
-        else:
-            await _refuse(_adding(send, added), refusal)
+        answer = self._app if refusal is None else PlainTextResponse(f"memstore: {refusal}\n", 403)
+        await answer(scope, receive, _adding(send, added))
 
-    def _refusal(self, method: str, headers: dict[str, str], *, known: bool, asks: bool) -> str | None:
+    def _refusal(self, method: str, headers: Headers, *, known: bool, asks: bool) -> str | None:
         """Why a request is refused; None where it is not."""
         host = headers.get("host", "")
         if not host_is_known(host, self._hosts):
@@ -97,27 +101,12 @@ class Guard:
         return None
 
 
-def _cookie(headers: dict[str, str], name: str) -> str:
-    """The value of one cookie, whatever stands in the others: those of every server on this machine come along."""
-    for pair in headers.get("cookie", "").split(";"):
-        key, _, value = pair.partition("=")
-        if key.strip() == name:
-            return value.strip()
-    return ""
-
-
 def _adding(send: Send, added: dict[str, str]) -> Send:
+    from starlette.datastructures import MutableHeaders
+
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":
-            kept = [each for each in message.get("headers", []) if each[0].decode("latin-1").lower() not in added]
-            message["headers"] = kept + [(name.encode(), value.encode()) for name, value in added.items()]
+            MutableHeaders(scope=message).update(added)
         await send(message)
 
     return sending
-
-
-async def _refuse(send: Send, reason: str) -> None:
-    body = f"memstore: {reason}\n".encode()
-    headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"content-length", str(len(body)).encode())]
-    await send({"type": "http.response.start", "status": 403, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
