@@ -91,22 +91,20 @@ def tokens_label(tokens: int) -> str:
 
 
 def _cells(rows: Sequence[CellResult], lengths: Sequence[int]) -> tuple[list[str], list[list[Cell]]]:
-    """Labels of the picture's rows, and what is in each cell."""
-    if all(row.depth is not None for row in rows):
-        depths = sorted({row.depth for row in rows if row.depth is not None})
-        by_place = {(row.depth, row.length): [each.correct for each in row.outcomes] for row in rows}
-        table = [[_count(by_place.get((depth, length), [])) for length in lengths] for depth in depths]
-        return [f"{100 * depth:g}" for depth in depths], table
-    by_bin: dict[Cell, list[bool]] = {}
+    """Labels of the picture's rows, and what is in each cell: a row for each depth, or for a fifth of random ones."""
+    found: dict[tuple[float, int], list[bool]] = {}
     for row in rows:
         for each in row.outcomes:
-            by_bin.setdefault((min(BINS - 1, int(each.depth * BINS)), row.length), []).append(each.correct)
-    labels = [f"{100 * number // BINS}-{100 * (number + 1) // BINS}" for number in range(BINS)]
-    return labels, [[_count(by_bin.get((number, length), [])) for length in lengths] for number in range(BINS)]
-
-
-def _count(correct: Sequence[bool]) -> Cell:
-    return sum(correct), len(correct)
+            place = min(BINS - 1, int(each.depth * BINS)) if row.depth is None else row.depth
+            found.setdefault((place, row.length), []).append(each.correct)
+    if any(row.depth is None for row in rows):
+        places: Sequence[float] = range(BINS)
+        labels = [f"{100 * number // BINS}-{100 * (number + 1) // BINS}" for number in range(BINS)]
+    else:
+        places = sorted({place for place, _ in found})
+        labels = [f"{100 * depth:g}" for depth in places]
+    correct = [[found.get((place, length), []) for length in lengths] for place in places]
+    return labels, [[(sum(each), len(each)) for each in row] for row in correct]
 
 
 def _draw_cells(axes: Any, cells: list[list[Cell]]) -> None:

@@ -268,7 +268,10 @@ def _run(arguments: Sequence[str], pressed: Callable[[], bool]) -> int:
             return report_failure(_explained(error), json=json)
         code = INTERRUPTED
     # Where typer catches Ctrl-C, this code is all that it says; a verb that knows more raises Interruption itself.
-    return report_failure(_interrupted(arguments), json=json) if code == INTERRUPTED else code
+    if code != INTERRUPTED:
+        return code
+    when = " before anything was read" if arguments[:1] == ["read"] else ""
+    return report_failure(Interruption(f"interrupted{when}; run the same command again"), json=json)
 
 
 def _completed(command: Any) -> int:
@@ -293,11 +296,6 @@ def _explained(error: Exception) -> MemstoreError:
         case OSError(strerror=str(reason), filename=str(name)):
             return MemstoreError(f"{name}: {reason}")
     return Mistake(error)
-
-
-def _interrupted(arguments: Sequence[str]) -> Interruption:
-    when = " before anything was read" if arguments and arguments[0] == "read" else ""
-    return Interruption(f"interrupted{when}; run the same command again")
 
 
 def _lost_output(why: str) -> int:

@@ -93,14 +93,11 @@ def audit(options: AuditOptions, *, question: Question) -> Report:
         audited, loaded = options.audit(opened, question)
         data = {"question": question, "answer": loaded.tokenizer.decode(audited.tokens), **audited.to_dict()}
         for missed in data["missed"]:
-            missed["text"] = _text(opened, loaded, missed["document"], missed["block"])
+            of, block = opened.document(missed["document"]), missed["block"]
+            # There is none of a block that came after the document, such as the question's own.
+            ids = of.tokens(block).tolist() if block in of.blocks else None
+            missed["text"] = None if ids is None else str(loaded.tokenizer.decode(ids))
     return Report(data=data, text=lambda page: _show(page, data, audited))
-
-
-def _text(opened: Memory, loaded: LoadedModel, name: str, block: int) -> str | None:
-    """The text of a block; None for one that came after the document, such as the question's own."""
-    document = opened.document(name)
-    return str(loaded.tokenizer.decode(document.tokens(block).tolist())) if block in document.blocks else None
 
 
 def _show(page: Page, data: dict[str, Any], audited: Audit) -> None:

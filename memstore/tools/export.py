@@ -17,7 +17,6 @@ from memstore.tools.verb import Interruption, MemoryUrl, lasting
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
-    from memstore.memory.export import Decode
 
 FORMATS = ("safetensors", "parquet")
 
@@ -82,7 +81,8 @@ def _files(memory: Memory, out: Path, documents: list[str] | None) -> Report:
 def _table(memory: Memory, out: Path, documents: list[str] | None) -> Report:
     from memstore.memory.export import export_table
 
-    to_text, why = _decoder(memory)
+    _, why = decode(memory, [])
+    to_text = None if why else lambda ids: decode(memory, ids)[0] or ""
     rows = export_table(memory, out, documents=documents or None, decode=to_text, progress=True)
 
     def text(page: Page) -> None:
@@ -91,12 +91,6 @@ def _table(memory: Memory, out: Path, documents: list[str] | None) -> Report:
             page.line(f"(no text: {why})")
 
     return Report(data={"memory": memory.url, "out": str(out), "rows": rows, "text_missing": why}, text=text)
-
-
-def _decoder(memory: Memory) -> tuple[Decode | None, str | None]:
-    """What makes text of token ids, or None and why there is no text."""
-    _, why = decode(memory, [])
-    return (None, why) if why else (lambda ids: decode(memory, ids)[0] or "", None)
 
 
 def import_(folder: Folder, memory: Target) -> Report:

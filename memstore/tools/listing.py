@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 from unicodedata import normalize
 
@@ -93,6 +93,12 @@ def show(memory: MemoryUrl, document: DocumentArgument, block: Block, *, model: 
         name_model(opened, model)
         data = _described(opened, document, block)
 
+    rows = [
+        (layer["layer"], what, norm["vectors"], norm["min"], norm["mean"], norm["max"])
+        for layer in data["layers"]
+        for what, norm in layer["norms"].items()
+    ]
+
     def text(page: Page) -> None:
         page.facts({key: data[key] for key in ("document", "block", "first_token", "tokens", "full")})
         page.line()
@@ -100,7 +106,7 @@ def show(memory: MemoryUrl, document: DocumentArgument, block: Block, *, model: 
         page.line()
         page.line("token ids: " + " ".join(map(str, data["token_ids"])))
         page.line()
-        page.table(("layer", "what", "vectors", "min norm", "mean norm", "max norm"), _rows(data["layers"]))
+        page.table(("layer", "what", "vectors", "min norm", "mean norm", "max norm"), rows)
 
     return Report(data=data, text=text)
 
@@ -159,14 +165,6 @@ def norm_summary(vectors: Tensor) -> dict[str, float]:
         "mean": norms.mean().item(),
         "max": norms.max().item(),
     }
-
-
-def _rows(layers: Sequence[Mapping[str, Any]]) -> list[tuple[object, ...]]:
-    return [
-        (layer["layer"], what, norm["vectors"], norm["min"], norm["mean"], norm["max"])
-        for layer in layers
-        for what, norm in layer["norms"].items()
-    ]
 
 
 def stats(memory: MemoryUrl, *, index: Index = "exact") -> Report:

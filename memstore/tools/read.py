@@ -198,7 +198,9 @@ def _once(options: Options, noted: Mapping[str, str], load: Callable[[str, str],
     if plan.read:
         done = _read_all(plan, known, options, noted, load)
     elif known is not None and options.one_file and plan.unchanged and not (options.watch or options.cost):
-        done = [_unchanged(plan.unchanged[0], known)]
+        name, tokens = plan.unchanged[0], known.documents[plan.unchanged[0]]
+        nothing = {"new_tokens": 0, "reused_tokens": tokens, "seconds": 0.0, "tokens_per_second": 0.0}
+        done = [{"document": name, "tokens": tokens, **nothing}]
     if options.cost:
         return plan, done
     if known is not None:
@@ -462,13 +464,6 @@ def _check_same(reader: Reader, name: str, ids: list[int]) -> None:
             f"{text}: give this one a name of its own, memstore read TEXT MEMORY --document NAME, or memstore forget "
             "the other one first"
         )
-
-
-def _unchanged(name: str, known: Contents) -> dict[str, Any]:
-    """What is said of the only file, if nothing had to be done with it."""
-    tokens = known.documents[name]
-    done = {"document": name, "tokens": tokens, "new_tokens": 0, "reused_tokens": tokens}
-    return {**done, "seconds": 0.0, "tokens_per_second": 0.0}
 
 
 def _report(plan: ReadPlan, done: Done, options: Options) -> Report:

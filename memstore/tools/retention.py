@@ -14,7 +14,17 @@ import typer
 import memstore
 from memstore.errors import InvalidArgument
 from memstore.report import Page, Report, counted
-from memstore.tools.verb import FACT, DocumentArgument, Interruption, Json, MemoryUrl, bar, existing, lasting
+from memstore.tools.verb import (
+    FACT,
+    DocumentArgument,
+    Interruption,
+    Json,
+    MemoryUrl,
+    bar,
+    existing,
+    lasting,
+    seconds_in,
+)
 
 if TYPE_CHECKING:
     from memstore.memory.rules import WhenFull
@@ -111,9 +121,6 @@ def _set(memory: str, name: str, *, pinned: bool) -> Report:
     return Report(data=data, text=lambda page: page.line(f"{name!r} is {words}"))
 
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
-_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])", re.IGNORECASE)
-
 After = Annotated[
     str,
     typer.Option(
@@ -157,9 +164,8 @@ def parse_duration(text: str) -> float | None:
 
     if text.strip().lower() == "never":
         return None
-    match = _DURATION.fullmatch(text.strip())
-    seconds = float(match[1]) * _SECONDS[match[2].lower()] if match else 0.0
-    if not 0 < seconds < LONGEST:
+    seconds = seconds_in(text)
+    if seconds is None or not 0 < seconds < LONGEST:
         raise InvalidArgument(f"--after must be a time such as 45m, 12h, 30d or 8w, or never, not {text!r}")
     return seconds
 

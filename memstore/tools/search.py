@@ -88,7 +88,7 @@ def search(
         )
     use_threads(threads)
     with memstore.open(memory, mode="r", device=device) as opened, index_bar():
-        documents = _documents(opened, document)
+        documents = opened.documents() if document is None else [opened.document(document)]
         if text is not None:
             found = search_text(opened, text, documents, model, layer=layer, top_k=top_k, dtype=dtype, device=device)
         elif block is not None:
@@ -182,7 +182,3 @@ def _queries(file: str) -> Tensor:
         return torch.from_numpy(np.load(io.BytesIO(raw), allow_pickle=False).astype(np.float32))
     except (ValueError, TypeError, EOFError, AttributeError):
         raise InvalidArgument(f"{file} is not a .npy file of numbers; write one with numpy.save.") from None
-
-
-def _documents(memory: Memory, wanted: str | None) -> list[Document]:
-    return memory.documents() if wanted is None else [memory.document(wanted)]

@@ -184,7 +184,8 @@ def router(options: _RouterTraining) -> Report:
 
 
 def _questions(name: str, pooled: int) -> QuestionSet:
-    from memstore.eval.questions import facts, hotpotqa, jsonl, squad
+    from memstore.eval.questions import facts, hotpotqa, squad
+    from memstore.eval.questions.sets import own_questions
 
     match name:
         case "squad":
@@ -196,7 +197,7 @@ def _questions(name: str, pooled: int) -> QuestionSet:
         case "facts":
             return facts.load("other")
         case _:
-            return jsonl.load(Path(name).expanduser())
+            return own_questions(Path(name).expanduser())
 
 
 def _show_router(page: Page, data: dict[str, Any]) -> None:

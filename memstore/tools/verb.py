@@ -75,7 +75,11 @@ def verb(function: Callable[..., Report]) -> Callable[..., int]:
         if json and csv:
             raise InvalidArgument("--json and --csv are two ways to print the same: choose one of them.")
         if key_file is not None:
-            _check_key_used([arguments[name] for name in memories if name in arguments])
+            from memstore.memory.urls import check_key_used
+
+            # Who names a key believes that what it opens is encrypted.
+            named = [arguments[name] for name in memories if name in arguments]
+            check_key_used([url for each in named for url in ([each] if isinstance(each, str) else each or ())])
         with _key_from(key_file):
             report = function(json=json or csv, **arguments) if wants_json else function(**arguments)
             if json:
@@ -89,7 +93,8 @@ def verb(function: Callable[..., Report]) -> Callable[..., int]:
         return report.exit_code
 
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    command.__doc__ = _with_verbatim_example(inspect.getdoc(function) or "")
+    # A sign before indented lines keeps typer from filling them.
+    command.__doc__ = (inspect.getdoc(function) or "").replace("\n\n    ", "\n\n\b\n    ")
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
 
@@ -98,13 +103,6 @@ def _names_memory(annotation: Any) -> bool:
     """Whether an argument of a verb is the path of a memory, or of several."""
     names = (getattr(each, "metavar", None) for each in getattr(annotation, "__metadata__", ()))
     return any(name in ("MEMORY", "MEMORY...", "SOURCE", "TARGET", "[OTHER]", "NEW") for name in names)
-
-
-def _check_key_used(named: Sequence[str | Sequence[str] | None]) -> None:
-    """Raise ``WrongKey`` where no memory that is named needs a key: who names one believes that it is encrypted."""
-    from memstore.memory.urls import check_key_used
-
-    check_key_used([url for each in named for url in ([each] if isinstance(each, str) else each or ())])
 
 
 @contextmanager
@@ -120,11 +118,6 @@ def _key_from(file: str | None) -> Iterator[None]:
             os.environ.pop(KEY_VARIABLE)
             if before is not None:
                 os.environ[KEY_VARIABLE] = before
-
-
-def _with_verbatim_example(doc: str) -> str:
-    """Mark the indented lines of ``doc`` with the sign that keeps typer from filling them."""
-    return doc.replace("\n\n    ", "\n\n\b\n    ")
 
 
 @contextmanager
@@ -335,8 +328,8 @@ def use_threads(threads: int | None) -> None:
 
 FACT = "file/"
 """Before a document's name: under what a memory keeps which file a document is, and what was noted of it."""
-_AGO = re.compile(r"(\d+)\s*([hdw])", re.IGNORECASE)
-_HOURS = {"h": 1, "d": 24, "w": 7 * 24}
+_DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])", re.IGNORECASE)
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -406,11 +399,17 @@ def parse_meta(given: Sequence[str] | None) -> dict[str, str]:
     return {key.strip(): value for key, _, value in pairs}
 
 
+def seconds_in(text: str) -> float | None:
+    """What a text such as ``30d`` means; None for what is no such text."""
+    found = _DURATION.fullmatch(text.strip())
+    return None if found is None else float(found[1]) * _SECONDS[found[2].lower()]
+
+
 def parse_since(text: str) -> datetime:
     """A time that is some hours, days or weeks ago (``7d``), or a date. Raises ``InvalidArgument``."""
     try:
-        if found := _AGO.fullmatch(text.strip()):
-            return datetime.now(UTC) - timedelta(hours=int(found[1]) * _HOURS[found[2].lower()])
+        if (seconds := seconds_in(text)) is not None:
+            return datetime.now(UTC) - timedelta(seconds=seconds)
         return datetime.fromisoformat(text.strip()).astimezone()
     except (ValueError, OverflowError):
         raise InvalidArgument(
@@ -490,10 +489,6 @@ def report_failure(error: Exception, *, json: bool) -> int:
     else:
         print(f"memstore: {printable(message)}", file=sys.stderr)
         if usage:
-            print(f"Try '{_command_path(error)} --help'.", file=sys.stderr)
+            context: typer.Context | None = getattr(error, "ctx", None)
+            print(f"Try '{context.command_path if context else 'memstore'} --help'.", file=sys.stderr)
     return exit_code(error)
-
-
-def _command_path(error: Exception) -> str:
-    context: typer.Context | None = getattr(error, "ctx", None)
-    return context.command_path if context else "memstore"

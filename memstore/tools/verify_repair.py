@@ -216,7 +216,8 @@ def with_way_out(error: Exception, arguments: Sequence[str]) -> Exception:
     named = [each for each in memories if error.memory and _path(each) == _path(error.memory)] or memories
     match error:
         case DamagedError() if error.remedy is None:
-            return error.reworded(f"{error}\n{_damaged(named[0])}")
+            wrong, right = f"memstore verify {quote(named[0])}", f"memstore repair {quote(named[0])}"
+            return error.reworded(f"{error}\nThe rest is as it was. What is wrong: {wrong}; to put it right: {right}")
         case MemoryInUse() | ReadOnlyMemory() | StoreFull() if error.remedy == "limit" or on_disk(error.memory or ""):
             return error.reworded(f"{error}\n{_refused(error, quote(named[-1]))}")
     return error
@@ -224,11 +225,6 @@ def with_way_out(error: Exception, arguments: Sequence[str]) -> Exception:
 
 def _path(memory: str) -> str:
     return memory if memory.startswith("zarr+") else os.path.realpath(memory.removeprefix("zarr:"))
-
-
-def _damaged(memory: str) -> str:
-    quoted = quote(memory)
-    return f"The rest is as it was. What is wrong: memstore verify {quoted}; to put it right: memstore repair {quoted}"
 
 
 def _refused(error: MemstoreError, memory: str) -> str:

@@ -98,7 +98,9 @@ class RouterRanker(Ranker):
     def __init__(self, router: Router, asked: AskedPool, name: str = "router") -> None:
         super().__init__()
         self.name, self._router, self._asked = name, router, asked
-        self._codes = torch.cat([_signs(router.encode(part)) for part in asked.blocks.split(SEGMENT)])
+        self._codes = torch.cat(
+            [(router.encode(part) >= 0).to(torch.int8) * 2 - 1 for part in asked.blocks.split(SEGMENT)]
+        )
         self._consecutive = torch.arange(len(self._codes)) > 0
 
     def _best(self, question: str, depth: int) -> list[int]:
@@ -163,7 +165,8 @@ def train_router(
         fitted = reader.fitted(sets[0].pool.tokens)[sets[0].layer]
         seeds = range(options.seed, options.seed + options.runs)
         runs = [_trained(sets[0], chosen, fitted, replace(options, seed=seed)) for seed in seeds]
-        trained = _averaged([router for _, router in runs])
+        arrays = [router.to_arrays() for _, router in runs]
+        trained = Router(**{name: torch.stack([each[name] for each in arrays]).mean(0) for name in arrays[0]})
         save_router(out, trained, sets[0].layer, reader.architecture.shape, embedding)
         rows = [row for each in sets for row in _compared(each, trained, reader)]
     return {
@@ -223,11 +226,6 @@ def _trained(
     return shown, Router(mean.detach(), basis.detach() * size, weight.detach() * wide)
 
 
-def _averaged(routers: Sequence[Router]) -> Router:
-    arrays = [router.to_arrays() for router in routers]
-    return Router(**{name: torch.stack([each[name] for each in arrays]).mean(0) for name in arrays[0]})
-
-
 def _rate(step: int, steps: int) -> float:
     return min(1.0, (step + 1) / 20) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
 
@@ -251,7 +249,3 @@ def _loss(asked: AskedPool, batch: Sequence[Question], others: set[int], router:
             found = each[of_one].logsumexp(0)
             losses.append((torch.cat((found[None], wrong)).logsumexp(0) - found) / len(right))
     return torch.stack(losses).sum() / len(batch)
-
-
-def _signs(codes: Tensor) -> Tensor:
-    return (codes >= 0).to(torch.int8) * 2 - 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -194,7 +195,7 @@ def _by_recipe(opened: Session, start: Start, recipe: Recipe, texts: list[str]) 
         opened.arguments(start.config, batches, batch=1),
         recipe.optimisation,
         data=data,
-        collate=_only,
+        collate=itemgetter(0),  # a batch that the dataset has made whole
         tokenizer=tokenizer,
         fresh=start.init is None,
     )
@@ -211,8 +212,3 @@ def _measured(model: Any, recipe: Recipe, fresh: NeedleRows, opened: Session) ->
         "accuracy": round(measure_answers(model, fresh, recipe.checked), 4),
         "next_command": recipe.next_command.format(model=opened.run.out),
     }
-
-
-def _only(batches: list[dict[str, Any]]) -> dict[str, Any]:
-    """A batch that the dataset has made whole."""
-    return batches[0]

@@ -15,8 +15,7 @@ import memstore
 from memstore.attention import Router
 from memstore.attention.routing import TrainedRouter, save_router
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound
-from memstore.eval.questions import jsonl
-from memstore.eval.questions.sets import QuestionSet
+from memstore.eval.questions.sets import QuestionSet, own_questions
 from memstore.readers.stock.reader import CODE_DIM, ROUTERS
 from memstore.train import RouterOptions, train_router
 from memstore.train.router import BATCH, AskedPool, RouterRanker
@@ -51,7 +50,7 @@ def of_four_bits(model: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> QuestionSet:
-    return jsonl.load(write_pairs(tmp_path_factory.mktemp("pairs") / "pairs.jsonl"))
+    return own_questions(write_pairs(tmp_path_factory.mktemp("pairs") / "pairs.jsonl"))
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +86,7 @@ def test_several_runs_are_averaged(tmp_path: Path) -> None:
     # More questions than a step asks. Of fewer, each step asks all of them whatever the seed is, and then only
     # rounding tells two seeds apart: not even that on a processor that computes in float32.
     names = [f"{name}{number}" for name in NAMES for number in range(1 + BATCH // len(NAMES))]
-    pairs = jsonl.load(write_pairs(tmp_path / "pairs.jsonl", names))
+    pairs = own_questions(write_pairs(tmp_path / "pairs.jsonl", names))
 
     def trained(seed: int, runs: int) -> dict[str, torch.Tensor]:
         options = RouterOptions(steps=2, learning_rate=0.1, half="all", seed=seed, runs=runs)

@@ -10,7 +10,7 @@ import re
 import string
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
@@ -48,8 +48,6 @@ def answers(
     reader: Reader,
     questions: Sequence[Question],
     texts: Sequence[Sequence[str]] | None = None,
-    *,
-    advance: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
     """How well the model of ``reader`` answers: ``em`` and ``f1``, means over the questions, and ``ms`` a question.
 
@@ -60,7 +58,6 @@ def answers(
     for number, question in enumerate(questions):
         before = texts[number] if texts is not None else ()
         said.append(reader.ask(SEPARATOR.join((*before, question.text)), max_tokens=MOST).text)
-        advance(1)
     spent = time.perf_counter() - begun
     pairs = [(text, question.answers) for text, question in zip(said, questions, strict=True)]
     return {

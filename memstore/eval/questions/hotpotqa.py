@@ -18,7 +18,7 @@ COUNT = 500
 def load(data: Any = None, count: int = COUNT) -> QuestionSet:
     """The set of the first ``count`` questions of ``data``, as in its official file; without it, of the index."""
     entries = (load_json("hotpotqa.json") if data is None else data)[:count]
-    pooled = [{title: _paragraph(title, sentences) for title, sentences in entry["context"]} for entry in entries]
+    pooled = [{title: f"{title}\n{''.join(sentences)}" for title, sentences in entry["context"]} for entry in entries]
     numbers = numbered([paragraph for paragraphs in pooled for paragraph in paragraphs.values()])
     questions = [
         Question(
@@ -30,7 +30,3 @@ def load(data: Any = None, count: int = COUNT) -> QuestionSet:
         for entry, paragraphs in zip(entries, pooled, strict=True)
     ]
     return QuestionSet("hotpotqa", SOURCE, tuple(numbers), tuple(questions))
-
-
-def _paragraph(title: str, sentences: list[str]) -> str:
-    return f"{title}\n{''.join(sentences)}"

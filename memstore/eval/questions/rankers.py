@@ -93,9 +93,11 @@ class SentenceRanker(Ranker):
 class MemoryRanker(Ranker):
     """What an attached memory finds, by its router."""
 
-    def __init__(self, reader: Reader, name: str = "memory") -> None:
+    name = "memory"
+
+    def __init__(self, reader: Reader) -> None:
         super().__init__()
-        self._reader, self.name = reader, name
+        self._reader = reader
 
     def _best(self, question: str, depth: int) -> list[int]:
         return [match.block for match in self._reader.search(question, depth)]

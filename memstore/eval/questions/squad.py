@@ -25,9 +25,9 @@ def load(data: Any = None, count: int | None = None) -> QuestionSet:
     return _set("squad", SOURCE, (load_json("squad.json") if data is None else data)["data"], count)
 
 
-def load_training(data: Any = None) -> QuestionSet:
+def load_training() -> QuestionSet:
     """Of the set's training part 280 of 442 articles: none of them is in the development set."""
-    articles = [*(load_json("train-v1.1.json") if data is None else data)["data"]]
+    articles = [*load_json("train-v1.1.json")["data"]]
     random.Random(5).shuffle(articles)
     return _set("squad-train", TRAINING_SOURCE, articles[:ARTICLES])
 
@@ -36,13 +36,14 @@ def _set(name: str, source: str, articles: Any, count: int | None = None) -> Que
     entries = [paragraph for article in articles for paragraph in article["paragraphs"]][:count]
     numbers = numbered([entry["context"] for entry in entries])
     questions = [
-        Question(asked["id"], asked["question"].strip(), _texts(asked), (numbers[entry["context"]],))
+        Question(
+            asked["id"],
+            asked["question"].strip(),
+            tuple(dict.fromkeys(answer["text"] for answer in asked["answers"])),
+            (numbers[entry["context"]],),
+        )
         for entry in entries
         for asked in entry["qas"]
         if not asked.get("is_impossible", False)
     ]
     return QuestionSet(name, source, tuple(numbers), tuple(questions))
-
-
-def _texts(asked: Any) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(answer["text"] for answer in asked["answers"]))

@@ -26,7 +26,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from memstore._version import __version__
 from memstore.errors import InvalidArgument, MemstoreError, NotFound
-from memstore.memory import Document
 from memstore.memory.shared import CHAT
 from memstore.readers.passages import Passage, passages
 from memstore.readers.reader import Reader
@@ -159,7 +158,14 @@ class Agents(MCPServer[Any]):
 
     async def list_documents(self) -> list[DocumentFacts]:
         """List the documents of the memory."""
-        return await self._done(lambda _, __: [self._listed(each) for each in self._documents().values()])
+        served = self._served
+
+        def work(_: Reader, __: QueuedJob) -> list[DocumentFacts]:
+            place = f"{SCHEME}{quote(served.name)}"
+            there = served.memory.documents()
+            return [DocumentFacts(each.name, len(each), f"{place}/{quote(each.name)}") for each in there]
+
+        return await self._done(work)
 
     async def remember(
         self,
@@ -204,12 +210,6 @@ class Agents(MCPServer[Any]):
             return str(reader.tokenizer.decode(document.tokens(), skip_special_tokens=True))
 
         return [ReadResourceContents(content=await self._done(work), mime_type="text/plain")]
-
-    def _listed(self, document: Document) -> DocumentFacts:
-        return DocumentFacts(document.name, len(document), f"{SCHEME}{quote(self._served.name)}/{quote(document.name)}")
-
-    def _documents(self) -> dict[str, Document]:
-        return {each.name: each for each in self._served.memory.documents()}
 
     def _look_into(self, reader: Reader, documents: list[str] | None) -> None:
         for name in documents or []:

@@ -6,9 +6,9 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -47,44 +47,41 @@ def live(memory: Memory, words: Words, trace: int = -1) -> dict[str, Any]:
 
     Traces that cannot be read are ``trouble``, which says why: the documents are as good as ever.
     """
+    told: dict[str, Any] = {"sizes": sizes(memory), "trouble": None, "found": 0, "traces": []}
     try:
-        return {"sizes": sizes(memory), "trouble": None} | _latest(memory.traces.list(), words, trace)
+        traces = memory.traces.list()
+        shown = [*traces[: -MOST_TRACES - 1 : -1], *(each for each in traces[:-MOST_TRACES] if each.number == trace)]
+        return told | {"found": len(traces), "traces": [_listed(each, words) for each in shown]}
     except DamagedError as error:
-        return {"sizes": sizes(memory), "trouble": str(error), "found": 0, "traces": []}
-
-
-def _latest(traces: Sequence[Trace], words: Words, number: int) -> dict[str, Any]:
-    shown = list(traces[: -MOST_TRACES - 1 : -1])
-    shown += [each for each in traces[:-MOST_TRACES] if each.number == number]
-    return {"found": len(traces), "traces": [_listed(each, words) for each in shown]}
+        return told | {"trouble": str(error)}
 
 
 def _listed(trace: Trace, words: Words) -> dict[str, Any]:
-    facts, steps = _Facts.of(trace.info), len(trace)
+    facts, steps = _facts(trace.info), len(trace)
     return {
         "number": trace.number,
-        "documents": [printable(name) for name in facts.documents[:3]],
+        "documents": [printable(name) for name in facts["documents"][:3]],
         "steps": steps,
-        "ended": facts.ended,
-        "quiet": not facts.ended and _seconds_since(trace, facts, steps) > _QUIET,
-        "started": facts.started,
+        "ended": facts["ended"],
+        "quiet": not facts["ended"] and _seconds_since(trace, facts["started"], steps) > _QUIET,
+        "started": facts["started"],
         "question": _question(facts, words)[:_LISTED],
-        "answer": _answer(trace, words, ended=facts.ended),
+        "answer": _answer(trace, words, ended=facts["ended"]),
     }
 
 
-def _seconds_since(trace: Trace, facts: _Facts, steps: int) -> float:
+def _seconds_since(trace: Trace, started: str, steps: int) -> float:
     """Seconds since the latest of ``steps`` began: a model that was stopped leaves a trace that never ends."""
     try:
-        started = datetime.fromisoformat(facts.started).timestamp()
+        begun = datetime.fromisoformat(started).timestamp()
     except (ValueError, OverflowError):
         return math.inf
-    return time.time() - started - sum(step.seconds for step in trace.steps(steps - 1, steps))
+    return time.time() - begun - sum(step.seconds for step in trace.steps(steps - 1, steps))
 
 
-def _question(facts: _Facts, words: Words) -> str:
+def _question(facts: dict[str, Any], words: Words) -> str:
     """What was asked, or the end of the prompt."""
-    return facts.question or printable(words.of(facts.prompt[-40:]))
+    return facts["question"] or printable(words.of(facts["prompt"][-40:]))
 
 
 def _answer(trace: Trace, words: Words, *, ended: bool) -> str:
@@ -115,16 +112,12 @@ def trace(
     """
     found = memory.traces.get(trace)
     steps = _steps(found, start, stop)
-    facts = _Facts.of(found.info)
-    pieces = _pieces(found, facts, words, steps)
+    facts = _facts(found.info)
+    pieces = _pieces(found, facts["prompt"], words, steps)
     return {
         "number": trace,
-        "mechanism": facts.mechanism,
-        "ended": facts.ended,
+        **{name: facts[name] for name in ("mechanism", "ended", "layers", "heads", "top_k")},
         "question": _question(facts, words),
-        "layers": facts.layers,
-        "heads": facts.heads,
-        "top_k": facts.top_k,
         "length": len(found),
         "tiers": [*TIERS, KEPT],
         "elsewhere": list(ELSEWHERE),
@@ -184,9 +177,8 @@ def overview(memory: Memory, trace: int, start: int = 0, stop: int = MOST_STEPS)
     }
 
 
-def _pieces(trace: Trace, facts: _Facts, words: Words, steps: Sequence[Step]) -> list[str | None]:
+def _pieces(trace: Trace, before: list[int], words: Words, steps: Sequence[Step]) -> list[str | None]:
     """The text that the token of each step adds; None where the token is not known."""
-    before = facts.prompt
     if steps and (first := steps[0].number):
         before = before + [each.token for each in trace.steps(max(0, first - _BEFORE), first) if each.token is not None]
     known = [step.token for step in steps if step.token is not None]
@@ -271,39 +263,22 @@ def _finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Facts:
-    """What a trace says of itself: ``Trace.info``, checked, for whoever recorded or sent it wrote that JSON.
+def _facts(info: Mapping[str, Any]) -> dict[str, Any]:
+    """What a trace says of itself, checked, for whoever recorded or sent it wrote that JSON.
 
     A fact of another kind than it should be is one that is not there, and one without end is cut. ``documents`` are
     names as they are stored; all other texts are ``printable``.
     """
-
-    mechanism: str
-    question: str
-    started: str
-    ended: bool
-    prompt: list[int]
-    documents: list[str]
-    layers: list[int]
-    heads: int
-    top_k: int | None
-
-    @classmethod
-    def of(cls, info: Mapping[str, Any]) -> Self:
-        """The facts in ``info``."""
-        heads, top_k = info.get("heads"), info.get("top_k")
-        return cls(
-            mechanism=_text(info.get("mechanism")),
-            question=_text(info.get("question")),
-            started=_text(info.get("started")),
-            ended=bool(info.get("ended")),
-            prompt=_all_of(int, info.get("prompt")),
-            documents=_all_of(str, info.get("documents"))[:MOST_NAMED],
-            layers=_all_of(int, info.get("layers"))[:MOST_NAMED],
-            heads=min(MOST_NAMED, heads) if isinstance(heads, int) else 0,
-            top_k=top_k if isinstance(top_k, int) else None,
-        )
+    heads, top_k = info.get("heads"), info.get("top_k")
+    return {
+        **{name: _text(info.get(name)) for name in ("mechanism", "question", "started")},
+        "ended": bool(info.get("ended")),
+        "prompt": _all_of(int, info.get("prompt")),
+        "documents": _all_of(str, info.get("documents"))[:MOST_NAMED],
+        "layers": _all_of(int, info.get("layers"))[:MOST_NAMED],
+        "heads": min(MOST_NAMED, heads) if isinstance(heads, int) else 0,
+        "top_k": top_k if isinstance(top_k, int) else None,
+    }
 
 
 def _text(value: object) -> str:
