@@ -25,9 +25,8 @@ import torch
 import memstore
 from memstore.eval.questions import squad
 from memstore.eval.questions.answers import MOST, f1, has
-from memstore.eval.questions.recall import Pool
+from memstore.eval.questions.recall import Pool, cut_off
 from memstore.eval.questions.sets import HALVES, Question
-from memstore.eval.questions.shallow import cut_off
 from memstore.readers import asking
 from memstore.readers.asking import INSTRUCTION, refers
 from memstore.readers.reader import Reader

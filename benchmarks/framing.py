@@ -19,9 +19,8 @@ import torch
 import memstore
 from memstore.eval.questions import squad
 from memstore.eval.questions.rankers import MemoryRanker
-from memstore.eval.questions.recall import Pool, recall
+from memstore.eval.questions.recall import Pool, cut_off, recall
 from memstore.eval.questions.sets import HALVES, Question
-from memstore.eval.questions.shallow import cut_off
 from memstore.readers.asking import question_in
 from memstore.resources import hardware
 from memstore.tools.models import load_model

@@ -22,9 +22,8 @@ import torch
 import memstore
 from memstore.eval.questions import hotpotqa, squad
 from memstore.eval.questions.rankers import FusedRanker, MemoryRanker, Ranker, SentenceRanker, WordRanker, minilm
-from memstore.eval.questions.recall import Pool
+from memstore.eval.questions.recall import Pool, cut_off
 from memstore.eval.questions.sets import Question
-from memstore.eval.questions.shallow import cut_off
 from memstore.resources import hardware
 from memstore.tools.models import load_model
 

@@ -118,13 +118,12 @@ class _QuestionSetting:
         import memstore
         from memstore.eval.questions import recall
         from memstore.eval.questions.answers import answers
-        from memstore.eval.questions.shallow import cut_off
 
         show = not self.json and sys.stderr.isatty()
         model, tokenizer = load_model(self.model, self.dtype, device=self.device)
         # Nobody will answer from a memory that is thrown away, so it needs the layers that choose and no others.
         alone = self.memory is None and self.router in (None, FITTED) and not (self.answers or self.rerank)
-        layer = cut_off(model) if alone else None
+        layer = recall.cut_off(model) if alone else None
         reading: dict[str, Any] = {"routing_layers": None if layer is None else (layer,), "window": self.window}
         pool = recall.Pool.of(sets[0].paragraphs, tokenizer)
         with (

@@ -13,10 +13,9 @@ from memstore.errors import InvalidArgument
 from memstore.eval.needles import prose_text
 from memstore.eval.pairs import collate_pairs, encode_pairs, read_pairs
 from memstore.readers.kinds import DRT, shipped_model, trainable
-from memstore.train.corpora import Documents, digest, encoded, sources, train_tokenizer
+from memstore.train.corpora import Documents, collate, cut, digest, encoded, held_out, sources, train_tokenizer
 from memstore.train.needles import NeedleRows
 from memstore.train.recipes import Recipe, find_recipe
-from memstore.train.segments import collate, cut, held_out
 from memstore.train.session import Report, Session, session
 from memstore.train.settings import Optimisation, Runtime
 from memstore.train.start import Folder, Start, starting

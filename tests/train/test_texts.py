@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from memstore.errors import DifferentRun, InvalidArgument, NotFound, StoreFull, TrainingDiverged
 from memstore.models.drt import DRTConfig, DRTForCausalLM
-from memstore.train import Optimisation, Runtime, corpora, segments, train_on_texts
+from memstore.train import Optimisation, Runtime, corpora, train_on_texts
 from memstore.train.trainer import MemoryTrainer, rate
 from tests.train.conftest import Trained
 from tests.train.helpers import CONTEXT, RUNTIME, SHORT, at_step, losses, same_weights, stop, stopped_at
@@ -235,23 +235,23 @@ def test_a_dataset_folder_is_read(tmp_path: Path) -> None:
 
 
 def test_long_documents_start_segments_and_the_rest_is_joined() -> None:
-    rows = segments.cut([np.arange(1, 8, dtype=np.int32), np.array([21, 22], np.int32)], 3, end=0)
+    rows = corpora.cut([np.arange(1, 8, dtype=np.int32), np.array([21, 22], np.int32)], 3, end=0)
     assert rows.tolist() == [[1, 2, 3], [4, 5, 6], [7, 0, 21]]
 
 
 def test_held_out_rows_are_spread_and_not_trained_on() -> None:
     rows = np.arange(20, dtype=np.int32).reshape(10, 2)
-    train, held = segments.held_out(rows, 0.2)
+    train, held = corpora.held_out(rows, 0.2)
     assert len(train) == 8
     assert held[:, 0].tolist() == [4, 14]
     with pytest.raises(InvalidArgument, match="leaves nothing to train on"):
-        segments.held_out(rows[:1], 0.5)
+        corpora.held_out(rows[:1], 0.5)
     with pytest.raises(InvalidArgument, match="from 0 to below 1"):
-        segments.held_out(rows, 1.0)
+        corpora.held_out(rows, 1.0)
 
 
 def test_every_pass_sees_everything_once_in_another_order() -> None:
-    data = segments.ShuffledItems(list(range(10)), 20, seed=0)
+    data = corpora.ShuffledItems(list(range(10)), 20, seed=0)
     first, second = [data[i] for i in range(10)], [data[i] for i in range(10, 20)]
     assert sorted(first) == sorted(second) == list(range(10))
     assert first != second

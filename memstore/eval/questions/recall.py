@@ -1,4 +1,7 @@
-"""Evidence recall: whether the paragraphs that an answer needs are among the few blocks that are found."""
+"""Evidence recall: whether the paragraphs that an answer needs are among the few blocks that are found.
+
+A model can be cut off behind the layer that routes: that is enough to find them.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memstore.eval.questions.rankers import Ranker
 from memstore.eval.questions.sets import SEPARATOR, Question
 from memstore.readers.kinds import encode
+from memstore.readers.stock.architecture import examine
+from memstore.readers.stock.reader import usual_routing_layer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -78,3 +86,25 @@ def recall(
             "any": round(fmean(any(each) for each in parts), 4),
             "ms": round(1e3 * spent / len(questions), 2),
         }
+
+
+def cut_off(model: PreTrainedModel) -> int | None:
+    """Take the layers behind the routing one out of ``model``, which then cannot answer; the number of that layer.
+
+    It finds what the whole model finds, and reads in a third of the time: the layers before the routing one see sink
+    and window only, so what is chosen there does not depend on what comes after. None, and the model stays whole, where
+    some of its layers see a few tokens only, or do not attend: which ones need the memory could not be told from the
+    first layers.
+    """
+    architecture = examine(model)
+    plans = architecture.layers
+    if architecture.linear is not None or any(plan.local for plan in plans):
+        return None
+    layer = usual_routing_layer(len(plans))
+    (blocks,) = (each for each in model.modules() if isinstance(each, nn.ModuleList) and plans[0].block in set(each))
+    del blocks[layer + 1 :]
+    config = model.config.get_text_config(decoder=True)
+    config.num_hidden_layers = layer + 1
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[: layer + 1]
+    return layer

@@ -19,7 +19,6 @@ from memstore.errors import (
 from memstore.tools.inspector import data, traced
 from memstore.tools.inspector.asking import PATHS, AskBox, can_ask, conversations
 from memstore.tools.inspector.guard import Guard
-from memstore.tools.inspector.words import Words
 from memstore.tools.verb import status_of
 from memstore.tools.web import LOOPBACK, MOST_BYTES, body_of, require_web, run, server_of
 
@@ -93,7 +92,7 @@ class Inspector:
     def __init__(self, memory: Memory, *, allow_write: bool = False, hosts: tuple[str, ...] = ()) -> None:
         self.token = secrets.token_urlsafe(24)
         self._memory = memory
-        self._words = Words(memory)
+        self._words = data.Words(memory)
         self._write_token = secrets.token_urlsafe(24) if allow_write else None
         self._box = AskBox(memory, hosts=hosts, allow_write=allow_write)
         asking = {"asking": PATHS if can_ask(memory) else ()}

@@ -6,9 +6,10 @@ taken for the old one, and numbers need no escaping.
 
 from __future__ import annotations
 
+import threading
 import time
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,8 @@ from memstore.memory import open_memory
 from memstore.memory.search import Match, check_layer, search_block
 from memstore.tools.endpoint.shelf import name_of
 from memstore.tools.inspector.asking import can_ask, takes_several
-from memstore.tools.inspector.words import Words
 from memstore.tools.listing import filled, norm_summary
+from memstore.tools.models import tokenizer_of
 from memstore.tools.search import search_text
 
 if TYPE_CHECKING:
@@ -41,7 +42,61 @@ MOST_FOUND, SECONDS = 50, 0.3
 """Of one look for a text in a document."""
 ACTIONS = ("pin", "unpin", "forget", "remove-trace")
 """What the page may change, with ``--allow-write``. Nothing else."""
+_LARGEST = (1 << 32) - 1  # what a tokenizer takes; what is larger, or negative, is no token of it
 _PIECE = 256  # blocks that are looked at between two looks at the clock
+
+
+class Words:
+    """Decodes the tokens of a memory with the tokenizer of its model; the ids themselves where there is none.
+
+    Safe to use from several threads. The tokenizer is loaded once, which takes seconds: call ``missing`` early, in a
+    thread of its own.
+    """
+
+    def __init__(self, memory: Memory) -> None:
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._loaded: tuple[Any, str | None] | None = None
+        """The tokenizer, or why there is none; None before it is asked for."""
+        self.answers: dict[int, str] = {}
+        """How the answers of traces begin that have ended, by their numbers."""
+
+    @property
+    def missing(self) -> str | None:
+        """Why there is no text; None where there is."""
+        return self._tokenizer()[1]
+
+    @property
+    def between(self) -> str:
+        """What stands between two tokens."""
+        return "" if self.missing is None else " "
+
+    def of(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``, not yet ``printable``: to be searched."""
+        tokenizer, missing = self._tokenizer()
+        if missing is not None:
+            return " ".join(map(str, ids))
+        with self._lock:
+            return str(tokenizer.decode([each for each in ids if 0 <= each <= _LARGEST]))
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text that each of ``ids`` adds; one that ends within a character adds nothing, the next adds it."""
+        pieces: list[str] = []
+        begin = read = 0
+        for end in range(1, len(ids) + 1):
+            known, now = self.of(ids[begin:read]), self.of(ids[begin:end])
+            if now.endswith("\ufffd") and end < len(ids):
+                pieces.append("")
+                continue
+            pieces.append(printable(now[len(known) :]))
+            begin, read = read, end
+        return pieces
+
+    def _tokenizer(self) -> tuple[Any, str | None]:
+        with self._lock:
+            if self._loaded is None:
+                self._loaded = tokenizer_of(self._memory)
+            return self._loaded
 
 
 def overview(memory: Memory, write_token: str | None) -> dict[str, Any]:

@@ -14,8 +14,7 @@ import numpy as np
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound, printable
 from memstore.memory.traces import ELSEWHERE, KEPT, TIERS, Step, Trace, best_looks, counted, elsewhere, most_weight
-from memstore.tools.inspector.data import sizes
-from memstore.tools.inspector.words import Words
+from memstore.tools.inspector.data import Words, sizes
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
