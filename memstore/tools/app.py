@@ -135,7 +135,7 @@ GROUPS = {"train": "Train a model that retrieves.", "eval": "Measure a model tha
 """Verbs that have a word before them, ``memstore train drt``, and what each group is for."""
 
 
-class Verbs(Mapping[str, Any]):
+class _Verbs(Mapping[str, Any]):
     """Verbs by name, as Click knows them. One is imported and made when it is asked for: most runs need one."""
 
     def __init__(self, homes: Mapping[str, str], groups: Mapping[str, str] = MappingProxyType({})) -> None:
@@ -153,7 +153,7 @@ class Verbs(Mapping[str, Any]):
         return _command(name, resolve_name(f"memstore.tools.{self._homes[name]}"))
 
 
-class Trainings(Verbs):
+class _Trainings(_Verbs):
     """The verbs of ``memstore train``: kinds of models bring them."""
 
     def __init__(self) -> None:
@@ -180,7 +180,7 @@ def _group(name: str, purpose: str) -> Any:
     made = typer.Typer(name=name, add_completion=False, help=purpose, epilog=EXIT_CODES, rich_markup_mode=None)
     made.callback(invoke_without_command=True)(_help_alone)
     group: Any = typer.main.get_command(made)
-    group.commands = Trainings() if name == "train" else Verbs(EVALUATIONS)
+    group.commands = _Trainings() if name == "train" else _Verbs(EVALUATIONS)
     return group
 
 
@@ -236,7 +236,7 @@ def main(arguments: Sequence[str] | None = None, pressed: Callable[[], bool] = l
 def command_line() -> Any:
     """All verbs as Click knows them."""
     command: Any = typer.main.get_command(app)
-    command.commands = Verbs(VERBS, GROUPS)
+    command.commands = _Verbs(VERBS, GROUPS)
     return command
 
 

@@ -149,7 +149,7 @@ EXERCISES: dict[str, Callable[[Phrases, random.Random], _Exercise]] = {
 }
 
 
-class Row(NamedTuple):
+class _Row(NamedTuple):
     """``T`` tokens, which of them are the answer, and which may distract other rows."""
 
     ids: Tokens
@@ -182,7 +182,7 @@ class NeedleRows(Dataset[Any]):
         return self._count
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        """``input_ids``, ``answer`` and ``free`` as in ``Row``, ``[B, T]`` each."""
+        """``input_ids``, ``answer`` and ``free`` as in ``_Row``, ``[B, T]`` each."""
         rng, recipe = np.random.default_rng([self._seed, number]), self._recipe
         plain = random.Random(int(rng.integers(1 << 62)))
         progress = number / self._count
@@ -210,7 +210,7 @@ class NeedleRows(Dataset[Any]):
         self._phrases.few = self._recipe.few_digits if progress >= self._recipe.few_from else 0.0
         return EXERCISES[task](self._phrases, plain)
 
-    def _row(self, rng: Generator, plain: random.Random, exercise: _Exercise, blocks: int, hard: bool) -> Row:
+    def _row(self, rng: Generator, plain: random.Random, exercise: _Exercise, blocks: int, hard: bool) -> _Row:
         riddle = exercise.riddle
         start, length = blocks * self._tokens_per_block + 1, (blocks + 1) * self._tokens_per_block
         room = start - len(riddle.question) - sum(map(len, riddle.needles))
@@ -235,7 +235,7 @@ class NeedleRows(Dataset[Any]):
             parts += [text[before:place], needle]
             before = place
         parts += [text[before:], riddle.question, asked, self._text(rng, plain, after, hard)]
-        return Row(np.concatenate(parts, dtype=np.int32, casting="unsafe"), answer, free)
+        return _Row(np.concatenate(parts, dtype=np.int32, casting="unsafe"), answer, free)
 
     def _asked(self, exercise: _Exercise, room: int) -> tuple[list[int], list[bool]]:
         """The answer and as many follow-ups as there is room for, and which of these tokens answer something."""

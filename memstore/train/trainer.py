@@ -137,7 +137,7 @@ class MemoryTrainer(Trainer):
 
 
 class AnswerTrainer(MemoryTrainer, ABC):
-    """Trains on the batches of ``needles.Rows``: the answer's loss, and some language modelling."""
+    """Trains on the batches of ``NeedleRows``: the answer's loss, and some language modelling."""
 
     def __init__(self, recipe: Recipe, run: Run, model: Any, *rest: Any, **options: Any) -> None:
         super().__init__(run, model, *rest, **options)
