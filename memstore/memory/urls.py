@@ -48,7 +48,7 @@ from memstore.store.records import Batch, Key, Table
 if TYPE_CHECKING:
     from memstore.store.lmdb.store import LmdbStore
     from memstore.store.zarr import ZarrStore
-    from memstore.store.zarr.bucket import BucketObjects
+    from memstore.store.zarr.objects import BucketObjects
 
 
 SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "file")
@@ -100,7 +100,7 @@ def open_shards(remote: Remote, *, read_only: bool) -> BucketObjects | Path:
     try:
         import obstore  # noqa: F401 - whether it is there
 
-        from memstore.store.zarr.bucket import from_url
+        from memstore.store.zarr.objects import from_url
     except ImportError:
         raise InvalidArgument("memories in Zarr need 'pip install torch-memstore[zarr]'.") from None
     try:

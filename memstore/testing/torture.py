@@ -26,8 +26,17 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from memstore.testing.processes import Ending, Say, be_traced, fork, may_trace, run, step_through
-from memstore.testing.small_disk import may_mount, mount_small_disk
+from memstore.testing.processes import (
+    Ending,
+    Say,
+    be_traced,
+    fork,
+    may_mount,
+    may_trace,
+    mount_small_disk,
+    run,
+    step_through,
+)
 
 States = npt.NDArray[np.float32]
 SHAPE = (2, 2, 16, 32)

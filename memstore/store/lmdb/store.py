@@ -7,7 +7,9 @@ transaction refers to, so a process that dies at any instruction leaves the last
 
 from __future__ import annotations
 
+import errno
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,12 +22,21 @@ from typing import Any, Self
 import lmdb
 
 from memstore import paths
-from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory, ReadOnlyMemory, StoreFull
+from memstore.errors import (
+    DamagedError,
+    ForeignMemory,
+    InvalidArgument,
+    MemoryInUse,
+    MemstoreError,
+    NotAMemory,
+    ReadOnlyMemory,
+    StoreFull,
+)
 from memstore.json_checks import fit, table, whole
 from memstore.store.contract import BlockStore, Capabilities, Compaction, Progress, beyond_limit
 from memstore.store.lmdb import environment as environments
-from memstore.store.lmdb.environment import RESERVE_NAME, Environment, WriterLock
-from memstore.store.lmdb.erasing import check_known, erase, wait_for_readers
+from memstore.store.lmdb import pages
+from memstore.store.lmdb.environment import DATA_NAME, RESERVE_NAME, Environment, WriterLock
 from memstore.store.lmdb.values import (
     KEY_BYTES,
     STORE_KEY,
@@ -397,13 +408,13 @@ class LmdbStore(BlockStore):
             return used_bytes(txn)
 
     def compact(self, progress: Progress | None = None) -> Compaction:
-        """Erase what deleted values have left in the file, in place, and give the space back: see ``erasing.py``.
+        """Erase what deleted values have left in the file, in place, and give the space back: see ``pages.py``.
 
         Readers go on; those that began two commits ago or earlier are waited for. Raises ``MemoryInUse`` where they do
         not end, ``DamagedError`` where the file is not understood, ``ReadOnlyMemory`` and ``StoreFull``.
         """
         self._check_writable()
-        check_known(self.path)
+        _check_known(self.path)
         before = self.size_bytes()
         # In place, not as a copy: that would need the space twice, and readers stay on their file. Two commits first,
         # so that neither of the last two, which LMDB keeps whole, has what was deleted before.
@@ -411,8 +422,8 @@ class LmdbStore(BlockStore):
             self._commit([] if self._naming.checked else [(STORE_KEY, STORE_KEY)], [])
         try:
             with self._env.begin(write=True) as txn:  # nothing changes now
-                wait_for_readers(self._env, self.path, txn.id() - 2, READER_PATIENCE)
-                erase(self.path, progress)
+                _wait_for_readers(self._env, self.path, txn.id() - 2, READER_PATIENCE)
+                _erase(self.path, progress)
         except lmdb.Error as error:
             raise self._failure(error) from error
         if self._reserve:
@@ -530,3 +541,58 @@ def _checks(txn: Transaction) -> int | None:
         # A copy that LMDB has compacted begins with commit 1.
         return -1 if facts.get("commit", txn.id()) != txn.id() != 1 else facts.get("checks")
     return None
+
+
+def _wait_for_readers(env: lmdb.Environment, folder: Path, oldest: int, patience: float) -> None:
+    """Return when nobody reads a commit before ``oldest``. Raises ``MemoryInUse`` after ``patience`` seconds."""
+    until = time.monotonic() + patience
+    while late := _readers_before(env, oldest):
+        if time.monotonic() > until:
+            raise MemoryInUse(
+                f"nothing was erased: process {late[0]} has been reading an older state of memory {folder} for "
+                f"more than {patience:g} seconds; let it finish, then compact again",
+                memory=folder,
+            )
+        time.sleep(0.01)
+        env.reader_check()
+
+
+def _readers_before(env: lmdb.Environment, oldest: int) -> list[int]:
+    """Processes that read a commit before ``oldest``."""
+    lines = [line.split() for line in env.readers().splitlines()]
+    rows = [line for line in lines if len(line) == 3 and line[0].isdigit() and line[2].isdigit()]
+    return [int(pid) for pid, _, commit in rows if int(commit) < oldest]
+
+
+def _check_known(folder: Path) -> None:
+    """Raise ``MemstoreError`` where the LMDB in use may lay out its pages in another way than is known here."""
+    if not pages.is_known():
+        raise MemstoreError(
+            f"memory {folder} was not compacted: this is LMDB {pages.version()}, and only the pages of LMDB 0.9 are "
+            "known well enough to erase in them. Nothing was erased; a copy of the memory leaves behind what "
+            "was deleted",
+            memory=folder,
+        )
+
+
+def _erase(folder: Path, progress: Progress | None) -> None:
+    """Erase, and give the space back. Nothing may write meanwhile. Raises ``ReadOnlyMemory`` or ``DamagedError``."""
+    try:
+        handle = paths.open_file(folder, DATA_NAME, os.O_RDWR)
+        try:
+            pages.erase_unused(handle, progress)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if isinstance(error, DamagedError):
+            raise
+        kept = "what is stored is whole, but bytes of what was deleted are still in the file"
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise ReadOnlyMemory(
+                f"memory {folder} may not be written to any more ({error.strerror}); {kept}. Give the right back, then "
+                "compact again",
+                memory=folder,
+            ) from error
+        raise DamagedError(
+            f"memory {folder} could not be compacted ({error.strerror}); {kept}. Check the disk, then compact again"
+        ) from error

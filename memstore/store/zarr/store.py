@@ -44,12 +44,24 @@ from memstore.store.records import (
     check_out,
     check_range,
 )
-from memstore.store.zarr.bucket import READS_AHEAD, BucketObjects
 from memstore.store.zarr.extents import COUNTERS, SHARD_BYTES, Extent, Series
-from memstore.store.zarr.objects import FileObjects, Objects, RangeRead, ZarrObjects, absent
+from memstore.store.zarr.objects import READS_AHEAD, BucketObjects, FileObjects, Objects, RangeRead, ZarrObjects, absent
 from memstore.store.zarr.published import NOTE, Publisher, last_version
-from memstore.store.zarr.sealing import Cut, Garbage, Sealer, cuts_of, manifest_changes, shard_paths
-from memstore.store.zarr.tail import Deletes, Failure, Puts, SealedBlocks, Snapshot, Tail, items
+from memstore.store.zarr.tail import (
+    Cut,
+    Deletes,
+    Failure,
+    Garbage,
+    Puts,
+    SealedBlocks,
+    Sealer,
+    Snapshot,
+    Tail,
+    cuts_of,
+    items,
+    manifest_changes,
+    shard_paths,
+)
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store
