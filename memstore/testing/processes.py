@@ -18,8 +18,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 PATIENCE = 60  # seconds that a child may compute until it counts as hanging; SIGPROF then ends it
 WAITING = (
@@ -52,12 +50,11 @@ class Ending:
 
     @property
     def last(self) -> str:
-        """Its last line."""
         return self.lines[-1] if self.lines else ""
 
 
 @dataclass
-class Child:
+class _Child:
     """A forked process."""
 
     pid: int
@@ -98,12 +95,11 @@ class Child:
         return Ending(self._heard.decode(errors="replace").split("\n")[:-1], os.waitstatus_to_exitcode(status))
 
     def kill(self) -> Ending:
-        """Send SIGKILL."""
         os.kill(self.pid, signal.SIGKILL)
         return self.wait()
 
 
-def fork(body: Callable[[Say], None], patience: int = PATIENCE) -> Child:
+def fork(body: Callable[[Say], None], patience: int = PATIENCE) -> _Child:
     """Run ``body`` in a child; what it raises is reported as ``error: ...`` with exit status 1.
 
     On Linux it ends with its parent.
@@ -119,7 +115,7 @@ def fork(body: Callable[[Say], None], patience: int = PATIENCE) -> Child:
         raise
     if pid:
         os.close(say)
-        child = Child(pid, hear)
+        child = _Child(pid, hear)
         with child.ending_with_us():
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return child
@@ -150,29 +146,6 @@ def _tell(pipe: int, line: str) -> None:
 def run(body: Callable[[Say], None]) -> Ending:
     """Run ``body`` in a child until its end."""
     return fork(body).wait()
-
-
-class Bytecodes:
-    """Counts the bytecode instructions of the calling thread; at ``last`` the process kills itself."""
-
-    def __init__(self, last: int | None) -> None:
-        self.count = 0
-        self._last = last
-
-    def __enter__(self) -> Bytecodes:
-        sys.settrace(self._frame)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _frame(self, frame: FrameType, event: str, _: Any) -> Any:
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "opcode":
-            self.count += 1
-            if self.count == self._last:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return self._frame
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

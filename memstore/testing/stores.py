@@ -419,7 +419,6 @@ class StoreMachine(RuleBasedStateMachine):
     """Puts, deletions, reads, reopening and crashes, in any order."""
 
     def open_store(self, path: Path) -> BlockStore:
-        """Make the store at ``path`` or open the one that is there. Subclasses say how."""
         raise NotImplementedError
 
     def __init__(self) -> None:
@@ -471,7 +470,6 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(first=keys, last=keys)
     def delete_a_range(self, first: Key, last: Key) -> None:
-        """From one key to another of the same table; nothing if they are the wrong way round."""
         self._write(Batch(deletes=[(first, last._replace(table=first.table))]))
 
     @rule(document=documents, layer=layers, item=items, count=st.integers(0, 9), seed=seeds)
@@ -523,7 +521,6 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(first=keys, last=keys)
     def list_keys(self, first: Key, last: Key) -> None:
-        """A range of keys, in order."""
         last = last._replace(table=first.table)
         assert self.opened.keys(first, last) == sorted(key for key in self.expected if first <= key <= last)
 

@@ -32,7 +32,7 @@ _SPEC = MemorySpec(
 )  # fmt: skip
 
 
-class LmdbMemory(Subject):
+class _LmdbMemory(Subject):
     """A memory on LMDB."""
 
     name = f"memstore {memstore.__version__}, LMDB"
@@ -43,7 +43,6 @@ class LmdbMemory(Subject):
 
     @staticmethod
     def url(folder: Path) -> str:
-        """Of the memory in a folder."""
         return str(folder)
 
     def __len__(self) -> int:
@@ -71,7 +70,7 @@ class LmdbMemory(Subject):
         return [file for file in Subject.files(folder) if not file.name.startswith(("lock.mdb", "writer.", "reserve"))]
 
 
-class ZarrMemory(LmdbMemory):
+class _ZarrMemory(_LmdbMemory):
     """A memory in Zarr, whose shards are so small that there are some."""
 
     name = f"memstore {memstore.__version__}, Zarr"
@@ -85,7 +84,7 @@ class ZarrMemory(LmdbMemory):
         return f"zarr:{folder}"
 
 
-class BucketMemory(ZarrMemory):
+class _BucketMemory(_ZarrMemory):
     """The same in object storage, here one that is a folder; what is not in shards yet lies beside it."""
 
     name = f"memstore {memstore.__version__}, object storage"
@@ -95,7 +94,7 @@ class BucketMemory(ZarrMemory):
         return f"zarr+file://{folder}/bucket?tail={folder}/tail"
 
 
-class TorchFile(Subject):
+class _TorchFile(Subject):
     """All blocks in one file, saved anew by ``torch.save`` after each change, as in most examples."""
 
     name = f"torch.save {torch.__version__}"
@@ -127,7 +126,7 @@ class TorchFile(Subject):
         torch.save(self._blocks, self._file)
 
 
-class SafetensorsFile(TorchFile):
+class _SafetensorsFile(_TorchFile):
     """The same in a file of safetensors."""
 
     name = f"safetensors {safetensors.__version__}"
@@ -139,8 +138,8 @@ class SafetensorsFile(TorchFile):
         save_file({"blocks": self._blocks}, self._file)
 
 
-class ReplacedTorchFile(TorchFile):
-    """The same as ``TorchFile``, written beside the old file, synced, and put in its place: as careful as it gets."""
+class _ReplacedTorchFile(_TorchFile):
+    """The same as ``_TorchFile``, written beside the old file, synced, and put in its place: as careful as it gets."""
 
     name = f"torch.save {torch.__version__}, synced and renamed"
 
@@ -179,12 +178,12 @@ class ArrayFiles(Subject):
 
 
 SUBJECTS: dict[str, type[Subject]] = {
-    "lmdb": LmdbMemory,
-    "zarr": ZarrMemory,
-    "bucket": BucketMemory,
-    "torch": TorchFile,
-    "torch-replaced": ReplacedTorchFile,
-    "safetensors": SafetensorsFile,
+    "lmdb": _LmdbMemory,
+    "zarr": _ZarrMemory,
+    "bucket": _BucketMemory,
+    "torch": _TorchFile,
+    "torch-replaced": _ReplacedTorchFile,
+    "safetensors": _SafetensorsFile,
     "numpy": ArrayFiles,
 }
 """By the name that the command knows them by."""
