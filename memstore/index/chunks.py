@@ -96,7 +96,6 @@ class Chunk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, filled or not."""
         return self.keys.nbytes + self.ids.nbytes + self.alive.nbytes + (self.codes.nbytes if self.codes else 0)
 
     @property
@@ -218,7 +217,6 @@ class Chunks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for keys, codes and ids."""
         return sum(chunk.nbytes for chunk in self.by_number.values())
 
     @property
@@ -258,7 +256,6 @@ class Chunks:
         self._frame = self._frame if self.by_number else None
 
     def holds(self, ids: Tensor) -> Tensor:
-        """Which of the ascending ``ids [n]`` are here, ``[n]`` bool."""
         held = torch.zeros_like(ids, dtype=torch.bool)
         for chunk in self.by_number.values():
             held |= chunk.holds(ids)
@@ -288,7 +285,6 @@ class Chunks:
         return ids
 
     def places(self) -> Tensor:
-        """Places ``[n]`` of all blocks, ascending."""
         places = [chunk.alive[: chunk.used].nonzero().squeeze(1) + n * PLACES for n, chunk in self.by_number.items()]
         return torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
 

@@ -89,7 +89,8 @@ class Clusters:
         """``count`` clusters of ``keys [n, D]``, in the metric of the queries ``logged [m, D]``."""
         root, inverse = _metric(logged)
         mean = keys[:: max(1, len(keys) // STEP)].mean(0)
-        centres = _kmeans((keys[_some(len(keys), KEYS_PER_LIST * count)] - mean) @ root, count)
+        sample = torch.linspace(0, len(keys) - 1, min(len(keys), KEYS_PER_LIST * count), dtype=torch.float64).long()
+        centres = _kmeans((keys[sample] - mean) @ root, count)
         lists = torch.empty(len(keys), dtype=torch.int64)
         squares, sizes, sums = torch.zeros(count), torch.zeros(count), torch.zeros(count, keys.shape[1])
         half = centres.square().sum(1) / 2
@@ -219,11 +220,6 @@ def _kmeans(sample: Tensor, count: int) -> Tensor:
     return centres
 
 
-def _some(n: int, at_most: int) -> Tensor:
-    """Numbers below ``n``, at most so many, from everywhere."""
-    return torch.linspace(0, n - 1, min(n, at_most), dtype=torch.float64).long()
-
-
 SMALLEST = 16_384
 """Keys of a head below which exact search is as fast."""
 GROWTH = 4
@@ -310,7 +306,6 @@ class ClusterIndex(VectorIndex):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by clusters, tail and logged queries."""
         base = 0 if self._base is None else sum(head.nbytes for head in self._base.heads) + self._base.ids.nbytes
         return base + self._tail.nbytes + sum(part.nbytes for part in self._log)
 

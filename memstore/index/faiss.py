@@ -88,10 +88,10 @@ class FaissIndex(ExactIndex):
             )
         needed = TRAINING_KEYS * lists(made)
         self._fewest = -(-max(FEWEST_KEYS, needed) // self.keys_per_block)
-        self._base: FaissBase | None = None
+        self._base: _FaissBase | None = None
         self._covered = 0
         """Place behind the blocks that the base knows."""
-        self._rebuild: Rebuild[FaissBase] = Rebuild()
+        self._rebuild: Rebuild[_FaissBase] = Rebuild()
         self._covered_next = 0
         """The same of the base that is being made."""
         self._refused = 0
@@ -143,7 +143,7 @@ class FaissIndex(ExactIndex):
         return SearchResult.of_heads(heads, queries)
 
     @property
-    def base(self) -> FaissBase | None:
+    def base(self) -> _FaissBase | None:
         """What FAISS knows; another one each time that it was built."""
         self._adopt()
         return self._base
@@ -187,7 +187,7 @@ class FaissIndex(ExactIndex):
             heads = [library().deserialize_index(tensors[f"faiss_{head}"].numpy()) for head in range(self.key_heads)]
             rows = tensors["base_rows"]
             try:
-                base = FaissBase(heads, tensors["base_ids"], rows + first, self.keys_per_block, self.device)
+                base = _FaissBase(heads, tensors["base_ids"], rows + first, self.keys_per_block, self.device)
             except RuntimeError as error:  # no room on a GPU
                 _log.warning("FAISS cannot take %s to %s; search is exact: %s", self, self.device, error)
                 return
@@ -233,12 +233,12 @@ def _make_base(
     places: Tensor,
     keys_per_block: int,
     device: torch.device,
-) -> FaissBase:
+) -> _FaissBase:
     """Train and fill one structure for each head, on one thread: the others belong to whoever searches."""
     library().omp_set_num_threads(1)
     pieces = [(piece if bool(alive.all()) else piece[:, alive]).cpu() for piece, alive in keys]
     heads = [trained(factory, pieces, head) for head in range(len(pieces[0]))]
-    return FaissBase(heads, ids, places, keys_per_block, device)
+    return _FaissBase(heads, ids, places, keys_per_block, device)
 
 
 class Settings(NamedTuple):
@@ -314,7 +314,7 @@ def lists(index: Any) -> int:
     return int(getattr(index, "nlist", 0))
 
 
-class FaissBase(BaseBlocks):
+class _FaissBase(BaseBlocks):
     """One FAISS structure for each key head, over the blocks ``ids [n]`` at ``places [n]``; ``P`` keys each.
 
     It is never added to. A block that leaves is taken out of inverted lists, and filtered out of everything else. For a
@@ -342,7 +342,6 @@ class FaissBase(BaseBlocks):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the structures, nearly."""
         return sum(_bytes(self._faiss, index) for index in self.heads)
 
     def drop(self, ids: Tensor) -> Tensor:

@@ -93,7 +93,6 @@ class MilvusIndex(VectorIndex):
         return {"kind": "milvus", "where": self.where, "collection": self._name}
 
     def close(self) -> None:
-        """Drop the collection and leave Milvus."""
         if self._client is not None:
             self._call("drop_collection", self._name)
             self._client.close()

@@ -252,7 +252,6 @@ class _Pieces:
         self._files: list[Values] = []
 
     def written(self) -> Values:
-        """Write it; its entry in the manifest."""
         state, size = self._document.located()[0], self._spec.block_size
         complete = state.complete(size)
         blocks, name = min(self._shared[0], complete.stop), self._shared[1]

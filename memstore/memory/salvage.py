@@ -267,7 +267,6 @@ class _Block:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its states."""
         return sum(states.nbytes for states in (*self.states, *chain(*self.recurrent.values())))
 
 

@@ -102,7 +102,7 @@ class _ScaledCodec(Codec):
         """Fill ``out [.., groups, length, channels]``; scales are ``[.., groups, 1, channels]``."""
 
 
-class Int8(_ScaledCodec):
+class _Int8(_ScaledCodec):
     """A byte a number, from -127 to 127, and a step."""
 
     stored = "int8"
@@ -120,7 +120,7 @@ class Int8(_ScaledCodec):
             out.copy_(work)
 
 
-class Fp8(_ScaledCodec):
+class _Fp8(_ScaledCodec):
     """A byte a number, with the bits of e4m3fn (three of precision), and a step."""
 
     stored = "uint8"
@@ -137,7 +137,7 @@ class Fp8(_ScaledCodec):
         out.copy_(bits.view(torch.float16).float().mul_(scales[0].float() * _TO_FLOAT16))
 
 
-class Int4(_ScaledCodec):
+class _Int4(_ScaledCodec):
     """Half a byte a number, from 0 to 15, a step and the low end: row ``i`` beside row ``i + half of the rows``."""
 
     stored = "uint8"
@@ -176,7 +176,7 @@ class Int4(_ScaledCodec):
 # after a Hadamard rotation. Scales are bfloat16: no finite state is too large or too small, and code times step is
 # exact in float32. An incomplete block is stored as it is and encoded once, when it is complete: encoding what was
 # decoded would add an error each time.
-LOSSY: dict[str, Codec] = {"int8": Int8(), "fp8": Fp8(), "int4": Int4()}
+LOSSY: dict[str, Codec] = {"int8": _Int8(), "fp8": _Fp8(), "int4": _Int4()}
 """By the name that a spec has; with "none" states are stored as they are."""
 
 

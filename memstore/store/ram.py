@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from memstore.errors import InvalidArgument, NotFound
-from memstore.store.contract import BlockStore, Capabilities, beyond_limit
+from memstore.store.contract import BlockStore, Capabilities, evict
 from memstore.store.records import (
     Batch,
     Bytes,
@@ -53,22 +53,14 @@ class RamStore(BlockStore):
             self._version += 1
 
     def write_within(self, batch: Batch, max_bytes: int, evictions: Iterable[Batch]) -> int:
-        evicted = 0
         with self._locked():
             before = dict(self._values), self._sorted
             try:
                 self.write(batch)
-                waiting = iter(evictions)
-                while self.size_bytes() > max_bytes:
-                    eviction = next(waiting, None)
-                    if eviction is None:
-                        raise beyond_limit(max_bytes, self.size_bytes())
-                    self.write(eviction)
-                    evicted += 1
+                return evict(evictions, max_bytes, self.size_bytes, self.write)
             except BaseException:
                 self._values, self._sorted = before
                 raise
-        return evicted
 
     def read(self, keys: Sequence[Key], layouts: Sequence[Layout], out: Sequence[Bytes]) -> None:
         check_out(keys, layouts, out)

@@ -166,7 +166,7 @@ class Hooks:
         self._config = base.config.get_text_config(decoder=True)
         self.weights = WeightCheck(model)
         self._given_mask: Any = None  # what the base model was given, where it makes masks for a decoder within
-        self.heads = None if architecture.divided is None else DividedHeads(architecture.divided)
+        self.heads = None if architecture.divided is None else _DividedHeads(architecture.divided)
         self.query: Query | None = None
         """What chooses blocks for prompts, if not their own tokens."""
         self.stopping: Callable[[], bool] = lambda: False
@@ -464,7 +464,7 @@ class Hooks:
         return hook
 
 
-class DividedHeads:
+class _DividedHeads:
     """What processes tell each other of their heads, where torch has divided layers among them (tensor parallelism).
 
     A layer asks a memory with all its heads, and has stored all of them. So before attention each process is told the

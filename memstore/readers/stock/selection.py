@@ -396,7 +396,7 @@ class DocumentWords:
 
 
 @dataclass(frozen=True)
-class Placement:
+class _Placement:
     """Positions of everything that comes before the local tokens."""
 
     sink: Tensor
@@ -416,7 +416,7 @@ def place(
     slots: Tensor,
     block_size: int,
     limit: int,
-) -> Placement:
+) -> _Placement:
     """Place ``sink`` and ``direct`` (ranges of token numbers) and the retrieved ``blocks [B, heads, K]``.
 
     ``slots [B, heads, K]`` says which of the K slots each block takes (stingy positions only).
@@ -427,10 +427,10 @@ def place(
     if kind == "stingy":
         taken = len(sink) + slots.unsqueeze(-1) * block_size + within
         start = len(sink) + blocks.shape[-1] * block_size + len(direct)
-        return Placement(torch.arange(len(sink), device=device)[None, None], taken.flatten(-2), start)
+        return _Placement(torch.arange(len(sink), device=device)[None, None], taken.flatten(-2), start)
     shift = max(0, direct.stop - limit) if kind == "clamped" else 0
     true = blocks.unsqueeze(-1) * block_size + within
-    return Placement(
+    return _Placement(
         (torch.arange(sink.start, sink.stop, device=device) - shift).clamp(min=0)[None, None],
         (true - shift).clamp(min=0).flatten(-2),
         direct.stop - shift,
@@ -470,7 +470,7 @@ class LocalTokens:
         self.positions = self._local_places() if positions is None else self.start + positions.to(device)
         self._check_last(counted=padding is None and (positions is None or self.clock is not None))
 
-    def placement(self, chosen: CandidateLists | None) -> Placement:
+    def placement(self, chosen: CandidateLists | None) -> _Placement:
         """The positions of what is seen of the memory, with the list ``chosen``."""
         key = ("placement", id(chosen))
         if key not in self.memo:
@@ -488,7 +488,7 @@ class LocalTokens:
             )
             self.memo[key] = (chosen, placement)  # holding the tensor keeps its id from being used again
         placement = self.memo[key][1]
-        assert isinstance(placement, Placement)
+        assert isinstance(placement, _Placement)
         return placement
 
     def _where(self, chosen: CandidateLists) -> list[Tensor]:

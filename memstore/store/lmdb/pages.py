@@ -382,7 +382,7 @@ def read_metas(file: int) -> tuple[Meta, Meta]:
     return (first, second) if first.commit < second.commit else (second, first)
 
 
-class Slack(NamedTuple):
+class _Slack(NamedTuple):
     """Bytes of a page in use that belong to nothing, and are not zero."""
 
     place: int
@@ -418,7 +418,7 @@ class Survey:
         self.used: npt.NDArray[np.bool_] = np.zeros(self.pages, np.bool_)
         """``[pages]``: whether a page is used by one of the last two commits."""
         self.used[:2] = True
-        self.slack: list[Slack] = []
+        self.slack: list[_Slack] = []
         """What is left over on pages in use."""
         self.listed: list[int] = []
         """Pages that the last commit lists as free."""
@@ -540,7 +540,7 @@ class Survey:
 
     def _left_over(self, place: int, rest: bytes) -> None:
         if rest.count(0) != len(rest):
-            self.slack.append(Slack(place, len(rest)))
+            self.slack.append(_Slack(place, len(rest)))
 
     def _list(self, raw: bytes) -> None:
         """Remember the pages of one entry of the list of free pages: a count, then their numbers."""

@@ -33,7 +33,7 @@ from memstore.errors import (
     StoreFull,
 )
 from memstore.json_checks import fit, table, whole
-from memstore.store.contract import BlockStore, Capabilities, Compaction, Progress, beyond_limit
+from memstore.store.contract import BlockStore, Capabilities, Compaction, Progress, evict
 from memstore.store.lmdb import environment as environments
 from memstore.store.lmdb import pages
 from memstore.store.lmdb.environment import DATA_NAME, RESERVE_NAME, Environment, WriterLock
@@ -94,7 +94,6 @@ class LmdbStore(BlockStore):
     _formats = FORMATS
 
     def __init__(self, environment: Environment, writer: WriterLock | None, url: str) -> None:
-        """Not for callers: use ``create`` or ``open``."""
         self.path = environment.folder
         self.url = url
         self.read_only = writer is None
@@ -109,7 +108,7 @@ class LmdbStore(BlockStore):
         self._changes = Changes(self._naming, heads)
         self._checked = (-1, 0)  # number of the last commit that was written here, and its sum of checks
         self._waits = True  # the last read had to wait for the disk, so the next one probably will
-        self._reserve = None if writer is None else Reserve(self.path)
+        self._reserve = None if writer is None else _Reserve(self.path)
         self._close = weakref.finalize(self, _release, environment, writer)
 
     @classmethod
@@ -252,18 +251,16 @@ class LmdbStore(BlockStore):
         check_batch(batch)
         evicted, rest = 0, iter(evictions)
 
-        def evict(txn: Transaction) -> None:
+        def make_room(txn: Transaction) -> None:
             nonlocal evicted, rest
             waiting, rest = tee(rest)  # a transaction may be tried twice
-            evicted = 0
-            while (used := used_bytes(txn)) > max_bytes:
-                eviction = next(waiting, None)
-                if eviction is None:
-                    raise beyond_limit(max_bytes, used)
-                self._changes.apply(txn, eviction.deletes, eviction.puts)
-                evicted += 1
 
-        self._commit(batch.deletes, batch.puts, evict)
+            def apply(eviction: Batch) -> None:
+                self._changes.apply(txn, eviction.deletes, eviction.puts)
+
+            evicted = evict(waiting, max_bytes, lambda: used_bytes(txn), apply)
+
+        self._commit(batch.deletes, batch.puts, make_room)
         return evicted
 
     def _commit(self, deletes: Deletes, puts: Puts, then: Callable[[Transaction], None] | None = None) -> None:
@@ -402,7 +399,6 @@ class LmdbStore(BlockStore):
         return sum(map(environments.allocated, self.path.iterdir()))
 
     def used_bytes(self) -> int:
-        """Bytes of the pages that the values of the last commit lie on."""
         self._check_open()
         with self._env.begin() as txn:
             return used_bytes(txn)
@@ -457,7 +453,7 @@ class LmdbStore(BlockStore):
         return environments.failure(error, self.path, needed)
 
 
-class Reserve:
+class _Reserve:
     """The file ``reserve`` of a memory that this process writes: room on the disk that is kept for deleting.
 
     LMDB needs new pages also to delete: it never overwrites those of the last commit. On a disk that others have filled
@@ -484,7 +480,6 @@ class Reserve:
                 os.close(handle)
 
     def give(self) -> bool:
-        """Give the space to the file system; whether there was some."""
         self._bytes = 0
         try:
             (self._folder / RESERVE_NAME).unlink()

@@ -318,11 +318,11 @@ class LostRace(OSError):
     """Another writer was first."""
 
 
-class NoAnswer(OSError):
+class _NoAnswer(OSError):
     """There was no answer in time: what was asked for may have been done."""
 
 
-class StoredObject(NamedTuple):
+class _StoredObject(NamedTuple):
     """An object and its version."""
 
     content: bytes
@@ -374,18 +374,18 @@ class BucketObjects(Objects):
                 raise LostRace(f"{path} was put by another writer") from None
             raise
 
-    def get(self, path: str) -> StoredObject | None:
+    def get(self, path: str) -> _StoredObject | None:
         """An object, whole; None where there is none. Raises ``OSError``, also where there is no such bucket."""
         try:
             with told(path):
                 found = self._store.get(path)
-                return StoredObject(bytes(found.bytes()), _tag(found.meta))
+                return _StoredObject(bytes(found.bytes()), _tag(found.meta))
         except OSError as error:
             if isinstance(error.__cause__, FileNotFoundError) and "NoSuchBucket" not in str(error):
                 return None
             raise
 
-    def get_all(self, paths: Sequence[str]) -> Iterator[StoredObject | None]:
+    def get_all(self, paths: Sequence[str]) -> Iterator[_StoredObject | None]:
         """Several objects, in order, some at a time. Raises ``OSError``."""
         return self._workers.map(self.get, paths)
 
@@ -454,7 +454,7 @@ def _repeated(path: str, ask: Callable[[], T]) -> T:
         try:
             with told(path):
                 return ask()
-        except NoAnswer:
+        except _NoAnswer:
             if not tries or time.monotonic() > until:
                 raise
     raise AssertionError("the last try returns or raises")
@@ -468,7 +468,7 @@ def told(path: str) -> Iterator[None]:
     try:
         yield
     except (BaseError, OSError, ValueError) as error:
-        kind = NoAnswer if _LATE.search(str(error)) else OSError
+        kind = _NoAnswer if _LATE.search(str(error)) else OSError
         raise kind(f"{path}: {reason(error)}") from error
 
 

@@ -27,7 +27,7 @@ import numpy as np
 
 from memstore import paths
 from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreError, NotAMemory, NotFound
-from memstore.store.contract import BlockStore, Capabilities, Compaction, Progress, beyond_limit
+from memstore.store.contract import BlockStore, Capabilities, Compaction, Progress, evict
 from memstore.store.encryption_keys import KEYS_NAME
 from memstore.store.lmdb.environment import DATA_NAME
 from memstore.store.lmdb.values import used_bytes
@@ -166,23 +166,22 @@ class ZarrStore(BlockStore):
     def write_within(self, batch: Batch, max_bytes: int, evictions: Iterable[Batch]) -> int:
         evicted, cuts, rest = 0, list[Cut](), iter(evictions)
 
-        def evict(txn: Any) -> None:
+        def make_room(txn: Any) -> None:
             nonlocal evicted, rest
             # A transaction that is tried again, with the room of the reserve, begins its evictions anew.
             waiting, rest = tee(rest)
             # Of the open transaction: each eviction is worked out from the manifest that the one before has left.
-            evicted, snapshot = 0, Snapshot(self._tail, txn)
+            snapshot = Snapshot(self._tail, txn)
             cuts.clear()
-            while (used := snapshot.counters()["bytes"] + used_bytes(txn)) > max_bytes:
-                eviction = next(waiting, None)
-                if eviction is None:
-                    raise beyond_limit(max_bytes, used)
+
+            def apply(eviction: Batch) -> None:
                 lost, deletes, puts = self._changes(eviction, snapshot)
                 self._tail.apply(txn, deletes, puts)
                 cuts.extend(lost)
-                evicted += 1
 
-        self._write(batch, evict, cuts)
+            evicted = evict(waiting, max_bytes, lambda: snapshot.counters()["bytes"] + used_bytes(txn), apply)
+
+        self._write(batch, make_room, cuts)
         return evicted
 
     def _write(self, batch: Batch, then: Callable[[Any], None] | None = None, more: Sequence[Cut] = ()) -> None:

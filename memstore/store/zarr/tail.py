@@ -182,7 +182,7 @@ class Snapshot:
         return None if view is None else bytes(view)
 
 
-class BlockRead(NamedTuple):
+class _BlockRead(NamedTuple):
     """A sealed block to be read, and the rows it goes to."""
 
     key: Key
@@ -194,7 +194,7 @@ class BlockRead(NamedTuple):
 class Failure(NamedTuple):
     """A sealed block that could not be read."""
 
-    read: BlockRead
+    read: _BlockRead
     error: DamagedError
 
 
@@ -207,9 +207,9 @@ class SealedBlocks:
 
     def from_tail(
         self, snapshot: Snapshot, keys: Sequence[Key], layouts: Sequence[Layout], rows: list[list[memoryview]]
-    ) -> list[BlockRead]:
+    ) -> list[_BlockRead]:
         """Fill the rows of what is not sealed; return what is."""
-        sealed: list[BlockRead] = []
+        sealed: list[_BlockRead] = []
         unsealed: dict[int, Key] = {}
         extents: dict[Series, tuple[Extent, ...]] = {}
         for row, key in enumerate(keys):
@@ -219,7 +219,7 @@ class SealedBlocks:
             else:
                 _check_sealed(key, place, layouts)
                 sums = snapshot.sums(place.extent, place.shard)[place.slot].tolist()
-                sealed.append(BlockRead(key, place, sums, rows[row]))
+                sealed.append(_BlockRead(key, place, sums, rows[row]))
         snapshot.read(unsealed, tuple(layouts), rows)
         return sealed
 
@@ -232,11 +232,11 @@ class SealedBlocks:
             known[series] = snapshot.extents(series)
         return find_place(known[series], key.item)
 
-    def fill(self, sealed: list[BlockRead]) -> Failure | None:
+    def fill(self, sealed: list[_BlockRead]) -> Failure | None:
         """Fill the rows of sealed blocks: per shard and field one read for each row of neighbours, then checksums."""
         order = sorted(sealed, key=lambda one: (one.place.extent.number, one.place.shard, one.place.slot))
         reads: list[RangeRead] = []
-        blocks: list[list[BlockRead]] = []
+        blocks: list[list[_BlockRead]] = []
         for run in _neighbours(order):
             for record in range(len(run[0].place.extent.arrays)):
                 reads.append(_range_read(run, record))
@@ -272,16 +272,16 @@ class SealedBlocks:
             sums = snapshot.sums(place.extent, place.shard)[place.slot].tolist()
         except MemstoreError as error:
             return ScannedValue(key, (), damaged(key, f"its checksums are lost ({error})"))
-        failure = self.fill([BlockRead(key, place, sums, [row.data for row in rows])])
+        failure = self.fill([_BlockRead(key, place, sums, [row.data for row in rows])])
         if failure is None and (place.slot == 0 or key.item in {start for start, _ in place.extent.live}):
-            failure = self._check_index(BlockRead(key, place, sums, []))
+            failure = self._check_index(_BlockRead(key, place, sums, []))
         if failure is None:
             return ScannedValue(key, tuple(Record(*pair) for pair in zip(layouts, rows, strict=True)), None)
         with self._tail.snapshot() as newer:
             gone = self.place(newer, key, {}) != place
         return None if gone else ScannedValue(key, (), failure.error)
 
-    def _check_index(self, read: BlockRead) -> Failure | None:
+    def _check_index(self, read: _BlockRead) -> Failure | None:
         """What Zarr tools find blocks by; nothing here depends on it."""
         extent, shard, _ = read.place
         for record, layout in enumerate(extent.arrays):
@@ -300,9 +300,9 @@ def items(extent: Extent) -> Iterator[int]:
     return (item for start, stop in extent.live for item in range(start, stop))
 
 
-def _neighbours(order: list[BlockRead]) -> Iterator[list[BlockRead]]:
+def _neighbours(order: list[_BlockRead]) -> Iterator[list[_BlockRead]]:
     """Blocks in order of their places, those side by side together."""
-    run: list[BlockRead] = []
+    run: list[_BlockRead] = []
     for one in order:
         if run and not _follows(run[-1].place, one.place):
             yield run
@@ -316,7 +316,7 @@ def _follows(before: Place, after: Place) -> bool:
     return (before.extent.number, before.shard, before.slot + 1) == (after.extent.number, after.shard, after.slot)
 
 
-def _range_read(run: list[BlockRead], record: int) -> RangeRead:
+def _range_read(run: list[_BlockRead], record: int) -> RangeRead:
     """The bytes of one array of neighbours."""
     extent, shard, slot = run[0].place
     start = slot * extent.arrays[record].nbytes
@@ -402,7 +402,8 @@ class Sealer:
             extents = snapshot.extents(series)
             counters = snapshot.counters()
         layouts, joined = _layouts(values[0]), self._objects.joined
-        old = next((extent for extent in extents if _continues(extent, start, len(values), layouts, joined)), None)
+        wanted = start, len(values), layouts, joined
+        old = next((e for e in extents if (e.stop, e.shard_blocks, e.layouts, e.joined) == wanted), None)
         if old is None:
             old = Extent(counters["next_extent"], series, start, len(values), 0, layouts, (), joined)
             counters["next_extent"] += 1
@@ -435,11 +436,6 @@ def write_arrays(objects: Objects, extent: Extent) -> None:
 
 def _layouts(value: tuple[Record, ...] | None) -> tuple[Layout, ...]:
     return tuple(record.layout for record in value or ())
-
-
-def _continues(extent: Extent, start: int, blocks: int, layouts: tuple[Layout, ...], joined: bool) -> bool:
-    """Whether a shard of ``blocks`` blocks from block ``start`` on is the next one of this extent."""
-    return (extent.stop, extent.shard_blocks, extent.layouts, extent.joined) == (start, blocks, layouts, joined)
 
 
 def _runs(items: list[int]) -> Iterator[range]:
