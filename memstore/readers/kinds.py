@@ -146,11 +146,11 @@ class Retrieval:
     on_error: Literal["raise", "miss"] = "raise"
 
     def __post_init__(self) -> None:
-        whole = {"top_k": (1, "all"), "every": (1, "segment"), "span": (1,), "rerank": (0,), "quote": (0,)}
-        for name, (least, *words) in whole.items():
-            value = getattr(self, name)
-            if value not in words and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                expected = " or ".join([f"a whole number of at least {least}", *map(repr, words)])
+        words = {"top_k": "all", "every": "segment"}
+        for name, least in {"top_k": 1, "every": 1, "span": 1, "rerank": 0, "quote": 0}.items():
+            value, word = getattr(self, name), words.get(name)
+            if value is None or (value != word and (type(value) is not int or value < least)):
+                expected = f"a whole number of at least {least}" + (f" or {word!r}" if word else "")
                 raise InvalidArgument(f"Retrieval.{name} must be {expected}, got {value!r}")
         choices = {
             "share": ("none", "group", "layer", "model"),

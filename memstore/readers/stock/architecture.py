@@ -581,7 +581,8 @@ def _rotary_tables(model: PreTrainedModel) -> list[Table]:
         if not type(rotary).__name__.endswith("RotaryEmbedding"):
             continue
         if "layer_type" in inspect.signature(rotary.forward).parameters:
-            kinds: Any = getattr(rotary, "layer_types", None) or rotary.config.layer_types
+            config: Any = rotary.config
+            kinds: Any = getattr(rotary, "layer_types", None) or config.layer_types
             found += [partial(_typed_table, rotary, sample, kind) for kind in dict.fromkeys(kinds)]
         else:
             found.append(partial(rotary, sample))
