@@ -201,13 +201,13 @@ def held_as(dtype: torch.dtype, dim: int) -> tuple[torch.dtype, int]:
 class Chunks:
     """All chunks of an index, by their numbers.
 
-    ``sizes``: key heads ``G``, keys of a block ``P``, numbers of a key ``D``. ``coded``: whether codes are kept beside
-    the keys, where the processor is faster with them.
+    ``sizes``: key heads ``G``, keys of a block ``P``, numbers of a key ``D``. Codes are kept beside the keys where the
+    processor is faster with them.
     """
 
-    def __init__(self, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, *, coded: bool) -> None:
+    def __init__(self, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         self.sizes, self.dtype, self.device = sizes, dtype, device
-        self.coded = coded and dtype.is_floating_point and usable(device, sizes[2])
+        self.coded = dtype.is_floating_point and usable(device, sizes[2])
         self.by_number: dict[int, Chunk] = {}
         self.next_number = 0
         self.largest_id = -1

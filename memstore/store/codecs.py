@@ -60,7 +60,6 @@ class _ScaledCodec(Codec):
     """Rows of a group; None: all."""
 
     def layouts(self, dtype: str, shape: tuple[int, ...]) -> tuple[Layout, ...]:
-        """Codes, then scales."""
         del dtype
         *lead, rows, channels = _rows_and_channels(shape)
         groups, length = self._groups(rows)
@@ -68,7 +67,6 @@ class _ScaledCodec(Codec):
         return Layout(self.stored, codes), Layout("bfloat16", (self.count, *lead, groups, channels))
 
     def encode(self, states: Tensor) -> tuple[Tensor, ...]:
-        """Codes, then scales; each number becomes the code that is nearest to it."""
         limit = _LARGEST.get(states.dtype, torch.finfo(torch.bfloat16).max)
         numbers = states.reshape(len(states), *_rows_and_channels(states.shape[1:])).float()
         groups, length = self._groups(numbers.shape[-2])
@@ -78,7 +76,6 @@ class _ScaledCodec(Codec):
         return codes, torch.stack([scale.squeeze(-2) for scale in scales], 1)
 
     def decode(self, stored: Sequence[Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """``code * step``, or ``low + code * step``."""
         codes, scales = stored
         *lead, rows, channels = _rows_and_channels(shape)
         out = torch.empty(len(codes), *lead, *self._groups(rows), channels, dtype=dtype, device=codes.device)

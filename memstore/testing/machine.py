@@ -52,18 +52,15 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize()
     def make(self) -> None:
-        """An empty store."""
         self.store = self.open_store(self.path)
 
     def teardown(self) -> None:
-        """Leave nothing behind."""
         if self.store is not None:
             self.store.close()
         shutil.rmtree(self.folder)
 
     @property
     def opened(self) -> BlockStore:
-        """The store."""
         assert self.store is not None
         return self.store
 
@@ -90,7 +87,6 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(key=keys, seed=st.integers(0, 255))
     def put_another_layout(self, key: Key, seed: int) -> None:
-        """A value unlike its neighbours."""
         payload = value(seed)[0].payload[:7]
         self._write(Batch(puts=[(key, (Record(OTHER[0], payload),))]))
 
@@ -116,7 +112,6 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(document=documents)
     def delete_a_document(self, document: int) -> None:
-        """All of it."""
         self.opened.delete(document)
         self._expect(Batch(deletes=document_ranges(document)))
 
@@ -156,7 +151,6 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.durable)
     @rule()
     def reopen(self) -> None:
-        """Close and open again."""
         self.opened.close()
         self.store = self.open_store(self.path)
 
@@ -175,7 +169,6 @@ class StoreMachine(RuleBasedStateMachine):
 
     @invariant()
     def everything_is_there(self) -> None:
-        """Every value, and no other."""
         if self.store is None:
             return
         found = list(self.opened.scan())

@@ -143,7 +143,6 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule()
     def lift_the_limit(self) -> None:
-        """No limit."""
         self._limit(None, "refuse")
 
     def _limit(self, max_bytes: int | None, when_full: WhenFull) -> None:
@@ -153,7 +152,6 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
-        """Pin a document, or take the pin back."""
         name = data.draw(st.sampled_from(sorted(self.expected)))
         pinned = name not in self.kept.pinned
         document = self.memory.document(name)
@@ -171,12 +169,10 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(hours=st.integers(1, 10))
     def wait(self, hours: int) -> None:
-        """Time goes by; not so much that a writer would doubt the clock."""
         self.now += hours * HOUR
 
     @rule()
     def expire(self) -> None:
-        """Forget what has lived its time."""
         overdue = self._overdue()
         assert set(self.memory.expire()) == overdue
         self._forget(overdue)
@@ -207,7 +203,6 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
-        """Cut a document."""
         name = data.draw(st.sampled_from(sorted(self.expected)))
         blocks = data.draw(st.integers(0, self.expected[name].blocks))
         self.memory.document(name).truncate(blocks)
@@ -216,14 +211,12 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
-        """Forget a document."""
         name = data.draw(st.sampled_from(sorted(self.expected)))
         self.memory.forget(name)
         self._forget([name])
 
     @rule()
     def reopen(self) -> None:
-        """Close the memory and open it again."""
         self.memory.close()
         self.memory = self._open()
 
@@ -241,11 +234,9 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.findings() == []
 
     def findings(self) -> list[Finding]:
-        """What ``verify`` finds."""
         return self.memory.verify()
 
     def teardown(self) -> None:
-        """The last look."""
         self._clock.stop()
         assert self.findings() == []
         self.memory.close()

@@ -80,13 +80,11 @@ class StoreTests(ABC):
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[BlockStore]:
-        """An empty store."""
         store = self.open_store(tmp_path / "store")
         yield store
         store.close()
 
     def test_roundtrip(self, store: BlockStore) -> None:
-        """What is put is got, every dtype and shape of it."""
         for number, dtype in enumerate(("float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")):
             for shape in ((), (0,), (7,), (2, 3, 4), (1, 2, 1, 2, 1, 2, 1, 2)):
                 layout = Layout(dtype, shape)
@@ -110,7 +108,6 @@ class StoreTests(ABC):
             store.checksums([*keys, Key(Table.BLOCKS, 3, 0, 0)])
 
     def test_json(self, store: BlockStore) -> None:
-        """JSON values come back equal."""
         facts = {"name": "Moby-Dick — é", "tokens": 3, "list": [1, None, True]}
         store.write(Batch(puts=[(Key(Table.META), (Record.from_json(facts),))]))
         records = store.get(Key(Table.META))
@@ -127,7 +124,6 @@ class StoreTests(ABC):
             assert [rows[row].tobytes() for rows in out] == [record.payload.tobytes() for record in value(item)]
 
     def test_rows_are_those_of_the_values(self, store: BlockStore) -> None:
-        """Rows of values are what a whole read has of them, again and again, also after the value has changed."""
         layout, random = Layout("float32", (7, 3)), np.random.default_rng(0)
         whole = random.integers(0, 256, (5, 7, 12), np.uint8)
         batch = Batch()
@@ -146,11 +142,9 @@ class StoreTests(ABC):
             store.rows([block(0)], Layout("float32", (7, 4)), which[:2], places[:2])
 
     def test_read_of_nothing(self, store: BlockStore) -> None:
-        """No keys, no work."""
         store.read([], LAYOUTS, rows(0))
 
     def test_keys_are_ordered_as_numbers(self, store: BlockStore) -> None:
-        """Order is by document, layer, item, each as a number: 256 comes after 255."""
         keys = [block(i, document=d, layer=n) for d in (1, 256, 70000) for n in (0, 255, 256) for i in (0, 255, 256)]
         store.write(Batch(puts=[(key, value(0)) for key in reversed(keys)]))
         assert store.keys(*BLOCKS) == keys
@@ -158,7 +152,6 @@ class StoreTests(ABC):
         assert store.keys(block(1, layer=255), block(254, layer=255)) == []
 
     def test_a_range_that_ends_before_it_begins_is_empty(self, store: BlockStore) -> None:
-        """Deleting it deletes nothing, reading its keys gives none."""
         put_blocks(store, range(6))
         put_blocks(store, range(6), layer=1)
         there = store.keys(*BLOCKS)
@@ -168,7 +161,6 @@ class StoreTests(ABC):
         assert same(store.get(block(2)), value(2))
 
     def test_tables_are_apart(self, store: BlockStore) -> None:
-        """The same numbers in two tables are two values."""
         for table in Table:
             store.write(Batch(puts=[(Key(table, 1, 2, 3), value(table))]))
         for table in Table:
@@ -182,14 +174,12 @@ class StoreTests(ABC):
             store.write(Batch(puts=[(Key(Table.BLOCKS, 2**32), value(1))]))
 
     def test_missing_keys(self, store: BlockStore) -> None:
-        """``get`` says None, ``read`` raises and names the key."""
         put_blocks(store, range(3))
         assert store.get(block(3)) is None
         with pytest.raises(NotFound, match="block 7"):
             store.read([block(1), block(7)], LAYOUTS, rows(2))
 
     def test_wrong_layout(self, store: BlockStore) -> None:
-        """Other shapes, dtypes or numbers of records than asked for are damage, not data, however often it was read."""
         put_blocks(store, range(1))
         store.read([block(0)], LAYOUTS, rows(1))
         wrong = [
@@ -204,13 +194,11 @@ class StoreTests(ABC):
                 store.read([block(0)], layouts, out)
 
     def test_wrong_rows(self, store: BlockStore) -> None:
-        """Rows that do not fit the layouts are refused before anything is read."""
         put_blocks(store, range(1))
         with pytest.raises(InvalidArgument, match="out must be"):
             store.read([block(0)], LAYOUTS, rows(2))
 
     def test_a_batch_is_all_or_nothing(self, store: BlockStore) -> None:
-        """A batch that fails in its middle leaves no trace."""
         put_blocks(store, range(5))
         before = store.version()
         bad = Record(LAYOUTS[0], np.zeros(3, np.uint8))
@@ -246,7 +234,6 @@ class StoreTests(ABC):
         assert len(store.keys(block(0, layer=1), block(99, layer=1))) == 21
 
     def test_a_range_across_layers(self, store: BlockStore) -> None:
-        """A range may begin in one layer and end in another."""
         for layer in range(3):
             put_blocks(store, range(10), layer=layer)
         store.write(Batch(deletes=[(block(7, layer=0), block(2, layer=2))]))
@@ -254,12 +241,10 @@ class StoreTests(ABC):
         assert store.keys(*BLOCKS) == kept
 
     def test_a_range_lies_in_one_table(self, store: BlockStore) -> None:
-        """Both ends must be keys of the same table."""
         with pytest.raises(InvalidArgument, match="one table"):
             store.write(Batch(deletes=[(block(0), Key(Table.TOKENS, 1))]))
 
     def test_replacing_changes_the_layout_too(self, store: BlockStore) -> None:
-        """A put replaces the whole value, also by a longer or shorter one among neighbours."""
         put_blocks(store, range(5))
         other = Record(Layout("uint8", (1000,)), np.arange(1000, dtype=np.uint8))
         store.write(Batch(puts=[(block(2), (other,))]))
@@ -280,7 +265,6 @@ class StoreTests(ABC):
         assert same(store.get(block(0)), value(1))
 
     def test_scan_meets_every_value_once_in_order(self, store: BlockStore) -> None:
-        """All tables, verified."""
         put_blocks(store, range(10))
         store.write(Batch(puts=[(Key(table, 1), value(table)) for table in Table if table != Table.BLOCKS]))
         found = list(store.scan())
@@ -303,7 +287,6 @@ class StoreTests(ABC):
                 assert same(store.get(key), records)
 
     def test_scan_is_a_snapshot(self, store: BlockStore) -> None:
-        """What is written while a scan runs is not part of it."""
         put_blocks(store, range(10))
         scan = store.scan()
         next(scan)
@@ -312,7 +295,6 @@ class StoreTests(ABC):
         assert [scanned.key.item for scanned in scan] == list(range(1, 10))
 
     def test_delete_takes_a_document_and_nothing_else(self, store: BlockStore) -> None:
-        """Its neighbours stay, and so does META, whichever number the document has."""
         for document in (0, 1, 2):
             for table in Table:
                 store.write(Batch(puts=[(Key(table, document, 1, 5), value(document))]))
@@ -322,7 +304,6 @@ class StoreTests(ABC):
         assert left == [Key(Table.META, d, 1, 5) for d in (0, 1, 2)] + [Key(t, 2, 1, 5) for t in Table if t]
 
     def test_version_grows_with_every_commit(self, store: BlockStore) -> None:
-        """And with nothing else."""
         versions = [store.version()]
         for item in range(3):
             put_blocks(store, range(item, item + 1))
@@ -332,7 +313,6 @@ class StoreTests(ABC):
         assert store.version() == versions[-1]
 
     def test_size_grows(self, store: BlockStore) -> None:
-        """A store that holds more takes more bytes."""
         before = store.size_bytes()
         payload = np.ones(1 << 20, np.uint8)
         store.write(Batch(puts=[(block(0), (Record(Layout("uint8", (payload.size,)), payload),))]))
@@ -347,7 +327,6 @@ class StoreTests(ABC):
         assert store.used_bytes() < empty + LARGE // 2
 
     def test_no_more_is_evicted_for_a_batch_than_is_needed(self, store: BlockStore) -> None:
-        """The first ones first, and the batch is there."""
         for document in range(4):
             store.write(large(document))
         limit = store.used_bytes() + LARGE // 2
@@ -391,7 +370,6 @@ class StoreTests(ABC):
         assert torn == []
 
     def test_reopening_keeps_everything(self, store: BlockStore, tmp_path: Path) -> None:
-        """A durable store has the same values after it was closed and opened again."""
         if not store.capabilities.durable:
             pytest.skip("the store is not durable, and says so")
         put_blocks(store, range(30))

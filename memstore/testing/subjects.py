@@ -50,23 +50,19 @@ class LmdbMemory(Subject):
         return len(self._text.blocks)
 
     def append(self, states: States) -> None:
-        """Add blocks behind the others."""
         tokens = np.arange(len(self._text), len(self._text) + len(states) * _TOKENS)
         with self._text.append(tokens) as batch:
             fields = torch.from_numpy(states).unbind(1)
             batch.put(0, k=fields[0], v=fields[1])
 
     def cut(self, blocks: int) -> None:
-        """Keep the first blocks alone."""
         self._text.truncate(blocks)
 
     def read(self, block: int) -> States:
-        """One block."""
         found = self._text.layer(0).gather([block])
         return np.stack([found[name][0].numpy() for name in ("k", "v")])
 
     def close(self) -> None:
-        """Let go of files."""
         self._memory.close()
 
     @staticmethod
@@ -86,7 +82,6 @@ class ZarrMemory(LmdbMemory):
 
     @staticmethod
     def url(folder: Path) -> str:
-        """Of the memory in a folder."""
         return f"zarr:{folder}"
 
 
@@ -97,7 +92,6 @@ class BucketMemory(ZarrMemory):
 
     @staticmethod
     def url(folder: Path) -> str:
-        """Of the memory in a folder."""
         return f"zarr+file://{folder}/bucket?tail={folder}/tail"
 
 
@@ -115,17 +109,14 @@ class TorchFile(Subject):
         return len(self._blocks)
 
     def append(self, states: States) -> None:
-        """Add blocks behind the others."""
         self._blocks = torch.cat([self._blocks, torch.from_numpy(states)])
         self._save()
 
     def cut(self, blocks: int) -> None:
-        """Keep the first blocks alone."""
         self._blocks = self._blocks[:blocks].clone()
         self._save()
 
     def read(self, block: int) -> States:
-        """One block."""
         return self._blocks[block].numpy()
 
     def _load(self) -> torch.Tensor:
@@ -175,17 +166,14 @@ class ArrayFiles(Subject):
         return len(list(self._folder.glob("*.npy")))
 
     def append(self, states: States) -> None:
-        """Add blocks behind the others."""
         for number, each in enumerate(states, len(self)):
             np.save(self._folder / f"{number}.npy", each)
 
     def cut(self, blocks: int) -> None:
-        """Keep the first blocks alone."""
         for number in range(len(self) - 1, blocks - 1, -1):
             (self._folder / f"{number}.npy").unlink()
 
     def read(self, block: int) -> States:
-        """One block."""
         found: States = np.load(self._folder / f"{block}.npy")
         return found
 

@@ -232,17 +232,11 @@ class LmdbStore(BlockStore):
         return self._naming.lengths[Table.BLOCKS]
 
     def write(self, batch: Batch) -> None:
-        """Apply ``batch`` in one durable transaction.
-
-        Raises ``StoreFull``, ``ReadOnlyMemory``, ``InvalidArgument``, or ``DamagedError`` when blocks that share a
-        value with what is written are damaged. Nothing of the batch is visible then, and the store stays usable.
-        """
         self._check_writable()
         check_batch(batch)
         self._commit(batch.deletes, batch.puts)
 
     def write_within(self, batch: Batch, max_bytes: int, evictions: Iterable[Batch]) -> int:
-        """Apply ``batch`` and as many of ``evictions`` as are needed, in one transaction. See ``BlockStore``."""
         self._check_writable()
         check_batch(batch)
         evicted, rest = 0, iter(evictions)
@@ -313,10 +307,6 @@ class LmdbStore(BlockStore):
         return environments.tree_problem(self._env, self.path, KEY_BYTES, _checks, large=large)
 
     def read(self, keys: Sequence[Key], layouts: Sequence[Layout], out: Sequence[Bytes]) -> None:
-        """Fill row ``i`` of each ``out[f]`` (uint8 ``[len(keys), layouts[f].nbytes]``): record ``f`` of ``keys[i]``.
-
-        One snapshot, verified. Raises ``NotFound`` or ``DamagedError``.
-        """
         check_out(keys, layouts, out)
         reader = value_reader(tuple(layouts))
         step = max(1, _PIECE_BYTES // max(1, reader.size))
@@ -361,7 +351,6 @@ class LmdbStore(BlockStore):
         self._waits = environments.waited()
 
     def get(self, key: Key) -> tuple[Record, ...] | None:
-        """The verified records under ``key``, copied, or None. Raises ``DamagedError``."""
         self._check_open()
         check_key(key)
         try:
@@ -376,19 +365,16 @@ class LmdbStore(BlockStore):
             return self.values.checksums(txn, keys)
 
     def keys(self, first: Key, last: Key) -> list[Key]:
-        """Existing keys from ``first`` to ``last``, in order. Raises ``DamagedError``."""
         check_range(first, last)
         with self._reading() as txn:
             return self.values.keys(txn, first, last)
 
     def walk(self, first: Key, last: Key) -> Iterator[tuple[Key, tuple[Record, ...]]]:
-        """Existing keys from ``first`` to ``last`` and their verified records, in one snapshot. See ``BlockStore``."""
         check_range(first, last)
         with self._reading() as txn:
             yield from self.values.walk(txn, first, last)
 
     def scan(self) -> Iterator[ScannedValue]:
-        """Every value of every table in one snapshot, in order, verified; damaged ones are reported, not raised."""
         self._check_open()
         if what := self._tree_problem(large=True):
             yield ScannedValue(STORE_KEY, (), _tree_damaged(self.path, self.url, what))
@@ -396,13 +382,11 @@ class LmdbStore(BlockStore):
             yield from self.values.scan(txn)
 
     def sync(self) -> None:
-        """Every commit is synced already; this asks the disk once more."""
         self._check_open()
         if not self._environment.read_only:
             self._env.sync(True)
 
     def size_bytes(self) -> int:
-        """Bytes allocated on disk by the files of the folder."""
         self._check_open()
         return sum(map(environments.allocated, self.path.iterdir()))
 
@@ -436,7 +420,6 @@ class LmdbStore(BlockStore):
         return Compaction(before, self.size_bytes())
 
     def version(self) -> int:
-        """Number of the last committed transaction, of whichever process."""
         self._check_open()
         # Not env.info(): while a commit is under way it names the new transaction already, and reads still see the old.
         with self._env.begin() as txn:
@@ -444,7 +427,6 @@ class LmdbStore(BlockStore):
             return number
 
     def close(self) -> None:
-        """Release the environment and the right to write. Closing twice is allowed."""
         self._close()
 
     def _check_writable(self) -> None:

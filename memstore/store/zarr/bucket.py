@@ -159,17 +159,14 @@ class BucketObjects(Objects):
         return [spread(read, memoryview(raw)) for read, raw in zip(reads, found, strict=True)]
 
     def names(self, folder: str) -> Iterator[str]:
-        """Every key below ``folder``; a request for each thousand."""
         with told(folder):
             for some in self._store.list(f"{folder}/"):
                 yield from (each["path"] for each in some)
 
     def delete(self, path: str) -> None:
-        """Delete a key."""
         self.delete_all([path])
 
     def delete_folder(self, folder: str) -> None:
-        """Delete our keys below a prefix."""
         self.delete_all([name for name in self.names(folder) if OBJECT.fullmatch(name)])
 
     def delete_all(self, paths: Sequence[str]) -> None:
@@ -183,7 +180,6 @@ class BucketObjects(Objects):
                 raise
 
     def close(self) -> None:
-        """Nothing is left open."""
         self._workers.shutdown()
 
 

@@ -110,18 +110,15 @@ class FileObjects(Objects):
         return [_fill(file, read) if isinstance(file, _File) else file for file, read in zip(files, reads, strict=True)]
 
     def names(self, folder: str) -> Iterator[str]:
-        """Every file below ``folder``, half-written ones included."""
         for place, _, files, _ in paths.walk(self._folder, folder):
             yield from (f"{place}/{name}" for name in files)
 
     def delete(self, path: str) -> None:
-        """Delete a file."""
         with self._lock:
             self._files.pop(path, None)
         paths.remove(self._folder, path)
 
     def delete_folder(self, folder: str) -> None:
-        """Delete our files in a folder, and the folder when it is empty then."""
         with self._lock:
             for path in [path for path in self._files if path.startswith(f"{folder}/")]:
                 del self._files[path]
@@ -196,14 +193,12 @@ class ZarrObjects(Objects):
         self._store = store
 
     def put(self, path: str, parts: Sequence[memoryview | bytes], *, durable: bool = True) -> None:  # noqa: ARG002
-        """One ``set``, which is durable on every object storage."""
         from zarr.core.buffer import default_buffer_prototype
 
         whole = np.concatenate([np.frombuffer(part, np.uint8) for part in parts])
         _checked(self._store.set(path, default_buffer_prototype().buffer.from_array_like(whole)))
 
     def read(self, reads: Sequence[RangeRead]) -> list[str | None]:
-        """All ranges at once."""
         from zarr.abc.store import RangeByteRequest
         from zarr.core.buffer import default_buffer_prototype
 
@@ -213,20 +208,16 @@ class ZarrObjects(Objects):
         return [_taken(read, found) for read, found in zip(reads, _wait(*work), strict=True)]
 
     def names(self, folder: str) -> Iterator[str]:
-        """Every key below ``folder``."""
-
         async def collect() -> list[str]:
             return [name async for name in self._store.list_prefix(f"{folder}/")]
 
         yield from _checked(collect())
 
     def delete(self, path: str) -> None:
-        """Delete a key."""
         with suppress(FileNotFoundError):
             _checked(self._store.delete(path))
 
     def delete_folder(self, folder: str) -> None:
-        """Delete our keys below a prefix."""
         for result in _wait(*(self._store.delete(name) for name in self.names(folder) if OBJECT.fullmatch(name))):
             _raise_os_error(result)
 

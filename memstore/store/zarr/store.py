@@ -152,7 +152,6 @@ class ZarrStore(BlockStore):
         self._write(batch)
 
     def write_within(self, batch: Batch, max_bytes: int, evictions: Iterable[Batch]) -> int:
-        """Apply ``batch`` and as many of ``evictions`` as are needed, in one transaction. See ``BlockStore``."""
         evicted, cuts, rest = 0, list[Cut](), iter(evictions)
 
         def evict(txn: Any) -> None:
@@ -199,10 +198,6 @@ class ZarrStore(BlockStore):
         return cuts, [*batch.deletes, *deletes], [*batch.puts, *puts]
 
     def read(self, keys: Sequence[Key], layouts: Sequence[Layout], out: Sequence[Bytes]) -> None:
-        """Fill row ``i`` of each ``out[f]`` (uint8 ``[len(keys), layouts[f].nbytes]``): record ``f`` of ``keys[i]``.
-
-        One snapshot, verified. Raises ``NotFound`` or ``DamagedError``.
-        """
         check_out(keys, layouts, out)
         rows = [[field[row].data for field in out] for row in range(len(keys))]
         lost: Failure | None = None
@@ -218,7 +213,6 @@ class ZarrStore(BlockStore):
             lost = failure
 
     def get(self, key: Key) -> tuple[Record, ...] | None:
-        """The verified records under ``key``, copied, or None. Raises ``DamagedError``."""
         check_key(key)
         while True:
             with self._tail.snapshot() as snapshot:
@@ -236,7 +230,6 @@ class ZarrStore(BlockStore):
             return tuple(Record(layout, rows[0]) for layout, rows in zip(place.extent.layouts, out, strict=True))
 
     def keys(self, first: Key, last: Key) -> list[Key]:
-        """Existing keys from ``first`` to ``last``, in order. Raises ``DamagedError``."""
         check_range(first, last)
         with self._tail.snapshot() as snapshot:
             found = snapshot.keys(first, last)
@@ -252,11 +245,9 @@ class ZarrStore(BlockStore):
         return sorted(found + [key for key in sealed if first <= key <= last])
 
     def walk(self, first: Key, last: Key) -> Iterator[tuple[Key, tuple[Record, ...]]]:
-        """Existing keys from ``first`` to ``last`` and their verified records, in order. Raises ``DamagedError``."""
         return super().walk(first, last) if first.table == Table.BLOCKS else self._tail.walk(first, last)
 
     def scan(self) -> Iterator[ScannedValue]:
-        """Every value of every table, in order, verified; damaged ones are reported, not raised."""
         self._garbage.scans += 1
         try:
             with self._tail.snapshot() as snapshot:
@@ -300,11 +291,9 @@ class ZarrStore(BlockStore):
             logger.warning("%s", error)
 
     def size_bytes(self) -> int:
-        """Bytes allocated on disk by the tail, and those of all shards that the manifest names."""
         return self._tail.size_bytes() + self._sealed_bytes()
 
     def used_bytes(self) -> int:
-        """Bytes that the values of the tail take, and those of all shards that the manifest names."""
         return self._tail.used_bytes() + self._sealed_bytes()
 
     def compact(self, progress: Progress | None = None) -> Compaction:
@@ -345,11 +334,9 @@ class ZarrStore(BlockStore):
             return int(snapshot.counters()["bytes"])
 
     def version(self) -> int:
-        """Number of the last committed transaction, of whichever process. Sealing counts as one."""
         return self._tail.version()
 
     def close(self) -> None:
-        """Release the tail and the right to write. Closing twice is allowed."""
         try:
             if self._close.alive and not self.read_only:
                 self._publish()
