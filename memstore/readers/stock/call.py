@@ -25,7 +25,6 @@ from memstore.readers.stock.architecture import LayerPlan
 from memstore.readers.stock.draft import StockDraft
 from memstore.readers.stock.selection import CandidateLists, FetchedList, LocalTokens, Selection
 from memstore.readers.stock.sharded import OwnPart, ShardedSelection, attend_together
-from memstore.readers.stock.steps import CallSteps
 from memstore.readers.stock.visible import NOTHING, Candidates, States, VisibleParts, gather
 
 if TYPE_CHECKING:
@@ -108,11 +107,6 @@ class Call(LocalTokens):
     def end(self) -> None:
         """The forward pass has succeeded: its tokens are local tokens now."""
         self.length += self.tokens
-
-    @property
-    def steps(self) -> CallSteps:
-        """Its steps of one token, to be recorded."""
-        return CallSteps(self)
 
     def release(self) -> None:
         """Let go of the layers, which know the call: nothing runs in it any more, and so memory is free at once."""
@@ -432,7 +426,7 @@ class LayerStates(CallLayer):
         if not call.turned:
             q, k = rotary.rotate_pair(q, k, call.local_cos_sin(rotary))
         keys, values = self._append(k, v)
-        mask = call.mask(q.dtype, self.plan.sliding, self.fetched, self.prefix_positions, self.keys.shape[2])
+        mask = call.mask(q.dtype, self.plan.sliding, self.fetched, self.prefix_positions)
         call.tell(self, queries, q, keys, mask, **options)
         if call.sharded and self.fetched is not None:
             tokens = self.fetched.chosen.numbers.shape[-1] * call.selection.block_size
@@ -488,16 +482,9 @@ class LayerStates(CallLayer):
     def _allocate(self, k: Tensor, v: Tensor, heads: int, used: int, room: int) -> None:
         self.keys = k.new_empty(k.shape[0], heads, used + room, k.shape[3])
         self.values = v.new_empty(v.shape[0], heads, used + room, v.shape[3])
-        for free in (self.keys[:, :, used:], self.values[:, :, used:]):
-            free.zero_()  # by the clock it is attended to, with weight 0
         self.is_initialized = True
 
     def _append(self, k: Tensor, v: Tensor) -> States:
-        if self.call.clock is not None:
-            at, heads = self.call.clock + self.prefix, self.keys.shape[1]
-            self.keys.index_copy_(2, at, self._matching(k, heads))
-            self.values.index_copy_(2, at, self._matching(v, heads))
-            return self.keys, self.values
         start = self.prefix + self.call.length
         end = start + k.shape[2]
         if end > self.keys.shape[2]:

@@ -349,8 +349,7 @@ class Hooks:
                     "differently: give position_ids too"
                 )
             return None
-        # Of text, height and width, where there is text alone; a step that is recorded cannot look.
-        if told.dim() == 3 and (call.clock is not None or bool((told == told[:1]).all())):
+        if told.dim() == 3 and bool((told == told[:1]).all()):  # of text, height and width, where there is text alone
             told = told[0]
         rows, tokens = inputs.shape[:2]
         if told.dim() != 2 or told.shape[0] not in (1, rows) or told.shape[1] != tokens or told.is_floating_point():
