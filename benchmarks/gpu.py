@@ -90,11 +90,6 @@ PARTS = (
         pieces=("cases", "more", "shipped", "training", "waits"),
         tiny=("cases",),
     ),
-    Part(
-        name="graphs", limit=40, least=10, processes=4,
-        pieces=("graphs, stock", "graphs, lists of each group", "graphs, drt", "graphs, landmark"),
-        tiny=("graphs, stock",),
-    ),
     Part(name="kernels", limit=110, least=40),
     Part(name="speed", limit=100, least=40, pieces=("8b", "8b without cuDNN", "135m"), tiny=("135m",)),
     Part(name="tiers", limit=30, least=10),

@@ -9,10 +9,8 @@ An operation on tensors of two devices raises, as on a GPU. Counted are ``kernel
 ``sync`` (the host waits for the device), ``h2d`` and ``d2h`` (copies to the device and back; those of ``pageable``
 memory, and those that are ``strided``, once more each) and their bytes. ``places`` says where in the package.
 
-Triton's kernels run in its interpreter, for which TRITON_INTERPRET must have been set. A CUDA graph notes the
-operations that are called while it is recorded, which change nothing that was there before, and does them again when
-it is launched, with the same memory; to wait or to copy meanwhile raises, as it does on a GPU. What is not pretended:
-streams (everything happens at once and in order), memory, and time.
+Triton's kernels run in its interpreter, for which TRITON_INTERPRET must have been set. What is not
+pretended: streams (everything happens at once and in order), memory, and time.
 """
 
 from __future__ import annotations
@@ -21,9 +19,7 @@ import contextlib
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
-from functools import partial
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -62,10 +58,6 @@ class Counts(Counter[str]):
 
     def note(self, kind: str, nbytes: int = 0) -> None:
         """One event more."""
-        if _graphs and kind in ("sync", "h2d", "d2h") and _graphs[-1].thread == threading.get_ident():
-            raise RuntimeError(f"operation not permitted when stream is capturing: {kind}")
-        if _replaying.get():
-            return
         place = _place()
         with self._lock:  # a thread commits beside the one that computes
             self[kind] += 1
@@ -79,56 +71,6 @@ class Counts(Counter[str]):
         self.places.clear()
 
 
-class Graph:
-    """``torch.cuda.CUDAGraph``."""
-
-    def __init__(self) -> None:
-        self.thread = threading.get_ident()
-        self._calls: list[tuple[Callable[[], Any], Any]] = []
-        self._before: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
-
-    def save(self, x: Tensor) -> None:
-        """Remember what ``x`` holds, which is about to change."""
-        storage = real(x).untyped_storage()
-        self._before.setdefault(storage.data_ptr(), (storage, storage.clone()))
-
-    def note(self, call: Callable[[], Any], made: Any) -> None:
-        """``call`` was done, and ``made`` something."""
-        self._calls.append((call, made))
-
-    def end(self) -> None:
-        """Nothing of it has happened yet."""
-        for storage, before in self._before.values():
-            storage.copy_(before)
-
-    def replay(self) -> None:
-        """Do it."""
-        counts.note("graph")
-        token = _replaying.set(True)
-        try:
-            for call, made in self._calls:
-                for old, new in zip(tree_leaves(made), tree_leaves(call()), strict=True):
-                    if isinstance(old, Pretended):
-                        there, fresh = old.numbers, new.numbers
-                        if there.untyped_storage().data_ptr() != fresh.untyped_storage().data_ptr():
-                            there.detach().copy_(fresh.detach())
-        finally:
-            _replaying.reset(token)
-
-
-@contextlib.contextmanager
-def _recording(graph: Graph, **_: Any) -> Iterator[None]:
-    _graphs.append(graph)
-    try:
-        yield
-    finally:
-        _graphs.pop()
-        graph.end()
-
-
-_graphs: list[Graph] = []
-"""The one that is being recorded."""
-_replaying: ContextVar[bool] = ContextVar("replaying", default=False)
 counts = Counts()
 _pinned: dict[int, StorageWeakRef] = {}
 """What is pinned, by its address: one that is freed is soon another tensor's."""
@@ -258,7 +200,6 @@ def pretended() -> Iterator[Counts]:
         "Stream": _Stream, "Event": _Event, "current_stream": lambda *_: _Stream(),
         "stream": lambda _: contextlib.nullcontext(), "memory_allocated": lambda *_: 0,
         "max_memory_allocated": lambda *_: 0, "reset_peak_memory_stats": lambda *_: None,
-        "CUDAGraph": Graph, "graph": _recording,
     }  # fmt: skip
     run = threading.Thread.run
 
@@ -360,21 +301,6 @@ class _Functions(TorchFunctionMode):
 
 
 def _run(func: Any, args: Any, options: dict[str, Any]) -> Any:
-    """One operation, noted where a graph is being recorded."""
-    if not _graphs or _graphs[-1].thread != threading.get_ident():
-        return _done(func, args, options)
-    graph = _graphs[-1]
-    for place, argument in enumerate(func._schema.arguments):
-        given = args[place] if place < len(args) else options.get(argument.name)
-        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, Pretended):
-            graph.save(given)
-    made = _done(func, args, options)
-    if any(isinstance(x, Pretended) for x in tree_leaves(made)):
-        graph.note(lambda: _done(func, args, options), made)
-    return made
-
-
-def _done(func: Any, args: Any, options: dict[str, Any]) -> Any:
     """One operation, on the numbers themselves."""
     tensors = [x for x in tree_leaves((args, options)) if isinstance(x, Tensor)]
     ours = [x for x in tensors if isinstance(x, Pretended)]
@@ -592,9 +518,6 @@ def _patch_interpreter(stack: contextlib.ExitStack) -> None:
         counts.note("triton")
         numbers = {name: real(x).detach() if isinstance(x, Tensor) else x for name, x in options.items()}
         with torch.no_grad():
-            run = partial(execute, self, *(real(x).detach() if isinstance(x, Tensor) else x for x in args), **numbers)
-            if _graphs:
-                _graphs[-1].note(run, None)
-            return run()
+            return execute(self, *(real(x).detach() if isinstance(x, Tensor) else x for x in args), **numbers)
 
     stack.enter_context(mock.patch.object(GridExecutor, "__call__", call))

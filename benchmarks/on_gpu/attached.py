@@ -31,11 +31,6 @@ def attach(here: Piece) -> None:
     judge(here, {name: case for name, case in known.items() if name.startswith("attach")})
 
 
-def graphs(here: Piece) -> None:
-    """Tokens whose steps are CUDA graphs, against the CPU's; each kind in a process of its own."""
-    judge(here, {here.piece: cases.GRAPHS[here.piece]})
-
-
 def judge(here: Piece, known: Mapping[str, Callable[[cases.Run], None]]) -> None:
     """Each case on the CPU and on the device."""
     for name in list(known)[: here.size(len(known), 1)]:

@@ -19,7 +19,6 @@ from torch import Tensor
 HOMES = {
     "about": "ceilings", "ceilings": "ceilings", "compile": "compiled", "parity": "parity", "attach": "attached",
     "models": "models", "kernels": "kernels", "speed": "speed", "tiers": "tiers", "tune": "kernels",
-    "graphs": "attached",
 }  # fmt: skip
 ALLOWED = {torch.bfloat16: 2e-2, torch.float16: 4e-3, torch.float32: 2e-5}
 """Relative errors against float64; gradients may have twice as much."""

@@ -11,7 +11,6 @@ import torch
 
 import memstore
 from benchmarks.on_gpu.child import Piece
-from memstore.readers.graphs import captured
 
 SHAPES: dict[str, dict[str, Any]] = {
     "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32,
@@ -100,11 +99,6 @@ def _with_memory(
             rate = _writing(here, model, prompt)
             known = bare.get("writing", 0.0)
             here.row(f"{title}: writing", value=rate, unit="tokens/s", ratio=rate / known if known else None)
-            with here.attempt(f"{title}: writing by graphs"), captured(model):
-                rate = _writing(here, model, prompt)
-                here.row(
-                    f"{title}: writing by graphs", value=rate, unit="tokens/s", ratio=rate / known if known else None
-                )
             if not here.tiny and here.left > 10:
                 with here.attempt(f"{title}: where writing spends its time"):
                     written = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}

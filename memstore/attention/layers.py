@@ -55,13 +55,13 @@ class SwiGLU(nn.Module):
         return down
 
 
-def rotary(starts: Sequence[int] | Tensor, count: int, dim: int, theta: float, like: Tensor) -> Tensor:
+def rotary(starts: Sequence[int], count: int, dim: int, theta: float, like: Tensor) -> Tensor:
     """Turns ``[len(starts), count, dim / 2]``, complex numbers of length 1, of positions from ``starts`` on.
 
     Angles are computed in float64, so that they are as good at position 100,000,000 as at 0: in float32 an angle of
     that size has no correct digit after the point. ``like`` has the type and the device of what will be rotated.
     """
-    first = _turns(starts if isinstance(starts, Tensor) else numbers(starts, like.device), dim, theta)
+    first = _turns(numbers(starts, like.device), dim, theta)
     turns = first.unsqueeze(1) * _first_turns(count, dim, theta, like.device)
     return turns if like.dtype == torch.float64 else turns.to(torch.complex64)
 

@@ -22,7 +22,6 @@ from memstore.errors import DamagedError, InvalidArgument
 from memstore.index import files
 from memstore.index.cluster_index import ENOUGH, ClusterBase, ClusterIndex
 from memstore.index.contract import SearchResult
-from memstore.index.exact import ExactIndex
 
 LARGE = 1 << 24
 """Numbers in the keys of one head (262,144 keys of 64) from which on exact search takes longer than it should."""
@@ -36,23 +35,14 @@ class AutoIndex(ClusterIndex):
 
     capabilities = replace(ClusterIndex.capabilities, devices=True)
 
-    def __init__(
-        self,
-        key_heads: int,
-        key_dim: int,
-        keys_per_block: int,
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
-        settings: str = "",
-    ) -> None:
+    def _prepare(self, settings: str) -> None:
         recall = _recall(settings)
-        self._start(ExactIndex(key_heads, key_dim, keys_per_block, dtype, device), recall)
-        self._obstacle = _obstacle(recall, torch.device(device))
+        self._start(self._new_tail(), recall)
+        self._obstacle = _obstacle(recall, self.device)
         self._large = False
         self._refused: ClusterBase | None = None
 
     def add(self, ids: Tensor, keys: Tensor) -> None:
-        """Add blocks; see ``VectorIndex``."""
         super().add(ids, keys)
         self._grow()
 
@@ -64,7 +54,6 @@ class AutoIndex(ClusterIndex):
         return super().search(queries, k, allowed=allowed)
 
     def facts(self) -> Mapping[str, Any]:
-        """What it has picked, and why."""
         picked = "exact" if self._base is None else f"clusters:{self.wanted_recall:g}"
         return {**super().facts(), "kind": "auto", "picked": picked, "why": self._reason()}
 
@@ -77,7 +66,6 @@ class AutoIndex(ClusterIndex):
             super().save(path)
 
     def load(self, path: Path) -> None:
-        """Replace the content by what ``save`` wrote. Raises ``NotFound`` or ``DamagedError``, with nothing changed."""
         sizes = {name: value for name, value in self._about.items() if name != "index"}
         content = files.load(path, sizes)
         match content.facts.get("index"):
@@ -93,9 +81,6 @@ class AutoIndex(ClusterIndex):
                 )
         self._large, self._refused = self._base is not None, None
         self._grow()
-
-    def _new_tail(self) -> ExactIndex:
-        return ExactIndex(self.key_heads, self.key_dim, self.keys_per_block, self.dtype, self._tail.device)
 
     def _grow(self) -> None:
         """Let clusters be made once there are many keys."""

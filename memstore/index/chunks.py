@@ -96,7 +96,6 @@ class Chunk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, filled or not."""
         return self.keys.nbytes + self.ids.nbytes + self.alive.nbytes + (self.codes.nbytes if self.codes else 0)
 
     @property
@@ -201,13 +200,13 @@ def held_as(dtype: torch.dtype, dim: int) -> tuple[torch.dtype, int]:
 class Chunks:
     """All chunks of an index, by their numbers.
 
-    ``sizes``: key heads ``G``, keys of a block ``P``, numbers of a key ``D``. ``coded``: whether codes are kept beside
-    the keys, where the processor is faster with them.
+    ``sizes``: key heads ``G``, keys of a block ``P``, numbers of a key ``D``. Codes are kept beside the keys where the
+    processor is faster with them.
     """
 
-    def __init__(self, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device, *, coded: bool) -> None:
+    def __init__(self, sizes: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> None:
         self.sizes, self.dtype, self.device = sizes, dtype, device
-        self.coded = coded and dtype.is_floating_point and usable(device, sizes[2])
+        self.coded = dtype.is_floating_point and usable(device, sizes[2])
         self.by_number: dict[int, Chunk] = {}
         self.next_number = 0
         self.largest_id = -1
@@ -218,7 +217,6 @@ class Chunks:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for keys, codes and ids."""
         return sum(chunk.nbytes for chunk in self.by_number.values())
 
     @property
@@ -258,7 +256,6 @@ class Chunks:
         self._frame = self._frame if self.by_number else None
 
     def holds(self, ids: Tensor) -> Tensor:
-        """Which of the ascending ``ids [n]`` are here, ``[n]`` bool."""
         held = torch.zeros_like(ids, dtype=torch.bool)
         for chunk in self.by_number.values():
             held |= chunk.holds(ids)
@@ -288,7 +285,6 @@ class Chunks:
         return ids
 
     def places(self) -> Tensor:
-        """Places ``[n]`` of all blocks, ascending."""
         places = [chunk.alive[: chunk.used].nonzero().squeeze(1) + n * PLACES for n, chunk in self.by_number.items()]
         return torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
 

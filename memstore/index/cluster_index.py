@@ -1,31 +1,224 @@
 """The attention-aware index: trained clusters for most keys, and exact search for those that came since.
 
-The clusters (`clusters.py`) are a base, see `rebuilt.py`; the tail is an exact index. New clusters are made of all
+The clusters are a base, see ``rebuilt.py``; the tail is an exact index. New clusters are made of all
 blocks and the latest queries. Before enough different queries were seen there is nothing to learn from, and everything
 is searched exactly.
 
 How many lists a search looks into is measured when clusters are made: as few as find the wanted share of the best keys
 of queries that were put aside. Keys as queries would flatter it.
+
+Attention's queries come from another distribution than its keys, and what k-means on keys takes apart is often not what
+queries tell apart. RetrievalAttention (Liu et al. 2024) and RoarGraph (Chen et al. 2024) mend that with logged queries.
+They keep lists of keys for clusters of queries, which takes copies of keys and loses those that no logged query asked
+for. Here queries enter as a metric, so their second moment is enough and every key is in one list: with the second
+moment ``C`` of logged queries, the mean squared error of a key's score when a centre stands for it is
+``(key - centre)^T C (key - centre)``, so k-means runs on ``key W`` with ``W W^T = C``.
+
+A list is worth looking into if its best key may be good, not if its mean is. The product with the centre is raised by
+``SPREAD`` times what a deviation within the list can do to it, ``|W^-1 q|`` times the list's root mean square distance.
+``docs/notes/index.md`` has what this is worth on real keys, and the variants that were worse.
+
+FAISS (``pip install 'torch-memstore[faiss]'``) keeps the lists, and scans them where that is not done in C.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.index import contract, files
-from memstore.index.clusters import Clusters, require_faiss
+from memstore.index.best_blocks import order
 from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
 from memstore.index.exact import ExactIndex
 from memstore.index.rebuilt import BaseBlocks, Rebuild
 from memstore.json_checks import anything, array, fit, members, number, row, table, whole
+from memstore.kernels.search_blocks.api import LARGEST_K, KeyLists, lists_problem
+
+SPREAD = 3.0
+SMALLEST_VARIANCE = 1e-4
+"""Share of the largest variance that directions are given which queries hardly have: they still count."""
+ITERATIONS = 8
+KEYS_PER_LIST = 64
+"""Keys that k-means sees, for each list that it makes."""
+STEP = 1 << 16
+
+
+def require_faiss() -> Any:
+    """The library. Raises ``InvalidArgument`` where it is missing."""
+    try:
+        import faiss
+    except ImportError as error:
+        raise InvalidArgument(
+            "an index of clusters needs FAISS, which is not installed: pip install 'torch-memstore[faiss]', or use "
+            "index='exact'"
+        ) from error
+    return faiss
+
+
+class Clusters:
+    """Lists of keys of one head. A key's number is its place among those given. Read only, so threads may share it."""
+
+    def __init__(self, keys: Tensor, lists: Tensor, centres: Tensor, radii: Tensor, inverse: Tensor) -> None:
+        """``keys [n, D]``, the list of each ``[n]``, ``centres [C, D]``, ``radii [C]`` and ``inverse [D, D]``."""
+        faiss = require_faiss()
+        self.centres, self.radii, self.inverse = centres, radii, inverse
+        self.count = len(keys)
+        self._faiss = faiss
+        dim = keys.shape[1]
+        quantizer = faiss.IndexFlatIP(dim)
+        quantizer.add(centres.numpy())
+        self._index = faiss.IndexIVFFlat(quantizer, dim, len(centres), faiss.METRIC_INNER_PRODUCT)
+        self._index.is_trained = True
+        for start in range(0, len(keys), STEP):
+            rows = np.ascontiguousarray(keys[start : start + STEP].float().numpy())
+            numbers = np.arange(start, start + len(rows))
+            which = np.ascontiguousarray(lists[start : start + STEP].numpy().astype(np.int64))
+            pointers = (faiss.swig_ptr(each) for each in (rows, numbers, which))
+            self._index.add_core(len(rows), *pointers)
+
+    @classmethod
+    def learn(cls, keys: Tensor, logged: Tensor, count: int) -> Clusters:
+        """``count`` clusters of ``keys [n, D]``, in the metric of the queries ``logged [m, D]``."""
+        root, inverse = _metric(logged)
+        mean = keys[:: max(1, len(keys) // STEP)].mean(0)
+        sample = torch.linspace(0, len(keys) - 1, min(len(keys), KEYS_PER_LIST * count), dtype=torch.float64).long()
+        centres = _kmeans((keys[sample] - mean) @ root, count)
+        lists = torch.empty(len(keys), dtype=torch.int64)
+        squares, sizes, sums = torch.zeros(count), torch.zeros(count), torch.zeros(count, keys.shape[1])
+        half = centres.square().sum(1) / 2
+        for start in range(0, len(keys), STEP):
+            rows = keys[start : start + STEP]
+            white = (rows - mean) @ root
+            near = torch.cat([(piece @ centres.T - half).argmax(1) for piece in white.split(4096)])
+            lists[start : start + STEP] = near
+            sizes += torch.bincount(near, minlength=count)
+            sums.index_add_(0, near, rows)
+            squares.index_add_(0, near, (white - centres[near]).square().sum(1))
+        sizes = sizes.clamp(min=1)
+        # A deviation of this length in one direction of D: the mean square over all of them.
+        radii = (squares / sizes / keys.shape[1]).sqrt()
+        return cls(keys, lists, sums / sizes[:, None], radii, inverse)
+
+    def search(
+        self, queries: Tensor, k: int, probes: int, allowed: range | Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Scores and numbers ``[R, k]`` of the best keys in the ``probes`` most promising lists for ``queries [R, D]``.
+
+        Best first, of equal keys the smaller number first; -inf and -1 where there are fewer. ``allowed``: the numbers
+        that may be found, a range or ``[n]`` bool; None: all.
+        """
+        probes = min(probes, len(self.centres))
+        reach = (queries @ self.inverse).norm(dim=1, keepdim=True)
+        promise = (queries @ self.centres.T).addcmul_(reach, self.radii, value=SPREAD)
+        lists = promise.topk(probes, dim=1, sorted=False).indices
+        if k <= LARGEST_K and lists_problem() is None:
+            return self._in_c.search(queries, k, lists, range(self.count) if allowed is None else allowed)
+        return self._by_faiss(queries, k, lists, allowed)
+
+    @cached_property
+    def _in_c(self) -> KeyLists:
+        """The lists where FAISS keeps them, which never move."""
+        invlists = self._index.invlists
+        sizes = [invlists.list_size(place) for place in range(len(self.centres))]
+        addresses = [
+            (int(invlists.get_codes(place)), int(invlists.get_ids(place)), size) if size else (0, 0, 0)
+            for place, size in enumerate(sizes)
+        ]
+        return KeyLists(addresses, self.centres.shape[1])
+
+    def _by_faiss(
+        self, queries: Tensor, k: int, lists: Tensor, allowed: range | Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        faiss = self._faiss
+        preassigned = np.ascontiguousarray(lists.numpy())
+        rows = np.ascontiguousarray(queries.numpy())
+        unused = np.zeros(preassigned.shape, np.float32)
+        scores = np.empty((len(rows), k), np.float32)
+        numbers = np.empty((len(rows), k), np.int64)
+        selector = _selector(faiss, allowed)
+        parameters = faiss.SearchParametersIVF(nprobe=lists.shape[1], **({} if selector is None else {"sel": selector}))
+        arrays = (faiss.swig_ptr(each) for each in (preassigned, unused, scores, numbers))
+        self._index.search_preassigned_c(len(rows), faiss.swig_ptr(rows), k, *arrays, False, parameters)
+        found = torch.from_numpy(numbers)
+        values = torch.from_numpy(scores).masked_fill_(found < 0, -torch.inf)
+        columns = order(values, found)
+        return values.gather(1, columns), found.gather(1, columns)
+
+    def content(self) -> tuple[Tensor, Tensor]:
+        """The keys ``[n, D]`` float32 and the list of each ``[n]``, as they were given."""
+        keys, lists = torch.empty(self.count, self.centres.shape[1]), torch.empty(self.count, dtype=torch.int64)
+        for place, numbers, stored in self._lists():
+            keys[numbers], lists[numbers] = stored, place
+        return keys, lists
+
+    def keys(self, numbers: Tensor) -> Tensor:
+        """The keys ``[..., D]`` with the ``numbers [...]``. The first call makes a table of where each one lies."""
+        if self._index.direct_map.no():
+            self._index.make_direct_map()
+        wanted, places = numbers.unique(return_inverse=True)
+        return torch.from_numpy(self._index.reconstruct_batch(wanted.numpy()))[places]
+
+    def score(self, queries: Tensor, dtype: torch.dtype) -> Tensor:
+        """Scores ``[R, n]`` float32 of all keys for ``queries [R, D]``, products in ``dtype``."""
+        scores = torch.empty(len(queries), self.count)
+        for _, numbers, stored in self._lists():
+            scores[:, numbers] = (queries.to(dtype) @ stored.to(dtype).T).float()
+        return scores
+
+    def _lists(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Each list that is not empty, the numbers ``[m]`` of its keys, and these ``[m, D]``: as FAISS holds them."""
+        faiss, invlists, dim = self._faiss, self._index.invlists, self.centres.shape[1]
+        for place in range(len(self.centres)):
+            size = invlists.list_size(place)
+            if size:
+                numbers = faiss.rev_swig_ptr(invlists.get_ids(place), size)
+                stored = faiss.rev_swig_ptr(invlists.get_codes(place), size * dim * 4)
+                rows = stored.view(np.float32).reshape(size, dim)
+                yield place, torch.from_numpy(numbers), torch.from_numpy(rows)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, their numbers, the table of their places and centres."""
+        each = 4 * self.centres.shape[1] + (8 if self._index.direct_map.no() else 16)
+        return self.count * each + self.centres.nbytes + self.radii.nbytes
+
+
+def _selector(faiss: Any, allowed: range | Tensor | None) -> Any:
+    """FAISS's filter for the numbers that may be found; None for all."""
+    if isinstance(allowed, range):
+        return faiss.IDSelectorRange(allowed.start, max(allowed.start, allowed.stop))
+    return None if allowed is None else faiss.IDSelectorBitmap(np.packbits(allowed.numpy(), bitorder="little"))
+
+
+def _metric(queries: Tensor) -> tuple[Tensor, Tensor]:
+    """``W [D, D]`` with ``W W^T`` the second moment of ``queries``, and what turns a query ``q`` into ``W^-1 q``."""
+    moment = (queries.double().T @ queries.double()) / len(queries)
+    values, vectors = torch.linalg.eigh(moment)
+    values = values.clamp(min=max(float(values[-1]) * SMALLEST_VARIANCE, 1e-12))
+    return (vectors * values.sqrt()).float(), (vectors * values.rsqrt()).float()
+
+
+def _kmeans(sample: Tensor, count: int) -> Tensor:
+    """``count`` centres ``[C, D]`` of ``sample [m, D]``; a cluster that loses all its members begins anew elsewhere."""
+    generator = torch.Generator().manual_seed(0)
+    centres = sample[torch.randperm(len(sample), generator=generator)[:count]].clone()
+    for _ in range(ITERATIONS):
+        half = centres.square().sum(1) / 2
+        near = torch.cat([(piece @ centres.T - half).argmax(1) for piece in sample.split(4096)])
+        sizes = torch.bincount(near, minlength=count)
+        centres = torch.zeros_like(centres).index_add_(0, near, sample) / sizes.clamp(min=1)[:, None]
+        lonely = (sizes == 0).nonzero().squeeze(1)
+        centres[lonely] = sample[torch.randint(len(sample), (len(lonely),), generator=generator)]
+    return centres
+
 
 SMALLEST = 16_384
 """Keys of a head below which exact search is as fast."""
@@ -85,25 +278,14 @@ class ClusterIndex(VectorIndex):
 
     capabilities = IndexCapabilities(exact=False, dense=True)
 
-    def __init__(
-        self,
-        key_heads: int,
-        key_dim: int,
-        keys_per_block: int,
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
-        settings: str = "",
-    ) -> None:
+    def _prepare(self, settings: str) -> None:
         require_faiss()
-        if torch.device(device).type != "cpu":
-            raise InvalidArgument(f"an index of clusters is searched on the CPU, not on {device}; use 'exact' there")
-        self._start(ExactIndex(key_heads, key_dim, keys_per_block, dtype), _share(settings))
+        self._refuse()
+        self._start(self._new_tail(), _share(settings))
 
     def _start(self, tail: ExactIndex, recall: float) -> None:
         """Begin with an empty ``tail``; searches shall find this share of the best blocks."""
         self.wanted_recall = recall
-        self.key_heads, self.key_dim, self.keys_per_block = tail.key_heads, tail.key_dim, tail.keys_per_block
-        self.dtype = tail.dtype
         self._tail = tail
         self._base: ClusterBase | None = None
         self._log: deque[Tensor] = deque()  # of [G, m, D], the newest last
@@ -124,12 +306,10 @@ class ClusterIndex(VectorIndex):
 
     @property
     def nbytes(self) -> int:
-        """Bytes held by clusters, tail and logged queries."""
         base = 0 if self._base is None else sum(head.nbytes for head in self._base.heads) + self._base.ids.nbytes
         return base + self._tail.nbytes + sum(part.nbytes for part in self._log)
 
     def add(self, ids: Tensor, keys: Tensor) -> None:
-        """Add blocks ``ids [n]`` (int64, new, ascending) with ``keys [n, G, P, D]``. Raises ``InvalidArgument``."""
         self._adopt()
         contract.check_ids(ids)
         if self._base is not None:
@@ -138,7 +318,6 @@ class ClusterIndex(VectorIndex):
         self._consider()
 
     def remove(self, ids: Tensor) -> None:
-        """Remove blocks ``ids [n]``. Raises ``InvalidArgument``, with nothing removed, where one does not exist."""
         self._adopt()
         contract.check_ids(ids)
         old = torch.zeros_like(ids, dtype=torch.bool) if self._base is None else self._base.holds(ids)
@@ -149,7 +328,6 @@ class ClusterIndex(VectorIndex):
         self._rebuild.note_removed(ids)
 
     def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
-        """Top ``k`` blocks for each of ``queries [H, T, D]``. Head h uses key head ``h // (H // G)``."""
         self._adopt()
         contract.check_top_k(k)
         contract.check_allowed(allowed)
@@ -184,14 +362,12 @@ class ClusterIndex(VectorIndex):
         return torch.cat((scores, best.reshape(*queries.shape[:2], -1)), 2)[..., order], ids
 
     def finish(self) -> None:
-        """Make new clusters of all blocks and all logged queries now, and wait for them."""
         self._adopt(wait=True)
         if len(self) * self.keys_per_block >= SMALLEST:
             self._begin()
             self._adopt(wait=True)
 
     def facts(self) -> Mapping[str, Any]:
-        """Its kind, and what the clusters are like: lists, how many are looked into, the recall that was measured."""
         facts: dict[str, Any] = {"kind": "clusters", "exact_blocks": len(self._tail)}
         if self._base is not None:
             base = self._base
@@ -200,11 +376,9 @@ class ClusterIndex(VectorIndex):
         return facts
 
     def close(self) -> None:
-        """Wait for the thread, if there is one."""
         self._rebuild.wait()
 
     def save(self, path: Path) -> None:
-        """Write the index to the file ``path`` (safetensors), replacing it at once or not at all."""
         self._adopt(wait=True)
         ids, keys = self._tail_content()
         tensors, measured = {"tail_ids": ids, "tail_keys": keys, "logged": self._logged()}, {}
@@ -221,7 +395,6 @@ class ClusterIndex(VectorIndex):
         files.save(path, self._about | {"measured": measured}, tensors)
 
     def load(self, path: Path) -> None:
-        """Replace the content by what ``save`` wrote. On ``NotFound`` or ``DamagedError``, nothing is."""
         self._take(files.load(path, self._about))
 
     def _take(self, content: files.Content) -> None:
@@ -270,7 +443,7 @@ class ClusterIndex(VectorIndex):
         return files.identity("clusters", self, dtype=self.dtype)
 
     def _new_tail(self) -> ExactIndex:
-        return ExactIndex(self.key_heads, self.key_dim, self.keys_per_block, self.dtype)
+        return ExactIndex(self.key_heads, self.key_dim, self.keys_per_block, self.dtype, self.device)
 
     def _tail_content(self) -> tuple[Tensor, Tensor]:
         """Ids ``[n]`` ascending and keys ``[n, G, P, D]`` of the tail."""

@@ -51,28 +51,15 @@ class CodeIndex(VectorIndex):
     Not safe for a search in one thread beside an addition in another; the memory holds a lock.
     """
 
-    def __init__(
-        self,
-        key_heads: int,
-        key_dim: int,
-        keys_per_block: int,
-        dtype: torch.dtype = torch.float32,  # noqa: ARG002 - whole numbers are the same in every type
-        device: str | torch.device = "cpu",
-        settings: str = "",
-    ) -> None:
-        contract.check_sizes(key_heads, key_dim, keys_per_block)
-        if torch.device(device).type != "cpu":
-            raise InvalidArgument(f"An index of codes is searched on the CPU, not on {device}; use 'exact' there.")
+    def _prepare(self, settings: str) -> None:
         if settings not in ("", PRUNED):
             raise InvalidArgument(f"Write 'codes', or 'codes:{PRUNED}', not 'codes:{settings}'.")
         self.capabilities = IndexCapabilities(exact=False, dense=True, routes=settings == PRUNED)
-        self.key_heads = key_heads
-        self.key_dim = key_dim
-        self.keys_per_block = keys_per_block
-        self._room = max(1, CHUNK_KEYS // keys_per_block)
+        self._refuse()
+        self._room = max(1, CHUNK_KEYS // self.keys_per_block)
         self._keys: list[Tensor] = []  # of [G, room, P, D] int8
         self._runs: list[Tensor] = []  # of [G, room, ceil(P / RUN), D] int8, where blocks are longer than a run
-        self._scales = torch.empty(key_heads, 0)  # of the runs of each used row
+        self._scales = torch.empty(self.key_heads, 0)  # of the runs of each used row
         self._ids = torch.empty(0, dtype=torch.int64)  # of each used row, -1 where it is free
 
     def __len__(self) -> int:
@@ -83,11 +70,9 @@ class CodeIndex(VectorIndex):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for codes and ids."""
         return sum(part.nbytes for part in (*self._keys, *self._runs, self._scales, self._ids))
 
     def add(self, ids: Tensor, keys: Tensor) -> None:
-        """Add blocks ``ids [n]`` (int64, new, ascending) with ``keys [n, G, P, D]``. Raises ``InvalidArgument``."""
         contract.check_ids(ids)
         contract.check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
         if bool((keys != keys.round()).any()) or (keys.numel() and float(keys.abs().max()) > LARGEST):
@@ -110,7 +95,6 @@ class CodeIndex(VectorIndex):
             start = stop
 
     def remove(self, ids: Tensor) -> None:
-        """Remove blocks ``ids [n]``. Raises ``InvalidArgument``, with nothing removed, where one does not exist."""
         contract.check_ids(ids)
         contract.check_held(torch.isin(ids, self._ids), ids)
         self._ids = torch.where(torch.isin(self._ids, ids), -1, self._ids)
@@ -124,7 +108,6 @@ class CodeIndex(VectorIndex):
             self._replace(*self._content())
 
     def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
-        """Top ``k`` blocks for each of ``queries [H, T, D]``. Head h uses key head ``h // (H // G)``."""
         contract.check_top_k(k)
         rows = self._rows(allowed)
         grouped = self._grouped(queries)
@@ -165,16 +148,13 @@ class CodeIndex(VectorIndex):
         return top.values, self._ids[rows[top.indices]]
 
     def facts(self) -> Mapping[str, Any]:
-        """Its kind, and whether routing leaves blocks out."""
         return {"kind": "codes", "pruned": self.capabilities.routes}
 
     def save(self, path: Path) -> None:
-        """Write the index to the file ``path`` (safetensors), replacing it at once or not at all."""
         ids, keys = self._content()
         files.save(path, self._about, {"ids": ids, "keys": keys.to(torch.int8)})
 
     def load(self, path: Path) -> None:
-        """Replace the content by what ``save`` wrote. On ``NotFound`` or ``DamagedError``, nothing is."""
         content = files.load(path, self._about)
         shape = ("n", self.key_heads, self.keys_per_block, self.key_dim)
         content.check(ids=(torch.int64, ("n",)), keys=(torch.int8, shape))

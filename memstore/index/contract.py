@@ -64,7 +64,6 @@ class VectorIndex(ABC):
 
     capabilities: IndexCapabilities
 
-    @abstractmethod
     def __init__(
         self,
         key_heads: int,
@@ -79,6 +78,22 @@ class VectorIndex(ABC):
         Keys come as ``dtype`` can hold them without loss. ``settings`` is what follows the colon in the name of the
         index. Raises ``InvalidArgument``, also where a library is missing.
         """
+        check_sizes(key_heads, key_dim, keys_per_block)
+        self.key_heads, self.key_dim, self.keys_per_block = key_heads, key_dim, keys_per_block
+        self.dtype, self.device = dtype, torch.device(device)
+        self._prepare(settings)
+
+    def _prepare(self, settings: str) -> None:
+        """Make an empty index of the sizes that are known. Raises ``InvalidArgument``."""
+        self._refuse(settings)
+
+    def _refuse(self, settings: str = "") -> None:
+        """Raise ``InvalidArgument`` for settings, and for a device that the index cannot lie on."""
+        kind = type(self).__name__
+        if settings:
+            raise InvalidArgument(f"{kind} has no settings: leave ':{settings}' out.")
+        if self.device.type != "cpu" and not self.capabilities.devices:
+            raise InvalidArgument(f"{kind} is searched on the CPU, not on {self.device}; use 'exact' there.")
 
     @abstractmethod
     def add(self, ids: Tensor, keys: Tensor) -> None:

@@ -48,8 +48,8 @@ class ExactIndex(VectorIndex):
     """Keys ``[G, D]`` of ``P`` per block. The result is the true top k of the keys as ``dtype`` holds them.
 
     Scores are computed in float32. Blocks with equal scores are ordered by id, the smaller first. Codes in 8 bits are
-    kept beside the keys where the processor is faster with them (``codes=False`` leaves them out): a quarter of the
-    keys' bytes in float32, half in bfloat16.
+    kept beside the keys where the processor is faster with them: a quarter of the keys' bytes in float32, half in
+    bfloat16.
 
     ``dtype`` may be ``torch.int8``, for keys that are whole numbers from -127 to 127, and ``torch.bool``, for keys of
     +1 and -1, of which one bit each is held. That is for GPUs, where they are searched as they are
@@ -60,29 +60,16 @@ class ExactIndex(VectorIndex):
 
     capabilities = IndexCapabilities(exact=True, dense=True, devices=True)
 
-    def __init__(
-        self,
-        key_heads: int,
-        key_dim: int,
-        keys_per_block: int,
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
-        settings: str = "",
-        *,
-        codes: bool = True,
-    ) -> None:
-        contract.check_sizes(key_heads, key_dim, keys_per_block)
-        if dtype not in (torch.float32, torch.bfloat16, torch.int8, torch.bool):
+    def _prepare(self, settings: str) -> None:
+        if self.dtype not in (torch.float32, torch.bfloat16, torch.int8, torch.bool):
             raise InvalidArgument(
                 "dtype of an exact index must be torch.float32 or torch.bfloat16, for codes torch.int8 or torch.bool, "
-                f"not {dtype}."
+                f"not {self.dtype}."
             )
-        if settings:
-            raise InvalidArgument(f"An exact index has no settings; write 'exact', not 'exact:{settings}'.")
-        self.key_heads, self.key_dim, self.keys_per_block = key_heads, key_dim, keys_per_block
-        self.dtype, self.device = dtype, torch.device(device)
-        self._chunks = Chunks((key_heads, keys_per_block, key_dim), dtype, self.device, coded=codes)
-        self._like_keys = torch.empty(0, key_dim, dtype=dtype, device=self.device)
+        self._refuse(settings)
+        sizes = self.key_heads, self.keys_per_block, self.key_dim
+        self._chunks = Chunks(sizes, self.dtype, self.device)
+        self._like_keys = torch.empty(0, self.key_dim, dtype=self.dtype, device=self.device)
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -92,11 +79,9 @@ class ExactIndex(VectorIndex):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for keys, codes and ids."""
         return self._chunks.nbytes
 
     def add(self, ids: Tensor, keys: Tensor) -> None:
-        """Add blocks ``ids [n]`` (int64, new, ascending) with ``keys [n, G, P, D]``. Raises ``InvalidArgument``."""
         contract.check_ids(ids)
         contract.check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
         if ids.numel() and int(ids[0]) <= self._chunks.largest_id:
@@ -105,14 +90,12 @@ class ExactIndex(VectorIndex):
         self._chunks.add(ids, keys)
 
     def remove(self, ids: Tensor) -> None:
-        """Remove blocks ``ids [n]``. Raises ``InvalidArgument``, with nothing removed, where one does not exist."""
         contract.check_ids(ids)
         ids = ids.to(self.device)
         contract.check_held(self._chunks.holds(ids), ids)
         self._chunks.remove(ids)
 
     def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
-        """Top ``k`` blocks for each of ``queries [H, T, D]``. Head h uses key head ``h // (H // G)``."""
         contract.check_top_k(k)
         contract.check_allowed(allowed)
         grouped = self._grouped(queries)
@@ -153,18 +136,12 @@ class ExactIndex(VectorIndex):
         return self._chunks.content()
 
     def facts(self) -> Mapping[str, Any]:
-        """Its kind."""
         return {"kind": "exact"}
 
     def save(self, path: Path) -> None:
-        """Write the index to the file ``path`` (safetensors), replacing it at once or not at all."""
         files.save(path, self._about, self._tensors())
 
     def load(self, path: Path) -> None:
-        """Replace the content by what ``save`` wrote, mapped from the file. On an error, nothing is.
-
-        Raises ``NotFound`` or ``DamagedError``.
-        """
         self.take(files.load(path, self._about))
 
     def take(self, content: files.Content) -> None:

@@ -72,34 +72,26 @@ class FaissIndex(ExactIndex):
 
     capabilities = _Capabilities()
 
-    def __init__(
-        self,
-        key_heads: int,
-        key_dim: int,
-        keys_per_block: int,
-        dtype: torch.dtype = torch.float32,
-        device: str | torch.device = "cpu",
-        settings: str = "Flat",
-    ) -> None:
-        there = torch.device(device).type != "cpu"
+    def _prepare(self, settings: str) -> None:
+        there = self.device.type != "cpu"
         if there and not has_gpus():
             raise InvalidArgument(
-                f"The index faiss lies in host memory, not on {device}: this FAISS was built without GPUs, or sees "
-                "none; use 'exact' there."
+                f"The index faiss lies in host memory, not on {self.device}: this FAISS was built without GPUs, or "
+                "sees none; use 'exact' there."
             )
-        super().__init__(key_heads, key_dim, keys_per_block, dtype, device)
+        super()._prepare("")
         self.settings = parse(settings or "Flat")
-        made = make(self.settings.factory, key_dim)
+        made = make(self.settings.factory, self.key_dim)
         if there and isinstance(made, library().IndexHNSW):
             raise InvalidArgument(
                 f"faiss:{self.settings.factory}: FAISS has no HNSW on a GPU; use IVF1024,Flat there, or 'exact'."
             )
         needed = TRAINING_KEYS * lists(made)
-        self._fewest = -(-max(FEWEST_KEYS, needed) // keys_per_block)
-        self._base: FaissBase | None = None
+        self._fewest = -(-max(FEWEST_KEYS, needed) // self.keys_per_block)
+        self._base: _FaissBase | None = None
         self._covered = 0
         """Place behind the blocks that the base knows."""
-        self._rebuild: Rebuild[FaissBase] = Rebuild()
+        self._rebuild: Rebuild[_FaissBase] = Rebuild()
         self._covered_next = 0
         """The same of the base that is being made."""
         self._refused = 0
@@ -113,18 +105,15 @@ class FaissIndex(ExactIndex):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for keys, codes and ids, and those of FAISS."""
         return super().nbytes + (0 if self._base is None else self._base.nbytes)
 
     def add(self, ids: Tensor, keys: Tensor) -> None:
-        """Add blocks ``ids [n]`` (int64, new, ascending) with ``keys [n, G, P, D]``. Raises ``InvalidArgument``."""
         super().add(ids, keys)
         self._adopt()
         if not self._rebuild.running and len(self) >= max(self._fewest, 2 * self._refused) and self._outdated():
             self._begin()
 
     def remove(self, ids: Tensor) -> None:
-        """Remove blocks ``ids [n]``. Raises ``InvalidArgument``, with nothing removed, where one does not exist."""
         super().remove(ids)
         self._rebuild.note_removed(ids)
         # Rows at the end are free again. What is written there next is not what a base was made of.
@@ -134,7 +123,6 @@ class FaissIndex(ExactIndex):
             self._covered = min(self._covered, self._chunks.end)
 
     def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
-        """Top ``k`` blocks for each of ``queries [H, T, D]``, as far as FAISS proposes them."""
         contract.check_top_k(k)
         contract.check_allowed(allowed)
         self._adopt()
@@ -155,13 +143,12 @@ class FaissIndex(ExactIndex):
         return SearchResult.of_heads(heads, queries)
 
     @property
-    def base(self) -> FaissBase | None:
+    def base(self) -> _FaissBase | None:
         """What FAISS knows; another one each time that it was built."""
         self._adopt()
         return self._base
 
     def finish(self) -> None:
-        """Let FAISS learn every block that it does not know, and wait for it."""
         self._adopt(wait=True)
         stale = self._base is None or self._base.removed or self._covered < self._chunks.end
         if len(self) >= self._fewest and stale:
@@ -169,11 +156,9 @@ class FaissIndex(ExactIndex):
             self._adopt(wait=True)
 
     def close(self) -> None:
-        """Wait for the thread, if there is one."""
         self._rebuild.wait()
 
     def facts(self) -> Mapping[str, Any]:
-        """Its kind and settings, and what FAISS knows of its blocks."""
         counts = {"blocks_in_faiss": self._known, "blocks_searched_exactly": len(self) - self._known}
         return {"kind": "faiss", **self.settings._asdict(), **counts}
 
@@ -202,7 +187,7 @@ class FaissIndex(ExactIndex):
             heads = [library().deserialize_index(tensors[f"faiss_{head}"].numpy()) for head in range(self.key_heads)]
             rows = tensors["base_rows"]
             try:
-                base = FaissBase(heads, tensors["base_ids"], rows + first, self.keys_per_block, self.device)
+                base = _FaissBase(heads, tensors["base_ids"], rows + first, self.keys_per_block, self.device)
             except RuntimeError as error:  # no room on a GPU
                 _log.warning("FAISS cannot take %s to %s; search is exact: %s", self, self.device, error)
                 return
@@ -248,12 +233,12 @@ def _make_base(
     places: Tensor,
     keys_per_block: int,
     device: torch.device,
-) -> FaissBase:
+) -> _FaissBase:
     """Train and fill one structure for each head, on one thread: the others belong to whoever searches."""
     library().omp_set_num_threads(1)
     pieces = [(piece if bool(alive.all()) else piece[:, alive]).cpu() for piece, alive in keys]
     heads = [trained(factory, pieces, head) for head in range(len(pieces[0]))]
-    return FaissBase(heads, ids, places, keys_per_block, device)
+    return _FaissBase(heads, ids, places, keys_per_block, device)
 
 
 class Settings(NamedTuple):
@@ -329,7 +314,7 @@ def lists(index: Any) -> int:
     return int(getattr(index, "nlist", 0))
 
 
-class FaissBase(BaseBlocks):
+class _FaissBase(BaseBlocks):
     """One FAISS structure for each key head, over the blocks ``ids [n]`` at ``places [n]``; ``P`` keys each.
 
     It is never added to. A block that leaves is taken out of inverted lists, and filtered out of everything else. For a
@@ -357,11 +342,9 @@ class FaissBase(BaseBlocks):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the structures, nearly."""
         return sum(_bytes(self._faiss, index) for index in self.heads)
 
     def drop(self, ids: Tensor) -> Tensor:
-        """Those of ``ids [n]`` that are here are not found any more; their rows."""
         rows = super().drop(ids)
         if self._removes and len(rows):
             numbers = self._numbers(rows)

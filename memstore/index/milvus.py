@@ -37,17 +37,7 @@ class MilvusIndex(VectorIndex):
 
     capabilities = IndexCapabilities(exact=False, dense=False)
 
-    def __init__(
-        self,
-        key_heads: int,
-        key_dim: int,
-        keys_per_block: int,
-        dtype: torch.dtype = torch.float32,  # noqa: ARG002 - Milvus keeps float32, which holds the others
-        device: str | torch.device = "cpu",  # noqa: ARG002 - where Milvus computes is its own matter
-        settings: str = "",
-    ) -> None:
-        contract.check_sizes(key_heads, key_dim, keys_per_block)
-        self.key_heads, self.key_dim, self.keys_per_block = key_heads, key_dim, keys_per_block
+    def _prepare(self, settings: str) -> None:
         self.where = settings
         self._client = _connect(settings)
         self._name = f"memstore_{uuid.uuid4().hex}"
@@ -66,7 +56,6 @@ class MilvusIndex(VectorIndex):
         return len(self._ids) * (self.key_heads * self.keys_per_block * (4 * self.key_dim + 32) + 8)
 
     def add(self, ids: Tensor, keys: Tensor) -> None:
-        """Add blocks ``ids [n]`` (int64, new, ascending) with ``keys [n, G, P, D]``. Raises ``InvalidArgument``."""
         contract.check_ids(ids)
         contract.check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
         blocks = ids.tolist()
@@ -75,7 +64,6 @@ class MilvusIndex(VectorIndex):
         self._ids.update(blocks)
 
     def remove(self, ids: Tensor) -> None:
-        """Remove blocks ``ids [n]``. Raises ``InvalidArgument``, with nothing removed, where one does not exist."""
         contract.check_ids(ids)
         blocks = ids.tolist()
         contract.check_held(self._held(ids), ids)
@@ -84,7 +72,6 @@ class MilvusIndex(VectorIndex):
         self._ids.difference_update(blocks)
 
     def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
-        """Top ``k`` blocks for each of ``queries [H, T, D]``. Head h uses key head ``h // (H // G)``."""
         contract.check_top_k(k)
         contract.check_allowed(allowed)
         contract.check_queries(queries, self.key_heads, self.key_dim)
@@ -103,18 +90,15 @@ class MilvusIndex(VectorIndex):
         return SearchResult(*(part.reshape(shape).to(queries.device) for part in (scores, ids, offsets)))
 
     def facts(self) -> Mapping[str, Any]:
-        """Its kind, and where the collection is."""
         return {"kind": "milvus", "where": self.where, "collection": self._name}
 
     def close(self) -> None:
-        """Drop the collection and leave Milvus."""
         if self._client is not None:
             self._call("drop_collection", self._name)
             self._client.close()
             self._client = None
 
     def save(self, path: Path) -> None:
-        """Write the index to the file ``path`` (safetensors), replacing it at once or not at all."""
         ids = torch.tensor(sorted(self._ids), dtype=torch.int64)
         keys = torch.empty(len(ids), self.key_heads, self.keys_per_block, self.key_dim)
         rows = {block: row for row, block in enumerate(ids.tolist())}
@@ -125,7 +109,6 @@ class MilvusIndex(VectorIndex):
         files.save(path, self._about, {"ids": ids, "keys": keys})
 
     def load(self, path: Path) -> None:
-        """Replace the content by what ``save`` wrote. On ``NotFound`` or ``DamagedError``, nothing is."""
         content = files.load(path, self._about)
         shape = ("n", self.key_heads, self.keys_per_block, self.key_dim)
         content.check(ids=(torch.int64, ("n",)), keys=(torch.float32, shape))

@@ -62,7 +62,7 @@ class BaseBlocks:
         return rows, self.ids[rows] == ids
 
 
-class NewBase(NamedTuple, Generic[T]):
+class _NewBase(NamedTuple, Generic[T]):
     """A base that a thread has made."""
 
     base: T
@@ -93,16 +93,15 @@ class Rebuild(Generic[T]):
         if self._coming is not None:
             self._removed.append(ids)
 
-    def take(self, *, wait: bool = False) -> NewBase[T] | None:
+    def take(self, *, wait: bool = False) -> _NewBase[T] | None:
         """The base, once; None where there is none yet. Raises what making it raised. ``wait``: until it is made."""
         if self._coming is None or not (wait or self._coming.done()):
             return None
         coming, self._coming = self._coming, None
         none = torch.empty(0, dtype=torch.int64)
-        return NewBase(coming.result(), torch.cat([none, *self._removed]).unique())
+        return _NewBase(coming.result(), torch.cat([none, *self._removed]).unique())
 
     def wait(self) -> None:
-        """Until the thread is done."""
         if self._coming is not None:
             self._coming.exception()
 

@@ -133,13 +133,11 @@ class Codes:
         return codes
 
     def tensors(self) -> dict[str, Tensor]:
-        """All of them, to be saved."""
         whole = {"values": self.values, "scales": self.scales, "lost": self.lost, "longest": self.longest}
         return {name: tensor[:, : self.groups] for name, tensor in whole.items()} | self.frame._asdict()
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated."""
         return sum(tensor.nbytes for tensor in (self.values, self.scales, self.lost, self.longest))
 
     def extend(self, keys: Tensor, used: int) -> None:
@@ -150,7 +148,6 @@ class Codes:
         self.groups = max(self.groups, stop)
 
     def _encode(self, keys: Tensor, new: slice) -> None:
-        """Encode the groups ``new``."""
         rows = slice(new.start * self.rows_per_group, new.stop * self.rows_per_group)
         shape = (keys.shape[0], new.stop - new.start, self.keys_per_group, keys.shape[3])
         turned = self.frame.keys(keys[:, rows]).view(shape)
@@ -167,7 +164,7 @@ class Codes:
         self.groups = min(self.groups, used // self.rows_per_group)
 
 
-class CodedQueries(NamedTuple):
+class _CodedQueries(NamedTuple):
     """Some queries of one key head, ready for products with codes; lengths are in units of each query's scale."""
 
     values: Tensor
@@ -185,13 +182,13 @@ def group_rows(keys_per_block: int) -> int:
     return max(1, GROUP_KEYS // keys_per_block)
 
 
-def encode_queries(queries: Tensor) -> CodedQueries:
+def encode_queries(queries: Tensor) -> _CodedQueries:
     """``queries [R, D]`` float32 with a scale for each, which drops out of every comparison."""
     scales = queries.abs().amax(1, keepdim=True).div_(LARGEST_CODE).clamp_(min=torch.finfo(torch.float32).tiny)
     scaled = queries / scales
     values = scaled.round().clamp_(-LARGEST_CODE, LARGEST_CODE)
     lost = (scaled - values).norm(dim=1)
-    return CodedQueries(values.to(torch.int8), scales.squeeze(1), scaled.norm(dim=1), lost)
+    return _CodedQueries(values.to(torch.int8), scales.squeeze(1), scaled.norm(dim=1), lost)
 
 
 def usable(device: torch.device, dim: int) -> bool:

@@ -37,23 +37,10 @@ class SignIndex(VectorIndex):
 
     capabilities = IndexCapabilities(exact=True, dense=True)
 
-    def __init__(
-        self,
-        key_heads: int,
-        key_dim: int,
-        keys_per_block: int,
-        dtype: torch.dtype = torch.float32,  # noqa: ARG002 - signs are the same in every type
-        device: str | torch.device = "cpu",
-        settings: str = "",
-    ) -> None:
-        contract.check_sizes(key_heads, key_dim, keys_per_block)
-        if torch.device(device).type != "cpu":
-            raise InvalidArgument(f"An index of signs is searched on the CPU, not on {device}; use 'exact' there.")
-        if settings:
-            raise InvalidArgument(f"An index of signs has no settings; write 'signs', not 'signs:{settings}'.")
+    def _prepare(self, settings: str) -> None:
+        self._refuse(settings)
         if reason := problem():
             raise InvalidArgument(f"An index of signs {reason.replace('auto', 'exact')}.")
-        self.key_heads, self.key_dim, self.keys_per_block = key_heads, key_dim, keys_per_block
         self._words, self._ids = self._room_for(0)
         self._held = slice(0, 0)  # the rows that are there; their ids ascend
 
@@ -65,11 +52,9 @@ class SignIndex(VectorIndex):
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated for bits and ids."""
         return self._words.nbytes + self._ids.nbytes
 
     def add(self, ids: Tensor, keys: Tensor) -> None:
-        """Add blocks ``ids [n]`` (int64, new, ascending) with ``keys [n, G, P, D]``. Raises ``InvalidArgument``."""
         contract.check_ids(ids)
         contract.check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
         contract.check_new(self._holds(ids), ids)
@@ -88,7 +73,6 @@ class SignIndex(VectorIndex):
         self._held = slice(first, stop + len(ids))
 
     def remove(self, ids: Tensor) -> None:
-        """Remove blocks ``ids [n]``. Raises ``InvalidArgument``, with nothing removed, where one does not exist."""
         contract.check_ids(ids)
         contract.check_held(self._holds(ids), ids)
         there = self._ids[self._held]
@@ -99,7 +83,6 @@ class SignIndex(VectorIndex):
             self._hold(there[left], self._words[:, self._held][:, left])
 
     def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
-        """Top ``k`` blocks for each of ``queries [H, T, D]``. Head h uses key head ``h // (H // G)``."""
         contract.check_top_k(k)
         contract.check_allowed(allowed)
         grouped, rows = self._grouped(queries), self._rows(allowed)
@@ -107,7 +90,6 @@ class SignIndex(VectorIndex):
         return SearchResult.of_heads(heads, queries)
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Score of every block: ``([H, T, N] float32, ids [N] ascending)``."""
         contract.check_allowed(allowed)
         grouped, rows = self._grouped(queries), self._rows(allowed)
         scores = torch.stack([self._scores(grouped[head], head, rows) for head in range(self.key_heads)])
@@ -115,15 +97,12 @@ class SignIndex(VectorIndex):
         return scores.reshape(*queries.shape[:2], len(ids)).to(queries.device), ids.to(queries.device)
 
     def facts(self) -> Mapping[str, Any]:
-        """Its kind."""
         return {"kind": "signs"}
 
     def save(self, path: Path) -> None:
-        """Write the index to the file ``path`` (safetensors), replacing it at once or not at all."""
         files.save(path, self._about, {"ids": self._ids[self._held], "words": self._words[:, self._held]})
 
     def load(self, path: Path) -> None:
-        """Replace the content by what ``save`` wrote. On ``NotFound`` or ``DamagedError``, nothing is."""
         content = files.load(path, self._about)
         shape = (self.key_heads, "n", *words_shape(self.keys_per_block, self.key_dim))
         content.check(ids=(torch.int64, ("n",)), words=(torch.int16, shape))

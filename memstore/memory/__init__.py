@@ -9,14 +9,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from memstore.memory.append import Append
-    from memstore.memory.document import Document
-    from memstore.memory.memory import Memory, open_memory
-    from memstore.memory.spec import Fingerprint, MemorySpec
-    from memstore.memory.trace_file import Look, Step
-    from memstore.memory.traces import Recorder, Trace, Traces
-    from memstore.memory.verify import Finding
-    from memstore.memory.view import Hits, LayerView
+    from memstore.memory.append import Append as Append
+    from memstore.memory.document import Document as Document
+    from memstore.memory.memory import Memory as Memory
+    from memstore.memory.memory import open_memory as open_memory
+    from memstore.memory.spec import Fingerprint as Fingerprint
+    from memstore.memory.spec import MemorySpec as MemorySpec
+    from memstore.memory.trace_file import Look as Look
+    from memstore.memory.trace_file import Step as Step
+    from memstore.memory.traces import Recorder as Recorder
+    from memstore.memory.traces import Trace as Trace
+    from memstore.memory.traces import Traces as Traces
+    from memstore.memory.verify import Finding as Finding
+    from memstore.memory.view import Hits as Hits
+    from memstore.memory.view import LayerView as LayerView
 
 _HOMES = {
     "Append": "append",
@@ -34,23 +40,6 @@ _HOMES = {
     "Traces": "traces",
     "open_memory": "memory",
 }
-
-__all__ = [
-    "Append",
-    "Document",
-    "Finding",
-    "Fingerprint",
-    "Hits",
-    "LayerView",
-    "Look",
-    "Memory",
-    "MemorySpec",
-    "Recorder",
-    "Step",
-    "Trace",
-    "Traces",
-    "open_memory",
-]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,21 +1,27 @@
-"""Writing a memory as files that need no memstore to be read: safetensors, and a manifest in JSON.
+"""A memory as files that need no memstore to be read, and back: safetensors, and a manifest in JSON; or one table.
 
-Blocks go out as they are stored, each verified on the way, a few at a time, so a memory of any size needs little host
-memory. Everything is written to a folder beside the target, which gets its name when the last byte is on the disk: an
-export is there as a whole or not at all. ``interchange.py`` makes a memory of it again, with the same bits.
+An export is a folder with ``manifest.json``, which has the length and the SHA-256 of every file, and files in the
+safetensors format, each with consecutive blocks of one document. ``docs/export.md`` has the names of the tensors, and
+of what stands in the manifest. Blocks go out as they are stored, each verified on the way, a few at a time, so a memory
+of any size needs little host memory. Everything is written to a folder beside the target, which gets its name when the
+last byte is on the disk: an export is there as a whole or not at all.
 
-A table with a row for each block of a memory, as a Parquet file: what data frames and SQL can look through.
+A document that is imported is put together under a name of its own and gets its real one in a single transaction, once
+all of it is there: it is seen as a whole or not at all. What was put together before an interruption is used by the
+next run.
 
-It holds what is known of blocks, not their states: where they are, their tokens and text, and how long their vectors
-are. ``export.py`` writes the states.
+The table has a row for each block, in Parquet: what data frames and SQL can look through. It holds what is known of
+blocks, not their states: where they are, their tokens and text, and how long their vectors are.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,29 +32,70 @@ import torch
 from torch import Tensor
 
 from memstore import paths
-from memstore.errors import InvalidArgument, MemoryInUse, NotFound, StoreFull
+from memstore._version import __version__
+from memstore.errors import (
+    DamagedError,
+    ForeignMemory,
+    InvalidArgument,
+    MemoryInUse,
+    MemstoreError,
+    NotAMemory,
+    NotFound,
+    StoreFull,
+)
+from memstore.json_checks import anything, array, fit, maybe, members, parse, row, table, text, whole
 from memstore.memory.copy import Beginnings, recurrent_between
 from memstore.memory.document import Document
-from memstore.memory.interchange import (
-    FACTS,
-    FILE,
-    MOST_FILE_BYTES,
-    NAME,
-    DocumentEntry,
-    FileEntry,
-    Manifest,
-    block_bytes,
-    stored_names,
-)
+from memstore.memory.entry import LONGEST_NAME
 from memstore.memory.memory import Memory, open_memory
-from memstore.memory.rows import encode_landmarks
-from memstore.memory.spec import block_layouts
+from memstore.memory.rows import decode_landmarks, encode_landmarks, no_states
+from memstore.memory.rules import Rules
+from memstore.memory.spec import MemorySpec, block_layouts, plain_layouts, run_layout, token_layout
 from memstore.progress import progress_bar
+from memstore.store.encryption_keys import KeySource
+from memstore.store.records import MAX_ITEM
 
+FORMAT, VERSION = "memstore-export", 1
+NAME = "manifest.json"
+MOST_BYTES = 64 * 1024 * 1024
+"""Of the manifest."""
+MOST_FILE_BYTES = 256 * 1024 * 1024
+"""Of any other file, unless one block is larger. A file with holes can be of any length, and it is read whole."""
 FILE_BYTES = 64 << 20
 """Blocks in one file, and in one transaction when they are imported; at least one block of all layers."""
+FACTS = "facts.safetensors"
+FILE = re.compile(r"facts\.safetensors|document-\d{4,}-\d{6,}\.safetensors")
 _LOCK = "export.lock"
 """Marks a folder that an export is being written to, so that what an end of the process left behind can be removed."""
+_BLOCK = whole(0, MAX_ITEM)
+_MOST = 10_000_000
+_ENTRY = table(
+    {"blocks": maybe(row(_BLOCK, _BLOCK)), "tokens": whole(0, 2**53)}, name=text(100), nbytes=whole(), sha256=text(64)
+)
+"""A file: its blocks, from the first to one more than the last (null: it is of the memory itself), and their tokens."""
+HEAD = table(format=text(100), version=whole(0), library=text(1000), sha256=text(100))
+MANIFEST = table(
+    {"rules": anything},
+    spec=anything,
+    info=members(anything, _MOST),
+    arrays=members(array(text(1000), 255), _MOST),
+    facts=maybe(_ENTRY),
+    documents=array(
+        table(
+            {"begins_like": maybe(row(text(LONGEST_NAME), _BLOCK))},
+            name=text(LONGEST_NAME),
+            tokens=whole(0, 2**53),
+            first=_BLOCK,
+            digest=maybe(text(64)),
+            reading=maybe(members(anything, 1000)),
+            files=array(_ENTRY, _MOST),
+        ),
+        _MOST,
+    ),
+)
+
+Values = dict[str, Any]
+"""What the manifest says: of all, of a document, or of a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,36 +123,51 @@ def export_memory(
     if not isinstance(source, Memory):
         with open_memory(source, mode="r") as memory:
             return export_memory(memory, folder, documents=documents, progress=progress)
-    chosen = source.documents() if documents is None else [source.document(name) for name in dict.fromkeys(documents)]
+    chosen = _chosen(source, documents)
     rules = source.rules() if documents is None else source.rules().only(documents).limited(None, "refuse")
     with _made(Path(folder)) as place:
-        writer = _Writer(place)
         with progress_bar(source.url, 0, sum(map(len, chosen)), progress, verb="exporting") as advance:
-            beginnings, entries = Beginnings(), list[DocumentEntry]()
+            beginnings, entries = Beginnings(), list[Values]()
             for number, document in enumerate(chosen, start=1):
-                entries.append(_Pieces(document, beginnings.find(document), writer, number, advance).written())
+                entries.append(_Pieces(document, beginnings.find(document), place, number, advance).written())
                 beginnings.add(document)
         info, arrays = source.facts()
         if sum(value.nbytes for each in arrays.values() for value in each.values()) > MOST_FILE_BYTES:
             raise InvalidArgument(f"an export holds arrays of up to {MOST_FILE_BYTES:,} bytes; use memstore copy.")
         tensors = {f"arrays.{name}.{key}": value for name, each in arrays.items() for key, value in each.items()}
-        manifest = Manifest(
-            spec=source.spec,
-            documents=tuple(entries),
-            info=info,
-            arrays={name: tuple(each) for name, each in arrays.items()},
-            facts=writer.write(FACTS, tensors) if tensors else None,
-            rules=rules,
-        )
-        content = manifest.to_bytes()
-        writer.put(NAME, content)
-        files = list(manifest.files())
+        manifest = {
+            "format": FORMAT,
+            "version": VERSION,
+            "library": f"memstore {__version__}",
+            "spec": source.spec.to_dict(),
+            "info": info,
+            "arrays": {name: list(each) for name, each in arrays.items()},
+            "facts": _write(place, FACTS, tensors) if tensors else None,
+            "documents": entries,
+        }
+        if rules != Rules[str]():
+            manifest["rules"] = rules.to_dict()
+        signed = json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1, ensure_ascii=False)
+        # Half of a character, as the path of a file can have, is no UTF-8; with a backslash it is JSON.
+        content = signed.encode("utf-8", "backslashreplace")
+        _put(place, NAME, content)
+    files = _files(manifest)
     return ExportResult(
         documents=len(entries),
-        tokens=sum(file.tokens for file in files),
+        tokens=sum(file["tokens"] for file in files),
         files=len(files) + 1,
-        nbytes=sum(file.nbytes for file in files) + len(content),
+        nbytes=sum(file["nbytes"] for file in files) + len(content),
     )
+
+
+def _chosen(memory: Memory, documents: Sequence[str] | None) -> list[Document]:
+    return memory.documents() if documents is None else [memory.document(name) for name in dict.fromkeys(documents)]
+
+
+def _files(manifest: Values) -> list[Values]:
+    """All files, the manifest itself excepted."""
+    facts = manifest["facts"]
+    return [*([] if facts is None else [facts]), *(file for each in manifest["documents"] for file in each["files"])]
 
 
 @contextmanager
@@ -154,27 +216,23 @@ def _clear(place: Path) -> None:
             path.unlink()
 
 
-class _Writer:
-    """Puts files into a folder, each on the disk before the next."""
+def _put(folder: Path, name: str, content: bytes) -> None:
+    """Write a file, which is on the disk then."""
+    with os.fdopen(paths.new_file(folder / name), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
 
-    def write(self, name: str, tensors: dict[str, Tensor], **place: object) -> FileEntry:
-        """Write tensors as a safetensors file; ``place`` are the other values of its entry."""
-        from safetensors.torch import save
+def _write(folder: Path, name: str, tensors: dict[str, Tensor], blocks: range | None = None, tokens: int = 0) -> Values:
+    """Write tensors as a safetensors file; what the manifest says of it."""
+    from safetensors.torch import save
 
-        content = save({key: tensor.contiguous() for key, tensor in tensors.items()})
-        self.put(name, content)
-        digest = hashlib.sha256(content).hexdigest()
-        return FileEntry(name=name, nbytes=len(content), sha256=digest, **place)  # type: ignore[arg-type]  # by name
-
-    def put(self, name: str, content: bytes) -> None:
-        """Write a file."""
-        with os.fdopen(paths.new_file(self._folder / name), "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
+    content = save({key: tensor.contiguous() for key, tensor in tensors.items()})
+    _put(folder, name, content)
+    span = None if blocks is None else (blocks.start, blocks.stop)
+    digest = hashlib.sha256(content).hexdigest()
+    return {"name": name, "nbytes": len(content), "sha256": digest, "blocks": span, "tokens": tokens}
 
 
 class _Pieces:
@@ -184,17 +242,16 @@ class _Pieces:
         self,
         document: Document,
         shared: tuple[int, str],
-        writer: _Writer,
+        folder: Path,
         number: int,
         advance: Callable[[int], None],
     ) -> None:
-        self._document, self._shared, self._writer = document, shared, writer
+        self._document, self._shared, self._folder = document, shared, folder
         self._number, self._advance = number, advance
         self._spec = document.memory.spec
-        self._files: list[FileEntry] = []
+        self._files: list[Values] = []
 
-    def written(self) -> DocumentEntry:
-        """Write it; its entry in the manifest."""
+    def written(self) -> Values:
         state, size = self._document.located()[0], self._spec.block_size
         complete = state.complete(size)
         blocks, name = min(self._shared[0], complete.stop), self._shared[1]
@@ -210,15 +267,15 @@ class _Pieces:
             raise InvalidArgument(
                 f"document {state.name!r} lost blocks while it was exported; export again when nobody changes it."
             )
-        return DocumentEntry(
-            name=state.name,
-            tokens=tokens,
-            first=state.first,
-            digest=state.digest if tokens // size == complete.stop else None,
-            reading=state.reading,
-            begins_like=(name, blocks) if blocks else None,
-            files=tuple(self._files),
-        )
+        return {
+            "name": state.name,
+            "tokens": tokens,
+            "first": state.first,
+            "digest": state.digest if tokens // size == complete.stop else None,
+            "reading": state.reading,
+            "begins_like": (name, blocks) if blocks else None,
+            "files": self._files,
+        }
 
     def _write_complete(self, blocks: range) -> None:
         tensors = {"tokens": self._document.tokens(blocks).int()}
@@ -261,8 +318,288 @@ class _Pieces:
         for place, states in recurrent_between(self._document, begin, begin + tokens):
             tensors |= {f"recurrent.{place}.{number}": state for number, state in enumerate(states)}
         name = f"document-{self._number:04}-{len(self._files) + 1:06}.safetensors"
-        self._files.append(self._writer.write(name, tensors, blocks=(blocks.start, blocks.stop), tokens=tokens))
+        self._files.append(_write(self._folder, name, tensors, blocks, tokens))
         self._advance(tokens)
+
+
+def block_bytes(spec: MemorySpec) -> int:
+    """Bytes of one block of all layers in an export, with its tokens and landmarks: at most."""
+    states = max(sum(layout.nbytes for layout in layouts) for layouts in (plain_layouts(spec), block_layouts(spec)))
+    landmarks = run_layout(spec, 1).nbytes
+    return spec.layers * states + len(spec.index_layers) * landmarks + token_layout(spec.block_size).nbytes
+
+
+def stored_names(codec: str, fields: Sequence[str], layouts: int) -> list[str]:
+    """Names of what is stored of complete blocks: ``k``, or with a codec ``k.0``, ``k.1``, ... in its order."""
+    if codec == "none":
+        return list(fields)
+    each = layouts // len(fields)
+    return [f"{name}.{number}" for name in fields for number in range(each)]
+
+
+def _read_manifest(folder: Path) -> tuple[MemorySpec, Rules[str], Values]:
+    """What the export in ``folder`` says of itself, of which every file is there in its full length.
+
+    Raises ``NotFound``, ``NotAMemory`` for a folder without an export, ``DamagedError``, and ``ForeignMemory`` for an
+    export of a newer version.
+    """
+    if not folder.exists():
+        raise NotFound(f"there is no export at {folder}; check the path.")
+    path = folder / NAME
+    if not folder.is_dir() or paths.find(path) is None:
+        raise NotAMemory(
+            f"{folder} is not a finished export: it has no {NAME}, which is written last. Export again, or name the "
+            "folder that memstore export made."
+        )
+    spec, rules, manifest = _parsed(path)
+    recurrent = sum(layout.nbytes for layout in spec.recurrent)
+    most = max(MOST_FILE_BYTES, 2 * (block_bytes(spec) + recurrent))
+    for file in _files(manifest):
+        name, nbytes = file["name"], file["nbytes"]
+        if not FILE.fullmatch(name):
+            raise DamagedError(f"{path} is damaged: no file of an export is called {name!r}. Export again.")
+        facts = paths.find(folder / name)
+        size = None if facts is None else facts.st_size
+        if nbytes > most:
+            raise DamagedError(f"{path} is damaged: {name} has {nbytes:,} bytes, and {most:,} is the most.")
+        if size != nbytes:
+            found = "is missing" if size is None else f"has {size:,} bytes of {nbytes:,}"
+            raise DamagedError(
+                f"the export {folder} is incomplete: {name} {found}. Restore it from a copy, or export again.",
+                remedy="restore",
+            )
+    return spec, rules, manifest
+
+
+def _content(folder: Path, file: Values) -> bytes:
+    """The content of a file of an export. Raises ``DamagedError`` where it is not what was written."""
+    try:
+        content = paths.read(folder, file["name"], file["nbytes"])
+    except OSError as error:
+        raise DamagedError(
+            f"the export {folder} cannot be read: {file['name']}: {error.strerror}. Restore it from a copy, or export "
+            "again.",
+            remedy="restore",
+        ) from None
+    if len(content) != file["nbytes"] or hashlib.sha256(content).hexdigest() != file["sha256"]:
+        raise _damaged(folder, file, "its SHA-256 is not that of the manifest")
+    return content
+
+
+def _damaged(folder: Path, file: Values, what: str) -> DamagedError:
+    """The error for a file that does not hold what it should."""
+    return DamagedError(
+        f"the export {folder} is damaged: {file['name']}: {what}. Nothing of it was used. Restore it from a copy, or "
+        "export again.",
+        remedy="restore",
+    )
+
+
+def _parsed(path: Path) -> tuple[MemorySpec, Rules[str], Values]:
+    try:
+        content = fit(parse(paths.read(path.parent, path.name, MOST_BYTES), str(path), MOST_BYTES), HEAD, str(path))
+        if content["format"] == FORMAT and content["version"] > VERSION:
+            raise ForeignMemory(f"{path} was written by a newer memstore ({content['library']}); upgrade memstore.")
+        told = content.pop("sha256")
+        if content["format"] != FORMAT or _digest(content) != told:
+            raise ValueError("its digest does not match")
+        fit(content, MANIFEST, str(path))
+        rules: Rules[str] = Rules.from_dict(content["rules"]) if "rules" in content else Rules()
+        return MemorySpec.from_dict(content["spec"]), rules, content
+    except InvalidArgument as error:
+        raise DamagedError(
+            f"{path} is damaged: {error} Restore it from a copy, or export again.", remedy="restore"
+        ) from None
+    except MemstoreError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        words = " ".join(str(error).split())[:100]
+        raise DamagedError(
+            f"{path} is damaged: {words}. Restore it from a copy, or export again.", remedy="restore"
+        ) from None
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+_UNFINISHED = " (unfinished import)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImportResult:
+    """What ``import_memory`` did."""
+
+    documents: int
+    """Documents of the export, all of which the memory has now."""
+    tokens: int
+    """Tokens in them."""
+    imported_tokens: int
+    """Tokens that were imported; the others were there already."""
+
+
+def import_memory(
+    folder: str | Path, target: str | Path, *, progress: bool = False, key: KeySource | None = None
+) -> ImportResult:
+    """Put the export in ``folder`` into the memory at ``target``, which is made if there is none.
+
+    Documents that the memory has already, with the same content, are left as they are, so an import that was
+    interrupted can be run again. Rules come along as with a copy, see ``Memory.take_rules``. ``key`` is that of the
+    memory, as for ``memstore.open``. Raises ``NotFound``, ``NotAMemory`` and ``DamagedError`` for an export that is not
+    there or not whole (before anything is written, where files are missing or cut), ``ForeignMemory`` for a memory of
+    another model, ``InvalidArgument`` where another text has the name of a document, and ``StoreFull``.
+    """
+    place = Path(folder)
+    spec, rules, manifest = _read_manifest(place)
+    with open_memory(target, spec=spec, key=key) as memory:
+        names = [entry["name"] for entry in manifest["documents"]]
+        made = set(names) - {document.name for document in memory.documents()}
+        _take_facts(place, manifest, memory)
+        total = sum(file["tokens"] for file in _files(manifest))
+        done = 0
+
+        def count(tokens: int) -> None:
+            nonlocal done
+            done += tokens
+            advance(tokens)
+
+        with progress_bar(str(place), 0, total, progress, verb="importing") as advance:
+            for entry in manifest["documents"]:
+                before = done
+                _import(place, entry, memory, count)
+                advance(sum(file["tokens"] for file in entry["files"]) - (done - before))  # those that were there
+        memory.take_rules(rules, made, names)
+    tokens = sum(document["tokens"] for document in manifest["documents"])
+    return ImportResult(documents=len(names), tokens=tokens, imported_tokens=done)
+
+
+def _take_facts(folder: Path, manifest: Values, memory: Memory) -> None:
+    """Store what belongs to the memory itself and that it lacks. Raises ``ForeignMemory`` for other arrays there."""
+    tensors = {} if manifest["facts"] is None else _tensors(folder, manifest["facts"])
+    try:
+        arrays = {
+            name: {key: tensors[f"arrays.{name}.{key}"] for key in keys} for name, keys in manifest["arrays"].items()
+        }
+    except KeyError as error:
+        raise DamagedError(f"the export {folder} is damaged: the tensor {error} is missing.") from None
+    memory.put_facts(manifest["info"], arrays, str(folder))
+
+
+def _import(folder: Path, entry: Values, memory: Memory, count: Callable[[int], None]) -> None:
+    there, staged = memory.document(entry["name"]), _staging_name(entry["name"])
+    begun = memory.document(staged)
+    if there.id is not None:
+        if len(there) != entry["tokens"] or not _begins(folder, entry, there):
+            raise InvalidArgument(
+                f"memory {memory.url} has another document {entry['name']!r} than the export {folder}: forget that one "
+                "first, or import into another memory."
+            )
+        if begun.id is not None:  # it was complete when the last run ended
+            memory.forget(staged)
+        return
+    if begun.id is not None and not _begins(folder, entry, begun):
+        memory.forget(staged)
+    document = memory.document(staged)
+    if document.id is None:
+        _begin(entry, memory, document)
+    try:
+        for file in entry["files"]:
+            _append(folder, file, document, count)
+        if len(document) != entry["tokens"] or _differ(document.digest, entry["digest"]):
+            raise DamagedError(
+                f"the export {folder} is damaged: document {entry['name']!r} is not what its manifest says. Restore it "
+                "from a copy, or export again.",
+                remedy="restore",
+            )
+    except DamagedError:
+        memory.forget(staged)
+        raise
+    document.fork(entry["name"])
+    memory.forget(staged)
+
+
+def _begin(entry: Values, memory: Memory, document: Document) -> None:
+    if (like := entry.get("begins_like")) is None:
+        document.begin(entry["first"], entry["reading"])
+    else:
+        memory.document(like[0]).fork(document.name, like[1])
+
+
+def _begins(folder: Path, entry: Values, document: Document) -> bool:
+    """Whether a document holds the first of an export's files, or all of them, and nothing else."""
+    if document.reading != entry["reading"] or document.blocks.start != entry["first"]:
+        return False
+    size = document.memory.spec.block_size
+    ends = {file["blocks"][0] * size + file["tokens"] for file in entry["files"] if file["blocks"] is not None}
+    like = entry.get("begins_like")
+    begun = (like[1] if like else entry["first"]) * size
+    if len(document) not in {begun, *ends}:
+        return False
+    if len(document) == entry["tokens"] and document.digest is not None and document.digest == entry["digest"]:
+        files = entry["files"][-1:]  # the digest is of complete blocks
+    else:
+        files = entry["files"]
+    return all(_holds(folder, file, document) for file in files)
+
+
+def _holds(folder: Path, file: Values, document: Document) -> bool:
+    """Whether a document has the token ids of a file, as far as it goes."""
+    blocks = range(file["blocks"][0], min(file["blocks"][1], document.n_blocks))
+    if not blocks:
+        return True
+    if document.present(blocks) != [blocks]:
+        return False
+    return torch.equal(document.tokens(blocks), _tensors(folder, file)["tokens"].long())
+
+
+def _differ(one: str | None, other: str | None) -> bool:
+    """Whether two digests are known and not the same."""
+    return None not in (one, other) and one != other
+
+
+def _append(folder: Path, file: Values, document: Document, count: Callable[[int], None]) -> None:
+    """Append the blocks of a file, unless the document has them: every file was one transaction."""
+    spec = document.memory.spec
+    blocks, size = range(*file["blocks"]), spec.block_size
+    if len(document) >= blocks.start * size + file["tokens"]:
+        return
+    tensors = _tensors(folder, file)
+    complete = file["tokens"] // size
+    names = stored_names(spec.codec, list(spec.fields), len(block_layouts(spec)))
+    try:
+        if document.n_blocks < blocks.start:  # those between were dropped from the document long ago
+            document.pass_over(blocks.start - document.n_blocks)
+        with document.append(tensors["tokens"]) as batch:
+            for layer in range(spec.layers):
+                own = {name: tensors[f"layer.{layer}.{name}"] for name in (names if complete else spec.fields)}
+                marks = tensors.get(f"layer.{layer}.landmarks")
+                decoded = None if marks is None else decode_landmarks(marks, spec.key_dtype)
+                if complete:
+                    batch.put_stored(layer, list(own.values()), no_states(spec), landmarks=decoded)
+                else:
+                    batch.put(layer, landmarks=decoded, **own)
+            for place in sorted({int(name.split(".")[1]) for name in tensors if name.startswith("recurrent.")}):
+                states = [tensors[f"recurrent.{place}.{number}"] for number in range(len(spec.recurrent))]
+                batch.put_recurrent(states, at=place)
+    except (KeyError, ValueError, TypeError, RuntimeError) as error:
+        raise _damaged(folder, file, f"it does not hold what a memory stores ({error})") from None
+    count(file["tokens"])
+
+
+def _tensors(folder: Path, file: Values) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    content = _content(folder, file)
+    try:
+        return load(content)
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise _damaged(folder, file, str(error)) from None
+
+
+def _staging_name(name: str) -> str:
+    room = LONGEST_NAME - len(_UNFINISHED.encode())
+    return name.encode()[:room].decode("utf-8", "ignore") + _UNFINISHED
 
 
 ROWS = 1024
@@ -294,7 +631,7 @@ def export_table(
     path = Path(file)
     if path.exists() or path.is_symlink():
         raise InvalidArgument(f"{path} exists already; name a new file for the table.")
-    chosen = memory.documents() if documents is None else [memory.document(name) for name in dict.fromkeys(documents)]
+    chosen = _chosen(memory, documents)
     schema, rows = _schema(memory, pa), 0
     # Of numbers with a NaN no reader may trust statistics, and DuckDB 2.0 does: it skips rows that a filter wants.
     exact = [field.name for field in schema if not pa.types.is_floating(field.type)]

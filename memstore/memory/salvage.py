@@ -72,33 +72,22 @@ def salvage(source: str | Path, target: str | Path, *, key: KeySource | None = N
     master = None if key is None else read_key(key)
     skip, again = set[At](), False
     while True:
-        child = _Child(source, target, skip, master, again=again)
-        if child.end is None:
-            return [SavedDocument(**each) for each in child.saved]
-        if child.at is None or child.at in skip or len(skip) == _MOST_CRASHES:
-            raise DamagedError(
-                f"memory {source} cannot be read: the process that tried was ended {child.end}. Restore it from a copy",
-                memory=source,
-                remedy="restore",
-            )
-        skip, again = {*skip, child.at}, child.made or again
-
-
-class _Child:
-    """One run of the process that reads."""
-
-    def __init__(
-        self, source: str | Path, target: str | Path, skip: set[At], key: MasterKey | None, *, again: bool
-    ) -> None:
         order = {"source": str(source), "target": str(target), "skip": sorted(skip), "again": again}
-        order["key"] = None if key is None else key.raw.hex()
-        lines, self.end = lines_of_child(python_module("memstore.memory.salvage"), json.dumps(order))
+        order["key"] = None if master is None else master.raw.hex()
+        lines, end = lines_of_child(python_module("memstore.memory.salvage"), json.dumps(order))
         for line in lines:
             if "failed" in line:
                 raise getattr(errors, line["failed"])(line["message"], memory=line["memory"], remedy=line["remedy"])
-        self.saved = [line["saved"] for line in lines if "saved" in line]
-        self.at = next((tuple(line["at"]) for line in reversed(lines) if "at" in line), None)
-        self.made = any("made" in line for line in lines)
+        if end is None:
+            return [SavedDocument(**line["saved"]) for line in lines if "saved" in line]
+        at: At | None = next((tuple(line["at"]) for line in reversed(lines) if "at" in line), None)
+        if at is None or at in skip or len(skip) == _MOST_CRASHES:
+            raise DamagedError(
+                f"memory {source} cannot be read: the process that tried was ended {end}. Restore it from a copy",
+                memory=source,
+                remedy="restore",
+            )
+        skip, again = {*skip, at}, again or any("made" in line for line in lines)
 
 
 def main() -> None:
@@ -267,7 +256,6 @@ class _Block:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its states."""
         return sum(states.nbytes for states in (*self.states, *chain(*self.recurrent.values())))
 
 

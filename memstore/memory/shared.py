@@ -251,12 +251,6 @@ def not_found(name: str, url: str, names: list[str]) -> NotFound:
     return NotFound(f"memory {url} has no document {name!r}; it has {shown or 'none'}.")
 
 
-@dataclass(frozen=True)
-class _Snapshot:
-    version: int
-    state: DocumentState
-
-
 class Handle:
     """Knows the number of a document once it has one, and reads its entry again after every commit."""
 
@@ -265,7 +259,8 @@ class Handle:
         self.name = name
         self.id = shared.catalog.find(name) if number is None else number
         """Number of the document; None before its first append."""
-        self._seen: _Snapshot | None = None
+        self._seen: tuple[int, DocumentState] | None = None
+        """The version of the store when its entry was read last, and what that said."""
 
     @property
     def places(self) -> Places:
@@ -282,16 +277,15 @@ class Handle:
         # The version is read first: a commit between the two reads only makes the next call look again.
         version = self.shared.store.version()
         seen = self._seen
-        if seen is None or seen.version != version:
-            seen = _Snapshot(version, self._load())
-            self._seen = seen
-        return seen.state
+        if seen is None or seen[0] != version:
+            seen = self._seen = version, self._load()
+        return seen[1]
 
     def committed(self, number: int, state: DocumentState) -> None:
         """Note what this process has just written; to be called by who holds the right to write."""
         self.id = number
         # The catalog was told of the commit, and nobody else can have committed since: nothing need be read back.
-        self._seen = _Snapshot(self.shared.catalog.version, state)
+        self._seen = self.shared.catalog.version, state
 
     def _load(self) -> DocumentState:
         number = self.id if self.id is not None else self.shared.catalog.find(self.name)

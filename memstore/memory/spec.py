@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
-from math import prod
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 from memstore._version import __version__
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory, on_one_line
-from memstore.json_checks import anything, array, fit, maybe, members, row, table, text, whole
+from memstore.json_checks import anything, array, check_whole, fit, maybe, members, row, table, text, whole
 from memstore.memory.entry import HEADER, DocumentState
 from memstore.memory.urls import NewMemory
 from memstore.store.contract import BlockStore
@@ -41,12 +40,8 @@ class Fingerprint:
 
     def differences(self, other: Fingerprint) -> list[str]:
         """What differs between this model and the ``other``, which is the memory's; one phrase each."""
-        pairs = ((field.name, getattr(self, field.name), getattr(other, field.name)) for field in fields(self))
-        return [
-            f"{name}: {ours} here, {theirs} in the memory"
-            for name, ours, theirs in pairs
-            if ours != theirs and not (name == "tokenizer" and None in (ours, theirs))
-        ]
+        known = other if None not in (self.tokenizer, other.tokenizer) else replace(other, tokenizer=self.tokenizer)
+        return _differences(self, known)
 
     def to_dict(self) -> dict[str, Any]:
         """As JSON values."""
@@ -92,7 +87,8 @@ MOST_RECORDS = 255
 RECURRENT_SHARE = 4
 """Blocks take so many times what the recurrent states take that are kept beside them."""
 
-_SIZE = whole(1, 2**31)
+MOST_SIZE = 2**31
+_SIZE = whole(1, MOST_SIZE)
 SPEC = table(
     layers=_SIZE,
     fields=array(row(text(255), array(_SIZE, 7)), 100),
@@ -150,27 +146,21 @@ class MemorySpec:
         object.__setattr__(self, "index_layers", tuple(self.index_layers))
         recurrent = tuple(Layout(dtype, tuple(shape)) for dtype, shape in self.recurrent)
         object.__setattr__(self, "recurrent", recurrent)
-        for name in ("layers", "key_heads", "key_dim", "block_size", "keys_per_block"):
-            _positive(name, getattr(self, name))
-        if self.capacity is not None:
-            _positive("capacity", self.capacity)
+        check_whole("layers", self.layers, 1, MOST_LAYERS)
+        for name in ("key_heads", "key_dim", "block_size", "keys_per_block", "capacity"):
+            if (value := getattr(self, name)) is not None or name != "capacity":
+                check_whole(name, value, 1, MOST_SIZE)
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("key_dtype", self.key_dtype, KEY_DTYPES)
         _one_of("codec", self.codec, CODECS)
-        if self.layers > MOST_LAYERS:
-            raise InvalidArgument(f"layers must be at most {MOST_LAYERS:,}, not {self.layers:,}.")
         self._check_fields()
         self._check_index()
         self._check_recurrent()
 
     def differences(self, other: MemorySpec) -> list[str]:
         """What differs between this spec and the ``other``, which is the memory's; the fingerprint first."""
-        names = [item.name for item in fields(self) if item.name != "fingerprint"]
-        found = self.fingerprint.differences(other.fingerprint) + [
-            f"{name}: {getattr(self, name)} here, {getattr(other, name)} in the memory"
-            for name in names
-            if getattr(self, name) != getattr(other, name)
-        ]
+        found = self.fingerprint.differences(other.fingerprint)
+        found += _differences(self, replace(other, fingerprint=self.fingerprint))
         return list(dict.fromkeys(found))  # block_size and dtype stand in both
 
     def to_dict(self) -> dict[str, Any]:
@@ -216,16 +206,10 @@ class MemorySpec:
     def _check_fields(self) -> None:
         if not self.fields:
             raise InvalidArgument("fields is empty; a block needs at least one tensor, such as {'k': (G, S, D)}.")
-        for name, shape in self.fields.items():
+        for name in self.fields:
             if not name.isidentifier() or name in ("layer", "landmarks"):
                 raise InvalidArgument(f"fields: {name!r} cannot be the name of a tensor; use a word such as 'k'.")
-            for size in shape:
-                _positive(f"fields[{name!r}]", size)
-        numbers = sum(prod(shape) for shape in self.fields.values())
-        if numbers > MOST_NUMBERS:
-            raise InvalidArgument(
-                f"fields: a block of one layer has {numbers:,} numbers, and {MOST_NUMBERS:,} is the most."
-            )
+        _check_shapes("fields", self.fields.values())
 
     def _check_index(self) -> None:
         known = range(self.layers)
@@ -235,25 +219,32 @@ class MemorySpec:
             )
         if self.key_dtype == "bit" and self.key_dim % 8:
             raise InvalidArgument(f"key_dim must be a multiple of 8 where key_dtype is 'bit', not {self.key_dim}.")
-        numbers = self.key_heads * self.keys_per_block * self.key_dim
-        if numbers > MOST_NUMBERS:
-            raise InvalidArgument(f"landmarks of a block have {numbers:,} numbers, and {MOST_NUMBERS:,} is the most.")
+        _check_shapes("landmarks", [(self.key_heads, self.keys_per_block, self.key_dim)])
 
     def _check_recurrent(self) -> None:
         if len(self.recurrent) > MOST_RECORDS:
             raise InvalidArgument(f"recurrent has {len(self.recurrent)} tensors, and {MOST_RECORDS} is the most.")
-        for dtype, shape in self.recurrent:
-            _one_of("recurrent", dtype, DTYPES)
-            for size in shape:
-                _positive("recurrent", size)
-        numbers = sum(prod(shape) for _, shape in self.recurrent)
-        if numbers > MOST_NUMBERS:
-            raise InvalidArgument(f"recurrent has {numbers:,} numbers, and {MOST_NUMBERS:,} is the most.")
+        for layout in self.recurrent:
+            _one_of("recurrent", layout.dtype, DTYPES)
+        _check_shapes("recurrent", [layout.shape for layout in self.recurrent])
 
 
-def _positive(name: str, value: object) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise InvalidArgument(f"{name} must be an integer of at least 1, not {value!r}.")
+def _differences(ours: Any, theirs: Any) -> list[str]:
+    pairs = ((each.name, getattr(ours, each.name), getattr(theirs, each.name)) for each in fields(ours))
+    return [f"{name}: {here} here, {there} in the memory" for name, here, there in pairs if here != there]
+
+
+def _check_shapes(what: str, shapes: Iterable[tuple[int, ...]]) -> None:
+    """Raise ``InvalidArgument`` for shapes of one block of one layer that nothing can have."""
+    numbers = 0
+    for shape in shapes:
+        for size in shape:
+            check_whole(f"a size in {what}", size, 1, MOST_SIZE)
+        numbers += math.prod(shape)
+    if numbers > MOST_NUMBERS:
+        raise InvalidArgument(
+            f"{what}: a block of one layer has {numbers:,} numbers, and {MOST_NUMBERS:,} is the most."
+        )
 
 
 def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:

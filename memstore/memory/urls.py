@@ -48,14 +48,14 @@ from memstore.store.records import Batch, Key, Table
 if TYPE_CHECKING:
     from memstore.store.lmdb.store import LmdbStore
     from memstore.store.zarr import ZarrStore
-    from memstore.store.zarr.bucket import BucketObjects
+    from memstore.store.zarr.objects import BucketObjects
 
 
 SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "file")
 """What may stand behind ``zarr+``."""
 
 
-class Remote(NamedTuple):
+class _Remote(NamedTuple):
     """The two places of such a memory."""
 
     shards: str
@@ -69,7 +69,7 @@ def is_remote(url: str | Path) -> bool:
     return str(url).startswith("zarr+")
 
 
-def remote_places(url: str) -> Remote:
+def remote_places(url: str) -> _Remote:
     """Where the parts of the memory at ``url`` lie. Raises ``InvalidArgument``."""
     parts = urlsplit(url.removeprefix("zarr+"))
     options = parse_qs(parts.query, keep_blank_values=True)
@@ -80,11 +80,11 @@ def remote_places(url: str) -> Remote:
         raise InvalidArgument(f"cannot open {url!r}: behind the question mark only tail=PATH is understood")
     shards = parts._replace(query="").geturl().rstrip("/")
     if "tail" in options:
-        return Remote(shards, Path(options["tail"][-1]))
-    return Remote(shards, user_folder("data") / "tails" / xxh3_128_hexdigest(shards.encode()))
+        return _Remote(shards, Path(options["tail"][-1]))
+    return _Remote(shards, user_folder("data") / "tails" / xxh3_128_hexdigest(shards.encode()))
 
 
-def open_shards(remote: Remote, *, read_only: bool) -> BucketObjects | Path:
+def open_shards(remote: _Remote, *, read_only: bool) -> BucketObjects | Path:
     """The shards as a folder, or as objects in a bucket, to which ``obstore`` looks for the keys.
 
     Raises ``InvalidArgument``.
@@ -100,7 +100,7 @@ def open_shards(remote: Remote, *, read_only: bool) -> BucketObjects | Path:
     try:
         import obstore  # noqa: F401 - whether it is there
 
-        from memstore.store.zarr.bucket import from_url
+        from memstore.store.zarr.objects import from_url
     except ImportError:
         raise InvalidArgument("memories in Zarr need 'pip install torch-memstore[zarr]'.") from None
     try:
@@ -454,7 +454,8 @@ def _open_folder(
             return OpenStore(kind.open(folder, url=url, **options))  # which says what the path is instead
         raise _missing(url, mode)
     more = 0 if blank.key is None else OVERHEAD
-    options["blocks_per_value"] = _blocks_per_value(blank.block_bytes + more)
+    # LMDB rounds values up to pages of 4 KiB, so small blocks share values of 32 to 64 KiB.
+    options["blocks_per_value"] = max(1, (48 << 10) // (blank.block_bytes + more))
     options["tokens_per_value"] = _tokens_per_value(blank.token_bytes and blank.token_bytes + more)
     return OpenStore(kind.create(folder, batch=partial(blank.first, folder), url=url, **options))
 
@@ -462,11 +463,6 @@ def _open_folder(
 def _has_tail(folder: Path) -> bool:
     # Not of Path: names that are too long are for the store to complain about.
     return os.path.exists(folder / "tail" / "data.mdb")  # noqa: PTH110
-
-
-def _blocks_per_value(block_bytes: int) -> int:
-    # LMDB rounds values up to pages of 4 KiB, so small blocks share values of 32 to 64 KiB.
-    return max(1, (48 << 10) // block_bytes)
 
 
 def _tokens_per_value(token_bytes: int) -> int:

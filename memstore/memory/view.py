@@ -81,7 +81,7 @@ class LayerView:
         self._shared = handle.shared
         self._name = handle.name
         self._layer = layer
-        self.index = LayerIndex(handle, layer) if layer in self._shared.spec.index_layers else None
+        self.index = _LayerIndex(handle, layer) if layer in self._shared.spec.index_layers else None
         """The index of this layer, or None where it has no landmarks."""
 
     def __repr__(self) -> str:
@@ -230,7 +230,7 @@ class LayerView:
         return torch.cat([keys for _, keys in runs.read(self._handle.places, blocks)])
 
     @contextmanager
-    def _searching(self) -> Iterator[LayerIndex]:
+    def _searching(self) -> Iterator[_LayerIndex]:
         """The index; damaged landmarks that it meets are named."""
         index = self._searchable()
         try:
@@ -238,7 +238,7 @@ class LayerView:
         except DamagedError as error:
             raise self._blame_landmarks(self._handle.current().live(), error) from error
 
-    def _searchable(self) -> LayerIndex:
+    def _searchable(self) -> _LayerIndex:
         if self.index is None:
             layers = ", ".join(str(layer) for layer in self._shared.spec.index_layers) or "none"
             raise InvalidArgument(f"layer {self._layer} has no landmarks to search; layers that have: {layers}.")
@@ -438,7 +438,7 @@ def cannot_score(index: str) -> str:
     )
 
 
-class LayerIndex:
+class _LayerIndex:
     """Taken from its file or built from the store at the first search; later ones add what was committed since.
 
     The store is the only truth, so this works the same whoever wrote: this thread, another one, or another process.
@@ -459,7 +459,6 @@ class LayerIndex:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the index holds; 0 before the first search."""
         with self._lock:
             return 0 if self._index is None else self._index.nbytes
 
@@ -606,7 +605,6 @@ class LayerIndex:
 
     # What takes another index's place closes it: a collection in Milvus outlives the process that forgot it.
     def _renewed(self) -> VectorIndex:
-        """An empty index in place of the one that there was."""
         self.drop()
         return self._handle.shared.new_index()
 

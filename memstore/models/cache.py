@@ -32,8 +32,6 @@ class ModelCache:
         """Told what is retrieved. The cache is watched, not the model: it is one generation, and knows its document."""
         self.origin = Origin()
         """Where its blocks are from."""
-        self.clock: Tensor | None = None
-        """See ``memstore.readers.graphs``."""
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature is that of transformers
         """Tokens given so far, those of a document not counted."""

@@ -145,7 +145,7 @@ class Attachment(ABC):
         self._stack = ExitStack()
         self.observers: list[Observer] = []
         """Told what the calls of the model retrieve; not what reading does."""
-        self.stopping: Callable[[], bool] = _never
+        self.stopping: Callable[[], bool] = lambda: False
         """Asked while texts are read and searched for: True breaks it off with ``BrokenOff``."""
         for what, given in (("memories", self._places), ("documents", self.names or [])):
             if len(given) > 1 and not self.several:
@@ -702,7 +702,3 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _never() -> bool:
-    return False

@@ -163,7 +163,7 @@ class Auditor(Observer, ABC):
 
     def __init__(self, model: Any) -> None:
         self.model = model
-        self.tally = Tally()
+        self.tally = _Tally()
 
     @abstractmethod
     def watching(self) -> AbstractContextManager[dict[str, Any]]:
@@ -218,7 +218,7 @@ class Auditor(Observer, ABC):
         )
 
 
-class Tally:
+class _Tally:
     """Adds up what the steps of one audit say, layer by layer."""
 
     def __init__(self) -> None:
@@ -263,7 +263,6 @@ class Tally:
 
     @property
     def steps(self) -> int:
-        """Steps of the layer that has most."""
         return max(map(len, self._layers.values()), default=0)
 
     def add_index_recall(self, layer: int, recall: float | None) -> None:

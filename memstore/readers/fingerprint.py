@@ -89,7 +89,7 @@ class WeightCheck:
 
 
 class AdapterUse(NamedTuple):
-    """What a layer of peft says of its adapters."""
+    """What a layer of peft says of its adapters; as text, with these names, a part of the digest of weights."""
 
     active: list[str]
     there: list[str]

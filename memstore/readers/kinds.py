@@ -146,38 +146,35 @@ class Retrieval:
     on_error: Literal["raise", "miss"] = "raise"
 
     def __post_init__(self) -> None:
-        self._positive("top_k", "all")
-        self._positive("every", "segment")
-        self._positive("span")
-        self._one_of("share", ("none", "group", "layer", "model"))
-        self._one_of("share_tokens", (True, False))
-        self._one_of("pool", ("max", "mean"))
-        if isinstance(self.words, bool) or not isinstance(self.words, int | float) or not 0 <= self.words < math.inf:
+        words = {"top_k": "all", "every": "segment"}
+        for name, least in {"top_k": 1, "every": 1, "span": 1, "rerank": 0, "quote": 0}.items():
+            value, word = getattr(self, name), words.get(name)
+            if value is None or (value != word and (type(value) is not int or value < least)):
+                expected = f"a whole number of at least {least}" + (f" or {word!r}" if word else "")
+                raise InvalidArgument(f"Retrieval.{name} must be {expected}, got {value!r}")
+        choices = {
+            "share": ("none", "group", "layer", "model"),
+            "share_tokens": (True, False),
+            "pool": ("max", "mean"),
+            "positions": ("stingy", "true", "clamped"),
+            "order": ("score", "time"),
+            "on_error": ("raise", "miss"),
+        }
+        for name, allowed in choices.items():
+            if (value := getattr(self, name)) not in allowed:
+                known = ", ".join(map(repr, allowed))
+                raise InvalidArgument(f"Retrieval.{name} must be one of {known}, got {value!r}")
+        if not _within(self.words, math.inf):
             raise InvalidArgument(f"Retrieval.words must be a number of at least 0, got {self.words!r}")
-        for name in ("rerank", "quote"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                raise InvalidArgument(f"Retrieval.{name} must be a whole number of at least 0, got {value!r}")
+        if self.threshold is not None and not _within(self.threshold, 1):
+            raise InvalidArgument(f"Retrieval.threshold must be a number from 0 to 1 or None, got {self.threshold!r}")
         if self.rerank and self.share != "model":
             raise InvalidArgument(f"Retrieval.rerank needs share='model', got share={self.share!r}")
-        self._one_of("positions", ("stingy", "true", "clamped"))
-        self._one_of("order", ("score", "time"))
-        self._one_of("on_error", ("raise", "miss"))
-        least = self.threshold
-        if least is not None and (isinstance(least, bool) or not isinstance(least, int | float) or not 0 <= least <= 1):
-            raise InvalidArgument(f"Retrieval.threshold must be a number from 0 to 1 or None, got {least!r}")
 
-    def _positive(self, name: str, *words: str) -> None:
-        value = getattr(self, name)
-        if value in words or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
-            return
-        expected = " or ".join(["a whole number of at least 1", *(repr(word) for word in words)])
-        raise InvalidArgument(f"Retrieval.{name} must be {expected}, got {value!r}")
 
-    def _one_of(self, name: str, allowed: tuple[object, ...]) -> None:
-        value = getattr(self, name)
-        if value not in allowed:
-            raise InvalidArgument(f"Retrieval.{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+def _within(value: object, most: float) -> bool:
+    """Whether this is a finite number from 0 to ``most``."""
+    return not isinstance(value, bool) and isinstance(value, int | float) and 0 <= value <= most and value < math.inf
 
 
 DRT = Kind(

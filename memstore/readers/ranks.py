@@ -207,7 +207,7 @@ class SharedDocument(Document):
 
     def layer(self, layer: int) -> LayerView:
         """See ``Document``."""
-        return SharedLayer(self._whole, layer, self._share)
+        return _SharedLayer(self._whole, layer, self._share)
 
     def gather_each(
         self, layers: Sequence[int], lists: Sequence[Sequence[int]], *, device: torch.device | None = None
@@ -217,7 +217,7 @@ class SharedDocument(Document):
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-class SharedLayer(LayerView):
+class _SharedLayer(LayerView):
     """A layer of a ``SharedDocument``: every rank is told what all of them have found, or fetched."""
 
     def __init__(self, document: Document, layer: int, share: Share) -> None:
@@ -239,7 +239,6 @@ class SharedLayer(LayerView):
         return Hits(scores.float(), ids.long(), offsets.long())
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """See ``LayerView``."""
         ids = self._candidates(allowed)
         owners = self._share.owners(self._document, ids)
         own = ids[owners == self._share.ranks.rank]

@@ -27,6 +27,7 @@ from memstore.readers.asking import (
     INSTRUCTION,
     Answer,
     AnswerStream,
+    Conversation,
     Prompt,
     Query,
     Template,
@@ -36,11 +37,10 @@ from memstore.readers.asking import (
     generate_answer,
     question_in,
 )
+from memstore.readers.asking import SYSTEM as CHATTING
 from memstore.readers.attachment import Attachment, Chunks, ReadResult, check_options
 from memstore.readers.audit import Audit
 from memstore.readers.caches import cache_in
-from memstore.readers.conversation import SYSTEM as CHATTING
-from memstore.readers.conversation import Conversation
 from memstore.readers.kinds import Retrieval, kind_of
 from memstore.readers.observer import Recording
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, S
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -87,7 +87,6 @@ class BlockRefs(NamedTuple):
 
     @property
     def keys(self) -> BlockKeys:
-        """Where each block is in the store."""
         return BlockKeys(self.layers, self.owners, self.blocks)
 
     def only(self, places: Sequence[int]) -> BlockRefs:
@@ -101,7 +100,7 @@ class StaleBlocks(Exception):
 
 
 @dataclass
-class TierCounts:
+class _TierCounts:
     """What one tier has done since the memory was opened."""
 
     hits: int = 0
@@ -151,7 +150,7 @@ class BlockCache:
         self._workers = workers
         self._host = PagePool(host_bytes, layouts, None)
         self._device = PagePool(device_bytes, layouts, _pool_device(device) if device_bytes else None)
-        self._disk = TierCounts()
+        self._disk = _TierCounts()
         self._gathered: Counter[int] = Counter()
         self._lost: set[tuple[int, Key]] = set()
         self._left_out = 0
@@ -277,7 +276,6 @@ class BlockCache:
             return pools | {"disk": asdict(self._disk), "left_out": self._left_out}
 
     def holds_on(self, device: torch.device) -> bool:
-        """Whether blocks are kept on ``device``."""
         return bool(self._device.capacity) and device == self._device.device
 
     def close(self) -> None:
@@ -380,11 +378,11 @@ class PagePool:
     def __init__(self, budget: int, layouts: Sequence[Layout], device: torch.device | None) -> None:
         """``layouts`` are those of the records of a block; ``device`` None is host memory."""
         self.device = device
-        self.counts = TierCounts()
+        self.counts = _TierCounts()
         self._layouts = list(layouts)
         self._block_bytes = sum(layout.nbytes for layout in layouts)
         self._kept = S3Fifo(budget // (self._block_bytes + BOOKKEEPING_BYTES))
-        self._slab: _Slab | None = None
+        self._slab: _HostSlab | _DeviceSlab | None = None
 
     def __contains__(self, name: int) -> bool:
         return name in self._kept
@@ -396,7 +394,6 @@ class PagePool:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the blocks that are here."""
         return len(self._kept) * self._block_bytes
 
     # Bytes are cached as stored, after they were verified; what decodes them comes after the cache. A cached block is
@@ -432,23 +429,15 @@ class PagePool:
             raise
         self.counts.prefetched += len(new) if ahead else 0
 
-    def _allocate(self) -> _Slab:
+    def _allocate(self) -> _HostSlab | _DeviceSlab:
         if self.device is None or self.device.type == "cpu":
             return _HostSlab(self.capacity, self._layouts)
         return _DeviceSlab(self.capacity, self._layouts, self.device)
 
 
-class _Slab(Protocol):
+class _HostSlab:
     """As many pages as a budget allows; a block is a tensor for each record, lists of blocks are ``[n, *shape]``."""
 
-    def select(self, pages: Numbers) -> list[Tensor]:
-        """Copies of pages."""
-
-    def fill(self, pages: Numbers, rows: Sequence[Tensor], chosen: Numbers) -> None:
-        """Copy the rows ``chosen`` to ``pages``."""
-
-
-class _HostSlab:
     def __init__(self, pages: int, layouts: Sequence[Layout]) -> None:
         fields = [(str(number), _NUMBERS[layout.dtype], layout.shape) for number, layout in enumerate(layouts)]
         page = np.dtype(fields, align=True)
@@ -457,6 +446,7 @@ class _HostSlab:
         self._pages = np.empty(pages, page)
 
     def select(self, pages: Numbers) -> list[Tensor]:
+        """Copies of pages."""
         import torch
 
         # As fast as copying memory, where index_select of bytes takes half as long again.
@@ -464,6 +454,7 @@ class _HostSlab:
         return [_seen(torch.from_numpy(rows[name]), layout) for name, layout in self._layouts.items()]
 
     def fill(self, pages: Numbers, rows: Sequence[Tensor], chosen: Numbers) -> None:
+        """Copy the rows ``chosen`` to ``pages``."""
         import torch
 
         # Not by PyTorch: a slab made in inference mode may not be changed outside of it, such as by another thread.
@@ -473,6 +464,8 @@ class _HostSlab:
 
 
 class _DeviceSlab:
+    """The same on an accelerator."""
+
     def __init__(self, pages: int, layouts: Sequence[Layout], device: torch.device) -> None:
         import torch
 

@@ -60,7 +60,6 @@ class _ScaledCodec(Codec):
     """Rows of a group; None: all."""
 
     def layouts(self, dtype: str, shape: tuple[int, ...]) -> tuple[Layout, ...]:
-        """Codes, then scales."""
         del dtype
         *lead, rows, channels = _rows_and_channels(shape)
         groups, length = self._groups(rows)
@@ -68,7 +67,6 @@ class _ScaledCodec(Codec):
         return Layout(self.stored, codes), Layout("bfloat16", (self.count, *lead, groups, channels))
 
     def encode(self, states: Tensor) -> tuple[Tensor, ...]:
-        """Codes, then scales; each number becomes the code that is nearest to it."""
         limit = _LARGEST.get(states.dtype, torch.finfo(torch.bfloat16).max)
         numbers = states.reshape(len(states), *_rows_and_channels(states.shape[1:])).float()
         groups, length = self._groups(numbers.shape[-2])
@@ -78,7 +76,6 @@ class _ScaledCodec(Codec):
         return codes, torch.stack([scale.squeeze(-2) for scale in scales], 1)
 
     def decode(self, stored: Sequence[Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """``code * step``, or ``low + code * step``."""
         codes, scales = stored
         *lead, rows, channels = _rows_and_channels(shape)
         out = torch.empty(len(codes), *lead, *self._groups(rows), channels, dtype=dtype, device=codes.device)
@@ -105,7 +102,7 @@ class _ScaledCodec(Codec):
         """Fill ``out [.., groups, length, channels]``; scales are ``[.., groups, 1, channels]``."""
 
 
-class Int8(_ScaledCodec):
+class _Int8(_ScaledCodec):
     """A byte a number, from -127 to 127, and a step."""
 
     stored = "int8"
@@ -123,7 +120,7 @@ class Int8(_ScaledCodec):
             out.copy_(work)
 
 
-class Fp8(_ScaledCodec):
+class _Fp8(_ScaledCodec):
     """A byte a number, with the bits of e4m3fn (three of precision), and a step."""
 
     stored = "uint8"
@@ -140,7 +137,7 @@ class Fp8(_ScaledCodec):
         out.copy_(bits.view(torch.float16).float().mul_(scales[0].float() * _TO_FLOAT16))
 
 
-class Int4(_ScaledCodec):
+class _Int4(_ScaledCodec):
     """Half a byte a number, from 0 to 15, a step and the low end: row ``i`` beside row ``i + half of the rows``."""
 
     stored = "uint8"
@@ -179,7 +176,7 @@ class Int4(_ScaledCodec):
 # after a Hadamard rotation. Scales are bfloat16: no finite state is too large or too small, and code times step is
 # exact in float32. An incomplete block is stored as it is and encoded once, when it is complete: encoding what was
 # decoded would add an error each time.
-LOSSY: dict[str, Codec] = {"int8": Int8(), "fp8": Fp8(), "int4": Int4()}
+LOSSY: dict[str, Codec] = {"int8": _Int8(), "fp8": _Fp8(), "int4": _Int4()}
 """By the name that a spec has; with "none" states are stored as they are."""
 
 

@@ -146,14 +146,7 @@ class BlockStore(ABC):
         needed = sum(record.payload.nbytes for _, records in batch.puts for record in records)
         if needed > max_bytes:
             raise beyond_limit(max_bytes, needed)
-        evicted = 0
-        waiting = iter(evictions)
-        while self.used_bytes() + needed > max_bytes:
-            eviction = next(waiting, None)
-            if eviction is None:
-                raise beyond_limit(max_bytes, self.used_bytes() + needed)
-            self.write(eviction)
-            evicted += 1
+        evicted = evict(evictions, max_bytes, lambda: self.used_bytes() + needed, self.write)
         self.write(batch)
         return evicted
 
@@ -173,6 +166,18 @@ class BlockStore(ABC):
     @abstractmethod
     def close(self) -> None:
         """Release everything. Closing twice is allowed."""
+
+
+def evict(evictions: Iterable[Batch], max_bytes: int, used: Callable[[], int], apply: Callable[[Batch], object]) -> int:
+    """Apply ``evictions`` until what is ``used`` keeps within ``max_bytes``; how many. Raises ``StoreFull``."""
+    waiting, evicted = iter(evictions), 0
+    while (now := used()) > max_bytes:
+        eviction = next(waiting, None)
+        if eviction is None:
+            raise beyond_limit(max_bytes, now)
+        apply(eviction)
+        evicted += 1
+    return evicted
 
 
 def beyond_limit(max_bytes: int, needed: int) -> StoreFull:

@@ -74,7 +74,6 @@ class EncryptedStore(BlockStore):
         self._release(batch)
 
     def write_within(self, batch: Batch, max_bytes: int, evictions: Iterable[Batch]) -> int:
-        """See ``BlockStore``."""
         self._check(batch)
         taken: list[Batch] = []
 
@@ -88,7 +87,6 @@ class EncryptedStore(BlockStore):
         return evicted
 
     def read(self, keys: Sequence[Key], layouts: Sequence[Layout], out: Sequence[Bytes]) -> None:
-        """See ``BlockStore``."""
         check_out(keys, layouts, out)
         rows = self._inner.gather(keys, [sealed_layout(layout) for layout in layouts])
         names = keys.to_bytes() if isinstance(keys, BlockKeys) else [key.to_bytes() for key in keys]
@@ -106,20 +104,16 @@ class EncryptedStore(BlockStore):
                     self._open(keys[row], number, len(layouts), layout, found.payload, payloads[row])
 
     def get(self, key: Key) -> tuple[Record, ...] | None:
-        """The verified records under ``key``, copied, or None. Raises ``DamagedError``."""
         records = self._inner.get(key)
         return None if records is None else self._opened(key, records)
 
     def keys(self, first: Key, last: Key) -> list[Key]:
-        """Existing keys from ``first`` to ``last``, in order."""
         return self._inner.keys(first, last)
 
     def walk(self, first: Key, last: Key) -> Iterator[tuple[Key, tuple[Record, ...]]]:
-        """Existing keys from ``first`` to ``last`` and their verified records, in order. Raises ``DamagedError``."""
         return ((key, self._opened(key, records)) for key, records in self._inner.walk(first, last))
 
     def scan(self) -> Iterator[ScannedValue]:
-        """Every value of every table in one snapshot, in order, verified; damaged ones are reported, not raised."""
         for scanned in self._inner.scan():
             if scanned.damage:
                 yield scanned
@@ -130,27 +124,21 @@ class EncryptedStore(BlockStore):
                 yield ScannedValue(scanned.key, (), error)
 
     def sync(self) -> None:
-        """Return when everything committed so far is on disk."""
         self._inner.sync()
 
     def size_bytes(self) -> int:
-        """Bytes taken by the store below."""
         return self._inner.size_bytes()
 
     def used_bytes(self) -> int:
-        """Bytes that the values take, ciphertext and all."""
         return self._inner.used_bytes()
 
     def compact(self, progress: Progress | None = None) -> Compaction:
-        """See ``BlockStore``."""
         return self._inner.compact(progress)
 
     def version(self) -> int:
-        """A number that grows with every committed batch."""
         return self._inner.version()
 
     def close(self) -> None:
-        """Release everything. Closing twice is allowed."""
         self._inner.close()
 
     def _check(self, batch: Batch) -> None:

@@ -122,7 +122,6 @@ class KeyTable:
     """The keys of one open memory; made by ``create`` or ``open``. Safe to use from several threads."""
 
     def __init__(self, folder: Path | None, key: MasterKey, raw: bytes) -> None:
-        """Not for callers."""
         self._folder = folder
         self._key = key
         self._library = library()
@@ -150,21 +149,17 @@ class KeyTable:
 
     @classmethod
     def open(cls, folder: Path, key: MasterKey) -> KeyTable:
-        """The keys of the memory in ``folder``. Raises ``WrongKey`` and ``DamagedError``."""
         return cls(folder, key, _content(folder))
 
     @property
     def key(self) -> MasterKey:
-        """The key of the memory."""
         return self._key
 
     def check(self, key: MasterKey | None) -> None:
-        """Raise ``WrongKey`` unless ``key`` is that of the memory."""
         if key is None or key.raw != self._key.raw:
             raise _wrong(self._folder)
 
     def owners(self) -> set[int]:
-        """The numbers that have keys."""
         with self._lock:
             return set(self._wrapped)
 

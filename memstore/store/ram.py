@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from memstore.errors import InvalidArgument, NotFound
-from memstore.store.contract import BlockStore, Capabilities, beyond_limit
+from memstore.store.contract import BlockStore, Capabilities, evict
 from memstore.store.records import (
     Batch,
     Bytes,
@@ -41,7 +41,6 @@ class RamStore(BlockStore):
         self._lock = threading.RLock()
 
     def write(self, batch: Batch) -> None:
-        """Apply ``batch``. Raises ``InvalidArgument``; nothing of the batch is visible then."""
         check_batch(batch)
         puts = {key: tuple(_copy(record) for record in records) for key, records in batch.puts}
         with self._locked():
@@ -54,36 +53,22 @@ class RamStore(BlockStore):
             self._version += 1
 
     def write_within(self, batch: Batch, max_bytes: int, evictions: Iterable[Batch]) -> int:
-        """Apply ``batch`` and as many of ``evictions`` as are needed, all or nothing. See ``BlockStore``."""
-        evicted = 0
         with self._locked():
             before = dict(self._values), self._sorted
             try:
                 self.write(batch)
-                waiting = iter(evictions)
-                while self.size_bytes() > max_bytes:
-                    eviction = next(waiting, None)
-                    if eviction is None:
-                        raise beyond_limit(max_bytes, self.size_bytes())
-                    self.write(eviction)
-                    evicted += 1
+                return evict(evictions, max_bytes, self.size_bytes, self.write)
             except BaseException:
                 self._values, self._sorted = before
                 raise
-        return evicted
 
     def read(self, keys: Sequence[Key], layouts: Sequence[Layout], out: Sequence[Bytes]) -> None:
-        """Fill row ``i`` of each ``out[f]`` with record ``f`` of ``keys[i]``.
-
-        Raises ``NotFound`` or ``DamagedError``.
-        """
         check_out(keys, layouts, out)
         with self._locked():
             for row, key in enumerate(keys):
                 fill_row(out, row, key, self._values.get(key), layouts)
 
     def rows(self, keys: Sequence[Key], layout: Layout, which: Numbers, rows: Numbers) -> Bytes:
-        """See ``BlockStore``; copies."""
         out = np.empty((len(rows), layout.nbytes // layout.shape[0]), np.uint8)
         ends = np.searchsorted(which, np.arange(len(keys)), side="right").tolist()
         with self._locked():
@@ -96,35 +81,29 @@ class RamStore(BlockStore):
         return out
 
     def get(self, key: Key) -> tuple[Record, ...] | None:
-        """The records under ``key``, copied, or None."""
         with self._locked():
             records = self._values.get(key)
         return None if records is None else tuple(_copy(record) for record in records)
 
     def keys(self, first: Key, last: Key) -> list[Key]:
-        """Existing keys from ``first`` to ``last``, in order."""
         check_range(first, last)
         with self._locked():
             return self._sorted[bisect_left(self._sorted, first) : bisect_right(self._sorted, last)]
 
     def scan(self) -> Iterator[ScannedValue]:
-        """Every value in order, as it was when the scan began."""
         with self._locked():
             snapshot = [(key, self._values[key]) for key in self._sorted]
         return (ScannedValue(key, tuple(_copy(record) for record in records), None) for key, records in snapshot)
 
     def size_bytes(self) -> int:
-        """Bytes of all payloads."""
         with self._locked():
             return sum(record.payload.nbytes for records in self._values.values() for record in records)
 
     def version(self) -> int:
-        """Number of batches written."""
         self._locked()
         return self._version
 
     def close(self) -> None:
-        """Drop everything."""
         self._closed = True
         self._values, self._sorted = {}, []
 

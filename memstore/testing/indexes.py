@@ -1,7 +1,5 @@
 """Conformance suite of vector indexes: subclass ``IndexTests`` and say how to make one."""
 
-# ruff: noqa: D102 - the name of a test is its documentation
-
 from __future__ import annotations
 
 import json

@@ -1,7 +1,8 @@
 """Children that are forked, report through a pipe, and end as they may; and the ways in which they are ended.
 
 A fork starts in a millisecond, where a new interpreter would import for two seconds. So whoever forks must have one
-thread only, and no memory open.
+thread only, and no memory open. A child may have a file system of a few megabytes, in a mount namespace of its own: it
+goes when the child does.
 """
 
 from __future__ import annotations
@@ -10,12 +11,13 @@ import ctypes
 import os
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from types import FrameType
-from typing import Any
+from functools import cache
+from pathlib import Path
 
 PATIENCE = 60  # seconds that a child may compute until it counts as hanging; SIGPROF then ends it
 WAITING = (
@@ -48,12 +50,11 @@ class Ending:
 
     @property
     def last(self) -> str:
-        """Its last line."""
         return self.lines[-1] if self.lines else ""
 
 
 @dataclass
-class Child:
+class _Child:
     """A forked process."""
 
     pid: int
@@ -94,12 +95,11 @@ class Child:
         return Ending(self._heard.decode(errors="replace").split("\n")[:-1], os.waitstatus_to_exitcode(status))
 
     def kill(self) -> Ending:
-        """Send SIGKILL."""
         os.kill(self.pid, signal.SIGKILL)
         return self.wait()
 
 
-def fork(body: Callable[[Say], None], patience: int = PATIENCE) -> Child:
+def fork(body: Callable[[Say], None], patience: int = PATIENCE) -> _Child:
     """Run ``body`` in a child; what it raises is reported as ``error: ...`` with exit status 1.
 
     On Linux it ends with its parent.
@@ -115,7 +115,7 @@ def fork(body: Callable[[Say], None], patience: int = PATIENCE) -> Child:
         raise
     if pid:
         os.close(say)
-        child = Child(pid, hear)
+        child = _Child(pid, hear)
         with child.ending_with_us():
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return child
@@ -146,29 +146,6 @@ def _tell(pipe: int, line: str) -> None:
 def run(body: Callable[[Say], None]) -> Ending:
     """Run ``body`` in a child until its end."""
     return fork(body).wait()
-
-
-class Bytecodes:
-    """Counts the bytecode instructions of the calling thread; at ``last`` the process kills itself."""
-
-    def __init__(self, last: int | None) -> None:
-        self.count = 0
-        self._last = last
-
-    def __enter__(self) -> Bytecodes:
-        sys.settrace(self._frame)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _frame(self, frame: FrameType, event: str, _: Any) -> Any:
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "opcode":
-            self.count += 1
-            if self.count == self._last:
-                os.kill(os.getpid(), signal.SIGKILL)
-        return self._frame
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -211,3 +188,33 @@ def step_through(body: Callable[[Say], None], calls: int, instructions: int, *, 
             os.kill(child.pid, signal.SIGKILL)
             status = os.waitpid(child.pid, 0)[1]
     return child.reap(status)
+
+
+_NEW_NAMESPACE, _NEW_USER = 0x20000, 0x10000000  # of <linux/sched.h>
+_PRIVATE = 1 << 18 | 1 << 14  # of <linux/mount.h>: nothing done here is seen outside, for all mounts below
+
+
+def mount_small_disk(folder: Path, nbytes: int) -> None:
+    """Give ``folder`` a file system of its own, seen by this process alone. Raises ``OSError`` where forbidden."""
+    user, group = os.getuid(), os.getgid()
+    if user:  # a user who is root of a namespace of his own may mount there
+        _do(_libc.unshare(_NEW_USER | _NEW_NAMESPACE))
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+        Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+    else:
+        _do(_libc.unshare(_NEW_NAMESPACE))
+    _do(_libc.mount(None, b"/", None, _PRIVATE, None))
+    _do(_libc.mount(b"tmpfs", os.fsencode(folder), b"tmpfs", 0, f"size={nbytes}".encode()))
+
+
+@cache
+def may_mount() -> bool:
+    """Whether this process may make such a file system."""
+    with tempfile.TemporaryDirectory() as folder:
+        return run(lambda _: mount_small_disk(Path(folder), 1 << 20)).code == 0
+
+
+def _do(failed: int) -> None:
+    if failed:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

@@ -3,11 +3,19 @@
     class TestMyStore(StoreTests):
         def open_store(self, path): return MyStore(path)
 
-``open_store`` makes the store at ``path`` or opens the one that is there. Every test gets a store of its own.
+    class MyMachine(StoreMachine):
+        def open_store(self, path): return MyStore(path)
+
+    TestMyMachine = MyMachine.TestCase
+
+``open_store`` makes the store at ``path`` or opens the one that is there. Every test gets a store of its own. The
+machine checks it against a dict: Hypothesis finds short sequences of changes after which the two disagree.
 """
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -15,10 +23,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound, StoreFull
 from memstore.store import Batch, BlockStore, Key, Layout, Record, Table
 from memstore.store.contract import document_ranges
+from memstore.store.records import MAX_DOCUMENT, MAX_ITEM, MAX_LAYER
 
 LAYOUTS = (Layout("float32", (2, 5)), Layout("bfloat16", (3,)))
 """Two records per value: 40 bytes, and 6 bytes, which no alignment suits."""
@@ -80,13 +91,11 @@ class StoreTests(ABC):
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[BlockStore]:
-        """An empty store."""
         store = self.open_store(tmp_path / "store")
         yield store
         store.close()
 
     def test_roundtrip(self, store: BlockStore) -> None:
-        """What is put is got, every dtype and shape of it."""
         for number, dtype in enumerate(("float32", "float16", "bfloat16", "int64", "int32", "int8", "uint8")):
             for shape in ((), (0,), (7,), (2, 3, 4), (1, 2, 1, 2, 1, 2, 1, 2)):
                 layout = Layout(dtype, shape)
@@ -110,7 +119,6 @@ class StoreTests(ABC):
             store.checksums([*keys, Key(Table.BLOCKS, 3, 0, 0)])
 
     def test_json(self, store: BlockStore) -> None:
-        """JSON values come back equal."""
         facts = {"name": "Moby-Dick — é", "tokens": 3, "list": [1, None, True]}
         store.write(Batch(puts=[(Key(Table.META), (Record.from_json(facts),))]))
         records = store.get(Key(Table.META))
@@ -127,7 +135,6 @@ class StoreTests(ABC):
             assert [rows[row].tobytes() for rows in out] == [record.payload.tobytes() for record in value(item)]
 
     def test_rows_are_those_of_the_values(self, store: BlockStore) -> None:
-        """Rows of values are what a whole read has of them, again and again, also after the value has changed."""
         layout, random = Layout("float32", (7, 3)), np.random.default_rng(0)
         whole = random.integers(0, 256, (5, 7, 12), np.uint8)
         batch = Batch()
@@ -146,11 +153,9 @@ class StoreTests(ABC):
             store.rows([block(0)], Layout("float32", (7, 4)), which[:2], places[:2])
 
     def test_read_of_nothing(self, store: BlockStore) -> None:
-        """No keys, no work."""
         store.read([], LAYOUTS, rows(0))
 
     def test_keys_are_ordered_as_numbers(self, store: BlockStore) -> None:
-        """Order is by document, layer, item, each as a number: 256 comes after 255."""
         keys = [block(i, document=d, layer=n) for d in (1, 256, 70000) for n in (0, 255, 256) for i in (0, 255, 256)]
         store.write(Batch(puts=[(key, value(0)) for key in reversed(keys)]))
         assert store.keys(*BLOCKS) == keys
@@ -158,7 +163,6 @@ class StoreTests(ABC):
         assert store.keys(block(1, layer=255), block(254, layer=255)) == []
 
     def test_a_range_that_ends_before_it_begins_is_empty(self, store: BlockStore) -> None:
-        """Deleting it deletes nothing, reading its keys gives none."""
         put_blocks(store, range(6))
         put_blocks(store, range(6), layer=1)
         there = store.keys(*BLOCKS)
@@ -168,7 +172,6 @@ class StoreTests(ABC):
         assert same(store.get(block(2)), value(2))
 
     def test_tables_are_apart(self, store: BlockStore) -> None:
-        """The same numbers in two tables are two values."""
         for table in Table:
             store.write(Batch(puts=[(Key(table, 1, 2, 3), value(table))]))
         for table in Table:
@@ -182,14 +185,12 @@ class StoreTests(ABC):
             store.write(Batch(puts=[(Key(Table.BLOCKS, 2**32), value(1))]))
 
     def test_missing_keys(self, store: BlockStore) -> None:
-        """``get`` says None, ``read`` raises and names the key."""
         put_blocks(store, range(3))
         assert store.get(block(3)) is None
         with pytest.raises(NotFound, match="block 7"):
             store.read([block(1), block(7)], LAYOUTS, rows(2))
 
     def test_wrong_layout(self, store: BlockStore) -> None:
-        """Other shapes, dtypes or numbers of records than asked for are damage, not data, however often it was read."""
         put_blocks(store, range(1))
         store.read([block(0)], LAYOUTS, rows(1))
         wrong = [
@@ -204,13 +205,11 @@ class StoreTests(ABC):
                 store.read([block(0)], layouts, out)
 
     def test_wrong_rows(self, store: BlockStore) -> None:
-        """Rows that do not fit the layouts are refused before anything is read."""
         put_blocks(store, range(1))
         with pytest.raises(InvalidArgument, match="out must be"):
             store.read([block(0)], LAYOUTS, rows(2))
 
     def test_a_batch_is_all_or_nothing(self, store: BlockStore) -> None:
-        """A batch that fails in its middle leaves no trace."""
         put_blocks(store, range(5))
         before = store.version()
         bad = Record(LAYOUTS[0], np.zeros(3, np.uint8))
@@ -246,7 +245,6 @@ class StoreTests(ABC):
         assert len(store.keys(block(0, layer=1), block(99, layer=1))) == 21
 
     def test_a_range_across_layers(self, store: BlockStore) -> None:
-        """A range may begin in one layer and end in another."""
         for layer in range(3):
             put_blocks(store, range(10), layer=layer)
         store.write(Batch(deletes=[(block(7, layer=0), block(2, layer=2))]))
@@ -254,12 +252,10 @@ class StoreTests(ABC):
         assert store.keys(*BLOCKS) == kept
 
     def test_a_range_lies_in_one_table(self, store: BlockStore) -> None:
-        """Both ends must be keys of the same table."""
         with pytest.raises(InvalidArgument, match="one table"):
             store.write(Batch(deletes=[(block(0), Key(Table.TOKENS, 1))]))
 
     def test_replacing_changes_the_layout_too(self, store: BlockStore) -> None:
-        """A put replaces the whole value, also by a longer or shorter one among neighbours."""
         put_blocks(store, range(5))
         other = Record(Layout("uint8", (1000,)), np.arange(1000, dtype=np.uint8))
         store.write(Batch(puts=[(block(2), (other,))]))
@@ -280,7 +276,6 @@ class StoreTests(ABC):
         assert same(store.get(block(0)), value(1))
 
     def test_scan_meets_every_value_once_in_order(self, store: BlockStore) -> None:
-        """All tables, verified."""
         put_blocks(store, range(10))
         store.write(Batch(puts=[(Key(table, 1), value(table)) for table in Table if table != Table.BLOCKS]))
         found = list(store.scan())
@@ -303,7 +298,6 @@ class StoreTests(ABC):
                 assert same(store.get(key), records)
 
     def test_scan_is_a_snapshot(self, store: BlockStore) -> None:
-        """What is written while a scan runs is not part of it."""
         put_blocks(store, range(10))
         scan = store.scan()
         next(scan)
@@ -312,7 +306,6 @@ class StoreTests(ABC):
         assert [scanned.key.item for scanned in scan] == list(range(1, 10))
 
     def test_delete_takes_a_document_and_nothing_else(self, store: BlockStore) -> None:
-        """Its neighbours stay, and so does META, whichever number the document has."""
         for document in (0, 1, 2):
             for table in Table:
                 store.write(Batch(puts=[(Key(table, document, 1, 5), value(document))]))
@@ -322,7 +315,6 @@ class StoreTests(ABC):
         assert left == [Key(Table.META, d, 1, 5) for d in (0, 1, 2)] + [Key(t, 2, 1, 5) for t in Table if t]
 
     def test_version_grows_with_every_commit(self, store: BlockStore) -> None:
-        """And with nothing else."""
         versions = [store.version()]
         for item in range(3):
             put_blocks(store, range(item, item + 1))
@@ -332,7 +324,6 @@ class StoreTests(ABC):
         assert store.version() == versions[-1]
 
     def test_size_grows(self, store: BlockStore) -> None:
-        """A store that holds more takes more bytes."""
         before = store.size_bytes()
         payload = np.ones(1 << 20, np.uint8)
         store.write(Batch(puts=[(block(0), (Record(Layout("uint8", (payload.size,)), payload),))]))
@@ -347,7 +338,6 @@ class StoreTests(ABC):
         assert store.used_bytes() < empty + LARGE // 2
 
     def test_no_more_is_evicted_for_a_batch_than_is_needed(self, store: BlockStore) -> None:
-        """The first ones first, and the batch is there."""
         for document in range(4):
             store.write(large(document))
         limit = store.used_bytes() + LARGE // 2
@@ -391,7 +381,6 @@ class StoreTests(ABC):
         assert torn == []
 
     def test_reopening_keeps_everything(self, store: BlockStore, tmp_path: Path) -> None:
-        """A durable store has the same values after it was closed and opened again."""
         if not store.capabilities.durable:
             pytest.skip("the store is not durable, and says so")
         put_blocks(store, range(30))
@@ -412,3 +401,169 @@ class StoreTests(ABC):
             store.get(block(0))
         with pytest.raises(InvalidArgument, match="closed"):
             store.write(Batch())
+
+
+ITEMS = 24
+OTHER = (Layout("uint8", (7,)),)
+"""Layout of what is now and then put in the place of a value of ``LAYOUTS``."""
+
+documents = st.integers(1, 2)
+layers = st.integers(0, 1)
+items = st.integers(0, ITEMS - 1)
+seeds = st.integers(0, 2**16)
+tables = st.sampled_from([Table.BLOCKS, Table.BLOCKS, Table.TOKENS])
+keys = st.builds(Key, tables, documents, layers, items)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Puts, deletions, reads, reopening and crashes, in any order."""
+
+    def open_store(self, path: Path) -> BlockStore:
+        raise NotImplementedError
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="memstore-machine-"))
+        self.path = self.folder / "0"
+        self.expected: dict[Key, tuple[Record, ...]] = {}
+        self.store: BlockStore | None = None
+
+    @initialize()
+    def make(self) -> None:
+        self.store = self.open_store(self.path)
+
+    def teardown(self) -> None:
+        if self.store is not None:
+            self.store.close()
+        shutil.rmtree(self.folder)
+
+    @property
+    def opened(self) -> BlockStore:
+        assert self.store is not None
+        return self.store
+
+    @property
+    def durable(self) -> bool:
+        """Whether closing loses nothing."""
+        return self.store is not None and self.store.capabilities.durable
+
+    @rule(key=keys, count=st.integers(1, 6), seed=seeds)
+    def put(self, key: Key, count: int, seed: int) -> None:
+        """Consecutive items, wherever they lie."""
+        self._write(
+            Batch(puts=[(key._replace(item=key.item + number), value(seed + number)) for number in range(count)])
+        )
+
+    @rule(document=documents, layer=layers, count=st.integers(1, 9), seed=seeds)
+    def append(self, document: int, layer: int, count: int, seed: int) -> None:
+        """Blocks after the last one, as a document grows; the last one is written again."""
+        there = [key.item for key in self.expected if key[:3] == (Table.BLOCKS, document, layer)]
+        start = max(there, default=0)
+        self._write(
+            Batch(puts=[(Key(Table.BLOCKS, document, layer, start + n), value(seed + n)) for n in range(count)])
+        )
+
+    @rule(key=keys, seed=st.integers(0, 255))
+    def put_another_layout(self, key: Key, seed: int) -> None:
+        payload = value(seed)[0].payload[:7]
+        self._write(Batch(puts=[(key, (Record(OTHER[0], payload),))]))
+
+    @rule(first=keys, last=keys)
+    def delete_a_range(self, first: Key, last: Key) -> None:
+        self._write(Batch(deletes=[(first, last._replace(table=first.table))]))
+
+    @rule(document=documents, layer=layers, item=items, count=st.integers(0, 9), seed=seeds)
+    def truncate_and_append(self, document: int, layer: int, item: int, count: int, seed: int) -> None:
+        """In one batch: the end of a layer goes, and other blocks take its place."""
+        first = Key(Table.BLOCKS, document, layer, item)
+        batch = Batch(deletes=[(first, first._replace(item=MAX_ITEM))])
+        for number in range(count):
+            batch.put(first._replace(item=item + number), *value(seed + number))
+        self._write(batch)
+
+    @rule(document=documents, layer=layers, item=items)
+    def leave(self, document: int, layer: int, item: int) -> None:
+        """The oldest blocks go, as when a document has reached its capacity."""
+        last = Key(Table.BLOCKS, document, layer, item)
+        self._write(Batch(deletes=[(last._replace(item=0), last)]))
+
+    @rule(document=documents)
+    def delete_a_document(self, document: int) -> None:
+        self.opened.delete(document)
+        self._expect(Batch(deletes=document_ranges(document)))
+
+    @rule(data=st.data())
+    def read(self, data: st.DataObject) -> None:
+        """Any keys of one kind, in any order, twice if need be."""
+        there = sorted(key for key, records in self.expected.items() if len(records) == len(LAYOUTS))
+        if not there:
+            return
+        wanted = data.draw(st.lists(st.sampled_from(there), max_size=12))
+        out = rows(len(wanted))
+        self.opened.read(wanted, LAYOUTS, out)
+        for row, key in enumerate(wanted):
+            found = [field[row].tobytes() for field in out]
+            assert found == [record.payload.tobytes() for record in self.expected[key]], key
+
+    @rule(key=keys)
+    def get(self, key: Key) -> None:
+        """One value, or None; to read what is not there is an error."""
+        found = self.opened.get(key)
+        if key in self.expected:
+            assert same(found, self.expected[key]), key
+            return
+        assert found is None, key
+        try:
+            self.opened.read([key], LAYOUTS, rows(1))
+        except NotFound:
+            return
+        raise AssertionError(f"{key} was read and does not exist")
+
+    @rule(first=keys, last=keys)
+    def list_keys(self, first: Key, last: Key) -> None:
+        last = last._replace(table=first.table)
+        assert self.opened.keys(first, last) == sorted(key for key in self.expected if first <= key <= last)
+
+    @precondition(lambda self: self.durable)
+    @rule()
+    def reopen(self) -> None:
+        self.opened.close()
+        self.store = self.open_store(self.path)
+
+    @precondition(lambda self: self.durable)
+    @rule()
+    def crash(self) -> None:
+        """Go on with the files as they are now, which is what a process that is killed now leaves behind."""
+        after = self.path.with_name(str(int(self.path.name) + 1))
+        if self.path.is_dir():
+            shutil.copytree(self.path, after)
+        else:
+            shutil.copy(self.path, after)
+        self.opened.close()
+        self.path = after
+        self.store = self.open_store(after)
+
+    @invariant()
+    def everything_is_there(self) -> None:
+        if self.store is None:
+            return
+        found = list(self.opened.scan())
+        assert [scanned.key for scanned in found] == sorted(self.expected)
+        for scanned in found:
+            assert scanned.damage is None, scanned.damage
+            assert same(scanned.records, self.expected[scanned.key]), scanned.key
+        ends = Key(Table.BLOCKS), Key(Table.BLOCKS, MAX_DOCUMENT, MAX_LAYER, MAX_ITEM)
+        assert self.opened.keys(*ends) == sorted(key for key in self.expected if key.table == Table.BLOCKS)
+
+    def _write(self, batch: Batch) -> None:
+        before, held = self.opened.version(), dict(self.expected)
+        self.opened.write(batch)
+        self._expect(batch)
+        # A batch that changes nothing need not count.
+        assert self.opened.version() > before or self.expected == held
+
+    def _expect(self, batch: Batch) -> None:
+        for first, last in batch.deletes:
+            for key in [key for key in self.expected if first <= key <= last]:
+                del self.expected[key]
+        self.expected.update(batch.puts)

@@ -32,7 +32,7 @@ _SPEC = MemorySpec(
 )  # fmt: skip
 
 
-class LmdbMemory(Subject):
+class _LmdbMemory(Subject):
     """A memory on LMDB."""
 
     name = f"memstore {memstore.__version__}, LMDB"
@@ -43,30 +43,25 @@ class LmdbMemory(Subject):
 
     @staticmethod
     def url(folder: Path) -> str:
-        """Of the memory in a folder."""
         return str(folder)
 
     def __len__(self) -> int:
         return len(self._text.blocks)
 
     def append(self, states: States) -> None:
-        """Add blocks behind the others."""
         tokens = np.arange(len(self._text), len(self._text) + len(states) * _TOKENS)
         with self._text.append(tokens) as batch:
             fields = torch.from_numpy(states).unbind(1)
             batch.put(0, k=fields[0], v=fields[1])
 
     def cut(self, blocks: int) -> None:
-        """Keep the first blocks alone."""
         self._text.truncate(blocks)
 
     def read(self, block: int) -> States:
-        """One block."""
         found = self._text.layer(0).gather([block])
         return np.stack([found[name][0].numpy() for name in ("k", "v")])
 
     def close(self) -> None:
-        """Let go of files."""
         self._memory.close()
 
     @staticmethod
@@ -75,7 +70,7 @@ class LmdbMemory(Subject):
         return [file for file in Subject.files(folder) if not file.name.startswith(("lock.mdb", "writer.", "reserve"))]
 
 
-class ZarrMemory(LmdbMemory):
+class _ZarrMemory(_LmdbMemory):
     """A memory in Zarr, whose shards are so small that there are some."""
 
     name = f"memstore {memstore.__version__}, Zarr"
@@ -86,22 +81,20 @@ class ZarrMemory(LmdbMemory):
 
     @staticmethod
     def url(folder: Path) -> str:
-        """Of the memory in a folder."""
         return f"zarr:{folder}"
 
 
-class BucketMemory(ZarrMemory):
+class _BucketMemory(_ZarrMemory):
     """The same in object storage, here one that is a folder; what is not in shards yet lies beside it."""
 
     name = f"memstore {memstore.__version__}, object storage"
 
     @staticmethod
     def url(folder: Path) -> str:
-        """Of the memory in a folder."""
         return f"zarr+file://{folder}/bucket?tail={folder}/tail"
 
 
-class TorchFile(Subject):
+class _TorchFile(Subject):
     """All blocks in one file, saved anew by ``torch.save`` after each change, as in most examples."""
 
     name = f"torch.save {torch.__version__}"
@@ -115,17 +108,14 @@ class TorchFile(Subject):
         return len(self._blocks)
 
     def append(self, states: States) -> None:
-        """Add blocks behind the others."""
         self._blocks = torch.cat([self._blocks, torch.from_numpy(states)])
         self._save()
 
     def cut(self, blocks: int) -> None:
-        """Keep the first blocks alone."""
         self._blocks = self._blocks[:blocks].clone()
         self._save()
 
     def read(self, block: int) -> States:
-        """One block."""
         return self._blocks[block].numpy()
 
     def _load(self) -> torch.Tensor:
@@ -136,7 +126,7 @@ class TorchFile(Subject):
         torch.save(self._blocks, self._file)
 
 
-class SafetensorsFile(TorchFile):
+class _SafetensorsFile(_TorchFile):
     """The same in a file of safetensors."""
 
     name = f"safetensors {safetensors.__version__}"
@@ -148,8 +138,8 @@ class SafetensorsFile(TorchFile):
         save_file({"blocks": self._blocks}, self._file)
 
 
-class ReplacedTorchFile(TorchFile):
-    """The same as ``TorchFile``, written beside the old file, synced, and put in its place: as careful as it gets."""
+class _ReplacedTorchFile(_TorchFile):
+    """The same as ``_TorchFile``, written beside the old file, synced, and put in its place: as careful as it gets."""
 
     name = f"torch.save {torch.__version__}, synced and renamed"
 
@@ -175,28 +165,25 @@ class ArrayFiles(Subject):
         return len(list(self._folder.glob("*.npy")))
 
     def append(self, states: States) -> None:
-        """Add blocks behind the others."""
         for number, each in enumerate(states, len(self)):
             np.save(self._folder / f"{number}.npy", each)
 
     def cut(self, blocks: int) -> None:
-        """Keep the first blocks alone."""
         for number in range(len(self) - 1, blocks - 1, -1):
             (self._folder / f"{number}.npy").unlink()
 
     def read(self, block: int) -> States:
-        """One block."""
         found: States = np.load(self._folder / f"{block}.npy")
         return found
 
 
 SUBJECTS: dict[str, type[Subject]] = {
-    "lmdb": LmdbMemory,
-    "zarr": ZarrMemory,
-    "bucket": BucketMemory,
-    "torch": TorchFile,
-    "torch-replaced": ReplacedTorchFile,
-    "safetensors": SafetensorsFile,
+    "lmdb": _LmdbMemory,
+    "zarr": _ZarrMemory,
+    "bucket": _BucketMemory,
+    "torch": _TorchFile,
+    "torch-replaced": _ReplacedTorchFile,
+    "safetensors": _SafetensorsFile,
     "numpy": ArrayFiles,
 }
 """By the name that the command knows them by."""

@@ -26,8 +26,16 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from memstore.testing.processes import Ending, Say, be_traced, fork, may_trace, run, step_through
-from memstore.testing.small_disk import may_mount, mount_small_disk
+from memstore.testing.processes import (
+    Say,
+    be_traced,
+    fork,
+    may_mount,
+    may_trace,
+    mount_small_disk,
+    run,
+    step_through,
+)
 
 States = npt.NDArray[np.float32]
 SHAPE = (2, 2, 16, 32)
@@ -107,7 +115,6 @@ class History:
             subject.append(np.stack([self.block(step * 8 + each) for each in range(added)]))
 
     def block(self, number: int) -> States:
-        """Its states."""
         return np.random.default_rng([self.seed, number]).standard_normal(SHAPE, dtype=np.float32)
 
     @property
@@ -130,7 +137,7 @@ class History:
 
 
 @dataclass
-class Observation:
+class _Observation:
     """What a new process read: of each block its number, -1 for one that nobody wrote, or the error."""
 
     blocks: list[int | str] = field(default_factory=list)
@@ -152,15 +159,12 @@ class Observation:
             return "lost"  # nobody committed that there is nothing
         if whole and tuple(served) in states:
             return "earlier"
-        if all(number in (at(last, i), at(under_way or last, i)) for i, number in self._numbered()):
-            return "torn" if under_way and len(self.blocks) != len(last) else self._shortened(last)
+        numbered = [(i, number) for i, number in enumerate(self.blocks) if isinstance(number, int)]
+        if all(number in (at(last, i), at(under_way or last, i)) for i, number in numbered):
+            if under_way and len(self.blocks) != len(last):
+                return "torn"
+            return "lost" if len(self.blocks) < len(last) else "refused"
         return "wrong"
-
-    def _numbered(self) -> list[tuple[int, int]]:
-        return [(i, number) for i, number in enumerate(self.blocks) if isinstance(number, int)]
-
-    def _shortened(self, last: tuple[int, ...]) -> str:
-        return "lost" if len(self.blocks) < len(last) else "refused"
 
 
 def at(state: tuple[int, ...], place: int) -> int | None:
@@ -196,8 +200,7 @@ class FaultTally:
     """One of each verdict: where, and what was said."""
     seconds: float = 0.0
 
-    def add(self, verdict: str, seen: Observation, expected: int, where: str) -> None:
-        """Count a round."""
+    def add(self, verdict: str, seen: _Observation, expected: int, where: str) -> None:
         self.rounds += 1
         self.verdicts[verdict] += 1
         if verdict in ("right", "refused"):
@@ -215,7 +218,7 @@ class FaultTally:
 Make = type[Subject]
 
 
-def look(make: Make, history: History, folder: Path) -> Observation:
+def look(make: Make, history: History, folder: Path) -> _Observation:
     """Open the store in a new process, and read every block."""
 
     def reading(say: Say) -> None:
@@ -234,9 +237,9 @@ def look(make: Make, history: History, folder: Path) -> Observation:
 
     ending = run(reading)
     if not ending.lines or ending.code:
-        return Observation(ended=f"it ended with {ending.code} {ending.last}")
+        return _Observation(ended=f"it ended with {ending.code} {ending.last}")
     found = json.loads(ending.last)
-    return Observation(error=found) if isinstance(found, str) else Observation(blocks=found)
+    return _Observation(error=found) if isinstance(found, str) else _Observation(blocks=found)
 
 
 def write(make: Make, history: History, folder: Path, start: int, stop: int, say: Say, *, stay: bool = False) -> None:
@@ -292,7 +295,10 @@ def kill(make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultTall
             seconds *= 0.7 if told > after + 1 else 1.3
         seen = look(make, history, place)
         found, verdict = _interrupted(history, seen, told)
-        verdict = _could_not_write(ending) or verdict
+        if ending.last.startswith("error: "):  # before it was killed: it could not go on with what was there
+            verdict = "lost"
+        elif ending.hung:
+            verdict = "crashed"
         outcome.add(verdict, seen, len(history.states()[found]), f"seed {history.seed}, killed after commit {told}")
         done = found if verdict == "right" else STEPS
     return outcome
@@ -336,7 +342,7 @@ def fill(make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultTall
             found, verdict = _interrupted(history, seen, told)
             if verdict == "right":
                 going_on = run(lambda tell: write(make, history, place / "m", found, STEPS, tell))
-                seen = look(make, history, place / "m") if going_on.code == 0 else Observation(error=going_on.last)
+                seen = look(make, history, place / "m") if going_on.code == 0 else _Observation(error=going_on.last)
                 verdict = _unharmed(seen.verdict(states))
             say(json.dumps([verdict, vars(seen), len(states[-1])]))
 
@@ -345,7 +351,7 @@ def fill(make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultTall
             json.loads(ending.last) if ending.code == 0 else ("crashed", {"ended": ending.last}, 0)
         )
         outcome.add(
-            verdict, Observation(**seen), expected, f"seed {history.seed}, {room:,} bytes of room, round {number}"
+            verdict, _Observation(**seen), expected, f"seed {history.seed}, {room:,} bytes of room, round {number}"
         )
     return outcome
 
@@ -468,7 +474,7 @@ def _history(rng: random.Random, *, writes_over: bool = False) -> History:
             return history
 
 
-def _interrupted(history: History, seen: Observation, told: int) -> tuple[int, str]:
+def _interrupted(history: History, seen: _Observation, told: int) -> tuple[int, str]:
     """The commit that a store holds whose writer was ended after it told of ``told`` commits, and the verdict."""
     states = history.states()
     under_way = states[told + 1] if told < STEPS else None
@@ -480,11 +486,6 @@ def _interrupted(history: History, seen: Observation, told: int) -> tuple[int, s
 def _unharmed(verdict: str) -> str:
     """The verdict where no file was touched: what is refused, or as it was earlier, is lost."""
     return "lost" if verdict in ("refused", "earlier") else verdict
-
-
-def _could_not_write(ending: Ending) -> str:
-    """A verdict, where a writer ended by an error before it was killed: it could not go on with what was there."""
-    return "lost" if ending.last.startswith("error: ") else "crashed" if ending.hung else ""
 
 
 def _digest(states: States) -> bytes:

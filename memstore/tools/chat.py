@@ -21,7 +21,7 @@ from memstore.tools.verb import Codec, Device, Index, MemoryUrl, Model, Threads,
 
 if TYPE_CHECKING:
     from memstore.memory.urls import OpenFolder
-    from memstore.readers.conversation import Conversation
+    from memstore.readers.asking import Conversation
     from memstore.readers.reader import Reader
 
 Session = Annotated[str, typer.Option(help="Name of the conversation; it goes on where it has ended.")]

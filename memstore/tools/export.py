@@ -104,9 +104,9 @@ def import_(folder: Folder, memory: Target) -> Report:
 
         memstore import notes-export again.mem
 
-    In Python: memstore.memory.interchange.import_memory.
+    In Python: memstore.memory.export.import_memory.
     """
-    from memstore.memory.interchange import import_memory
+    from memstore.memory.export import import_memory
 
     try:
         result = import_memory(folder, memory, progress=True)

@@ -11,7 +11,7 @@ import torch
 from tests.kernels.child import program
 
 pytest.importorskip("triton", reason="Triton, an optional extra, is not installed")
-from tests.device.cases import CASES, FAISS, GRAPHS, LAYERS, LISTS, MORE, NEW_TOKENS
+from tests.device.cases import CASES, FAISS, LAYERS, LISTS, MORE, NEW_TOKENS
 from tests.pretended import pretended
 
 MOST: dict[str, dict[str, float]] = {
@@ -61,11 +61,6 @@ MOST: dict[str, dict[str, float]] = {
     "index of signs": {"syncs per search": 1, "syncs per score": 4},
     "index of int8": {"syncs per search": 1, "syncs per score": 4},
     "memory": {"syncs per search": 1, "copies to the device per repeated gather": 1},
-    # The prompt, and the step after it; where lists or windows change also the steps that do so and the next ones.
-    "graphs, stock": {"steps that are not recorded": 2},
-    "graphs, lists of each group": {"steps that are not recorded": 2},
-    "graphs, drt": {"steps that are not recorded": 5},
-    "graphs, landmark": {"steps that are not recorded": 7},
     "train drt": {"syncs per step": 0},
     "train landmark": {"syncs per step": 17},
     "train memorizing": {"syncs per step": 0},
@@ -78,7 +73,7 @@ MOST: dict[str, dict[str, float]] = {
 @pytest.mark.timeout(1800)
 def test_whatever_runs_on_a_device_gives_what_the_cpu_gives_and_waits_or_copies_no_more_than_it_did() -> None:
     # In a process of its own, where Triton is interpreted.
-    cases = (*CASES, *MORE, *LISTS, *(FAISS if find_spec("faiss") else {}), *GRAPHS)
+    cases = (*CASES, *MORE, *LISTS, *(FAISS if find_spec("faiss") else {}))
     printed = program("tests.device.cases", *cases, TRITON_INTERPRET="1")
     found = {row.pop("case"): row for row in map(json.loads, printed.splitlines())}
     wrong = {name: row for name, row in found.items() if row.get("different") != []}
@@ -104,8 +99,6 @@ def rates(counts: dict[str, dict[str, int]]) -> dict[str, float]:
             token["h2d"],
         )
         found["pageable copies per token"] = more["h2d pageable"]
-    if recorded := counts.get("generate by graphs"):
-        found["steps that are not recorded"] = 2 * NEW_TOKENS - recorded["graph"]
     if ten := counts.get("read of 10 segments"):
         read = {kind: (ten[kind] - counts["read of 5 segments"][kind]) / 5 for kind in ten}
         found["syncs per segment read"] = read["sync"]
@@ -134,21 +127,6 @@ def test_what_the_device_pretends_ends_with_the_block() -> None:
 def test_two_devices_do_not_mix() -> None:
     with pretended(), pytest.raises(RuntimeError, match="on the same device"):
         torch.ones(2, device="cuda") + torch.ones(2)
-
-
-def test_a_graph_does_again_what_was_recorded_with_the_same_memory() -> None:
-    with pretended() as counts:
-        x, graph = torch.ones(3, device="cuda"), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            y = (x * 2).add_(1)
-            x.add_(1)
-        assert x.tolist() == [1, 1, 1]
-        for wanted in ([3, 3, 3], [5, 5, 5]):
-            counts.clear()
-            graph.replay()
-            assert (counts["graph"], counts["kernel"], y.tolist()) == (1, 0, wanted)
-        with pytest.raises(RuntimeError, match="capturing"), torch.cuda.graph(torch.cuda.CUDAGraph()):
-            bool(x.any())
 
 
 def test_copies_of_pinned_memory_are_told_from_others() -> None:

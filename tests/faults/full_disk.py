@@ -15,8 +15,7 @@ from pathlib import Path
 import memstore
 from memstore import Memory
 from memstore.errors import StoreFull
-from memstore.testing.processes import Say, run
-from memstore.testing.small_disk import may_mount, mount_small_disk
+from memstore.testing.processes import Say, may_mount, mount_small_disk, run
 from tests.faults.outcome import Outcome
 from tests.faults.world import SIZES, STORES, State, World, check_all, sound
 

@@ -7,21 +7,47 @@ machine *instruction* after a random system call. The last two need ptrace, whic
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
 from memstore import Memory
-from memstore.testing.processes import Bytecodes, Ending, Say, fork, may_trace, run, step_through
+from memstore.testing.processes import Ending, Say, fork, may_trace, run, step_through
 
 _MOST_INSTRUCTIONS = 2_000
 
 Body = Callable[[Say, int | None], None]
 """What is killed: it tells of its commits, and at the bytecode instruction of that number, if any, it kills itself."""
+
+
+class Bytecodes:
+    """Counts the bytecode instructions of the calling thread; at ``last`` the process kills itself."""
+
+    def __init__(self, last: int | None) -> None:
+        self.count = 0
+        self._last = last
+
+    def __enter__(self) -> Bytecodes:
+        sys.settrace(self._frame)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+
+    def _frame(self, frame: FrameType, event: str, _: Any) -> Any:
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "opcode":
+            self.count += 1
+            if self.count == self._last:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return self._frame
 
 
 class Killer:

@@ -10,7 +10,7 @@ import shutil
 from functools import partial
 from pathlib import Path
 
-from memstore.store.zarr.bucket import from_url
+from memstore.store.zarr.objects import from_url
 from memstore.testing.processes import Say, run
 from tests.faults.bit_flips import make
 from tests.faults.damage import read_damaged, report

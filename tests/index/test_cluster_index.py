@@ -11,8 +11,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.index import VectorIndex, cluster_index, open_index
-from memstore.index.cluster_index import ClusterIndex
-from memstore.index.clusters import Clusters
+from memstore.index.cluster_index import ClusterIndex, Clusters
 from memstore.testing.indexes import IndexTests, brute_force, small_integers
 
 pytest.importorskip("faiss", reason="an index of clusters needs FAISS")

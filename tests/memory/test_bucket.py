@@ -18,7 +18,7 @@ from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreEr
 from memstore.memory import Memory
 from memstore.memory.urls import Mode
 from memstore.store.zarr import store as zarr_store
-from memstore.store.zarr.bucket import CLIENT, from_url
+from memstore.store.zarr.objects import CLIENT, from_url
 from tests import forks
 from tests.memory.helpers import D, G, S, append, check_content, in_blocks, make_spec, random_tokens, states
 from tests.readers import child
@@ -219,7 +219,7 @@ def test_two_computers_that_make_a_memory_at_once_do_not_both_get_it(
 def test_a_storage_that_is_gone_in_mid_upload_leaves_the_previous_version(
     way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: int
 ) -> None:
-    monkeypatch.setattr("memstore.store.zarr.bucket.RETRIES", {"max_retries": 0})
+    monkeypatch.setattr("memstore.store.zarr.objects.RETRIES", {"max_retries": 0})
     text = TOKENS[: 12 * S + 1]
     written(tokens=text[: 5 * S])
     puts = 0
@@ -287,7 +287,7 @@ def test_a_writer_that_is_killed_in_mid_upload_leaves_the_previous_version(
 def test_a_manifest_whose_answer_was_lost_is_not_taken_for_another_writers(
     way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, retries: int
 ) -> None:
-    monkeypatch.setattr("memstore.store.zarr.bucket.RETRIES", {"max_retries": retries})
+    monkeypatch.setattr("memstore.store.zarr.objects.RETRIES", {"max_retries": retries})
     written(tokens=TOKENS[: 5 * S])
     memory = memstore.open(HERE)
     append(memory.document("whale"), TOKENS[5 * S : 9 * S])
@@ -449,7 +449,7 @@ def test_what_others_read_is_not_deleted_before_they_can_read_what_comes_after(
     way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever writes on after a process that was killed may be killed too."""
-    monkeypatch.setattr("memstore.store.zarr.bucket.RETRIES", {"max_retries": 0})
+    monkeypatch.setattr("memstore.store.zarr.objects.RETRIES", {"max_retries": 0})
     written()
     memory = memstore.open(HERE)
     memory.forget("whale")
@@ -470,7 +470,7 @@ def test_what_others_read_is_not_deleted_before_they_can_read_what_comes_after(
 def test_what_the_storage_would_not_list_or_delete_goes_at_the_next_opening(
     way: Way, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    monkeypatch.setattr("memstore.store.zarr.bucket.RETRIES", {"max_retries": 0})
+    monkeypatch.setattr("memstore.store.zarr.objects.RETRIES", {"max_retries": 0})
     written()
     memory = memstore.open(HERE)
     memory.forget("whale")

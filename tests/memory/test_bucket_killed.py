@@ -38,7 +38,7 @@ def way(server: Seaweed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Way]:
     """The way to it; shards are of four blocks, and nobody waits a minute for a server that is not there."""
     monkeypatch.setattr("memstore.store.zarr.store.SHARD_BYTES", 4 * BLOCK_BYTES)
     retries = {"max_retries": 1, "backoff": {"init_backoff": timedelta(milliseconds=10)}}
-    monkeypatch.setattr("memstore.store.zarr.bucket.RETRIES", {**retries, "retry_timeout": timedelta(seconds=2)})
+    monkeypatch.setattr("memstore.store.zarr.objects.RETRIES", {**retries, "retry_timeout": timedelta(seconds=2)})
     with bucket(monkeypatch, server) as found:
         yield found
 

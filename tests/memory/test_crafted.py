@@ -25,8 +25,7 @@ from memstore.errors import DamagedError, InvalidArgument, MemstoreError
 from memstore.json_checks import MAX_DEPTH, MAX_JSON_BYTES, parse
 from memstore.memory import Memory
 from memstore.memory.entry import HEADER, NEXT_DOCUMENT, Address
-from memstore.memory.export import export_memory
-from memstore.memory.interchange import import_memory
+from memstore.memory.export import export_memory, import_memory
 from memstore.store.lmdb.values import STORE_KEY
 from memstore.store.records import Batch, Key, Layout, Record, Table, decode_value, encode_value
 from memstore.store.zarr.extents import COUNTERS, Series

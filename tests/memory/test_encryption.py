@@ -16,8 +16,7 @@ from torch import Tensor
 import memstore
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound, WrongKey
 from memstore.memory import Memory, verify
-from memstore.memory.export import export_memory
-from memstore.memory.interchange import import_memory
+from memstore.memory.export import export_memory, import_memory
 from memstore.memory.salvage import salvage
 from memstore.memory.urls import open_locked
 from memstore.store.encryption_keys import KEYS_NAME, VARIABLE, KeySource, owners_told

@@ -23,9 +23,7 @@ import memstore
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, MemoryInUse, NotAMemory, NotFound, StoreFull
 from memstore.memory import Document, Memory
 from memstore.memory import export as exporting
-from memstore.memory import interchange as importing
-from memstore.memory.export import export_memory, export_table
-from memstore.memory.interchange import block_bytes, import_memory
+from memstore.memory.export import block_bytes, export_memory, export_table, import_memory
 from memstore.memory.spec import CODECS
 from tests.memory.conftest import MakeMemory
 from tests.memory.helpers import G, S, append, check_content, make_fingerprint, make_spec, random_tokens
@@ -193,14 +191,14 @@ def test_a_document_that_grows_is_exported_as_it_was(
     with memstore.open("ram:", spec=make_spec()) as memory:
         document = memory.document("text")
         append(document, TEXT[: 4 * S + 1])
-        put, left = exporting._Writer.put, [TEXT[4 * S + 1 : 4 * S + 2], TEXT[4 * S + 2 : 7 * S]]
+        put, left = exporting._put, [TEXT[4 * S + 1 : 4 * S + 2], TEXT[4 * S + 2 : 7 * S]]
 
         def growing(*arguments: Any) -> None:
             put(*arguments)
             if left:
                 append(document, left.pop(0))
 
-        monkeypatch.setattr(exporting._Writer, "put", growing)
+        monkeypatch.setattr(exporting, "_put", growing)
         export_memory(memory, out)
         with again(out, tmp_path / "again") as made:
             check_content(made.document("text"), TEXT[: 5 * S])
@@ -210,13 +208,13 @@ def test_a_document_that_grows_is_exported_as_it_was(
 def test_a_document_that_is_cut_meanwhile_is_no_export(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with memstore.open("ram:", spec=make_spec()) as memory:
         append(memory.document("text"), TEXT)
-        put = exporting._Writer.put
+        put = exporting._put
 
         def cutting(*arguments: Any) -> None:
             put(*arguments)
             memory.document("text").truncate(6)
 
-        monkeypatch.setattr(exporting._Writer, "put", cutting)
+        monkeypatch.setattr(exporting, "_put", cutting)
         with pytest.raises((InvalidArgument, NotFound)):
             export_memory(memory, out)
     assert list(out.parent.iterdir()) == []
@@ -345,7 +343,7 @@ def test_nothing_is_left_of_an_export_that_failed(tmp_path: Path, out: Path, mon
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patched:
-            patched.setattr(exporting._Writer, "put", interrupt)
+            patched.setattr(exporting, "_put", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 export_memory(memory, out)
         assert list(tmp_path.iterdir()) == []
@@ -411,7 +409,7 @@ def test_a_table_that_finds_no_room_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_an_import_that_was_interrupted_goes_on(export: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    append_file, calls = importing._append, 0
+    append_file, calls = exporting._append, 0
 
     def interrupting(*arguments: Any) -> None:
         nonlocal calls
@@ -421,7 +419,7 @@ def test_an_import_that_was_interrupted_goes_on(export: Path, tmp_path: Path, mo
         append_file(*arguments)
 
     with monkeypatch.context() as patched:
-        patched.setattr(importing, "_append", interrupting)
+        patched.setattr(exporting, "_append", interrupting)
         with pytest.raises(KeyboardInterrupt):
             import_memory(export, tmp_path / "again")
     with memstore.open(tmp_path / "again") as made:
@@ -445,7 +443,7 @@ CHILD = """
 import sys
 from memstore.memory import export
 from memstore.memory.export import export_memory
-from memstore.memory.interchange import import_memory
+from memstore.memory.export import import_memory
 export.FILE_BYTES = 3 * export.block_bytes(make_spec())
 print("ready", flush=True)
 {"export": export_memory, "import": import_memory}[sys.argv[1]](sys.argv[2], sys.argv[3])

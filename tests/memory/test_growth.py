@@ -14,8 +14,7 @@ import memstore
 from memstore.errors import NotFound
 from memstore.memory import Memory
 from memstore.memory.entry import Address
-from memstore.memory.export import export_memory
-from memstore.memory.interchange import import_memory
+from memstore.memory.export import export_memory, import_memory
 from memstore.store import Batch, LmdbStore
 from tests.memory.conftest import MakeMemory
 from tests.memory.helpers import S, append, check_content, make_spec, random_tokens

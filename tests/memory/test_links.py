@@ -15,8 +15,7 @@ import memstore
 from memstore import paths
 from memstore.errors import MemstoreError, NotAMemory, ReadOnlyMemory
 from memstore.memory import Memory, index_files
-from memstore.memory.export import export_memory, export_table
-from memstore.memory.interchange import import_memory
+from memstore.memory.export import export_memory, export_table, import_memory
 from memstore.memory.urls import Mode
 from memstore.store.zarr import store as zarr
 from memstore.testing.indexes import small_integers

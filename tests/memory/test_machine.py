@@ -8,7 +8,7 @@ from uuid import uuid4
 from hypothesis import HealthCheck, settings
 
 from memstore.memory import Finding, verify
-from memstore.testing.memories import MemoryMachine
+from tests.memory.machine import MemoryMachine
 
 
 class InRam(MemoryMachine):

@@ -13,8 +13,7 @@ from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.memory import Document, Memory
 from memstore.memory.copy import copy_document
 from memstore.memory.entry import Address
-from memstore.memory.export import export_memory
-from memstore.memory.interchange import import_memory
+from memstore.memory.export import export_memory, import_memory
 from memstore.memory.salvage import salvage
 from memstore.memory.spec import MemorySpec
 from memstore.store import Batch

@@ -155,7 +155,7 @@ def test_a_storage_that_cannot_be_reached(tmp_path: Path, monkeypatch: pytest.Mo
         "AWS_REGION": "here",
     }.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("memstore.store.zarr.bucket.RETRIES", {"max_retries": 0})
+    monkeypatch.setattr("memstore.store.zarr.objects.RETRIES", {"max_retries": 0})
     with pytest.raises(MemstoreError, match=r"the storage of zarr\+s3://bucket/prefix\S* cannot be used .* the keys"):
         memstore.open(f"zarr+s3://bucket/prefix?tail={tmp_path}/tail", spec=make_spec())
 

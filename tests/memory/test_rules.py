@@ -12,8 +12,7 @@ import memstore
 from memstore.errors import ForeignMemory, InvalidArgument
 from memstore.memory import Memory
 from memstore.memory.copy import copy_document, copy_memory
-from memstore.memory.export import export_memory
-from memstore.memory.interchange import import_memory
+from memstore.memory.export import export_memory, import_memory
 from memstore.memory.rules import DAY, Rules
 from memstore.memory.salvage import salvage
 from tests.memory.conftest import MakeMemory
@@ -151,7 +150,7 @@ def test_an_interrupted_import_takes_them_along_when_it_ends(
     url = str(tmp_path / "new")
     export_memory(source, tmp_path / "export")
     with monkeypatch.context() as patch:
-        patch.setattr("memstore.memory.interchange._differ", interrupted_after(2))
+        patch.setattr("memstore.memory.export._differ", interrupted_after(2))
         with pytest.raises(KeyboardInterrupt):
             import_memory(tmp_path / "export", url)
     assert rules(url) == Rules[str]()

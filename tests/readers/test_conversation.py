@@ -116,7 +116,7 @@ def test_an_interrupted_answer_is_kept_as_far_as_it_came(tmp_path: Path) -> None
 
 def test_words_are_stored_before_they_are_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with attached(tmp_path / "m") as reader:
-        monkeypatch.setattr("memstore.readers.conversation.generate_answer", lambda *_, **__: 1 / 0)
+        monkeypatch.setattr("memstore.readers.asking.generate_answer", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             say(reader, "Are you there?", "")
         monkeypatch.undo()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from memstore.store import BlockStore, ZarrStore
-from memstore.store.zarr.bucket import from_url
+from memstore.store.zarr.objects import from_url
 from memstore.testing.stores import StoreTests
 from tests.store.buckets import BUCKET, bucket
 

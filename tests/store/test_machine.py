@@ -5,7 +5,7 @@ from pathlib import Path
 from hypothesis import settings
 
 from memstore.store import BlockStore, LmdbStore, RamStore, ZarrStore
-from memstore.testing.machine import StoreMachine
+from memstore.testing.stores import StoreMachine
 
 PATIENCE = settings(max_examples=12, stateful_step_count=20)  # every step on a disk waits for it
 

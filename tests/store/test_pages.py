@@ -15,9 +15,9 @@ import pytest
 
 from memstore.errors import DamagedError, MemoryInUse, ReadOnlyMemory
 from memstore.store import Batch, Layout, LmdbStore, Record
-from memstore.store.lmdb import erasing
+from memstore.store.lmdb import pages
 from memstore.store.lmdb import store as lmdb_store
-from memstore.store.lmdb.erasing import Survey, erase_unused
+from memstore.store.lmdb.pages import Survey, erase_unused
 from memstore.testing.processes import run
 from memstore.testing.stores import BLOCKS, block, put_blocks, same, value
 from tests.faults.read_only import NOBODY
@@ -176,7 +176,7 @@ def test_damaged_pages_are_refused_or_do_no_harm(tmp_path: Path) -> None:
 
 
 def test_without_holes_zeros_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(erasing, "_punch", lambda file, start, nbytes: False)
+    monkeypatch.setattr(pages, "_punch", lambda file, start, nbytes: False)
     env = lmdb.open(str(tmp_path), map_size=1 << 30)
     put(env, range(100), 9_000)
     delete(env, range(50))

@@ -40,7 +40,7 @@ CLASSES = ("Reader", "Memory", "Document", "Retrieval", "MemorySpec", "Fingerpri
 
 BUILD_ON = (
     "memstore.store:BlockStore", "memstore.index:VectorIndex", "memstore.testing.stores:StoreTests",
-    "memstore.testing.machine:StoreMachine",
+    "memstore.testing.stores:StoreMachine",
     "memstore.testing.indexes:IndexTests", "memstore.testing.readers:ReaderTests", "memstore.testing.torture:Subject",
     "memstore.models.drt:DRTForCausalLM", "memstore.models.drt:SharedBlocks",
     "memstore.models.landmark:LandmarkForCausalLM", "memstore.models.landmark:make_landmark",

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import memstore
-from memstore.memory import export, interchange
+from memstore.memory import export
 from tests.tools.conftest import Cli, append
 
 
@@ -90,7 +90,7 @@ def test_ctrl_c_says_how_to_go_on(cli: Cli, memory: Path, tmp_path: Path, monkey
         done = cli("export", memory, tmp_path / "out")
         assert (done.code, f"nothing is left of {tmp_path / 'out'}" in done.err) == (130, True)
     with monkeypatch.context() as patched:
-        patched.setattr(interchange, "import_memory", interrupt)
+        patched.setattr(export, "import_memory", interrupt)
         done = cli("import", tmp_path / "out", tmp_path / "again.mem")
         assert (done.code, "run the same command again to go on" in done.err) == (130, True)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,6 @@ from memstore.kernels.grouped_cross_attention import Ready
 from memstore.models.cache import ModelCache
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.retrieval import BlockTable, DRTPacking, GroupSearch, ListsInUse, TensorTable
-from memstore.readers.graphs import Steps
 
 States = tuple[Tensor, Tensor]
 """Keys and values of a layer, ``[B, G, P, D]`` each."""
@@ -89,11 +87,6 @@ class DRTCache(ModelCache):
     def positions(self) -> list[int]:
         """Place in the stream of the next item of each row."""
         return [count + blocks for count, blocks in zip(self.counts, self.blocks, strict=True)]
-
-    @property
-    def steps(self) -> DRTSteps:
-        """Its steps of one token, to be recorded."""
-        return DRTSteps(self)
 
     def advance(self, packing: DRTPacking, given: int) -> None:
         """Count the tokens of a segment that has been processed; ``given`` of them with their padding."""
@@ -223,46 +216,3 @@ def _widened(last: LastList, width: int) -> LastList:
         return last
     keys, values = (F.pad(x, (0, 0, 0, 0, 0, 0, 0, missing)) for x in (last.keys, last.values))
     return LastList(keys, values, F.pad(last.weights, (0, missing)), F.pad(last.blocks, (0, missing), value=-1))
-
-
-class DRTSteps(Steps):
-    """Those of a ``DRTCache``: its windows slide, which makes them anew, and its incomplete block grows."""
-
-    cache: Any  # a DRTCache, which knows these steps
-
-    @property
-    def place(self) -> int:
-        """See ``Steps``: in the stream."""
-        return int(self.cache.positions[0])
-
-    def same(self) -> Hashable | None:
-        """See ``Steps``: while windows are full and blocks incomplete; a new list lies where the one before lay."""
-        cache = self.cache
-        alike = len(set(cache.counts)) == 1 and cache.empty is None and cache.past == cache.config.window - 1
-        last = cache.offsets[0] + 1 == cache.config.tokens_per_block
-        if not alike or last or cache.observers or cache.config.retrieval == "external":
-            return None
-        return tuple(x.shape for x in self.buffers())
-
-    def buffers(self) -> list[Tensor]:
-        """See ``Steps``."""
-        windows = [x for window in self.cache.windows if window is not None for x in window]
-        return [*windows, *(x for last in self.cache.lists if last is not None for x in last)]
-
-    def use(self, buffers: list[Tensor]) -> None:
-        """See ``Steps``."""
-        cache, given = self.cache, iter(buffers)
-        cache.windows = [None if window is None else (next(given), next(given)) for window in cache.windows]
-        cache.lists = [None if last is None else type(last)(*(next(given) for _ in last)) for last in cache.lists]
-
-    def back(self) -> Tensor | None:
-        """See ``Steps``; what the step adds to the incomplete block."""
-        cache = self.cache
-        cache.counts, cache.given = [count - 1 for count in cache.counts], cache.given - 1
-        return cache.partial.pop() if cache.config.retrieval != "none" else None
-
-    def on(self, added: Tensor | None) -> None:
-        """See ``Steps``."""
-        cache = self.cache
-        cache.counts, cache.given = [count + 1 for count in cache.counts], cache.given + 1
-        cache.partial += [] if added is None else [added.clone()]

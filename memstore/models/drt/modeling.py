@@ -205,10 +205,8 @@ class DRTModel(nn.Module):
         window = Window(packing.items, past, self.config.window, empty=empty, slopes=slopes, dtype=dtype, device=device)
         if slopes is not None:
             return Sight(window, None)
-        starts: list[int] | Tensor = [0] if cache is None else cache.positions
-        if cache is not None and cache.clock is not None:
-            starts = cache.clock
-        elif len(set(starts)) == 1:
+        starts = [0] if cache is None else cache.positions
+        if len(set(starts)) == 1:
             starts = starts[:1]
         turns = rotary(starts, packing.items, self.config.head_dim, self.config.rope_theta, x)
         return Sight(window, turns.unsqueeze(2))

@@ -14,8 +14,8 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -46,7 +46,6 @@ from memstore.models.landmark.retrieval import (
     tensor_table,
 )
 from memstore.models.packing import Packing
-from memstore.readers.graphs import Steps
 from memstore.readers.kinds import Retrieval
 from memstore.readers.observer import as_array
 
@@ -178,74 +177,6 @@ class WindowCache(Past):
         ]
 
 
-class LandmarkSteps(Steps):
-    """Those of a ``LandmarkCache``: each token goes into the frames of the layers, which are attended to as a whole."""
-
-    cache: Any  # a LandmarkCache, which knows these steps
-
-    @property
-    def place(self) -> int:
-        """See ``Steps``: in the segment that is being written."""
-        return int(self.cache.items[0])
-
-    def same(self) -> Hashable | None:
-        """See ``Steps``: within a block, while lists stay; new lists of the same size lie where those before lay."""
-        cache = self.cache
-        alone = alike(cache.items) and alike(cache.blocks) and len(set(cache.counts)) == 1
-        last = (cache.counts[0] + 1) % cache.config.tokens_per_block == 0
-        if not alone or last or cache.observers or cache.config.context_miss or None in cache._frames:
-            return None
-        blocks = int(cache.blocks[0])
-        latest = blocks <= cache._top_k
-        if blocks and not all(self._stays(layer, latest) for layer in range(len(cache._kept))):
-            return None
-        slot = int(local_slot(cache.blocks[:1], cache.slots)[0])
-        return blocks > 0, latest, slot, tuple(x.shape for x in self.buffers())
-
-    def _stays(self, layer: int, latest: bool) -> bool:
-        """Whether the next token uses the list of before."""
-        cache, kept = self.cache, self.cache._kept[layer]
-        if kept is None:
-            return False
-        if latest or layer in cache.config.local_layers:
-            return torch.equal(kept.run, cache._segment)
-        every = cache.retrieval.every
-        stays = every == "segment" or (isinstance(every, int) and cache.counts[0] % every != 0)
-        return stays and torch.equal(kept.run, cache._run) and bool(kept.made.all())
-
-    def buffers(self) -> list[Tensor]:
-        """See ``Steps``."""
-        shown = [kept.shown for kept in self.cache._kept if kept is not None]
-        parts = [*(frame for frame in self.cache._frames if frame is not None), *shown]
-        return [x for part in parts for x in part if x is not None]
-
-    def use(self, buffers: list[Tensor]) -> None:
-        """See ``Steps``."""
-        cache, given = self.cache, iter(buffers)
-        cache._frames = [
-            None if frame is None else type(frame)(*(next(given) for _ in frame)) for frame in cache._frames
-        ]
-        for layer, kept in enumerate(cache._kept):
-            if kept is not None:
-                shown = [None if x is None else next(given) for x in kept.shown]
-                cache._kept[layer] = kept._replace(shown=ListLayout(*cast("list[Tensor]", shown)))
-
-    def back(self) -> None:
-        """See ``Steps``."""
-        self._count(-1)
-
-    def on(self, _: Tensor | None) -> None:
-        """See ``Steps``."""
-        self._count(1)
-
-    def _count(self, tokens: int) -> None:
-        cache, config = self.cache, self.cache.config
-        cache.items += tokens
-        cache.counts, cache.given = [count + tokens for count in cache.counts], cache.given + tokens
-        if bool(cache.blocks.any()):
-            cache.asked.queries += tokens * config.num_hidden_layers * cache.rows * config.num_attention_heads
-
-
 class _Frame(NamedTuple):
     """The segment that is being written, in one layer: room for ``F`` blocks."""
 
@@ -295,13 +226,13 @@ class _View:
         self.packing = packing
         self.size = cache.config.block_size
         device, rotary = packing.ids.device, cache.config.rotary
-        items, slots, clock = cache.items, local_slot(cache.blocks, cache.slots), cache.clock
+        items, slots = cache.items, local_slot(cache.blocks, cache.slots)
         self.uniform = packing.uniform and alike(items)
         if self.uniform and alike(slots):
             items, slots = items[:1], slots[:1]
         # What fills a row up may lie beyond its segment, where there is no room.
         room = cache.config.segment_blocks * self.size
-        first = numbers(items.tolist(), device) if clock is None else clock
+        first = numbers(items.tolist(), device)
         start = numbers((slots * self.size).tolist(), device)
         self.places = (first[:, None] + torch.arange(packing.items, device=device)).clamp(max=room - 1)  # [B or 1, M]
         self.real = torch.arange(packing.items) < torch.tensor(packing.lengths)[:, None]
@@ -313,7 +244,7 @@ class _View:
         """Turns of queries that are compared with landmarks in slot 0, as these are without positions."""
         if self.remembers:
             self.older = rotary.turns(positions - (self.size - 1))
-        last = min(int(items.max()) + packing.items, room) - 1 if clock is None else room - 1
+        last = min(int(items.max()) + packing.items, room) - 1
         blocks = last // self.size + 1 if packing.items else 1
         self.seen = blocks * self.size
         """Local places that any item may see."""
@@ -510,11 +441,6 @@ class LandmarkCache(Past):
         (there,) = to_device([rows], frame.keys.device)
         return [frame.keys[there], frame.values[there]]
 
-    @property
-    def steps(self) -> LandmarkSteps:
-        """Its steps of one token, to be recorded."""
-        return LandmarkSteps(self)
-
     def _forget(self) -> None:
         """Let go of what no row will see again, where that is as much as is kept."""
         if self.capacity is None:
@@ -611,10 +537,6 @@ class LandmarkCache(Past):
         frame, view = self._frame(layer, k), self._view
         assert view is not None
         fresh = (k, self.config.rotary.rotate(k, view.turns), v)
-        if self.clock is not None:
-            for held, new in zip(frame, fresh, strict=True):
-                held.index_copy_(2, self.clock, new)
-            return frame
         if view.uniform:
             start = int(self.items[0])
             for held, new in zip(frame, fresh, strict=True):

@@ -216,14 +216,16 @@ def _examine(model: PreTrainedModel) -> Architecture:
             "layer that computes. Give each process the whole model, or divide the heads of its layers instead"
         )
     config = model.config.get_text_config(decoder=True)
-    if _has_layers_of_its_own(model):
+    cached = _cache_layers(model)
+    # Some bring layers of their own, as where what is generated is forgotten otherwise.
+    if any(type(layer).__module__ != "transformers.cache_utils" for layer in cached):
         raise _unsupported(model, OWN_CACHE)
     seen = _run_probe(model, config)
     expected = int(config.num_hidden_layers)
     if not seen:
         raise _unsupported(model, "its attention layers do not call the attention interface of transformers")
     once, linear = all(entry.calls == 1 for entry in seen), None
-    if _has_linear_layers(model) and once:
+    if once and any(hasattr(layer, "conv_states") for layer in cached):  # for what is no key and no value
         try:
             with torch.no_grad(), _probing(model, _values):
                 found = find_linear_layers(model, len(seen))
@@ -283,16 +285,6 @@ def _comes_and_goes(model: nn.Module) -> str:
     if any(getattr(each, "offload", False) for hook in hooks for each in (hook, *getattr(hook, "hooks", ()))):
         return "accelerate brings its weights for each layer that computes; load it whole, without offloading"
     return ""
-
-
-def _has_layers_of_its_own(model: PreTrainedModel) -> bool:
-    """Whether a cache of ``model`` has layers that come with it, as where what is generated is forgotten otherwise."""
-    return any(type(layer).__module__ != "transformers.cache_utils" for layer in _cache_layers(model))
-
-
-def _has_linear_layers(model: PreTrainedModel) -> bool:
-    """Whether a cache of ``model`` has layers for what is no key and no value."""
-    return any(hasattr(layer, "conv_states") for layer in _cache_layers(model))
 
 
 def _cache_layers(model: PreTrainedModel) -> list[Any]:
@@ -589,7 +581,9 @@ def _rotary_tables(model: PreTrainedModel) -> list[Table]:
         if not type(rotary).__name__.endswith("RotaryEmbedding"):
             continue
         if "layer_type" in inspect.signature(rotary.forward).parameters:
-            found += [partial(_typed_table, rotary, sample, kind) for kind in _layer_types(rotary)]
+            config: Any = rotary.config
+            kinds: Any = getattr(rotary, "layer_types", None) or config.layer_types
+            found += [partial(_typed_table, rotary, sample, kind) for kind in dict.fromkeys(kinds)]
         else:
             found.append(partial(rotary, sample))
     return found
@@ -617,11 +611,6 @@ def _rotary_border(tables: Iterable[Table | None], device: torch.device) -> int 
         turned(1)  # tables that grow with the positions they see shrink again
         borders.append(other)
     return min(borders, default=None)
-
-
-def _layer_types(rotary: Any) -> list[str]:
-    """The layer types that a rotary module has tables for, each once."""
-    return list(dict.fromkeys(getattr(rotary, "layer_types", None) or rotary.config.layer_types))
 
 
 def _typed_table(rotary: nn.Module, sample: Tensor, layer_type: str, positions: Tensor) -> CosSin:

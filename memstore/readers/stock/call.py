@@ -9,27 +9,31 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
+import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from memstore.device_copies import along, to_device
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.kernels.block_attention import attend
+from memstore.kernels.block_attention.reference import masked_scores
 from memstore.memory.spec import plain_layouts
+from memstore.memory.trace_file import TIERS, Array, Look
 from memstore.readers.asking import Query
-from memstore.readers.observer import Choice, Observer
+from memstore.readers.observer import Choice, Draft, Observer
 from memstore.readers.stock.architecture import LayerPlan
-from memstore.readers.stock.draft import StockDraft
 from memstore.readers.stock.selection import CandidateLists, FetchedList, LocalTokens, Selection
 from memstore.readers.stock.sharded import OwnPart, ShardedSelection, attend_together
-from memstore.readers.stock.steps import CallSteps
 from memstore.readers.stock.visible import NOTHING, Candidates, States, VisibleParts, gather
 
 if TYPE_CHECKING:
     from memstore.memory import Document
+
 
 GATHERED_BYTES = 256 << 20
 """States that are gathered at once, before layers copy them to where they attend to them."""
@@ -108,11 +112,6 @@ class Call(LocalTokens):
     def end(self) -> None:
         """The forward pass has succeeded: its tokens are local tokens now."""
         self.length += self.tokens
-
-    @property
-    def steps(self) -> CallSteps:
-        """Its steps of one token, to be recorded."""
-        return CallSteps(self)
 
     def release(self) -> None:
         """Let go of the layers, which know the call: nothing runs in it any more, and so memory is free at once."""
@@ -432,7 +431,7 @@ class LayerStates(CallLayer):
         if not call.turned:
             q, k = rotary.rotate_pair(q, k, call.local_cos_sin(rotary))
         keys, values = self._append(k, v)
-        mask = call.mask(q.dtype, self.plan.sliding, self.fetched, self.prefix_positions, self.keys.shape[2])
+        mask = call.mask(q.dtype, self.plan.sliding, self.fetched, self.prefix_positions)
         call.tell(self, queries, q, keys, mask, **options)
         if call.sharded and self.fetched is not None:
             tokens = self.fetched.chosen.numbers.shape[-1] * call.selection.block_size
@@ -488,16 +487,9 @@ class LayerStates(CallLayer):
     def _allocate(self, k: Tensor, v: Tensor, heads: int, used: int, room: int) -> None:
         self.keys = k.new_empty(k.shape[0], heads, used + room, k.shape[3])
         self.values = v.new_empty(v.shape[0], heads, used + room, v.shape[3])
-        for free in (self.keys[:, :, used:], self.values[:, :, used:]):
-            free.zero_()  # by the clock it is attended to, with weight 0
         self.is_initialized = True
 
     def _append(self, k: Tensor, v: Tensor) -> States:
-        if self.call.clock is not None:
-            at, heads = self.call.clock + self.prefix, self.keys.shape[1]
-            self.keys.index_copy_(2, at, self._matching(k, heads))
-            self.values.index_copy_(2, at, self._matching(v, heads))
-            return self.keys, self.values
         start = self.prefix + self.call.length
         end = start + k.shape[2]
         if end > self.keys.shape[2]:
@@ -602,11 +594,11 @@ class StockChoice(Choice):
         """See ``Choice``: a forward pass has one segment."""
         return range(len(self.queries))
 
-    def draft(self) -> StockDraft:
+    def draft(self) -> _StockDraft:
         """See ``Choice``."""
         query = self.turned
         call = self.states.call
-        return StockDraft(
+        return _StockDraft(
             layer=self.layer,
             fetched=self.fetched,
             candidates=call.candidates,
@@ -620,3 +612,129 @@ class StockChoice(Choice):
             search_us=self.search_us,
             gather_us=self.gather_us,
         )
+
+
+@dataclass(eq=False)
+class _StockDraft(Draft):
+    """What one layer has retrieved at one step, for traces: while the model runs, its query and a view of its keys.
+
+    Keys before the end of a step never change, so one matrix product gives the weights of all steps that attend to one
+    list. Computed at every step they would take longer than attention itself; for sixteen steps at once they take a
+    quarter of it.
+    """
+
+    layer: int
+    fetched: FetchedList
+    candidates: Candidates
+    block_size: int
+    query: Tensor
+    """``[B, H, 1, D]``, turned: that of the last token."""
+    keys: Tensor
+    """``[B, heads, n, D]``"""
+    mask: Tensor | None
+    """``[B or 1, heads or 1, 1, M]``"""
+    prefix: int
+    """Keys of the memory, with which ``keys`` begins: sink, list and window."""
+    prompt: int
+    """Keys of the first forward pass, which follow."""
+    options: dict[str, Any]
+    search_us: float
+    gather_us: float
+
+    @classmethod
+    def looks(cls, drafts: Sequence[Self]) -> list[list[Look]]:
+        """See ``Draft``; steps that attend to the same fetched list are computed together."""
+        together: dict[FetchedList, list[int]] = {}
+        for place, draft in enumerate(drafts):
+            together.setdefault(draft.fetched, []).append(place)
+        looks: list[list[Look]] = [[] for _ in drafts]
+        for places in together.values():
+            steps = [drafts[place] for place in places]
+            lists = _lists(steps[0])
+            for place, step, *parts in zip(places, steps, *(x.cpu().numpy() for x in _weights(steps)), strict=True):
+                rows = enumerate(zip(*parts, strict=True))
+                looks[place] = [step._look(row, lists[row % len(lists)], *weights) for row, weights in rows]
+        return looks
+
+    def _look(self, row: int, lists: _Lists, weights: Array, elsewhere: Array) -> Look:
+        return Look(
+            layer=self.layer,
+            row=row,
+            weights=weights,
+            elsewhere=elsewhere,
+            search_us=self.search_us,
+            gather_us=self.gather_us,
+            **lists._asdict(),
+        )
+
+
+class _Lists(NamedTuple):
+    """What the looks of all steps with one list share, for one row of the batch: ``[lists, K]``, best score first."""
+
+    documents: list[str]
+    document: Array
+    blocks: Array
+    scores: Array
+    tiers: Array
+
+
+@torch.no_grad()
+def _weights(steps: Sequence[_StockDraft]) -> tuple[Tensor, Tensor]:
+    """The attention that each retrieved block got, best score first, and what went elsewhere.
+
+    ``[steps, B, H, K]`` and ``[steps, B, H, 4]``, both float32.
+    """
+    fetched, keys = steps[0].fetched, steps[-1].keys  # those of the last step include those of all before it
+    scale, softcap, sinks = (steps[0].options.get(name) for name in ("scale", "softcap", "sinks"))
+    q = torch.cat([step.query for step in steps], dim=2)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scores = masked_scores(q, keys, mask=None, scale=scale, softcap=softcap)  # [B, H, steps, n]
+    _hide(scores, steps)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
+    entries = fetched.chosen.numbers.shape[-1]
+    attention = scores.softmax(-1)
+    end, prefix = fetched.start + entries * steps[0].block_size, steps[0].prefix
+    ends = (0, fetched.start, end, prefix, prefix + steps[0].prompt, keys.shape[2])
+    sink, _, *direct = (attention[..., low:high].sum(-1) for low, high in pairwise(ends))
+    elsewhere = torch.stack((sink, *direct), dim=-1)  # [B, H, steps, 4]
+    retrieved = attention[..., fetched.start : end]
+    weights: Tensor = retrieved.unflatten(-1, (entries, -1)).sum(-1)  # [B, H, steps, K]
+    order = _order(fetched).to(weights.device)
+    of_head = torch.arange(weights.shape[1]) * order.shape[1] // weights.shape[1]
+    best_first: Tensor = weights.gather(-1, order[:, of_head, None].expand_as(weights))
+    return best_first.permute(2, 0, 1, 3).float(), elsewhere.permute(2, 0, 1, 3).float()
+
+
+def _order(fetched: FetchedList) -> Tensor:
+    """``[B or 1, lists, K]``: the entries of each list, best score first."""
+    # Where nobody had to choose there are no scores to sort by, and the order stays.
+    return fetched.chosen.scores.nan_to_num(0.0).neg().sort(dim=-1, stable=True).indices
+
+
+def _hide(scores: Tensor, steps: Sequence[_StockDraft]) -> None:
+    """Set the scores ``[B, H, steps, n]`` of what a step did not see to -inf."""
+    for place, each in enumerate(steps):
+        keys = each.keys.shape[2]
+        if keys < scores.shape[-1]:
+            scores[:, :, place, keys:] = float("-inf")
+        if each.mask is not None:
+            mask, heads = each.mask[:, :, 0], scores.shape[1]
+            mask = mask.repeat_interleave(heads // mask.shape[1], dim=1)
+            scores[:, :, place, :keys] += F.pad(mask, (keys - mask.shape[-1], 0))
+
+
+def _lists(draft: _StockDraft) -> list[_Lists]:
+    """The lists of each row of the batch, or of all."""
+    chosen, tiers = draft.fetched.chosen, draft.fetched.tiers
+    order = _order(draft.fetched)
+    numbers = chosen.numbers.gather(-1, order)
+    names, document, blocks = draft.candidates.named(numbers)
+    places = [-1 if tiers is None else TIERS.index(tiers[number]) for number in numbers.ravel().tolist()]
+    arrays = (
+        document.numpy().astype(np.int16),
+        blocks.numpy(),
+        chosen.scores.gather(-1, order).float().numpy(),
+        np.array(places, np.int8).reshape(numbers.shape),
+    )
+    return [_Lists(names, *(array[row] for array in arrays)) for row in range(len(numbers))]

@@ -166,7 +166,7 @@ class Hooks:
         self._config = base.config.get_text_config(decoder=True)
         self.weights = WeightCheck(model)
         self._given_mask: Any = None  # what the base model was given, where it makes masks for a decoder within
-        self.heads = None if architecture.divided is None else DividedHeads(architecture.divided)
+        self.heads = None if architecture.divided is None else _DividedHeads(architecture.divided)
         self.query: Query | None = None
         """What chooses blocks for prompts, if not their own tokens."""
         self.stopping: Callable[[], bool] = lambda: False
@@ -349,8 +349,7 @@ class Hooks:
                     "differently: give position_ids too"
                 )
             return None
-        # Of text, height and width, where there is text alone; a step that is recorded cannot look.
-        if told.dim() == 3 and (call.clock is not None or bool((told == told[:1]).all())):
+        if told.dim() == 3 and bool((told == told[:1]).all()):  # of text, height and width, where there is text alone
             told = told[0]
         rows, tokens = inputs.shape[:2]
         if told.dim() != 2 or told.shape[0] not in (1, rows) or told.shape[1] != tokens or told.is_floating_point():
@@ -464,7 +463,7 @@ class Hooks:
         return hook
 
 
-class DividedHeads:
+class _DividedHeads:
     """What processes tell each other of their heads, where torch has divided layers among them (tensor parallelism).
 
     A layer asks a memory with all its heads, and has stored all of them. So before attention each process is told the

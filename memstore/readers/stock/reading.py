@@ -29,7 +29,7 @@ from memstore.readers.stock.hooks import Hooks
 from memstore.readers.stock.visible import AttachedDocument, DocumentStates, States, as_blocks, as_tokens, visible
 
 
-class SegmentStates(NamedTuple):
+class _SegmentStates(NamedTuple):
     """What a segment adds to the document."""
 
     tokens: Tensor
@@ -50,7 +50,7 @@ class SegmentReading:
         hooks: Hooks,
         job: Job,
         spec: MemorySpec,
-        after: RecurrentStates,
+        after: _RecurrentStates,
         *,
         window: int,
         sink: int,
@@ -68,9 +68,9 @@ class SegmentReading:
         span = self.selection.retrieval.span
         keep = max([window, span, *sliding]) + segment + self.spec.block_size
         device = hooks.model.device
-        self.states = RecentStates(job.document, self.spec.block_size, self.spec, device, keep=keep)
+        self.states = _RecentStates(job.document, self.spec.block_size, self.spec, device, keep=keep)
         self.codes = {
-            layer: RecentCodes(keep=keep, bits=self.spec.key_dtype == "bit")
+            layer: _RecentCodes(keep=keep, bits=self.spec.key_dtype == "bit")
             for layer in ([] if self.selection.by_layer else self.selection.index_layers)
         }
         if self.tokens:
@@ -85,7 +85,7 @@ class SegmentReading:
             kept = stored[:, 0].flatten(0, 1)[: self.tokens - first]
             codes.extend(to_device([kept], self.hooks.model.device)[0], at=first)
 
-    def compute(self, tokens: Tensor, *, last: bool = True) -> SegmentStates:
+    def compute(self, tokens: Tensor, *, last: bool = True) -> _SegmentStates:
         """Read the next ``tokens [T]``, which lie within one segment; ``last``: no other one follows for now."""
         self._read(tokens.long())
         made = self._made(tokens.long(), last=last)
@@ -131,7 +131,7 @@ class SegmentReading:
         for layer, recent in self.codes.items():
             recent.extend(call.codes[layer][0, :, 0], at=self.tokens)
 
-    def _made(self, tokens: Tensor, *, last: bool) -> SegmentStates:
+    def _made(self, tokens: Tensor, *, last: bool) -> _SegmentStates:
         """States of all layers as blocks, and landmarks, from the incomplete last block on."""
         size, layers = self.spec.block_size, self.spec.index_layers
         stretch = range(self.tokens // size * size, self.tokens + len(tokens))
@@ -151,7 +151,7 @@ class SegmentReading:
         of_layers = list(zip(copies[:count:2], copies[1:count:2], strict=True))
         self._settle(blocks, len(tokens))
         of_index = dict(zip(layers, copies[count:marks], strict=True))
-        return SegmentStates(tokens, of_layers, of_index, copies[marks:], arrived)
+        return _SegmentStates(tokens, of_layers, of_index, copies[marks:], arrived)
 
     # With a codec reading goes on with what the memory gives back of complete blocks, so a text that was interrupted
     # between segments ends in the same states, bit for bit. One that is read in pieces that end within a segment has
@@ -167,7 +167,7 @@ class SegmentReading:
             at = first * self.spec.block_size
             self.states.replace(layer, as_tokens(stored["k"]), as_tokens(stored["v"]), at=at)
 
-    def commit(self, made: SegmentStates) -> None:
+    def commit(self, made: _SegmentStates) -> None:
         """Store it, in one transaction."""
         options, self.job.options = self.job.options, None
         made.arrived()
@@ -194,7 +194,7 @@ class SegmentReading:
         self.job.nll.append(nll[max(0, self.job.score_from - first) :].cpu())
 
 
-class RecurrentStates(NamedTuple):
+class _RecurrentStates(NamedTuple):
     """What layers that do not attend remember of the first tokens of a document."""
 
     tokens: int
@@ -202,14 +202,14 @@ class RecurrentStates(NamedTuple):
     """As ``LinearLayers`` has them; None where they have read nothing, or there are none."""
 
 
-def recurrent_at_end(hooks: Hooks, document: Document, spec: MemorySpec, **sizes: int) -> RecurrentStates:
+def recurrent_at_end(hooks: Hooks, document: Document, spec: MemorySpec, **sizes: int) -> _RecurrentStates:
     """That of a document: as it is kept, or computed again from the last that is, by reading what lies behind it.
 
     Raises ``InvalidArgument`` where not all of that is there any more.
     """
     tokens = len(document)
     if hooks.architecture.linear is None:
-        return RecurrentStates(tokens, None)
+        return _RecurrentStates(tokens, None)
     after = _last_kept(document, hooks.model.device)
     if after.tokens == tokens:
         return after
@@ -226,15 +226,15 @@ def recurrent_at_end(hooks: Hooks, document: Document, spec: MemorySpec, **sizes
     with own_types():  # whoever asks may do so in others
         for segment in segments(iter([rest]), after.tokens, reading.segment):
             reading.compute(segment)
-    return RecurrentStates(tokens, reading.recurrent)
+    return _RecurrentStates(tokens, reading.recurrent)
 
 
-def _last_kept(document: Document, device: torch.device) -> RecurrentStates:
+def _last_kept(document: Document, device: torch.device) -> _RecurrentStates:
     """The last that is kept and whole."""
     for place in reversed(document.recurrent_places()):
         with suppress(DamagedError, NotFound):  # verify names it; what was lost is computed again
-            return RecurrentStates(place, to_device(document.recurrent(place), device))
-    return RecurrentStates(0, None)
+            return _RecurrentStates(place, to_device(document.recurrent(place), device))
+    return _RecurrentStates(0, None)
 
 
 def ending(segments: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:
@@ -253,7 +253,7 @@ def ending(segments: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:
         yield before, True
 
 
-class RecentStates(DocumentStates):
+class _RecentStates(DocumentStates):
     """States of the last tokens of a document, where the model is; what is older comes from the store.
 
     They lie in buffers with room for twice as many tokens as are kept: those move to the front when a buffer is full.
@@ -270,7 +270,6 @@ class RecentStates(DocumentStates):
         self.buffers: dict[int, States] = {}
 
     def read(self, layer: int, tokens: range) -> States:
-        """Keys and values ``[G, n, D]`` of ``tokens``."""
         if layer in self.start and tokens.start >= self.start[layer]:
             return self._piece(layer, tokens.start - self.start[layer], len(tokens))
         if tokens not in self._there:
@@ -322,7 +321,7 @@ class RecentStates(DocumentStates):
         return keys[:, first : first + count], values[:, first : first + count]
 
 
-class RecentCodes:
+class _RecentCodes:
     """The routing codes of the last tokens, rounded to what the memory stores, so that reopening changes nothing."""
 
     def __init__(self, *, keep: int, bits: bool) -> None:

@@ -396,7 +396,7 @@ class DocumentWords:
 
 
 @dataclass(frozen=True)
-class Placement:
+class _Placement:
     """Positions of everything that comes before the local tokens."""
 
     sink: Tensor
@@ -416,7 +416,7 @@ def place(
     slots: Tensor,
     block_size: int,
     limit: int,
-) -> Placement:
+) -> _Placement:
     """Place ``sink`` and ``direct`` (ranges of token numbers) and the retrieved ``blocks [B, heads, K]``.
 
     ``slots [B, heads, K]`` says which of the K slots each block takes (stingy positions only).
@@ -427,10 +427,10 @@ def place(
     if kind == "stingy":
         taken = len(sink) + slots.unsqueeze(-1) * block_size + within
         start = len(sink) + blocks.shape[-1] * block_size + len(direct)
-        return Placement(torch.arange(len(sink), device=device)[None, None], taken.flatten(-2), start)
+        return _Placement(torch.arange(len(sink), device=device)[None, None], taken.flatten(-2), start)
     shift = max(0, direct.stop - limit) if kind == "clamped" else 0
     true = blocks.unsqueeze(-1) * block_size + within
-    return Placement(
+    return _Placement(
         (torch.arange(sink.start, sink.stop, device=device) - shift).clamp(min=0)[None, None],
         (true - shift).clamp(min=0).flatten(-2),
         direct.stop - shift,
@@ -444,8 +444,6 @@ class LocalTokens:
         self.selection, self.seen, self.candidates = selection, seen, candidates
         self.slots = selection.slots(candidates)
         self.device = torch.device("cpu")
-        self.clock: Tensor | None = None
-        """See ``Steps``: what ``length`` is, on the device."""
         self.start_again()
 
     def start_again(self) -> None:
@@ -468,9 +466,9 @@ class LocalTokens:
         if len(self.memo) > MEMOS:
             self.memo.clear()
         self.positions = self._local_places() if positions is None else self.start + positions.to(device)
-        self._check_last(counted=padding is None and (positions is None or self.clock is not None))
+        self._check_last(counted=padding is None and positions is None)
 
-    def placement(self, chosen: CandidateLists | None) -> Placement:
+    def placement(self, chosen: CandidateLists | None) -> _Placement:
         """The positions of what is seen of the memory, with the list ``chosen``."""
         key = ("placement", id(chosen))
         if key not in self.memo:
@@ -488,7 +486,7 @@ class LocalTokens:
             )
             self.memo[key] = (chosen, placement)  # holding the tensor keeps its id from being used again
         placement = self.memo[key][1]
-        assert isinstance(placement, Placement)
+        assert isinstance(placement, _Placement)
         return placement
 
     def _where(self, chosen: CandidateLists) -> list[Tensor]:
@@ -509,8 +507,6 @@ class LocalTokens:
 
     def _local_places(self) -> Tensor:
         """Places of the new tokens, ``[B or 1, T]``."""
-        if self.clock is not None:
-            return (self.start + self.clock)[None]
         return self._all_local_places(self.length + self.tokens)[:, -self.tokens :]
 
     def _all_local_places(self, count: int) -> Tensor:
@@ -565,21 +561,18 @@ class LocalTokens:
         return cos_sin
 
     def mask(
-        self, dtype: torch.dtype, sliding: int | None, fetched: FetchedList | None, prefix: Tensor, room: int
+        self, dtype: torch.dtype, sliding: int | None, fetched: FetchedList | None, prefix: Tensor
     ) -> Tensor | None:
         """Additive mask ``[B or 1, heads or 1, T, M]`` for the last ``M`` keys of a layer; None where all are visible.
 
         The memory is visible to every token, unless a sliding window ends within it or a block is not full. The layer
-        attends to the list ``fetched``, among keys at the positions ``prefix [B or 1, heads or 1, P]``, with which its
-        ``room`` keys begin.
+        attends to the list ``fetched``; its keys begin with those at the positions ``prefix [B or 1, heads or 1, P]``.
         """
         empty = self._empty(fetched)
-        alone = self.clock is None
-        if alone and self.tokens == 1 and self.padding is None and sliding is None and empty is None:
+        if self.tokens == 1 and self.padding is None and sliding is None and empty is None:
             return None
-        # By the clock keys beyond the token are there too, and are not seen: as many as the buffer holds.
-        count = self.length + self.tokens if alone else room - prefix.shape[-1]
-        whole = sliding is not None or empty is not None or not alone
+        count = self.length + self.tokens
+        whole = sliding is not None or empty is not None
         key = ("mask", sliding, count, id(prefix) if whole else None, id(empty))
         if key not in self._step_memo:
             visible = self._visible_local(count)
@@ -614,8 +607,7 @@ class LocalTokens:
 
     def _visible_local(self, count: int) -> Tensor:
         """``[B or 1, 1, T, count]``: causal, without padding (a token always sees itself, so that no row is empty)."""
-        rows = torch.arange(self.length, self.length + self.tokens, device=self.device)
-        rows = (rows if self.clock is None else self.clock)[:, None]
+        rows = torch.arange(self.length, self.length + self.tokens, device=self.device)[:, None]
         columns = torch.arange(count, device=self.device)
         causal = (columns <= rows)[None, None]
         if self.padding is None:

@@ -230,7 +230,7 @@ class VisibleParts:
 NOTHING = VisibleParts(range(0), Candidates(()), range(0))
 
 
-class Distinct:
+class _Distinct:
     """Blocks of documents, each once: what a fork shares with another document would have twice the attention."""
 
     def __init__(self) -> None:
@@ -268,7 +268,7 @@ class Distinct:
 
 def everything(sources: Sequence[AttachedDocument], beside: AttachedDocument | None = None) -> Candidates:
     """All blocks of ``sources``, each once, without those that the document ``beside`` them has too."""
-    distinct = Distinct()
+    distinct = _Distinct()
     if beside is not None:
         distinct.of(beside)
     return Candidates(tuple((source, part) for source in sources for part in distinct.of(source)))

@@ -103,7 +103,6 @@ class Environment:
         return self._data
 
     def close(self) -> None:
-        """Close it, and its file."""
         self.env.close()
         if self._data is not None:
             os.close(self._data)

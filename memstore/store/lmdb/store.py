@@ -7,7 +7,9 @@ transaction refers to, so a process that dies at any instruction leaves the last
 
 from __future__ import annotations
 
+import errno
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -20,12 +22,21 @@ from typing import Any, Self
 import lmdb
 
 from memstore import paths
-from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory, ReadOnlyMemory, StoreFull
+from memstore.errors import (
+    DamagedError,
+    ForeignMemory,
+    InvalidArgument,
+    MemoryInUse,
+    MemstoreError,
+    NotAMemory,
+    ReadOnlyMemory,
+    StoreFull,
+)
 from memstore.json_checks import fit, table, whole
-from memstore.store.contract import BlockStore, Capabilities, Compaction, Progress, beyond_limit
+from memstore.store.contract import BlockStore, Capabilities, Compaction, Progress, evict
 from memstore.store.lmdb import environment as environments
-from memstore.store.lmdb.environment import RESERVE_NAME, Environment, WriterLock
-from memstore.store.lmdb.erasing import check_known, erase, wait_for_readers
+from memstore.store.lmdb import pages
+from memstore.store.lmdb.environment import DATA_NAME, RESERVE_NAME, Environment, WriterLock
 from memstore.store.lmdb.values import (
     KEY_BYTES,
     STORE_KEY,
@@ -83,7 +94,6 @@ class LmdbStore(BlockStore):
     _formats = FORMATS
 
     def __init__(self, environment: Environment, writer: WriterLock | None, url: str) -> None:
-        """Not for callers: use ``create`` or ``open``."""
         self.path = environment.folder
         self.url = url
         self.read_only = writer is None
@@ -98,7 +108,7 @@ class LmdbStore(BlockStore):
         self._changes = Changes(self._naming, heads)
         self._checked = (-1, 0)  # number of the last commit that was written here, and its sum of checks
         self._waits = True  # the last read had to wait for the disk, so the next one probably will
-        self._reserve = None if writer is None else Reserve(self.path)
+        self._reserve = None if writer is None else _Reserve(self.path)
         self._close = weakref.finalize(self, _release, environment, writer)
 
     @classmethod
@@ -232,33 +242,25 @@ class LmdbStore(BlockStore):
         return self._naming.lengths[Table.BLOCKS]
 
     def write(self, batch: Batch) -> None:
-        """Apply ``batch`` in one durable transaction.
-
-        Raises ``StoreFull``, ``ReadOnlyMemory``, ``InvalidArgument``, or ``DamagedError`` when blocks that share a
-        value with what is written are damaged. Nothing of the batch is visible then, and the store stays usable.
-        """
         self._check_writable()
         check_batch(batch)
         self._commit(batch.deletes, batch.puts)
 
     def write_within(self, batch: Batch, max_bytes: int, evictions: Iterable[Batch]) -> int:
-        """Apply ``batch`` and as many of ``evictions`` as are needed, in one transaction. See ``BlockStore``."""
         self._check_writable()
         check_batch(batch)
         evicted, rest = 0, iter(evictions)
 
-        def evict(txn: Transaction) -> None:
+        def make_room(txn: Transaction) -> None:
             nonlocal evicted, rest
             waiting, rest = tee(rest)  # a transaction may be tried twice
-            evicted = 0
-            while (used := used_bytes(txn)) > max_bytes:
-                eviction = next(waiting, None)
-                if eviction is None:
-                    raise beyond_limit(max_bytes, used)
-                self._changes.apply(txn, eviction.deletes, eviction.puts)
-                evicted += 1
 
-        self._commit(batch.deletes, batch.puts, evict)
+            def apply(eviction: Batch) -> None:
+                self._changes.apply(txn, eviction.deletes, eviction.puts)
+
+            evicted = evict(waiting, max_bytes, lambda: used_bytes(txn), apply)
+
+        self._commit(batch.deletes, batch.puts, make_room)
         return evicted
 
     def _commit(self, deletes: Deletes, puts: Puts, then: Callable[[Transaction], None] | None = None) -> None:
@@ -313,10 +315,6 @@ class LmdbStore(BlockStore):
         return environments.tree_problem(self._env, self.path, KEY_BYTES, _checks, large=large)
 
     def read(self, keys: Sequence[Key], layouts: Sequence[Layout], out: Sequence[Bytes]) -> None:
-        """Fill row ``i`` of each ``out[f]`` (uint8 ``[len(keys), layouts[f].nbytes]``): record ``f`` of ``keys[i]``.
-
-        One snapshot, verified. Raises ``NotFound`` or ``DamagedError``.
-        """
         check_out(keys, layouts, out)
         reader = value_reader(tuple(layouts))
         step = max(1, _PIECE_BYTES // max(1, reader.size))
@@ -361,7 +359,6 @@ class LmdbStore(BlockStore):
         self._waits = environments.waited()
 
     def get(self, key: Key) -> tuple[Record, ...] | None:
-        """The verified records under ``key``, copied, or None. Raises ``DamagedError``."""
         self._check_open()
         check_key(key)
         try:
@@ -376,19 +373,16 @@ class LmdbStore(BlockStore):
             return self.values.checksums(txn, keys)
 
     def keys(self, first: Key, last: Key) -> list[Key]:
-        """Existing keys from ``first`` to ``last``, in order. Raises ``DamagedError``."""
         check_range(first, last)
         with self._reading() as txn:
             return self.values.keys(txn, first, last)
 
     def walk(self, first: Key, last: Key) -> Iterator[tuple[Key, tuple[Record, ...]]]:
-        """Existing keys from ``first`` to ``last`` and their verified records, in one snapshot. See ``BlockStore``."""
         check_range(first, last)
         with self._reading() as txn:
             yield from self.values.walk(txn, first, last)
 
     def scan(self) -> Iterator[ScannedValue]:
-        """Every value of every table in one snapshot, in order, verified; damaged ones are reported, not raised."""
         self._check_open()
         if what := self._tree_problem(large=True):
             yield ScannedValue(STORE_KEY, (), _tree_damaged(self.path, self.url, what))
@@ -396,30 +390,27 @@ class LmdbStore(BlockStore):
             yield from self.values.scan(txn)
 
     def sync(self) -> None:
-        """Every commit is synced already; this asks the disk once more."""
         self._check_open()
         if not self._environment.read_only:
             self._env.sync(True)
 
     def size_bytes(self) -> int:
-        """Bytes allocated on disk by the files of the folder."""
         self._check_open()
         return sum(map(environments.allocated, self.path.iterdir()))
 
     def used_bytes(self) -> int:
-        """Bytes of the pages that the values of the last commit lie on."""
         self._check_open()
         with self._env.begin() as txn:
             return used_bytes(txn)
 
     def compact(self, progress: Progress | None = None) -> Compaction:
-        """Erase what deleted values have left in the file, in place, and give the space back: see ``erasing.py``.
+        """Erase what deleted values have left in the file, in place, and give the space back: see ``pages.py``.
 
         Readers go on; those that began two commits ago or earlier are waited for. Raises ``MemoryInUse`` where they do
         not end, ``DamagedError`` where the file is not understood, ``ReadOnlyMemory`` and ``StoreFull``.
         """
         self._check_writable()
-        check_known(self.path)
+        _check_known(self.path)
         before = self.size_bytes()
         # In place, not as a copy: that would need the space twice, and readers stay on their file. Two commits first,
         # so that neither of the last two, which LMDB keeps whole, has what was deleted before.
@@ -427,8 +418,8 @@ class LmdbStore(BlockStore):
             self._commit([] if self._naming.checked else [(STORE_KEY, STORE_KEY)], [])
         try:
             with self._env.begin(write=True) as txn:  # nothing changes now
-                wait_for_readers(self._env, self.path, txn.id() - 2, READER_PATIENCE)
-                erase(self.path, progress)
+                _wait_for_readers(self._env, self.path, txn.id() - 2, READER_PATIENCE)
+                _erase(self.path, progress)
         except lmdb.Error as error:
             raise self._failure(error) from error
         if self._reserve:
@@ -436,7 +427,6 @@ class LmdbStore(BlockStore):
         return Compaction(before, self.size_bytes())
 
     def version(self) -> int:
-        """Number of the last committed transaction, of whichever process."""
         self._check_open()
         # Not env.info(): while a commit is under way it names the new transaction already, and reads still see the old.
         with self._env.begin() as txn:
@@ -444,7 +434,6 @@ class LmdbStore(BlockStore):
             return number
 
     def close(self) -> None:
-        """Release the environment and the right to write. Closing twice is allowed."""
         self._close()
 
     def _check_writable(self) -> None:
@@ -464,7 +453,7 @@ class LmdbStore(BlockStore):
         return environments.failure(error, self.path, needed)
 
 
-class Reserve:
+class _Reserve:
     """The file ``reserve`` of a memory that this process writes: room on the disk that is kept for deleting.
 
     LMDB needs new pages also to delete: it never overwrites those of the last commit. On a disk that others have filled
@@ -491,7 +480,6 @@ class Reserve:
                 os.close(handle)
 
     def give(self) -> bool:
-        """Give the space to the file system; whether there was some."""
         self._bytes = 0
         try:
             (self._folder / RESERVE_NAME).unlink()
@@ -548,3 +536,58 @@ def _checks(txn: Transaction) -> int | None:
         # A copy that LMDB has compacted begins with commit 1.
         return -1 if facts.get("commit", txn.id()) != txn.id() != 1 else facts.get("checks")
     return None
+
+
+def _wait_for_readers(env: lmdb.Environment, folder: Path, oldest: int, patience: float) -> None:
+    """Return when nobody reads a commit before ``oldest``. Raises ``MemoryInUse`` after ``patience`` seconds."""
+    until = time.monotonic() + patience
+    while late := _readers_before(env, oldest):
+        if time.monotonic() > until:
+            raise MemoryInUse(
+                f"nothing was erased: process {late[0]} has been reading an older state of memory {folder} for "
+                f"more than {patience:g} seconds; let it finish, then compact again",
+                memory=folder,
+            )
+        time.sleep(0.01)
+        env.reader_check()
+
+
+def _readers_before(env: lmdb.Environment, oldest: int) -> list[int]:
+    """Processes that read a commit before ``oldest``."""
+    lines = [line.split() for line in env.readers().splitlines()]
+    rows = [line for line in lines if len(line) == 3 and line[0].isdigit() and line[2].isdigit()]
+    return [int(pid) for pid, _, commit in rows if int(commit) < oldest]
+
+
+def _check_known(folder: Path) -> None:
+    """Raise ``MemstoreError`` where the LMDB in use may lay out its pages in another way than is known here."""
+    if not pages.is_known():
+        raise MemstoreError(
+            f"memory {folder} was not compacted: this is LMDB {pages.version()}, and only the pages of LMDB 0.9 are "
+            "known well enough to erase in them. Nothing was erased; a copy of the memory leaves behind what "
+            "was deleted",
+            memory=folder,
+        )
+
+
+def _erase(folder: Path, progress: Progress | None) -> None:
+    """Erase, and give the space back. Nothing may write meanwhile. Raises ``ReadOnlyMemory`` or ``DamagedError``."""
+    try:
+        handle = paths.open_file(folder, DATA_NAME, os.O_RDWR)
+        try:
+            pages.erase_unused(handle, progress)
+        finally:
+            os.close(handle)
+    except OSError as error:
+        if isinstance(error, DamagedError):
+            raise
+        kept = "what is stored is whole, but bytes of what was deleted are still in the file"
+        if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            raise ReadOnlyMemory(
+                f"memory {folder} may not be written to any more ({error.strerror}); {kept}. Give the right back, then "
+                "compact again",
+                memory=folder,
+            ) from error
+        raise DamagedError(
+            f"memory {folder} could not be compacted ({error.strerror}); {kept}. Check the disk, then compact again"
+        ) from error

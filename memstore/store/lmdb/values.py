@@ -181,7 +181,6 @@ class Values:
     def rows(
         self, txn: Transaction, keys: Sequence[Key], reader: ValueReader, which: Numbers, rows: Numbers, *, waits: bool
     ) -> Bytes:
-        """Row ``rows[i]`` of ``keys[which[i]]``, each a value of one record: see ``BlockStore.rows``."""
         layout = reader.layouts[0]
         nbytes = layout.nbytes // layout.shape[0]
         out = np.empty((len(rows), nbytes), np.uint8)
@@ -297,7 +296,6 @@ class Values:
             raise older(run)
 
     def get(self, txn: Transaction, key: Key) -> tuple[Record, ...] | None:
-        """The verified records of ``key``, copied; None where there are none. Raises ``DamagedError``."""
         run = self.run(key)
         view = self.value(txn, run)
         if view is None:
@@ -308,7 +306,6 @@ class Values:
         return None if start is None else decode_value(view, start, key)[0]
 
     def walk(self, txn: Transaction, first: Key, last: Key) -> Iterator[tuple[Key, tuple[Record, ...]]]:
-        """See ``BlockStore``."""
         with txn.cursor() as cursor:
             cursor.set_range(self._naming.first(self.run(first).to_bytes()))
             for raw, view in cursor.iternext() if cursor.key() else ():
@@ -324,18 +321,17 @@ class Values:
                     yield from ((entry.key, decode_value(view, entry.start, entry.key)[0]) for entry in kept)
 
     def checksums(self, txn: Transaction, keys: Sequence[Key]) -> list[tuple[int, ...]]:
-        """See ``BlockStore``: those of the headers, which are verified; the payloads are not read."""
         found: dict[Key, tuple[int, ...]] = {}
         for run in dict.fromkeys(map(self.run, keys)):
             view = self.value(txn, run)
             if view is not None:
-                found |= _run_checksums(view, run, self._naming.lengths[run.table])
+                entries = _in_run(view, run, self._naming.lengths[run.table])
+                found |= {each.key: tuple(header.payload_sum for header in each.headers) for each in entries}
         if missing := [key for key in keys if key not in found]:
             raise NotFound(f"there is no {describe(missing[0])}")
         return [found[key] for key in keys]
 
     def keys(self, txn: Transaction, first: Key, last: Key) -> list[Key]:
-        """Existing keys from ``first`` to ``last``, in order. Raises ``DamagedError``."""
         found: list[Key] = []
         with txn.cursor() as cursor:
             valid = cursor.set_range(self._naming.first(self.run(first).to_bytes()))
@@ -567,7 +563,9 @@ class Changes:
         """Delete the runs inside the range; of runs that its ends cut through, keep the rest."""
         if first > last:
             return  # nothing lies between them, and a run that both cut through must not lose what is outside
-        cut = {run for run in (self._run(first), self._run(last)) if run < first or self._run_end(run) > last}
+        length = self._naming.lengths[first.table]
+        runs = {self._run(first), self._run(last)}
+        cut = {run for run in runs if run < first or run._replace(item=run.item + length - 1) > last}
         for run in cut:
             self._trim(cursor, run, first, last)
         end = self._run(last).to_bytes()
@@ -584,9 +582,6 @@ class Changes:
 
     def _run(self, key: Key) -> Key:
         return _run_start(key, self._naming.lengths[key.table])
-
-    def _run_end(self, run: Key) -> Key:
-        return run._replace(item=run.item + self._naming.lengths[run.table] - 1)
 
 
 class _Entry(NamedTuple):
@@ -628,11 +623,6 @@ def _entry(view: memoryview, start: int, expected: Key) -> _Entry:
         if end > len(view):
             raise damaged(expected, f"record {number} is truncated")
     return _Entry(first.key, start, end, headers)
-
-
-def _run_checksums(view: memoryview, run: Key, length: int) -> dict[Key, tuple[int, ...]]:
-    """The checksums over the payloads of every value of a run, as its verified headers have them."""
-    return {entry.key: tuple(header.payload_sum for header in entry.headers) for entry in _in_run(view, run, length)}
 
 
 def _find_in_run(view: memoryview, key: Key, run: Key, length: int, reader: ValueReader) -> int | None:

@@ -24,8 +24,8 @@ from memstore import paths
 from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, NotFound
 from memstore.json_checks import array, fit, parse, table, text, whole
 from memstore.store.lmdb.environment import DATA_NAME
-from memstore.store.zarr.bucket import BucketObjects, LostRace, Tag
 from memstore.store.zarr.extents import HEXADECIMAL, hexadecimal
+from memstore.store.zarr.objects import BucketObjects, LostRace, Tag
 
 MANIFEST = "manifest.json"
 NOTE = "published.json"

@@ -27,7 +27,7 @@ import numpy as np
 
 from memstore import paths
 from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreError, NotAMemory, NotFound
-from memstore.store.contract import BlockStore, Capabilities, Compaction, Progress, beyond_limit
+from memstore.store.contract import BlockStore, Capabilities, Compaction, Progress, evict
 from memstore.store.encryption_keys import KEYS_NAME
 from memstore.store.lmdb.environment import DATA_NAME
 from memstore.store.lmdb.values import used_bytes
@@ -44,12 +44,24 @@ from memstore.store.records import (
     check_out,
     check_range,
 )
-from memstore.store.zarr.bucket import READS_AHEAD, BucketObjects
 from memstore.store.zarr.extents import COUNTERS, SHARD_BYTES, Extent, Series
-from memstore.store.zarr.objects import FileObjects, Objects, RangeRead, ZarrObjects, absent
+from memstore.store.zarr.objects import READS_AHEAD, BucketObjects, FileObjects, Objects, RangeRead, ZarrObjects, absent
 from memstore.store.zarr.published import NOTE, Publisher, last_version
-from memstore.store.zarr.sealing import Cut, Garbage, Sealer, cuts_of, manifest_changes, shard_paths
-from memstore.store.zarr.tail import Deletes, Failure, Puts, SealedBlocks, Snapshot, Tail, items
+from memstore.store.zarr.tail import (
+    Cut,
+    Deletes,
+    Failure,
+    Garbage,
+    Puts,
+    SealedBlocks,
+    Sealer,
+    Snapshot,
+    Tail,
+    cuts_of,
+    items,
+    manifest_changes,
+    shard_paths,
+)
 
 if TYPE_CHECKING:
     from zarr.abc.store import Store
@@ -152,26 +164,24 @@ class ZarrStore(BlockStore):
         self._write(batch)
 
     def write_within(self, batch: Batch, max_bytes: int, evictions: Iterable[Batch]) -> int:
-        """Apply ``batch`` and as many of ``evictions`` as are needed, in one transaction. See ``BlockStore``."""
         evicted, cuts, rest = 0, list[Cut](), iter(evictions)
 
-        def evict(txn: Any) -> None:
+        def make_room(txn: Any) -> None:
             nonlocal evicted, rest
             # A transaction that is tried again, with the room of the reserve, begins its evictions anew.
             waiting, rest = tee(rest)
             # Of the open transaction: each eviction is worked out from the manifest that the one before has left.
-            evicted, snapshot = 0, Snapshot(self._tail, txn)
+            snapshot = Snapshot(self._tail, txn)
             cuts.clear()
-            while (used := snapshot.counters()["bytes"] + used_bytes(txn)) > max_bytes:
-                eviction = next(waiting, None)
-                if eviction is None:
-                    raise beyond_limit(max_bytes, used)
+
+            def apply(eviction: Batch) -> None:
                 lost, deletes, puts = self._changes(eviction, snapshot)
                 self._tail.apply(txn, deletes, puts)
                 cuts.extend(lost)
-                evicted += 1
 
-        self._write(batch, evict, cuts)
+            evicted = evict(waiting, max_bytes, lambda: snapshot.counters()["bytes"] + used_bytes(txn), apply)
+
+        self._write(batch, make_room, cuts)
         return evicted
 
     def _write(self, batch: Batch, then: Callable[[Any], None] | None = None, more: Sequence[Cut] = ()) -> None:
@@ -199,10 +209,6 @@ class ZarrStore(BlockStore):
         return cuts, [*batch.deletes, *deletes], [*batch.puts, *puts]
 
     def read(self, keys: Sequence[Key], layouts: Sequence[Layout], out: Sequence[Bytes]) -> None:
-        """Fill row ``i`` of each ``out[f]`` (uint8 ``[len(keys), layouts[f].nbytes]``): record ``f`` of ``keys[i]``.
-
-        One snapshot, verified. Raises ``NotFound`` or ``DamagedError``.
-        """
         check_out(keys, layouts, out)
         rows = [[field[row].data for field in out] for row in range(len(keys))]
         lost: Failure | None = None
@@ -218,7 +224,6 @@ class ZarrStore(BlockStore):
             lost = failure
 
     def get(self, key: Key) -> tuple[Record, ...] | None:
-        """The verified records under ``key``, copied, or None. Raises ``DamagedError``."""
         check_key(key)
         while True:
             with self._tail.snapshot() as snapshot:
@@ -236,7 +241,6 @@ class ZarrStore(BlockStore):
             return tuple(Record(layout, rows[0]) for layout, rows in zip(place.extent.layouts, out, strict=True))
 
     def keys(self, first: Key, last: Key) -> list[Key]:
-        """Existing keys from ``first`` to ``last``, in order. Raises ``DamagedError``."""
         check_range(first, last)
         with self._tail.snapshot() as snapshot:
             found = snapshot.keys(first, last)
@@ -252,11 +256,9 @@ class ZarrStore(BlockStore):
         return sorted(found + [key for key in sealed if first <= key <= last])
 
     def walk(self, first: Key, last: Key) -> Iterator[tuple[Key, tuple[Record, ...]]]:
-        """Existing keys from ``first`` to ``last`` and their verified records, in order. Raises ``DamagedError``."""
         return super().walk(first, last) if first.table == Table.BLOCKS else self._tail.walk(first, last)
 
     def scan(self) -> Iterator[ScannedValue]:
-        """Every value of every table, in order, verified; damaged ones are reported, not raised."""
         self._garbage.scans += 1
         try:
             with self._tail.snapshot() as snapshot:
@@ -300,11 +302,9 @@ class ZarrStore(BlockStore):
             logger.warning("%s", error)
 
     def size_bytes(self) -> int:
-        """Bytes allocated on disk by the tail, and those of all shards that the manifest names."""
         return self._tail.size_bytes() + self._sealed_bytes()
 
     def used_bytes(self) -> int:
-        """Bytes that the values of the tail take, and those of all shards that the manifest names."""
         return self._tail.used_bytes() + self._sealed_bytes()
 
     def compact(self, progress: Progress | None = None) -> Compaction:
@@ -345,11 +345,9 @@ class ZarrStore(BlockStore):
             return int(snapshot.counters()["bytes"])
 
     def version(self) -> int:
-        """Number of the last committed transaction, of whichever process. Sealing counts as one."""
         return self._tail.version()
 
     def close(self) -> None:
-        """Release the tail and the right to write. Closing twice is allowed."""
         try:
             if self._close.alive and not self.read_only:
                 self._publish()

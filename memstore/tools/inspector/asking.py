@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from memstore.errors import MemstoreError, printable
 from memstore.memory.shared import CHAT, owner_of
-from memstore.readers.conversation import SAID
+from memstore.readers.asking import SAID
 from memstore.tools.models import named_model, recorded_name
 
 if TYPE_CHECKING:

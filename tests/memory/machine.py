@@ -1,12 +1,4 @@
-"""Random sequences of changes to the documents of a memory, compared with a dict after each.
-
-A new back end proves with it that whole memories work on it::
-
-    class OnMyStore(MemoryMachine):
-        def new_url(self): return f"mine:{tempfile.mkdtemp()}/memory"
-
-    TestOnMyStore = OnMyStore.TestCase
-"""
+"""Random sequences of changes to the documents of a memory, compared with a dict after each."""
 
 from __future__ import annotations
 
@@ -33,7 +25,7 @@ TOKENS = st.lists(st.integers(0, 3), min_size=1, max_size=9)
 
 
 @dataclass(frozen=True)
-class ExpectedDocument:
+class _ExpectedDocument:
     """What a document should be."""
 
     tokens: tuple[int, ...] = ()
@@ -42,10 +34,9 @@ class ExpectedDocument:
 
     @property
     def blocks(self) -> int:
-        """One more than the last block."""
         return -(-len(self.tokens) // BLOCK)
 
-    def cut(self, blocks: int) -> ExpectedDocument:
+    def cut(self, blocks: int) -> _ExpectedDocument:
         """With blocks below ``blocks`` alone."""
         return replace(self, tokens=self.tokens[: blocks * BLOCK], first=min(self.first, blocks))
 
@@ -62,7 +53,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.url = self.new_url()
-        self.expected: dict[str, ExpectedDocument] = {}
+        self.expected: dict[str, _ExpectedDocument] = {}
         self.kept = Rules[str]()
         self.now = 1.8e9
         self._clock = patch.object(rules, "utc", lambda: self.now)
@@ -82,7 +73,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self._append(name, tokens)
 
     def _append(self, name: str, tokens: list[int]) -> None:
-        document, old = self.memory.document(name), self.expected.get(name, ExpectedDocument())
+        document, old = self.memory.document(name), self.expected.get(name, _ExpectedDocument())
         overdue, victims = self._overdue(but=name), self._victims(but=name)
         try:
             with document.append(tokens) as batch:
@@ -97,7 +88,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert overdue <= gone <= overdue | set(victims)
         self._check_room(gone - overdue, victims)
         self._forget(gone)
-        new = ExpectedDocument((*old.tokens, *tokens), old.first)
+        new = _ExpectedDocument((*old.tokens, *tokens), old.first)
         if self.capacity is not None:
             new = replace(new, first=max(new.first, new.blocks - self.capacity))
         self.expected[name] = new
@@ -143,7 +134,6 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule()
     def lift_the_limit(self) -> None:
-        """No limit."""
         self._limit(None, "refuse")
 
     def _limit(self, max_bytes: int | None, when_full: WhenFull) -> None:
@@ -153,7 +143,6 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
     def pin(self, data: st.DataObject) -> None:
-        """Pin a document, or take the pin back."""
         name = data.draw(st.sampled_from(sorted(self.expected)))
         pinned = name not in self.kept.pinned
         document = self.memory.document(name)
@@ -163,7 +152,6 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.expected)
     @rule(data=st.data(), seconds=st.none() | st.sampled_from([1.0, HOUR, 9 * HOUR]))
     def live_for(self, data: st.DataObject, seconds: float | None) -> None:
-        """Give a document some time to live, or all."""
         name = data.draw(st.sampled_from(sorted(self.expected)))
         self.memory.document(name).expire(seconds)
         times = {each: when for each, when in self.kept.expires.items() if each != name}
@@ -171,12 +159,10 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @rule(hours=st.integers(1, 10))
     def wait(self, hours: int) -> None:
-        """Time goes by; not so much that a writer would doubt the clock."""
         self.now += hours * HOUR
 
     @rule()
     def expire(self) -> None:
-        """Forget what has lived its time."""
         overdue = self._overdue()
         assert set(self.memory.expire()) == overdue
         self._forget(overdue)
@@ -184,7 +170,6 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.expected)
     @rule(data=st.data(), name=NAMES)
     def fork(self, data: st.DataObject, name: str) -> None:
-        """Fork a document, whole or a beginning of it."""
         parent = data.draw(st.sampled_from(sorted(self.expected)))
         if name in self.expected:
             return
@@ -202,12 +187,11 @@ class MemoryMachine(RuleBasedStateMachine):
         begun = [each.tokens for each in self.expected.values() if not each.first]
         assert known == max((_alike(tokens, each) for each in begun), default=0)
         if known:
-            self.expected[name] = ExpectedDocument(tuple(tokens[:known]))
+            self.expected[name] = _ExpectedDocument(tuple(tokens[:known]))
 
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
     def truncate(self, data: st.DataObject) -> None:
-        """Cut a document."""
         name = data.draw(st.sampled_from(sorted(self.expected)))
         blocks = data.draw(st.integers(0, self.expected[name].blocks))
         self.memory.document(name).truncate(blocks)
@@ -216,14 +200,12 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.expected)
     @rule(data=st.data())
     def forget(self, data: st.DataObject) -> None:
-        """Forget a document."""
         name = data.draw(st.sampled_from(sorted(self.expected)))
         self.memory.forget(name)
         self._forget([name])
 
     @rule()
     def reopen(self) -> None:
-        """Close the memory and open it again."""
         self.memory.close()
         self.memory = self._open()
 
@@ -241,11 +223,9 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.findings() == []
 
     def findings(self) -> list[Finding]:
-        """What ``verify`` finds."""
         return self.memory.verify()
 
     def teardown(self) -> None:
-        """The last look."""
         self._clock.stop()
         assert self.findings() == []
         self.memory.close()
@@ -274,7 +254,7 @@ def _spec(capacity: int | None) -> MemorySpec:
     )
 
 
-def _check(document: Document, expected: ExpectedDocument) -> None:
+def _check(document: Document, expected: _ExpectedDocument) -> None:
     live = range(expected.first, expected.blocks)
     assert (len(document), document.blocks) == (len(expected.tokens), live)
     assert document.tokens().tolist() == list(expected.tokens[live.start * BLOCK :])
