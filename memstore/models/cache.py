@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from memstore.errors import InvalidArgument
 from memstore.readers.observer import Choice, Observer, Origin
+
+States = tuple[Tensor, Tensor]
+"""Keys and values of a layer, ``[B, G, n, D]`` each."""
+
+
+def of_rows(layers: Sequence[States | None], rows: Tensor) -> list[States | None]:
+    """The states of all layers, where row ``b`` is what row ``rows[b]`` was."""
+    return [
+        None if both is None else (both[0][rows.to(both[0].device)], both[1][rows.to(both[1].device)])
+        for both in layers
+    ]
+
+
+def behind_zeros(x: Tensor, zeros: int, at: Tensor) -> Tensor:
+    """Places ``at [B, n]`` of ``x [B, G, m, D]`` with so many ``zeros`` before it."""
+    index = at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+    return F.pad(x, (0, 0, zeros, 0)).gather(2, index)
 
 
 class ModelCache:

@@ -92,10 +92,6 @@ class CacheAuditor(Auditor):
         self._cache.observers.append(self)
         yield {CACHE: self._cache}
 
-    def locate(self, number: int) -> tuple[Document, int]:
-        """See ``Auditor``."""
-        return self._document, number
-
 
 def in_lists(lists: Tensor, blocks: int) -> Tensor:
     """``[H, blocks]``: whether each block is in the list of a head, of ``lists [H, K]`` with -1 for none."""
