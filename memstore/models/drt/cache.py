@@ -11,15 +11,12 @@ from torch import Tensor
 from memstore.attention.gca import ListStates
 from memstore.device_copies import numbers
 from memstore.kernels.grouped_cross_attention import Ready
-from memstore.models.cache import ModelCache
+from memstore.models.cache import ModelCache, States, behind_zeros, of_rows
 from memstore.models.drt.configuration import DRTConfig
-from memstore.models.drt.retrieval import BlockTable, DRTPacking, GroupSearch, ListsInUse, TensorTable
-
-States = tuple[Tensor, Tensor]
-"""Keys and values of a layer, ``[B, G, P, D]`` each."""
+from memstore.models.drt.retrieval import BlockTable, DRTPacking, GroupSearch, ListsInUse
 
 
-class LastList(NamedTuple):
+class _LastList(NamedTuple):
     """The list that the next tokens use: the states of its blocks, ready to be attended to."""
 
     keys: Tensor
@@ -50,7 +47,7 @@ class DRTCache(ModelCache):
         super().__init__(config, rows)
         self.counts = [tokens] * rows
         """Tokens of each row, those of the document included."""
-        self.table = TensorTable(rows) if table is None else table
+        self.table = BlockTable(rows) if table is None else table
         self.windows: list[States | None] = [None] * config.num_hidden_layers
         self.past = 0
         """Stream items that the windows hold."""
@@ -60,7 +57,7 @@ class DRTCache(ModelCache):
         """Pieces ``[B, p, hidden]`` of the incomplete block: hidden states after the lower layers."""
         self.partial_ids: list[Tensor] = []
         """Pieces ``[B, p, 1]`` of the incomplete block: its tokens, where an external retriever will want them."""
-        self.lists: list[LastList | None] = [None] * len(config.upper_layers)
+        self.lists: list[_LastList | None] = [None] * len(config.upper_layers)
         self.prepared: list[list[Ready] | None] = [None] * len(config.upper_layers)
         """The same lists, ready for single tokens, for each layer; None where nobody has made them so yet."""
         self.in_use: ListsInUse | None = None
@@ -68,10 +65,6 @@ class DRTCache(ModelCache):
 
     def __repr__(self) -> str:
         return f"DRTCache({self.rows} rows of {max(self.counts)} tokens)"
-
-    def begin(self) -> None:
-        """From here on tokens count as given."""
-        self.given = 0
 
     @property
     def offsets(self) -> list[int]:
@@ -107,7 +100,7 @@ class DRTCache(ModelCache):
         # In the coordinates of [keep zeros, past, segment], right-aligned at the end of each row.
         at = self.past + lengths[:, None] + torch.arange(keep, device=device)
         for number, (keys, values) in layers.items():
-            self.windows[number] = (_take(keys, at, keep), _take(values, at, keep))
+            self.windows[number] = (behind_zeros(keys, keep, at), behind_zeros(values, keep, at))
         self.empty = (keep - (self.past - empty + lengths)).clamp(min=0)
         self.past = keep
         if not bool(self.empty.any()):
@@ -136,7 +129,7 @@ class DRTCache(ModelCache):
         """Keep each row's last list for the tokens to come; rows that completed no block keep the one they have."""
         keys, values, blocks, weights = fresh
         if blocks.shape[1] == min(packing.blocks) == 1:
-            self._keep(group, LastList(keys, values, weights[:, 0], blocks[:, 0]))
+            self._keep(group, _LastList(keys, values, weights[:, 0], blocks[:, 0]))
             return
         top_k, device = blocks.shape[-1], blocks.device
         at = numbers(packing.blocks, device) - 1
@@ -145,7 +138,7 @@ class DRTCache(ModelCache):
         places = torch.arange(top_k, device=device)
         columns = (picked * top_k)[:, None] + places
         there = (at[:, None] >= 0) & (blocks[rows, picked] >= 0)
-        last = LastList(
+        last = _LastList(
             keys[rows[:, None], columns],
             values[rows[:, None], columns],
             weights[rows, picked],
@@ -156,7 +149,7 @@ class DRTCache(ModelCache):
             last = _mixed(at >= 0, last, before)
         self._keep(group, last)
 
-    def _keep(self, group: int, last: LastList) -> None:
+    def _keep(self, group: int, last: _LastList) -> None:
         """From here on ``last`` is the group's last list."""
         self.lists[group] = last
         self.prepared[group] = None
@@ -176,10 +169,7 @@ class DRTCache(ModelCache):
         self.counts = [self.counts[row] for row in rows]
         self.table.reorder(beam_idx)
         pick = beam_idx.to
-        self.windows = [
-            None if states is None else (states[0][pick(states[0].device)], states[1][pick(states[1].device)])
-            for states in self.windows
-        ]
+        self.windows = of_rows(self.windows, beam_idx)
         self.empty = None if self.empty is None else self.empty[pick(self.empty.device)]
         longest = max(self.offsets, default=0)
         self.partial, self.partial_ids = (
@@ -187,7 +177,8 @@ class DRTCache(ModelCache):
             for pieces in (self.partial, self.partial_ids)
         )
         self.lists = [
-            None if last is None else LastList(*(tensor[pick(tensor.device)] for tensor in last)) for last in self.lists
+            None if last is None else _LastList(*(tensor[pick(tensor.device)] for tensor in last))
+            for last in self.lists
         ]
         self.prepared = [None] * len(self.lists)
 
@@ -198,21 +189,16 @@ def _last(x: Tensor, keep: int) -> Tensor:
     return x[:, :, start:].clone() if start > keep else x[:, :, start:]
 
 
-def _take(x: Tensor, at: Tensor, keep: int) -> Tensor:
-    index = at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-    return F.pad(x, (0, 0, keep, 0)).gather(2, index)
-
-
-def _mixed(new: Tensor, last: LastList, before: LastList) -> LastList:
+def _mixed(new: Tensor, last: _LastList, before: _LastList) -> _LastList:
     """Row by row ``last`` where ``new [B]``, else ``before``."""
     width = max(last.blocks.shape[1], before.blocks.shape[1])
     one, other = _widened(last, width), _widened(before, width)
-    return LastList(*(torch.where(new.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(one, other, strict=True)))
+    return _LastList(*(torch.where(new.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(one, other, strict=True)))
 
 
-def _widened(last: LastList, width: int) -> LastList:
+def _widened(last: _LastList, width: int) -> _LastList:
     missing = width - last.blocks.shape[1]
     if not missing:
         return last
     keys, values = (F.pad(x, (0, 0, 0, 0, 0, 0, 0, missing)) for x in (last.keys, last.values))
-    return LastList(keys, values, F.pad(last.weights, (0, missing)), F.pad(last.blocks, (0, missing), value=-1))
+    return _LastList(keys, values, F.pad(last.weights, (0, missing)), F.pad(last.blocks, (0, missing), value=-1))

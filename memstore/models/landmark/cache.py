@@ -25,7 +25,7 @@ from memstore.attention.landmark import Questions, attend, choose, gated, joined
 from memstore.attention.positions import Turns, final_slots, local_slot, searching_slots
 from memstore.device_copies import alike, from_each, numbers, to_device
 from memstore.errors import InvalidArgument
-from memstore.models.cache import ModelCache
+from memstore.models.cache import ModelCache, States, of_rows
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.retrieval import (
     FOREVER,
@@ -37,7 +37,6 @@ from memstore.models.landmark.retrieval import (
     Lists,
     SearchCounts,
     attend_each,
-    attend_shown,
     check_capacity,
     check_lists,
     default_retrieval,
@@ -107,7 +106,7 @@ class WindowCache(Past):
 
     def __init__(self, config: LandmarkConfig, rows: int) -> None:
         super().__init__(config, rows)
-        self.states: list[tuple[Tensor, Tensor] | None] = [None] * config.num_hidden_layers
+        self.states: list[States | None] = [None] * config.num_hidden_layers
         """``[B, G, P, D]`` of each layer."""
         self.places: Tensor | None = None
         """``[B, P]``: position of each of them; -1 where there is none."""
@@ -143,7 +142,7 @@ class WindowCache(Past):
                 return torch.zeros_like(places)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:  # noqa: ARG002 - the baselines have none
-        """``q [B, H, M, D]``, ``k, v [B, G, M, D]`` of the segment, without positions -> ``[B, H, M, D]``."""
+        """See ``Past``."""
         assert self._turns is not None
         rotary = self.config.rotary
         q, k = rotary.rotate(q, self._turns), rotary.rotate(k, self._turns)
@@ -171,10 +170,7 @@ class WindowCache(Past):
         self.rows = len(beam_idx)
         self.counts = [self.counts[row] for row in beam_idx.tolist()]
         self.places = None if self.places is None else self.places[beam_idx.to(self.places.device)]
-        self.states = [
-            None if each is None else (each[0][beam_idx.to(each[0].device)], each[1][beam_idx.to(each[1].device)])
-            for each in self.states
-        ]
+        self.states = of_rows(self.states, beam_idx)
 
 
 class _Frame(NamedTuple):
@@ -251,11 +247,9 @@ class _View:
         self.bias, self.own = local_bias(self.places, blocks, self.size)
 
 
-# A text is cut into segments counted from its beginning, not by calls: tokens of the segment in hand attend to each
-# other directly, blocks of segments before it are in memory. So with lists of each token the same text gives the same
-# logits at once, in pieces and token by token. The published code takes every complete block into memory at the next
-# call; `segment_blocks=1` is that. It places retrieved blocks on top of the queries where the cache holds exactly k
-# blocks, and fails with fewer; here positions are true until there are more than k blocks.
+# The published code takes every complete block into memory at the next call; `segment_blocks=1` is that. It places
+# retrieved blocks on top of the queries where the cache holds exactly k blocks, and fails with fewer; here positions
+# are true until there are more than k blocks.
 class LandmarkCache(Past):
     """The ``past_key_values`` of a model with landmarks.
 
@@ -306,7 +300,6 @@ class LandmarkCache(Past):
         self._last_lists: dict[int, LastLists] = {}
         self._spent: dict[int, tuple[float, float]] = {}
 
-    # Fixed: local tokens stand behind `top_k + 1` slots. Other options take another cache.
     @property
     def retrieval(self) -> Retrieval:
         """How blocks are chosen: the same from beginning to end, for local tokens stand behind ``top_k`` slots."""
@@ -339,22 +332,8 @@ class LandmarkCache(Past):
         if self.observers:
             self._last = LastTokens(packing, ending)
 
-    # Retrieved and local part are attended to apart and merged by their log-sum-exps: a block's gate is its landmark's
-    # score, so the retrieved part is a softmax with a log-sum-exp of its own. Lists of single tokens then need no
-    # copies of the local keys, and a context-miss token only puts its own score in the place of that log-sum-exp.
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:
-        """Attention of the segment's items in ``layer``, which must be asked once each, in order.
-
-        Args:
-            layer: its number.
-            q: ``[B, H, M, D]``, without positions.
-            k: ``[B, G, M, D]``, without positions.
-            v: ``[B, G, M, D]``.
-            context_miss: ``[1, G, 1, D]``, the key of the context-miss token, where the model has one.
-
-        Returns:
-            ``[B, H, M, D]``
-        """
+        """See ``Past``; layers must be asked once each, in order."""
         assert self._view is not None, "begin() comes first"
         view, scale = self._view, q.shape[-1] ** -0.5
         frame = self._written(layer, k.detach(), v.detach())
@@ -572,7 +551,8 @@ class LandmarkCache(Past):
             return _MemoryAttention(*attend_each(turned, self._fetched(layer, blocks), scale), blocks, searched=True)
         before = self._kept[layer]
         kept = self._latest(layer) if latest else self._one_list(layer, q, turned, asks)
-        out, lse = attend_shown(turned.unsqueeze(2), kept.shown, scale)
+        shown = kept.shown
+        out, lse = attend(turned.unsqueeze(2), shown.keys, shown.values, scale=scale, bias=shown.bias)
         return _MemoryAttention(out.squeeze(2), lse.squeeze(2), kept.blocks, searched=not latest and kept is not before)
 
     @property
@@ -660,9 +640,6 @@ class LandmarkCache(Past):
             scores = scores.masked_fill(missing[:, None, None], -math.inf)
         return Questions(self.config.rotary.rotate(q, view.older) * scale, scores, first, view.real)
 
-    # The index holds landmarks without positions and is asked with queries turned back by a landmark's place in slot 0,
-    # where all older blocks stand while they are searched; the last k blocks have slots of their own and are scored
-    # here.
     def _recent_landmarks(self, layer: int, first: Tensor, count: int) -> Tensor:
         """Landmarks ``[B, G, count, D]`` of the latest blocks, in their slots; the same for a whole segment."""
         if layer not in self._recent:

@@ -59,7 +59,6 @@ def memory_spec(
     config = model.config
     if config.attention != "landmark":
         raise InvalidArgument(f"a model with attention={config.attention!r} has no landmarks: it needs no memory")
-    assert config.head_dim is not None
     groups, size, dim = config.num_key_value_heads, config.block_size, config.head_dim
     # What the states depend on beside the weights: none of it shows in the shapes of the weights.
     shaping = ("num_attention_heads", "num_key_value_heads", "norm_eps", "segment_blocks", "local_layers")
