@@ -39,7 +39,6 @@ very same parameters, and those of its landmark beside them.
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -667,7 +666,7 @@ def _given(stock: Any) -> dict[str, Any]:
 # would not fit the weights.
 def _check_names(changes: dict[str, Any], given: dict[str, Any]) -> None:
     """Raise ``InvalidArgument`` for options that do not exist, which a configuration would take, or that are given."""
-    known = inspect.signature(LandmarkConfig.__init__).parameters.keys() - {"self", "kwargs"} - given.keys()
+    known = LandmarkConfig.__annotations__.keys() - given.keys()
     if wrong := sorted(changes.keys() - known - {"architecture", *TOKENS}):
         raise InvalidArgument(f"make_landmark has no option {', '.join(wrong)}; it has {', '.join(sorted(known))}")
 
