@@ -14,7 +14,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.kernels._backends import check_device, check_known, triton_problem
-from memstore.kernels.best_codes.encoding import BYTE, hold, numbers
+from memstore.kernels.best_codes.reference import BYTE, hold, numbers
 
 __all__ = ["best_codes", "hold", "numbers"]
 

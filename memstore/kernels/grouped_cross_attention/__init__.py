@@ -6,7 +6,16 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.kernels._backends import INTEGERS, Backend, check_device, check_grouped, pick, shapes, triton_problem
+from memstore.kernels._backends import (
+    INTEGERS,
+    Backend,
+    check_device,
+    check_grouped,
+    nothing,
+    pick,
+    shapes,
+    triton_problem,
+)
 from memstore.kernels.grouped_cross_attention.prepared import (
     FoldedList,
     PreparedList,
@@ -86,7 +95,7 @@ def grouped_cross_attention(
     largest = max(q.shape[-1], v.shape[-1])
     backend = pick(backend, q, lambda: triton_problem(q, k, v, largest=largest))
     if not (q.numel() and blocks.numel() and k.shape[1] and k.shape[3]):
-        return _nothing(q, k, v, weights)
+        return nothing(q, v, k, weights)
     match backend:
         case "triton":
             from memstore.kernels.grouped_cross_attention import triton
@@ -100,12 +109,6 @@ def grouped_cross_attention(
             from memstore.kernels.grouped_cross_attention import reference
 
             return reference.grouped_cross_attention(q, k, v, blocks, weights, scale=scale, off_by_one=off_by_one)
-
-
-def _nothing(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> Tensor:
-    """The output where there is nothing to attend to: 0, with gradient 0 whatever the inputs hold."""
-    linked = torch.stack([x[..., :0].sum().to(q.dtype) for x in (q, k, v, weights)]).sum()
-    return q.new_zeros((*q.shape[:-1], v.shape[-1])) + linked
 
 
 def _check_gathered(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -51,10 +53,8 @@ def knn_attention(
             On a GPU, a token that does not exist is not looked for beforehand, which would wait for the device:
             ``"triton"`` gives its query NaN, PyTorch's own operations may fail later.
     """
-    if (local is None) != (gate is None):
-        raise InvalidArgument("local and gate come together: the gate says how much of local is in the output")
-    out, _ = _run(q, k, v, ids, valid, scale, local, gate, backend)
-    return out
+    more: dict[str, Any] = {"valid": valid, "scale": scale, "local": local, "gate": gate, "backend": backend}
+    return knn_attention_with_lse(q, k, v, ids, **more)[0]
 
 
 def knn_attention_with_lse(
@@ -65,26 +65,16 @@ def knn_attention_with_lse(
     *,
     valid: Tensor | None = None,
     scale: float | Tensor | None = None,
+    local: Tensor | None = None,
+    gate: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """``knn_attention`` without a gate, and the log-sum-exp of the scores ``[B, H, T]``; both are differentiable.
+    """``knn_attention``, and the log-sum-exp of the scores ``[B, H, T]``, -inf where nothing was found.
 
-    ``merge_attention`` puts it under one softmax with local attention. -inf where nothing was found.
+    Both are differentiable; without ``local`` ``merge_attention`` puts them under one softmax with local attention.
     """
-    return _run(q, k, v, ids, valid, scale, None, None, backend)
-
-
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    ids: Tensor | None,
-    valid: Tensor | None,
-    scale: float | Tensor | None,
-    local: Tensor | None,
-    gate: Tensor | None,
-    backend: Backend,
-) -> tuple[Tensor, Tensor]:
+    if (local is None) != (gate is None):
+        raise InvalidArgument("local and gate come together: the gate says how much of local is in the output")
     if ids is None:
         k, v, ids = _looked_up(q, k, v, valid)
     elif valid is not None:

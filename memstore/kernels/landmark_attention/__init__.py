@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.kernels._backends import INTEGERS, Backend, check_device, check_grouped, pick, shapes
+from memstore.kernels._backends import INTEGERS, Backend, check_device, check_grouped, nothing, pick, shapes
 from memstore.kernels._backends import triton_problem as common_problem
 
 __all__ = ["landmark_attention"]
@@ -71,7 +71,7 @@ def landmark_attention(
     if not 0 <= ramp <= 1:
         raise InvalidArgument(f"ramp is between 0 (ordinary softmax) and 1 (landmarks decide), got {ramp}")
     if not (q.numel() and v.shape[-1]):
-        return _nothing(q, k, v)
+        return nothing(q, v, k)
     rows = (is_landmark, key_padding, documents)
     backend = pick(backend, q, lambda: triton_problem(q, k, v, rows, window, causal))
     options: dict[str, Any] = {
@@ -111,12 +111,6 @@ def triton_problem(
     if longest > triton.LONGEST:
         return f"has blocks of at most {triton.LONGEST} tokens, got {longest}; use 'auto' or 'torch'"
     return None
-
-
-def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The output without queries or values, with gradient 0 whatever the inputs hold."""
-    linked = torch.stack([x[..., :0].sum().to(q.dtype) for x in (q, k, v)]).sum()
-    return q.new_zeros((*q.shape[:-1], v.shape[-1])) + linked
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
