@@ -88,7 +88,6 @@ class CacheAuditor(Auditor):
 
     @contextmanager
     def watching(self) -> Iterator[dict[str, Any]]:
-        """See ``Auditor``."""
         self._cache.observers.append(self)
         yield {CACHE: self._cache}
 

@@ -93,7 +93,7 @@ def attach(
         with memstore.attach(model, path, codec=codec, **options) as reader:
             run.results["index lies there"] = reader.memory._shared.index_device.type == run.device
             if run.device == "cuda" and reader.memory.spec.key_dtype == "bit":  # signs are not held as numbers there
-                assert reader.memory._shared.new_index().dtype == torch.bool  # type: ignore[attr-defined]
+                assert reader.memory._shared.new_index().dtype == torch.bool
             ids = run.ids((20 if counted else 6) * SEGMENT).cpu()
             reader.read(ids[: len(ids) // 4], document="d")
             if counted:

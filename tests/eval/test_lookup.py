@@ -85,8 +85,8 @@ def test_weights_are_those_of_the_layer() -> None:
     out = knn_attention(queries, memory.keys, ring, found.ids, scale=scale, local=local, gate=attention.gate)
     expected = out[0, :, 0].mean(0)  # of the first query, which is of token 24
     best = expected.topk(3)
-    nothing = {"keys": keys[:, :, :0], "mask": torch.zeros(1, 2, 24, 0)}
-    choice = KNNChoice(1, [0], [23], attention, queries, found=found, memory=memory, **nothing)
+    no_keys, no_mask = keys[:, :, :0], torch.zeros(1, 2, 24, 0)
+    choice = KNNChoice(1, [0], [23], attention, queries, no_keys, no_mask, found, memory)
     told = MemorizingScorer(model)._most(choice, 0)
     assert [number for number, _ in told] == best.indices.tolist()
     assert [weight for _, weight in told] == pytest.approx(best.values.tolist(), rel=1e-4)

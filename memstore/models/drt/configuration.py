@@ -91,7 +91,7 @@ class DRTConfig(PreTrainedConfig):
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         self.upper_layers = list(self.upper_layers)
-        super().__post_init__(**kwargs)
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]  # transformers annotates it in part
         self._check()
 
     @property

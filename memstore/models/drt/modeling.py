@@ -354,8 +354,11 @@ class DRTModel(Decoder):
         if last is None:
             return None
         if prepared is None or torch.is_grad_enabled():
-            prepared = cache.prepared[group] = self._prepare(group, last.retrieved())
-        return last.retrieved(packing.lists) if prepared is None else prepared
+            prepared = cache.prepared[group] = self._prepare(group, last)
+        if prepared is not None:
+            return prepared
+        blocks, weights = (x.expand(-1, packing.lists, -1) for x in (last.blocks, last.weights))
+        return last._replace(blocks=blocks, weights=weights)
 
     def _prepare(self, group: int, retrieved: ListStates) -> list[Ready] | None:
         crosses = [cast("UpperLayer", layer).cross for layer in cast("nn.ModuleList", self.upper[group])]

@@ -307,7 +307,6 @@ class DRTReader(CacheReader[DRTCache]):
         self.segment = segment_blocks * model.config.tokens_per_block
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
-        """See ``Reader``."""
         codec = "none" if made is None else made.codec
         return memory_spec(self.model, self.tokenizer, codec if self._codec is None else self._codec)
 

@@ -17,7 +17,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,14 +29,11 @@ from memstore.device_copies import numbers, to_device
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.memory import LayerView
 from memstore.memory.trace_file import Array, Look
+from memstore.models.cache import OnError
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.packing import Packing
 from memstore.readers.observer import Choice, Draft, Looks, Origin, as_array
 from memstore.readers.ranks import Ranks
-
-OnError = Literal["raise", "miss"]
-"""What becomes of a stored block that cannot be read: an error, or a list without it."""
-
 
 FEW = 4
 """Segments of at most this many stream items are attended item by item, instead of by whole blocks."""
@@ -213,7 +210,6 @@ class MemoryTable(BlockTable):
         self._device = device
 
     def search(self, queries: Tensor, limits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """See ``BlockTable``."""
         scores, blocks = self._search_document(queries, limits, top_k)
         own_scores, own_blocks = super().search(queries, limits, top_k)
         if not own_scores.shape[-1]:
@@ -223,7 +219,6 @@ class MemoryTable(BlockTable):
         return scores, blocks.gather(-1, at)
 
     def gather(self, blocks: Tensor) -> Tensor:
-        """See ``BlockTable``."""
         flat = blocks.flatten().tolist()
         stored = sorted({block for block in flat if block in self._blocks})
         if not stored:
@@ -323,7 +318,6 @@ class DRTChoice(Choice):
     """What the last token of each row uses."""
 
     def draft(self) -> Draft:
-        """See ``Choice``."""
         return Looks(self.looks)
 
 

@@ -25,7 +25,7 @@ from memstore.attention.landmark import Questions, attend, choose, gated, joined
 from memstore.attention.positions import Turns, final_slots, local_slot, searching_slots
 from memstore.device_copies import alike, from_each, numbers, to_device
 from memstore.errors import InvalidArgument
-from memstore.models.cache import ModelCache, States, of_rows
+from memstore.models.cache import BlockCache, States, of_rows
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.retrieval import (
     FOREVER,
@@ -49,27 +49,13 @@ from memstore.readers.kinds import Retrieval
 from memstore.readers.observer import as_array
 
 
-class Past(ModelCache, ABC):
+class Past(BlockCache, ABC):
     """Base of all caches: for each segment the model calls ``begin``, ``attend`` once for each layer, and ``end``.
 
     It serves one generation: to branch, make another.
     """
 
     config: LandmarkConfig
-
-    def __init__(self, config: LandmarkConfig, rows: int, tokens: int = 0) -> None:
-        """``tokens``: those of a document, that each row goes on after."""
-        super().__init__(config, rows)
-        self.counts = [tokens] * rows
-        """Tokens of each row, those of the document included."""
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.rows} rows of {max(self.counts)} tokens)"
-
-    @property
-    def offsets(self) -> list[int]:
-        """Tokens that wait in the incomplete block of each row."""
-        return [count % self.config.tokens_per_block for count in self.counts]
 
     @property
     def step(self) -> int:
@@ -142,7 +128,6 @@ class WindowCache(Past):
                 return torch.zeros_like(places)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:  # noqa: ARG002 - the baselines have none
-        """See ``Past``."""
         assert self._turns is not None
         rotary = self.config.rotary
         q, k = rotary.rotate(q, self._turns), rotary.rotate(k, self._turns)
@@ -156,7 +141,7 @@ class WindowCache(Past):
         """Count the segment's tokens, and drop what nobody will see again."""
         assert self._packing is not None
         assert self.places is not None
-        self.counts = [count + new for count, new in zip(self.counts, self._packing.counts, strict=True)]
+        self.count(self._packing)
         first = self._first(torch.tensor(self.counts, device=self.places.device)).clamp(min=0)
         needed = (self.places >= first[:, None]).any(0)
         if not bool(needed.all()):
@@ -343,48 +328,36 @@ class LandmarkCache(Past):
         )
         out, lse = attend(turned.unsqueeze(2), keys, values[..., :-1, :], scale=scale, bias=view.bias, own=view.own)
         local = out.squeeze(2), lse.squeeze(2)
-        if context_miss is None:
-            found = self._retrieved(layer, q, turned, None) if view.remembers else None
-            self._tell(layer, q, turned, local[1], found, None)
-            return (local[0] if found is None else joined(local, found[:2])).to(q.dtype)
-        before = self.config.rotary.turns(torch.full((), -1, device=q.device))
-        gate = self.config.rotary.rotate(context_miss, before).repeat_interleave(q.shape[1] // k.shape[1], 1)
-        weight, called = gated(local, (turned * gate).sum(-1) * scale, self.retrieval.threshold or 0.0)
+        weight = called = None
+        if context_miss is not None:
+            before = self.config.rotary.turns(torch.full((), -1, device=q.device))
+            gate = self.config.rotary.rotate(context_miss, before).repeat_interleave(q.shape[1] // k.shape[1], 1)
+            weight, called = gated(local, (turned * gate).sum(-1) * scale, self.retrieval.threshold or 0.0)
         found = self._retrieved(layer, q, turned, called) if view.remembers else None
-        self._tell(layer, q, turned, local[1], found, weight * called)
-        memory = torch.zeros_like(local[0]) if found is None else found.out
-        return joined_by_gate(local[0], memory, weight, called).to(q.dtype)
-
-    def _tell(
-        self,
-        layer: int,
-        q: Tensor,
-        turned: Tensor,
-        local: Tensor,
-        found: _MemoryAttention | None,
-        opened: Tensor | None,
-    ) -> None:
-        """Tell the observers, if there are any, what a layer attends to; local layers retrieve nothing."""
-        if found is None or self._last is None or not self._watched(layer):
-            return
-        choice = LandmarkChoice(
-            layer=layer,
-            searched=found.searched,
-            table=self.table.layers[layer],
-            ask=lambda: self._questions(layer, q, turned),
-            blocks=found.blocks,
-            queries=turned,
-            local=local,
-            found=found.lse,
-            opened=opened,
-            last=self._last,
-            lists=self._last_lists.get(layer),
-            origin=self.origin,
-            spent=self._spent.pop(layer, (0.0, 0.0)),
-        )
-        self.tell(choice)
+        if found is not None and self._last is not None and self._watched(layer):
+            choice = LandmarkChoice(
+                layer=layer,
+                searched=found.searched,
+                table=self.table.layers[layer],
+                ask=lambda: self._questions(layer, q, turned),
+                blocks=found.blocks,
+                queries=turned,
+                local=local[1],
+                found=found.lse,
+                opened=None if weight is None or called is None else weight * called,
+                last=self._last,
+                lists=self._last_lists.get(layer),
+                origin=self.origin,
+                spent=self._spent.pop(layer, (0.0, 0.0)),
+            )
+            self.tell(choice)
+        if weight is not None and called is not None:
+            memory = torch.zeros_like(local[0]) if found is None else found.out
+            return joined_by_gate(local[0], memory, weight, called).to(q.dtype)
+        return (local[0] if found is None else joined(local, found[:2])).to(q.dtype)
 
     def _watched(self, layer: int) -> bool:
+        """Whether somebody wants to know of it; local layers retrieve nothing."""
         return bool(self.observers) and layer not in self.config.local_layers
 
     def keep(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -399,7 +372,7 @@ class LandmarkCache(Past):
         assert self._view is not None, "begin() comes first"
         packing = self._view.packing
         self.items += torch.tensor(packing.lengths)
-        self.counts = [count + new for count, new in zip(self.counts, packing.counts, strict=True)]
+        self.count(packing)
         full = (self.items == self._room).nonzero().flatten()
         if len(full):
             for own, frame in zip(self.table.own, self._frames, strict=True):
@@ -493,8 +466,8 @@ class LandmarkCache(Past):
     @property
     def _lists(self) -> int:
         """``X``: lists of a layer."""
-        share = self.retrieval.share
-        return {"none": self.config.num_attention_heads, "group": self.config.num_key_value_heads}.get(share, 1)
+        lists = {"none": self.config.num_attention_heads, "group": int(self.config.num_key_value_heads)}
+        return lists.get(self.retrieval.share, 1)
 
     def _new_run(self, packing: Packing) -> None:
         """Count the runs of tokens that use one list."""

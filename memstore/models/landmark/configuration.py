@@ -95,7 +95,7 @@ class LandmarkConfig(PreTrainedConfig):
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
         self.local_layers = list(self.local_layers)
-        super().__post_init__(**kwargs)
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]  # transformers annotates it in part
         self._check()
 
     @property

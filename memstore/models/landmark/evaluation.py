@@ -81,7 +81,6 @@ class LandmarkAuditor(CacheAuditor):
         return range(start, max(start, min(own, first)))
 
     def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more of them would not help
-        """See ``Auditor``."""
         size = self.model.config.segment_tokens
         return f"no block is in memory yet: they are from {size} tokens on; read a longer text"
 

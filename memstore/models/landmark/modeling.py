@@ -256,7 +256,6 @@ class WholeStream:
         self.before = self.rotary.turns(torch.tensor(-1, device=like.device), like.dtype)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:  # noqa: ARG002 - all layers are alike here
-        """See ``Past``."""
         q, k = self.rotary.rotate(q, self.turns), self.rotary.rotate(k, self.turns)
         match self.config.attention:
             case "landmark" if context_miss is not None:

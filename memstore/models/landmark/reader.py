@@ -133,11 +133,9 @@ class LandmarkReader(CacheReader[LandmarkCache]):
 
     @classmethod
     def default_retrieval(cls, model: LandmarkForCausalLM, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003
-        """See ``Reader``."""
         return default_retrieval(model.config)
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
-        """See ``Reader``."""
         codec, capacity = "none" if made is None else made.codec, self.capacity
         if capacity is None and made is not None and made.capacity is not None:
             capacity = made.capacity - self.model.config.segment_blocks

@@ -17,7 +17,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -32,15 +32,12 @@ from memstore.kernels import grouped_cross_attention
 from memstore.kernels._backends import Backend, triton_problem
 from memstore.memory import Document, LayerView
 from memstore.memory.trace_file import Array, Look
+from memstore.models.cache import OnError
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.packing import Packing
 from memstore.readers.attachment import check_retrieval
 from memstore.readers.kinds import LANDMARK, Retrieval
 from memstore.readers.observer import Choice, Draft, Origin, as_array
-
-OnError = Literal["raise", "miss"]
-"""What becomes of a stored block that cannot be read: an error, or a list without it."""
-
 
 FOREVER = 2**40
 """More blocks than there will be."""
@@ -260,7 +257,6 @@ class FirstLayerBlocks:
         self._blocks = blocks
 
     def search(self, queries: Tensor, top_k: int, stop: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``Landmarks``."""
         count = min(max(OFFERED, top_k), int(stop.max()), self.own.reach)
         blocks = from_each(stop - count, count, queries.device)
         scores = self._score(queries).expand(-1, -1, -1, count)
@@ -268,19 +264,16 @@ class FirstLayerBlocks:
         return scores, blocks.clamp(min=-1)[:, None, None].expand_as(scores)
 
     def score(self, queries: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``Landmarks``."""
         first = max(0, int(stop.min()) - self.own.reach)
         blocks = torch.arange(first, int(stop.max()), device=queries.device)
         scores = self._score(queries).expand(-1, -1, -1, len(blocks))
         return _within(scores, blocks, stop, self.own.reach), blocks
 
     def landmarks(self, first: Tensor, count: int) -> Tensor:
-        """See ``_TensorBlocks``."""
         last = torch.full_like(first, self.own.first)
         return self.own.landmarks(last, 1).expand(-1, -1, count, -1)
 
     def states(self, rows: Tensor, blocks: Tensor) -> tuple[_BlockStates, Tensor]:
-        """See ``_TensorBlocks``."""
         return self._blocks.states(rows, blocks)
 
     def _score(self, queries: Tensor) -> Tensor:
@@ -651,7 +644,6 @@ class LandmarkChoice(Choice):
 
     @property
     def rows(self) -> Sequence[int]:  # type: ignore[override]  # nobody sets it
-        """See ``Choice``."""
         return self.last.rows
 
     def weights(self) -> tuple[Tensor, Tensor]:
@@ -663,7 +655,6 @@ class LandmarkChoice(Choice):
         return weights[0, :, 0], blocks[0]
 
     def draft(self) -> Draft:
-        """See ``Choice``."""
         assert self.lists is not None, "lists are traced from the beginning of a cache"
         *lists, tiers = self.lists
         opened = self.found[..., :0] if self.opened is None else self.opened

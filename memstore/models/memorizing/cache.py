@@ -260,7 +260,8 @@ class KNNChoice(Choice):
 
     def places(self) -> Tensor:
         """``[B, H, T, K]``: the places in the text of what was found, -1 for nothing."""
-        return self.memory.numbers_of(self.found.ids)
+        places: Tensor = self.memory.numbers_of(self.found.ids)
+        return places
 
     def weights(self, row: int, at: int) -> tuple[Tensor, Tensor]:
         """Scores and weights ``[H, K]`` of what one token of the segment found."""
@@ -271,7 +272,6 @@ class KNNChoice(Choice):
         return scores[0, :, 0], weights[0, :, 0]
 
     def draft(self) -> Draft:
-        """See ``Choice``."""
         now = time.perf_counter()
         asked = self.memory.stored.asked
         spent = (1e6 * (asked - self.memory.begun), 1e6 * (now - asked))

@@ -66,7 +66,7 @@ class MemorizingConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        super().__post_init__(**kwargs)
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]  # transformers annotates it in part
         self._check()
 
     @property

@@ -87,7 +87,6 @@ class KNNAuditor(Auditor):
 
     @contextmanager
     def watching(self) -> Iterator[dict[str, Any]]:
-        """See ``Auditor``."""
         self._cache.observers.append(self)
         trained, self._layer.top_k = self._layer.top_k, self.top_k
         try:
@@ -127,7 +126,6 @@ class KNNAuditor(Auditor):
         return _with_keys(query, keys), len(self._document) + numbers
 
     def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more of them would not help
-        """See ``Auditor``."""
         return "nothing is in memory yet: read a text first, of at least one token"
 
 
@@ -236,7 +234,6 @@ class MemorizingScorer(_Scorer):
 
     @contextmanager
     def reading(self, size: int, watch: Choices[KNNChoice] | None = None) -> Iterator[dict[str, Any]]:
-        """See ``_Scorer``."""
         config = copy.deepcopy(self._model.config)
         config.memory_size = size
         cache = MemorizingCache(config, 1)
