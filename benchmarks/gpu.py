@@ -269,7 +269,6 @@ class Run:
             "MEMSTORE_CACHE": os.environ.get("MEMSTORE_CACHE", str(self._folder / "cache")),
             "TRITON_CACHE_DIR": os.environ.get("TRITON_CACHE_DIR", str(self._folder / "triton")),
             "TMPDIR": str(self._folder),
-            "MEMSTORE_TRITON_TUNE": "0",
         }
         if "without cuDNN" in piece:
             more["TORCH_CUDNN_SDPA_DEPRIORITIZED"] = "1"

@@ -332,13 +332,36 @@ def _with_lse(here: Piece, top: dict[str, float]) -> None:
 
 def tune(here: Piece) -> None:
     """What measuring would choose, for the shapes that matter most: each configuration's milliseconds."""
-    from memstore.kernels._tiles import TiledKernel
+    from memstore.kernels._tiles import TiledKernel, config
     from memstore.kernels.grouped_cross_attention import triton as gca
     from memstore.kernels.landmark_attention import triton as landmark
 
-    shapes = (("landmark 64", "8K", landmark, ("_keys_kernel", "_forward_kernel", "_queries_kernel")),
-              ("gca", "train, grouped heads", gca, ("_forward_kernel", "_blocks_kernel")))  # fmt: skip
-    for name, shape, module, names in shapes:
+    blocks = [
+        config(4, 2, BM=16),
+        config(4, 2, BM=32),
+        config(8, 3, BM=32),
+        config(4, 2, BM=64),
+        config(4, 3, BM=64),
+        config(8, 2, BM=64),
+        config(8, 3, BM=64),
+        config(8, 2, BM=128),
+        config(8, 3, BM=128),
+    ]
+    chosen = [
+        config(4, 1, BM=16, BS=16),
+        config(4, 2, BM=16, BS=32),
+        config(4, 3, BM=16, BS=64),
+        config(4, 2, BM=32, BS=32),
+        config(4, 2, BM=32, BS=64),
+        config(4, 3, BM=64, BS=32),
+        config(4, 3, BM=64, BS=64),
+        config(8, 3, BM=64, BS=64),
+        config(8, 2, BM=128, BS=32),
+        config(8, 3, BM=128, BS=64),
+    ]
+    shapes = (("landmark 64", "8K", landmark, ("_keys_kernel", "_forward_kernel", "_queries_kernel"), blocks),
+              ("gca", "train, grouped heads", gca, ("_forward_kernel", "_blocks_kernel"), chosen))  # fmt: skip
+    for name, shape, module, names, configs in shapes:
         dtype = torch.float32 if here.tiny else torch.bfloat16
         call, tensors, dout = gradients_of(name, shape, dtype, tiny=here.tiny)
         both = functools.partial(_both, call, tensors, dout)
@@ -346,10 +369,10 @@ def tune(here: Piece) -> None:
             tiled: Any = getattr(module, kernel)
             assert isinstance(tiled, TiledKernel)
             table = tiled.choose
-            for config in module.CONFIGS[: here.size(99, 1)]:
-                title = f"{name} {kernel} {config}"
+            for each in configs[: here.size(99, 1)]:
+                title = f"{name} {kernel} {each}"
                 with here.attempt(title, least=here.size(15, 0)):
-                    tiled.choose = lambda _, config=config: config  # type: ignore[misc]
+                    tiled.choose = lambda _, each=each: each  # type: ignore[misc]
                     try:
                         (ms,) = here.times([both], warmups=2, repeats=7)
                     finally:

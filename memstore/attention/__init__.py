@@ -1,12 +1,8 @@
 """Functions and layers that query a memory: how blocks are chosen and attended to."""
 
-from memstore.attention.gca import BlockEncoder, CausalRetriever, GroupedCrossAttention
 from memstore.attention.routing import Router, choose, late_interaction, pooled, slots_by_score, sub_block_means
 
 __all__ = [
-    "BlockEncoder",
-    "CausalRetriever",
-    "GroupedCrossAttention",
     "Router",
     "choose",
     "late_interaction",

@@ -36,9 +36,6 @@ class Turns(NamedTuple):
     sin: Tensor
     """``[..., D]``"""
 
-    def __getitem__(self, index: object) -> Turns:  # type: ignore[override]  # of both at once, never one of them
-        return Turns(self.cos[index], self.sin[index])  # type: ignore[index]  # whatever a tensor takes
-
 
 class Rotary:
     """Rotary positions (Su et al. 2021): pairs of dimensions, each turned by an angle that grows with the position.

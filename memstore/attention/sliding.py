@@ -7,7 +7,7 @@ folded into tiles of queries, each with the keys it can see, so that time and me
 Key ``j`` of the ``P + M`` keys and query ``i`` of the ``M`` queries are ``P + i - j`` tokens apart: whatever the
 position in the document, so nothing here grows with it.
 
-On a CPU, where nothing is to be differentiated, tiles are computed head by head without copies (``_attend_tiles``).
+On a CPU, where nothing is to be differentiated, tiles are computed head by head without copies (``WindowTiles``).
 """
 
 from __future__ import annotations
@@ -52,15 +52,18 @@ class Window:
             self.start_bias = _bias(self.start, past, size, empty, slopes, dtype, device)
         if self.tile:
             self.tile_bias = _bias(self.tile, size - 1, size, None, slopes, dtype, device)
-            self.tile_factor = F.pad(self.tile_bias.exp(), (1, 0)).unsqueeze(2)
+            self._tiles = WindowTiles(size, slopes) if torch.device(device).type == "cpu" else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """``q [B, H, M, D]`` over ``k, v [B, G, P + M, D]`` -> ``[B, H, M, D]``."""
         if not self.tile:
             return _attend(q, k, v, self.start_bias)
         first = self.past + self.start - (self.size - 1)
-        folded = self._attend_tiles if self._plainly(q) else self._attend_folded
-        rest = folded(q[:, :, self.start :], k[:, :, first:], v[:, :, first:])
+        later = q[:, :, self.start :], k[:, :, first:], v[:, :, first:]
+        rest = None
+        if self._tiles is not None and q.dtype == torch.float32 and not torch.is_grad_enabled():
+            rest = self._tiles.attend_rows(*later)
+        rest = self._attend_folded(*later) if rest is None else rest
         if not self.start:
             return rest
         seen = self.past + self.start
@@ -77,52 +80,16 @@ class Window:
         joined: Tensor = out.unflatten(0, (batch, tiles)).transpose(1, 2).flatten(2, 3)
         return joined[:, :, :tokens]
 
-    def _plainly(self, q: Tensor) -> bool:
-        return q.device.type == "cpu" and q.dtype == torch.float32 and not torch.is_grad_enabled()
-
-    def _attend_tiles(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As ``_attend_folded``, in two products whose operands overlap in memory: tiles share keys with neighbours.
-
-        Exponentials are taken as they are and divided by their sum; where that does not fit into the type, which scores
-        of less than 80 never see, the other form is taken. Time goes into passes over the scores: this makes four.
-        """
-        batch, head_count, tokens, dim = q.shape
-        tile, heads = self.tile, batch * head_count
-        # A tile sees one key more, always masked, so that rows of scores begin at multiples of 64 bytes. Tiles that are
-        # computed for nothing at the end of each head keep the distance between all tiles the same.
-        seen = tile + self.size
-        tiles = -(-tokens // tile) + -(-self.size // tile)
-        queries = F.pad(q * dim**-0.5, (0, 0, 0, tiles * tile - tokens)).contiguous()
-        keys, values = (self._laid_out(x, head_count, tiles) for x in (k, v))
-        turned = keys.as_strided((heads * tiles, dim, seen), (tile * dim, 1, dim))
-        scores = torch.bmm(queries.view(heads * tiles, tile, dim), turned).view(batch, head_count, tiles, tile, seen)
-        scores.exp_().mul_(self.tile_factor)
-        total = scores.sum(-1, keepdim=True)
-        if not fits(total):
-            return self._attend_folded(q, k, v)
-        overlapping = values.as_strided((heads * tiles, seen, dim), (tile * dim, dim, 1))
-        out = torch.bmm(scores.view(heads * tiles, tile, seen), overlapping)
-        return out.view(*total.shape[:4], dim).div_(total).flatten(2, 3)[:, :, :tokens]
-
-    def _laid_out(self, x: Tensor, head_count: int, tiles: int) -> Tensor:
-        """``[B, G, n, D]`` -> ``B * H`` heads one behind the other, ``tiles * tile`` keys each, the first one empty."""
-        batch, groups, count, dim = x.shape
-        length = tiles * self.tile
-        rows = x.new_zeros(batch * head_count * length + self.tile + self.size, dim)
-        each = rows[: batch * head_count * length].view(batch, groups, head_count // groups, length, dim)
-        each[:, :, :, 1 : count + 1] = x.unsqueeze(2)
-        return rows
-
     def _folded(self, x: Tensor) -> Tensor:
         """``[B, G, size - 1 + n * tile, D]`` -> ``[B * n, G, tile + size - 1, D]``, each with the keys of one tile."""
         return x.unfold(2, self.tile + self.size - 1, self.tile).permute(0, 2, 1, 4, 3).flatten(0, 1)
 
 
 class WindowTiles:
-    """Windows of one row on a CPU, in tiles of queries that share keys with their neighbours in memory.
+    """Windows of one row on a CPU, in two products whose operands overlap in memory: tiles share keys with neighbours.
 
-    As ``Window`` does it, for those who have queries, keys and values by heads already: nothing is copied, and head by
-    head the scores stay in the processor's cache.
+    Nothing is copied, and head by head the scores stay in the processor's cache. Exponentials are taken as they are and
+    divided by their sum, without looking for the largest score first: time goes into passes over the scores.
     """
 
     def __init__(self, size: int, slopes: Tensor | None = None) -> None:
@@ -131,6 +98,16 @@ class WindowTiles:
         self.tile = max(LEAST_TILE, size // 2)
         bias = _bias(self.tile, size - 1, size, None, slopes, torch.float32, "cpu")
         self._factor = F.pad(bias.exp(), (1, 0))[0]  # [H or 1, tile, size + tile], the first key never seen
+
+    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+        """``q [B, H, M, D]`` over ``k, v [B, G, size - 1 + M, D]`` of many rows; None as in ``attend``."""
+        k, v = (F.pad(x, (0, 0, 1, 0)) for x in (k, v))
+        rows = []
+        for row in zip(q * q.shape[-1] ** -0.5, k, v, strict=True):
+            if (out := self.attend(*row)) is None:
+                return None
+            rows.append(out)
+        return torch.stack(rows)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, missing: int = 0) -> Tensor | None:
         """``q [H, M, D]``, scaled, over ``k, v [G, size + M, D]`` -> ``[H, M, D]``.

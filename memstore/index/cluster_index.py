@@ -40,7 +40,7 @@ from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
 from memstore.index.exact import ExactIndex
 from memstore.index.rebuilt import BaseBlocks, Rebuild
 from memstore.json_checks import anything, array, fit, members, number, row, table, whole
-from memstore.kernels.search_blocks.api import LARGEST_K, KeyLists, lists_problem
+from memstore.kernels.search_blocks import LARGEST_K, KeyLists, lists_problem
 
 SPREAD = 3.0
 SMALLEST_VARIANCE = 1e-4

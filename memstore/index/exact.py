@@ -23,8 +23,8 @@ from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
 from memstore.index.sieve import CodedGroups, QueryGroups, Sieve, group_rows
 from memstore.kernels._largest import filled, largest
 from memstore.kernels.best_codes import best_codes
-from memstore.kernels.best_products.api import fastest as fastest_products
-from memstore.kernels.search_blocks.api import KeyChunk, fastest, search_blocks, search_chunks
+from memstore.kernels.best_products import fastest as fastest_products
+from memstore.kernels.search_blocks import KeyChunk, fastest, search_blocks, search_chunks
 
 TILE_KEYS = 8192
 TILE_QUERIES = 64

@@ -22,8 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from memstore.kernels.best_products.api import LARGEST_DIM as LARGEST_CODED_DIM
-from memstore.kernels.best_products.api import best_products, fastest
+from memstore.kernels.best_products import LARGEST_DIM as LARGEST_CODED_DIM
+from memstore.kernels.best_products import best_products, fastest
 
 EXPONENT = 0.125
 """Directions are divided by this power of their variance. A half would make all equally long, and queries uneven."""

@@ -18,8 +18,7 @@ from torch import Tensor
 from memstore.errors import InvalidArgument
 from memstore.index import contract, files
 from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
-from memstore.kernels.best_signs import PackedSigns, best_signs, pack
-from memstore.kernels.best_signs.api import allowance, problem, words_shape
+from memstore.kernels.best_signs import PackedSigns, allowance, best_signs, pack, problem, words_shape
 
 LEAST_ROOM = 64
 """Blocks that there is room for when the first come."""

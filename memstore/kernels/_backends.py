@@ -66,6 +66,12 @@ def pick(backend: Backend, x: Tensor, problem: Callable[[], str | None], *, prod
     return backend
 
 
+def nothing(q: Tensor, v: Tensor, *others: Tensor) -> Tensor:
+    """The output where there is nothing to attend to: 0, with gradient 0 whatever the inputs hold."""
+    linked = torch.stack([x[..., :0].sum().to(q.dtype) for x in (q, v, *others)]).sum()
+    return q.new_zeros((*q.shape[:-1], v.shape[-1])) + linked
+
+
 def triton_problem(*tensors: Tensor, largest: int, mixed: bool = False, instead: str = "torch") -> str | None:
     """Why Triton cannot compute with floating-point ``tensors`` and heads of ``largest``; None if it can.
 

@@ -2,15 +2,13 @@
 
 Tiles come from a ``TABLE`` beside the kernels (in ``grouped_cross_attention`` and ``landmark_attention``; a formula in
 ``knn_attention``, constants in ``search_blocks``), by what the compiler says of them: none spills registers.
-Measuring (``MEMSTORE_TRITON_TUNE=1``) may find faster ones, but takes minutes of compiling in each process, and may
-choose others in the next one: then sums have another order, and what a model reads again is no longer the same bit for
-bit.
+Measuring in each process may find faster ones, but takes minutes of compiling, and may choose others in the next one:
+then sums have another order, and what a model reads again is no longer the same bit for bit.
 """
 
 from __future__ import annotations
 
 import functools
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -87,26 +85,12 @@ class TiledKernel:
 
 
 def tiled(
-    choose: Callable[[Mapping[str, Any]], triton.Config],
-    *,
-    interpreted_config: triton.Config,
-    configs: Sequence[triton.Config],
-    key: Sequence[str],
-    admissible: Callable[..., list[triton.Config]] | None = None,
-) -> Callable[[Any], Any]:
-    """Give a kernel its tiles: those that ``choose`` takes from a table.
+    choose: Callable[[Mapping[str, Any]], triton.Config], *, interpreted_config: triton.Config
+) -> Callable[[Any], TiledKernel]:
+    """Give a kernel the tiles that ``choose`` takes; the interpreter, which has no registers, takes one for all."""
 
-    With ``MEMSTORE_TRITON_TUNE=1`` the fastest of ``configs`` that are ``admissible``, measured once in each process
-    for each kind of shape (``key``). The interpreter, which has no registers, takes one for all.
-    """
-
-    def give(kernel: Any) -> Any:
-        if not isinstance(kernel, triton.JITFunction):
-            return TiledKernel(kernel, lambda _: interpreted_config)
-        if os.environ.get("MEMSTORE_TRITON_TUNE") == "1":
-            pruning = {} if admissible is None else {"early_config_prune": admissible}
-            return triton.autotune(list(configs), list(key), pruning)(kernel)
-        return TiledKernel(kernel, choose)
+    def give(kernel: Any) -> TiledKernel:
+        return TiledKernel(kernel, choose if isinstance(kernel, triton.JITFunction) else lambda _: interpreted_config)
 
     return give
 

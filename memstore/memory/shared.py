@@ -162,7 +162,7 @@ class SharedStore:
         """An empty index for one layer of a document."""
         import torch
 
-        from memstore.kernels.best_signs.api import problem
+        from memstore.kernels.best_signs import problem
 
         spec, name, dtype = self.spec, self.index, index_dtype(self.spec.key_dtype)
         if spec.key_dtype == "bit" and self.index_device.type != "cpu" and name in ("exact", "auto"):

@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Literal
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from memstore.errors import InvalidArgument
+from memstore.models.packing import Packing
 from memstore.readers.observer import Choice, Observer, Origin
+
+OnError = Literal["raise", "miss"]
+"""What becomes of a stored block that cannot be read: an error, or a list without it."""
+States = tuple[Tensor, Tensor]
+"""Keys and values of a layer, ``[B, G, n, D]`` each."""
+
+
+def of_rows(layers: Sequence[States | None], rows: Tensor) -> list[States | None]:
+    """The states of all layers, where row ``b`` is what row ``rows[b]`` was."""
+    return [
+        None if both is None else (both[0][rows.to(both[0].device)], both[1][rows.to(both[1].device)])
+        for both in layers
+    ]
+
+
+def behind_zeros(x: Tensor, zeros: int, at: Tensor) -> Tensor:
+    """Places ``at [B, n]`` of ``x [B, G, m, D]`` with so many ``zeros`` before it."""
+    index = at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
+    return F.pad(x, (0, 0, zeros, 0)).gather(2, index)
 
 
 class ModelCache:
@@ -70,3 +92,25 @@ class ModelCache:
             f"a {type(self).__name__} cannot be cut to {max_length} tokens, for what has left its window is gone; "
             "assisted generation and prompt look-up do not work with it"
         )
+
+
+class BlockCache(ModelCache):
+    """A cache of a model with blocks, which counts the tokens of each row."""
+
+    def __init__(self, config: Any, rows: int, tokens: int = 0) -> None:
+        """``tokens``: those of a document, that each row goes on after."""
+        super().__init__(config, rows)
+        self.counts = [tokens] * rows
+        """Tokens of each row, those of the document included."""
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.rows} rows of {max(self.counts)} tokens)"
+
+    @property
+    def offsets(self) -> list[int]:
+        """Tokens that wait in the incomplete block of each row."""
+        return [count % self.config.tokens_per_block for count in self.counts]
+
+    def count(self, packing: Packing) -> None:
+        """The tokens of a segment have been processed."""
+        self.counts = [count + new for count, new in zip(self.counts, packing.counts, strict=True)]

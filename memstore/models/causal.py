@@ -15,10 +15,11 @@ from memstore.readers.caches import CACHE, takes_cache
 
 WHERE = ("cache_dir", "revision", "subfolder", "token", "local_files_only")
 """Options of ``from_pretrained`` that say where a checkpoint is."""
-F = TypeVar("F", bound=Callable[..., Any])
+Function = TypeVar("Function", bound=Callable[..., Any])
+Cache = TypeVar("Cache", bound=ModelCache)
 
 
-def uncompiled(function: F) -> F:
+def uncompiled(function: Function) -> Function:
     """What looks blocks up, as it is also in a model that ``torch.compile`` compiles.
 
     What it does depends on what is stored, so each token would be compiled anew: minutes for a dozen.
@@ -26,8 +27,31 @@ def uncompiled(function: F) -> F:
     return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
+class Decoder(nn.Module):
+    """A model without its output layer, whose layers may be computed again in the backward pass."""
+
+    # transformers sets both where gradient checkpointing is wanted
+    gradient_checkpointing = False
+    _gradient_checkpointing_func: Callable[..., Any] | None = None
+
+    def checkpointed(self, layer: nn.Module, *arguments: Any) -> Any:
+        """What ``layer`` makes of ``arguments``."""
+        if self.gradient_checkpointing and self.training and self._gradient_checkpointing_func is not None:
+            # What was retrieved comes in tuples: reentrant checkpointing would not find the tensors in them.
+            return self._gradient_checkpointing_func(layer.__call__, *arguments, use_reentrant=False)
+        return layer(*arguments)
+
+
 class CausalLM(PreTrainedModel, GenerationMixin):
-    """A decoder ``model`` and an output layer ``lm_head``, with a cache of its own kind."""
+    """A decoder ``model`` and an output layer ``lm_head``, with a cache of its own kind.
+
+    ``forward`` gives the logits of the token after each of ``input_ids [B, T]``, plain tokens without landmarks, or of
+    the last ``logits_to_keep`` alone (0: of all). ``attention_mask`` is ``[B, T]``, or ``[B, earlier + T]`` as
+    ``generate`` gives it; 0 for padding, which is left out. ``past_key_values`` is what came before; with ``use_cache``
+    what comes next can go on (None: as the configuration says, and not while training). ``labels [B, T]``, -100 where
+    there is none, add ``loss``; further keywords are ``num_items_in_batch`` of the Trainer, and what transformers hands
+    every model. All raise ``InvalidArgument`` for tokens that do not exist, or shapes that do not fit.
+    """
 
     model: Any
     lm_head: nn.Linear
@@ -126,6 +150,17 @@ class CausalLM(PreTrainedModel, GenerationMixin):
                 )
         if mask is not None and (mask.dim() != 2 or len(mask) != len(input_ids) or mask.shape[1] < input_ids.shape[1]):
             raise InvalidArgument(f"expected a mask for {list(input_ids.shape)} tokens, got {list(mask.shape)}")
+
+    def going_on(
+        self, past: Cache | None, kind: type[Cache], input_ids: Tensor, use_cache: bool | None
+    ) -> Cache | None:
+        """The cache that a call goes on with: ``past``, which must fit, else a new one where one is wanted."""
+        if past is not None:
+            self.check_cache(past, kind, input_ids)
+        elif (self.config.use_cache and not self.training) if use_cache is None else use_cache:
+            past = kind(self.config, len(input_ids))
+            past.belong_to(self.model)
+        return past
 
     def check_cache(self, cache: ModelCache, kind: type[ModelCache], input_ids: Tensor) -> None:
         """Raise ``InvalidArgument`` for a cache of another kind, size, configuration or model; else take it over."""

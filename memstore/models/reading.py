@@ -88,13 +88,8 @@ class CacheAuditor(Auditor):
 
     @contextmanager
     def watching(self) -> Iterator[dict[str, Any]]:
-        """See ``Auditor``."""
         self._cache.observers.append(self)
         yield {CACHE: self._cache}
-
-    def locate(self, number: int) -> tuple[Document, int]:
-        """See ``Auditor``."""
-        return self._document, number
 
 
 def in_lists(lists: Tensor, blocks: int) -> Tensor:

@@ -156,6 +156,7 @@ class Auditor(Observer, ABC):
     shares = True
     """Whether weights are shares of all attention."""
     documents: list[str]
+    _document: Document
     top_k: int | Literal["all"]
     """Blocks of a list, or tokens where single ones are retrieved."""
     tokens = 8
@@ -180,9 +181,9 @@ class Auditor(Observer, ABC):
     def nothing(self, tokens: int) -> str:
         """Why nothing was retrieved for a question and ``tokens`` after it, and what to do."""
 
-    @abstractmethod
     def locate(self, number: int) -> tuple[Document, int]:
-        """The document and the block of a number that the tally counts by."""
+        """The document and the block of a number that the tally counts by; those of one document, unless overridden."""
+        return self._document, number
 
     @torch.no_grad()
     def audit(self, token_ids: Sequence[int] | Tensor, tokens: int | None = None, *, progress: bool = False) -> Audit:

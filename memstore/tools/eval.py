@@ -348,7 +348,7 @@ def lookup(
     total = (3 if examples else 2) * len(encode(tokenizer, written))
     with progress_bar("lookup", 0, total, not json and sys.stderr.isatty()) as advance:
         found = look_up(loaded, tokenizer, written, memory_size=size, examples=examples, advance=advance)
-    data = {"task": "lookup", "model": model.name, **found.to_dict()}
+    data = {"task": "lookup", "model": model.name, **found}
     return Report(data=data, text=lambda page: _show_lookup(page, data))
 
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from memstore.attention.knn_memory import RecentTokens
 from memstore.errors import InvalidArgument
 from memstore.kernels import knn_attention
 from memstore.models.memorizing import KNNMemory, add_knn_memory
-from memstore.models.memorizing.evaluation import KINDS, LookupTokens, document_losses, kinds_of, last_read, lookup
+from memstore.models.memorizing.cache import KNNChoice
+from memstore.models.memorizing.evaluation import KINDS, MemorizingScorer, kinds_of, last_read, lookup
 from tests.eval.drts import byte_tokenizer
 from tests.eval.memorizing import small_memorizing
 from tests.models.stock import small_llama
@@ -37,38 +39,39 @@ def test_kinds_make_up_the_whole_text() -> None:
     model, tokenizer = small_memorizing(), byte_tokenizer()
     heard: list[int] = []
     found = lookup(model, tokenizer, TEXT, examples=3, advance=heard.append)
-    assert found.reach == 3 * 12
-    assert found.memory_size == 100
-    assert [kind.kind for kind in found.kinds] == list(KINDS)
-    assert sum(kind.tokens for kind in found.kinds) == len(TEXT) - 1
+    assert found["reach"] == 3 * 12
+    assert found["memory_size"] == 100
+    assert [kind["kind"] for kind in found["kinds"]] == list(KINDS)
+    assert sum(kind["tokens"] for kind in found["kinds"]) == len(TEXT) - 1
     tokens = torch.tensor(tokenizer(TEXT, add_special_tokens=False)["input_ids"])
     for size, name in ((0, "without"), (100, "with_memory")):
-        total = sum(kind.tokens * math.log(getattr(kind, name)) for kind in found.kinds)
-        assert total == pytest.approx(float(document_losses(model, tokens, size, lambda _: None).sum()), rel=1e-5)
+        total = sum(kind["tokens"] * math.log(kind[name]) for kind in found["kinds"])
+        losses = MemorizingScorer(model).losses(tokens, size, lambda _: None)
+        assert total == pytest.approx(float(losses.sum()), rel=1e-5)
     assert 2 * (len(TEXT) - 1) < sum(heard) <= 3 * len(TEXT)
 
 
 def test_examples_are_the_far_words_that_gain_most() -> None:
     model, tokenizer = small_memorizing(), byte_tokenizer()
     found = lookup(model, tokenizer, TEXT, examples=4)
-    gains = [example.loss_without - example.loss_with for example in found.examples]
+    gains = [example["loss_without"] - example["loss_with"] for example in found["examples"]]
     assert gains == sorted(gains, reverse=True)
-    for example in found.examples:
-        assert example.last_read > found.reach
-        assert example.text.endswith(f"[{TEXT[example.number]}]")
-        assert example.word in TEXT[: example.number - 1]
-        for retrieved in example.retrieved:
-            assert retrieved.number < example.number
-            assert f"[{TEXT[retrieved.number]}]" in retrieved.text
-    assert any(example.retrieved for example in found.examples)
-    assert lookup(model, tokenizer, TEXT, examples=0).examples == []
+    for example in found["examples"]:
+        assert example["last_read"] > found["reach"]
+        assert example["text"].endswith(f"[{TEXT[example['number']]}]")
+        assert example["word"] in TEXT[: example["number"] - 1]
+        for retrieved in example["retrieved"]:
+            assert retrieved["number"] < example["number"]
+            assert f"[{TEXT[retrieved['number']]}]" in retrieved["text"]
+    assert any(example["retrieved"] for example in found["examples"])
+    assert lookup(model, tokenizer, TEXT, examples=0)["examples"] == []
 
 
 def test_weights_are_those_of_the_layer() -> None:
     model = small_memorizing(num_key_value_heads=1)
     attention = model.model.layers[1].attention
     assert attention.gate is not None
-    memory = LookupTokens([24], 1, 20, 16, scale=attention.scale.exp(), part=attention.gate.sigmoid())
+    memory = RecentTokens(1, 1, 20, 16)
     generator = torch.Generator().manual_seed(0)
     keys, queries = (torch.randn(1, n, 24, 16, generator=generator) for n in (1, 2))
     values = torch.eye(24)[None, None]  # so that an output is the weights
@@ -82,7 +85,9 @@ def test_weights_are_those_of_the_layer() -> None:
     out = knn_attention(queries, memory.keys, ring, found.ids, scale=scale, local=local, gate=attention.gate)
     expected = out[0, :, 0].mean(0)  # of the first query, which is of token 24
     best = expected.topk(3)
-    told = memory.found[24]
+    no_keys, no_mask = keys[:, :, :0], torch.zeros(1, 2, 24, 0)
+    choice = KNNChoice(1, [0], [23], attention, queries, no_keys, no_mask, found, memory)
+    told = MemorizingScorer(model)._most(choice, 0)
     assert [number for number, _ in told] == best.indices.tolist()
     assert [weight for _, weight in told] == pytest.approx(best.values.tolist(), rel=1e-4)
 
@@ -101,23 +106,23 @@ def test_what_a_stock_model_looks_up_is_told_too() -> None:
     model, memory = small_stock(segment=12)
     tokenizer = byte_tokenizer()
     found = lookup(model, tokenizer, TEXT, examples=3)
-    assert (found.memory_size, found.reach, len(found.examples)) == (50, 12, 3)
+    assert (found["memory_size"], found["reach"], len(found["examples"])) == (50, 12, 3)
     ids = torch.tensor(tokenizer(TEXT, add_special_tokens=False)["input_ids"])
     layer: Any = model.model.layers[1]
     before = [model(part[None], output_hidden_states=True).hidden_states[1][0] for part in ids.split(12)]
     memory.clear()
     x = layer.input_layernorm(torch.cat(before))  # what is found in this layer changes nothing about its keys
     queries, keys = (p(x).unflatten(-1, (-1, 8)) for p in (layer.self_attn.q_proj, layer.self_attn.k_proj))
-    for example in found.examples:
-        asked = example.number - 1
+    for example in found["examples"]:
+        asked = example["number"] - 1
         held = [place for place in range(asked // 12 * 12) if place % 12][-50:]  # segments begin with what rests heads
         scores = torch.einsum("hd,nhd->hn", queries[asked], keys[held].repeat_interleave(2, 1))
         best = (scores * 8**-0.5 * memory.scale.exp()[:, None]).topk(4)
         parts = best.values.softmax(-1) * memory.gate.tanh()[:, None]
         expected = torch.zeros(4, len(held)).scatter(1, best.indices, parts).mean(0)
         places = expected.abs().topk(3).indices.tolist()
-        assert [each.number for each in example.retrieved] == [held[place] for place in places]
-        assert [each.weight for each in example.retrieved] == pytest.approx(expected[places].tolist(), rel=1e-4)
+        assert [each["number"] for each in example["retrieved"]] == [held[place] for place in places]
+        assert [each["weight"] for each in example["retrieved"]] == pytest.approx(expected[places].tolist(), rel=1e-4)
     assert memory.memory is None
 
 
@@ -140,7 +145,7 @@ def test_an_error_leaves_the_memory_of_a_stock_model_empty_and_as_large_as_befor
 
 def test_a_stock_model_whose_memory_is_off_can_be_given_another_size() -> None:
     model, _ = small_stock(segment=12, memory_size=0)
-    assert any(example.retrieved for example in lookup(model, byte_tokenizer(), TEXT, memory_size=50).examples)
+    assert any(example["retrieved"] for example in lookup(model, byte_tokenizer(), TEXT, memory_size=50)["examples"])
 
 
 def test_what_finds_nothing_is_refused() -> None:

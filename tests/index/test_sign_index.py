@@ -9,7 +9,7 @@ from torch import Tensor
 from memstore.errors import InvalidArgument
 from memstore.index import VectorIndex, open_index
 from memstore.index.exact import ExactIndex
-from memstore.kernels.best_signs.api import problem
+from memstore.kernels.best_signs import problem
 from memstore.testing.indexes import IndexTests
 
 if reason := problem():

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memstore.kernels.best_codes import best_codes, hold
-from memstore.kernels.best_codes.api import Backend
+from memstore.kernels.best_codes import Backend, best_codes, hold
 
 CASES = {
     "codes of a router": (5, 64, 256, 32),

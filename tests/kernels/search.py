@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from memstore.kernels import search_blocks
-from memstore.kernels.search_blocks.api import Backend
+from memstore.kernels.search_blocks import Backend
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.kernels import best_products
-from memstore.kernels.best_products import native, reference, torch_int
-from memstore.kernels.best_products.api import backend_problem
+from memstore.kernels.best_products import backend_problem, native, reference, torch_int
 from memstore.kernels.native import Unavailable
 from tests.pairs import each
 

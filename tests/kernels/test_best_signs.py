@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.kernels.best_signs import best_signs, native, pack, reference
-from memstore.kernels.best_signs.api import allowance, problem
+from memstore.kernels.best_signs import allowance, best_signs, native, pack, problem, reference
 from tests.pairs import each
 
 SIZES = [

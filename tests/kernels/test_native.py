@@ -171,7 +171,7 @@ def test_where_the_source_was_left_out_it_says_so(source: Path) -> None:
 
 def test_a_search_needs_no_c() -> None:
     program = (
-        "import torch; from memstore.index import open_index; from memstore.kernels.best_products.api import fastest;"
+        "import torch; from memstore.index import open_index; from memstore.kernels.best_products import fastest;"
         "index = open_index('exact', key_heads=1, key_dim=16, keys_per_block=1);"
         "keys = torch.randn(150_000, 1, 1, 16); index.add(torch.arange(150_000), keys);"
         "query = torch.randn(1, 1, 16); found = index.search(query, 5);"

@@ -68,7 +68,7 @@ def test_the_context_miss_token_is_learned_with_landmarks_drawn_at_random() -> N
     model, ids = make("context miss").train(), tokens(60, rows=3)
     one, other = (model(ids).logits for _ in range(2))
     assert not torch.equal(one, other)
-    with patch.object(WholeStream, "_share", 0.0):
+    with patch.object(model.config, "context_miss_share", 0.0):
         close(model(ids).logits, logits(model.eval(), ids))
     model.train()
     model(ids, labels=ids).loss.backward()

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.eval.needles import prose_text
 from memstore.models.memorizing import add_knn_memory, load_knn_memory
-from memstore.models.memorizing.evaluation import by_memory_size, paired, stock_losses
+from memstore.models.memorizing.evaluation import StockScorer, by_memory_size, paired
 from memstore.models.memorizing.training import StockTrainer, train_stock_memory
 from memstore.train import Optimisation
 from tests.eval.drts import byte_tokenizer
@@ -85,13 +85,13 @@ def test_without_its_memory_it_is_the_stock_model(stock: Path, trained: Path) ->
         ]  # fmt: skip
     # The weights are equal, but lie elsewhere in their file: some processors sum in another order.
     torch.testing.assert_close(
-        stock_losses(model, tokens, 0, lambda tokens: None), torch.cat(expected), atol=1e-5, rtol=0
+        StockScorer(model).losses(tokens, 0, lambda tokens: None), torch.cat(expected), atol=1e-5, rtol=0
     )
     first, second = list(by_memory_size(model, [tokens], [0, 48], positions=(24,)))
-    assert first.change is None
-    assert second.change is not None
-    assert second.change != 0
-    assert first.by_position["0-24"] == second.by_position["0-24"]  # a first segment has nothing to find
+    assert first["change"] is None
+    assert second["change"] is not None
+    assert second["change"] != 0
+    assert first["by_position"]["0-24"] == second["by_position"]["0-24"]  # a first segment has nothing to find
 
 
 def test_a_difference_is_paired_by_token() -> None:

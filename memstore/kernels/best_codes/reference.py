@@ -1,12 +1,15 @@
-"""Codes made numbers again, and products as one would write them down, some blocks at a time."""
+"""Codes as they are held (whole numbers in 8 bits, or signs in one), and products as one would write them down."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from memstore.kernels.best_codes.encoding import numbers
+from memstore.errors import InvalidArgument
 
+LARGEST = 127
+"""Of a code in 8 bits."""
+BYTE = 8
 STEP_NUMBERS, STEP_NUMBERS_THERE = 1 << 20, 1 << 28
 """Of codes or of products, at a time, on a CPU and elsewhere."""
 
@@ -21,3 +24,28 @@ def best_codes(codes: Tensor, queries: Tensor) -> Tensor:
     return torch.cat(
         [(piece.flatten(0, 1) @ wide.T).unflatten(0, piece.shape[:2]).amax(1) for piece in pieces]
     ).T.float()
+
+
+def hold(keys: Tensor, dtype: torch.dtype) -> Tensor:
+    """``keys [..., D]`` as codes: int8 for ``torch.int8``, and uint8 ``[..., ceil(D / 8)]`` for ``torch.bool``.
+
+    Of a bool only the sign is kept, in one bit: 1 is +1, 0 is -1; bit 0 of byte 0 is the first number. Raises
+    ``InvalidArgument`` where the keys are other numbers than whole ones from -127 to 127, or than +1 and -1.
+    """
+    if dtype == torch.int8:
+        if bool((keys != keys.round()).any()) or (keys.numel() and float(keys.abs().max()) > LARGEST):
+            raise InvalidArgument("keys held as int8 must be whole numbers from -127 to 127; hold others as bfloat16")
+        return keys.to(torch.int8)
+    if bool((keys.abs() != 1).any()):
+        raise InvalidArgument("keys held as one bit must be +1 or -1 in every number; hold others as bfloat16")
+    bits = torch.nn.functional.pad(keys > 0, (0, -keys.shape[-1] % BYTE)).unflatten(-1, (-1, BYTE))
+    packed: Tensor = (bits << torch.arange(BYTE, dtype=torch.uint8, device=keys.device)).sum(-1, dtype=torch.uint8)
+    return packed
+
+
+def numbers(codes: Tensor, dim: int) -> Tensor:
+    """What ``hold`` was given: ``[..., D]`` float32, of ``dim`` numbers each."""
+    if codes.dtype == torch.int8:
+        return codes.float()
+    bits = codes.unsqueeze(-1) >> torch.arange(BYTE, dtype=torch.uint8, device=codes.device) & 1
+    return bits.flatten(-2)[..., :dim].float().mul_(2).sub_(1)

@@ -1,5 +1,133 @@
 """Attention over gathered blocks, and the exact merge of partial results."""
 
-from memstore.kernels.block_attention.api import attend, block_attention, merge_attention
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from memstore.errors import InvalidArgument
+from memstore.kernels._backends import check_grouped, check_known, shapes
 
 __all__ = ["attend", "block_attention", "merge_attention"]
+
+Backend = Literal["auto", "reference", "torch"]
+
+
+def block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Attention of queries over gathered blocks, with what is needed to merge it with other partial results.
+
+    Args:
+        q: queries ``[B, H, T, D]``.
+        k: keys ``[B, G, N, D]``, or blocks of keys ``[B, G, K, S, D]``; ``H`` is a multiple of ``G``.
+        v: values, shaped like ``k`` (the last dimension may differ).
+        mask: boolean, True where a query sees a key, or floating point, added to the scores; broadcasts to
+            ``[B, H, T, N]``.
+        scale: factor on the scores; ``D ** -0.5`` if None.
+        softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
+        sinks: ``[H]`` logits of a virtual key with value 0 (gpt-oss).
+        backend: ``"reference"``; ``"torch"``, PyTorch's flash attention, which never has all scores at once (heads of
+            one size, a mask of the queries' type, no softcap, no gradients); or ``"auto"``: that where it can and pays,
+            which on a CPU is for more than one token.
+
+    Returns:
+        The output ``[B, H, T, Dv]`` and the log-sum-exp of the scores ``[B, H, T]`` (float32).
+
+    Raises:
+        InvalidArgument: shapes do not fit, or the back end is unknown or cannot do it.
+    """
+    k, v = _flat(k), _flat(v)
+    _check(q, k, v)
+    if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+        raise InvalidArgument(f"a mask is boolean or floating point, got {mask.dtype}")
+    from memstore.kernels.block_attention import fused, reference
+
+    check_known(backend, Backend)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    problem = fused.lse_problem(q, k, v, mask, softcap)
+    if backend == "torch" and problem:
+        raise InvalidArgument(f"backend 'torch' {problem}; use 'auto' or 'reference'")
+    worth = q.device.type != "cpu" or q.shape[2] > 1
+    if backend == "torch" or (backend == "auto" and worth and not problem):
+        return fused.attend_with_lse(q, k, v, mask=mask, scale=scale, sinks=sinks)
+    return reference.block_attention(q, k, v, mask=mask, scale=scale, softcap=softcap, sinks=sinks)
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    mask: Tensor | None = None,
+    scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """The output of ``block_attention`` alone, which PyTorch computes several times faster without the log-sum-exp.
+
+    ``mask`` is additive here, ``[B or 1, 1 or G or H, T, M]``, and for the last ``M`` keys; those before are visible to
+    all. ``"auto"`` takes ``"torch"`` unless a cap or sinks, which it does not have, are asked for.
+    """
+    k, v = _flat(k), _flat(v)
+    _check(q, k, v)
+    if mask is not None and mask.shape[-1] > k.shape[2]:
+        raise InvalidArgument(f"the mask is for {mask.shape[-1]} keys, there are {k.shape[2]}")
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    special = softcap is not None or sinks is not None
+    match backend:
+        case "torch" if special:
+            raise InvalidArgument("backend 'torch' has no softcap and no sinks; use 'auto' or 'reference'")
+        case "auto" | "torch" if not special:
+            from memstore.kernels.block_attention import fused
+
+            return fused.attend(q, k, v, mask=mask, scale=scale)
+        case "auto" | "reference":
+            from memstore.kernels.block_attention import fused, reference
+
+            mask = None if mask is None else fused.whole_mask(mask, q.shape[1], k.shape[2])
+            return reference.block_attention(q, k, v, mask=mask, scale=scale, softcap=softcap, sinks=sinks)[0]
+        case _:
+            raise InvalidArgument(f"backend must be 'auto', 'reference' or 'torch', got {backend!r}")
+
+
+def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Merge partial attention results over disjoint sets of keys; exact.
+
+    Args:
+        outs: partial outputs ``[B, H, T, D]``.
+        lses: their log-sum-exps ``[B, H, T]``.
+
+    Returns:
+        The output and log-sum-exp over all keys.
+    """
+    if not outs or len(outs) != len(lses):
+        raise InvalidArgument(
+            f"expected as many outputs as log-sum-exps, at least one, got {len(outs)} and {len(lses)}"
+        )
+    from memstore.kernels.block_attention import reference
+
+    return reference.merge_attention(outs, lses)
+
+
+def _flat(x: Tensor) -> Tensor:
+    """``[B, G, K, S, D]`` as ``[B, G, K * S, D]``."""
+    return x.flatten(2, 3) if x.dim() == 5 else x
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise InvalidArgument(f"expected q [B, H, T, D] and k, v [B, G, N, D], got {shapes(q=q, k=k, v=v)}")
+    check_grouped(q, k, v)

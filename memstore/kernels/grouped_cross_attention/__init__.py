@@ -1,6 +1,21 @@
 """Grouped cross attention: a weighted sum of attention to each of the retrieved blocks."""
 
-from memstore.kernels.grouped_cross_attention.api import grouped_cross_attention
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memstore.errors import InvalidArgument
+from memstore.kernels._backends import (
+    INTEGERS,
+    Backend,
+    check_device,
+    check_grouped,
+    nothing,
+    pick,
+    shapes,
+    triton_problem,
+)
 from memstore.kernels.grouped_cross_attention.prepared import (
     FoldedList,
     PreparedList,
@@ -21,3 +36,103 @@ __all__ = [
     "grouped_cross_attention",
     "prepare",
 ]
+
+
+def grouped_cross_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weights: Tensor,
+    blocks: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    off_by_one: bool = True,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Attention to each retrieved block by itself, summed with the weights of the blocks (GCA paper, equations 2-3).
+
+    Two forms. With ``blocks``, the states of all blocks are given once and looked up, without copies on a GPU:
+
+    Args:
+        q: queries ``[B, C, H, T, D]``: ``C`` lists of blocks in each row, ``T`` queries for each list.
+        k: keys of all blocks ``[B, N, G, S, D]``; ``H`` is a multiple of ``G``.
+        v: values, shaped like ``k``.
+        weights: of the chosen blocks ``[B, C, K]``, such as the softmax of their scores.
+        blocks: the chosen blocks ``[B, C, K]``, integers below ``N``; -1 for none, whatever its weight. One block may
+            be chosen twice.
+        scale: factor on the scores; ``D ** -0.5`` if None.
+        off_by_one: ``exp(s) / (1 + sum exp(s))`` in each block, so that a query can find nothing there.
+        backend: ``"reference"``, ``"torch"`` (any device), ``"triton"`` (a GPU, or Triton's interpreter), or
+            ``"auto"``: ``"triton"`` on a GPU where it can, but for float32, else ``"torch"``.
+
+    Without ``blocks``, the states are those of the chosen blocks: ``q [B, H, T, D]``, ``k, v [B, G, K, S, D]``,
+    ``weights [B, K]``.
+
+    Returns:
+        ``[B, C, H, T, D]``, or ``[B, H, T, D]``; differentiable in ``q``, ``k``, ``v`` and ``weights``.
+
+    Raises:
+        InvalidArgument: shapes, types or devices do not fit, a block does not exist, or the back end is not available.
+            On a GPU, a block that does not exist is not looked for beforehand, which would wait for the device:
+            ``"triton"`` gives its list NaN, PyTorch's own operations may fail later.
+    """
+    if blocks is None:
+        _check_gathered(q, k, v, weights)
+        ids = torch.arange(k.shape[2], device=q.device).expand(len(q), 1, -1)
+        one = grouped_cross_attention(
+            q.unsqueeze(1),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            weights.unsqueeze(1),
+            ids,
+            scale=scale,
+            off_by_one=off_by_one,
+            backend=backend,
+        )
+        return one.squeeze(1)
+    _check(q, k, v, weights, blocks)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    largest = max(q.shape[-1], v.shape[-1])
+    backend = pick(backend, q, lambda: triton_problem(q, k, v, largest=largest))
+    if not (q.numel() and blocks.numel() and k.shape[1] and k.shape[3]):
+        return nothing(q, v, k, weights)
+    match backend:
+        case "triton":
+            from memstore.kernels.grouped_cross_attention import triton
+
+            return triton.grouped_cross_attention(q, k, v, blocks, weights, scale=scale, off_by_one=off_by_one)
+        case "torch":
+            from memstore.kernels.grouped_cross_attention import fused
+
+            return fused.grouped_cross_attention(q, k, v, blocks, weights, scale=scale, off_by_one=off_by_one)
+        case _:
+            from memstore.kernels.grouped_cross_attention import reference
+
+            return reference.grouped_cross_attention(q, k, v, blocks, weights, scale=scale, off_by_one=off_by_one)
+
+
+def _check_gathered(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> None:
+    if q.dim() != 4 or k.dim() != 5 or v.dim() != 5 or weights.shape != (q.shape[0], k.shape[2]):
+        raise InvalidArgument(
+            "expected q [B, H, T, D], k and v [B, G, K, S, D] and weights [B, K] (or blocks, and the indexed form), "
+            f"got {shapes(q=q, k=k, v=v, weights=weights)}"
+        )
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, blocks: Tensor) -> None:
+    if q.dim() != 5 or k.dim() != 5 or v.dim() != 5 or blocks.dim() != 3:
+        raise InvalidArgument(
+            "expected q [B, C, H, T, D], k and v [B, N, G, S, D] and blocks [B, C, K], "
+            f"got {shapes(q=q, k=k, v=v, blocks=blocks)}"
+        )
+    check_grouped(q, k, v, heads=2)
+    check_device(q=q, k=k, v=v, weights=weights, blocks=blocks)
+    if blocks.dtype not in INTEGERS:
+        raise InvalidArgument(f"blocks must be int32 or int64, got {blocks.dtype}")
+    if blocks.shape != weights.shape or blocks.shape[:2] != q.shape[:2]:
+        raise InvalidArgument(
+            f"blocks and weights must be [B, C, K] with B, C = {tuple(q.shape[:2])}, "
+            f"got {tuple(blocks.shape)} and {tuple(weights.shape)}"
+        )
+    if blocks.device.type == "cpu" and blocks.numel() and int(blocks.max()) >= k.shape[1]:
+        raise InvalidArgument(f"block {int(blocks.max())} does not exist; there are {k.shape[1]}")

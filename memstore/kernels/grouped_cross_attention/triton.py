@@ -28,7 +28,7 @@ Deliberate deviations:
 - ``delta_k`` is recomputed while walking over the blocks, since saving ``O_k`` would take ``K`` times the output.
 """
 
-# What the compiler knows is in capitals, and one such argument is for the tuner alone.
+# What the compiler knows is in capitals, and one such argument is for the choice of tiles alone.
 # ruff: noqa: ARG001, N803
 # Triton has no type information.
 # mypy: disable-error-code="untyped-decorator"
@@ -77,33 +77,6 @@ TABLE = TileTable(
     ],
 )
 # fmt: on
-CONFIGS = [
-    config(4, 1, BM=16, BS=16),
-    config(4, 2, BM=16, BS=32),
-    config(4, 3, BM=16, BS=64),
-    config(4, 2, BM=32, BS=32),
-    config(4, 2, BM=32, BS=64),
-    config(4, 3, BM=64, BS=32),
-    config(4, 3, BM=64, BS=64),
-    config(8, 3, BM=64, BS=64),
-    config(8, 2, BM=128, BS=32),
-    config(8, 3, BM=128, BS=64),
-]
-"""What measuring chooses from."""
-
-
-def admissible(configs: list[triton.Config], args: dict[str, Any], **more: Any) -> list[triton.Config]:
-    """The configurations worth trying: tiles no longer than what they cover, sums that leave registers for the rest."""
-    args = {**args, **more}
-
-    def fits(config: triton.Config) -> bool:
-        queries, keys = config.kwargs["BM"], config.kwargs["BS"]
-        own, walked = (keys, queries) if "entries" in args else (queries, keys)
-        summed = own * (args["BD"] + args["BDV"])
-        numbers = (summed + 2 * queries * keys) / (32 * config.num_warps)  # in each thread, of at most 255
-        return bool(queries <= args["ROWS"] and keys <= padded(args["S"]) and numbers <= 160 and walked <= 64)
-
-    return [config for config in configs if fits(config)] or configs[:1]
 
 
 def _tiled(kernel: str) -> Callable[[Any], Any]:
@@ -113,10 +86,7 @@ def _tiled(kernel: str) -> Callable[[Any], Any]:
         sizes = {"queries": arguments["ROWS"], "dim": max(arguments["BD"], arguments["BDV"])}
         return TABLE.tiles(kernel, machine(), arguments["q"].dtype, block=padded(arguments["S"]), **sizes)
 
-    return tiled(
-        choose, interpreted_config=config(1, 1, BM=32, BS=32), configs=CONFIGS, admissible=admissible,
-        key=["ROWS", "S", "D", "DV", "PRECISION"],
-    )  # fmt: skip
+    return tiled(choose, interpreted_config=config(1, 1, BM=32, BS=32))
 
 
 @triton.jit
@@ -154,7 +124,7 @@ def _forward_kernel(
     lists: tl.tensor, lists_per_row: tl.tensor, groups: tl.tensor, rows: tl.tensor, chosen: tl.tensor, count: tl.tensor,
     share: tl.tensor,  # of the blocks of a list, for each part
     scale: tl.tensor,
-    ROWS: tl.constexpr,  # tells the tuner about the number of rows
+    ROWS: tl.constexpr,  # tells the choice of tiles about the number of rows
     S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BD: tl.constexpr, BDV: tl.constexpr,
     OFF_BY_ONE: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
@@ -378,11 +348,18 @@ class _GroupedCrossAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, blocks, weights, lse = ctx.saved_tensors
-        dout = dout.contiguous()
-        dq, delta = _queries_gradient(q, k, v, blocks, weights, dout, lse, ctx.scale)
+        dq, delta = torch.empty_like(q), torch.empty_like(lse)  # delta is undefined where no block was chosen
         dk = dv = dweights = None
-        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-            dk, dv = _blocks_gradient(q, k, v, blocks, weights, dout, lse, delta, ctx.scale)
+        told = {"q": q, "k": k, "v": v, "weights": weights, "dout": dout.contiguous(), "lse": lse, "delta": delta}
+        told |= {"scale": ctx.scale, **_shape(q, k, v, blocks)}
+        with torch.cuda.device_of(q):
+            grid = _grid(len(q) * q.shape[1] * k.shape[2], told["rows"], "BM")
+            _queries_kernel[grid](blocks=blocks, dq=dq, lists_per_row=q.shape[1], **told)
+            if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+                entries, starts = chosen_by(blocks, k.shape[1])
+                dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+                grid = _grid(len(k) * k.shape[1] * k.shape[2], k.shape[3], "BS")
+                _blocks_kernel[grid](entries=entries, starts=starts, dk=dk, dv=dv, **told)
         if ctx.needs_input_grad[4]:
             there = (blocks >= 0) & (blocks < k.shape[1])
             dweights = torch.where(there, delta.sum((2, 4)), 0).to(weights.dtype)
@@ -412,49 +389,6 @@ def _forward(
             OFF_BY_ONE=off_by_one, SAVE=lse is not None, **shape,
         )  # fmt: skip
     return out[0] if parts == 1 else out.sum(0).to(q.dtype)
-
-
-def _queries_gradient(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    blocks: Tensor,
-    weights: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """The gradient of the queries, and ``delta [B, C, G, K, M]``, undefined where no block was chosen."""
-    shape = _shape(q, k, v, blocks)
-    dq, delta = torch.empty_like(q), torch.empty_like(lse)
-    with torch.cuda.device_of(q):
-        _queries_kernel[_grid(len(q) * q.shape[1] * k.shape[2], shape["rows"], "BM")](
-            q=q, k=k, v=v, blocks=blocks, weights=weights, dout=dout, lse=lse, delta=delta, dq=dq,
-            lists_per_row=q.shape[1], scale=scale, **shape,
-        )  # fmt: skip
-    return dq, delta
-
-
-def _blocks_gradient(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    blocks: Tensor,
-    weights: Tensor,
-    dout: Tensor,
-    lse: Tensor,
-    delta: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """The gradients of the keys and values of all blocks; 0 for those that no list chose."""
-    entries, starts = chosen_by(blocks, k.shape[1])
-    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-    with torch.cuda.device_of(q):
-        _blocks_kernel[_grid(len(k) * k.shape[1] * k.shape[2], k.shape[3], "BS")](
-            q=q, k=k, v=v, weights=weights, entries=entries, starts=starts, dout=dout, lse=lse, delta=delta,
-            dk=dk, dv=dv, scale=scale, **_shape(q, k, v, blocks),
-        )  # fmt: skip
-    return dk, dv
 
 
 def chosen_by(blocks: Tensor, count: int) -> tuple[Tensor, Tensor]:

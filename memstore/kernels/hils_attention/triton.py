@@ -53,12 +53,7 @@ def _choose(arguments: Mapping[str, Any]) -> triton.Config:
     return tiles(machine(), arguments["BD"])
 
 
-_tiled = tiled(
-    _choose,
-    interpreted_config=config(1, 1, BM=32),
-    configs=[config(4, 2, BM=16), config(8, 2, BM=32), config(8, 2, BM=64), config(8, 3, BM=128)],
-    key=["D", "S", "PRECISION"],
-)
+_tiled = tiled(_choose, interpreted_config=config(1, 1, BM=32))
 
 
 @triton.jit

@@ -1,5 +1,152 @@
 """kNN attention: every query attends to tokens of its own, found in a memory, and a gate mixes that with local text."""
 
-from memstore.kernels.knn_attention.api import knn_attention, knn_attention_with_lse
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memstore.errors import InvalidArgument
+from memstore.kernels._backends import INTEGERS, Backend, check_device, check_grouped, pick, shapes, triton_problem
 
 __all__ = ["knn_attention", "knn_attention_with_lse"]
+
+
+def knn_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ids: Tensor | None = None,
+    *,
+    valid: Tensor | None = None,
+    scale: float | Tensor | None = None,
+    local: Tensor | None = None,
+    gate: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Attention of every query to the tokens that were found for it (Wu et al. 2022, section 3.1).
+
+    Two forms. With ``ids``, the keys and values of a memory are given once and looked up, without copies on a GPU:
+
+    Args:
+        q: queries ``[B, H, T, D]``.
+        k: keys ``[B, G, N, D]``; ``H`` is a multiple of ``G``. A constant: no gradient goes into a memory.
+        v: values ``[B, G, N, Dv]``, a constant too.
+        ids: what was found for each query ``[B, H, T, K]``, int32 or int64 below ``N``; -1 for nothing.
+        valid: only without ``ids``.
+        scale: factor on the scores, a number, or one of each head ``[H]`` that can be learned; ``D ** -0.5`` if None.
+        local: ``[B, H, T, Dv]``: the result of local attention, to be mixed in. It comes with ``gate``.
+        gate: ``[H]``: ``sigmoid(gate)`` is the part of the memory, ``1 - sigmoid(gate)`` that of ``local``. The gate of
+            a query that found nothing counts as closed.
+        backend: ``"reference"``, ``"torch"`` (any device), ``"triton"`` (a GPU, or Triton's interpreter), or
+            ``"auto"``: ``"triton"`` on a GPU where it can, else ``"torch"``.
+
+    Without ``ids``, what was found is given itself: ``k, v [B, H, T, K, D]``, and ``valid [B, H, T, K]`` (all if None).
+
+    Returns:
+        ``[B, H, T, Dv]``, 0 for a query that found nothing and has no ``local``; differentiable in ``q``, ``scale``,
+        ``local`` and ``gate``.
+
+    Raises:
+        InvalidArgument: shapes, types or devices do not fit, a token does not exist, or the back end is not available.
+            On a GPU, a token that does not exist is not looked for beforehand, which would wait for the device:
+            ``"triton"`` gives its query NaN, PyTorch's own operations may fail later.
+    """
+    more: dict[str, Any] = {"valid": valid, "scale": scale, "local": local, "gate": gate, "backend": backend}
+    return knn_attention_with_lse(q, k, v, ids, **more)[0]
+
+
+def knn_attention_with_lse(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ids: Tensor | None = None,
+    *,
+    valid: Tensor | None = None,
+    scale: float | Tensor | None = None,
+    local: Tensor | None = None,
+    gate: Tensor | None = None,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """``knn_attention``, and the log-sum-exp of the scores ``[B, H, T]``, -inf where nothing was found.
+
+    Both are differentiable; without ``local`` ``merge_attention`` puts them under one softmax with local attention.
+    """
+    if (local is None) != (gate is None):
+        raise InvalidArgument("local and gate come together: the gate says how much of local is in the output")
+    if ids is None:
+        k, v, ids = _looked_up(q, k, v, valid)
+    elif valid is not None:
+        raise InvalidArgument("pass valid only without ids; with ids, mark missing entries by -1")
+    factors = _factors(q, scale)
+    _check(q, k, v, ids, factors, local, gate)
+    k, v = k.detach(), v.detach()
+    given, largest = (q, k, v), max(q.shape[-1], v.shape[-1])
+    backend = pick(backend, q, lambda: triton_problem(*given, largest=largest, mixed=True), products=False)
+    if not k.shape[2]:  # an empty memory: nothing to look up, whatever the ids
+        k, v, ids = k.new_zeros((*k.shape[:2], 1, k.shape[3])), v.new_zeros((*v.shape[:2], 1, v.shape[3])), ids[..., :0]
+    if not ids.shape[-1]:
+        ids = ids.new_full((*ids.shape[:-1], 1), -1)
+    match backend:
+        case "triton":
+            from memstore.kernels.knn_attention import triton
+
+            return triton.knn_attention(q, k, v, ids, factors, local, gate)
+        case "torch":
+            from memstore.kernels.knn_attention import fused
+
+            return fused.knn_attention(q, k, v, ids, factors, local, gate)
+        case _:
+            from memstore.kernels.knn_attention import reference
+
+            return reference.knn_attention(q, k, v, ids, factors, local, gate)
+
+
+def _looked_up(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """What was given for each query as a memory of its own for each head, and where in it."""
+    if q.dim() != 4 or k.dim() != 5 or v.dim() != 5 or k.shape[:3] != q.shape[:3] or v.shape[:4] != k.shape[:4]:
+        raise InvalidArgument(
+            "expected q [B, H, T, D] and k, v [B, H, T, K, D] (or ids, and k, v [B, G, N, D]), "
+            f"got {shapes(q=q, k=k, v=v)}"
+        )
+    tokens, chosen = k.shape[2:4]
+    ids = torch.arange(tokens * chosen, device=q.device).view(tokens, chosen).expand(*q.shape[:2], -1, -1)
+    if valid is not None:
+        if valid.dtype != torch.bool or valid.shape != ids.shape:
+            raise InvalidArgument(f"valid must be boolean {list(ids.shape)}, got {valid.dtype} of {list(valid.shape)}")
+        ids = ids.masked_fill(~valid, -1)
+    return k.flatten(2, 3), v.flatten(2, 3), ids
+
+
+def _factors(q: Tensor, scale: float | Tensor | None) -> Tensor:
+    heads = q.shape[1] if q.dim() == 4 else 1
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    if isinstance(scale, Tensor):
+        if scale.shape != (heads,):
+            raise InvalidArgument(f"a learned scale is one number for each of {heads} heads, got {list(scale.shape)}")
+        return scale
+    return torch.full((heads,), q.shape[-1] ** -0.5 if scale is None else scale, dtype=dtype, device=q.device)
+
+
+def _check(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, scale: Tensor, local: Tensor | None, gate: Tensor | None
+) -> None:
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4 or ids.dim() != 4:
+        raise InvalidArgument(
+            f"expected q [B, H, T, D], k and v [B, G, N, D] and ids [B, H, T, K], got {shapes(q=q, k=k, v=v, ids=ids)}"
+        )
+    check_grouped(q, k, v)
+    if ids.dtype not in INTEGERS or ids.shape[:3] != q.shape[:3]:
+        raise InvalidArgument(
+            f"ids must be int32 or int64 [B, H, T, K] with B, H, T = {tuple(q.shape[:3])}, "
+            f"got {ids.dtype} of {tuple(ids.shape)}"
+        )
+    if local is not None and gate is not None:
+        if local.shape != (*q.shape[:3], v.shape[-1]):
+            raise InvalidArgument(f"local must be {[*q.shape[:3], v.shape[-1]]}, got {list(local.shape)}")
+        if gate.shape != (q.shape[1],):
+            raise InvalidArgument(f"gate must have one number for each of {q.shape[1]} heads, got {list(gate.shape)}")
+    check_device(q=q, k=k, v=v, ids=ids, scale=scale, local=local, gate=gate)
+    if ids.device.type == "cpu" and ids.numel() and k.shape[2] and int(ids.max()) >= k.shape[2]:
+        raise InvalidArgument(f"token {int(ids.max())} does not exist; there are {k.shape[2]}")

@@ -16,7 +16,7 @@ With ``p`` the weights, ``o`` the sum of values, ``g`` the opened gate, ``G`` th
 Gradients of scale and gate are written for each query and summed afterwards, so that every run gives the same bits.
 """
 
-# What the compiler knows is in capitals, and one such argument is for the tuner alone.
+# What the compiler knows is in capitals, and one such argument is for the choice of tiles alone.
 # ruff: noqa: ARG001, N803
 # Triton has no type information.
 # mypy: disable-error-code="untyped-decorator"
@@ -37,23 +37,12 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
-CONFIGS = [
-    config(1, 2, BK=16),
-    config(2, 2, BK=16),
-    config(1, 2, BK=32),
-    config(2, 2, BK=32),
-    config(4, 2, BK=32),
-    config(4, 2, BK=64),
-]
-"""What measuring chooses from."""
-
-
 def tiles(arguments: Mapping[str, Any]) -> triton.Config:
     """Four warps hold the keys and values of 32 ids in registers; those of larger heads, of 16."""
     return config(4, 2, BK=32 if max(arguments["BD"], arguments["BDV"]) <= 128 and arguments["CHOSEN"] > 16 else 16)
 
 
-_tiled = tiled(tiles, interpreted_config=config(1, 2, BK=16), configs=CONFIGS, key=["CHOSEN", "D", "DV"])
+_tiled = tiled(tiles, interpreted_config=config(1, 2, BK=16))
 
 
 @triton.jit
@@ -93,7 +82,7 @@ def _forward_kernel(
     lse: tl.tensor,  # [B, H, T]
     kb: tl.tensor, kg: tl.tensor, kn: tl.tensor, vb: tl.tensor, vg: tl.tensor, vn: tl.tensor,  # strides
     heads: tl.tensor, per_group: tl.tensor, tokens: tl.tensor, chosen: tl.tensor, count: tl.tensor,
-    CHOSEN: tl.constexpr,  # tells the tuner about the number of ids
+    CHOSEN: tl.constexpr,  # tells the choice of tiles about the number of ids
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     GATED: tl.constexpr,
     BK: tl.constexpr,  # ids of a tile

@@ -1,5 +1,143 @@
 """Landmark attention: a softmax over landmarks decides how much attention each earlier block gets."""
 
-from memstore.kernels.landmark_attention.api import landmark_attention
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memstore.errors import InvalidArgument
+from memstore.kernels._backends import INTEGERS, Backend, check_device, check_grouped, nothing, pick, shapes
+from memstore.kernels._backends import triton_problem as common_problem
 
 __all__ = ["landmark_attention"]
+
+
+def landmark_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    is_landmark: Tensor,
+    *,
+    key_padding: Tensor | None = None,
+    documents: Tensor | None = None,
+    window: int | None = None,
+    ramp: float = 1.0,
+    scale: float | None = None,
+    causal: bool = True,
+    backend: Backend = "auto",
+) -> Tensor:
+    """Attention in which the landmark of an earlier block decides how much weight the block gets.
+
+    Mohtashami & Jaggi, NeurIPS 2023, equations 1-4. A block is a run of tokens up to its landmark, which
+    is its last token; tokens after the last landmark are an incomplete block. A query attends to the ordinary tokens
+    of its own block and to the landmarks of earlier blocks in one softmax; the weight of a landmark is handed to the
+    ordinary tokens of its block, in proportion to a softmax within the block. No query attends to the landmark of its
+    own block. Blocks may have any length, in each row another; the first may be cut short, and one may be its landmark
+    alone: nothing is there to which this landmark could hand a weight, so it gets none.
+
+    Args:
+        q: queries ``[B, H, Tq, D]``, those of the last ``Tq`` of the ``Tk`` positions.
+        k: keys ``[B, G, Tk, D]``; ``H`` is a multiple of ``G``.
+        v: values ``[B, G, Tk, Dv]``.
+        is_landmark: ``[B, Tk]``, boolean, True for landmarks.
+        key_padding: ``[B, Tk]``, boolean, True for real tokens. The others are neither seen nor landmarks, and the
+            output of their queries is 0.
+        documents: ``[B, Tk]`` integers, for several documents in one row: where the number changes, a document ends,
+            and with it its last block, also if the number occurred before. Attention stays within a document.
+        window: a query sees the key at its own position and ``window - 1`` positions before it; others are as if they
+            were not there. So a block that the window cuts keeps its landmark, which hands its weight to the tokens
+            that are left in the window. None: no limit.
+        ramp: the influence of landmarks, from 0 (a causal softmax over ordinary tokens) to 1 (the paper): an
+            ordinary token outside the own block has the score ``s + ramp * (s_landmark - LSE)``, ``LSE`` being the
+            log-sum-exp of the scores of its block. Training begins with 0, for landmarks are not learned otherwise.
+        scale: factor on the scores; ``D ** -0.5`` if None.
+        causal: False lets a query see the whole of its own block and later blocks that have a landmark.
+        backend: ``"reference"``, ``"torch"`` (any device), ``"triton"`` (a GPU, or Triton's interpreter), or
+            ``"auto"``: ``"triton"`` on a GPU where it can, but for float32, else ``"torch"``.
+
+    Returns:
+        ``[B, H, Tq, Dv]`` in the dtype of ``q``; 0 where a query sees no token. Differentiable in ``q``, ``k`` and
+        ``v`` (once; ``"reference"`` any number of times).
+
+    Raises:
+        InvalidArgument: shapes, types, devices or numbers do not fit, or the back end is not available.
+    """
+    _check(q, k, v)
+    _check_rows(is_landmark, key_padding, documents, k)
+    if window is not None and window < 1:
+        raise InvalidArgument(f"window is at least 1 (the query's own position), or None for no limit, got {window}")
+    if not 0 <= ramp <= 1:
+        raise InvalidArgument(f"ramp is between 0 (ordinary softmax) and 1 (landmarks decide), got {ramp}")
+    if not (q.numel() and v.shape[-1]):
+        return nothing(q, v, k)
+    rows = (is_landmark, key_padding, documents)
+    backend = pick(backend, q, lambda: triton_problem(q, k, v, rows, window, causal))
+    options: dict[str, Any] = {
+        "key_padding": key_padding,
+        "documents": documents,
+        "window": window,
+        "ramp": float(ramp),
+        "scale": q.shape[-1] ** -0.5 if scale is None else float(scale),
+    }
+    match backend:
+        case "triton":
+            from memstore.kernels.landmark_attention import triton
+
+            return triton.landmark_attention(q, k, v, is_landmark, **options)
+        case "torch":
+            from memstore.kernels.landmark_attention import fused
+
+            return fused.landmark_attention(q, k, v, is_landmark, causal=causal, **options)
+        case _:
+            from memstore.kernels.landmark_attention import reference
+
+            return reference.landmark_attention(q, k, v, is_landmark, causal=causal, **options)
+
+
+def triton_problem(
+    q: Tensor, k: Tensor, v: Tensor, rows: tuple[Tensor, Tensor | None, Tensor | None], window: int | None, causal: bool
+) -> str | None:
+    """Why Triton cannot compute this, and what to do; None if it can. ``rows``: landmarks, padding, documents."""
+    largest = max(q.shape[-1], v.shape[-1])
+    if not causal:
+        return "has causal attention only; use 'auto' or 'torch'"
+    if problem := common_problem(q, k, v, largest=largest):
+        return problem
+    from memstore.kernels.landmark_attention import triton
+
+    longest = triton.tiles(*rows, window=window).size
+    if longest > triton.LONGEST:
+        return f"has blocks of at most {triton.LONGEST} tokens, got {longest}; use 'auto' or 'torch'"
+    return None
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
+        raise InvalidArgument(
+            f"expected q [B, H, Tq, D], k [B, G, Tk, D] and v [B, G, Tk, Dv], got {shapes(q=q, k=k, v=v)}"
+        )
+    check_grouped(q, k, v)
+    check_device(q=q, k=k, v=v)
+    if q.shape[2] > k.shape[2]:
+        raise InvalidArgument(
+            f"queries are those of the last positions, so there must be as many keys at least: "
+            f"{shapes(q=q, k=k, v=v)}; pass the keys of all positions that are queried"
+        )
+
+
+def _check_rows(is_landmark: Tensor, key_padding: Tensor | None, documents: Tensor | None, k: Tensor) -> None:
+    expected = (k.shape[0], k.shape[2])
+    for name, x, kind, types in (
+        ("is_landmark", is_landmark, "boolean", (torch.bool,)),
+        ("key_padding", key_padding, "boolean", (torch.bool,)),
+        ("documents", documents, "int32 or int64", INTEGERS),
+    ):
+        if x is None:
+            continue
+        if tuple(x.shape) != expected or x.dtype not in types:
+            raise InvalidArgument(
+                f"{name} must be [B, Tk] = {list(expected)} and {kind}, got {list(x.shape)} of {x.dtype}"
+            )
+        check_device(**{name: x, "k": k})

@@ -73,12 +73,12 @@ def _planned(
     window: int | None,
     ramp: float,
     causal: bool,
-) -> Plan:
+) -> _Plan:
     blocks = layout.find(is_landmark, key_padding, documents)
-    return Plan(blocks, layout.pieces(blocks), groups, window, ramp, causal)
+    return _Plan(blocks, layout.pieces(blocks), groups, window, ramp, causal)
 
 
-class Plan:
+class _Plan:
     """Which pieces the queries of a chunk see: the same for all heads, and for all rows if they are alike."""
 
     def __init__(
@@ -88,7 +88,7 @@ class Plan:
         self.window, self.ramp, self.causal = window, ramp, causal
         self.alike = len(blocks.number) == 1
         self.tokens = blocks.number.shape[1]
-        self._views: dict[tuple[int, ...], View] = {}
+        self._views: dict[tuple[int, ...], _View] = {}
         self._room = KEPT
         self._ranges: dict[tuple[int, int], tuple[int, int, int]] = {}
 
@@ -121,7 +121,7 @@ class Plan:
             start = edge = max(start, int(piece[:, max(first - self.window + 1, 0)].min()))
         return start, edge, stop
 
-    def view(self, first: int, last: int, rows: slice) -> View:
+    def view(self, first: int, last: int, rows: slice) -> _View:
         """What the queries at positions ``first`` to ``last`` see, for ``rows`` of the ``B * G``."""
         key = (first, last) if self.alike else (first, last, rows.start, rows.stop)
         if key in self._views:
@@ -132,7 +132,7 @@ class Plan:
             self._views[key] = view
         return view
 
-    def _view(self, first: int, last: int, rows: slice) -> View:
+    def _view(self, first: int, last: int, rows: slice) -> _View:
         p, (start, edge, stop) = self.pieces, self.range(first, last)
         position = torch.arange(first, last, device=p.token.device)[:, None]
 
@@ -154,7 +154,7 @@ class Plan:
         visible = torch.cat([visible[..., : edge - start] & filled, seen.any(-1)], -1)
         holes = of(p.ordinary, slice(start, edge))[:, None, None] == self.tokens if p.ragged else None
         landmark = (of(p.landmark_piece, whole) - start).clamp(0, stop - start - 1) if p.split else None
-        return View(
+        return _View(
             slice(start * p.size, stop * p.size),
             edge - start,
             own[:, None],
@@ -168,7 +168,7 @@ class Plan:
         )
 
 
-class View(NamedTuple):
+class _View(NamedTuple):
     """What a chunk of ``M`` queries sees of ``N`` pieces; ``X`` rows, or 1 if all are alike."""
 
     slots: slice
@@ -192,7 +192,7 @@ class View(NamedTuple):
     """``[X, N]``: the piece with the landmark of the block, if blocks have several pieces."""
 
 
-class Weights(NamedTuple):
+class _Weights(NamedTuple):
     """Of a chunk: a token has the weight ``inside * piece``."""
 
     inside: Tensor
@@ -203,7 +203,7 @@ class Weights(NamedTuple):
     """Of a piece in its block, ``[X, heads, M, N]``, if blocks have several."""
 
 
-def weights(q: Tensor, k: Tensor, view: View, ramp: float, size: int) -> Weights:
+def weights(q: Tensor, k: Tensor, view: _View, ramp: float, size: int) -> _Weights:
     """``q [X, heads, M, D]``, scaled, and the keys of the view ``[X, N * R, D]``."""
     rows, heads, many, _ = q.shape
     scores = _at_least_float32(torch.bmm(q.flatten(1, 2), k.mT)).view(rows, heads, many, -1, size)
@@ -211,7 +211,9 @@ def weights(q: Tensor, k: Tensor, view: View, ramp: float, size: int) -> Weights
     _hide_(scores, view, ramp)
     if ramp == 0:
         p = scores.flatten(-2).softmax(-1)
-        return Weights(p.unsqueeze(-2), (~view.unseen.all(-1, keepdim=True)).to(p.dtype).expand(*p.shape[:-1], 1), None)
+        return _Weights(
+            p.unsqueeze(-2), (~view.unseen.all(-1, keepdim=True)).to(p.dtype).expand(*p.shape[:-1], 1), None
+        )
     share = None
     first = 0 if ramp < 1 or view.landmark is not None else view.edge  # the first piece whose sum is needed
     p = scores.softmax(-1)
@@ -230,10 +232,10 @@ def weights(q: Tensor, k: Tensor, view: View, ramp: float, size: int) -> Weights
     piece = group.softmax(-1)
     if view.blind:
         piece.masked_fill_(view.unseen.all(-1, keepdim=True), 0)
-    return Weights(p, piece, share)
+    return _Weights(p, piece, share)
 
 
-def _hide_(scores: Tensor, view: View, ramp: float) -> None:
+def _hide_(scores: Tensor, view: _View, ramp: float) -> None:
     """The lowest score for what is not to be seen, in place."""
     lowest = torch.finfo(scores.dtype).min
     scores[..., view.edge :, :].masked_fill_(view.hidden, lowest)
@@ -245,7 +247,7 @@ def _hide_(scores: Tensor, view: View, ramp: float) -> None:
         scores[..., : view.edge, :].masked_fill_(view.unseen[..., : view.edge, None], lowest)
 
 
-def score_gradients(found: Weights, dp: Tensor, view: View, ramp: float) -> tuple[Tensor, Tensor]:
+def score_gradients(found: _Weights, dp: Tensor, view: _View, ramp: float) -> tuple[Tensor, Tensor]:
     """The gradient of the scores, and the weights, ``[X, heads * M, N * R]`` each; ``dp`` is overwritten."""
     p, piece, share = found
     dp = dp.view(p.shape)
@@ -272,7 +274,7 @@ class _LandmarkAttention(torch.autograd.Function):
     """``X = B * G`` rows; the heads of a group are more queries."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: Plan, scale: float) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Plan, scale: float) -> Tensor:
         many = q.shape[2]
         queries = (q * scale).reshape(len(k) * k.shape[1], -1, many, q.shape[-1])
         keys, values = _in_slots(k, plan), _in_slots(v, plan)
@@ -301,7 +303,7 @@ class _LandmarkAttention(torch.autograd.Function):
         for rows, chunk, view in _steps(queries, plan):
             q, k, v = queries[rows, :, chunk], keys[rows, view.slots], values[rows, view.slots]
             gradient = dout[rows, :, chunk].flatten(1, 2)
-            w = Weights(next(kept), next(kept), next(kept)) if ctx.kept else weights(q, k, view, plan.ramp, size)
+            w = _Weights(next(kept), next(kept), next(kept)) if ctx.kept else weights(q, k, view, plan.ramp, size)
             dp = _at_least_float32(torch.bmm(gradient, v.mT))
             ds, weighted = (x.to(q.dtype) for x in score_gradients(w, dp, view, plan.ramp))
             dq[rows, :, chunk] = torch.bmm(ds, k).view(q.shape)
@@ -316,7 +318,7 @@ class _LandmarkAttention(torch.autograd.Function):
         )
 
 
-def _steps(queries: Tensor, plan: Plan) -> Iterator[tuple[slice, slice, View]]:
+def _steps(queries: Tensor, plan: _Plan) -> Iterator[tuple[slice, slice, _View]]:
     """Rows and queries that are computed at once, and what they see."""
     rows, heads, many, _ = queries.shape
     for first, last in plan.chunks(many):
@@ -327,14 +329,14 @@ def _steps(queries: Tensor, plan: Plan) -> Iterator[tuple[slice, slice, View]]:
             yield part, slice(first - plan.tokens + many, last - plan.tokens + many), plan.view(first, last, part)
 
 
-def _scores(queries: Tensor, plan: Plan) -> int:
+def _scores(queries: Tensor, plan: _Plan) -> int:
     """How many scores there are."""
     rows, heads, many, _ = queries.shape
     ranges = ((last - first, plan.range(first, last)) for first, last in plan.chunks(many))
     return rows * heads * plan.pieces.size * sum(count * (stop - start) for count, (start, _, stop) in ranges)
 
 
-def _in_slots(x: Tensor, plan: Plan) -> Tensor:
+def _in_slots(x: Tensor, plan: _Plan) -> Tensor:
     """Keys or values ``[B, G, T, D]`` by slots, ``[B * G, N * R, D]``; 0 where there is no token."""
     pieces, slots = plan.pieces, plan.pieces.count * plan.pieces.size
     x = x.flatten(0, 1)
@@ -344,14 +346,14 @@ def _in_slots(x: Tensor, plan: Plan) -> Tensor:
     return x.gather(1, _of_rows(pieces.token, plan, x))
 
 
-def _of_tokens(x: Tensor, plan: Plan, shape: torch.Size) -> Tensor:
+def _of_tokens(x: Tensor, plan: _Plan, shape: torch.Size) -> Tensor:
     """The reverse, for gradients; what padding gets is not used."""
     if plan.pieces.regular:
         return x[:, : plan.tokens].reshape(shape)
     return x.gather(1, _of_rows(plan.pieces.slot, plan, x)).view(shape)
 
 
-def _of_rows(index: Tensor, plan: Plan, x: Tensor) -> Tensor:
+def _of_rows(index: Tensor, plan: _Plan, x: Tensor) -> Tensor:
     """An index ``[X, n]`` for all ``B * G`` rows of ``x``, and all of its last dimension."""
     index = index.expand(len(x), -1) if plan.alike else index.repeat_interleave(plan.groups, 0)
     return index.unsqueeze(-1).expand(-1, -1, x.shape[-1])

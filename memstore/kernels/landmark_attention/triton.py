@@ -20,7 +20,7 @@ An incomplete block, which only its own queries see, may be longer than a tile: 
 which can be taken in parts. A complete block must fit into a tile.
 """
 
-# What the compiler knows is in capitals, and one such argument is for the tuner alone.
+# What the compiler knows is in capitals, and one such argument is for the choice of tiles alone.
 # ruff: noqa: ARG001, N803
 # Triton has no type information.
 # mypy: disable-error-code="untyped-decorator"
@@ -87,31 +87,6 @@ TABLE = TileTable(
     ],
 )
 # fmt: on
-CONFIGS = [
-    config(4, 2, BM=16),
-    config(4, 2, BM=32),
-    config(8, 3, BM=32),
-    config(4, 2, BM=64),
-    config(4, 3, BM=64),
-    config(8, 2, BM=64),
-    config(8, 3, BM=64),
-    config(8, 2, BM=128),
-    config(8, 3, BM=128),
-]
-"""What measuring chooses from."""
-
-
-def admissible(configs: list[triton.Config], args: dict[str, Any], **more: Any) -> list[triton.Config]:
-    """The configurations worth trying: tiles no longer than the queries, sums that leave registers for the rest."""
-    args = {**args, **more}
-
-    def fits(config: triton.Config) -> bool:
-        queries, keys = config.kwargs["BM"], args["BS"]
-        summed = keys * (args["BD"] + args["BDV"]) if "until" in args else queries * max(args["BD"], args["BDV"])
-        numbers = (summed + 2 * queries * keys) / (32 * config.num_warps)  # in each thread, of at most 255
-        return bool(queries <= args["ROWS"] and numbers <= 192)
-
-    return [config for config in configs if fits(config)] or configs[:1]
 
 
 def _tiled(kernel: str) -> Callable[[Any], Any]:
@@ -121,10 +96,7 @@ def _tiled(kernel: str) -> Callable[[Any], Any]:
         sizes = {"queries": arguments["ROWS"], "dim": max(arguments["BD"], arguments["BDV"])}
         return TABLE.tiles(kernel, machine(), arguments["q"].dtype, block=arguments["BS"], **sizes)
 
-    return tiled(
-        choose, interpreted_config=config(1, 1, BM=64), configs=CONFIGS, admissible=admissible,
-        key=["ROWS", "BS", "SIZE", "D", "DV", "PRECISION", "LIMITED"],
-    )  # fmt: skip
+    return tiled(choose, interpreted_config=config(1, 1, BM=64))
 
 
 @triton.jit
@@ -268,7 +240,7 @@ def _forward_kernel(
     sb: tl.tensor, tb: tl.tensor,  # of starts, and of what has one number for each token
     heads: tl.tensor, groups: tl.tensor, rows: tl.tensor, before: tl.tensor,  # keys before the first query
     scale: tl.tensor, ramp: tl.tensor, window: tl.tensor,
-    ROWS: tl.constexpr,  # tells the tuner about the number of rows
+    ROWS: tl.constexpr,  # tells the choice of tiles about the number of rows
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BS: tl.constexpr,
     SIZE: tl.constexpr,  # tokens of a block where all are alike, else 0
     LIMITED: tl.constexpr, PRECISION: tl.constexpr,

@@ -1,5 +1,133 @@
 """The blocks whose landmarks match best: scores and their top k in one go, without holding all scores."""
 
-from memstore.kernels.search_blocks.api import search_blocks
+from __future__ import annotations
 
-__all__ = ["search_blocks"]
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from memstore.errors import InvalidArgument
+from memstore.kernels._backends import check_device, check_known, shapes
+from memstore.kernels._backends import triton_problem as common_problem
+from memstore.kernels.search_blocks.native import LARGEST_K, KeyChunk, KeyLists, search_chunks
+
+__all__ = [
+    "LARGEST_K",
+    "KeyChunk",
+    "KeyLists",
+    "fastest",
+    "lists_problem",
+    "native_problem",
+    "search_blocks",
+    "search_chunks",
+    "triton_problem",
+]
+
+Backend = Literal["auto", "reference", "native", "triton"]
+_NATIVE_TYPES = (torch.float32, torch.bfloat16)
+_PASSED_PRODUCTS = 1 << 23
+"""Products up to which one pass over the keys in C is fastest."""
+
+
+def search_blocks(
+    queries: Tensor, landmarks: Tensor, k: int, *, wanted: Tensor | None = None, backend: Backend = "auto"
+) -> tuple[Tensor, Tensor]:
+    """The ``k`` blocks with the largest inner products for every query: the score of a block is that of its best key.
+
+    Args:
+        queries: ``[H, T, D]``.
+        landmarks: ``[G, N, P, D]``, ``P`` keys of each block; query head ``h`` uses key head ``h // (H // G)``.
+        k: blocks wanted for each query, at least 1.
+        wanted: ``[N]`` bool: the blocks that count; all if None.
+        backend: ``"reference"``, ``"native"`` (in C, compiled at the first use, for a few queries on a CPU),
+            ``"triton"`` (a GPU, or Triton's interpreter), or ``"auto"``: what ``fastest`` says.
+
+    Returns:
+        Scores ``[H, T, k]`` in float32 (float64 for queries in float64), best first, and blocks ``[H, T, k]`` int64; of
+        equal blocks the smaller first. -inf and -1 where there are fewer. Products are those of float32 numbers,
+        whatever type the landmarks have. No gradient.
+
+    Raises:
+        InvalidArgument: shapes, types or devices do not fit, or the back end is not available.
+    """
+    _check(queries, landmarks, k, wanted)
+    check_known(backend, Backend)
+    if backend == "auto":
+        backend = fastest(
+            queries, landmarks, k, queries.shape[0] // len(landmarks) * queries.shape[1] * landmarks.numel()
+        )
+    elif backend == "triton" and (problem := triton_problem(queries, landmarks)):
+        raise InvalidArgument(f"backend 'triton' {problem}")
+    elif backend == "native" and (problem := native_problem(queries, landmarks)):
+        raise InvalidArgument(f"backend 'native' {problem}")
+    queries, landmarks = queries.detach(), landmarks.detach()
+    match backend:
+        case "triton" if queries.numel() and landmarks.numel():
+            from memstore.kernels.search_blocks import triton
+
+            return triton.search_blocks(queries, landmarks, k, wanted)
+        case "native":
+            from memstore.kernels.search_blocks import native
+
+            return native.search_blocks(queries, landmarks, k, wanted)
+        case _:
+            from memstore.kernels.search_blocks import reference
+
+            return reference.search_blocks(queries, landmarks, k, wanted)
+
+
+def fastest(queries: Tensor, landmarks: Tensor, k: int, products: int) -> Backend:
+    """The back end that ``"auto"`` takes for so many products of a number of a query with one of a landmark.
+
+    ``queries [..., D]`` and ``landmarks [..., D]`` only show type, device and size. ``"triton"`` on a GPU where it can,
+    ``"native"`` on a CPU for a few queries, else ``"reference"``.
+    """
+    if queries.device.type == "cuda" and triton_problem(queries, landmarks) is None:
+        return "triton"
+    if products <= _PASSED_PRODUCTS and k <= LARGEST_K and native_problem(queries, landmarks) is None:
+        return "native"
+    return "reference"
+
+
+def triton_problem(queries: Tensor, landmarks: Tensor) -> str | None:
+    """Why Triton cannot search this, and what to do; None if it can."""
+    return common_problem(queries, landmarks, largest=queries.shape[-1], mixed=True, instead="reference")
+
+
+def native_problem(queries: Tensor, landmarks: Tensor) -> str | None:
+    """Why this cannot be searched in C, and what to do; None if it can."""
+    if queries.device.type != "cpu" or queries.dtype != torch.float32 or landmarks.dtype not in _NATIVE_TYPES:
+        return (
+            f"takes queries in float32 and landmarks in float32 or bfloat16 on the CPU, got {queries.dtype} and "
+            f"{landmarks.dtype} on {queries.device}; cast them, or use 'auto' or 'reference'"
+        )
+    return lists_problem()
+
+
+def lists_problem() -> str | None:
+    """Why ``KeyLists`` cannot be searched, which is done in C alone; None if they can."""
+    from memstore.kernels.search_blocks import native
+
+    return native.problem()
+
+
+def _check(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | None) -> None:
+    found = shapes(queries=queries, landmarks=landmarks)
+    if queries.dim() != 3 or landmarks.dim() != 4:
+        raise InvalidArgument(f"expected queries [H, T, D] and landmarks [G, N, P, D], got {found}")
+    if queries.shape[2] != landmarks.shape[3] or not len(landmarks) or len(queries) % len(landmarks):
+        raise InvalidArgument(f"shapes do not fit (H must be a multiple of G): {found}")
+    if not landmarks.shape[2]:
+        raise InvalidArgument(f"a block has at least one key, got {found}")
+    if not isinstance(k, int) or isinstance(k, bool) or k < 1:
+        raise InvalidArgument(f"k must be an integer of at least 1, got {k!r}")
+    if not queries.is_floating_point() or not landmarks.is_floating_point():
+        raise InvalidArgument(
+            f"queries and landmarks must be floating-point tensors, got {queries.dtype} and {landmarks.dtype}"
+        )
+    if wanted is not None and (wanted.dtype != torch.bool or wanted.shape != landmarks.shape[1:2]):
+        raise InvalidArgument(
+            f"wanted must be boolean [{landmarks.shape[1]}], got {wanted.dtype} of {list(wanted.shape)}"
+        )
+    check_device(queries=queries, landmarks=landmarks, wanted=wanted)

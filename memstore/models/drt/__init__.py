@@ -10,7 +10,7 @@ from memstore.lazy import lazy
 if TYPE_CHECKING:
     from memstore.models.drt.cache import DRTCache
     from memstore.models.drt.configuration import DRTConfig
-    from memstore.models.drt.modeling import DRTForCausalLM, DRTModel, DRTOutput
+    from memstore.models.drt.modeling import DRTForCausalLM
     from memstore.models.drt.reader import DRTReader
     from memstore.models.drt.retrieval import SharedBlocks
 else:
@@ -20,8 +20,6 @@ else:
             "DRTCache": "cache",
             "DRTConfig": "configuration",
             "DRTForCausalLM": "modeling",
-            "DRTModel": "modeling",
-            "DRTOutput": "modeling",
             "DRTReader": "reader",
             "SharedBlocks": "retrieval",
         },
@@ -31,8 +29,6 @@ __all__ = [
     "DRTCache",
     "DRTConfig",
     "DRTForCausalLM",
-    "DRTModel",
-    "DRTOutput",
     "DRTReader",
     "SharedBlocks",
 ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -11,32 +9,12 @@ from torch import Tensor
 from memstore.attention.gca import ListStates
 from memstore.device_copies import numbers
 from memstore.kernels.grouped_cross_attention import Ready
-from memstore.models.cache import ModelCache
+from memstore.models.cache import BlockCache, States, behind_zeros, of_rows
 from memstore.models.drt.configuration import DRTConfig
-from memstore.models.drt.retrieval import BlockTable, DRTPacking, GroupSearch, ListsInUse, TensorTable
-
-States = tuple[Tensor, Tensor]
-"""Keys and values of a layer, ``[B, G, P, D]`` each."""
+from memstore.models.drt.retrieval import BlockTable, DRTPacking, GroupSearch, ListsInUse
 
 
-class LastList(NamedTuple):
-    """The list that the next tokens use: the states of its blocks, ready to be attended to."""
-
-    keys: Tensor
-    """``[B, K, G, S, D]``"""
-    values: Tensor
-    weights: Tensor
-    """``[B, K]``"""
-    blocks: Tensor
-    """``[B, K]``: the number of each, its own place in the list; -1: none."""
-
-    def retrieved(self, lists: int = 1) -> ListStates:
-        """The list of each row, ``lists`` times over."""
-        blocks, weights = (x.unsqueeze(1).expand(-1, lists, -1) for x in (self.blocks, self.weights))
-        return ListStates(self.keys, self.values, blocks, weights)
-
-
-class DRTCache(ModelCache):
+class DRTCache(BlockCache):
     """The ``past_key_values`` of a DRT: a fixed size per row, and one entry per block.
 
     Made by the model where none is given; by ``Reader.cache`` to go on after a document of a memory. It serves one
@@ -47,10 +25,8 @@ class DRTCache(ModelCache):
 
     def __init__(self, config: DRTConfig, rows: int, table: BlockTable | None = None, tokens: int = 0) -> None:
         """``tokens``: those that the table's blocks stand for, before the first segment."""
-        super().__init__(config, rows)
-        self.counts = [tokens] * rows
-        """Tokens of each row, those of the document included."""
-        self.table = TensorTable(rows) if table is None else table
+        super().__init__(config, rows, tokens)
+        self.table = BlockTable(rows) if table is None else table
         self.windows: list[States | None] = [None] * config.num_hidden_layers
         self.past = 0
         """Stream items that the windows hold."""
@@ -60,23 +36,12 @@ class DRTCache(ModelCache):
         """Pieces ``[B, p, hidden]`` of the incomplete block: hidden states after the lower layers."""
         self.partial_ids: list[Tensor] = []
         """Pieces ``[B, p, 1]`` of the incomplete block: its tokens, where an external retriever will want them."""
-        self.lists: list[LastList | None] = [None] * len(config.upper_layers)
+        self.lists: list[ListStates | None] = [None] * len(config.upper_layers)
+        """Of each group the list that the next tokens of each row use, with the states of its blocks alone."""
         self.prepared: list[list[Ready] | None] = [None] * len(config.upper_layers)
         """The same lists, ready for single tokens, for each layer; None where nobody has made them so yet."""
         self.in_use: ListsInUse | None = None
         """Which list each row uses, as long as somebody wants to know."""
-
-    def __repr__(self) -> str:
-        return f"DRTCache({self.rows} rows of {max(self.counts)} tokens)"
-
-    def begin(self) -> None:
-        """From here on tokens count as given."""
-        self.given = 0
-
-    @property
-    def offsets(self) -> list[int]:
-        """Tokens that wait in the incomplete block of each row."""
-        return [count % self.config.tokens_per_block for count in self.counts]
 
     @property
     def blocks(self) -> list[int]:
@@ -90,7 +55,7 @@ class DRTCache(ModelCache):
 
     def advance(self, packing: DRTPacking, given: int) -> None:
         """Count the tokens of a segment that has been processed; ``given`` of them with their padding."""
-        self.counts = [count + new for count, new in zip(self.counts, packing.counts, strict=True)]
+        self.count(packing)
         self.given += given
 
     def slide(self, packing: DRTPacking, layers: dict[int, States], device: torch.device) -> None:
@@ -107,7 +72,7 @@ class DRTCache(ModelCache):
         # In the coordinates of [keep zeros, past, segment], right-aligned at the end of each row.
         at = self.past + lengths[:, None] + torch.arange(keep, device=device)
         for number, (keys, values) in layers.items():
-            self.windows[number] = (_take(keys, at, keep), _take(values, at, keep))
+            self.windows[number] = (behind_zeros(keys, keep, at), behind_zeros(values, keep, at))
         self.empty = (keep - (self.past - empty + lengths)).clamp(min=0)
         self.past = keep
         if not bool(self.empty.any()):
@@ -124,10 +89,10 @@ class DRTCache(ModelCache):
         if last is None:
             blocks, weights = F.pad(blocks, (0, 0, 1, 0), value=-1), F.pad(weights, (0, 0, 1, 0))
         else:
-            held, missing = last.blocks.shape[1], top_k - last.blocks.shape[1]
+            held, missing = last.blocks.shape[2], top_k - last.blocks.shape[2]
             blocks = torch.where(blocks >= 0, blocks + held, -1)
-            blocks = torch.cat([F.pad(last.blocks, (0, missing), value=-1).unsqueeze(1), blocks], 1)
-            weights = torch.cat([F.pad(last.weights, (0, missing)).unsqueeze(1), weights], 1)
+            blocks = torch.cat([F.pad(last.blocks, (0, missing), value=-1), blocks], 1)
+            weights = torch.cat([F.pad(last.weights, (0, missing)), weights], 1)
             keys, values = torch.cat([last.keys, keys], 1), torch.cat([last.values, values], 1)
         at = numbers.clamp(max=blocks.shape[1] - 1).expand(len(blocks), -1).unsqueeze(-1).expand(-1, -1, top_k)
         return ListStates(keys, values, blocks.gather(1, at), weights.gather(1, at))
@@ -135,31 +100,19 @@ class DRTCache(ModelCache):
     def keep_last(self, group: int, packing: DRTPacking, fresh: ListStates) -> None:
         """Keep each row's last list for the tokens to come; rows that completed no block keep the one they have."""
         keys, values, blocks, weights = fresh
-        if blocks.shape[1] == min(packing.blocks) == 1:
-            self._keep(group, LastList(keys, values, weights[:, 0], blocks[:, 0]))
-            return
-        top_k, device = blocks.shape[-1], blocks.device
-        at = numbers(packing.blocks, device) - 1
-        rows = torch.arange(len(at), device=device)
-        picked = at.clamp(min=0)
-        places = torch.arange(top_k, device=device)
-        columns = (picked * top_k)[:, None] + places
-        there = (at[:, None] >= 0) & (blocks[rows, picked] >= 0)
-        last = LastList(
-            keys[rows[:, None], columns],
-            values[rows[:, None], columns],
-            weights[rows, picked],
-            torch.where(there, places, -1),
-        )
-        before = self.lists[group]
-        if before is not None and min(packing.blocks) == 0:
-            last = _mixed(at >= 0, last, before)
-        self._keep(group, last)
-
-    def _keep(self, group: int, last: LastList) -> None:
-        """From here on ``last`` is the group's last list."""
-        self.lists[group] = last
-        self.prepared[group] = None
+        last, before = fresh, self.lists[group]
+        if not blocks.shape[1] == min(packing.blocks) == 1:
+            top_k, device = blocks.shape[-1], blocks.device
+            at = numbers(packing.blocks, device) - 1
+            rows, picked = torch.arange(len(at), device=device), at.clamp(min=0)
+            places = torch.arange(top_k, device=device)
+            columns = (picked * top_k)[:, None] + places
+            there = (at[:, None] >= 0) & (blocks[rows, picked] >= 0)
+            keys, values = keys[rows[:, None], columns], values[rows[:, None], columns]
+            last = ListStates(keys, values, torch.where(there, places, -1)[:, None], weights[rows, picked][:, None])
+            if before is not None and min(packing.blocks) == 0:
+                last = _mixed(at >= 0, last, before)
+        self.lists[group], self.prepared[group] = last, None
 
     def tell_lists(self, group: int, packing: DRTPacking, lookup: GroupSearch | None) -> None:
         """Tell the observers which lists ``group`` uses in a segment; ``lookup``: what it chose there, if it did."""
@@ -176,19 +129,14 @@ class DRTCache(ModelCache):
         self.counts = [self.counts[row] for row in rows]
         self.table.reorder(beam_idx)
         pick = beam_idx.to
-        self.windows = [
-            None if states is None else (states[0][pick(states[0].device)], states[1][pick(states[1].device)])
-            for states in self.windows
-        ]
+        self.windows = of_rows(self.windows, beam_idx)
         self.empty = None if self.empty is None else self.empty[pick(self.empty.device)]
         longest = max(self.offsets, default=0)
         self.partial, self.partial_ids = (
             [torch.cat(pieces, 1)[pick(pieces[0].device), :longest]] if pieces and longest else []
             for pieces in (self.partial, self.partial_ids)
         )
-        self.lists = [
-            None if last is None else LastList(*(tensor[pick(tensor.device)] for tensor in last)) for last in self.lists
-        ]
+        self.lists = [None if last is None else ListStates(*(x[pick(x.device)] for x in last)) for last in self.lists]
         self.prepared = [None] * len(self.lists)
 
 
@@ -198,21 +146,16 @@ def _last(x: Tensor, keep: int) -> Tensor:
     return x[:, :, start:].clone() if start > keep else x[:, :, start:]
 
 
-def _take(x: Tensor, at: Tensor, keep: int) -> Tensor:
-    index = at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-    return F.pad(x, (0, 0, keep, 0)).gather(2, index)
-
-
-def _mixed(new: Tensor, last: LastList, before: LastList) -> LastList:
+def _mixed(new: Tensor, last: ListStates, before: ListStates) -> ListStates:
     """Row by row ``last`` where ``new [B]``, else ``before``."""
-    width = max(last.blocks.shape[1], before.blocks.shape[1])
+    width = max(last.blocks.shape[2], before.blocks.shape[2])
     one, other = _widened(last, width), _widened(before, width)
-    return LastList(*(torch.where(new.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(one, other, strict=True)))
+    return ListStates(*(torch.where(new.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(one, other, strict=True)))
 
 
-def _widened(last: LastList, width: int) -> LastList:
-    missing = width - last.blocks.shape[1]
+def _widened(last: ListStates, width: int) -> ListStates:
+    missing = width - last.blocks.shape[2]
     if not missing:
         return last
     keys, values = (F.pad(x, (0, 0, 0, 0, 0, 0, 0, missing)) for x in (last.keys, last.values))
-    return LastList(keys, values, F.pad(last.weights, (0, missing)), F.pad(last.blocks, (0, missing), value=-1))
+    return ListStates(keys, values, F.pad(last.blocks, (0, missing), value=-1), F.pad(last.weights, (0, missing)))

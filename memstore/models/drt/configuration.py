@@ -32,93 +32,66 @@ CHOICES = {
 
 
 class DRTConfig(PreTrainedConfig):
-    """Configuration of ``DRTForCausalLM``. Raises ``InvalidArgument`` for what does not fit together.
-
-    Args:
-        vocab_size: tokens; the landmark is not one of them, the model inserts its own.
-        hidden_size: width of the model, of block states and of landmarks.
-        intermediate_size: inner width of the feed-forward layers.
-        num_attention_heads: query heads.
-        num_key_value_heads: key-value heads; as many as query heads if None.
-        lower_layers: layers before retrieval; together with the encoder they are all that reading needs.
-        encoder_layers: bidirectional layers of the block encoder.
-        upper_layers: layers of each group, such as ``[6]`` or ``[3, 3]``; each group retrieves once for all its layers.
-        block_size: tokens of a block, its landmark counted.
-        window: tokens that self-attention sees, the query counted; landmarks are counted too.
-        retrieval_top_k: blocks that are retrieved.
-        positions: ``"alibi"`` (the paper) or ``"rope"``, in self-attention.
-        retrieval: ``"causal"`` (learned, the paper), or a baseline: ``"random"`` earlier blocks with equal weights,
-            ``"external"`` (embeddings of a function of yours, see ``DRTForCausalLM.set_retriever``), ``"none"``.
-        fusion: ``"grouped"`` (the paper), or ``"chunked"``: all retrieved blocks under one softmax.
-        tied_retriever: scores without projections, as in the published code.
-        normalise_scores: cosines times a learned factor.
-        gumbel: factor on the Gumbel noise that varies which blocks are taken while training; 0 for none.
-        off_by_one: softmax-off-by-one in cross attention, so that tokens can find nothing in a block.
-        landmark_uses_own: the landmark of a block attends to what was retrieved for the next one, which is what it
-            asked for itself; then the retrieval of a second group can build on that of the first at once. In the paper
-            it attends to what its own block was given.
-        state_dtype: block states and landmarks are rounded to this type wherever they are used, so that a memory can
-            keep them in it and give exactly the same results.
-    """
+    """Configuration of ``DRTForCausalLM``. Raises ``InvalidArgument`` for what does not fit together."""
 
     model_type = "memstore-drt"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers reads it from the class
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int = 512,
-        hidden_size: int = 64,
-        intermediate_size: int = 160,
-        num_attention_heads: int = 4,
-        num_key_value_heads: int | None = None,
-        lower_layers: int = 2,
-        encoder_layers: int = 1,
-        upper_layers: Sequence[int] = (2,),
-        block_size: int = 32,
-        window: int = 64,
-        retrieval_top_k: int = 4,
-        positions: str = "alibi",
-        rope_theta: float = 10_000.0,
-        retrieval: str = "causal",
-        fusion: str = "grouped",
-        tied_retriever: bool = False,
-        normalise_scores: bool = False,
-        gumbel: float = 1.0,
-        off_by_one: bool = True,
-        landmark_uses_own: bool = False,
-        state_dtype: str = "float32",
-        rms_norm_eps: float = 1e-6,
-        initializer_range: float = 0.02,
-        tie_word_embeddings: bool = True,
-        use_cache: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
-        self.lower_layers = lower_layers
-        self.encoder_layers = encoder_layers
-        self.upper_layers = list(upper_layers)
-        self.block_size = block_size
-        self.window = window
-        self.retrieval_top_k = retrieval_top_k
-        self.positions = positions
-        self.rope_theta = rope_theta
-        self.retrieval = retrieval
-        self.fusion = fusion
-        self.tied_retriever = tied_retriever
-        self.normalise_scores = normalise_scores
-        self.gumbel = gumbel
-        self.off_by_one = off_by_one
-        self.landmark_uses_own = landmark_uses_own
-        self.state_dtype = state_dtype
-        self.rms_norm_eps = rms_norm_eps
-        self.initializer_range = initializer_range
-        self.use_cache = use_cache
-        super().__init__(**{"tie_word_embeddings": tie_word_embeddings, **kwargs})
+    vocab_size: int = 512
+    """Tokens; the landmark is not one of them, the model inserts its own."""
+    hidden_size: int = 64
+    """Width of the model, of block states and of landmarks."""
+    intermediate_size: int = 160
+    """Inner width of the feed-forward layers."""
+    num_attention_heads: int = 4
+    """Query heads."""
+    num_key_value_heads: Any = None
+    """Key-value heads; as many as query heads if None."""
+    lower_layers: int = 2
+    """Layers before retrieval; together with the encoder they are all that reading needs."""
+    encoder_layers: int = 1
+    """Bidirectional layers of the block encoder."""
+    upper_layers: Sequence[int] = (2,)
+    """Layers of each group, such as ``[6]`` or ``[3, 3]``; each group retrieves once for all its layers."""
+    block_size: int = 32
+    """Tokens of a block, its landmark counted."""
+    window: int = 64
+    """Tokens that self-attention sees, the query counted; landmarks are counted too."""
+    retrieval_top_k: int = 4
+    """Blocks that are retrieved."""
+    positions: str = "alibi"
+    """``"alibi"`` (the paper) or ``"rope"``, in self-attention."""
+    rope_theta: float = 10_000.0
+    retrieval: str = "causal"
+    """``"causal"`` (learned, the paper), or a baseline: ``"random"`` earlier blocks with equal weights, ``"external"``
+    (embeddings of a function of yours, see ``DRTForCausalLM.set_retriever``), ``"none"``."""
+    fusion: str = "grouped"
+    """``"grouped"`` (the paper), or ``"chunked"``: all retrieved blocks under one softmax."""
+    tied_retriever: bool = False
+    """Scores without projections, as in the published code."""
+    normalise_scores: bool = False
+    """Cosines times a learned factor."""
+    gumbel: float = 1.0
+    """Factor on the Gumbel noise that varies which blocks are taken while training; 0 for none."""
+    off_by_one: bool = True
+    """Softmax-off-by-one in cross attention, so that tokens can find nothing in a block."""
+    landmark_uses_own: bool = False
+    """The landmark of a block attends to what was retrieved for the next one, which is what it asked for itself; then
+    the retrieval of a second group can build on that of the first at once. In the paper it attends to what its own
+    block was given."""
+    state_dtype: str = "float32"
+    """Block states and landmarks are rounded to this type wherever they are used, so that a memory can keep them in it
+    and give exactly the same results."""
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        self.upper_layers = list(self.upper_layers)
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]  # transformers annotates it in part
         self._check()
 
     @property
@@ -163,20 +136,7 @@ class DRTConfig(PreTrainedConfig):
         check_choices(self, CHOICES)
 
 
-_TINY = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "lower_layers": 1,
-    "encoder_layers": 1,
-    "upper_layers": (2,),
-    "block_size": 32,
-    "window": 64,
-    "retrieval_top_k": 4,
-    "positions": "rope",
-    "state_dtype": "float16",
-}
+_TINY = {"intermediate_size": 128, "lower_layers": 1, "positions": "rope", "state_dtype": "float16"}
 _SMALL = {
     "vocab_size": 50_257,
     "hidden_size": 768,

@@ -35,8 +35,9 @@ from memstore.attention.sliding import Window, alibi_slopes
 from memstore.device_copies import numbers
 from memstore.errors import InvalidArgument
 from memstore.kernels.grouped_cross_attention import Ready
-from memstore.models.causal import CausalLM, uncompiled
-from memstore.models.drt.cache import DRTCache, States
+from memstore.models.cache import States
+from memstore.models.causal import CausalLM, Decoder, uncompiled
+from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.retrieval import (
     DRTPacking,
@@ -51,7 +52,7 @@ from memstore.readers.caches import takes_cache, with_cache
 from memstore.readers.observer import as_array
 
 
-class Sight(NamedTuple):
+class _Sight(NamedTuple):
     """What self-attention of one segment sees, the same in every layer."""
 
     window: Window
@@ -70,7 +71,7 @@ class SelfAttention(nn.Module):
         self.qkv = nn.Linear(config.hidden_size, inner + 2 * self.groups * config.head_dim, bias=False)
         self.out = nn.Linear(inner, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, sight: Sight, past: States | None) -> tuple[Tensor, States]:
+    def forward(self, x: Tensor, sight: _Sight, past: States | None) -> tuple[Tensor, States]:
         """``x [B, M, hidden]`` -> the same, and keys and values of ``past`` and segment together."""
         qkv = self.qkv(x).unflatten(-1, (self.heads + 2 * self.groups, -1))
         qk, v = qkv.split((self.heads + self.groups, self.groups), 2)
@@ -93,7 +94,7 @@ class LowerLayer(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.feed_forward = SwiGLU(config.hidden_size, config.intermediate_size)
 
-    def forward(self, x: Tensor, sight: Sight, past: States | None) -> tuple[Tensor, States]:
+    def forward(self, x: Tensor, sight: _Sight, past: States | None) -> tuple[Tensor, States]:
         """``x [B, M, hidden]`` -> the same, and the layer's keys and values."""
         attended, states = self.attention(self.attention_norm(x), sight, past)
         x = x + attended
@@ -120,7 +121,7 @@ class UpperLayer(LowerLayer):
             )
 
     def forward(  # type: ignore[override]  # it needs what was retrieved
-        self, x: Tensor, sight: Sight, past: States | None, retrieved: Lists | None, by_list: ByList
+        self, x: Tensor, sight: _Sight, past: States | None, retrieved: Lists | None, by_list: ByList
     ) -> tuple[Tensor, States]:
         """``x [B, M, hidden]`` -> the same, and the layer's keys and values."""
         attended, states = self.attention(self.attention_norm(x), sight, past)
@@ -152,7 +153,7 @@ class DRTOutput(CausalLMOutputWithPast):
     """With ``output_retrieval``: for each group, the lists that the segment's blocks chose, ``[B, blocks, K]``."""
 
 
-class DRTModel(nn.Module):
+class DRTModel(Decoder):
     """The decoder without its output layer."""
 
     def __init__(self, config: DRTConfig) -> None:
@@ -188,15 +189,13 @@ class DRTModel(nn.Module):
                 )
                 for _ in config.upper_layers
             )
-        self.gradient_checkpointing = False
-        self._gradient_checkpointing_func: Callable[..., Any] | None = None
 
     def embed(self, ids: Tensor) -> Tensor:
         """``ids [B, M]``, -1 for a landmark -> ``[B, M, hidden]``."""
         x: Tensor = self.embed_tokens(ids.clamp(min=0))
         return torch.where(ids.unsqueeze(-1) < 0, self.landmark.to(x.dtype), x)
 
-    def sight(self, packing: DRTPacking, cache: DRTCache | None, x: Tensor) -> Sight:
+    def sight(self, packing: DRTPacking, cache: DRTCache | None, x: Tensor) -> _Sight:
         """What the items ``x [B, M, hidden]`` of a segment see."""
         dtype, device = x.dtype, x.device
         past = 0 if cache is None else cache.past
@@ -204,24 +203,24 @@ class DRTModel(nn.Module):
         empty = None if cache is None else cache.empty
         window = Window(packing.items, past, self.config.window, empty=empty, slopes=slopes, dtype=dtype, device=device)
         if slopes is not None:
-            return Sight(window, None)
+            return _Sight(window, None)
         starts = [0] if cache is None else cache.positions
         if len(set(starts)) == 1:
             starts = starts[:1]
         turns = rotary(starts, packing.items, self.config.head_dim, self.config.rope_theta, x)
-        return Sight(window, turns.unsqueeze(2))
+        return _Sight(window, turns.unsqueeze(2))
 
-    def read(self, x: Tensor, sight: Sight, cache: DRTCache | None) -> tuple[Tensor, dict[int, States]]:
+    def read(self, x: Tensor, sight: _Sight, cache: DRTCache | None) -> tuple[Tensor, dict[int, States]]:
         """The lower layers: ``x [B, M, hidden]`` -> the same, and the states of each layer."""
         states: dict[int, States] = {}
         for number, layer in enumerate(self.lower):
             past = None if cache is None else cache.windows[number]
-            x, states[number] = self._checkpointed(layer, x, sight, past)
+            x, states[number] = self.checkpointed(layer, x, sight, past)
         return x, states
 
     def encode(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """Hidden states of blocks ``[..., S, hidden]`` -> states and landmarks, as a memory would keep them."""
-        states, landmarks = self._checkpointed(self.encoder, blocks)
+        states, landmarks = self.checkpointed(self.encoder, blocks)
         dtype = DTYPES[self.config.state_dtype]
         return _rounded(states, dtype), _rounded(landmarks, dtype)
 
@@ -245,7 +244,7 @@ class DRTModel(nn.Module):
             for place, layer in enumerate(cast("nn.ModuleList", layers)):
                 past = None if cache is None else cache.windows[number]
                 lists = retrieved[place] if isinstance(retrieved, list) else retrieved
-                x, window_states[number] = self._checkpointed(layer, x, sight, past, lists, by_list)
+                x, window_states[number] = self.checkpointed(layer, x, sight, past, lists, by_list)
                 number += 1
         if cache is not None:
             cache.slide(packing, window_states, x.device)
@@ -330,7 +329,8 @@ class DRTModel(nn.Module):
             if blocks is None:
                 return None, None
             queries = self._queries(group, packing, x, blocks[1])
-            return retrieve(self.config, self.block_states, packing, queries, blocks, shared, gumbel=self._gumbel)
+            gumbel = self.config.gumbel if self.training else 0.0
+            return retrieve(self.config, self.block_states, packing, queries, blocks, shared, gumbel=gumbel)
         if blocks is None:
             cache.tell_lists(group, packing, None)
             return None, self._last(group, packing, cache)
@@ -354,8 +354,11 @@ class DRTModel(nn.Module):
         if last is None:
             return None
         if prepared is None or torch.is_grad_enabled():
-            prepared = cache.prepared[group] = self._prepare(group, last.retrieved())
-        return last.retrieved(packing.lists) if prepared is None else prepared
+            prepared = cache.prepared[group] = self._prepare(group, last)
+        if prepared is not None:
+            return prepared
+        blocks, weights = (x.expand(-1, packing.lists, -1) for x in (last.blocks, last.weights))
+        return last._replace(blocks=blocks, weights=weights)
 
     def _prepare(self, group: int, retrieved: ListStates) -> list[Ready] | None:
         crosses = [cast("UpperLayer", layer).cross for layer in cast("nn.ModuleList", self.upper[group])]
@@ -405,16 +408,6 @@ class DRTModel(nn.Module):
         own = torch.arange(lists * top_k, device=states.device).view(1, lists, top_k).expand(rows, -1, -1)
         return ListStates(keys, values, torch.where(chosen.blocks >= 0, own, -1), chosen.weights.to(x.dtype))
 
-    @property
-    def _gumbel(self) -> float:
-        return self.config.gumbel if self.training else 0.0
-
-    def _checkpointed(self, function: nn.Module, *arguments: Any) -> Any:
-        if self.gradient_checkpointing and self.training and self._gradient_checkpointing_func is not None:
-            # What was retrieved comes in tuples: reentrant checkpointing would not find the tensors in them.
-            return self._gradient_checkpointing_func(function.__call__, *arguments, use_reentrant=False)
-        return function(*arguments)
-
 
 class DRTForCausalLM(CausalLM):
     """A DRT with its output layer: ``from_pretrained``, ``save_pretrained``, ``generate`` and ``Trainer`` as usual.
@@ -462,35 +455,16 @@ class DRTForCausalLM(CausalLM):
         output_retrieval: bool = False,
         **kwargs: Any,
     ) -> DRTOutput:
-        """Logits of the token after each of ``input_ids [B, T]``.
+        """See ``CausalLM``.
 
-        Args:
-            input_ids: tokens, without landmarks.
-            attention_mask: ``[B, T]``, or ``[B, earlier + T]`` as ``generate`` gives it; 0 for padding, which is left
-                out.
-            past_key_values: what came before.
-            labels: ``[B, T]``, -100 where there is none; adds ``loss``.
-            use_cache: return ``past_key_values``; the configuration's choice if None, and not while training.
-            logits_to_keep: only those of the last so many tokens; all if 0.
-            shared: while training, further blocks to choose from.
-            output_retrieval: return what was retrieved.
-            **kwargs: ``num_items_in_batch`` of the Trainer, and what transformers hands every model.
-
-        Raises:
-            InvalidArgument: tokens that do not exist, or shapes that do not fit.
+        ``shared``: while training, further blocks to choose from. ``output_retrieval``: return what was retrieved.
         """
         self.check_tokens(input_ids, attention_mask)
-        if past_key_values is not None:
-            self.check_cache(past_key_values, DRTCache, input_ids)
-        keep_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
+        cache = self.going_on(past_key_values, DRTCache, input_ids, use_cache)
         if shared is not None:
-            if keep_cache or past_key_values is not None:
+            if cache is not None:
                 raise InvalidArgument("shared blocks have no place in a cache; pass use_cache=False")
             shared.check(self.config, input_ids)
-        cache = past_key_values
-        if cache is None and keep_cache:
-            cache = DRTCache(self.config, len(input_ids))
-            cache.belong_to(self.model)
         mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
         if cache is None:
             hidden, retrieval = self._computed(input_ids, mask, None, shared)

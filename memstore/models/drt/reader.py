@@ -307,7 +307,6 @@ class DRTReader(CacheReader[DRTCache]):
         self.segment = segment_blocks * model.config.tokens_per_block
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
-        """See ``Reader``."""
         codec = "none" if made is None else made.codec
         return memory_spec(self.model, self.tokenizer, codec if self._codec is None else self._codec)
 
@@ -325,7 +324,7 @@ class DRTReader(CacheReader[DRTCache]):
             cache.belong_to(self.model.model)
             if len(tail):
                 self._segment(self.model.model.forward, tail, cache)
-        cache.begin()
+        cache.given = 0
         return cache
 
     def _described(self) -> dict[str, Any]:
@@ -397,7 +396,6 @@ class DRTReader(CacheReader[DRTCache]):
             block = blocks[-1]
             wanted = self.model.model.embedded(document.tokens(block)[None].to(self.model.device)).flatten()
             stored = document.layer(0).landmarks(range(block, block + 1)).flatten()
-            # Retrievers are networks: they round, and not always alike.
             if not bool((wanted.float().cpu() - stored).norm() <= RETRIEVER_TOLERANCE * stored.norm()):
                 raise ForeignMemory(
                     f"the memory {self.memory.url} was made with another retriever than this model's: its landmark of "

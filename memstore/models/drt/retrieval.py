@@ -15,10 +15,9 @@ from __future__ import annotations
 
 import math
 import random
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,15 +27,13 @@ from torch import Tensor
 from memstore.attention.gca import BlockKeysValues, ListStates, TopBlocks, choose, weighed
 from memstore.device_copies import numbers, to_device
 from memstore.errors import DamagedError, InvalidArgument
+from memstore.memory import LayerView
 from memstore.memory.trace_file import Array, Look
+from memstore.models.cache import OnError
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.packing import Packing
 from memstore.readers.observer import Choice, Draft, Looks, Origin, as_array
 from memstore.readers.ranks import Ranks
-
-OnError = Literal["raise", "miss"]
-"""What becomes of a stored block that cannot be read: an error, or a list without it."""
-
 
 FEW = 4
 """Segments of at most this many stream items are attended item by item, instead of by whole blocks."""
@@ -106,41 +103,11 @@ class DRTPacking(Packing):
         return out[:, self._first : self._first + self.items]
 
 
-class BlockTable(ABC):
-    """Complete blocks of ``B`` rows, numbered from 0 in each row."""
+class BlockTable:
+    """Complete blocks of ``B`` rows, numbered from 0 in each row, in tensors that grow by half when they are full.
 
-    @abstractmethod
-    def extend(self, first: list[int], counts: list[int], states: Tensor, landmarks: Tensor) -> None:
-        """Add the first ``counts[b]`` of ``states [B, n, S, d]``, ``landmarks [B, n, e]`` as blocks ``first[b] ...``.
-
-        Blocks that are there already are left as they are.
-        """
-
-    @abstractmethod
-    def search(self, queries: Tensor, limits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """Scores and blocks ``[B, n, <= top_k]`` for ``queries [B, n, e]``, among blocks below ``limits [B, n]``.
-
-        Best first; score -inf and block -1 where there are fewer.
-        """
-
-    @abstractmethod
-    def gather(self, blocks: Tensor) -> Tensor:
-        """States ``[B, m, S, d]`` of ``blocks [B, m]``; anything where a block is -1."""
-
-    # Blocks that cannot be read leave the list before its weights are computed, so those of the others sum to one. A
-    # list that has lost all its blocks is empty; the one before it is not used in its place. Lists are read once to
-    # see, and again to use, which the host cache makes cheap.
-    def readable(self, scores: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Lists ``[B, n, K]`` without the blocks that cannot be read: -inf and -1 at the end of a list instead."""
-        return scores, blocks
-
-    @abstractmethod
-    def reorder(self, rows: Tensor) -> None:
-        """Let row ``b`` be what row ``rows[b]`` was."""
-
-
-class TensorTable(BlockTable):
-    """Blocks held in tensors, which grow by half when they are full; those before ``first`` are somebody else's."""
+    Those before ``first`` are somebody else's.
+    """
 
     def __init__(self, rows: int, first: int = 0) -> None:
         self._rows = rows
@@ -150,8 +117,20 @@ class TensorTable(BlockTable):
         self._landmarks: Tensor | None = None
 
     def extend(self, first: list[int], counts: list[int], states: Tensor, landmarks: Tensor) -> None:
-        """See ``BlockTable``."""
-        self._grow(max(f - self._first + n for f, n in zip(first, counts, strict=True)), states, landmarks)
+        """Add the first ``counts[b]`` of ``states [B, n, S, d]``, ``landmarks [B, n, e]`` as blocks ``first[b] ...``.
+
+        Blocks that are there already are left as they are.
+        """
+        needed = max(f - self._first + n for f, n in zip(first, counts, strict=True))
+        if needed <= 0:
+            return
+        held = 0 if self._states is None else self._states.shape[1]
+        if needed > held:
+            room = max(needed, held + held // 2)
+            self._states, self._landmarks = (
+                _larger(self._states, room, states),
+                _larger(self._landmarks, room, landmarks),
+            )
         assert self._states is not None
         assert self._landmarks is not None
         for row, (start, count) in enumerate(zip(first, counts, strict=True)):
@@ -163,7 +142,10 @@ class TensorTable(BlockTable):
                 self._counts[row] = start - self._first + count
 
     def search(self, queries: Tensor, limits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """See ``BlockTable``."""
+        """Scores and blocks ``[B, n, <= top_k]`` for ``queries [B, n, e]``, among blocks below ``limits [B, n]``.
+
+        Best first; score -inf and block -1 where there are fewer.
+        """
         count = max(self._counts)
         if self._landmarks is None or not count:
             empty = queries.new_full((*queries.shape[:2], 0), -math.inf)
@@ -175,25 +157,25 @@ class TensorTable(BlockTable):
         return best, torch.where(best > -math.inf, blocks[at], -1)
 
     def gather(self, blocks: Tensor) -> Tensor:
-        """See ``BlockTable``."""
+        """States ``[B, m, S, d]`` of ``blocks [B, m]``; anything where a block is -1."""
         assert self._states is not None
         rows = torch.arange(self._rows, device=blocks.device).unsqueeze(1)
         return self._states[rows, (blocks - self._first).clamp(min=0)]
 
+    # Blocks that cannot be read leave the list before its weights are computed, so those of the others sum to one. A
+    # list that has lost all its blocks is empty; the one before it is not used in its place. Lists are read once to
+    # see, and again to use, which the host cache makes cheap.
+    def readable(self, scores: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Lists ``[B, n, K]`` without the blocks that cannot be read: -inf and -1 at the end of a list instead."""
+        return scores, blocks
+
     def reorder(self, rows: Tensor) -> None:
-        """See ``BlockTable``."""
+        """Let row ``b`` be what row ``rows[b]`` was."""
         self._counts = [self._counts[row] for row in rows.tolist()]
         self._rows = len(rows)
         if self._states is not None and self._landmarks is not None:
             self._states = self._states.index_select(0, rows.to(self._states.device))
             self._landmarks = self._landmarks.index_select(0, rows.to(self._landmarks.device))
-
-    def _grow(self, count: int, states: Tensor, landmarks: Tensor) -> None:
-        held = 0 if self._states is None else self._states.shape[1]
-        if count > held:
-            room = max(count, held + held // 2)
-            self._states = _larger(self._states, room, states)
-            self._landmarks = _larger(self._landmarks, room, landmarks)
 
 
 def _larger(old: Tensor | None, room: int, like: Tensor) -> Tensor:
@@ -201,19 +183,6 @@ def _larger(old: Tensor | None, room: int, like: Tensor) -> Tensor:
     if old is not None:
         new[:, : old.shape[1]] = old
     return new
-
-
-class SearchableLayer(Protocol):
-    """What is needed of a layer of a document (``memstore.memory.LayerView``)."""
-
-    def search(self, queries: Tensor, top_k: int, *, allowed: range | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Scores, blocks and offsets ``[H, T, top_k]``."""
-
-    def gather(self, blocks: list[int], *, device: torch.device | None = None) -> dict[str, Tensor]:
-        """States of blocks, on ``device`` (None: the CPU). Raises ``DamagedError``."""
-
-    def sound(self, blocks: list[int]) -> list[int]:
-        """Those of ``blocks`` that can be read."""
 
 
 class MemoryTable(BlockTable):
@@ -225,7 +194,7 @@ class MemoryTable(BlockTable):
 
     def __init__(
         self,
-        view: SearchableLayer,
+        view: LayerView,
         blocks: range,
         rows: int,
         dtype: torch.dtype,
@@ -233,22 +202,16 @@ class MemoryTable(BlockTable):
         *,
         on_error: OnError = "raise",
     ) -> None:
+        super().__init__(rows, blocks.stop)
         self._view = view
         self._on_error = on_error
         self._blocks = blocks
-        self._own = TensorTable(rows, blocks.stop)
         self._dtype = dtype
         self._device = device
 
-    def extend(self, first: list[int], counts: list[int], states: Tensor, landmarks: Tensor) -> None:
-        """See ``BlockTable``."""
-        if any(f + n > self._blocks.stop for f, n in zip(first, counts, strict=True)):
-            self._own.extend(first, counts, states, landmarks)
-
     def search(self, queries: Tensor, limits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """See ``BlockTable``."""
         scores, blocks = self._search_document(queries, limits, top_k)
-        own_scores, own_blocks = self._own.search(queries, limits, top_k)
+        own_scores, own_blocks = super().search(queries, limits, top_k)
         if not own_scores.shape[-1]:
             return scores, blocks
         scores, blocks = torch.cat([scores, own_scores], -1), torch.cat([blocks, own_blocks], -1)
@@ -256,11 +219,10 @@ class MemoryTable(BlockTable):
         return scores, blocks.gather(-1, at)
 
     def gather(self, blocks: Tensor) -> Tensor:
-        """See ``BlockTable``."""
         flat = blocks.flatten().tolist()
         stored = sorted({block for block in flat if block in self._blocks})
         if not stored:
-            return self._own.gather(blocks)
+            return super().gather(blocks)
         if len(stored) == len(flat):
             states = self._read(flat)
             return states.view(*blocks.shape, *states.shape[1:])
@@ -271,7 +233,7 @@ class MemoryTable(BlockTable):
         if max(flat) < self._blocks.stop:
             return states
         own = (blocks >= self._blocks.stop)[..., None, None]
-        return torch.where(own, self._own.gather(blocks), states)
+        return torch.where(own, super().gather(blocks), states)
 
     def readable(self, scores: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """See ``BlockTable``. Everything, unless ``on_error`` is "miss": then ``gather`` says what is wrong."""
@@ -281,10 +243,6 @@ class MemoryTable(BlockTable):
         left_out = torch.isin(blocks, torch.tensor(lost, device=blocks.device))
         scores, at = scores.masked_fill(left_out, -math.inf).sort(dim=-1, descending=True, stable=True)
         return scores, blocks.masked_fill(left_out, -1).gather(-1, at)
-
-    def reorder(self, rows: Tensor) -> None:
-        """See ``BlockTable``."""
-        self._own.reorder(rows)
 
     def _lost(self, blocks: Tensor) -> list[int]:
         """Those stored ``blocks`` that cannot be read."""
@@ -360,7 +318,6 @@ class DRTChoice(Choice):
     """What the last token of each row uses."""
 
     def draft(self) -> Draft:
-        """See ``Choice``."""
         return Looks(self.looks)
 
 
@@ -461,14 +418,8 @@ def retrieve(
 ) -> tuple[TopBlocks, ListStates]:
     """What ``queries [B, n, e]`` choose among the blocks before their own, and what a segment's items attend to.
 
-    Args:
-        config: says how many blocks are chosen, and by what.
-        block_states: makes keys and values of blocks.
-        packing: of the segment.
-        queries: one of each block.
-        blocks: their states ``[B, n, S, hidden]`` and landmarks ``[B, n, e]``.
-        shared: further blocks to choose from.
-        gumbel: how much noise is added to scores.
+    ``blocks`` are states ``[B, n, S, hidden]`` and landmarks ``[B, n, e]``, whose keys and values ``block_states``
+    makes; ``shared`` are further ones to choose from; ``gumbel`` says how much noise is added to scores.
     """
     states, landmarks = blocks
     rows, count = queries.shape[:2]

@@ -106,7 +106,7 @@ class Bank:
                 setattr(self, name, tensor)
 
 
-class NeedleTrainer(AnswerTrainer):
+class _NeedleTrainer(AnswerTrainer):
     """Trains a DRT, with distractors from a bank."""
 
     def __init__(self, recipe: Recipe, run: Run, model: DRTForCausalLM, *rest: Any, **options: Any) -> None:
@@ -115,7 +115,6 @@ class NeedleTrainer(AnswerTrainer):
         self._gumbel = DRTConfig.preset("tiny", **recipe.model).gumbel
 
     def logits_of(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """See ``AnswerTrainer``."""
         ids, free = inputs["input_ids"], inputs["free"]
         self.trained.config.gumbel = self._gumbel if self.progress < self.recipe.hard_from else self.recipe.hard_gumbel
         shared = self.bank.shared(free, self.progress)
@@ -126,15 +125,12 @@ class NeedleTrainer(AnswerTrainer):
         return logits
 
     def learned(self, answer: Tensor, found: float) -> None:  # noqa: ARG002 - the ramp's measure
-        """See ``AnswerTrainer``."""
         self.bank.pace(found, self.progress, self.state.max_steps)
 
     def keep(self, checkpoint: Path) -> None:
-        """The bank."""
         self.bank.save(checkpoint / f"bank-{self.args.process_index}.safetensors")
 
     def resume(self, checkpoint: Path) -> None:
-        """The bank."""
         self.bank.load(checkpoint / f"bank-{self.args.process_index}.safetensors", self.args.device)
 
 
@@ -297,7 +293,7 @@ DRT = Training(
     DRTForCausalLM,
     train,
     MemoryTrainer,
-    NeedleTrainer,
+    _NeedleTrainer,
     RECIPES,
     grow=grown,
     outgrow=_outgrowing,

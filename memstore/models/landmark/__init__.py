@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING
 from memstore.lazy import lazy
 
 if TYPE_CHECKING:
-    from memstore.models.landmark.cache import LandmarkCache, Past, WindowCache
+    from memstore.models.landmark.cache import LandmarkCache, WindowCache
     from memstore.models.landmark.configuration import LandmarkConfig
     from memstore.models.landmark.modeling import (
         LandmarkForCausalLM,
-        LandmarkModel,
-        LandmarkOutput,
         make_landmark,
         unmake_landmark,
     )
@@ -26,10 +24,7 @@ else:
             "LandmarkCache": "cache",
             "LandmarkConfig": "configuration",
             "LandmarkForCausalLM": "modeling",
-            "LandmarkModel": "modeling",
-            "LandmarkOutput": "modeling",
             "LandmarkReader": "reader",
-            "Past": "cache",
             "WindowCache": "cache",
             "make_landmark": "modeling",
             "unmake_landmark": "modeling",
@@ -40,10 +35,7 @@ __all__ = [
     "LandmarkCache",
     "LandmarkConfig",
     "LandmarkForCausalLM",
-    "LandmarkModel",
-    "LandmarkOutput",
     "LandmarkReader",
-    "Past",
     "WindowCache",
     "make_landmark",
     "unmake_landmark",

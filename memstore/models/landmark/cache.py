@@ -25,7 +25,7 @@ from memstore.attention.landmark import Questions, attend, choose, gated, joined
 from memstore.attention.positions import Turns, final_slots, local_slot, searching_slots
 from memstore.device_copies import alike, from_each, numbers, to_device
 from memstore.errors import InvalidArgument
-from memstore.models.cache import ModelCache
+from memstore.models.cache import BlockCache, States, of_rows
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.retrieval import (
     FOREVER,
@@ -37,7 +37,6 @@ from memstore.models.landmark.retrieval import (
     Lists,
     SearchCounts,
     attend_each,
-    attend_shown,
     check_capacity,
     check_lists,
     default_retrieval,
@@ -50,27 +49,13 @@ from memstore.readers.kinds import Retrieval
 from memstore.readers.observer import as_array
 
 
-class Past(ModelCache, ABC):
+class Past(BlockCache, ABC):
     """Base of all caches: for each segment the model calls ``begin``, ``attend`` once for each layer, and ``end``.
 
     It serves one generation: to branch, make another.
     """
 
     config: LandmarkConfig
-
-    def __init__(self, config: LandmarkConfig, rows: int, tokens: int = 0) -> None:
-        """``tokens``: those of a document, that each row goes on after."""
-        super().__init__(config, rows)
-        self.counts = [tokens] * rows
-        """Tokens of each row, those of the document included."""
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.rows} rows of {max(self.counts)} tokens)"
-
-    @property
-    def offsets(self) -> list[int]:
-        """Tokens that wait in the incomplete block of each row."""
-        return [count % self.config.tokens_per_block for count in self.counts]
 
     @property
     def step(self) -> int:
@@ -107,7 +92,7 @@ class WindowCache(Past):
 
     def __init__(self, config: LandmarkConfig, rows: int) -> None:
         super().__init__(config, rows)
-        self.states: list[tuple[Tensor, Tensor] | None] = [None] * config.num_hidden_layers
+        self.states: list[States | None] = [None] * config.num_hidden_layers
         """``[B, G, P, D]`` of each layer."""
         self.places: Tensor | None = None
         """``[B, P]``: position of each of them; -1 where there is none."""
@@ -143,7 +128,6 @@ class WindowCache(Past):
                 return torch.zeros_like(places)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:  # noqa: ARG002 - the baselines have none
-        """``q [B, H, M, D]``, ``k, v [B, G, M, D]`` of the segment, without positions -> ``[B, H, M, D]``."""
         assert self._turns is not None
         rotary = self.config.rotary
         q, k = rotary.rotate(q, self._turns), rotary.rotate(k, self._turns)
@@ -157,7 +141,7 @@ class WindowCache(Past):
         """Count the segment's tokens, and drop what nobody will see again."""
         assert self._packing is not None
         assert self.places is not None
-        self.counts = [count + new for count, new in zip(self.counts, self._packing.counts, strict=True)]
+        self.count(self._packing)
         first = self._first(torch.tensor(self.counts, device=self.places.device)).clamp(min=0)
         needed = (self.places >= first[:, None]).any(0)
         if not bool(needed.all()):
@@ -171,10 +155,7 @@ class WindowCache(Past):
         self.rows = len(beam_idx)
         self.counts = [self.counts[row] for row in beam_idx.tolist()]
         self.places = None if self.places is None else self.places[beam_idx.to(self.places.device)]
-        self.states = [
-            None if each is None else (each[0][beam_idx.to(each[0].device)], each[1][beam_idx.to(each[1].device)])
-            for each in self.states
-        ]
+        self.states = of_rows(self.states, beam_idx)
 
 
 class _Frame(NamedTuple):
@@ -251,11 +232,9 @@ class _View:
         self.bias, self.own = local_bias(self.places, blocks, self.size)
 
 
-# A text is cut into segments counted from its beginning, not by calls: tokens of the segment in hand attend to each
-# other directly, blocks of segments before it are in memory. So with lists of each token the same text gives the same
-# logits at once, in pieces and token by token. The published code takes every complete block into memory at the next
-# call; `segment_blocks=1` is that. It places retrieved blocks on top of the queries where the cache holds exactly k
-# blocks, and fails with fewer; here positions are true until there are more than k blocks.
+# The published code takes every complete block into memory at the next call; `segment_blocks=1` is that. It places
+# retrieved blocks on top of the queries where the cache holds exactly k blocks, and fails with fewer; here positions
+# are true until there are more than k blocks.
 class LandmarkCache(Past):
     """The ``past_key_values`` of a model with landmarks.
 
@@ -306,7 +285,6 @@ class LandmarkCache(Past):
         self._last_lists: dict[int, LastLists] = {}
         self._spent: dict[int, tuple[float, float]] = {}
 
-    # Fixed: local tokens stand behind `top_k + 1` slots. Other options take another cache.
     @property
     def retrieval(self) -> Retrieval:
         """How blocks are chosen: the same from beginning to end, for local tokens stand behind ``top_k`` slots."""
@@ -339,22 +317,8 @@ class LandmarkCache(Past):
         if self.observers:
             self._last = LastTokens(packing, ending)
 
-    # Retrieved and local part are attended to apart and merged by their log-sum-exps: a block's gate is its landmark's
-    # score, so the retrieved part is a softmax with a log-sum-exp of its own. Lists of single tokens then need no
-    # copies of the local keys, and a context-miss token only puts its own score in the place of that log-sum-exp.
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:
-        """Attention of the segment's items in ``layer``, which must be asked once each, in order.
-
-        Args:
-            layer: its number.
-            q: ``[B, H, M, D]``, without positions.
-            k: ``[B, G, M, D]``, without positions.
-            v: ``[B, G, M, D]``.
-            context_miss: ``[1, G, 1, D]``, the key of the context-miss token, where the model has one.
-
-        Returns:
-            ``[B, H, M, D]``
-        """
+        """See ``Past``; layers must be asked once each, in order."""
         assert self._view is not None, "begin() comes first"
         view, scale = self._view, q.shape[-1] ** -0.5
         frame = self._written(layer, k.detach(), v.detach())
@@ -364,48 +328,36 @@ class LandmarkCache(Past):
         )
         out, lse = attend(turned.unsqueeze(2), keys, values[..., :-1, :], scale=scale, bias=view.bias, own=view.own)
         local = out.squeeze(2), lse.squeeze(2)
-        if context_miss is None:
-            found = self._retrieved(layer, q, turned, None) if view.remembers else None
-            self._tell(layer, q, turned, local[1], found, None)
-            return (local[0] if found is None else joined(local, found[:2])).to(q.dtype)
-        before = self.config.rotary.turns(torch.full((), -1, device=q.device))
-        gate = self.config.rotary.rotate(context_miss, before).repeat_interleave(q.shape[1] // k.shape[1], 1)
-        weight, called = gated(local, (turned * gate).sum(-1) * scale, self.retrieval.threshold or 0.0)
+        weight = called = None
+        if context_miss is not None:
+            before = self.config.rotary.turns(torch.full((), -1, device=q.device))
+            gate = self.config.rotary.rotate(context_miss, before).repeat_interleave(q.shape[1] // k.shape[1], 1)
+            weight, called = gated(local, (turned * gate).sum(-1) * scale, self.retrieval.threshold or 0.0)
         found = self._retrieved(layer, q, turned, called) if view.remembers else None
-        self._tell(layer, q, turned, local[1], found, weight * called)
-        memory = torch.zeros_like(local[0]) if found is None else found.out
-        return joined_by_gate(local[0], memory, weight, called).to(q.dtype)
-
-    def _tell(
-        self,
-        layer: int,
-        q: Tensor,
-        turned: Tensor,
-        local: Tensor,
-        found: _MemoryAttention | None,
-        opened: Tensor | None,
-    ) -> None:
-        """Tell the observers, if there are any, what a layer attends to; local layers retrieve nothing."""
-        if found is None or self._last is None or not self._watched(layer):
-            return
-        choice = LandmarkChoice(
-            layer=layer,
-            searched=found.searched,
-            table=self.table.layers[layer],
-            ask=lambda: self._questions(layer, q, turned),
-            blocks=found.blocks,
-            queries=turned,
-            local=local,
-            found=found.lse,
-            opened=opened,
-            last=self._last,
-            lists=self._last_lists.get(layer),
-            origin=self.origin,
-            spent=self._spent.pop(layer, (0.0, 0.0)),
-        )
-        self.tell(choice)
+        if found is not None and self._last is not None and self._watched(layer):
+            choice = LandmarkChoice(
+                layer=layer,
+                searched=found.searched,
+                table=self.table.layers[layer],
+                ask=lambda: self._questions(layer, q, turned),
+                blocks=found.blocks,
+                queries=turned,
+                local=local[1],
+                found=found.lse,
+                opened=None if weight is None or called is None else weight * called,
+                last=self._last,
+                lists=self._last_lists.get(layer),
+                origin=self.origin,
+                spent=self._spent.pop(layer, (0.0, 0.0)),
+            )
+            self.tell(choice)
+        if weight is not None and called is not None:
+            memory = torch.zeros_like(local[0]) if found is None else found.out
+            return joined_by_gate(local[0], memory, weight, called).to(q.dtype)
+        return (local[0] if found is None else joined(local, found[:2])).to(q.dtype)
 
     def _watched(self, layer: int) -> bool:
+        """Whether somebody wants to know of it; local layers retrieve nothing."""
         return bool(self.observers) and layer not in self.config.local_layers
 
     def keep(self, layer: int, k: Tensor, v: Tensor) -> None:
@@ -420,7 +372,7 @@ class LandmarkCache(Past):
         assert self._view is not None, "begin() comes first"
         packing = self._view.packing
         self.items += torch.tensor(packing.lengths)
-        self.counts = [count + new for count, new in zip(self.counts, packing.counts, strict=True)]
+        self.count(packing)
         full = (self.items == self._room).nonzero().flatten()
         if len(full):
             for own, frame in zip(self.table.own, self._frames, strict=True):
@@ -514,8 +466,8 @@ class LandmarkCache(Past):
     @property
     def _lists(self) -> int:
         """``X``: lists of a layer."""
-        share = self.retrieval.share
-        return {"none": self.config.num_attention_heads, "group": self.config.num_key_value_heads}.get(share, 1)
+        lists = {"none": self.config.num_attention_heads, "group": int(self.config.num_key_value_heads)}
+        return lists.get(self.retrieval.share, 1)
 
     def _new_run(self, packing: Packing) -> None:
         """Count the runs of tokens that use one list."""
@@ -572,7 +524,8 @@ class LandmarkCache(Past):
             return _MemoryAttention(*attend_each(turned, self._fetched(layer, blocks), scale), blocks, searched=True)
         before = self._kept[layer]
         kept = self._latest(layer) if latest else self._one_list(layer, q, turned, asks)
-        out, lse = attend_shown(turned.unsqueeze(2), kept.shown, scale)
+        shown = kept.shown
+        out, lse = attend(turned.unsqueeze(2), shown.keys, shown.values, scale=scale, bias=shown.bias)
         return _MemoryAttention(out.squeeze(2), lse.squeeze(2), kept.blocks, searched=not latest and kept is not before)
 
     @property
@@ -660,9 +613,6 @@ class LandmarkCache(Past):
             scores = scores.masked_fill(missing[:, None, None], -math.inf)
         return Questions(self.config.rotary.rotate(q, view.older) * scale, scores, first, view.real)
 
-    # The index holds landmarks without positions and is asked with queries turned back by a landmark's place in slot 0,
-    # where all older blocks stand while they are searched; the last k blocks have slots of their own and are scored
-    # here.
     def _recent_landmarks(self, layer: int, first: Tensor, count: int) -> Tensor:
         """Landmarks ``[B, G, count, D]`` of the latest blocks, in their slots; the same for a whole segment."""
         if layer not in self._recent:

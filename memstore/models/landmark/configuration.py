@@ -29,94 +29,73 @@ CHOICES = {"architecture": ("llama", "gpt2"), "attention": ("landmark", "full", 
 
 
 class LandmarkConfig(PreTrainedConfig):
-    """Configuration of ``LandmarkForCausalLM``. Raises ``InvalidArgument`` for what does not fit together.
-
-    Args:
-        vocab_size: tokens; the landmark is not one of them, the model inserts its own.
-        hidden_size: width of the model.
-        intermediate_size: inner width of the feed-forward layers.
-        num_attention_heads: query heads.
-        num_key_value_heads: key-value heads; as many as query heads if None.
-        num_hidden_layers: layers.
-        head_dim: size of a head; ``hidden_size / num_attention_heads`` if None.
-        block_size: tokens of a block, its landmark counted.
-        architecture: ``"llama"`` (RMSNorm, SwiGLU) or ``"gpt2"`` (the paper's section 4.1: LayerNorm and a feed-forward
-            layer with GELU, no biases as in the published code); both with rotary positions.
-        attention: ``"landmark"`` (the paper), or a baseline without landmarks: ``"full"`` attention, a sliding
-            ``"window"``, or ``"xl"`` (Transformer-XL: windows side by side, each with the one before it as its cache).
-        window: tokens that a query of ``"window"`` sees, itself counted; tokens of one window of ``"xl"``.
-        local_layers: numbers of the layers that never search a memory (landmark attention at inference).
-        rope_theta: base of the rotary frequencies.
-        rope_interleaved: rotate pairs of neighbours, as the paper's GPT-2-like model; else dimension ``i`` and
-            ``i + D / 2``, as Llama.
-        attention_bias: biases on queries, keys and values (Qwen2).
-        segment_blocks: blocks of one segment at inference.
-        retrieval_top_k: blocks that are retrieved at inference.
-        context_miss: train a context-miss token (appendix D).
-        context_miss_share: probability that a landmark is put under the context-miss token while training (the paper's
-            P_CMT).
-        position_jump: while training, positions jump by up to so many after each landmark (appendix E); 1 for none.
-        stock: what ``make_landmark`` keeps of the configuration that the weights came with.
-    """
+    """Configuration of ``LandmarkForCausalLM``. Raises ``InvalidArgument`` for what does not fit together."""
 
     model_type = "memstore-landmark"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers reads it from the class
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int = 512,
-        hidden_size: int = 64,
-        intermediate_size: int = 160,
-        num_attention_heads: int = 4,
-        num_key_value_heads: int | None = None,
-        num_hidden_layers: int = 4,
-        head_dim: int | None = None,
-        block_size: int = 32,
-        architecture: str = "llama",
-        attention: str = "landmark",
-        window: int = 256,
-        local_layers: Sequence[int] = (),
-        rope_theta: float = 10_000.0,
-        rope_interleaved: bool = False,
-        attention_bias: bool = False,
-        segment_blocks: int = 4,
-        retrieval_top_k: int = 4,
-        context_miss: bool = False,
-        context_miss_share: float = 0.5,
-        position_jump: int = 1,
-        stock: dict[str, Any] | None = None,
-        norm_eps: float = 1e-6,
-        initializer_range: float = 0.02,
-        tie_word_embeddings: bool = False,
-        use_cache: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
-        self.num_hidden_layers = num_hidden_layers
-        self.head_dim = _head_dim(head_dim, hidden_size, num_attention_heads)
-        self.block_size = block_size
-        self.architecture = architecture
-        self.attention = attention
-        self.window = window
-        self.local_layers = list(local_layers)
-        self.rope_theta = rope_theta
-        self.rope_interleaved = rope_interleaved
-        self.attention_bias = attention_bias
-        self.segment_blocks = segment_blocks
-        self.retrieval_top_k = retrieval_top_k
-        self.context_miss = context_miss
-        self.context_miss_share = context_miss_share
-        self.position_jump = position_jump
-        self.stock = stock
-        self.norm_eps = norm_eps
-        self.initializer_range = initializer_range
-        self.use_cache = use_cache
-        super().__init__(**{"tie_word_embeddings": tie_word_embeddings, **kwargs})
+    vocab_size: int = 512
+    """Tokens; the landmark is not one of them, the model inserts its own."""
+    hidden_size: int = 64
+    """Width of the model."""
+    intermediate_size: int = 160
+    """Inner width of the feed-forward layers."""
+    num_attention_heads: int = 4
+    """Query heads."""
+    num_key_value_heads: Any = None
+    """Key-value heads; as many as query heads if None."""
+    num_hidden_layers: int = 4
+    """Layers."""
+    head_dim: Any = None
+    """Size of a head; ``hidden_size / num_attention_heads`` if None."""
+    block_size: int = 32
+    """Tokens of a block, its landmark counted."""
+    architecture: str = "llama"
+    """``"llama"`` (RMSNorm, SwiGLU) or ``"gpt2"`` (the paper's section 4.1: LayerNorm and a feed-forward layer with
+    GELU, no biases as in the published code); both with rotary positions."""
+    attention: str = "landmark"
+    """``"landmark"`` (the paper), or a baseline without landmarks: ``"full"`` attention, a sliding ``"window"``, or
+    ``"xl"`` (Transformer-XL: windows side by side, each with the one before it as its cache)."""
+    window: int = 256
+    """Tokens that a query of ``"window"`` sees, itself counted; tokens of one window of ``"xl"``."""
+    local_layers: Sequence[int] = ()
+    """Numbers of the layers that never search a memory (landmark attention at inference)."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    rope_interleaved: bool = False
+    """Rotate pairs of neighbours, as the paper's GPT-2-like model; else dimension ``i`` and ``i + D / 2``, as Llama."""
+    attention_bias: bool = False
+    """Biases on queries, keys and values (Qwen2)."""
+    segment_blocks: int = 4
+    """Blocks of one segment at inference."""
+    retrieval_top_k: int = 4
+    """Blocks that are retrieved at inference."""
+    context_miss: bool = False
+    """Train a context-miss token (appendix D)."""
+    context_miss_share: float = 0.5
+    """Probability that a landmark is put under the context-miss token while training (the paper's P_CMT)."""
+    position_jump: int = 1
+    """While training, positions jump by up to so many after each landmark (appendix E); 1 for none."""
+    stock: dict[str, Any] | None = None
+    """What ``make_landmark`` keeps of the configuration that the weights came with."""
+    norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.head_dim is None:
+            check_sizes(self, ("hidden_size", "num_attention_heads"))
+            if self.hidden_size % self.num_attention_heads:
+                raise InvalidArgument(
+                    "hidden_size must be a multiple of num_attention_heads, or head_dim be given; they are "
+                    f"{self.hidden_size} and {self.num_attention_heads}"
+                )
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        self.local_layers = list(self.local_layers)
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]  # transformers annotates it in part
         self._check()
 
     @property
@@ -140,7 +119,14 @@ class LandmarkConfig(PreTrainedConfig):
         return cls(**preset(PRESETS, name, changes))
 
     def _check(self) -> None:
-        self._check_sizes()
+        check_sizes(self, SIZES)
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise InvalidArgument(
+                "num_attention_heads must be a multiple of num_key_value_heads; "
+                f"they are {self.num_attention_heads} and {self.num_key_value_heads}"
+            )
+        if self.head_dim % 2:
+            raise InvalidArgument(f"head_dim must be even for rotary positions, not {self.head_dim}")
         check_choices(self, CHOICES)
         check_block_size(self)
         wrong = [layer for layer in self.local_layers if layer not in range(self.num_hidden_layers)]
@@ -153,36 +139,7 @@ class LandmarkConfig(PreTrainedConfig):
         if self.rope_theta <= 0:
             raise InvalidArgument(f"rope_theta must be above 0, not {self.rope_theta}")
 
-    def _check_sizes(self) -> None:
-        check_sizes(self, SIZES)
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise InvalidArgument(
-                "num_attention_heads must be a multiple of num_key_value_heads; "
-                f"they are {self.num_attention_heads} and {self.num_key_value_heads}"
-            )
-        if self.head_dim % 2:
-            raise InvalidArgument(f"head_dim must be even for rotary positions, not {self.head_dim}")
 
-
-def _head_dim(given: int | None, hidden: int, heads: int) -> int:
-    if given is not None:
-        return given
-    if not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1 or hidden % heads:
-        raise InvalidArgument(
-            f"hidden_size must be a multiple of num_attention_heads, or head_dim be given; they are {hidden!r} and "
-            f"{heads!r}"
-        )
-    return hidden // heads
-
-
-_TINY = {
-    "vocab_size": 512,
-    "hidden_size": 64,
-    "intermediate_size": 160,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 4,
-    "block_size": 32,
-}
 _PAPER = {
     "vocab_size": 50_257,
     "hidden_size": 1024,
@@ -195,4 +152,4 @@ _PAPER = {
     "tie_word_embeddings": True,
     "norm_eps": 1e-5,
 }
-PRESETS: dict[str, dict[str, Any]] = {"tiny": _TINY, "paper": _PAPER}
+PRESETS: dict[str, dict[str, Any]] = {"tiny": {}, "paper": _PAPER}

@@ -21,9 +21,10 @@ token of a piece but its first is scored. All lengths score the same text, so ro
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,7 +81,6 @@ class LandmarkAuditor(CacheAuditor):
         return range(start, max(start, min(own, first)))
 
     def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more of them would not help
-        """See ``Auditor``."""
         size = self.model.config.segment_tokens
         return f"no block is in memory yet: they are from {size} tokens on; read a longer text"
 
@@ -128,61 +128,8 @@ TopK = int | Literal["all"]
 Advance = Callable[[int], None]
 
 
-@dataclass(frozen=True, kw_only=True)
-class LengthRow:
-    """One line of the paper's first table."""
-
-    attention: str
-    """``full``, ``truncated``, ``xl`` or ``landmark``."""
-    length: int
-    """Tokens of a piece."""
-    local: int | None = None
-    """Tokens of a segment, or of a window of Transformer-XL; None: all."""
-    blocks: int | None = None
-    """Blocks of a piece."""
-    top_k: TopK | None = None
-    """Blocks that are retrieved."""
-    size: int
-    """Attention size."""
-    perplexity: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class GranularityRow:
-    """One line of the paper's second table."""
-
-    length: int
-    top_k: TopK
-    per_head: bool
-    """Whether each head retrieves its own blocks."""
-    per_token: bool
-    """Whether each token does."""
-    unique_blocks: float
-    """Blocks that a layer fetches in a segment (the paper's appendix C), the mean of all layers that search."""
-    perplexity: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class CutoffRow:
-    """One line of the table of appendix D."""
-
-    length: int
-    top_k: TopK
-    cutoff: float | None
-    """Weight of the context-miss token below which nothing is retrieved; None: always."""
-    dropped: float
-    """Part of the retrieval calls that were not made."""
-    perplexity: float
-
-
-def rows_of(rows: Sequence[LengthRow | GranularityRow | CutoffRow]) -> list[dict[str, Any]]:
-    """As ``--json`` prints them."""
-    return [{k: round(v, 4) if isinstance(v, float) else v for k, v in asdict(row).items()} for row in rows]
-
-
-# The text is cut to whole pieces of the longest length, and every shorter length cuts the same tokens: all rows of a
-# table score the same text. Truncated attention uses the weights of the full model in a sliding window as large as all
-# that landmark attention sees; a model trained on that window would be another baseline.
+# Truncated attention uses the weights of the full model in a sliding window as large as all that landmark attention
+# sees; a model trained on that window would be another baseline.
 def by_length(
     model: LandmarkForCausalLM,
     tokens: Tensor,
@@ -191,60 +138,45 @@ def by_length(
     local: Sequence[int],
     top_k: Sequence[TopK],
     advance: Advance = lambda tokens: None,  # noqa: ARG005 - nobody listens
-) -> Iterator[LengthRow]:
-    """The lines of the first table that ``model`` has, for the text ``tokens [n]``.
+) -> Iterator[dict[str, Any]]:
+    """The lines of the first table that ``model`` has, for the text ``tokens [n]``, as JSON has them.
+
+    ``attention`` is ``full``, ``truncated``, ``window``, ``xl`` or ``landmark``, ``local`` the tokens of a segment or a
+    window (None: all), ``blocks`` those of a piece, ``top_k`` those that are retrieved, ``size`` the attention size.
 
     A model with full attention has them at the shortest length: whole, and truncated to the attention sizes that
     landmark attention has with blocks of its ``block_size``. Raises ``InvalidArgument`` for a text or a
     number that does not fit.
     """
     check(tokens, lengths)
-    match model.config.attention:
+    kind, window, block_size = model.config.attention, model.config.window, model.config.block_size
+    none = {"local": None, "blocks": None, "top_k": None}
+    match kind:
         case "full":
             length = min(lengths)
-            yield LengthRow(
-                attention="full",
-                length=length,
-                size=length,
-                perplexity=whole(model, tokens, length, advance),
-            )
-            block_size = model.config.block_size
+            row = {"attention": "full", "length": length, **none}
+            yield {**row, "size": length, "perplexity": whole(model, tokens, length, advance)}
             for size in sorted({attention_size(block_size, length, each, k) for each in local for k in top_k}):
                 if size < length:
                     seen = whole(truncated(model, size), tokens, length, advance)
-                    yield LengthRow(attention="truncated", length=length, local=size, size=size, perplexity=seen)
+                    yield {**row, "attention": "truncated", "local": size, "size": size, "perplexity": seen}
         case "landmark":
-            yield from _landmark_lengths(model, tokens, lengths, local, top_k, advance)
-        case kind:
-            window = model.config.window
-            for length in lengths:
-                seen = whole(model, tokens, length, advance)
-                size = window if kind == "window" else 2 * window
-                yield LengthRow(attention=kind, length=length, local=window, size=size, perplexity=seen)
-
-
-def _landmark_lengths(
-    model: LandmarkForCausalLM,
-    tokens: Tensor,
-    lengths: Sequence[int],
-    local: Sequence[int],
-    top_k: Sequence[TopK],
-    advance: Advance,
-) -> Iterator[LengthRow]:
-    text = model.config.tokens_per_block
-    for length in lengths:
-        for each in local:
-            for k in top_k:
+            for length, each, k in product(lengths, local, top_k):
                 seen, _ = retrieved(model, tokens, length, permissive(k), local=each, advance=advance)
-                yield LengthRow(
-                    attention="landmark",
-                    length=length,
-                    local=each,
-                    blocks=length // text,
-                    top_k=k,
-                    size=attention_size(model.config.block_size, length, each, k),
-                    perplexity=seen,
-                )
+                yield {
+                    "attention": "landmark",
+                    "length": length,
+                    "local": each,
+                    "blocks": length // model.config.tokens_per_block,
+                    "top_k": k,
+                    "size": attention_size(block_size, length, each, k),
+                    "perplexity": seen,
+                }
+        case _:
+            size = window if kind == "window" else 2 * window
+            for length in lengths:
+                row = {"attention": kind, "length": length, **none, "local": window, "size": size}
+                yield {**row, "perplexity": whole(model, tokens, length, advance)}
 
 
 def by_granularity(
@@ -255,29 +187,31 @@ def by_granularity(
     local: int,
     top_k: Sequence[TopK],
     advance: Advance = lambda tokens: None,  # noqa: ARG005 - nobody listens
-) -> Iterator[GranularityRow]:
-    """The second table: who has a list of blocks of its own. Raises ``InvalidArgument`` for what does not fit."""
+) -> Iterator[dict[str, Any]]:
+    """The second table: who has a list of blocks of its own, each head (``per_head``) and each token (``per_token``).
+
+    ``unique_blocks`` are those that a layer fetches in a segment (the paper's appendix C), in the mean of all layers
+    that search. Raises ``InvalidArgument`` for what does not fit.
+    """
     check(tokens, lengths)
     searching = [n for n in range(model.config.num_hidden_layers) if n not in model.config.local_layers]
-    for length in lengths:
-        for k in top_k:
-            for per_head, per_token in ((True, True), (True, False), (False, True), (False, False)):
-                retrieval = Retrieval(
-                    top_k=k,
-                    every=1 if per_token else "segment",
-                    share="none" if per_head else "layer",
-                    share_tokens=not per_token,
-                )
-                seen, counts = retrieved(model, tokens, length, retrieval, local=local, advance=advance)
-                fetched = [counts.unique_blocks(layer) for layer in searching]
-                yield GranularityRow(
-                    length=length,
-                    top_k=k,
-                    per_head=per_head,
-                    per_token=per_token,
-                    unique_blocks=sum(fetched) / max(1, len(fetched)),
-                    perplexity=seen,
-                )
+    for length, k, per_head, per_token in product(lengths, top_k, (True, False), (True, False)):
+        retrieval = Retrieval(
+            top_k=k,
+            every=1 if per_token else "segment",
+            share="none" if per_head else "layer",
+            share_tokens=not per_token,
+        )
+        seen, counts = retrieved(model, tokens, length, retrieval, local=local, advance=advance)
+        fetched = [counts.unique_blocks(layer) for layer in searching]
+        yield {
+            "length": length,
+            "top_k": k,
+            "per_head": per_head,
+            "per_token": per_token,
+            "unique_blocks": round(sum(fetched) / max(1, len(fetched)), 4),
+            "perplexity": seen,
+        }
 
 
 def by_cutoff(
@@ -289,16 +223,19 @@ def by_cutoff(
     local: int,
     top_k: TopK,
     advance: Advance = lambda tokens: None,  # noqa: ARG005 - nobody listens
-) -> Iterator[CutoffRow]:
-    """The table of appendix D, for a model with a context-miss token: calls that are not made, and what they cost."""
+) -> Iterator[dict[str, Any]]:
+    """The table of appendix D, for a model with a context-miss token: calls that are not made, and what they cost.
+
+    Nothing is retrieved where the token's weight is below ``cutoff`` (None: always), which is the part ``dropped``.
+    """
     check(tokens, lengths)
     if not model.config.context_miss:
         raise InvalidArgument("this model has no context-miss token: train one with --context-miss")
-    for length in lengths:
-        for cutoff in (None, *cutoffs):
-            retrieval = permissive(top_k, cutoff)
-            seen, counts = retrieved(model, tokens, length, retrieval, local=local, advance=advance)
-            yield CutoffRow(length=length, top_k=top_k, cutoff=cutoff, dropped=counts.drop_rate, perplexity=seen)
+    for length, cutoff in product(lengths, (None, *cutoffs)):
+        retrieval = permissive(top_k, cutoff)
+        seen, counts = retrieved(model, tokens, length, retrieval, local=local, advance=advance)
+        dropped = round(counts.drop_rate, 4)
+        yield {"length": length, "top_k": top_k, "cutoff": cutoff, "dropped": dropped, "perplexity": seen}
 
 
 def permissive(top_k: TopK, threshold: float | None = None) -> Retrieval:
@@ -395,7 +332,7 @@ def _perplexity(
         logits = model(ids, past_key_values=past, use_cache=past is not None).logits[:, :-1]
         total += float(F.cross_entropy(logits.flatten(0, 1).float(), ids[:, 1:].flatten(), reduction="sum"))
         advance(ids.numel())
-    return float(torch.tensor(total / rows[:, 1:].numel(), dtype=torch.float64).exp())
+    return round(math.exp(total / rows[:, 1:].numel()), 4)
 
 
 DEFAULT_CUTOFFS = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5)
@@ -441,12 +378,12 @@ def tables(
     check(tokens, lengths)
     tokens = tokens[-max(lengths) * min(samples, len(tokens) // max(lengths)) :]
     rows = _all_lengths(folder, model, baseline, tokens, lengths, locals_, k, show)
-    data: dict[str, Any] = {"task": "perplexity", "model": folder.name, "tokens": len(tokens), "rows": rows_of(rows)}
+    data: dict[str, Any] = {"task": "perplexity", "model": folder.name, "tokens": len(tokens), "rows": rows}
     if longer:
-        data["granularity"] = rows_of(list(by_granularity(model, tokens, longer, local=locals_[0], top_k=k)))
+        data["granularity"] = list(by_granularity(model, tokens, longer, local=locals_[0], top_k=k))
     if config.context_miss and longer:
         wanted = chosen or DEFAULT_CUTOFFS
-        data["cutoffs"] = rows_of(list(by_cutoff(model, tokens, longer, wanted, local=locals_[0], top_k=k[0])))
+        data["cutoffs"] = list(by_cutoff(model, tokens, longer, wanted, local=locals_[0], top_k=k[0]))
     return Report(data=data, text=lambda page: _show(page, data))
 
 
@@ -459,14 +396,14 @@ def _all_lengths(
     local: Sequence[int],
     top_k: Sequence[Any],
     show: bool,
-) -> list[LengthRow]:
+) -> list[dict[str, Any]]:
     models = [*(_baseline(each, folder, model) for each in baselines), model]
-    rows = []
+    rows: list[dict[str, Any]] = []
     for each in models:
         count = len(lengths) * (len(local) * len(top_k) if each is model else 1)
         with progress_bar(each.config.attention, 0, count * len(tokens), show) as advance:
             rows += list(by_length(each, tokens, lengths, local=local, top_k=top_k, advance=advance))
-    return sorted(rows, key=lambda row: row.length)
+    return sorted(rows, key=lambda row: row["length"])
 
 
 def _baseline(folder: Path, own: Path, compared: LandmarkForCausalLM) -> Any:

@@ -39,12 +39,10 @@ very same parameters, and those of its landmark beside them.
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -57,7 +55,7 @@ from memstore.attention.positions import positional_jumps
 from memstore.attention.sliding import Window
 from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.kernels import landmark_attention
-from memstore.models.causal import CausalLM, uncompiled
+from memstore.models.causal import CausalLM, Decoder, uncompiled
 from memstore.models.landmark.cache import LandmarkCache, Past, WindowCache
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.packing import Packing
@@ -71,9 +69,6 @@ NOWHERE = -1000.0
 """A score whose exponential is 0; in float16 it can be multiplied by the square root of a head's size."""
 
 
-# The token is no item of the stream: at position -1 it attends to nothing, so it is a vector that runs through the
-# feed-forward layers once per step. Its gate is one more dimension of queries and keys (a number of the query times a
-# flag of the key), so the same fused attention trains it. Which landmarks it controls is drawn once per step.
 def gated_attention(
     q: Tensor,
     k: Tensor,
@@ -86,14 +81,8 @@ def gated_attention(
 ) -> Tensor:
     """Landmark attention over ``q [B, H, M, D]``, ``k, v [B, G, M, D]`` with a context-miss token -> ``[B, H, M, D]``.
 
-    Args:
-        q: queries, rotated.
-        k: keys, rotated.
-        v: values.
-        is_landmark: ``[B, M]``.
-        context_miss: ``[1, G, 1, D]``, the token's key, rotated to position -1.
-        controlled: ``[B, M]``, the landmarks under its control (``L_CMT``); none if None.
-        ramp: that of ``landmark_attention``.
+    Queries and keys are rotated, also the token's key ``context_miss [1, G, 1, D]``, to position -1. ``controlled
+    [B, M]`` are the landmarks under its control (``L_CMT``); none if None. ``ramp`` is that of ``landmark_attention``.
     """
     dim = q.shape[-1]
     scale = dim**-0.5
@@ -137,16 +126,6 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return (products if products.dtype == torch.float64 else products.float()) * scale
 
 
-class LandmarkSight(Protocol):
-    """What attends: the whole stream of a training step, or a cache at inference. It applies positions."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:
-        """``q [B, H, M, D]``, ``k, v [B, G, M, D]`` without positions -> ``[B, H, M, D]``.
-
-        ``context_miss [1, G, 1, D]``: the key of the context-miss token, where the model has one.
-        """
-
-
 def norm(config: LandmarkConfig) -> nn.Module:
     """RMSNorm for Llama, LayerNorm without bias for the paper's GPT-2-like model."""
     if config.architecture == "llama":
@@ -154,12 +133,12 @@ def norm(config: LandmarkConfig) -> nn.Module:
     return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=False)
 
 
-class ResidualLinear(nn.Linear):
+class _ResidualLinear(nn.Linear):
     """A projection into the residual stream. GPT-2's start smaller, the more layers add to it."""
 
 
 class Attention(nn.Module):
-    """Projections around what ``LandmarkSight`` attends to."""
+    """Projections around what attends: a ``WholeStream`` or a cache (``Past``), which apply positions."""
 
     def __init__(self, config: LandmarkConfig, number: int) -> None:
         super().__init__()
@@ -169,9 +148,9 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(config.hidden_size, inner, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, outer, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, outer, bias=config.attention_bias)
-        self.o_proj = ResidualLinear(inner, config.hidden_size, bias=False)
+        self.o_proj = _ResidualLinear(inner, config.hidden_size, bias=False)
 
-    def forward(self, x: Tensor, context_miss: Tensor | None, sight: LandmarkSight) -> Tensor:
+    def forward(self, x: Tensor, context_miss: Tensor | None, sight: Sight) -> Tensor:
         """``x [B, M, hidden]``, and the context-miss token ``[1, 1, hidden]`` -> ``[B, M, hidden]``."""
         q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         gate = None if context_miss is None else self._heads(self.k_proj(context_miss))
@@ -187,31 +166,29 @@ class Attention(nn.Module):
         return heads
 
 
-class GatedFeedForward(nn.Module):
+class _GatedFeedForward(nn.Module):
     """``down(silu(gate x) * up x)``: SwiGLU (Shazeer 2020), as in Llama."""
 
     def __init__(self, config: LandmarkConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = ResidualLinear(config.intermediate_size, config.hidden_size, bias=False)
+        self.down_proj = _ResidualLinear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., hidden]`` -> the same."""
         down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return down
 
 
-class FeedForward(nn.Module):
+class _FeedForward(nn.Module):
     """``down(gelu(up x))``, as in GPT-2."""
 
     def __init__(self, config: LandmarkConfig) -> None:
         super().__init__()
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = ResidualLinear(config.intermediate_size, config.hidden_size, bias=False)
+        self.down_proj = _ResidualLinear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., hidden]`` -> the same."""
         down: Tensor = self.down_proj(F.gelu(self.up_proj(x)))
         return down
 
@@ -224,13 +201,13 @@ class Layer(nn.Module):
         self.input_layernorm = norm(config)
         self.self_attn = Attention(config, number)
         self.post_attention_layernorm = norm(config)
-        self.mlp = GatedFeedForward(config) if config.architecture == "llama" else FeedForward(config)
+        self.mlp = _GatedFeedForward(config) if config.architecture == "llama" else _FeedForward(config)
 
     def keep(self, x: Tensor, cache: LandmarkCache) -> None:
         """Give ``cache`` what ``x [B, M, hidden]`` leaves in this layer, and compute nothing else."""
         self.self_attn.keep(self.input_layernorm(x), cache)
 
-    def forward(self, x: Tensor, context_miss: Tensor | None, sight: LandmarkSight) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x: Tensor, context_miss: Tensor | None, sight: Sight) -> tuple[Tensor, Tensor | None]:
         """``x [B, M, hidden]``, and the context-miss token ``[1, 1, hidden]`` where there is one -> the same."""
         if context_miss is None:
             x = x + self.self_attn(self.input_layernorm(x), None, sight)
@@ -269,19 +246,16 @@ class WholeStream:
             if training and config.position_jump > 1:
                 positions = positional_jumps(self.is_landmark, config.position_jump)
             if training and config.context_miss:
-                self.controlled = self.is_landmark & (torch.rand(rows, items, device=like.device) < self._share)
+                self.controlled = self.is_landmark & (
+                    torch.rand(rows, items, device=like.device) < config.context_miss_share
+                )
         elif config.attention == "window":
             self.window = Window(items, 0, config.window, dtype=like.dtype, device=like.device)
         self.rotary = config.rotary
         self.turns = self.rotary.turns(positions.unsqueeze(1), like.dtype)  # [B or 1, 1, M, D]
         self.before = self.rotary.turns(torch.tensor(-1, device=like.device), like.dtype)
 
-    @property
-    def _share(self) -> float:
-        return self.config.context_miss_share
-
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:  # noqa: ARG002 - all layers are alike here
-        """``q [B, H, M, D]``, ``k, v [B, G, M, D]`` without positions -> ``[B, H, M, D]``."""
         q, k = self.rotary.rotate(q, self.turns), self.rotary.rotate(k, self.turns)
         match self.config.attention:
             case "landmark" if context_miss is not None:
@@ -295,6 +269,9 @@ class WholeStream:
                 return self.window.attend(q, k, v)
             case _:
                 return beside_one_another(q, k, v, self.config.window)
+
+
+Sight = WholeStream | Past
 
 
 def beside_one_another(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
@@ -316,7 +293,6 @@ def beside_one_another(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     return joined[:, :, :items]
 
 
-# Cut by the tokens of each row, not by columns: a padded row gets the segments that it would get alone.
 class Segments:
     """Tokens ``[B, T]`` segment by segment, and what was computed for each of them put back in place.
 
@@ -337,15 +313,9 @@ class Segments:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor | None]]:
         """Ids ``[B, t]`` of one segment after the other, with a mask where rows differ."""
-        rows_end = [o + n for o, n in zip(self.offsets, self.counts, strict=True)]
-        for number in range(-(-max(rows_end) // self.size)):
-            starts, ends = (
-                [
-                    min(max((number + step) * self.size - o, 0), n)
-                    for o, n in zip(self.offsets, self.counts, strict=True)
-                ]
-                for step in (0, 1)
-            )
+        longest = max(o + n for o, n in zip(self.offsets, self.counts, strict=True))
+        for place in range(0, longest, self.size):
+            starts, ends = self._cut(place), self._cut(place + self.size)
             if self.uniform:
                 yield self.ids[:, starts[0] : ends[0]], None
                 continue
@@ -376,12 +346,7 @@ class Segments:
         return placed * self.mask.unsqueeze(-1)
 
 
-@dataclass
-class LandmarkOutput(CausalLMOutputWithPast):
-    """What ``LandmarkForCausalLM`` returns."""
-
-
-class LandmarkModel(nn.Module):
+class LandmarkModel(Decoder):
     """The decoder without its output layer."""
 
     def __init__(self, config: LandmarkConfig) -> None:
@@ -398,8 +363,6 @@ class LandmarkModel(nn.Module):
         self.norm = norm(config)
         self.ramp = 1.0
         """While training: 0 is plain causal attention, 1 the grouped softmax. A trainer moves it; it is not saved."""
-        self.gradient_checkpointing = False
-        self._gradient_checkpointing_func: Callable[..., Any] | None = None
 
     @property
     def block_size(self) -> int:
@@ -413,36 +376,28 @@ class LandmarkModel(nn.Module):
             return x
         return torch.where(ids.unsqueeze(-1) < 0, self.landmark(ids.new_zeros(1)), x)
 
-    def forward(self, packing: Packing, sight: Callable[[Tensor], LandmarkSight]) -> Tensor:
+    def forward(self, packing: Packing, sight: Callable[[Tensor], Sight]) -> Tensor:
         """The stream of a segment ``[B, M, hidden]`` after the last norm."""
         hidden: Tensor = self.norm(self._through(self.layers, packing, sight))
         return hidden
 
-    # The last layer's keys and values do not depend on what it attends to, and nothing else of it is stored. Where only
-    # the last layer searches, reading a text needs no search at all.
     def read(self, packing: Packing, cache: LandmarkCache) -> None:
         """Let ``cache`` have what a segment leaves in each layer, where no logits are wanted.
 
-        The last layer's keys and values do not depend on what it attends to, so there nothing is retrieved.
+        The last layer's keys and values do not depend on what it attends to, so there nothing is retrieved: where only
+        it searches, reading a text needs no search at all.
         """
         *before, last = self.layers
         assert isinstance(last, Layer)
         last.keep(self._through(before, packing, lambda _: cache), cache)
 
-    def _through(
-        self, layers: Iterable[nn.Module], packing: Packing, sight: Callable[[Tensor], LandmarkSight]
-    ) -> Tensor:
+    def _through(self, layers: Iterable[nn.Module], packing: Packing, sight: Callable[[Tensor], Sight]) -> Tensor:
         x = self.embed(packing.ids)
         seen = sight(x)
         gate = self.context_miss(packing.ids.new_zeros(1, 1)) if self.config.context_miss else None
         for layer in layers:
-            x, gate = self._checkpointed(layer, x, gate, seen)
+            x, gate = self.checkpointed(layer, x, gate, seen)
         return x
-
-    def _checkpointed(self, layer: nn.Module, *arguments: Any) -> Any:
-        if self.gradient_checkpointing and self.training and self._gradient_checkpointing_func is not None:
-            return self._gradient_checkpointing_func(layer.__call__, *arguments, use_reentrant=False)
-        return layer(*arguments)
 
 
 class LandmarkForCausalLM(CausalLM):
@@ -461,7 +416,7 @@ class LandmarkForCausalLM(CausalLM):
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)  # type: ignore[no-untyped-call]  # transformers annotates it in part
-        if self.config.architecture == "gpt2" and isinstance(module, ResidualLinear):
+        if self.config.architecture == "gpt2" and isinstance(module, _ResidualLinear):
             nn.init.normal_(module.weight, std=self.config.initializer_range / math.sqrt(2 * len(self.model.layers)))
 
     # An attribute, not configuration: it belongs to a training, and every model that is loaded has 1. A model on its
@@ -492,23 +447,11 @@ class LandmarkForCausalLM(CausalLM):
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         **kwargs: Any,
-    ) -> LandmarkOutput:
-        """Logits of the token after each of ``input_ids [B, T]``.
+    ) -> CausalLMOutputWithPast:
+        """See ``CausalLM``; ``use_cache`` is off unless it is asked for.
 
-        Args:
-            input_ids: tokens, without landmarks.
-            attention_mask: ``[B, T]``, or ``[B, earlier + T]`` as ``generate`` gives it; 0 for padding, which is left
-                out.
-            past_key_values: what came before. With it the model computes in the type of its weights, also under
-                ``torch.autocast``.
-            labels: ``[B, T]``, -100 where there is none; adds ``loss``.
-            use_cache: process the tokens as at inference, segment by segment with retrieval, and return
-                ``past_key_values``; if None only where ``past_key_values`` are given.
-            logits_to_keep: only those of the last so many tokens; all if 0.
-            **kwargs: ``num_items_in_batch`` of the Trainer, and what transformers hands every model.
-
-        Raises:
-            InvalidArgument: tokens that do not exist, or shapes that do not fit.
+        With a cache tokens are processed segment by segment with retrieval, in the type of the weights, also under
+        ``torch.autocast``.
         """
         self._check(input_ids, attention_mask)
         past = past_key_values
@@ -517,7 +460,7 @@ class LandmarkForCausalLM(CausalLM):
         mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
         hidden = self._whole(input_ids, mask) if past is None else self._segments(input_ids, mask, past)
         logits, loss = self.predicted(hidden, mask, labels, logits_to_keep, **kwargs)
-        return LandmarkOutput(loss=loss, logits=logits, **with_cache({}, past))
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **with_cache({}, past))
 
     def new_cache(self, rows: int) -> Past:
         """An empty cache for ``rows`` texts."""
@@ -597,8 +540,6 @@ OWN = ("model.landmark.", "model.context_miss.")
 """How the names of the parameters begin that no stock model has."""
 
 
-# Parameters have Llama's names, so nothing moves: the landmark model holds the very parameters of the stock model, and
-# `unmake_landmark` builds the stock model around them again from `config.stock`.
 def make_landmark(
     model: PreTrainedModel, *, block_size: int = 51, lora: int | LoraConfig | None = None, **changes: Any
 ) -> LandmarkForCausalLM | PeftModel:
@@ -724,7 +665,7 @@ def _given(stock: Any) -> dict[str, Any]:
 # would not fit the weights.
 def _check_names(changes: dict[str, Any], given: dict[str, Any]) -> None:
     """Raise ``InvalidArgument`` for options that do not exist, which a configuration would take, or that are given."""
-    known = inspect.signature(LandmarkConfig.__init__).parameters.keys() - {"self", "kwargs"} - given.keys()
+    known = LandmarkConfig.__annotations__.keys() - given.keys()
     if wrong := sorted(changes.keys() - known - {"architecture", *TOKENS}):
         raise InvalidArgument(f"make_landmark has no option {', '.join(wrong)}; it has {', '.join(sorted(known))}")
 

@@ -37,7 +37,7 @@ class LandmarkTraining(SegmentOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LandmarkPerplexity:
+class _Perplexity:
     """The paper's tables: perplexity by length, by granularity, and by cut-off of a context-miss token."""
 
     lengths: list[int] | None = option("Lengths of pieces of the text. Without it: 512,2K,4K.", tokens=1)
@@ -54,4 +54,4 @@ class LandmarkPerplexity:
     )
 
 
-TRAINING, PERPLEXITY = LandmarkTraining, LandmarkPerplexity
+TRAINING, PERPLEXITY = LandmarkTraining, _Perplexity

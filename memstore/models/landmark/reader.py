@@ -59,7 +59,6 @@ def memory_spec(
     config = model.config
     if config.attention != "landmark":
         raise InvalidArgument(f"a model with attention={config.attention!r} has no landmarks: it needs no memory")
-    assert config.head_dim is not None
     groups, size, dim = config.num_key_value_heads, config.block_size, config.head_dim
     # What the states depend on beside the weights: none of it shows in the shapes of the weights.
     shaping = ("num_attention_heads", "num_key_value_heads", "norm_eps", "segment_blocks", "local_layers")
@@ -134,11 +133,9 @@ class LandmarkReader(CacheReader[LandmarkCache]):
 
     @classmethod
     def default_retrieval(cls, model: LandmarkForCausalLM, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003
-        """See ``Reader``."""
         return default_retrieval(model.config)
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
-        """See ``Reader``."""
         codec, capacity = "none" if made is None else made.codec, self.capacity
         if capacity is None and made is not None and made.capacity is not None:
             capacity = made.capacity - self.model.config.segment_blocks

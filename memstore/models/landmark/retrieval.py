@@ -14,11 +14,10 @@ largest.
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -33,15 +32,12 @@ from memstore.kernels import grouped_cross_attention
 from memstore.kernels._backends import Backend, triton_problem
 from memstore.memory import Document, LayerView
 from memstore.memory.trace_file import Array, Look
+from memstore.models.cache import OnError
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.packing import Packing
 from memstore.readers.attachment import check_retrieval
 from memstore.readers.kinds import LANDMARK, Retrieval
 from memstore.readers.observer import Choice, Draft, Origin, as_array
-
-OnError = Literal["raise", "miss"]
-"""What becomes of a stored block that cannot be read: an error, or a list without it."""
-
 
 FOREVER = 2**40
 """More blocks than there will be."""
@@ -49,7 +45,7 @@ OFFERED = 64
 """Older blocks that the first layer chooses among, at least."""
 
 
-class BlockStates(NamedTuple):
+class _BlockStates(NamedTuple):
     """States of blocks, without positions."""
 
     keys: Tensor
@@ -60,34 +56,16 @@ class BlockStates(NamedTuple):
     """``[n]``, in host memory: False for a block that could not be read; None where all could."""
 
 
-class LayerBlocks(ABC):
-    """Complete blocks of ``B`` rows in one layer: ``attention.landmark.Landmarks``, and the states behind them.
+# All three kinds of blocks search and score (``attention.landmark.Landmarks``), and have landmarks and states. Numbers
+# of rows and blocks that they are given are in host memory, as all counts are: what depends on them needs no GPU.
+class _TensorBlocks:
+    """Complete blocks of ``B`` rows in one layer, in tensors that grow by half when they are full.
 
-    Numbers of rows and blocks that are given are in host memory, as all counts are: what depends on them needs no GPU.
+    Those before ``first`` are somebody else's.
     """
 
     reach = FOREVER
     """Blocks that are searched, up to ``stop``: what is older is as if it were not there."""
-
-    @abstractmethod
-    def search(self, queries: Tensor, top_k: int, stop: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``Landmarks``."""
-
-    @abstractmethod
-    def score(self, queries: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``Landmarks``."""
-
-    @abstractmethod
-    def landmarks(self, first: Tensor, count: int) -> Tensor:
-        """Landmarks ``[B, G, count, D]`` of blocks from ``first [B]`` on; anything for numbers below 0."""
-
-    @abstractmethod
-    def states(self, rows: Tensor, blocks: Tensor) -> tuple[BlockStates, Tensor]:
-        """States of some blocks, and which of them ``[n]`` are those of ``blocks [n]`` of ``rows [n]``."""
-
-
-class TensorBlocks(LayerBlocks):
-    """Blocks held in tensors, which grow by half when they are full; those before ``first`` are somebody else's."""
 
     def __init__(self, rows: int, first: int = 0) -> None:
         self.first = first
@@ -95,11 +73,6 @@ class TensorBlocks(LayerBlocks):
         self._keys: Tensor | None = None  # [B, room, G, S, D]
         self._values: Tensor | None = None
         self._landmarks: Tensor | None = None  # [B, G, room, D]
-
-    @property
-    def stop(self) -> int:
-        """One more than the last block of any row."""
-        return int(self._counts.max())
 
     @property
     def like(self) -> Tensor:
@@ -127,13 +100,11 @@ class TensorBlocks(LayerBlocks):
         self._counts[rows] += count
 
     def search(self, queries: Tensor, top_k: int, stop: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``Landmarks``."""
         scores, blocks = self.score(queries, stop)
         best, at = scores.topk(min(top_k, scores.shape[-1]), -1)
         return best, torch.where(best > -math.inf, blocks[at], -1)
 
     def score(self, queries: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``Landmarks``."""
         seen = range(max(self.first, int(stop.min()) - self.reach), int(stop.max()))
         if self._landmarks is None or not seen:
             return queries.new_empty(*queries.shape[:3], 0), torch.empty(0, dtype=torch.int64, device=queries.device)
@@ -144,16 +115,16 @@ class TensorBlocks(LayerBlocks):
         return _within(scores, blocks, stop, self.reach), blocks
 
     def landmarks(self, first: Tensor, count: int) -> Tensor:
-        """See ``LayerBlocks``."""
+        """Landmarks ``[B, G, count, D]`` of blocks from ``first [B]`` on; anything for numbers below 0."""
         assert self._landmarks is not None
         return _run(self._landmarks, first - self.first, count)
 
-    def states(self, rows: Tensor, blocks: Tensor) -> tuple[BlockStates, Tensor]:
-        """See ``LayerBlocks``."""
+    def states(self, rows: Tensor, blocks: Tensor) -> tuple[_BlockStates, Tensor]:
+        """States of some blocks, and which of them ``[n]`` are those of ``blocks [n]`` of ``rows [n]``."""
         assert self._keys is not None
         assert self._values is not None
         at = rows * self._keys.shape[1] + blocks - self.first
-        return BlockStates(self._keys.flatten(0, 1), self._values.flatten(0, 1)), at
+        return _BlockStates(self._keys.flatten(0, 1), self._values.flatten(0, 1)), at
 
     def of_row(self, row: int, first: int) -> tuple[Tensor, Tensor]:
         """Keys and values ``[n, G, S, D]`` of the blocks of ``row`` from ``first`` on."""
@@ -187,13 +158,13 @@ class TensorBlocks(LayerBlocks):
             self._landmarks = _larger(self._landmarks, like.new_zeros(rows, groups, room, dim), 2)
 
 
-class DocumentBlocks(LayerBlocks):
+class _DocumentBlocks:
     """Blocks of a document that all rows share, then blocks of each row's own, which are in no index.
 
     With ``on_error="miss"`` a stored block that cannot be read is left out of every list that chooses it.
     """
 
-    def __init__(self, view: LayerView, start: int, own: TensorBlocks, *, on_error: OnError = "raise") -> None:
+    def __init__(self, view: LayerView, start: int, own: _TensorBlocks, *, on_error: OnError = "raise") -> None:
         """``start``: the first block of the document that is still there; those from ``own.first`` on are not used."""
         self._view = view
         self._start = start
@@ -201,21 +172,19 @@ class DocumentBlocks(LayerBlocks):
         self._on_error = on_error
 
     def search(self, queries: Tensor, top_k: int, stop: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``Landmarks``."""
         scores, blocks = self.own.search(queries, top_k, stop)
         stored = self._stored(stop)
         if not stored:
             return scores, blocks
         # One search serves all rows, and what it finds may be too old for some: then there is enough beside it.
-        ahead = 0 if self.reach == FOREVER else int(stop.max() - stop.min())
+        ahead = 0 if self.own.reach == FOREVER else int(stop.max() - stop.min())
         hits = self._view.search(self._together(queries), top_k + ahead, allowed=stored)
         shape = (*queries.shape[:3], -1)
         found, ids = (_apart(x, shape) for x in to_device([hits.scores.to(scores.dtype), hits.blocks], scores.device))
-        found = _within(found, ids, stop, self.reach)
+        found = _within(found, ids, stop, self.own.reach)
         return torch.cat([found, scores], -1), torch.cat([torch.where(found > -math.inf, ids, -1), blocks], -1)
 
     def score(self, queries: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``Landmarks``."""
         scores, blocks = self.own.score(queries, stop)
         stored = self._stored(stop)
         if not stored:
@@ -223,10 +192,9 @@ class DocumentBlocks(LayerBlocks):
         found, ids = self._view.score(self._together(queries), allowed=stored)
         found, ids = to_device([found.to(scores.dtype), ids], scores.device)
         found = _apart(found, (*queries.shape[:3], -1))
-        return torch.cat([_within(found, ids, stop, self.reach), scores], -1), torch.cat([ids, blocks])
+        return torch.cat([_within(found, ids, stop, self.own.reach), scores], -1), torch.cat([ids, blocks])
 
     def landmarks(self, first: Tensor, count: int) -> Tensor:
-        """See ``LayerBlocks``."""
         lowest = int(first.min().clamp(min=self._start))
         if lowest >= self.own.first:
             return self.own.landmarks(first, count)
@@ -237,8 +205,7 @@ class DocumentBlocks(LayerBlocks):
         (stored,) = to_device([stored.to(own.dtype)], own.device)
         return _run(torch.cat([stored.expand(len(own), -1, -1, -1), own], 2), first - lowest, count)
 
-    def states(self, rows: Tensor, blocks: Tensor) -> tuple[BlockStates, Tensor]:
-        """See ``LayerBlocks``."""
+    def states(self, rows: Tensor, blocks: Tensor) -> tuple[_BlockStates, Tensor]:
         theirs = blocks < self.own.first
         if not bool(theirs.any()):
             return self.own.states(rows, blocks)
@@ -252,7 +219,7 @@ class DocumentBlocks(LayerBlocks):
         sound = None if found.sound is None else F.pad(found.sound, (0, len(at)), value=True)
         which = torch.arange(len(stored), len(stored) + len(at))
         which = torch.empty_like(blocks).masked_scatter(~theirs, which).masked_scatter(theirs, places)
-        return BlockStates(keys, values, sound), which
+        return _BlockStates(keys, values, sound), which
 
     def _together(self, queries: Tensor) -> Tensor:
         """``[B, H, T, D]`` -> ``[H, B * T, D]``, where the index is."""
@@ -261,9 +228,9 @@ class DocumentBlocks(LayerBlocks):
 
     def _stored(self, stop: Tensor) -> range:
         first = int(stop.min())
-        return range(max(self._start, first - self.reach), min(self.own.first, first))
+        return range(max(self._start, first - self.own.reach), min(self.own.first, first))
 
-    def _read(self, blocks: list[int]) -> BlockStates:
+    def _read(self, blocks: list[int]) -> _BlockStates:
         like, sound = self.own.like, None
         try:
             states = self._view.gather(blocks, device=like.device)
@@ -276,25 +243,20 @@ class DocumentBlocks(LayerBlocks):
             read = self._view.gather(whole, device=like.device)
             states = {name: x.new_zeros(len(blocks), *x.shape[1:]).index_copy(0, there, x) for name, x in read.items()}
         keys, values = (states[name].to(like.device, like.dtype) for name in ("k", "v"))
-        return BlockStates(keys, values, sound)
+        return _BlockStates(keys, values, sound)
 
 
 # In the first layer all landmarks have one key, that of one embedding, so all blocks in slot 0 are equal and no index
 # is kept. Which of equal blocks is taken is arbitrary; the published code leaves it to `topk` and the rounding of a
 # product. The latest 64 are offered and `topk` chooses, which gives its result in all but four of the published cases.
-class FirstLayerBlocks(LayerBlocks):
-    """Blocks of the first layer, where all landmarks have the same key: that of one and the same embedding.
+class FirstLayerBlocks:
+    """Blocks of the first layer: among older ones there is nothing to search for, and ``search`` offers the latest."""
 
-    So among older blocks, which stand in one slot, there is nothing to search for, and they are in no index. Any of
-    them is as good as another; ``search`` offers the latest few.
-    """
-
-    def __init__(self, blocks: TensorBlocks | DocumentBlocks) -> None:
-        self.own = blocks.own if isinstance(blocks, DocumentBlocks) else blocks
+    def __init__(self, blocks: _TensorBlocks | _DocumentBlocks) -> None:
+        self.own = blocks.own if isinstance(blocks, _DocumentBlocks) else blocks
         self._blocks = blocks
 
     def search(self, queries: Tensor, top_k: int, stop: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``Landmarks``."""
         count = min(max(OFFERED, top_k), int(stop.max()), self.own.reach)
         blocks = from_each(stop - count, count, queries.device)
         scores = self._score(queries).expand(-1, -1, -1, count)
@@ -302,19 +264,16 @@ class FirstLayerBlocks(LayerBlocks):
         return scores, blocks.clamp(min=-1)[:, None, None].expand_as(scores)
 
     def score(self, queries: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``Landmarks``."""
         first = max(0, int(stop.min()) - self.own.reach)
         blocks = torch.arange(first, int(stop.max()), device=queries.device)
         scores = self._score(queries).expand(-1, -1, -1, len(blocks))
         return _within(scores, blocks, stop, self.own.reach), blocks
 
     def landmarks(self, first: Tensor, count: int) -> Tensor:
-        """See ``LayerBlocks``."""
         last = torch.full_like(first, self.own.first)
         return self.own.landmarks(last, 1).expand(-1, -1, count, -1)
 
-    def states(self, rows: Tensor, blocks: Tensor) -> tuple[BlockStates, Tensor]:
-        """See ``LayerBlocks``."""
+    def states(self, rows: Tensor, blocks: Tensor) -> tuple[_BlockStates, Tensor]:
         return self._blocks.states(rows, blocks)
 
     def _score(self, queries: Tensor) -> Tensor:
@@ -323,18 +282,20 @@ class FirstLayerBlocks(LayerBlocks):
         return self.own.score(queries, stop)[0]
 
 
-class LandmarkTable:
-    """``LayerBlocks`` of all layers."""
+LayerBlocks = _TensorBlocks | _DocumentBlocks | FirstLayerBlocks
 
-    def __init__(self, layers: Sequence[TensorBlocks] | Sequence[DocumentBlocks]) -> None:
+
+class LandmarkTable:
+    """Blocks of all layers."""
+
+    def __init__(self, layers: Sequence[_TensorBlocks] | Sequence[_DocumentBlocks]) -> None:
         self.layers: list[LayerBlocks] = [FirstLayerBlocks(layers[0]), *layers[1:]]
-        self.own = [layer.own if isinstance(layer, DocumentBlocks) else layer for layer in layers]
+        self.own = [layer.own if isinstance(layer, _DocumentBlocks) else layer for layer in layers]
         """The tensors of each layer, which grow."""
-        self._layers = layers
 
     def limit(self, reach: int) -> None:
-        """Search so many blocks and no more; see ``LayerBlocks.reach``."""
-        for layer in (*self._layers, *self.own):
+        """Search so many blocks and no more."""
+        for layer in self.own:
             layer.reach = reach
 
     def reorder(self, rows: Tensor, there: Tensor) -> None:
@@ -345,7 +306,7 @@ class LandmarkTable:
 
 def tensor_table(layers: int, rows: int) -> LandmarkTable:
     """Blocks of ``rows`` rows in tensors."""
-    return LandmarkTable([TensorBlocks(rows) for _ in range(layers)])
+    return LandmarkTable([_TensorBlocks(rows) for _ in range(layers)])
 
 
 def document_table(
@@ -359,13 +320,13 @@ def document_table(
     first = max(start, stop - near)
     layers = []
     for number in range(document.memory.spec.layers):
-        own = TensorBlocks(rows, first)
+        own = _TensorBlocks(rows, first)
         view = document.layer(number)
         if stop > first:
             states = view.gather(list(range(first, stop)), device=like.device)
             keys, values = (states[name].to(like.device, like.dtype).expand(rows, -1, -1, -1, -1) for name in "kv")
             own.extend(torch.arange(rows), keys, values)
-        layers.append(DocumentBlocks(view, start, own, on_error=on_error))
+        layers.append(_DocumentBlocks(view, start, own, on_error=on_error))
     return LandmarkTable(layers)
 
 
@@ -521,7 +482,8 @@ def attend_each(q: Tensor, lists: Lists, scale: float) -> tuple[Tensor, Tensor]:
     outs = []
     for start in range(0, q.shape[2], step):
         which = slice(start, start + step)
-        outs.append(attend_shown(q[:, :, which].unsqueeze(3), show(lists, which), scale))
+        shown = show(lists, which)
+        outs.append(attend(q[:, :, which].unsqueeze(3), shown.keys, shown.values, scale=scale, bias=shown.bias))
     out, lse = (torch.cat(parts, 2) for parts in zip(*outs, strict=True))
     return out.squeeze(3), lse.squeeze(3)
 
@@ -559,11 +521,6 @@ def attend_in_place(q: Tensor, lists: Lists, scale: float, backend: Backend = "a
         return alone
 
     return by_head(out[:, :, 0, 0]).float(), by_head(lse)
-
-
-def attend_shown(q: Tensor, shown: ListLayout, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of ``q [B, H, R, n, D]`` to lists that are laid out."""
-    return attend(q, shown.keys, shown.values, scale=scale, bias=shown.bias)
 
 
 @dataclass
@@ -609,7 +566,7 @@ class LastLists(NamedTuple):
     """``[B, X, K]``: where the blocks were before."""
 
 
-class LastAttention(NamedTuple):
+class _LastAttention(NamedTuple):
     """What the last token of each row attended to in one layer."""
 
     blocks: Tensor
@@ -687,7 +644,6 @@ class LandmarkChoice(Choice):
 
     @property
     def rows(self) -> Sequence[int]:  # type: ignore[override]  # nobody sets it
-        """See ``Choice``."""
         return self.last.rows
 
     def weights(self) -> tuple[Tensor, Tensor]:
@@ -699,21 +655,20 @@ class LandmarkChoice(Choice):
         return weights[0, :, 0], blocks[0]
 
     def draft(self) -> Draft:
-        """See ``Choice``."""
         assert self.lists is not None, "lists are traced from the beginning of a cache"
         *lists, tiers = self.lists
         opened = self.found[..., :0] if self.opened is None else self.opened
-        what = LastAttention(*lists, *(self.last.of(x) for x in (self.queries, self.local, self.found, opened)))
-        return LandmarkDraft(self.layer, self.rows, what, tiers, self.origin, self.spent)
+        what = _LastAttention(*lists, *(self.last.of(x) for x in (self.queries, self.local, self.found, opened)))
+        return _LandmarkDraft(self.layer, self.rows, what, tiers, self.origin, self.spent)
 
 
 @dataclass(eq=False)
-class LandmarkDraft(Draft):
+class _LandmarkDraft(Draft):
     """What one layer attended to."""
 
     layer: int
     rows: Sequence[int]
-    what: LastAttention
+    what: _LastAttention
     tiers: Array
     origin: Origin
     spent: tuple[float, float]
@@ -721,8 +676,7 @@ class LandmarkDraft(Draft):
     @classmethod
     @torch.no_grad()
     def looks(cls, drafts: Sequence[Self]) -> list[list[Look]]:
-        """See ``Draft``; rows of one shape are computed together."""
-        # One by one, as they are told, they would cost 5 to 8 % of a token; so it is 2 %.
+        # Rows of one shape together: one by one, as they are told, they would cost 5 to 8 % of a token; so it is 2 %.
         alike: defaultdict[tuple[torch.Size, ...], list[tuple[int, int]]] = defaultdict(list)
         for place, draft in enumerate(drafts):
             for row in draft.rows:
@@ -730,7 +684,7 @@ class LandmarkDraft(Draft):
         looks: list[list[Look]] = [[] for _ in drafts]
         for places in alike.values():
             rows = zip(*([x[row] for x in drafts[place].what] for place, row in places), strict=True)
-            computed = zip(*map(as_array, weighed(LastAttention(*map(torch.stack, rows)))), strict=True)
+            computed = zip(*map(as_array, weighed(_LastAttention(*map(torch.stack, rows)))), strict=True)
             for (place, row), (blocks, scores, weights) in zip(places, computed, strict=True):
                 if (blocks >= 0).any():
                     looks[place].append(drafts[place]._look(row, blocks, scores, weights))
@@ -756,7 +710,7 @@ class LandmarkDraft(Draft):
         )
 
 
-def weighed(what: LastAttention) -> tuple[Tensor, Tensor, Tensor]:
+def weighed(what: _LastAttention) -> tuple[Tensor, Tensor, Tensor]:
     """Blocks and scores ``[n, X, K]`` and weights ``[n, H, K]``; -1, -inf and 0 where there is none."""
     blocks = what.blocks.masked_fill(~what.there, -1)
     asking = what.queries.unflatten(1, (what.landmarks.shape[1], -1)).to(what.landmarks.dtype)

@@ -34,12 +34,7 @@ from memstore.train.training import Training, load_weights
 
 @dataclass(frozen=True, kw_only=True)
 class LandmarkRecipe(Recipe):
-    """What to train a landmark model on, and how.
-
-    Grouped softmax from the first step on stays at chance: a landmark that weighs nothing learns nothing. So training
-    begins with a causal softmax (``ramp`` 0 of the model) until answers are copied, and the influence of landmarks
-    grows from there.
-    """
+    """What to train a landmark model on, and how."""
 
     warm_until: float = 0.3
     """Loss of the answers, smoothed, below which landmarks begin to count."""
@@ -56,9 +51,8 @@ WARM, RAMPED = 0.1, 0.25
 RAMP_FILE = "ramp.json"
 
 
-# The ramp begins where answers are copied, not at a step. With the grouped softmax from the start a model stays at
-# chance, and how soon a seed copies varies. On texts there are no answers, so there it depends on the step alone (a
-# tenth of the training plain, full at a quarter). Weights that were trained before begin with the full softmax.
+# How soon a seed copies answers varies, so the ramp begins there, not at a step. On texts there are no answers, and it
+# depends on the step alone. Weights that were trained before begin with the full softmax.
 class Ramp:
     """How far attention is on its way to the grouped softmax, where answers say when it may begin."""
 
@@ -98,7 +92,7 @@ class LandmarkTextTrainer(MemoryTrainer):
         self.trained.ramp = 1.0
 
 
-class LandmarkNeedleTrainer(AnswerTrainer):
+class _NeedleTrainer(AnswerTrainer):
     """Trains a landmark model on needles."""
 
     def __init__(self, recipe: LandmarkRecipe, run: Run, model: Any, *rest: Any, **options: Any) -> None:
@@ -108,28 +102,23 @@ class LandmarkNeedleTrainer(AnswerTrainer):
             self.ramp.value = 1.0
 
     def logits_of(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """See ``AnswerTrainer``."""
         self.trained.ramp = self.ramp.value
         logits: Tensor = model(input_ids=inputs["input_ids"], use_cache=False).logits
         return logits
 
     def learned(self, answer: Tensor, found: float) -> None:  # noqa: ARG002 - the bank's measure
-        """See ``AnswerTrainer``. All processes are at the same place of the ramp."""
-        self.ramp.pace(float(self.accelerator.reduce(answer, "mean")))
+        self.ramp.pace(float(self.accelerator.reduce(answer, "mean")))  # the same place of the ramp in all processes
         self._note("ramp", torch.tensor(self.ramp.value))
 
     def keep(self, checkpoint: Path) -> None:
-        """The ramp."""
         if self.args.process_index == 0:
             write_json(checkpoint / RAMP_FILE, {"value": self.ramp.value, "answer": self.ramp.answer})
 
     def resume(self, checkpoint: Path) -> None:
-        """The ramp."""
         kept = json.loads((checkpoint / RAMP_FILE).read_text("utf-8"))
         self.ramp.value, self.ramp.answer = kept["value"], kept["answer"]
 
     def finish(self) -> None:
-        """Let the model be measured as it will be used."""
         self.trained.ramp = 1.0
 
 
@@ -157,7 +146,7 @@ LANDMARK_RECIPES: dict[str, LandmarkRecipe] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextRecipe:
+class _TextRecipe:
     """How to train a landmark model on texts that the user names."""
 
     name: str
@@ -176,10 +165,10 @@ class TextRecipe:
         return None if self.preset is None else LandmarkConfig.preset(self.preset, **{**self.model, **changes})
 
 
-TEXT_RECIPES: dict[str, TextRecipe] = {
+TEXT_RECIPES: dict[str, _TextRecipe] = {
     recipe.name: recipe
     for recipe in (
-        TextRecipe(
+        _TextRecipe(
             name="landmark-prose-cpu",
             preset="tiny",
             model={"vocab_size": 2048, "block_size": 51, "window": 256, "segment_blocks": 5, "retrieval_top_k": 2},
@@ -188,7 +177,7 @@ TEXT_RECIPES: dict[str, TextRecipe] = {
             optimisation=Optimisation(steps=1200, batch=4, learning_rate=3e-3),
         ),
         # Section 4.1: AdamW 0.9/0.95 with decay 1e-3, 2e-3 to 4e-4 after a warm-up of 2%, 128 sequences of 512 a step.
-        TextRecipe(
+        _TextRecipe(
             name="landmark-pg19",
             preset="paper",
             context=512,
@@ -197,7 +186,7 @@ TEXT_RECIPES: dict[str, TextRecipe] = {
             ),
         ),
         # The published command for LLaMA 7B: 128 sequences of 512 a step, of which each of its 8 GPUs computes 16.
-        TextRecipe(
+        _TextRecipe(
             name="landmark-finetune",
             preset=None,
             model={"block_size": 64},
@@ -298,7 +287,7 @@ LANDMARK = Training(
     LandmarkForCausalLM,
     train,
     LandmarkTextTrainer,
-    LandmarkNeedleTrainer,
+    _NeedleTrainer,
     LANDMARK_RECIPES,
     landmark_of_stock,
     with_adapters,

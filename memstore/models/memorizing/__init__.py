@@ -11,7 +11,7 @@ from memstore.lazy import lazy
 if TYPE_CHECKING:
     from memstore.models.memorizing.cache import MemorizingCache
     from memstore.models.memorizing.configuration import MemorizingConfig
-    from memstore.models.memorizing.modeling import MemorizingForCausalLM, MemorizingModel
+    from memstore.models.memorizing.modeling import MemorizingForCausalLM
     from memstore.models.memorizing.reader import MemorizingReader
     from memstore.models.memorizing.stock import (
         KNNMemory,
@@ -28,7 +28,6 @@ else:
             "MemorizingCache": "cache",
             "MemorizingConfig": "configuration",
             "MemorizingForCausalLM": "modeling",
-            "MemorizingModel": "modeling",
             "MemorizingReader": "reader",
             "add_knn_memory": "stock",
             "knn_memory_of": "stock",
@@ -42,7 +41,6 @@ __all__ = [
     "MemorizingCache",
     "MemorizingConfig",
     "MemorizingForCausalLM",
-    "MemorizingModel",
     "MemorizingReader",
     "add_knn_memory",
     "knn_memory_of",

@@ -12,23 +12,21 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, cast
+from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from memstore.attention.knn import KNNAttention, Neighbours, States, Tell, TokenMemory, after
+from memstore.attention.knn import KNNAttention, Neighbours, Tell, TokenMemory, after
 from memstore.attention.knn_memory import RecentTokens, check_row
-from memstore.attention.knn_stored import StoredTokens
 from memstore.device_copies import from_each
 from memstore.errors import InvalidArgument
 from memstore.memory.trace_file import TIERS, Array, Look
-from memstore.models.cache import ModelCache
+from memstore.models.cache import ModelCache, States, behind_zeros, of_rows
 from memstore.models.memorizing.configuration import MemorizingConfig
 from memstore.readers.observer import Choice, Draft, Looks, Origin, as_array
 
@@ -92,8 +90,7 @@ class MemorizingCache(ModelCache):
     ) -> None:
         ending = [row for row, left in enumerate(self._remaining) if 0 < left <= q.shape[2]]
         last = [left - 1 for left in self._remaining]
-        memory = cast("Tokens", self.memory)
-        self.tell(KNNChoice(layer, ending, last, attention, q, keys, mask, found, memory, self.origin))
+        self.tell(KNNChoice(layer, ending, last, attention, q, keys, mask, found, self.memory, self.origin))
 
     # A backward pass needs what was found as it was, so a training call of several windows copies the memory for each.
     # Calls of one window, as the recipes make them, copy nothing.
@@ -129,7 +126,7 @@ class MemorizingCache(ModelCache):
             sizes = (self.rows, window[0].shape[1], self.config.memory_size, window[0].shape[3])
             self.memory = RecentTokens(*sizes, dtype=window[0].dtype, device=window[0].device)
         at = from_each(self.past - torch.tensor(counts), max(counts), window[0].device)
-        keys, values = (_take(x, at.clamp(max=self.past - 1), 0) for x in window)
+        keys, values = (behind_zeros(x, 0, at.clamp(max=self.past - 1)) for x in window)
         tokens = [
             torch.cat(waiting) if count else torch.empty(0, dtype=torch.int64)
             for waiting, count in zip(self.waiting, counts, strict=True)
@@ -163,7 +160,7 @@ class MemorizingCache(ModelCache):
         self.waiting = [list(self.waiting[row]) for row in beam_idx.tolist()]
         if isinstance(self.memory, RecentTokens):
             self.memory.reorder(beam_idx)
-        self.windows = [None if both is None else (both[0][beam_idx], both[1][beam_idx]) for both in self.windows]
+        self.windows = of_rows(self.windows, beam_idx)
         self.empty = None if self.empty is None else self.empty[beam_idx.cpu()]
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -230,37 +227,13 @@ class MemorizingCache(ModelCache):
         if bool((lengths == states[0][0].shape[2]).all()):
             self.windows = [(k[:, :, -keep:].clone(), v[:, :, -keep:].clone()) for k, v in windows]
         else:
-            at = from_each(past + lengths - keep, keep, states[0][0].device)
-            self.windows = [(_take(k, at, keep), _take(v, at, keep)) for k, v in windows]
+            at = from_each(past + lengths, keep, states[0][0].device)
+            self.windows = [(behind_zeros(k, keep, at), behind_zeros(v, keep, at)) for k, v in windows]
         missing = (keep - (past - empty + lengths)).clamp(min=0)
         self.empty = missing if bool(missing.any()) else None
 
 
-def _take(x: Tensor, at: Tensor, keep: int) -> Tensor:
-    """Places ``at [B, keep]`` of ``x [B, G, n, D]``; zeros for those before its beginning."""
-    index = (at + keep)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
-    return F.pad(x, (0, 0, keep, 0)).gather(2, index)
-
-
 OWN = TIERS.index("own")
-
-
-class Tokens(Protocol):
-    """Tokens of a document, then those of a cache: ``reader.DocumentTokens``."""
-
-    stored: StoredTokens
-    begun: float
-    """When the last search began, by ``time.perf_counter``."""
-
-    def numbers_of(self, ids: Tensor) -> Tensor:
-        """The place of each in the text, -1 for nothing."""
-
-
-class LookupLayer(Protocol):
-    """A layer that looks tokens up: ``KNNAttention``, or the one of a stock model."""
-
-    def weights_of(self, q: Tensor, k: Tensor, mask: Tensor, found: Neighbours) -> tuple[Tensor, Tensor]:
-        """Scores and weights ``[B, H, T, K]`` of what was found."""
 
 
 @dataclass(eq=False)
@@ -271,7 +244,8 @@ class KNNChoice(Choice):
     rows: Sequence[int]
     last: Sequence[int]
     """Where the last token of each row stands in the segment."""
-    attention: LookupLayer
+    attention: Any
+    """The layer, which knows its ``weights_of``: a ``KNNAttention``, or the ``KNNMemory`` of a stock model."""
     queries: Tensor
     """``[B, H, T, D]``, of length 1."""
     keys: Tensor
@@ -279,16 +253,25 @@ class KNNChoice(Choice):
     mask: Tensor
     """``[B or 1, H, T, n]``: the bias of the window."""
     found: Neighbours
-    memory: Tokens
-    origin: Origin
+    memory: Any
+    """``DocumentTokens``; ``RecentTokens``, where nobody asks for a draft."""
+    origin: Origin = field(default_factory=Origin)
     searched = True
 
     def places(self) -> Tensor:
         """``[B, H, T, K]``: the places in the text of what was found, -1 for nothing."""
-        return self.memory.numbers_of(self.found.ids)
+        places: Tensor = self.memory.numbers_of(self.found.ids)
+        return places
+
+    def weights(self, row: int, at: int) -> tuple[Tensor, Tensor]:
+        """Scores and weights ``[H, K]`` of what one token of the segment found."""
+        one, token = slice(row, row + 1), slice(at, at + 1)
+        mine = Neighbours(self.found.keys[one], self.found.values[one], self.found.ids[one, :, token])
+        mask = self.mask[one if len(self.mask) > 1 else slice(None), :, token]
+        scores, weights = self.attention.weights_of(self.queries[one, :, token], self.keys[one], mask, mine)
+        return scores[0, :, 0], weights[0, :, 0]
 
     def draft(self) -> Draft:
-        """See ``Choice``."""
         now = time.perf_counter()
         asked = self.memory.stored.asked
         spent = (1e6 * (asked - self.memory.begun), 1e6 * (now - asked))
@@ -303,11 +286,7 @@ class KNNChoice(Choice):
 
     def _look(self, row: int, places: Array, search_us: float, gather_us: float) -> Look:
         """Of tokens at ``places [H, K]`` of the text, -1 for none, best first."""
-        one, token = slice(row, row + 1), slice(self.last[row], self.last[row] + 1)
-        mine = Neighbours(self.found.keys[one], self.found.values[one], self.found.ids[one, :, token])
-        mask = self.mask[one if len(self.mask) > 1 else slice(None), :, token]
-        told = self.attention.weights_of(self.queries[one, :, token], self.keys[one], mask, mine)
-        scores, weights = (as_array(x)[0, :, 0] for x in told)
+        scores, weights = map(as_array, self.weights(row, self.last[row]))
         stored = self.memory.stored
         size, tokens = stored.spec.block_size, len(stored.documents[row])
         there, theirs = places >= 0, (places >= 0) & (places < tokens)

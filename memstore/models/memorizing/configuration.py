@@ -23,71 +23,50 @@ SIZES = (
 
 
 class MemorizingConfig(PreTrainedConfig):
-    """Configuration of ``MemorizingForCausalLM``. Raises ``InvalidArgument`` for what does not fit together.
-
-    Args:
-        vocab_size: tokens.
-        hidden_size: width of the model.
-        intermediate_size: inner width of the feed-forward layers.
-        num_attention_heads: query heads.
-        num_key_value_heads: key-value heads; as many as query heads if None.
-        num_hidden_layers: layers, the one with the memory among them.
-        memory_layer: the layer that looks tokens up, counted from 0; None: no layer does (the Transformer-XL baseline).
-        memory_size: tokens of each document that can be found; 0: none. A model can be given another one at any time.
-        retrieval_top_k: tokens that each query of each head looks up.
-        window: tokens before a token that it sees directly, those of the segment before included.
-        joint: one softmax over the window and what was found, and no gate, as in a well-known reimplementation.
-        distance_buckets: of the bias by distance.
-        farthest: the distance, in tokens, from which on all share a bucket.
-        previous_token_heads: heads of each layer below the one with the memory that begin by looking at the token
-            before, at the one before that, and so on; 0: all biases begin at 0. What followed a word earlier is
-            found by what stood before it. Whether a model learns more with them has not been shown.
-    """
+    """Configuration of ``MemorizingForCausalLM``. Raises ``InvalidArgument`` for what does not fit together."""
 
     model_type = "memstore-memorizing"
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers reads it from the class
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int = 512,
-        hidden_size: int = 64,
-        intermediate_size: int = 256,
-        num_attention_heads: int = 4,
-        num_key_value_heads: int | None = None,
-        num_hidden_layers: int = 4,
-        memory_layer: int | None = 2,
-        memory_size: int = 8192,
-        retrieval_top_k: int = 32,
-        window: int = 128,
-        joint: bool = False,
-        distance_buckets: int = 32,
-        farthest: int = 128,
-        previous_token_heads: int = 0,
-        layer_norm_eps: float = 1e-6,
-        initializer_range: float = 0.02,
-        tie_word_embeddings: bool = True,
-        use_cache: bool = True,
-        **kwargs: Any,
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
-        self.num_hidden_layers = num_hidden_layers
-        self.memory_layer = memory_layer
-        self.memory_size = memory_size
-        self.retrieval_top_k = retrieval_top_k
-        self.window = window
-        self.joint = joint
-        self.distance_buckets = distance_buckets
-        self.farthest = farthest
-        self.previous_token_heads = previous_token_heads
-        self.layer_norm_eps = layer_norm_eps
-        self.initializer_range = initializer_range
-        self.use_cache = use_cache
-        super().__init__(**{"tie_word_embeddings": tie_word_embeddings, **kwargs})
+    vocab_size: int = 512
+    """Tokens."""
+    hidden_size: int = 64
+    """Width of the model."""
+    intermediate_size: int = 256
+    """Inner width of the feed-forward layers."""
+    num_attention_heads: int = 4
+    """Query heads."""
+    num_key_value_heads: Any = None
+    """Key-value heads; as many as query heads if None."""
+    num_hidden_layers: int = 4
+    """Layers, the one with the memory among them."""
+    memory_layer: int | None = 2
+    """The layer that looks tokens up, counted from 0; None: no layer does (the Transformer-XL baseline)."""
+    memory_size: int = 8192
+    """Tokens of each document that can be found; 0: none. A model can be given another one at any time."""
+    retrieval_top_k: int = 32
+    """Tokens that each query of each head looks up."""
+    window: int = 128
+    """Tokens before a token that it sees directly, those of the segment before included."""
+    joint: bool = False
+    """One softmax over the window and what was found, and no gate, as in a well-known reimplementation."""
+    distance_buckets: int = 32
+    """Of the bias by distance."""
+    farthest: int = 128
+    """The distance, in tokens, from which on all share a bucket."""
+    previous_token_heads: int = 0
+    """Heads of each layer below the one with the memory that begin by looking at the token before, at the one before
+    that, and so on; 0: all biases begin at 0. What followed a word earlier is found by what stood before it. Whether a
+    model learns more with them has not been shown."""
+    layer_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = True
+    use_cache: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]  # transformers annotates it in part
         self._check()
 
     @property

@@ -34,9 +34,10 @@ import copy
 import heapq
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -45,19 +46,18 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from memstore.attention.knn import KNNAttention, Neighbours
-from memstore.attention.knn_memory import RecentTokens
+from memstore.attention.knn import KNNAttention
 from memstore.errors import InvalidArgument
 from memstore.eval.evaluation import Evaluation, scorer_of
 from memstore.memory import Document
-from memstore.models.memorizing import KNNMemory, MemorizingCache, MemorizingForCausalLM, knn_memory_of
+from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, knn_memory_of
 from memstore.models.memorizing.cache import KNNChoice
 from memstore.models.memorizing.reader import DocumentTokens, MemorizingReader
 from memstore.progress import progress_bar
 from memstore.readers.audit import Auditor, index_recall, pieces
 from memstore.readers.caches import CACHE
 from memstore.readers.kinds import encode, kind_of
-from memstore.readers.observer import Choice
+from memstore.readers.observer import Choice, Choices
 from memstore.report import Page, Report, token_counts
 
 READ = 64
@@ -87,7 +87,6 @@ class KNNAuditor(Auditor):
 
     @contextmanager
     def watching(self) -> Iterator[dict[str, Any]]:
-        """See ``Auditor``."""
         self._cache.observers.append(self)
         trained, self._layer.top_k = self._layer.top_k, self.top_k
         try:
@@ -127,12 +126,7 @@ class KNNAuditor(Auditor):
         return _with_keys(query, keys), len(self._document) + numbers
 
     def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more of them would not help
-        """See ``Auditor``."""
         return "nothing is in memory yet: read a text first, of at least one token"
-
-    def locate(self, number: int) -> tuple[Document, int]:
-        """See ``Auditor``."""
-        return self._document, number
 
 
 def _products(document: Document, query: Tensor) -> Tensor:
@@ -162,179 +156,118 @@ def _with_keys(query: Tensor, keys: Tensor) -> Tensor:
 
 WINDOW = 512
 """Tokens of a segment of a stock model that was not trained with segments."""
+MOST = 3
+"""Tokens that are told of those that one found."""
+Advance = Callable[[int], None]
 Weights = dict[int, list[tuple[int, float]]]
 """By place in a document, of what its query found: (place, weight), most weight first."""
 
 
-@torch.no_grad()
-def document_losses(
-    model: MemorizingForCausalLM, tokens: Tensor, memory_size: int, advance: Callable[[int], None]
-) -> Tensor:
-    """The loss of each token of ``tokens [n]`` but the first, ``[n - 1]``, with a memory of so many tokens."""
-    config = copy.deepcopy(model.config)
-    config.memory_size = memory_size
-    cache = MemorizingCache(config, 1)
-    ids = tokens[None].to(model.device)
-    losses = []
-    for start in range(0, len(tokens) - 1, config.window):
-        given = ids[:, start : min(start + config.window, len(tokens) - 1)]
-        logits = model(given, past_key_values=cache, use_cache=True).logits[0].float()
-        losses.append(F.cross_entropy(logits, ids[0, start + 1 : start + 1 + given.shape[1]], reduction="none"))
-        advance(given.shape[1])
-    return torch.cat(losses)
+class _Scorer(ABC):
+    """How documents are read with a memory of tokens of any size: a segment in each call."""
 
+    layer: int | None
+    """The one that looks tokens up."""
+    memory_size: int
+    reach: int
+    """Tokens before a token that could tell of it without a memory."""
+    segment: int
 
-@torch.no_grad()
-def stock_losses(model: PreTrainedModel, tokens: Tensor, memory_size: int, advance: Callable[[int], None]) -> Tensor:
-    """As ``document_losses``, of a stock model: it sees the segment, and finds what was before by its memory alone."""
-    window = model.config.knn_memory.get("window", WINDOW)
-    ids, losses = tokens.to(model.device), []
-    with emptied(knn_memory_of(model), memory_size):
-        for start in range(0, len(tokens) - 1, window):
-            given = ids[None, start : min(start + window, len(tokens) - 1)]
-            logits = model(given, use_cache=False).logits[0].float()
-            losses.append(F.cross_entropy(logits, ids[start + 1 : start + 1 + given.shape[1]], reduction="none"))
-            advance(given.shape[1])
-    return torch.cat(losses)
+    def __init__(self, model: Any) -> None:
+        self._model = model
 
+    @abstractmethod
+    def reading(self, size: int, watch: Choices[KNNChoice] | None = None) -> AbstractContextManager[dict[str, Any]]:
+        """With an empty memory of ``size`` tokens: what each call of the model is given."""
 
-@contextmanager
-def emptied(memory: KNNMemory, size: int) -> Iterator[None]:
-    """``memory``, empty and of ``size`` tokens; in the end, after errors too, empty and of as many as before."""
-    memory.clear()
-    usual, memory.memory_size = memory.memory_size, size
-    try:
-        yield
-    finally:
-        memory.memory_size = usual
-        memory.clear()
+    def place(self, number: int) -> int:
+        """Where the token lies in the document that was stored as the one of this number."""
+        return number
 
+    @torch.no_grad()
+    def losses(self, tokens: Tensor, size: int, advance: Advance) -> Tensor:
+        """The loss of each token of ``tokens [n]`` but the first, ``[n - 1]``, with a memory of so many tokens."""
+        ids, losses = tokens[None].to(self._model.device), []
+        with self.reading(size) as given:
+            for start in range(0, len(tokens) - 1, self.segment):
+                part = ids[:, start : min(start + self.segment, len(tokens) - 1)]
+                logits = self._model(part, **given).logits[0].float()
+                losses.append(F.cross_entropy(logits, ids[0, start + 1 : start + 1 + part.shape[1]], reduction="none"))
+                advance(part.shape[1])
+        return torch.cat(losses)
 
-class LookupTokens(RecentTokens):
-    """A memory that tells what was found for some queries of its only row."""
-
-    def __init__(
-        self, wanted: Iterable[int], *sizes: int, scale: Tensor, part: Tensor, segment: int | None = None, **kind: Any
-    ) -> None:
-        """``wanted``: places in the document of the tokens whose queries are of interest.
-
-        ``scale [H]`` is the factor on scores, ``part [H]`` what of the output is that of the memory. ``segment``: the
-        first of every so many tokens is never stored; None: all are. ``kind``: dtype and device.
-        """
-        super().__init__(1, *sizes, **kind)
-        self._scale, self._part, self._segment = scale, part, segment
-        self._wanted = set(wanted)
-        self.found: Weights = {}
-
-    def search(self, queries: Tensor, top_k: int) -> Neighbours:
-        """See ``RecentTokens``."""
-        found = super().search(queries, top_k)
-        first = self._begin(self.added[0])  # what is in the memory is all that was read before these queries
-        for place in self._wanted.intersection(range(first, first + queries.shape[2])):
-            self.found[place] = self._weights(queries[0, :, place - first], found, place - first)
+    @torch.no_grad()
+    def watched(self, tokens: Tensor, size: int, wanted: set[int], advance: Advance) -> Weights:
+        """What was found by the tokens at the places ``wanted``."""
+        found: Weights = {}
+        told = Choices(KNNChoice, lambda choice: choice)
+        with self.reading(size, told) as given:
+            for start in range(0, max(wanted) + 1, self.segment):
+                part = tokens[None, start : start + self.segment]
+                self._model(part.to(self._model.device), **given)
+                for choice in told:  # one, as soon as there is something in the memory
+                    for place in wanted.intersection(range(start, start + part.shape[1])):
+                        found[place] = self._most(choice, place - start)
+                told.clear()
+                advance(part.shape[1])
         return found
 
-    def _begin(self, number: int) -> int:
-        """Where the segment begins after so many tokens were stored."""
-        return number if self._segment is None else number // max(1, self._segment - 1) * self._segment
-
-    def _place(self, number: int) -> int:
-        """Where the token lies in the document that was stored as the one of this number."""
-        if self._segment is None:
-            return number
-        return self._begin(number) + number % (self._segment - 1) + 1
-
-    def _weights(self, q: Tensor, found: Neighbours, column: int) -> list[tuple[int, float]]:
-        ids = found.ids[0, :, column]  # [H, K]
-        group = torch.arange(len(q), device=q.device) // (len(q) // found.keys.shape[1])
-        scores = torch.einsum("hd,hkd->hk", q, found.keys[0, group[:, None], ids.clamp(min=0)])
-        scores = scores * self._scale[:, None]
-        weights = scores.masked_fill(ids < 0, -torch.inf).softmax(-1).nan_to_num() * self._part[:, None]
-        total: dict[int, float] = {}
-        numbers = self.numbers_of(found.ids)[0, :, column]
-        for number, weight in zip(numbers.flatten().tolist(), weights.flatten().tolist(), strict=True):
+    def _most(self, choice: KNNChoice, at: int) -> list[tuple[int, float]]:
+        """What token ``at`` of a segment found, in the mean over heads."""
+        _, weights = choice.weights(0, at)  # [H, K]
+        total: defaultdict[int, float] = defaultdict(float)
+        numbers = choice.places()[0, :, at].flatten().tolist()
+        for number, weight in zip(numbers, weights.flatten().tolist(), strict=True):
             if number >= 0:
-                place = self._place(number)
-                total[place] = total.get(place, 0.0) + weight / len(q)
-        return heapq.nlargest(3, total.items(), key=lambda each: abs(each[1]))
+                total[self.place(number)] += weight / len(weights)
+        return heapq.nlargest(MOST, total.items(), key=lambda each: abs(each[1]))
 
 
-class MemorizingScorer:
+class MemorizingScorer(_Scorer):
     """How a Memorizing Transformer is read."""
 
     def __init__(self, model: MemorizingForCausalLM) -> None:
-        self._model = model
-        self.layer: int | None = model.config.memory_layer
-        self.memory_size: int = model.config.memory_size
-        self.reach = model.config.num_hidden_layers * model.config.window
+        super().__init__(model)
+        config = model.config
+        self.layer, self.memory_size, self.segment = config.memory_layer, config.memory_size, config.window
+        self.reach = config.num_hidden_layers * config.window
 
-    def losses(self, tokens: Tensor, size: int, advance: Callable[[int], None]) -> Tensor:
-        """See ``document_losses``."""
-        return document_losses(self._model, tokens, size, advance)
-
-    @torch.no_grad()
-    def watched(self, tokens: Tensor, size: int, wanted: set[int], advance: Callable[[int], None]) -> Weights:
-        """What was found by the tokens at the places ``wanted``."""
-        model, config = self._model, copy.deepcopy(self._model.config)
+    @contextmanager
+    def reading(self, size: int, watch: Choices[KNNChoice] | None = None) -> Iterator[dict[str, Any]]:
+        config = copy.deepcopy(self._model.config)
         config.memory_size = size
-        attention: KNNAttention = model.model.layers[self.layer].attention
-        memory = LookupTokens(
-            wanted,
-            attention.groups,
-            size,
-            config.head_dim,
-            scale=attention.scale.exp(),
-            part=torch.ones_like(attention.scale) if attention.gate is None else attention.gate.sigmoid(),
-            dtype=model.dtype,
-            device=model.device,
-        )
-        cache = MemorizingCache(config, 1, memory)
-        for part in _segments(tokens, wanted, config.window, advance):
-            model(part.to(model.device), past_key_values=cache, use_cache=True)
-        return memory.found
+        cache = MemorizingCache(config, 1)
+        cache.observers += [] if watch is None else [watch]
+        yield {"past_key_values": cache, "use_cache": True}
 
 
-class StockScorer:
-    """How a stock model with a memory is read: segment by segment."""
+class StockScorer(_Scorer):
+    """How a stock model with a memory is read: it sees a segment, and finds what was before by its memory alone."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._model, self._memory = model, knn_memory_of(model)
+        super().__init__(model)
         settings = model.config.knn_memory
-        self.layer: int | None = settings["layer"]
-        self.memory_size: int = settings["memory_size"]
-        self.reach: int = settings.get("window", WINDOW)
+        self.layer, self.memory_size = settings["layer"], settings["memory_size"]
+        self.reach = self.segment = settings.get("window", WINDOW)
 
-    def losses(self, tokens: Tensor, size: int, advance: Callable[[int], None]) -> Tensor:
-        """See ``stock_losses``."""
-        return stock_losses(self._model, tokens, size, advance)
+    def place(self, number: int) -> int:
+        """See ``_Scorer``: the first token of a segment is never stored."""
+        stored = max(1, self.segment - 1)
+        return number // stored * self.segment + number % stored + 1
 
-    @torch.no_grad()
-    def watched(self, tokens: Tensor, size: int, wanted: set[int], advance: Callable[[int], None]) -> Weights:
-        """As in ``MemorizingScorer``."""
-        model, layer = self._model, self._memory
-        watching = LookupTokens(
-            wanted,
-            layer.groups,
-            size,
-            layer.dim,
-            scale=layer.scale.exp() * layer.dim**-0.5,
-            part=layer.gate.tanh(),
-            segment=self.reach,
-            dtype=model.dtype,
-            device=model.device,
-        )
-        with emptied(layer, size):
-            layer.memory = watching
-            for part in _segments(tokens, wanted, self.reach, advance):
-                model(part.to(model.device), use_cache=False)
-        return watching.found
-
-
-def _segments(tokens: Tensor, wanted: Iterable[int], window: int, advance: Callable[[int], None]) -> Iterator[Tensor]:
-    """Segments ``[1, window]`` of ``tokens``, as far as there is something ``wanted`` in them."""
-    for start in range(0, max(wanted) + 1, window):
-        yield (part := tokens[None, start : start + window])
-        advance(part.shape[1])
+    @contextmanager
+    def reading(self, size: int, watch: Choices[KNNChoice] | None = None) -> Iterator[dict[str, Any]]:
+        """See ``_Scorer``; in the end, after errors too, the memory is empty and as large as before."""
+        memory = knn_memory_of(self._model)
+        memory.clear()
+        usual, memory.memory_size = memory.memory_size, size
+        if watch is not None:
+            memory.found = lambda **told: watch.choice(KNNChoice(self.layer or 0, attention=memory, **told))
+        try:
+            yield {"use_cache": False}
+        finally:
+            memory.memory_size, memory.found = usual, None
+            memory.clear()
 
 
 SIZES = (0, 512, 1536, 8192, 65_536, 262_144)
@@ -343,44 +276,19 @@ STRETCH = 512
 """Tokens whose mean counts as one observation for a standard error: neighbours gain or lose together."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryRow:
-    """One size of the memory."""
-
-    memory_size: int
-    """Tokens that can be found."""
-    perplexity: float
-    """Of all scored tokens."""
-    by_position: dict[str, float]
-    """Perplexity of the tokens of each part of the document, by what it is called: ``512-1,536``."""
-    change: float | None = None
-    """Of the loss against the first size, token by token; None for that one itself."""
-    standard_error: float | None = None
-    """Of ``change``, over stretches of ``STRETCH`` tokens; None also where there are fewer than two."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
-        positions = {name: round(value, 4) for name, value in self.by_position.items()}
-        rest = {"change": self.change, "standard_error": self.standard_error}
-        return {
-            "memory_size": self.memory_size,
-            "perplexity": round(self.perplexity, 4),
-            **{name: value if value is None else round(value, 6) for name, value in rest.items()},
-            "by_position": positions,
-        }
-
-
-# All rows score the same tokens: the whole text as one document but its first token. Differences are paired by token,
-# and stretches of 512 tokens count as one observation.
 def by_memory_size(
     model: MemorizingForCausalLM | PreTrainedModel,
     documents: Sequence[Tensor],
     sizes: Sequence[int],
     *,
     positions: Sequence[int] = SIZES,
-    advance: Callable[[int], None] = lambda tokens: None,  # noqa: ARG005 - nobody listens
-) -> Iterator[MemoryRow]:
-    """Perplexity of ``documents``, each ``[n]``, with a memory of each of ``sizes``.
+    advance: Advance = lambda tokens: None,  # noqa: ARG005 - nobody listens
+) -> Iterator[dict[str, Any]]:
+    """Perplexity of ``documents``, each ``[n]``, with a memory of each of ``sizes``: a row for each, as JSON has it.
+
+    ``by_position`` has that of the tokens of each part of the document, by what it is called: ``512-1,536``;
+    ``change`` that of the loss against the first size, token by token, with its ``standard_error`` over stretches of
+    ``STRETCH`` tokens, both None where there is none.
 
     ``model`` is a Memorizing Transformer, or a stock model that ``load_knn_memory`` has loaded. ``positions`` are where
     parts of the document begin; those after its end are left out. Raises ``InvalidArgument`` for a size or a text that
@@ -396,16 +304,16 @@ def by_memory_size(
         losses = [scorer.losses(tokens, size, advance).double() for tokens in documents]
         change, error = (None, None) if first is None else paired(first, losses)
         first = first or losses
-        yield MemoryRow(
-            memory_size=size,
-            perplexity=float(torch.cat(losses).mean().exp()),
-            by_position={
+        yield {
+            "memory_size": size,
+            "perplexity": _perplexity(losses, 0, longest),
+            "change": None if change is None else round(change, 6),
+            "standard_error": None if error is None else round(error, 6),
+            "by_position": {
                 f"{0 if start == 1 else start:,}-{end:,}": _perplexity(losses, start - 1, end - 1)
                 for start, end in parts
             },
-            change=change,
-            standard_error=error,
-        )
+        }
 
 
 def paired(first: Sequence[Tensor], second: Sequence[Tensor]) -> tuple[float, float | None]:
@@ -424,7 +332,7 @@ def fitting(sizes: Sequence[int], tokens: int) -> list[int]:
 
 def _perplexity(losses: Sequence[Tensor], start: int, end: int) -> float:
     """Of what lies between two positions of each document."""
-    return float(torch.cat([each[start:end] for each in losses]).mean().exp())
+    return round(float(torch.cat([each[start:end] for each in losses]).mean().exp()), 4)
 
 
 def _check(layer: int | None, documents: Sequence[Tensor], sizes: Sequence[int]) -> None:
@@ -446,65 +354,6 @@ AROUND = 6
 """Tokens that are told on each side of one."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class WordKind:
-    """The tokens of one kind of words."""
-
-    kind: str
-    tokens: int
-    without: float
-    """Perplexity with a memory of 0 tokens."""
-    with_memory: float
-    """Perplexity with the memory."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TokenHit:
-    """A token that was looked up."""
-
-    number: int
-    """Its place in the document."""
-    weight: float
-    """Its part of the layer's attention, a mean over heads; of what was found alone where the model is ``joint``.
-
-    Of a stock model it may be negative, as gates may.
-    """
-    text: str
-    """It and the tokens around it, itself in brackets."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Example:
-    """A token of a far word, and what was looked up to predict it."""
-
-    number: int
-    word: str
-    last_read: int
-    """Tokens back."""
-    text: str
-    """It and the tokens before it, itself in brackets."""
-    loss_without: float
-    loss_with: float
-    retrieved: list[TokenHit]
-
-
-# A stock model sees nothing before its segment but by its memory, so a word is far when it was last read more than a
-# segment back. Weights may be negative, as its gates may.
-@dataclass(frozen=True, kw_only=True)
-class Lookup:
-    """The outcome."""
-
-    memory_size: int
-    reach: int
-    """Tokens before a token that could tell of it without a memory."""
-    kinds: list[WordKind]
-    examples: list[Example]
-
-    def to_dict(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
-        return asdict(self)
-
-
 def lookup(
     model: MemorizingForCausalLM | PreTrainedModel,
     tokenizer: Any,
@@ -512,14 +361,18 @@ def lookup(
     *,
     memory_size: int | None = None,
     examples: int = 5,
-    advance: Callable[[int], None] = lambda tokens: None,  # noqa: ARG005 - nobody listens
-) -> Lookup:
+    advance: Advance = lambda tokens: None,  # noqa: ARG005 - nobody listens
+) -> dict[str, Any]:
     """Score ``text`` as one document by kinds of words, and tell what was looked up for the words that gained most.
 
     ``model`` is a Memorizing Transformer, or a stock model that ``load_knn_memory`` has loaded. ``memory_size``: tokens
     that can be found; as the model's configuration says if None. ``advance`` hears of every token that was read; the
     text is read three times, twice without ``examples``. Raises ``InvalidArgument`` for a model or a memory that finds
     nothing, and for a text of one token.
+
+    Returns what ``memstore eval lookup --json`` prints: ``kinds`` of words with their perplexities, and ``examples`` of
+    far words, each with the tokens ``retrieved`` for it, whose ``weight`` is their part of the layer's attention in the
+    mean over heads (of a stock model it may be negative, as gates may). Texts have their token in brackets.
     """
     reading = scorer_of(kind_of(model), model)
     size = reading.memory_size if memory_size is None else memory_size
@@ -535,27 +388,33 @@ def lookup(
     gains = losses[0] - losses[1]
     best = heapq.nlargest(examples, (n for n in range(1, len(tokens)) if kinds[n] == "far"), key=lambda n: gains[n - 1])
     seen = reading.watched(tokens, size, {number - 1 for number in best}, advance) if best else {}
-    pieces = TextPieces(tokenizer, tokens)
-    return Lookup(
-        memory_size=size,
-        reach=reading.reach,
-        kinds=[kind for name in KINDS if (kind := _scored(name, kinds, losses))],
-        examples=[
-            Example(
-                number=number,
-                word=words[number] or "",
-                last_read=back[number],
-                text=pieces.around(number, after=0),
-                loss_without=float(losses[0][number - 1]),
-                loss_with=float(losses[1][number - 1]),
-                retrieved=[
-                    TokenHit(number=place, weight=weight, text=pieces.around(place, after=AROUND))
+
+    def around(number: int, *, after: int = 0) -> str:
+        """Token ``number`` in brackets, with a few before it and so many ``after`` it."""
+        cuts = (max(0, number - AROUND), number), (number, number + 1), (number + 1, number + 1 + after)
+        before, own, behind = (tokenizer.decode(encoded["input_ids"][start:end]) for start, end in cuts)
+        return f"{before}[{own}]{behind}"
+
+    return {
+        "memory_size": size,
+        "reach": reading.reach,
+        "kinds": [kind for name in KINDS if (kind := _scored(name, kinds, losses))],
+        "examples": [
+            {
+                "number": number,
+                "word": words[number] or "",
+                "last_read": back[number],
+                "text": around(number),
+                "loss_without": float(losses[0][number - 1]),
+                "loss_with": float(losses[1][number - 1]),
+                "retrieved": [
+                    {"number": place, "weight": weight, "text": around(place, after=AROUND)}
                     for place, weight in seen.get(number - 1, [])
                 ],
-            )
+            }
             for number in best
         ],
-    )
+    }
 
 
 def last_read(text: str, offsets: Sequence[tuple[int, int]]) -> tuple[list[str | None], list[int]]:
@@ -588,28 +447,14 @@ def kinds_of(words: Sequence[str | None], back: Sequence[int], reach: int) -> li
     ]
 
 
-def _scored(name: str, kinds: Sequence[str], losses: Sequence[Tensor]) -> WordKind | None:
+def _scored(name: str, kinds: Sequence[str], losses: Sequence[Tensor]) -> dict[str, Any] | None:
     """The score of a kind; the first token, which nothing predicts, is left out. None where there is no such token."""
     which = torch.tensor([kind == name for kind in kinds[1:]])
     count = int(which.sum())
     if not count:
         return None
     without, with_memory = (math.exp(each.double()[which].mean()) for each in losses)
-    return WordKind(kind=name, tokens=count, without=without, with_memory=with_memory)
-
-
-class TextPieces:
-    """The text of single tokens."""
-
-    def __init__(self, tokenizer: Any, tokens: Tensor) -> None:
-        self._tokenizer, self._tokens = tokenizer, tokens.tolist()
-
-    def around(self, number: int, *, after: int) -> str:
-        """Token ``number`` in brackets, with a few before it and so many ``after`` it."""
-        before = self._tokens[max(0, number - AROUND) : number]
-        behind = self._tokens[number + 1 : number + 1 + after]
-        parts = [self._tokenizer.decode(part) for part in (before, self._tokens[number : number + 1], behind)]
-        return f"{parts[0]}[{parts[1]}]{parts[2]}"
+    return {"kind": name, "tokens": count, "without": without, "with_memory": with_memory}
 
 
 def sizes_table(
@@ -624,7 +469,7 @@ def sizes_table(
     if chosen is None:
         chosen = [0] if getattr(model.config, "memory_layer", 0) is None else fitting(SIZES, max(map(len, documents)))
     with progress_bar("perplexity", 0, len(chosen) * total, show) as advance:
-        rows = [row.to_dict() for row in by_memory_size(model, documents, chosen, advance=advance)]
+        rows = list(by_memory_size(model, documents, chosen, advance=advance))
     data = {"task": "perplexity", "model": folder.name, "documents": len(documents), "tokens": total, "rows": rows}
     return Report(data=data, text=lambda page: _show(page, rows))
 

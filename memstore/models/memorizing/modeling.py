@@ -7,7 +7,6 @@ out of everything, and a prompt can be continued at any place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -17,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from memstore.attention.knn import KNNAttention, States, Tell, TokenMemory, WindowAttention
 from memstore.device_copies import to_device
-from memstore.models.causal import CausalLM, uncompiled
+from memstore.models.causal import CausalLM, Decoder, uncompiled
 from memstore.models.memorizing.cache import MemorizingCache
 from memstore.models.memorizing.configuration import MemorizingConfig
 from memstore.readers.caches import takes_cache, with_cache
@@ -63,7 +62,7 @@ class MemorizingLayer(nn.Module):
         return x + self.feed_forward(self.norm(x)), states
 
 
-class MemorizingModel(nn.Module):
+class MemorizingModel(Decoder):
     """The decoder without its output layer."""
 
     def __init__(self, config: MemorizingConfig) -> None:
@@ -71,8 +70,6 @@ class MemorizingModel(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(MemorizingLayer(config, number) for number in range(config.num_hidden_layers))
         self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
-        self.gradient_checkpointing = False
-        self._gradient_checkpointing_func: Callable[..., Any] | None = None
 
     def forward(self, ids: Tensor, cache: MemorizingCache | None) -> tuple[Tensor, list[States]]:
         """Tokens ``ids [B, T]`` -> ``[B, T, hidden]`` after the last norm, and the states of each layer."""
@@ -83,14 +80,9 @@ class MemorizingModel(nn.Module):
         for number, layer in enumerate(self.layers):
             past = None if cache is None else cache.windows[number]
             tell = None if cache is None else cache.teller(number, cast("MemorizingLayer", layer).attention)
-            x, states = self._checkpointed(layer, x, past, empty, memory, tell)
+            x, states = self.checkpointed(layer, x, past, empty, memory, tell)
             every.append(states)
         return self.norm(x), every
-
-    def _checkpointed(self, layer: nn.Module, *arguments: Any) -> Any:
-        if self.gradient_checkpointing and self.training and self._gradient_checkpointing_func is not None:
-            return self._gradient_checkpointing_func(layer.__call__, *arguments, use_reentrant=False)
-        return layer(*arguments)
 
 
 class MemorizingForCausalLM(CausalLM):
@@ -121,28 +113,9 @@ class MemorizingForCausalLM(CausalLM):
         logits_to_keep: int = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """Logits of the token after each of ``input_ids [B, T]``.
-
-        Args:
-            input_ids: tokens, of one segment.
-            attention_mask: ``[B, T]``, or ``[B, earlier + T]`` as ``generate`` gives it; 0 for padding.
-            past_key_values: what came before.
-            labels: ``[B, T]``, -100 where there is none; adds ``loss``.
-            use_cache: return ``past_key_values``; the configuration's choice if None, and not while training.
-            logits_to_keep: only those of the last so many tokens; all if 0.
-            **kwargs: ``num_items_in_batch`` of the Trainer, and what transformers hands every model.
-
-        Raises:
-            InvalidArgument: tokens that do not exist, or shapes that do not fit.
-        """
+        """See ``CausalLM``; ``input_ids`` are of one segment."""
         self.check_tokens(input_ids, attention_mask)
-        if past_key_values is not None:
-            self.check_cache(past_key_values, MemorizingCache, input_ids)
-        keep_cache = (self.config.use_cache and not self.training) if use_cache is None else use_cache
-        cache = past_key_values
-        if cache is None and keep_cache:
-            cache = MemorizingCache(self.config, len(input_ids))
-            cache.belong_to(self.model)
+        cache = self.going_on(past_key_values, MemorizingCache, input_ids, use_cache)
         mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
         if cache is not None:
             cache.tell_begin(input_ids)

@@ -42,7 +42,7 @@ class MemorizingTraining(TrainingOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MemorizingPerplexity:
+class _Perplexity:
     """Perplexity by size of the memory, and by position in the document."""
 
     memory_sizes: str | None = option(
@@ -50,4 +50,4 @@ class MemorizingPerplexity:
     )
 
 
-TRAINING, PERPLEXITY = MemorizingTraining, MemorizingPerplexity
+TRAINING, PERPLEXITY = MemorizingTraining, _Perplexity

@@ -88,7 +88,6 @@ class MemorizingReader(CacheReader[MemorizingCache]):
         self._block_size = block_size
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
-        """See ``Reader``."""
         size = BLOCK_SIZE if made is None else made.block_size
         return memory_spec(self.model, self.tokenizer, size if self._block_size is None else self._block_size)
 

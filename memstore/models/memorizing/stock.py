@@ -402,14 +402,12 @@ class KNNReader(Reader):
     kind = KNN
 
     def __init__(self, *given: Any, block_size: int | None = None, **options: Any) -> None:
-        """See ``memstore.attach``."""
         super().__init__(*given, **options)
         self._block_size = block_size
         self._layer, self._settings = knn_memory_of(self.model), getattr(self.model.config, NAME)
         self._asked = True  # by whoever uses the model, not by reading
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
-        """See ``Reader``."""
         layer, number, size = self._layer, self._settings["layer"], BLOCK_SIZE if made is None else made.block_size
         size = size if self._block_size is None else self._block_size
         fingerprint = fingerprint_of(

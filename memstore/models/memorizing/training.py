@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from abc import ABC, abstractmethod
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
@@ -53,13 +52,9 @@ def key_shift(
 ) -> float | None:
     """1 minus the mean cosine of the keys in ``memory`` and those of the present weights; None if it has no token.
 
-    Args:
-        model: whose weights they are.
-        memory: what it remembers.
-        texts: for each row what was read of its document ``[n]``, all of it; empty for rows that are left out.
-        oldest: compare only so many tokens of a row, those that were stored first; all if None.
-
-    Raises ``InvalidArgument`` for texts that are shorter than what the memory has of them.
+    ``texts`` are for each row what was read of its document ``[n]``, all of it; empty for rows that are left out. Only
+    the ``oldest`` tokens of a row are compared, all if None. Raises ``InvalidArgument`` for texts that are shorter than
+    what the memory has of them.
     """
     cosines = []
     for row, text in enumerate(texts):
@@ -115,7 +110,7 @@ NO_LABEL = -100
 """What transformers' losses leave out."""
 
 
-class Segment(NamedTuple):
+class _Segment(NamedTuple):
     """What a row reads in one step."""
 
     tokens: Tokens
@@ -127,7 +122,7 @@ class Segment(NamedTuple):
 # Which document a row reads at which step is worked out beforehand, from the seed: so the Trainer may skip batches when
 # it goes on, several processes read what the rows of one would, and what a row has read until now can be had again for
 # a refresh without keeping it.
-class Streams(Dataset[Segment]):
+class Streams(Dataset[_Segment]):
     """Segments of documents in the order of training: item ``n`` is that of row ``n % rows`` at step ``n // rows``.
 
     A row that has read its document takes the next of a shuffled pass, and of the pass after it.
@@ -156,10 +151,10 @@ class Streams(Dataset[Segment]):
     def __len__(self) -> int:
         return self.rows * self._steps
 
-    def __getitem__(self, number: int) -> Segment:
+    def __getitem__(self, number: int) -> _Segment:
         step, row = divmod(number, self.rows)
         document, start = self._place(row, step)
-        return Segment(document[start : start + self._window + 1], start == 0)
+        return _Segment(document[start : start + self._window + 1], start == 0)
 
     def before(self, row: int, step: int) -> Tensor:
         """What ``row`` has read of its document before ``step``, or of the one that it has just finished."""
@@ -198,8 +193,6 @@ def _shuffled(count: int, seed: int) -> Iterator[int]:
         turn += 1
 
 
-# A document that is longer than a row's part of the texts is cut into equal parts: one book and a batch of four would
-# otherwise be four rows that read the same tokens at once. Corpora of many documents are not touched.
 def shared_out(documents: Iterable[Tokens], rows: int, end: int) -> list[Tokens]:
     """``documents``, each closed by the token ``end``, for so many ``rows`` to stream.
 
@@ -215,7 +208,7 @@ def shared_out(documents: Iterable[Tokens], rows: int, end: int) -> list[Tokens]
 
 
 # Labels are shifted over the whole document, not within segments, where a token in each window would go unlearned.
-def collate(segments: list[Segment], window: int, padding: int) -> dict[str, Tensor]:
+def collate(segments: list[_Segment], window: int, padding: int) -> dict[str, Tensor]:
     """A batch of segments, the shorter ones with ``padding`` behind; ``begins [B]`` says where documents begin."""
     ids = torch.full((len(segments), window), padding)
     labels = torch.full_like(ids, NO_LABEL)
@@ -229,27 +222,26 @@ def collate(segments: list[Segment], window: int, padding: int) -> dict[str, Ten
     return {"input_ids": ids, "attention_mask": mask, "labels": labels, "shift_labels": labels, "begins": begins}
 
 
-class StreamTrainer(MemoryTrainer, ABC):
+class _StreamTrainer(MemoryTrainer):
     """Trains on the batches of ``Streams``. Subclasses say what the memory is; checkpoints hold it too."""
 
-    @abstractmethod
-    def clear(self, row: int) -> None:
-        """Forget what a row has read, where another document begins."""
+    clear: Callable[[int], None]
+    """Forget what a row has read, where another document begins."""
+    remembered: Callable[[], dict[str, Tensor]]
+    """What all rows have read, as tensors."""
+    remember: Callable[[dict[str, Tensor]], None]
+    """The inverse of ``remembered``."""
+    passed: dict[str, Any]
+    """What the model gets beside a batch."""
 
-    @abstractmethod
-    def remembered(self) -> dict[str, Tensor]:
-        """What all rows have read, as tensors."""
-
-    @abstractmethod
-    def remember(self, state: dict[str, Tensor]) -> None:
-        """The inverse of ``remembered``."""
-
-    def segment(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        """What the model gets of a batch; rows where a document begins forget the one before."""
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss of a segment of each row; a row where a document begins forgets the one before."""
         given = dict(inputs)
         for row in given.pop("begins").nonzero().flatten().tolist():
             self.clear(row)
-        return given
+        return super().compute_loss(model, given | self.passed, return_outputs, num_items_in_batch)
 
     def keep(self, checkpoint: Path) -> None:
         """The memory."""
@@ -278,7 +270,7 @@ COMPARED_WINDOWS = 2
 """Windows of the oldest keys that a line of the log compares with present ones: a small part of a step's time."""
 
 
-class MemorizingTrainer(StreamTrainer):
+class MemorizingTrainer(_StreamTrainer):
     """Trains on the batches of ``Streams``."""
 
     def __init__(
@@ -290,6 +282,8 @@ class MemorizingTrainer(StreamTrainer):
         super().__init__(run, model, *rest, data=data, **options)
         self.streams = data
         self.cache = MemorizingCache(model.config, self.args.per_device_train_batch_size)
+        self.clear, self.remembered, self.remember = self.cache.clear, self.cache.state_dict, self.cache.load_state_dict
+        self.passed = {"past_key_values": self.cache, "use_cache": True}
         self.refresh_every = refresh_every
         self._refreshed = 0
 
@@ -301,13 +295,6 @@ class MemorizingTrainer(StreamTrainer):
             if isinstance(self.cache.memory, RecentTokens):
                 refresh(self.trained, self.cache.memory, self.texts())
         return super().training_step(model, inputs, num_items_in_batch)
-
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """The loss of a segment of each row; a row where a document begins forgets the one before."""
-        given = self.segment(inputs) | {"past_key_values": self.cache, "use_cache": True}
-        return super().compute_loss(model, given, return_outputs, num_items_in_batch)
 
     def texts(self, rows: int | None = None) -> list[Tensor]:
         """What the first ``rows`` rows of this process have read of their documents until now; all rows if None."""
@@ -324,18 +311,6 @@ class MemorizingTrainer(StreamTrainer):
             if shift is not None:
                 self.parts["key_shift"] = [torch.tensor(shift)]
         super().log(logs, start_time)
-
-    def clear(self, row: int) -> None:
-        """See ``StreamTrainer``."""
-        self.cache.clear(row)
-
-    def remembered(self) -> dict[str, Tensor]:
-        """The memory and the windows."""
-        return self.cache.state_dict()
-
-    def remember(self, state: dict[str, Tensor]) -> None:
-        """See ``StreamTrainer``."""
-        self.cache.load_state_dict(state)
 
 
 LATE_GATE = -2.0
@@ -410,28 +385,29 @@ def _close_gates(model: MemorizingForCausalLM) -> None:
 
 
 def _on_documents(opened: Session, start: Start, documents: Documents, refresh_every: int | None, late: bool) -> Report:
-    wanted, config = opened.optimisation, start.config
+    config = start.config
     with opened.state.main_process_first():
         tokenizer = start.tokenizer_of(opened.run, lambda: train_tokenizer(documents, config.vocab_size))
     end = config.vocab_size - 1 if tokenizer.eos_token_id is None else int(tokenizer.eos_token_id)
-    shape = {"window": config.window, "processes": opened.state.num_processes, "end": end}
-    data = Streams.of(encoded(documents, tokenizer), wanted, **shape)
-    model = start.model(tokenizer, wanted.seed)
+    model = start.model(tokenizer, opened.optimisation.seed)
     model.config.memory_size = config.memory_size
     if late:
         _close_gates(model)
-    trainer = MemorizingTrainer(
-        opened.run,
-        model,
-        opened.arguments(config, len(data), wanted.batch),
-        wanted,
-        data=data,
-        collate=partial(collate, window=config.window, padding=end),
-        tokenizer=tokenizer,
-        fresh=start.init is None,
-        refresh_every=refresh_every,
-    )
-    return opened.fit(trainer, lambda: {**data.facts, "memory_size": config.memory_size})
+    own = {"fresh": start.init is None, "refresh_every": refresh_every}
+    trainer, facts = _streaming(opened, MemorizingTrainer, model, tokenizer, documents, config.window, end, **own)
+    return opened.fit(trainer, lambda: {**facts, "memory_size": config.memory_size})
+
+
+def _streaming(
+    opened: Session, kind: Any, model: Any, tokenizer: Any, documents: Documents, window: int, end: int, **own: Any
+) -> tuple[Any, dict[str, int]]:
+    """A trainer of ``kind`` for ``documents``, each closed by the token ``end``, and how much there is to read."""
+    wanted = opened.optimisation
+    shape = {"window": window, "processes": opened.state.num_processes, "end": end}
+    data = Streams.of(encoded(documents, tokenizer), wanted, **shape)
+    arguments = opened.arguments(model.config, len(data), wanted.batch)
+    own |= {"data": data, "collate": partial(collate, window=window, padding=end), "tokenizer": tokenizer}
+    return kind(opened.run, model, arguments, wanted, **own), data.facts
 
 
 LAYER = -6
@@ -440,31 +416,14 @@ RATE = 0.1
 """Learning rate of gates and scales, which are few and begin at 0."""
 
 
-class StockTrainer(StreamTrainer):
+class StockTrainer(_StreamTrainer):
     """Trains on the batches of ``Streams``, with the memory that ``add_knn_memory`` put into the model."""
 
     def __init__(self, *arguments: Any, memory: KNNMemory, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.memory = memory
-
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> Any:
-        """The loss of a segment of each row; a row where a document begins forgets the one before."""
-        given = self.segment(inputs) | {"use_cache": False}
-        return super().compute_loss(model, given, return_outputs, num_items_in_batch)
-
-    def clear(self, row: int) -> None:
-        """See ``StreamTrainer``."""
-        self.memory.clear(row)
-
-    def remembered(self) -> dict[str, Tensor]:
-        """See ``StreamTrainer``."""
-        return self.memory.remembered()
-
-    def remember(self, state: dict[str, Tensor]) -> None:
-        """See ``StreamTrainer``."""
-        self.memory.remember(state)
+        self.clear, self.remembered, self.remember = memory.clear, memory.remembered, memory.remember
+        self.passed = {"use_cache": False}
 
     def finish(self) -> None:
         """Let the model be saved as it is."""
@@ -522,28 +481,14 @@ def train_stock_memory(
 def _stock_on_documents(
     opened: Session, init: Folder, documents: Documents, window: int, settings: dict[str, int]
 ) -> Report:
-    wanted = opened.optimisation
     tokenizer = load_tokenizer(init)
     with opened.state.main_process_first():
         tokenizer.save_pretrained(opened.run.out)
     model, memory = _closed(init, window, settings)
-    end = int(tokenizer.eos_token_id or 0)
-    shape = {"window": window, "processes": opened.state.num_processes, "end": end}
-    data = Streams.of(encoded(documents, tokenizer), wanted, **shape)
-    trainer = StockTrainer(
-        opened.run,
-        model,
-        opened.arguments(model.config, len(data), wanted.batch),
-        wanted,
-        data=data,
-        collate=partial(collate, window=window, padding=end),
-        tokenizer=tokenizer,
-        fresh=False,
-        memory=memory,
-    )
+    end, own = int(tokenizer.eos_token_id or 0), {"fresh": False, "memory": memory}
+    trainer, facts = _streaming(opened, StockTrainer, model, tokenizer, documents, window, end, **own)
     trained = sum(each.numel() for each in memory.parameters())
-    measured = {"trained_parameters": trained, **data.facts, **settings}
-    return opened.fit(trainer, lambda: measured)
+    return opened.fit(trainer, lambda: {"trained_parameters": trained, **facts, **settings})
 
 
 def _closed(init: Folder, window: int, settings: dict[str, int]) -> tuple[Any, KNNMemory]:

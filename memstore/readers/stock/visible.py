@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from memstore.device_copies import to_device
-from memstore.kernels.best_signs import PackedSigns, best_signs, pack
-from memstore.kernels.best_signs.api import problem
+from memstore.kernels.best_signs import PackedSigns, best_signs, pack, problem
 from memstore.memory.entry import lacking, merged
 from memstore.memory.rows import index_dtype
 
