@@ -95,6 +95,7 @@ class HilsCache(ModelCache):
         super().__init__(config, rows)
         groups, layers = config.num_key_value_heads, config.hils_layers
         self.top_k = config.hils_topk if retrieval is None else retrieval.top_k
+        """Blocks that a token chooses; 0: windows alone."""
         made = [HilsTable(n, groups) for n in range(len(layers))] if tables is None else tables
         self.tables = dict(zip(layers, made, strict=True))
         self.tokens = tokens
@@ -160,7 +161,7 @@ class HilsCache(ModelCache):
         first = self.place - config.hils_sliding_window + 1
         edges = [place // config.chunk_size for place in range(first, first + self._items)]
         wide = torch.promote_types(q.dtype, torch.float32)
-        if edges[-1] <= 0:
+        if edges[-1] <= 0 or not self.top_k:
             weights = block_weights(lse.new_empty(*lse.shape, 0), lse, softmax1=config.enable_softmax1)
             return (weights * near).to(q.dtype)
         u = u.to(wide) * q.shape[-1] ** -0.5

@@ -1,10 +1,11 @@
-"""The options of training, for the command line. Nothing here needs PyTorch."""
+"""The options of training and of measuring, for the command line. Nothing here needs PyTorch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from memstore.eval.options import ContextPerplexity
 from memstore.train.options import SegmentOptions, option
 
 
@@ -29,4 +30,4 @@ class HilsTraining(SegmentOptions):
     preset: str | None = option("Size: tiny (without it), or 7b, as released.")
 
 
-TRAINING = HilsTraining
+TRAINING, PERPLEXITY = HilsTraining, ContextPerplexity
