@@ -23,7 +23,7 @@ class HilsTraining(SegmentOptions):
     In Python: memstore.train.train_recipe and memstore.train.train_on_texts.
     """
 
-    recipe: str | None = option("Train without texts: hils-passkey-cpu.")
+    recipe: str | None = option("Train without texts: hils-passkey-cpu or hils-lookups-cpu.")
     init: Path | None = option(
         "Start from the HiLS model, or the stock Llama, Qwen3 or OLMo, in this folder.", model=True
     )
