@@ -4,9 +4,9 @@
     python benchmarks/hils_table.py --train prose/train/sec[B-F]*.txt --held prose/held --out table
     python benchmarks/hils_table.py --print
 
-A quarter of a million parameters each, trained from nothing on the same tokens: passkeys, named numbers and chains of two links,
-hidden in prose, in rows of at most 512 tokens; the prose counts too. (A DRT's questions end where a block begins, as it
-needs; those of the others end anywhere.) Then, by length of what comes before:
+A quarter of a million parameters each, trained from nothing on the same tokens: passkeys, named numbers and chains of
+two links, hidden in prose, in rows of at most 512 tokens; the prose counts too. (A DRT's questions end where a block
+begins, as it needs; those of the others end anywhere.) Then, by length of what comes before:
 
 - perplexity of the last tokens of texts that were kept aside;
 - whole answers to each of the tasks, hidden in those texts, with seeds that training has not seen: one passkey, one of
