@@ -93,13 +93,20 @@ def two_hop(phrases: Phrases, rng: random.Random, *, digits: int = 2, chains: in
 
 def multi_needle(phrases: Phrases, rng: random.Random, *, needles: int = 4, digits: int = 5) -> Riddle:
     """Numbers for several names, of which one is asked for."""
+    hidden, asked = named_numbers(phrases, rng, needles, digits)
+    return Riddle(hidden, *asked[0], [0])
+
+
+def named_numbers(
+    phrases: Phrases, rng: random.Random, needles: int, digits: int
+) -> tuple[list[list[int]], list[tuple[list[int], list[int]]]]:
+    """Needles with a number for a name each, and for each what is asked and the answer."""
     names, values = phrases.numbers(rng, needles, digits), phrases.numbers(rng, needles, digits)
-    hidden = [
-        phrases("|One of the special magic numbers for ") + name + phrases(" is ") + value + phrases("|")
-        for name, value in zip(names, values, strict=True)
-    ]
-    question = phrases("|The value of ") + names[0] + phrases("is:")
-    return Riddle(hidden, question, values[0] + phrases("|"), [0])
+    hidden, asked = list[list[int]](), list[tuple[list[int], list[int]]]()
+    for name, value in zip(names, values, strict=True):
+        hidden.append(phrases("|One of the special magic numbers for ") + name + phrases(" is ") + value + phrases("|"))
+        asked.append((phrases("|The value of ") + name + phrases("is:"), value + phrases("|")))
+    return hidden, asked
 
 
 TASKS: dict[str, Callable[..., Riddle]] = {"passkey": passkey, "two-hop": two_hop, "multi-needle": multi_needle}

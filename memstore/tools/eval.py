@@ -200,11 +200,11 @@ def perplexity(
 ) -> Report:
     """Compare perplexity with the memory and with less of it.
 
-    For a DRT the same last tokens are scored after contexts of each length: with all of it in a memory, and by the same
-    weights with retrieval off. For a landmark model there are the paper's two tables, by length and by granularity, and
-    with a context-miss token that of its cut-offs: all tokens of pieces of each length, the same text for all. For a
-    Memorizing Transformer, or a stock model with a memory of tokens, a text, or each .txt file of a folder, is a
-    document, scored with memories of each size, as a whole and by position.
+    For a DRT or a HiLS model the same last tokens are scored after contexts of each length: with all of it in a memory,
+    and by the same weights with retrieval off. For a landmark model there are the paper's two tables, by length and by
+    granularity, and with a context-miss token that of its cut-offs: all tokens of pieces of each length, the same text
+    for all. For a Memorizing Transformer, or a stock model with a memory of tokens, a text, or each .txt file of a
+    folder, is a document, scored with memories of each size, as a whole and by position.
 
     Example:
 

@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from memstore.errors import InvalidArgument
-from memstore.eval.tasks import TASKS, Phrases, Riddle, link, path
+from memstore.eval.tasks import TASKS, Phrases, Riddle, link, named_numbers, path
 from memstore.train.corpora import Tokens
 from memstore.train.recipes import Recipe
 
@@ -121,6 +121,13 @@ def two_hops(phrases: Phrases, rng: random.Random, chains: int) -> _Exercise:
     return _Exercise(Riddle(needles, question, answer, [2 * first, 2 * first + 1]), _after(rest))
 
 
+def by_name(phrases: Phrases, rng: random.Random, needles: int) -> _Exercise:
+    """Numbers for several names, of which each is asked for."""
+    hidden, asked = named_numbers(phrases, rng, needles, 0)
+    first, *others = rng.sample(range(needles), needles)
+    return _Exercise(Riddle(hidden, *asked[first], [first]), _after([asked[other] for other in others]))
+
+
 def _links(phrases: Phrases, rng: random.Random, chains: int) -> tuple[list[list[int]], list[Asked], list[Asked]]:
     """The links of ``chains`` of two, what is asked about each link, and what about each chain."""
     names = phrases.numbers(rng, 3 * chains, 2)
@@ -141,7 +148,8 @@ def _after(asked: Sequence[Asked]) -> list[Asked]:
 
 EXERCISES: dict[str, Callable[[Phrases, random.Random], _Exercise]] = {
     "passkey": plain("passkey"),
-    "multi-needle": plain("multi-needle"),
+    "multi-needle": partial(by_name, needles=4),
+    "easy multi-needle": partial(by_name, needles=2),
     "easy one-hop": partial(one_hop, chains=1),
     "easy two-hop": partial(two_hops, chains=1),
     "one-hop": partial(one_hop, chains=2),

@@ -137,6 +137,27 @@ PASSKEYS: dict[str, Any] = {
 }
 """What recipes for passkeys have in common, where nothing is retrieved from other rows."""
 
+LOOKUPS: dict[str, Any] = {
+    **PASSKEYS,
+    "task": "multi-needle",
+    "stages": (
+        (0.00, {"passkey": 1.0}),
+        (0.25, {"passkey": 1.0}),
+        (0.30, {"passkey": 0.3, "easy multi-needle": 0.7}),
+        (0.50, {"passkey": 0.2, "easy multi-needle": 0.3, "multi-needle": 0.5}),
+        (0.60, {"passkey": 0.2, "multi-needle": 0.4, "two-hop": 0.4}),
+    ),
+    "digits": {"passkey": (5, 20), "easy multi-needle": (2, 5), "multi-needle": (2, 5), "two-hop": (2, 2)},
+    "ramp": 0.9,
+    "distinct_until": 0.3,
+    "few_from": 0.45,
+    "hard_from": 0.7,
+    "near_misses": 0.2,
+    "nonsense": 0.05,
+    "next_command": "memstore eval multi-needle --model {model}",
+}
+"""What recipes for passkeys, one of several named numbers and chains of two links have in common."""
+
 
 def find_recipe(name: str, known: Mapping[str, Any]) -> Any:
     """The recipe called ``name``, of those that are ``known``. Raises ``InvalidArgument``."""

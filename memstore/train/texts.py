@@ -77,11 +77,17 @@ def train_on_texts(
 
 
 def train_recipe(
-    recipe: str | Recipe, out: Folder, *, init: Folder | None = None, runtime: Runtime | None = None
+    recipe: str | Recipe,
+    out: Folder,
+    *,
+    init: Folder | None = None,
+    texts: Sequence[Folder] = (),
+    runtime: Runtime | None = None,
 ) -> Report:
     """Train by a recipe, from nothing or from the model folder ``init``; the report, with the model in ``out``.
 
     A DRT with fewer upper layers or groups than the recipe's is grown first: new layers begin as copies.
+    ``texts``: what needles are hidden in (see ``Documents``); without them, texts that every Python carries.
     """
     recipe = find_recipe(recipe, recipes()) if isinstance(recipe, str) else recipe
     if init is None and recipe.start is not None:
@@ -89,15 +95,15 @@ def train_recipe(
     family = training_of(trainable()[recipe.kind])
     family = family if family.of_recipe is None else family.of_recipe(recipe)
     start = starting(family.config.preset("tiny", **recipe.model), init, grow=family.grow is not None, family=family)
-    texts = [prose_text(), sources()]
+    around = ["\n\n".join(Documents(texts))] if texts else [prose_text(), sources()]
     settings = {
         "kind": "recipe",
         "recipe": recipe.to_dict(),
-        "texts": digest(texts),
+        "texts": digest(around),
         **start.settings(),
     }
     with session(out, settings, recipe.optimisation, runtime or Runtime()) as opened:
-        return opened.run.report or _by_recipe(opened, start, recipe, texts)
+        return opened.run.report or _by_recipe(opened, start, recipe, around)
 
 
 def train_on_pairs(

@@ -8,16 +8,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.models.drt import DRTForCausalLM
-from memstore.models.drt.evaluation import perplexity, places, without_retrieval
+from memstore.eval.perplexity import losses, perplexity, places
+from memstore.models.drt.evaluation import after_window, without_retrieval
+from memstore.models.hils import HilsCache
+from memstore.models.hils.evaluation import after_window as hils_windows
 from tests.eval.drts import small_drt
+from tests.models import hils
 
 
 def text(count: int) -> Tensor:
     return torch.randint(256, (count,), generator=torch.Generator().manual_seed(0))
 
 
-def one_pass(model: DRTForCausalLM, tokens: Tensor, scored: int) -> float:
+def one_pass(model: Any, tokens: Tensor, scored: int) -> float:
     with torch.no_grad():
         logits = model(tokens[None]).logits[0, -scored - 1 : -1]
     return float(F.cross_entropy(logits, tokens[-scored:]).exp())
@@ -26,7 +29,7 @@ def one_pass(model: DRTForCausalLM, tokens: Tensor, scored: int) -> float:
 @pytest.mark.parametrize("positions", ["rope", "alibi"])
 def test_perplexities_are_those_of_one_pass(positions: str) -> None:
     model, tokens = small_drt(positions=positions), text(1200)
-    rows = perplexity(model, tokens, [200, 601, 1200], scored=90, samples=1)
+    rows = perplexity(model, tokens, [200, 601, 1200], after_window, scored=90, samples=1)
     assert [row.length for row in rows] == [200, 601, 1200]
     for row in rows:
         assert row.scored == 90
@@ -41,7 +44,7 @@ def test_samples_are_at_the_same_places_for_all_lengths() -> None:
     assert places(400, 400, 3) == [400]
     model, tokens = small_drt(), text(600)
     heard: list[int] = []
-    (row,) = perplexity(model, tokens, [200], scored=50, samples=3, advance=heard.append)
+    (row,) = perplexity(model, tokens, [200], after_window, scored=50, samples=3, advance=heard.append)
     expected = [one_pass(model, tokens[end - 200 : end], 50) for end in (200, 400, 600)]
     assert row.memory == pytest.approx(float(torch.tensor(expected).log().mean().exp()), rel=1e-4)
     assert row.to_dict().keys() == {"length", "scored", "window", "memory", "ratio"}
@@ -59,4 +62,21 @@ def test_samples_are_at_the_same_places_for_all_lengths() -> None:
 def test_what_cannot_be_measured_is_told(wrong: dict[str, Any], says: str) -> None:
     options: dict[str, Any] = {"lengths": [200], "scored": 50, **wrong}
     with pytest.raises(InvalidArgument, match=says):
-        perplexity(small_drt(), text(1000), **options)
+        perplexity(small_drt(), text(1000), bare=after_window, **options)
+
+
+@pytest.mark.parametrize("kind", ["qwen", "olmo"])
+def test_a_hils_model_is_measured_with_its_blocks_and_with_windows_alone(kind: str) -> None:
+    model = hils.make(kind)
+    tokens = text(700) % model.config.vocab_size
+    rows = perplexity(model, tokens, [100, 301, 700], hils_windows, scored=60, samples=1)
+    cache = HilsCache(model.config, 1)
+    cache.top_k = 0
+    alone = losses(model, cache, tokens)[-60:].mean().exp()
+    for row in rows:
+        assert row.memory == pytest.approx(one_pass(model, tokens[-row.length :], 60), rel=1e-4)
+        assert row.window != pytest.approx(row.memory, rel=1e-3)
+    assert rows[-1].window == pytest.approx(float(alone), rel=1e-4)
+    assert hils_windows(model, tokens[:16], 10) == pytest.approx(
+        losses(model, HilsCache(model.config, 1), tokens[:16])[-10:]
+    )

@@ -215,8 +215,38 @@ def test_padding_is_left_out() -> None:
         mask = torch.zeros_like(padded)
         mask[:, 5:65] = 1
         close(model(padded, attention_mask=mask).logits[:, 5:65], alone)
-        with pytest.raises(InvalidArgument, match="the same length"):
-            model(padded, attention_mask=mask, use_cache=True)
+        out = model(padded, attention_mask=mask, use_cache=True)
+        close(out.logits[:, 5:65], alone)
+        more = tokens(20, seed=3)
+        both = model(torch.cat([ids, more], 1)).logits[:, 60:]
+        close(model(more, past_key_values=out.past_key_values).logits, both)
+
+
+@pytest.mark.parametrize("kind", ["qwen", "olmo"])
+@pytest.mark.parametrize("beams", [1, 2])
+def test_rows_of_different_lengths_go_on_as_each_alone(kind: str, beams: int) -> None:
+    model, rows = make(kind), [tokens(count, seed=count) for count in (75, 9, 40)]
+    ids = torch.cat([torch.nn.functional.pad(row, (75 - row.shape[1], 0)) for row in rows])
+    mask = torch.cat([torch.nn.functional.pad(torch.ones_like(row), (75 - row.shape[1], 0)) for row in rows])
+    options: dict[str, Any] = {"max_new_tokens": 30, "num_beams": beams, "do_sample": False}
+    together = model.generate(ids, attention_mask=mask, **options)
+    for row, alone in zip(together, rows, strict=True):
+        assert torch.equal(row[75:], model.generate(alone, **options)[0, alone.shape[1] :])
+
+
+def test_rows_may_come_apart_after_they_went_together() -> None:
+    model, first, more = make(), tokens(50, rows=2), tokens(30, rows=2, seed=2)
+    mask = torch.ones_like(more)
+    mask[0, :20] = 0
+    mask[1, 25:] = 0
+    cache = model.new_cache(2)
+    with torch.no_grad():
+        model(first, past_key_values=cache)
+        logits = model(more, attention_mask=mask, past_key_values=cache).logits
+        for row in range(2):
+            real = more[row, mask[row].bool()]
+            alone = model(torch.cat([first[row], real])[None]).logits[0, 50:]
+            close(logits[row, mask[row].bool()], alone)
 
 
 def test_the_loss_is_that_of_the_tokens() -> None:

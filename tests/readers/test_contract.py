@@ -53,15 +53,11 @@ class TestLandmark(ReaderTests):
 
 
 class TestHils(ReaderTests):
-    ragged = False
-
     def model(self, seed: int = 0) -> Any:
         return hils.make("qwen", seed)
 
 
 class TestHilsWithWindows(ReaderTests):
-    ragged = False
-
     def model(self, seed: int = 0) -> Any:
         return hils.make("olmo", seed)
 

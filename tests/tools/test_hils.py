@@ -50,6 +50,11 @@ def test_a_model_is_trained_read_with_and_asked(cli: Cli, text: Path, tmp_path: 
     assert measured.code == 0, measured.err
     (row,) = measured.json["rows"]
     assert {"layer", "rank", "weight", "margin"} <= row["layers"][0].keys()
+    sizes = ("--lengths", "200,600", "--scored", 50, "--samples", 2)
+    compared = cli("eval", "perplexity", "--model", model, "--text", text, *sizes, "--json")
+    assert compared.code == 0, compared.err
+    assert [row["length"] for row in compared.json["rows"]] == [200, 600]
+    assert all(row["memory"] > 1 and row["window"] > 1 for row in compared.json["rows"])
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from memstore.errors import UnsupportedModel
+from memstore.errors import DifferentRun, UnsupportedModel
 from memstore.eval.needles import prose_text
 from memstore.models.hils import HilsConfig, HilsForCausalLM
 from memstore.models.hils.training import HILS as TRAINING
@@ -44,6 +44,15 @@ def test_a_recipe_trains_a_model_that_learns(tmp_path: Path, monkeypatch: pytest
     assert all(parameter.isfinite().all() for parameter in model.parameters())
     again = train_recipe(small(), tmp_path / "again", init=tmp_path / "out", runtime=RUNTIME)
     assert again["loss"] < report["loss"]
+
+
+def test_needles_may_be_hidden_in_other_texts(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("Rain fell on the roofs of the town, and nobody went out. " * 600)
+    train_recipe(small(), tmp_path / "out", texts=[tmp_path / "text.txt"], runtime=RUNTIME)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert len(tokenizer(" nobody went")["input_ids"]) == 2, "the text's own words are tokens"
+    with pytest.raises(DifferentRun, match="its texts"):
+        train_recipe(small(), tmp_path / "out", runtime=RUNTIME)
 
 
 @pytest.mark.parametrize("start", ["nothing", "a stock model"])

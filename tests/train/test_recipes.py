@@ -19,7 +19,7 @@ from memstore.models.drt.training import DRT, RECIPES, Bank, grown
 from memstore.train import Recipe, corpora, train_recipe
 from memstore.train.corpora import train_tokenizer
 from memstore.train.needles import NeedleRows
-from memstore.train.recipes import find_recipe
+from memstore.train.recipes import LOOKUPS, find_recipe
 from memstore.train.settings import Optimisation
 from memstore.train.start import starting
 from memstore.train.trainer import rate
@@ -64,6 +64,17 @@ def test_what_is_asked_is_in_the_row_and_the_answer_begins_behind_the_first_toke
                 check(str(tokenizer.decode(ids[: run.start])), str(tokenizer.decode(ids[run.start : run.stop])))
 
 
+@pytest.mark.parametrize("progress", [0, 45, 99])
+def test_lookups_ask_for_each_of_several_names(progress: int, tokenizer: PreTrainedTokenizerBase) -> None:
+    recipe = replace(RECIPES["passkey-cpu"], **LOOKUPS)
+    batch = rows_of(recipe, tokenizer)[progress]
+    asked = [list(answers(row)) for row in batch["answer"].tolist()]
+    assert (max(map(len, asked)) > 1) == (progress > 0), "follow-ups ask for other names"
+    for ids, runs in zip(batch["input_ids"].tolist(), asked, strict=True):
+        for run in runs:
+            check(str(tokenizer.decode(ids[: run.start])), str(tokenizer.decode(ids[run.start : run.stop])))
+
+
 def answers(asked: list[bool]) -> Iterator[range]:
     """The runs of tokens that answer something."""
     edges = [at for at in range(len(asked) + 1) if (at < len(asked) and asked[at]) != (at > 0 and asked[at - 1])]
@@ -74,6 +85,10 @@ def check(text: str, asked: str) -> None:
     """Raise unless ``asked`` is right after ``text``, whose needles are before its questions."""
     if text.endswith("The passkey is:"):
         assert f"|The passkey is:{asked}" in text
+        return
+    if " from" not in text[-14:]:
+        name = text.removesuffix("is:").rpartition("|The value of ")[2]
+        assert f"|One of the special magic numbers for {name} is {asked}" in text
         return
     kind, _, name = text.removesuffix("is:").rpartition(" from")
     if kind.endswith("|The step"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from memstore.eval.options import ContextPerplexity
 from memstore.train.options import SegmentOptions, option
 
 
@@ -32,13 +33,4 @@ class DRTTraining(SegmentOptions):
     answer_field: str | None = option("Field of --pairs with the answer. Without it: answer.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class DRTPerplexity:
-    """Perplexity of the same last tokens after contexts of each length, with a memory and with retrieval off."""
-
-    lengths: list[int] | None = option("Lengths of the context. Without it: 2K,8K,32K.", tokens=1)
-    scored: int | None = option("Tokens scored at the end of each sample. Without it: 1024.", min=1)
-    samples: int | None = option("Places of the text, the same for all lengths. Without it: 4.", min=1)
-
-
-TRAINING, PERPLEXITY = DRTTraining, DRTPerplexity
+TRAINING, PERPLEXITY = DRTTraining, ContextPerplexity

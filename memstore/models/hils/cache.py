@@ -7,6 +7,7 @@ window, so every block that a token may choose is complete before its piece: the
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -74,7 +75,7 @@ class RecentItems:
 
 
 class HilsCache(ModelCache):
-    """The ``past_key_values`` of a HiLS model: rows of one length, which go on together.
+    """The ``past_key_values`` of a HiLS model: rows that go on together while they have one length, else one by one.
 
     Made by the model where none is given; by ``Reader.cache`` to go on after a document of a memory. Nothing is
     differentiated through it.
@@ -95,6 +96,7 @@ class HilsCache(ModelCache):
         super().__init__(config, rows)
         groups, layers = config.num_key_value_heads, config.hils_layers
         self.top_k = config.hils_topk if retrieval is None else retrieval.top_k
+        """Blocks that a token chooses; 0: windows alone."""
         made = [HilsTable(n, groups) for n in range(len(layers))] if tables is None else tables
         self.tables = dict(zip(layers, made, strict=True))
         self.tokens = tokens
@@ -103,9 +105,30 @@ class HilsCache(ModelCache):
         self._rotary = {hils: config.rotary(hils=hils) for hils in (False, True)}
         self._turns: dict[bool, Turns] = {}
         self._items, self._last = 0, False
+        self.apart: list[HilsCache] = []
+        """Each row by itself, once they have different lengths; then the rest here is past."""
+        self.first_row = 0
+        """The number of the first row, for observers."""
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.rows} rows of {self.tokens} tokens)"
+        tokens = max((each.tokens for each in self.apart), default=self.tokens)
+        return f"{type(self).__name__}({self.rows} rows of {tokens} tokens)"
+
+    def split(self) -> list[HilsCache]:
+        """The rows, each a cache of its own from now on."""
+        if not self.apart:
+            self.apart = [self._row(number) for number in range(self.rows)]
+        for each in self.apart:
+            each.observers = self.observers
+        return self.apart
+
+    def _row(self, number: int) -> HilsCache:
+        one = copy.copy(self)
+        one.recent = {layer: copy.copy(recent) for layer, recent in self.recent.items()}
+        one.tables = {layer: table.copy() for layer, table in self.tables.items()}
+        one._select(torch.tensor([number]))
+        one.first_row = number
+        return one
 
     @property
     def offsets(self) -> list[int]:
@@ -160,7 +183,7 @@ class HilsCache(ModelCache):
         first = self.place - config.hils_sliding_window + 1
         edges = [place // config.chunk_size for place in range(first, first + self._items)]
         wide = torch.promote_types(q.dtype, torch.float32)
-        if edges[-1] <= 0:
+        if edges[-1] <= 0 or not self.top_k:
             weights = block_weights(lse.new_empty(*lse.shape, 0), lse, softmax1=config.enable_softmax1)
             return (weights * near).to(q.dtype)
         u = u.to(wide) * q.shape[-1] ** -0.5
@@ -183,7 +206,7 @@ class HilsCache(ModelCache):
             rows = range(self.rows) if self._last else range(0)
             self.tell(
                 HilsChoice(layer, rows, ChosenChunks(blocks, scores), weights[..., :-1], tiers, self.origin, spent,
-                           table, asked, lse, edges[-1])
+                           table, asked, lse, edges[-1], self.first_row)
             )  # fmt: skip
         return torch.addcmul(chosen, weights[..., -1:], near.to(wide)).to(q.dtype)
 
@@ -216,6 +239,12 @@ class HilsCache(ModelCache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row ``b`` be what row ``beam_idx[b]`` was; rows may be dropped or repeated."""
         self.check_order(beam_idx.tolist())
+        if self.apart:
+            self.rows, self.apart = len(beam_idx), [self.apart[row]._row(0) for row in beam_idx.tolist()]
+        else:
+            self._select(beam_idx)
+
+    def _select(self, beam_idx: Tensor) -> None:
         self.rows = len(beam_idx)
         for recent in self.recent.values():
             recent.reorder(beam_idx)
@@ -244,6 +273,8 @@ class HilsChoice(Choice):
     """``[B, H, M]``: of the window."""
     stop: int
     """The first block that the last token sees in its window."""
+    first_row: int = 0
+    """Of the cache that all rows of the call are in."""
 
     searched = True
 
@@ -271,7 +302,7 @@ class HilsChoice(Choice):
             tiers = [[-1] * len(of_head) for of_head in tiers]
         return Look(
             layer=self.layer,
-            row=row,
+            row=self.first_row + row,
             documents=self.origin.names,
             document=self.origin.documents(np.take_along_axis(blocks, order, 1)),
             blocks=np.take_along_axis(blocks, order, 1),

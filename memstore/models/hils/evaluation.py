@@ -1,4 +1,4 @@
-"""What is measured of a HiLS model: needles, and audits.
+"""What is measured of a HiLS model: perplexity by length of the context, needles, and audits.
 
 An audit tells the share that each head would give every block before its window, token by token.
 
@@ -9,9 +9,11 @@ estimates of all of them and the window. They are computed from the landmarks in
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from memstore.eval.evaluation import Evaluation
 from memstore.eval.needle import LayerScore, Reply, greedy, layer_found, needle_blocks
+from memstore.eval.perplexity import after_cache, by_context
 from memstore.eval.tasks import Sample
 from memstore.models.hils.cache import HilsCache, HilsChoice
 from memstore.models.hils.modeling import HilsForCausalLM
@@ -76,4 +78,12 @@ def ask(model: HilsForCausalLM, cache: HilsCache, sample: Sample) -> Reply:
     return Reply.of_layers(greedy(model, cache, logits, len(sample.answer)), layers)
 
 
-HILS = Evaluation(ask=ask)
+def after_window(model: HilsForCausalLM, text: Tensor, scored: int) -> Tensor:
+    """See ``Bare``. What windows see does not depend on what is further back than all layers can look."""
+    cache, config = HilsCache(model.config, 1), model.config
+    cache.top_k = 0
+    reach = config.num_hidden_layers * (max(config.sliding_window, config.hils_sliding_window) + config.chunk_size)
+    return after_cache(model, cache, text, scored, reach)
+
+
+HILS = Evaluation(ask=ask, perplexity=by_context(after_window))

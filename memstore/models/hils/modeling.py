@@ -17,7 +17,7 @@ model holds the very same parameters, and those of its landmarks beside them.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -266,7 +266,7 @@ class HilsForCausalLM(CausalLM):
         Args:
             input_ids: tokens, without landmarks.
             attention_mask: ``[B, T]``, or ``[B, earlier + T]`` as ``generate`` gives it; 0 for padding, which is left
-                out, and which a cache does not take.
+                out. Rows that have different lengths then go through a cache one by one.
             past_key_values: what came before. With it the model computes in the type of its weights, also under
                 ``torch.autocast``.
             labels: ``[B, T]``, -100 where there is none; adds ``loss``.
@@ -282,7 +282,7 @@ class HilsForCausalLM(CausalLM):
         if cache is None and use_cache:
             cache = self.new_cache(len(input_ids))
         mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
-        hidden = self._whole(input_ids, mask) if cache is None else self._pieces(input_ids, attention_mask, cache)
+        hidden = self._whole(input_ids, mask) if cache is None else self._pieces(input_ids, mask, cache)
         logits, loss = self.predicted(hidden, mask, labels, logits_to_keep, **kwargs)
         return HilsOutput(loss=loss, logits=logits, **with_cache({}, cache))
 
@@ -309,20 +309,32 @@ class HilsForCausalLM(CausalLM):
     def _pieces(self, input_ids: Tensor, mask: Tensor | None, cache: HilsCache) -> Tensor:
         """Hidden states ``[B, T, hidden]`` of tokens that go on after ``cache``, piece by piece."""
         self.check_cache(cache, HilsCache, input_ids)
-        if mask is not None and not bool(mask.all()):
-            raise InvalidArgument(
-                "rows of a HiLS model's cache have the same length: give texts of different lengths one by one, or "
-                "without padding"
-            )
         cache.tell_begin(input_ids)
-        pieces = []
         with torch.autocast(input_ids.device.type, enabled=False):  # states of one type meet, whoever computed them
-            for ids, last in self.cut(input_ids, cache.tokens):
-                packing = Packing(ids, None, cache.offsets, self.config.chunk_size)
-                cache.begin(packing, last=last)
-                pieces.append(packing.tokens(self.model(packing, lambda _: cache)))
-                cache.end()
+            if cache.apart or not (mask is None or bool(mask.all())):
+                there = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask
+                rows = zip(input_ids, there, cache.split(), strict=True)
+                hidden = self._one_by_one([(ids[real][None], one) for ids, real, one in rows], there)
+            else:
+                hidden = self._through(input_ids, cache)
         cache.given += input_ids.shape[1]
+        return hidden
+
+    def _one_by_one(self, rows: Sequence[tuple[Tensor, HilsCache]], there: Tensor) -> Tensor:
+        """Tokens of each row and its cache -> hidden states ``[B, T, hidden]``, zeros where no token is ``there``."""
+        hidden = self.model.norm.weight.new_zeros(*there.shape, self.config.hidden_size)
+        for (ids, cache), into, real in zip(rows, hidden, there, strict=True):
+            if ids.numel():
+                into[real] = self._through(ids, cache)[0]
+        return hidden
+
+    def _through(self, input_ids: Tensor, cache: HilsCache) -> Tensor:
+        pieces = []
+        for ids, last in self.cut(input_ids, cache.tokens):
+            packing = Packing(ids, None, cache.offsets, self.config.chunk_size)
+            cache.begin(packing, last=last)
+            pieces.append(packing.tokens(self.model(packing, lambda _: cache)))
+            cache.end()
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
     def cut(self, ids: Tensor, before: int) -> Iterator[tuple[Tensor, bool]]:

@@ -1,10 +1,11 @@
-"""The options of training, for the command line. Nothing here needs PyTorch."""
+"""The options of training and of measuring, for the command line. Nothing here needs PyTorch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
+from memstore.eval.options import ContextPerplexity
 from memstore.train.options import SegmentOptions, option
 
 
@@ -22,11 +23,11 @@ class HilsTraining(SegmentOptions):
     In Python: memstore.train.train_recipe and memstore.train.train_on_texts.
     """
 
-    recipe: str | None = option("Train without texts: hils-passkey-cpu.")
+    recipe: str | None = option("Train without texts: hils-passkey-cpu or hils-lookups-cpu.")
     init: Path | None = option(
         "Start from the HiLS model, or the stock Llama, Qwen3 or OLMo, in this folder.", model=True
     )
     preset: str | None = option("Size: tiny (without it), or 7b, as released.")
 
 
-TRAINING = HilsTraining
+TRAINING, PERPLEXITY = HilsTraining, ContextPerplexity

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from copy import copy
 from typing import Literal, NamedTuple
 
 import torch
@@ -117,6 +118,12 @@ class HilsTable:
         """Those of the memory."""
         self.own = OwnBlocks(stop)
         self._at_hand: _AtHand | None = None
+
+    def copy(self) -> HilsTable:
+        """One that goes on by itself."""
+        other = copy(self)
+        other.own, other._at_hand = copy(self.own), None
+        return other
 
     def choose(self, asked: Tensor, lse: Tensor, edges: Sequence[int], top_k: int) -> ChosenChunks:
         """The best ``top_k`` blocks before ``edges``, of which each of ``M`` queries has one, ascending.

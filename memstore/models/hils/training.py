@@ -17,7 +17,7 @@ from memstore.models.hils.modeling import HilsForCausalLM, make_hils
 from memstore.models.hils.options import HilsTraining
 from memstore.readers import kinds
 from memstore.train.options import OPTIMISATION, check_fit, optimisation_of, refuse_unfit, with_optimisation
-from memstore.train.recipes import PASSKEYS, Recipe, find_recipe
+from memstore.train.recipes import LOOKUPS, PASSKEYS, Recipe, find_recipe
 from memstore.train.settings import Optimisation, Runtime
 from memstore.train.start import load_config
 from memstore.train.texts import train_on_texts, train_recipe
@@ -44,14 +44,21 @@ class HilsNeedleTrainer(AnswerTrainer):
         """See ``AnswerTrainer``; nothing waits for it."""
 
 
+_SMALL = {"initializer_range": 0.06, "num_swa_layers": 3}
 RECIPES: dict[str, HilsRecipe] = {
     recipe.name: recipe
     for recipe in (
         HilsRecipe(
             name="hils-passkey-cpu",
-            model={"initializer_range": 0.06, "num_swa_layers": 3},
+            model=_SMALL,
             optimisation=Optimisation(steps=2600, learning_rate=3e-3, restart=0.6),
             **PASSKEYS,
+        ),
+        HilsRecipe(
+            name="hils-lookups-cpu",
+            model=_SMALL,
+            optimisation=Optimisation(steps=900, learning_rate=3e-3),
+            **LOOKUPS,
         ),
     )
 }

@@ -1,0 +1,211 @@
+"""HiLS attention beside landmark attention, the DRT, a window and full attention: one budget, one table.
+
+    python benchmarks/prose.py prose
+    python benchmarks/hils_table.py --train prose/train/sec[B-F]*.txt --held prose/held --out table
+    python benchmarks/hils_table.py --print
+
+A quarter of a million parameters each, trained from nothing on the same tokens: passkeys, named numbers and chains of
+two links, hidden in prose, in rows of at most 512 tokens; the prose counts too. (A DRT's questions end where a block
+begins, as it needs; those of the others end anywhere.) Then, by length of what comes before:
+
+- perplexity of the last tokens of texts that were kept aside;
+- whole answers to each of the tasks, hidden in those texts, with seeds that training has not seen: one passkey, one of
+  four named numbers, and both links of a chain beside another chain (variable tracking).
+
+HiLS, landmark attention and the DRT have read all before the question into a memory on disk; full attention and the
+window have it in their cache. Beyond a length at which it answered nothing a model is not asked.
+
+It goes on where it was interrupted: trainings from checkpoints, measurements from what the file has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import memstore
+from memstore.eval.filler import Filler
+from memstore.eval.needle import greedy
+from memstore.eval.perplexity import after_cache, after_memory, places
+from memstore.eval.run import TaskPlan, block_tokens, draw, evaluate, memory_spec
+from memstore.models.hils.training import HilsRecipe
+from memstore.models.landmark.training import LandmarkRecipe
+from memstore.readers.kinds import encode, load_folder, quiet_transformers
+from memstore.resources import hardware
+from memstore.train.corpora import Documents
+from memstore.train.recipes import LOOKUPS, Recipe
+from memstore.train.settings import Optimisation, Runtime
+from memstore.train.texts import train_recipe
+
+RESULTS = Path(__file__).parent / "results" / "hils-table.json"
+TASKS = {"passkey": "passkey", "multi-needle": "one of four numbers", "two-hop": "chain of two links"}
+LENGTHS = (400, 1024, 4096, 16_384, 65_536)
+"""Tokens before the question; the first with it is as long as rows in training."""
+SAMPLES = {16_384: 8, 65_536: 4}
+"""Of a task at a length; 20 of others."""
+SCORED, PLACES = 256, 3
+"""Tokens whose perplexity is measured, at so many places of the texts."""
+SEED = 50
+FULL_AT_MOST = 16_384
+"""Tokens before those whose perplexity is measured with full attention, which is quadratic."""
+SIZES: dict[str, Any] = {"initializer_range": 0.06}
+"""What differs from the preset ``tiny``: width 64, four layers, 512 tokens, blocks of 31 and a landmark."""
+BLOCKS: dict[str, Any] = {"local_layers": [0, 1, 2], "window": 64}
+NOTHING: dict[str, Any] = {}
+WARM = {"warm_until": 1.0}
+"""Landmarks count from there on: before the tasks after the first keep the loss up."""
+
+
+def recipes(steps: int) -> dict[str, Recipe]:
+    """What is trained, by the name of its row."""
+
+    def made(kind: type[Recipe], name: str, *, how: Mapping[str, Any] = NOTHING, **model: Any) -> Recipe:
+        optimisation = Optimisation(steps=steps, learning_rate=3e-3)
+        return kind(name=name, model={**SIZES, **model}, optimisation=optimisation, **LOOKUPS, **how)
+
+    return {
+        "HiLS": made(HilsRecipe, "hils", num_swa_layers=3),
+        "landmark": made(LandmarkRecipe, "landmark", how=WARM, **BLOCKS),
+        "DRT": made(Recipe, "drt", intermediate_size=146, upper_layers=[1, 1], landmark_uses_own=True),
+        "window": made(LandmarkRecipe, "window", attention="window", **BLOCKS),
+        "full": made(LandmarkRecipe, "full", attention="full", **BLOCKS),
+    }
+
+
+def main() -> None:
+    """Train and measure what is not there yet, write the JSON file, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", nargs="+", default=["prose/train"], help="texts to train on")
+    parser.add_argument("--held", nargs="+", default=["prose/held"], help="texts that were kept aside")
+    parser.add_argument("--out", type=Path, default=Path("table"), help="a folder for the trainings")
+    parser.add_argument("--models", nargs="+", default=[*recipes(1)], choices=[*recipes(1)], help="rows")
+    parser.add_argument("--steps", type=int, default=900, help="of each training")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens before the question")
+    parser.add_argument("--output", type=Path, default=RESULTS, help="the JSON file")
+    parser.add_argument("--only-train", action="store_true", help="measure nothing yet")
+    parser.add_argument("--print", action="store_true", help="print the table of the JSON file, and do nothing else")
+    options = parser.parse_args()
+    if not options.print:
+        torch.set_num_threads(1)
+        for name in options.models:
+            folder, recipe = options.out / name, recipes(options.steps)[name]
+            report = train_recipe(recipe, folder, texts=options.train, runtime=Runtime(device="cpu", save_every=100))
+            if not options.only_train:
+                Measured(name, folder, report, options.output).fill(options.held, options.lengths)
+    if options.output.exists():
+        show(json.loads(options.output.read_text("utf-8")))
+
+
+class Measured:
+    """The row of one model in the file, measure by measure."""
+
+    def __init__(self, name: str, folder: Path, report: dict[str, Any], output: Path) -> None:
+        self._name, self._output = name, output
+        with quiet_transformers():
+            self.model, self.tokenizer = load_folder(folder)
+        self.has_memory = getattr(self.model.config, "attention", "landmark") == "landmark"
+        """Whether it reads into a memory; else all is in its cache."""
+        kept = ("parameters", "steps", "tokens", "seconds")
+        self.row: dict[str, Any] = {
+            **{name: report[name] for name in kept},
+            **self._file().get("rows", {}).get(name, {}),
+        }
+
+    def _file(self) -> dict[str, Any]:
+        return json.loads(self._output.read_text("utf-8")) if self._output.exists() else {}  # type: ignore[no-any-return]
+
+    def fill(self, held: Sequence[str], lengths: Sequence[int]) -> None:
+        """Measure what is not in the file yet."""
+        texts = list(Documents(held))
+        tokens = torch.tensor(encode(self.tokenizer, "\n\n".join(texts)))
+        filler = Filler(tokens.numpy(), "texts that were kept aside")
+        for length in lengths:
+            self._measure("perplexity", length, partial(self._perplexity, tokens, max(lengths), length))
+            for task in TASKS:
+                plan = TaskPlan(task=task, lengths=[length], samples=SAMPLES.get(length, 20), seed=SEED, reuse=True)
+                self._measure(task, length, partial(self._answers, plan, filler))
+
+    def _measure(self, what: str, length: int, measure: Callable[[], Any]) -> None:
+        known = self.row.setdefault(what, {})
+        if str(length) in known:
+            return
+        known[str(length)] = measure()
+        print(self._name, what, length, known[str(length)], flush=True)
+        file = self._file()
+        file["about"] = {"date": datetime.now(UTC).date().isoformat(), "threads": 1, **hardware()}
+        file.setdefault("rows", {})[self._name] = self.row
+        self._output.write_text(json.dumps(file, indent=1) + "\n", encoding="utf-8")
+
+    def _perplexity(self, tokens: Tensor, longest: int, length: int) -> float | None:
+        """Of the last tokens of pieces of ``length``, which end at the same places whatever the length."""
+        if self.model.config.to_dict().get("attention") == "full" and length > FULL_AT_MOST:
+            return None
+        losses = [self._losses(tokens[end - length : end]) for end in places(len(tokens), longest, PLACES)]
+        return round(math.exp(float(torch.cat(losses).double().mean())), 3)
+
+    def _losses(self, text: Tensor) -> Tensor:
+        if self.has_memory:
+            with tempfile.TemporaryDirectory() as folder:
+                return after_memory(self.model, text, SCORED, f"{folder}/text.mem")
+        config = self.model.config
+        reach = config.window * config.num_hidden_layers if config.attention == "window" else len(text)
+        return after_cache(self.model, self.model.new_cache(1), text, SCORED, reach)
+
+    def _answers(self, plan: TaskPlan, filler: Filler) -> list[int] | None:
+        """How many answers are right, of how many."""
+        before = [each for at, each in self.row[plan.task].items() if int(at) < plan.lengths[0]]
+        if any(each is None or not each[0] for each in before):
+            return None
+        if not self.has_memory:
+            right = list(self._asked(plan, filler))
+            return [sum(right), len(right)]
+        spec = memory_spec(self.model, self.tokenizer)
+        with tempfile.TemporaryDirectory() as folder, memstore.open(f"{folder}/text.mem", spec=spec) as memory:
+            (found,) = evaluate(self.model, self.tokenizer, plan, filler, memory)
+        return [sum(each.correct for each in found.outcomes), len(found.outcomes)]
+
+    @torch.no_grad()
+    def _asked(self, plan: TaskPlan, filler: Filler) -> Iterator[bool]:
+        (samples,) = draw(plan, plan.lengths[0], self.tokenizer, filler, block_tokens(self.model))
+        for sample in samples:
+            ids = [*sample.haystack(filler), torch.tensor(sample.prompt).numpy()]
+            cache = self.model.new_cache(1)
+            whole = torch.cat([torch.from_numpy(each) for each in ids])[None]
+            logits = self.model(whole, past_key_values=cache, logits_to_keep=1).logits
+            yield greedy(self.model, cache, logits, len(sample.answer)) == sample.answer
+
+
+def show(file: dict[str, Any]) -> None:
+    """The table, in Markdown."""
+    rows = file["rows"]
+    lengths = sorted({int(length) for row in rows.values() for length in row["perplexity"]})
+    print(", ".join(f"{name}: {value}" for name, value in file["about"].items()) + "\n")
+    head = ["", "model", *(f"{length:,}" for length in lengths)]
+    print("| " + " | ".join(head) + " |\n|---|---|" + "---:|" * len(lengths))
+    for what, title in {"perplexity": "perplexity", **TASKS}.items():
+        for name, row in rows.items():
+            found = [row.get(what, {}).get(str(length)) for length in lengths]
+            print("| " + " | ".join([title, name, *map(_cell, found)]) + " |")
+    for name, row in rows.items():
+        print(f"\n{name}: {row['parameters']:,} parameters, {row['tokens']:,} tokens, {row['seconds']:,.0f} s", end="")
+    print()
+
+
+def _cell(found: Any) -> str:
+    if found is None:
+        return "-"
+    return f"{found[0]} of {found[1]}" if isinstance(found, list) else f"{found:.2f}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Perplexity of the same last tokens of a text after contexts of each length, with a memory and with retrieval off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import memstore
+from memstore.errors import InvalidArgument
+from memstore.progress import progress_bar
+from memstore.readers.kinds import encode
+from memstore.report import Report
+
+PIECE_BLOCKS = 64
+"""Blocks whose logits are held at a time."""
+Bare = Callable[[Any, Tensor, int], Tensor]
+"""``(model, text, scored)``: the losses of the last ``scored`` tokens of ``text [n]`` with retrieval off."""
+
+
+@dataclass(frozen=True)
+class PerplexityRow:
+    """One length."""
+
+    length: int
+    """Tokens, the scored ones among them."""
+    scored: int
+    """Tokens scored in all samples together."""
+    window: float
+    """Perplexity of the same weights with retrieval off."""
+    memory: float
+    """Perplexity with all that came before in a memory."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """As ``--json`` prints it."""
+        return {
+            "length": self.length,
+            "scored": self.scored,
+            "window": round(self.window, 4),
+            "memory": round(self.memory, 4),
+            "ratio": round(self.memory / self.window, 4),
+        }
+
+
+def perplexity(
+    model: Any,
+    tokens: Tensor,
+    lengths: Sequence[int],
+    bare: Bare,
+    *,
+    scored: int = 1024,
+    samples: int = 4,
+    advance: Callable[[int], None] = lambda tokens: None,  # noqa: ARG005 - nobody listens
+) -> list[PerplexityRow]:
+    """Perplexity of ``scored`` tokens at each of ``samples`` places of ``tokens [n]``, for contexts of all ``lengths``.
+
+    The places are the same for all lengths, so rows differ by their context alone. Raises ``InvalidArgument`` for a
+    text that is too short, or a length without room for what is scored.
+    """
+    _check(len(tokens), lengths, scored, samples)
+    ends = places(len(tokens), max(lengths), samples)
+    rows = []
+    for length in lengths:
+        window, stored = [], []
+        for end in ends:
+            text = tokens[end - length : end]
+            window.append(bare(model, text, scored))
+            stored.append(after_memory(model, text, scored))
+            advance(length)
+        rows.append(PerplexityRow(length, scored * len(ends), _perplexity(window), _perplexity(stored)))
+    return rows
+
+
+def places(tokens: int, longest: int, samples: int) -> list[int]:
+    """Where samples end: evenly from the first place with a whole context to the end of the text."""
+    if samples == 1:
+        return [tokens]
+    return sorted({longest + round(number * (tokens - longest) / (samples - 1)) for number in range(samples)})
+
+
+def after_memory(model: Any, text: Tensor, scored: int, place: str = "ram:") -> Tensor:
+    """The losses of the last ``scored`` tokens of ``text [n]``, all before them being in a memory at ``place``."""
+    with memstore.attach(model, place) as reader:
+        reader.read(text[: -scored - 1], reuse=False)
+        return losses(model, reader.cache(), text[-scored - 1 :])
+
+
+def after_cache(model: Any, cache: Any, text: Tensor, scored: int, reach: int) -> Tensor:
+    """The same with those before them in ``cache``; at most ``reach`` of them, from where a block begins."""
+    size = model.config.tokens_per_block
+    context = text[max(0, len(text) - scored - 1 - reach) // size * size : len(text) - scored - 1]
+    with torch.no_grad():
+        if len(context):
+            model(context[None].to(model.device), past_key_values=cache, logits_to_keep=1)
+    return losses(model, cache, text[-scored - 1 :])
+
+
+@torch.no_grad()
+def losses(model: Any, cache: Any, text: Tensor) -> Tensor:
+    """The loss of each token of ``text [n + 1]`` but the first, after what is in ``cache``: ``[n]``."""
+    found, ids = [], text[None].to(model.device)
+    step = PIECE_BLOCKS * model.config.tokens_per_block
+    for start in range(0, len(text) - 1, step):
+        given = ids[:, start : min(start + step, len(text) - 1)]
+        logits = model(given, past_key_values=cache).logits[0].float()
+        found.append(F.cross_entropy(logits, ids[0, start + 1 : start + 1 + given.shape[1]], reduction="none"))
+    return torch.cat(found)
+
+
+def _perplexity(losses: list[Tensor]) -> float:
+    return float(torch.cat(losses).double().mean().exp())
+
+
+def _check(tokens: int, lengths: Sequence[int], scored: int, samples: int) -> None:
+    if samples < 1 or scored < 1:
+        raise InvalidArgument(f"samples and scored must be at least 1, not {samples} and {scored}")
+    if not lengths or min(lengths) < scored + 2:
+        shortest = min(lengths, default=0)
+        raise InvalidArgument(
+            f"a length of {shortest:,} has no room for {scored:,} scored tokens and context: choose longer --lengths, "
+            "or fewer with --scored"
+        )
+    if tokens < max(lengths):
+        raise InvalidArgument(
+            f"the text has {tokens:,} tokens, fewer than the length {max(lengths):,}. Name a longer text, or shorter "
+            "--lengths"
+        )
+
+
+def by_context(bare: Bare) -> Callable[..., Report]:
+    """What a kind of model makes of the last tokens of a text; see ``Evaluation.perplexity``."""
+
+    def measured(
+        model: Any,
+        tokenizer: Any,
+        texts: Sequence[str],
+        folder: Path,
+        *,
+        lengths: Sequence[int] = (2048, 8192, 32_768),
+        scored: int = 1024,
+        samples: int = 4,
+        show: bool,
+    ) -> Report:
+        tokens = torch.tensor(encode(tokenizer, "\n\n".join(texts)))
+        total = sum(lengths) * len(places(len(tokens), max(lengths), samples))
+        with progress_bar("perplexity", 0, total, show) as advance:
+            rows = perplexity(model, tokens, lengths, bare, scored=scored, samples=samples, advance=advance)
+        data = [row.to_dict() for row in rows]
+        report = {"task": "perplexity", "model": folder.name, "rows": data}
+        return Report(data=report, text=lambda page: page.records(data))
+
+    return measured
