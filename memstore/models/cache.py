@@ -94,7 +94,7 @@ class ModelCache:
         )
 
 
-class BlockCache(ModelCache):
+class CountedCache(ModelCache):
     """A cache of a model with blocks, which counts the tokens of each row."""
 
     def __init__(self, config: Any, rows: int, tokens: int = 0) -> None:

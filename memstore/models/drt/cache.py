@@ -9,12 +9,12 @@ from torch import Tensor
 from memstore.attention.gca import ListStates
 from memstore.device_copies import numbers
 from memstore.kernels.grouped_cross_attention import Ready
-from memstore.models.cache import BlockCache, States, behind_zeros, of_rows
+from memstore.models.cache import CountedCache, States, behind_zeros, of_rows
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.retrieval import BlockTable, DRTPacking, GroupSearch, ListsInUse
 
 
-class DRTCache(BlockCache):
+class DRTCache(CountedCache):
     """The ``past_key_values`` of a DRT: a fixed size per row, and one entry per block.
 
     Made by the model where none is given; by ``Reader.cache`` to go on after a document of a memory. It serves one

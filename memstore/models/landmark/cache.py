@@ -25,7 +25,7 @@ from memstore.attention.landmark import Questions, attend, choose, gated, joined
 from memstore.attention.positions import Turns, final_slots, local_slot, searching_slots
 from memstore.device_copies import alike, from_each, numbers, to_device
 from memstore.errors import InvalidArgument
-from memstore.models.cache import BlockCache, States, of_rows
+from memstore.models.cache import CountedCache, States, of_rows
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.retrieval import (
     FOREVER,
@@ -49,7 +49,7 @@ from memstore.readers.kinds import Retrieval
 from memstore.readers.observer import as_array
 
 
-class Past(BlockCache, ABC):
+class Past(CountedCache, ABC):
     """Base of all caches: for each segment the model calls ``begin``, ``attend`` once for each layer, and ``end``.
 
     It serves one generation: to branch, make another.
