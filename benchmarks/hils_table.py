@@ -122,7 +122,7 @@ class Measured:
         }
 
     def _file(self) -> dict[str, Any]:
-        return json.loads(self._output.read_text("utf-8")) if self._output.exists() else {}  # type: ignore[no-any-return]
+        return json.loads(self._output.read_text("utf-8")) if self._output.exists() else {}
 
     def fill(self, held: Sequence[str], lengths: Sequence[int]) -> None:
         """Measure what is not in the file yet."""

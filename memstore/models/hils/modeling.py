@@ -322,7 +322,7 @@ class HilsForCausalLM(CausalLM):
 
     def _one_by_one(self, rows: Sequence[tuple[Tensor, HilsCache]], there: Tensor) -> Tensor:
         """Tokens of each row and its cache -> hidden states ``[B, T, hidden]``, zeros where no token is ``there``."""
-        hidden = self.model.norm.weight.new_zeros(*there.shape, self.config.hidden_size)
+        hidden: Tensor = self.model.norm.weight.new_zeros(*there.shape, self.config.hidden_size)
         for (ids, cache), into, real in zip(rows, hidden, there, strict=True):
             if ids.numel():
                 into[real] = self._through(ids, cache)[0]
