@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import sys
@@ -55,15 +54,6 @@ def memory_in_use() -> tuple[int, int]:
         return peak, peak
     fields = dict(line.split(":", 1) for line in STATUS.read_text().splitlines() if ":" in line)
     return _kilobytes(fields["RssAnon"]), _kilobytes(fields["VmRSS"])
-
-
-def return_freed_memory() -> None:
-    """Give back to the system what glibc's allocator keeps of freed memory; other allocators do so themselves.
-
-    Its arenas grow with the tensors of every thread that reads, and are trimmed at their ends only.
-    """
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
 
 
 def _kilobytes(field: str) -> int:

@@ -8,6 +8,7 @@ mechanism says what it stores (``spec``), how its model gets to see the memory (
 
 from __future__ import annotations
 
+import ctypes
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -42,7 +43,6 @@ from memstore.readers.fingerprint import dividing
 from memstore.readers.kinds import KINDS, Kind, Retrieval, encode
 from memstore.readers.observer import Observer
 from memstore.readers.ranks import Ranks, Share, SharedDocument
-from memstore.resources import return_freed_memory
 
 UNNAMED = "document"
 """The first document of a memory, where nobody names it."""
@@ -193,7 +193,7 @@ class Attachment(ABC):
             self._stack.close()
         finally:
             self._memories = None
-            return_freed_memory()
+            _return_freed_memory()
 
     def _join(self) -> None:
         """Join the other ranks, where there is a process group."""
@@ -466,7 +466,7 @@ class Attachment(ABC):
                     advance(tokens)
                     written += tokens * token_bytes
                     if written > FREED_BYTES:  # a call takes milliseconds
-                        return_freed_memory()
+                        _return_freed_memory()
                         written = 0
                     if self.stopping():
                         raise BrokenOff(f"reading {job.document.name} was broken off; what was read is stored")
@@ -702,3 +702,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
+
+
+def _return_freed_memory() -> None:
+    """Give back to the system what glibc's allocator keeps of freed memory; other allocators do so themselves.
+
+    Its arenas grow with the tensors of every thread that reads, and are trimmed at their ends only.
+    """
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
