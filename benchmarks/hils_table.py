@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--held", nargs="+", default=["prose/held"], help="texts that were kept aside")
     parser.add_argument("--out", type=Path, default=Path("table"), help="a folder for the trainings")
     parser.add_argument("--models", nargs="+", default=[*recipes(1)], choices=[*recipes(1)], help="rows")
-    parser.add_argument("--steps", type=int, default=900, help="of each training")
+    parser.add_argument("--steps", type=int, default=1600, help="of each training")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens before the question")
     parser.add_argument("--output", type=Path, default=RESULTS, help="the JSON file")
     parser.add_argument("--only-train", action="store_true", help="measure nothing yet")

@@ -57,7 +57,7 @@ RECIPES: dict[str, HilsRecipe] = {
         HilsRecipe(
             name="hils-lookups-cpu",
             model=_SMALL,
-            optimisation=Optimisation(steps=900, learning_rate=3e-3),
+            optimisation=Optimisation(steps=1600, learning_rate=3e-3),
             **LOOKUPS,
         ),
     )
