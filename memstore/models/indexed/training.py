@@ -324,7 +324,8 @@ RECIPES: dict[str, IndexedRecipe] = {
         name=name,
         blockwise=blockwise,
         chosen=chosen,
-        optimisation=Optimisation(steps=2600, learning_rate=3e-3),
+        optimisation=Optimisation(steps=2925, learning_rate=3e-3, restart=8 / 9, restart_rate=0.25),
+        closing=1 / 9,
         **PASSKEYS,
     )
     for name, blockwise, chosen in (("indexed-cpu", False, 128), ("indexed-blocks-cpu", True, 256))
