@@ -329,7 +329,7 @@ RECIPES: dict[str, IndexedRecipe] = {
         closing=1 / 9,
         **PASSKEYS,
     )
-    for name, blockwise, chosen in (("indexed-cpu", False, 128), ("indexed-blocks-cpu", True, 256))
+    for name, blockwise, chosen in (("indexed-cpu", False, 128), ("indexed-blocks-cpu", True, 192))
 }
 
 
