@@ -3,6 +3,9 @@
 A DeepSeek-V3.2 of 4 layers with random weights, and random states of so many tokens: the same ones in a memory (in RAM,
 and on disk in LMDB, verified) and in the model's ``DynamicCache``. Each goes on by tokens, and by segments of 256 as a
 text is read; logits are compared. Ratios are of one process and one thread.
+
+And a Qwen4-Exp of three linear layers and one that chooses runs of tokens, whose own index goes through its queries one
+by one: it reads a text from its beginning, with its cache and into a memory.
 """
 
 from __future__ import annotations
@@ -56,6 +59,35 @@ SIZES: dict[str, Any] = {
     "max_position_embeddings": 1 << 20,
 }
 
+RUNS: dict[str, Any] = {
+    **{name: SIZES[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers")},
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "layer_types": ["linear_attention"] * 3 + ["indexed_attention"],
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "moe_intermediate_size": 64,
+    "shared_expert_intermediate_size": 128,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "hc_lowrank": 32,
+    "ple_layer_ids": [],
+    "indexer_n_heads": 8,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": 64,
+    "indexer_budget": 256,
+    "indexer_compress_ratio": 16,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10_000.0,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [8, 4, 4],
+    },
+}
+RUNS_READ = 4096
+
 
 def main() -> None:
     """Measure, print a line for each row, and write all of them down."""
@@ -75,8 +107,9 @@ def main() -> None:
             rows.append(token(model, length, options.rounds))
             print(json.dumps(rows[-1]), flush=True)
         if not options.no_reading:
-            rows.append(reading(model))
-            print(json.dumps(rows[-1]), flush=True)
+            for read in (partial(reading, model), reading_runs):
+                rows.append(read())
+                print(json.dumps(rows[-1]), flush=True)
     options.out.write_text(json.dumps({"hardware": hardware(), "threads": 1, "rows": rows}, indent=1) + "\n")
 
 
@@ -168,6 +201,50 @@ def reading(model: Any) -> dict[str, Any]:
         "memory_tokens_per_s": round(mine, 1),
         "times_as_fast": round(mine / theirs, 1),
     }
+
+
+def reading_runs() -> dict[str, Any]:
+    """Tokens per second at which a Qwen4-Exp reads a text: all of its layers, and the one that chooses alone."""
+    config = AutoConfig.for_model("qwen4_exp_text", **RUNS)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    text = torch.randint(VOCABULARY, (RUNS_READ,))
+    layer = _Clock(model.model.layers[-1].self_attn)
+    row: dict[str, Any] = {"model": "qwen4_exp", "read": RUNS_READ}
+
+    def own(size: int) -> None:
+        cache = DynamicCache(config=config)
+        for segment in text.split(size):
+            model.model(input_ids=segment[None], cache=cache, use_cache=True)
+
+    def ours() -> None:
+        with memstore.attach(model, "ram:", document="text") as reader:
+            reader.read(text)
+
+    for name, work in (("call", partial(own, RUNS_READ)), ("segments", partial(own, SEGMENT)), ("memory", ours)):
+        milliseconds = _milliseconds(work, 1)
+        row[f"{name}_tokens_per_s"] = round(RUNS_READ * 1000 / milliseconds, 1)
+        row[f"{name}_layer_tokens_per_s"] = round(RUNS_READ / layer.last(2), 1)
+    return row
+
+
+class _Clock:
+    """The processor time that a module takes."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._spent = 0.0
+        module.register_forward_pre_hook(self._begin)
+        module.register_forward_hook(self._end)
+
+    def last(self, rounds: int) -> float:
+        """Seconds since this was asked before, by the round."""
+        spent, self._spent = self._spent, 0.0
+        return spent / rounds
+
+    def _begin(self, *_: object) -> None:
+        self._spent -= time.process_time()
+
+    def _end(self, *_: object) -> None:
+        self._spent += time.process_time()
 
 
 def _places() -> Iterator[tuple[str, str]]:

@@ -29,7 +29,9 @@ logger = logging.getLogger("memstore")
 ENTRY_POINTS = "memstore.kinds"
 """The group of entry points of other packages' kinds: a ``Kind`` by the ``model_type`` of its configurations."""
 PASSKEY, TWO_HOP, LANDMARK_PASSKEY, HILS_PASSKEY = "passkey", "two-hop", "landmark-passkey", "hils-passkey"
-"""Models that come with the package: two DRTs, a landmark model, and a HiLS model."""
+INDEXED_PASSKEY, BLOCKS_PASSKEY = "indexed-passkey", "indexed-blocks-passkey"
+"""Models that come with the package: two DRTs, a landmark model, a HiLS model, and two with an index of their own, of
+tokens and of blocks."""
 INDEXES = frozenset(("indexed_attention", "minimax_m3_sparse", "compressed_sparse_attention"))
 """What transformers calls layers with an index of their own."""
 INDEX_SIZES = frozenset(("index_topk", "indexer_budget", "sparse_attention_config"))

@@ -263,7 +263,8 @@ Model = Annotated[
     str | None,
     typer.Option(
         help="A Hugging Face directory or hub id; a GGUF file; smollm2; or a model that comes with the package: drt, "
-        "two-hop, landmark-passkey, hils-passkey. Without it: the one that read the memory before, or smollm2."
+        "two-hop, landmark-passkey, hils-passkey, indexed-passkey, indexed-blocks-passkey. Without it: the one that "
+        "read the memory before, or smollm2."
     ),
 ]
 ModelThatRead = Annotated[

@@ -193,8 +193,10 @@ class NeedleRows(Dataset[Any]):
         """``input_ids``, ``answer`` and ``free`` as in ``_Row``, ``[B, T]`` each."""
         rng, recipe = np.random.default_rng([self._seed, number]), self._recipe
         plain = random.Random(int(rng.integers(1 << 62)))
-        progress = number / self._count
-        blocks = plain.randint(*recipe.ramped(recipe.blocks, progress))
+        whole = number / self._count
+        progress = recipe.before_closing(whole)
+        closing = whole >= 1 - recipe.closing
+        blocks = plain.randint(*(recipe.closing_blocks if closing else recipe.ramped(recipe.blocks, progress)))
         exercises = [self._exercise(plain, progress) for _ in range(self._rows(blocks))]
         blocks = max([blocks, *(self._least_blocks(exercise.riddle) for exercise in exercises)])
         hard = progress >= recipe.hard_from

@@ -37,6 +37,13 @@ class Recipe:
     """Tokens a step, at most."""
     blocks: tuple[int, int] = (3, 7)
     """Fewest and most blocks of a row before its answer."""
+    closing: float = 0.0
+    """Part of the training, at its end, with rows of ``closing_blocks``; all other parts are parts of what is before.
+
+    Few long rows, once everything is learned: what was found among some hundred tokens is to be found among more.
+    """
+    closing_blocks: tuple[int, int] = (8, 47)
+    """Fewest and most blocks of a row then."""
     digits: Mapping[str, tuple[int, int]] = field(
         default_factory=lambda: {
             "passkey": (5, 20),
@@ -93,6 +100,10 @@ class Recipe:
     """The kind of its model, by its word after ``memstore train``."""
     aligned: ClassVar[bool] = True
     """Whether questions end with the first token of a block, as a DRT needs them; else they end anywhere."""
+
+    def before_closing(self, progress: float) -> float:
+        """The part of what is before the end that is done, from 0 to 1, at a part of the training."""
+        return min(1.0, progress / (1 - self.closing))
 
     def tasks_at(self, progress: float) -> Mapping[str, float]:
         """The share of each task at a part of the training, from 0 to 1."""

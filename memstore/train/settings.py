@@ -30,7 +30,9 @@ class Optimisation:
     final_rate: float = 0.1
     """The last learning rate, as a part of the highest; between them a cosine."""
     restart: float | None = None
-    """Part of the training after which the schedule begins anew, from half the rate; None: never."""
+    """Part of the training after which the schedule begins anew; None: never."""
+    restart_rate: float = 0.5
+    """The highest rate then, as a part of the first."""
     warmup: int = 50
     """Steps of linear warm-up; a tenth of all steps at most."""
     weight_decay: float = 1e-3

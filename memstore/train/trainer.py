@@ -26,12 +26,13 @@ from memstore.train.settings import Optimisation
 def rate(step: int, steps: int, optimisation: Optimisation) -> float:
     """The learning rate of a step as a part of the highest: linear warm-up on a cosine from 1 to ``final_rate``.
 
-    After ``restart`` the same again, from half of it.
+    After ``restart`` the same again, from ``restart_rate`` of it.
     """
     again = None if optimisation.restart is None else round(optimisation.restart * steps)
     height = 1.0
     if again is not None:
-        step, steps, height = (step, again, 1.0) if step < again else (step - again, steps - again, 0.5)
+        first = step < again
+        step, steps, height = (step, again, 1.0) if first else (step - again, steps - again, optimisation.restart_rate)
     cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, step / max(1, steps))))
     warm = min(1.0, (step + 1) / max(1, min(optimisation.warmup, steps // 10)))
     return height * warm * (optimisation.final_rate + (1 - optimisation.final_rate) * cosine)
@@ -142,6 +143,11 @@ class AnswerTrainer(MemoryTrainer, ABC):
     def __init__(self, recipe: Recipe, run: Run, model: Any, *rest: Any, **options: Any) -> None:
         super().__init__(run, model, *rest, **options)
         self.recipe = recipe
+
+    @property
+    def progress(self) -> float:
+        """See ``MemoryTrainer``: of what is before the recipe's end."""
+        return self.recipe.before_closing(super().progress)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None

@@ -125,7 +125,31 @@ def test_half_precision_is_as_near_to_single_as_the_model_itself(model: Any) -> 
         reader.read(ids[0, :100])
         found = logits(model, ids[:, 100:]).float()
     single = logits(model.float(), ids)[:, 100:]
-    assert (found - single).abs().mean() < 1.5 * (by_itself - single).abs().mean()
+    assert (found - single).abs().mean() < 1.3 * (by_itself - single).abs().mean()
+
+
+def test_half_precision_differs_by_what_eager_attention_rounds_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products and weights, which are float32 here: with the same roundings nothing differs."""
+
+    def rounding(
+        q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, scale: float, _sinks: None
+    ) -> torch.Tensor:
+        rows = ids.clamp(min=0)
+        products = torch.einsum("shd,skd->shk", q.float(), keys[rows].float()).to(q.dtype) * scale
+        weights = products.float().masked_fill(ids[:, None] < 0, -torch.inf).softmax(-1).to(q.dtype)
+        return torch.einsum("shk,skv->shv", weights.float(), values[rows].float()).to(q.dtype)
+
+    ids, model = text(LENGTH)[None], tiny("minimax_m3_vl_text", layer_types=["minimax_m3_sparse"] * 4).bfloat16()
+    by_itself = logits(model, ids)[:, 100:].float()
+
+    def difference() -> float:
+        with memstore.attach(model, "ram:", document="text") as reader:
+            reader.read(ids[0, :100])
+            return float((logits(model, ids[:, 100:]).float() - by_itself).abs().mean())
+
+    usual = difference()
+    monkeypatch.setattr("memstore.models.indexed.call.attend_rows", rounding)
+    assert difference() < usual / 10
 
 
 def test_ties_are_broken_alike_however_a_text_is_cut() -> None:

@@ -148,6 +148,21 @@ def test_rows_grow_with_the_ramp(tokenizer: PreTrainedTokenizerBase) -> None:
     assert recipe.ramped((3, 9), 0.8) == (3, 9)
 
 
+def test_a_recipe_closes_with_longer_rows_and_all_else_is_of_what_is_before(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
+    recipe = replace(RECIPES["passkey-cpu"], ramp=1.0, blocks=(3, 9))
+    rows, closing = (
+        rows_of(each, tokenizer) for each in (recipe, replace(recipe, closing=0.5, closing_blocks=(20, 24)))
+    )
+    lengths = [closing[number]["input_ids"].shape[1] // BLOCK - 1 for number in range(100)]
+    assert {20, 24} <= set(lengths[50:]) <= set(range(20, 25))
+    assert max(lengths[:50]) == 9
+    assert all(torch.equal(closing[0][part], rows[0][part]) for part in ("input_ids", "answer", "free"))
+    assert [recipe.before_closing(part) for part in (0.0, 0.5, 1.0)] == [0.0, 0.5, 1.0]
+    assert [replace(recipe, closing=0.5).before_closing(part) for part in (0.0, 0.25, 0.5, 1.0)] == [0.0, 0.5, 1.0, 1.0]
+
+
 def test_the_bank_keeps_the_latest_blocks_that_are_free(tmp_path: Path) -> None:
     recipe = small(hard_from=0.4, bank_growth=0.1, bank=8, share_rows=False)
     torch.manual_seed(0)
@@ -296,10 +311,11 @@ def test_the_trainer_does_what_a_plain_loop_would(tmp_path: Path, monkeypatch: p
         torch.testing.assert_close(trained[name], weight, rtol=0, atol=1e-5)
 
 
-def test_the_schedule_begins_anew_from_half_the_rate() -> None:
-    optimisation = Optimisation(steps=1000, warmup=10, restart=0.6)
+@pytest.mark.parametrize("height", [0.5, 0.25])
+def test_the_schedule_begins_anew_from_a_part_of_the_rate(height: float) -> None:
+    optimisation = Optimisation(steps=1000, warmup=10, restart=0.6, restart_rate=height)
     rates = [rate(step, 1000, optimisation) for step in range(1001)]
     assert rates[9] == pytest.approx(1.0, abs=1e-3)
     assert rates[599] == pytest.approx(optimisation.final_rate, abs=1e-3)
-    assert rates[600] < rates[599] < rates[609] == pytest.approx(0.5, abs=2e-3)
-    assert rates[1000] == pytest.approx(0.5 * optimisation.final_rate, abs=1e-3)
+    assert rates[600] < rates[599] < rates[609] == pytest.approx(height, abs=2e-3)
+    assert rates[1000] == pytest.approx(height * optimisation.final_rate, abs=1e-3)

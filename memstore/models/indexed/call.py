@@ -277,9 +277,8 @@ class IndexedCall:
             offsets = torch.arange(1 - layer.sees, 1, device=query.device)
             ids = (places[:, None] + offsets).clamp(min=-1)[:, None]
         chosen_at = time.perf_counter()
-        out = [
-            self._mix(layer, source, row, query[some], ids[some]) for some in _pieces(len(query), ids, layer.row_width)
-        ]
+        pieces = _pieces(ids, layer.row_width, int(places[-1]) + 1)
+        out = [self._mix(layer, source, row, query[some], ids[some]) for some in pieces]
         if self.observers and layer.sees == "chosen":
             self._tell(layer, row, source, query[-1], ids[-1], scores, chosen_at - begun)
         return torch.cat(out)
@@ -342,7 +341,7 @@ class IndexedCall:
             best = self._best(layer, row, ask, weights, places)
         chosen_at = time.perf_counter()
         out = []
-        for some in _pieces(len(query), torch.cat([window, best.ids], 1)[:, None], layer.row_width):
+        for some in _pieces(torch.cat([window, best.ids], 1)[:, None], layer.row_width, int(places[-1]) + 1):
             table, near = self._table(layer, slot, row, window[some])
             units, far = best.ids[some].unique(return_inverse=True)
             if len(units) and int(units[0]) < 0:
@@ -488,9 +487,10 @@ class IndexedCall:
         return torch.cat(found, 1)
 
 
-def _pieces(count: int, ids: Tensor, width: int) -> list[slice]:
-    """Queries whose rows are gathered together."""
-    step = max(1, TABLE // max(1, ids.shape[1] * ids.shape[2] * width))
+def _pieces(ids: Tensor, width: int, tokens: int) -> list[slice]:
+    """Queries whose rows are gathered together: all of them, after few ``tokens``."""
+    count, chosen = len(ids), ids[0].numel()
+    step = count if tokens * width <= TABLE else max(1, TABLE // max(1, chosen * width))
     return [slice(start, start + step) for start in range(0, count, step)]
 
 
