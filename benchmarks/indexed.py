@@ -6,6 +6,9 @@ text is read; logits are compared. Ratios are of one process and one thread.
 
 And a Qwen4-Exp of three linear layers and one that chooses runs of tokens, whose own index goes through its queries one
 by one: it reads a text from its beginning, with its cache and into a memory.
+
+``--memory 65536`` measures nothing else than the peak of anonymous memory while a text of so many tokens is read, at a
+quarter of it and at its end, of the DeepSeek-V3.2 and of the model with blocks that comes with the package.
 """
 
 from __future__ import annotations
@@ -26,7 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 import memstore
 from memstore.models.indexed import IndexedReader
 from memstore.models.indexed.ops import choose
-from memstore.resources import hardware
+from memstore.resources import PeakMemory, hardware
+from memstore.tools.models import load_model
 
 RESULTS = Path(__file__).parent / "results" / "indexed.json"
 LENGTHS = (8192, 32_768, 131_072)
@@ -35,6 +39,7 @@ BESIDE = 32_768
 SEGMENT = 256
 READ = (256, 4096, 8192, 12_288, 16_128)
 """Stored tokens at which a segment of a text of 16,384 is read."""
+SHIPPED = "indexed-blocks-passkey"
 VOCABULARY = 512
 SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
@@ -95,6 +100,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="*", default=LENGTHS)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-reading", action="store_true")
+    parser.add_argument("--memory", type=int, help="tokens of a text whose peak of memory is measured")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -102,6 +108,11 @@ def main() -> None:
     config = AutoConfig.for_model("deepseek_v32", **SIZES)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     rows: list[dict[str, Any]] = []
+    if options.memory:
+        for name, each in (("deepseek_v32", model), (SHIPPED, load_model(SHIPPED).model)):
+            for row in peaks(each, options.memory):
+                print(json.dumps({"model": name, **row}), flush=True)
+        return
     with torch.no_grad():
         for length in options.lengths:
             rows.append(token(model, length, options.rounds))
@@ -245,6 +256,16 @@ class _Clock:
 
     def _end(self, *_: object) -> None:
         self._spent += time.process_time()
+
+
+def peaks(model: Any, tokens: int) -> Iterator[dict[str, Any]]:
+    """Peak of anonymous memory while random tokens are read, at a quarter of them and at the end."""
+    ids = torch.randint(96, (tokens,), generator=torch.Generator().manual_seed(tokens))
+    with tempfile.TemporaryDirectory() as folder, memstore.attach(model, f"{folder}/m", document="text") as reader:
+        for start, stop in ((0, tokens // 4), (tokens // 4, tokens)):
+            with PeakMemory() as peak:
+                reader.append(ids[start:stop])
+            yield {"read": stop, "peak_anonymous_mb": round(peak.anonymous_bytes / 1e6)}
 
 
 def _places() -> Iterator[tuple[str, str]]:
