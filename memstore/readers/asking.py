@@ -86,7 +86,7 @@ class Query:
         return [(self.tokens, 1.0), *([] if self.before is None else [(self.before, BEFORE)])]
 
 
-class Asker(PassageReader, Protocol):
+class _Asker(PassageReader, Protocol):
     """What is needed of a reader to ask its model; a ``Reader`` is one."""
 
     model: Any
@@ -142,7 +142,7 @@ class Answer:
     missing: dict[tuple[str, int], str]
     """Blocks that it was written without because they could not be read, as (document, block), and why: empty unless
     ``Retrieval(on_error="miss")``."""
-    reader: Asker
+    reader: _Asker
 
     def __str__(self) -> str:
         return self.text
@@ -233,7 +233,7 @@ class AnswerStream:
     """A streamer of transformers: tells an answer as it comes, whole characters only."""
 
     def __init__(
-        self, reader: Asker, frame: Template | None, tell: TELL | None = None, stop: Sequence[str] = ()
+        self, reader: _Asker, frame: Template | None, tell: TELL | None = None, stop: Sequence[str] = ()
     ) -> None:
         """``stop``: texts that end the answer, beside those of ``frame``."""
         self._made: list[int] = []
@@ -462,7 +462,7 @@ def check_asked(model: Any, tokens: int) -> None:
 
 
 def generate_answer(
-    reader: Asker,
+    reader: _Asker,
     question: str,
     prompt: Prompt,
     teller: AnswerStream,
@@ -549,7 +549,7 @@ class Turn:
 class Conversation:
     """See ``Reader.chat``, which makes it."""
 
-    def __init__(self, reader: Asker, session: str, system: str | None) -> None:
+    def __init__(self, reader: _Asker, session: str, system: str | None) -> None:
         if not reader.several:
             raise InvalidArgument(f"a {reader.kind.name} sees one document at a time, a conversation needs several")
         if reader.tokenizer is None:

@@ -77,7 +77,7 @@ class WeightCheck:
             return "weights have changed"
         return ""
 
-    def _look(self) -> tuple[dict[str, tuple[int, int]], Tensor, list[AdapterUse]]:
+    def _look(self) -> tuple[dict[str, tuple[int, int]], Tensor, list[_AdapterUse]]:
         seen, numbers = {}, defaultdict[Any, list[Tensor]](list)
         for name, tensor in _weights(self._model):
             seen[name] = (0 if _divided(tensor) else tensor.data_ptr(), 0 if tensor.is_inference() else tensor._version)
@@ -88,7 +88,7 @@ class WeightCheck:
         return seen, together.nan_to_num(), adapters_in_use(self._model)
 
 
-class AdapterUse(NamedTuple):
+class _AdapterUse(NamedTuple):
     """What a layer of peft says of its adapters; as text, with these names, a part of the digest of weights."""
 
     active: list[str]
@@ -97,11 +97,11 @@ class AdapterUse(NamedTuple):
     disabled: bool
 
 
-def adapters_in_use(model: nn.Module) -> list[AdapterUse]:
+def adapters_in_use(model: nn.Module) -> list[_AdapterUse]:
     """What each layer of ``model`` that has adapters of peft does with them."""
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "adapter_layer_names")]
     return [
-        AdapterUse(
+        _AdapterUse(
             active=list(layer.active_adapters),
             there=sorted({key for name in layer.adapter_layer_names for key in getattr(layer, name, {})}),
             merged=list(layer.merged_adapters),

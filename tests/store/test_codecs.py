@@ -155,5 +155,6 @@ def test_whatever_is_finite_stays_finite_and_near(codec: str, data: st.DataObjec
     decoded = round_trip(codec, states)
     assert decoded.isfinite().all()
     exact = states.double()
-    allowed = channel_range(states, codec) / STEPS.get(codec, 15) + exact.abs() * 2**-6 + 1e-36
+    nothing = 448 * torch.finfo(torch.bfloat16).tiny  # steps below the smallest are 0, and so is the channel
+    allowed = channel_range(states, codec) / STEPS.get(codec, 15) + exact.abs() * 2**-6 + nothing
     assert ((decoded.double() - exact).abs() <= allowed).all()

@@ -80,7 +80,7 @@ def test_the_command_line_says_in_one_line_what_to_install(
     ("name", "code", "says"),
     [
         ("tree", USAGE, "there is: auto, clusters, codes, exact, faiss, milvus"),
-        ("exact:8", USAGE, "write 'exact'"),
+        ("exact:8", USAGE, "has no settings: leave ':8' out"),
         ("auto:0", USAGE, "auto:recall=0.99"),
         ("clusters:many", USAGE, "clusters:0.99"),
         ("codes:8", USAGE, "'codes:pruned'"),

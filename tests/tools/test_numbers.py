@@ -34,6 +34,13 @@ def with_answer(ranker: str) -> float:
     return float(found[-1]["answer"])
 
 
+def look_alikes(way: str) -> str:
+    """Right answers of 32 with nothing quoted: states alone, the same blocks as text, or all of the text."""
+    runs = [each for each in rows("questions-lookalikes") if not each.get("quote")]
+    found = [row for run in runs for row in run.get("answers", []) if row["with"] == way]
+    return f"{found[0]['has'] * found[0]['answered']:.0f}"
+
+
 def faults() -> int:
     """Rounds on each store of what the README names."""
     named = ("kill-writers", "kill-readings", "full-disk", "bit-flips", "truncations")
@@ -48,6 +55,7 @@ def faults() -> int:
 ATTACH = {each["about"]["dtype"].removeprefix("torch."): each for each in rows("attach")}
 LONG = rows("eval-passkey-100m")["rows"][0]
 RIGHT = next(row for row in rows("questions-answers")[0]["answers"] if row["with"] == "the right paragraphs")
+CARRIERS = {row["with"]: row for run in rows("answers") if run["task"] == "squad, carriers" for row in run["rows"]}
 ANSWERS = {row["with"]: row for row in rows("answers")[0]["rows"]}
 
 MILLION = [each for each in rows("index")["rows"] if each["what"] == "index" and each["keys"] == 1_048_576]
@@ -133,6 +141,11 @@ FIGURES: list[tuple[str, Callable[[], object]]] = [
     (r"\| ([\d.]+) with 8 blocks as states", lambda: f"{ANSWERS['memory']['has']:.2f}"),
     (r"text; ([\d.]+) with 8 blocks of both", lambda: f"{ANSWERS['bm25+minilm as text']['has']:.2f}"),
     (r"text; ([\d.]+) with the right paragraphs", lambda: f"{ANSWERS['the right paragraphs']['has']:.2f}"),
+    (r"\| (\d+) right as states alone", lambda: look_alikes("memory")),
+    (r"as states alone; (\d+) as text", lambda: look_alikes("memory, as text")),
+    (r"as text; (\d+) with all of the text", lambda: look_alikes("full attention")),
+    (r"Of 100 of them: ([\d.]+)", lambda: f"{CARRIERS['memory']['has']:.2f}"),
+    (r"with that paragraph alone ([\d.]+)", lambda: f"{CARRIERS['1 quoted as text']['has']:.2f}"),
     (r"truncations: ([\d,]+) on each store", lambda: f"{faults() // 1000 * 1000:,}"),
     (r"without a memory, it answers (\d+) of", lambda: f"{RIGHT['has'] * RIGHT['answered']:.0f}"),
     (r"without a memory, it answers \d+ of (\d+)", lambda: str(RIGHT["answered"])),

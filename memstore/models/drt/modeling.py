@@ -101,7 +101,7 @@ class LowerLayer(nn.Module):
         return x + self.feed_forward(self.norm(x)), states
 
 
-class UpperLayer(LowerLayer):
+class _UpperLayer(LowerLayer):
     """As a lower layer, with what was retrieved added before the feed-forward layer's norm.
 
     The residual is taken before grouped cross attention: ``H + MLP(Norm(H + GCA(H)))``, as published.
@@ -164,7 +164,7 @@ class DRTModel(Decoder):
         self.landmark = nn.Parameter(torch.empty(hidden))
         self.lower = nn.ModuleList([LowerLayer(config) for _ in range(config.lower_layers)])
         self.upper = nn.ModuleList(
-            [nn.ModuleList([UpperLayer(config) for _ in range(count)]) for count in config.upper_layers]
+            [nn.ModuleList([_UpperLayer(config) for _ in range(count)]) for count in config.upper_layers]
         )
         self.norm = RMSNorm(hidden, config.rms_norm_eps)
         self.external: Retriever | None = None
@@ -361,7 +361,7 @@ class DRTModel(Decoder):
         return last._replace(blocks=blocks, weights=weights)
 
     def _prepare(self, group: int, retrieved: ListStates) -> list[Ready] | None:
-        crosses = [cast("UpperLayer", layer).cross for layer in cast("nn.ModuleList", self.upper[group])]
+        crosses = [cast("_UpperLayer", layer).cross for layer in cast("nn.ModuleList", self.upper[group])]
         assert crosses[0] is not None
         prepared = crosses[0].prepare(retrieved)
         return None if prepared is None else [cross.own(prepared) for cross in crosses if cross is not None]
@@ -418,7 +418,7 @@ class DRTForCausalLM(CausalLM):
 
     config: DRTConfig
     config_class = DRTConfig
-    _no_split_modules = ["LowerLayer", "UpperLayer", "EncoderLayer"]  # noqa: RUF012 - transformers reads it from the class
+    _no_split_modules = ["LowerLayer", "_UpperLayer", "EncoderLayer"]  # noqa: RUF012 - transformers reads it from the class
 
     def __init__(self, config: DRTConfig) -> None:
         super().__init__(config)

@@ -27,7 +27,7 @@ from memstore.readers.kinds import Retrieval
 from memstore.readers.observer import Choice, Draft, Looks, Origin, as_array
 
 
-class RecentItems:
+class _RecentItems:
     """Keys and values of the latest items of a stream, in a buffer that items move to the front of when it is full."""
 
     def __init__(self, first: int = 0) -> None:
@@ -101,7 +101,7 @@ class HilsCache(ModelCache):
         self.tables = dict(zip(layers, made, strict=True))
         self.tokens = tokens
         """Tokens of each row, those of the document included."""
-        self.recent: dict[int, RecentItems] = {layer: RecentItems() for layer in range(config.num_hidden_layers)}
+        self.recent: dict[int, _RecentItems] = {layer: _RecentItems() for layer in range(config.num_hidden_layers)}
         self._rotary = {hils: config.rotary(hils=hils) for hils in (False, True)}
         self._turns: dict[bool, Turns] = {}
         self._items, self._last = 0, False

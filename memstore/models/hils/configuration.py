@@ -193,12 +193,12 @@ class HilsConfig(PreTrainedConfig):
         """Tokens of a forward pass at inference: no more than a window, so that what is chosen lies before it."""
         return self.hils_sliding_window // self.chunk_size * self.tokens_per_block
 
-    def rotary(self, *, hils: bool) -> HoPE:
+    def rotary(self, *, hils: bool) -> _HoPE:
         """Rotary positions of HiLS layers, or of window layers."""
         longest = math.inf
         if self.enable_inrange_rope and (self.use_hope if hils else self.hope_in_windows):
             longest = self.rope_context_length / self.rope_period_multiplier
-        return HoPE(self.head_dim, self.rope_theta, longest)
+        return _HoPE(self.head_dim, self.rope_theta, longest)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> HilsConfig:
@@ -246,7 +246,7 @@ class QwenHilsConfig(HilsConfig):
         super().__init__(**{**kwargs, "norm_after": False, "hope_in_windows": True, "use_hope": True})
 
 
-class HoPE(Rotary):
+class _HoPE(Rotary):
     """Rotary positions without rotations of long periods: distances between them were hardly seen in training.
 
     HiLS-Attention (arXiv 2607.02980). Pairs are those of Llama. The first pair always turns.

@@ -134,7 +134,7 @@ class HilsProjections(nn.Module):
         return torch.addcmul(x * turns.cos, x.roll(half, -1), turns.sin).to(x.dtype)
 
 
-class HilsFeedForward(nn.Module):
+class _HilsFeedForward(nn.Module):
     """``down(silu(gate x) * up x)`` (Shazeer 2020)."""
 
     def __init__(self, config: HilsConfig) -> None:
@@ -149,13 +149,13 @@ class HilsFeedForward(nn.Module):
         return down
 
 
-class HilsLayer(nn.Module):
+class _HilsLayer(nn.Module):
     """Attention and feed-forward, with norms before them or behind them."""
 
     def __init__(self, config: HilsConfig, number: int) -> None:
         super().__init__()
         self.self_attn = HilsProjections(config, number)
-        self.mlp = HilsFeedForward(config)
+        self.mlp = _HilsFeedForward(config)
         self.norm_after = config.norm_after
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.norm_after:
@@ -193,7 +193,7 @@ class HilsModel(nn.Module):
         self.embed_tokens = nn.Embedding(config.table_rows, config.hidden_size)
         if config.enable_external_lmk_embed:
             self.lmk_embed = nn.Parameter(torch.zeros(config.hidden_size))
-        self.layers = nn.ModuleList([HilsLayer(config, number) for number in range(config.num_hidden_layers)])
+        self.layers = nn.ModuleList([_HilsLayer(config, number) for number in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.gradient_checkpointing = False
         self._gradient_checkpointing_func: Callable[..., Any] | None = None
@@ -214,7 +214,7 @@ class HilsModel(nn.Module):
     def read(self, packing: Packing, cache: HilsCache) -> None:
         """Let ``cache`` have what a segment leaves in each layer, where no logits are wanted."""
         *before, last = self.layers
-        assert isinstance(last, HilsLayer)
+        assert isinstance(last, _HilsLayer)
         last.keep(self._through(before, packing, lambda _: cache), cache)
 
     def _through(self, layers: Iterable[nn.Module], packing: Packing, sight: Callable[[Tensor], HilsSight]) -> Tensor:
@@ -236,7 +236,7 @@ class HilsForCausalLM(CausalLM):
 
     config: HilsConfig
     config_class = HilsConfig
-    _no_split_modules = ["HilsLayer"]  # noqa: RUF012 - transformers reads it from the class
+    _no_split_modules = ["_HilsLayer"]  # noqa: RUF012 - transformers reads it from the class
 
     def __init__(self, config: HilsConfig) -> None:
         super().__init__(config)

@@ -30,7 +30,7 @@ ESTIMATES = 1 << 22
 """Numbers that are held at once while blocks are chosen among tensors."""
 
 
-class OwnBlocks:
+class _OwnBlocks:
     """Complete blocks of ``B`` rows, from block ``first`` on."""
 
     def __init__(self, first: int = 0) -> None:
@@ -116,7 +116,7 @@ class HilsTable:
         self.groups, self.document, self._on_error = groups, document, on_error
         self.layers = range(number * groups, (number + 1) * groups)
         """Those of the memory."""
-        self.own = OwnBlocks(stop)
+        self.own = _OwnBlocks(stop)
         self._at_hand: _AtHand | None = None
 
     def copy(self) -> HilsTable:

@@ -32,7 +32,7 @@ class HilsRecipe(Recipe):
     aligned: ClassVar[bool] = False
 
 
-class HilsNeedleTrainer(AnswerTrainer):
+class _HilsNeedleTrainer(AnswerTrainer):
     """Trains a HiLS model on needles: nothing but the loss says which blocks are to be chosen."""
 
     def logits_of(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
@@ -105,5 +105,5 @@ def hils_of_stock(folder: str | Path, **changes: Any) -> HilsForCausalLM:
 
 
 HILS = Training(
-    kinds.HILS, HilsConfig, HilsForCausalLM, train, MemoryTrainer, HilsNeedleTrainer, RECIPES, adopt=hils_of_stock
+    kinds.HILS, HilsConfig, HilsForCausalLM, train, MemoryTrainer, _HilsNeedleTrainer, RECIPES, adopt=hils_of_stock
 )

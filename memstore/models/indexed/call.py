@@ -29,7 +29,7 @@ from memstore.readers.observer import Choice, Draft, Looks, Observer, Origin, as
 from memstore.readers.stock.call import CallLayer
 
 
-class ChosenFrom(Protocol):
+class _ChosenFrom(Protocol):
     """What the layer chose from: ``call.IndexedCall``."""
 
     document: Document
@@ -48,7 +48,7 @@ class IndexChoice(Choice):
     layer: int
     rows: Sequence[int]
     described: IndexedLayer
-    call: ChosenFrom
+    call: _ChosenFrom
     query: Tensor
     """``[H, D]``"""
     ids: Tensor

@@ -83,7 +83,7 @@ class Rows:
         self._buffer = torch.from_numpy(mapped).view(self._like.dtype)[: size * self._width].view(size, self._width)
 
 
-class UnitKeys:
+class _UnitKeys:
     """The keys of whole units, and what the tokens of the unit that is not whole yet have given."""
 
     def __init__(self, layer: IndexedLayer, like: Tensor, *, first: int = 0, mapped: bool = False) -> None:
@@ -123,15 +123,15 @@ class UnitKeys:
         """Add the keys ``[n, index_dim]`` of the next units, whatever they are made of."""
         self.keys.append(keys)
 
-    def behind(self) -> UnitKeys:
+    def behind(self) -> _UnitKeys:
         """Keys of what comes after, whose first unit has the tail of these."""
-        after = UnitKeys(self.layer, self.tail, first=self.first + self.units)
+        after = _UnitKeys(self.layer, self.tail, first=self.first + self.units)
         after.tail = self.tail.clone()
         return after
 
-    def copy(self) -> UnitKeys:
+    def copy(self) -> _UnitKeys:
         """The same, to go on from."""
-        other = UnitKeys(self.layer, self.tail, first=self.first)
+        other = _UnitKeys(self.layer, self.tail, first=self.first)
         other.keys, other.tail = self.keys.copy(), self.tail.clone()
         return other
 
@@ -146,7 +146,7 @@ class DocumentKeys:
         self.document, self._layers, self._like, self._stop = document, layers, like, stop
         self._edits = -1
         self.tokens = 0
-        self.of: dict[int, UnitKeys] = {}
+        self.of: dict[int, _UnitKeys] = {}
 
     def catch_up(self) -> None:
         """Take up what was committed since. Raises ``DamagedError``, and ``InvalidArgument`` where blocks are gone."""
@@ -158,7 +158,7 @@ class DocumentKeys:
             )
         if state.edits != self._edits or state.tokens < self.tokens:
             self._edits, self.tokens = state.edits, 0
-            self.of = {slot: UnitKeys(layer, self._like, mapped=True) for slot, layer in self._layers.items()}
+            self.of = {slot: _UnitKeys(layer, self._like, mapped=True) for slot, layer in self._layers.items()}
         size, tokens = self.document.memory.spec.block_size, state.tokens
         tokens = tokens if self._stop is None else min(tokens, self._stop)
         if tokens == self.tokens:

@@ -51,7 +51,7 @@ LARGEST = 1 << 24
 """Whole numbers below are exact in float32."""
 
 
-class CarriedStates:
+class _CarriedStates:
     """The states of the layers of a decoder that do not attend."""
 
     def __init__(self, decoder: Any, attending: Sequence[int]) -> None:
@@ -90,7 +90,7 @@ class CarriedStates:
             state.copy_(torch.stack(of_rows))
 
 
-class PendingStates:
+class _PendingStates:
     """What tokens have given for entries that are not made yet, kept in the same way; see ``Local.pending``."""
 
     def __init__(self, slots: Slots, dtype: torch.dtype) -> None:
@@ -155,13 +155,13 @@ class IndexedReader(Reader):
         self.family = family_of(model)
         super().__init__(model, memory, document, **shared)
         self.slots = slots_of(self.family.layers)
-        self._carried: CarriedStates | PendingStates | None = None
+        self._carried: _CarriedStates | _PendingStates | None = None
         if any(layer.raw_width for layer in self.family.layers):
-            self._carried = PendingStates(self.slots, model.dtype)
+            self._carried = _PendingStates(self.slots, model.dtype)
         if self.family.linear:
             self._check_unattached()
             with evaluating(model):
-                self._carried = CarriedStates(self.family.decoder, [layer.index for layer in self.family.layers])
+                self._carried = _CarriedStates(self.family.decoder, [layer.index for layer in self.family.layers])
         self._block_size = block_size
         self._call: IndexedCall | None = None
         self._keys: DocumentKeys | None = None
@@ -242,7 +242,7 @@ class IndexedReader(Reader):
         after = decoder.register_forward_hook(uncompiled(self._after), always_call=True)
         for undo in (before.remove, after.remove, self._end):
             stack.callback(undo)
-        if isinstance(self._carried, CarriedStates):
+        if isinstance(self._carried, _CarriedStates):
             _replaced(stack, decoder, "forward", partial(self._without_padding, decoder.forward, self._carried))
 
     def _end(self) -> None:
@@ -378,7 +378,7 @@ class IndexedReader(Reader):
         return (), {**given, "use_cache": cache is not None, CACHE: cache}
 
     # Layers that do not attend would read the padding between a document and a prompt. So rows run one after the other.
-    def _without_padding(self, plain: Callable[..., Any], carried: CarriedStates, **given: Any) -> Any:
+    def _without_padding(self, plain: Callable[..., Any], carried: _CarriedStates, **given: Any) -> Any:
         """The decoder's ``forward``, for each row by itself where some have padding."""
         mask, call = self._padding, self._call
         if mask is None or call is None or not (call.tokens or call.length):

@@ -260,7 +260,7 @@ class WatchedBlocks(WatchedIndex):
         self._indexer.topk_blocks = self._indexer.config.index_topk_blocks = chosen // self._indexer.block_size
 
 
-class IndexedNeedleTrainer(AnswerTrainer):
+class _IndexedNeedleTrainer(AnswerTrainer):
     """Trains a model with a token index on needles."""
 
     def __init__(self, recipe: IndexedRecipe, run: Run, model: Any, *rest: Any, **options: Any) -> None:
@@ -350,7 +350,7 @@ INDEXED = Training(
     DeepseekV32ForCausalLM,
     train,
     MemoryTrainer,
-    IndexedNeedleTrainer,
+    _IndexedNeedleTrainer,
     RECIPES,
     of_recipe=_of_recipe,
 )

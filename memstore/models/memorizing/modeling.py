@@ -22,7 +22,7 @@ from memstore.models.memorizing.configuration import MemorizingConfig
 from memstore.readers.caches import takes_cache, with_cache
 
 
-class MemorizingLayer(nn.Module):
+class _MemorizingLayer(nn.Module):
     """Attention and feed-forward."""
 
     def __init__(self, config: MemorizingConfig, number: int) -> None:
@@ -68,7 +68,7 @@ class MemorizingModel(Decoder):
     def __init__(self, config: MemorizingConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(MemorizingLayer(config, number) for number in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(_MemorizingLayer(config, number) for number in range(config.num_hidden_layers))
         self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
 
     def forward(self, ids: Tensor, cache: MemorizingCache | None) -> tuple[Tensor, list[States]]:
@@ -79,7 +79,7 @@ class MemorizingModel(Decoder):
         every: list[States] = []
         for number, layer in enumerate(self.layers):
             past = None if cache is None else cache.windows[number]
-            tell = None if cache is None else cache.teller(number, cast("MemorizingLayer", layer).attention)
+            tell = None if cache is None else cache.teller(number, cast("_MemorizingLayer", layer).attention)
             x, states = self.checkpointed(layer, x, past, empty, memory, tell)
             every.append(states)
         return self.norm(x), every
@@ -94,7 +94,7 @@ class MemorizingForCausalLM(CausalLM):
 
     config: MemorizingConfig
     config_class = MemorizingConfig
-    _no_split_modules = ["MemorizingLayer"]  # noqa: RUF012 - transformers reads it from the class
+    _no_split_modules = ["_MemorizingLayer"]  # noqa: RUF012 - transformers reads it from the class
 
     def __init__(self, config: MemorizingConfig) -> None:
         super().__init__(config)

@@ -21,7 +21,7 @@ from torch import Tensor
 from memstore.models.indexed.family import IndexedFamily, IndexedLayer, Projections, matrix, turned
 
 
-class LatentLayer(IndexedLayer):
+class _LatentLayer(IndexedLayer):
     """Latent attention with, or without, an index of single tokens."""
 
     interleaved = True
@@ -108,7 +108,7 @@ class DeepseekV32(IndexedFamily):
     """Every layer chooses."""
 
     shaping: tuple[str, ...] = ("index_topk", "rms_norm_eps")
-    layer: type[LatentLayer] = LatentLayer
+    layer: type[_LatentLayer] = _LatentLayer
 
     def made(self) -> list[IndexedLayer]:
         """See ``IndexedFamily``; a layer without an index takes the choice of the last one that has one."""
@@ -123,7 +123,7 @@ class DeepseekV32(IndexedFamily):
         return layers
 
 
-class _SharedLayer(LatentLayer):
+class _SharedLayer(_LatentLayer):
     index_interleaved = True
     extra = 1
 
@@ -135,7 +135,7 @@ class GlmMoeDsa(DeepseekV32):
     layer = _SharedLayer
 
 
-class _GatedLayer(LatentLayer):
+class _GatedLayer(_LatentLayer):
     def queries(self, hidden: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
         """One projection of the query latent, normalised and not, gives queries and the gate of the output."""
         module = self.module
@@ -152,7 +152,7 @@ class AXK2(DeepseekV32):
     layer = _GatedLayer
 
 
-class _SinkLayer(LatentLayer):
+class _SinkLayer(_LatentLayer):
     interleaved = False
     index_turns_last = True
     extra = 1
@@ -192,7 +192,7 @@ class HYV4Vision(HYV4):
     layer = _NeighbourLayer
 
 
-class _DotsLayer(LatentLayer):
+class _DotsLayer(_LatentLayer):
     index_interleaved = True
 
     def __init__(self, module: Any, index: int) -> None:
@@ -235,7 +235,7 @@ class Dots3Note(DeepseekV32):
         return layers
 
 
-class _PoolLayer(LatentLayer):
+class _PoolLayer(_LatentLayer):
     """Pools of tokens are chosen; queries and keys know no positions."""
 
     extra = 1
@@ -283,7 +283,7 @@ class Glm5Next(DeepseekV32):
         return super().made()
 
 
-class _ScaledLayer(LatentLayer):
+class _ScaledLayer(_LatentLayer):
     """Queries grow with the logarithm of their position, and rows may be another layer's."""
 
     index_interleaved = True

@@ -12,7 +12,7 @@ from torch import Tensor
 from memstore.models.indexed.family import IndexedFamily, IndexedLayer, Projections, turned
 
 
-class GroupedLayer(IndexedLayer):
+class _GroupedLayer(IndexedLayer):
     """Grouped query attention: a row has key and value of each key-value head, one pair after the other."""
 
     def __init__(self, module: Any, index: int, groups: int) -> None:
@@ -38,7 +38,7 @@ def turned_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([turned(moved, cos, sin), still], -1)
 
 
-class _BlockLayer(GroupedLayer):
+class _BlockLayer(_GroupedLayer):
     """An index head for each key-value head scores blocks by their best product, without weights."""
 
     mode, pooled = "max", False
@@ -85,7 +85,7 @@ class MiniMaxM3(IndexedFamily):
         return [_BlockLayer(block.self_attn, number) for number, block in enumerate(self.decoder.layers)]
 
 
-class _RunLayer(GroupedLayer):
+class _RunLayer(_GroupedLayer):
     """Runs of tokens are chosen by the mean of their keys; one choice serves all heads."""
 
     def __init__(self, module: Any, index: int, rotary: Any) -> None:
