@@ -1,4 +1,4 @@
-"""Functions and layers that query a memory: how blocks are chosen and attended to."""
+"""Functions and layers that query a memory: they choose blocks and attend to them."""
 
 from memstore.attention.routing import Router, choose, late_interaction, pooled, slots_by_score, sub_block_means
 

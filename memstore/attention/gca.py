@@ -45,50 +45,50 @@ class TopBlocks(NamedTuple):
     """Lists of blocks, best first."""
 
     blocks: Tensor
-    """``[..., K]`` int64; -1 where there are fewer than ``K``."""
+    """``[..., K]`` int64; -1 if there are fewer than ``K``."""
     weights: Tensor
-    """``[..., K]``: softmax of the scores; 0 where there is no block."""
+    """``[..., K]``: softmax of the scores; 0 for a missing block."""
     scores: Tensor
-    """``[..., K]``; -inf where there is no block."""
+    """``[..., K]``; -inf for a missing block."""
 
 
 class ListStates(NamedTuple):
-    """Blocks ready to be attended to: list ``[b, c]`` has ``blocks[b, c]`` of ``keys[b]`` and ``values[b]``."""
+    """Blocks that are ready for attention: list ``[b, c]`` has ``blocks[b, c]`` of ``keys[b]`` and ``values[b]``."""
 
     keys: Tensor
     """``[B, N, G, S, D]``"""
     values: Tensor
     """``[B, N, G, S, D]``"""
     blocks: Tensor
-    """``[B, C, K]``; -1: none."""
+    """``[B, C, K]``; -1 for a missing block."""
     weights: Tensor
     """``[B, C, K]``"""
 
 
 def choose(scores: Tensor, top_k: int, *, gumbel: float = 0.0) -> TopBlocks:
-    """The ``top_k`` blocks of ``scores [..., N]`` (-inf: not to be had), with ``gumbel`` times Gumbel noise.
+    """Return the ``top_k`` best blocks of ``scores [..., N]`` plus ``gumbel`` times Gumbel noise; -inf is never chosen.
 
-    The noise decides which blocks are taken; their weights are the softmax of the scores without it.
+    The noise decides which blocks are chosen. Their weights are the softmax of the scores without it.
     """
     with torch.no_grad():
         noisy = scores.detach()
         if gumbel:
-            # A sum, so that what is not to be had stays so.
+            # A sum, so that -inf stays -inf.
             noisy = noisy - gumbel * torch.empty_like(noisy).exponential_().log()
         blocks = noisy.topk(min(top_k, scores.shape[-1]), -1).indices
     return weighed(scores.gather(-1, blocks), blocks)
 
 
 def weighed(scores: Tensor, blocks: Tensor) -> TopBlocks:
-    """``scores [..., K]`` of chosen ``blocks [..., K]``, with their weights."""
+    """Return the chosen ``blocks [..., K]`` with their ``scores [..., K]`` and weights."""
     there = scores > -math.inf
-    # Where a list is empty the softmax of nothing would be NaN, and its gradient too.
+    # For an empty list the softmax, and its gradient, would be NaN.
     weights = torch.where(there, scores, torch.finfo(scores.dtype).min).softmax(-1) * there
     return TopBlocks(torch.where(there, blocks, -1), weights, scores)
 
 
 class EncoderLayer(nn.Module):
-    """Bidirectional self-attention within a block, and a feed-forward layer; both after a norm."""
+    """Bidirectional self-attention within a block, and a feed-forward layer, each after a norm."""
 
     def __init__(self, hidden: int, inner: int, head_count: int, eps: float) -> None:
         super().__init__()
@@ -100,7 +100,7 @@ class EncoderLayer(nn.Module):
         self.feed_forward = SwiGLU(hidden, inner)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """``x [n, S, hidden]`` -> the same. ``positions [S, D / 2]``: see ``rotary``."""
+        """Return ``[n, S, hidden]`` of the same shape. ``positions [S, D / 2]``: see ``rotary``."""
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3 * self.head_count, -1))
         qk, v = qkv.split((2 * self.head_count, self.head_count), 2)
         q, k = rotate(qk, positions.unsqueeze(1)).chunk(2, 2)
@@ -111,10 +111,10 @@ class EncoderLayer(nn.Module):
 
 
 class BlockEncoder(nn.Module):
-    """The paper's chunk encoder: bidirectional, positions counted within the block.
+    """The paper's chunk encoder: bidirectional, with positions counted within the block.
 
-    Its output is kept for every block: all of it as the block's states, its last token as the landmark.
-    ``normalise``: landmarks of length 1, so that scores are cosines times a learned factor.
+    Its output is kept for every block: the whole output as the block's states, its last token as the landmark.
+    ``normalise``: landmarks have length 1, so scores are cosines times a learned factor.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class BlockEncoder(nn.Module):
         self.norm = RMSNorm(hidden, eps)
 
     def forward(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states of blocks ``[..., S, hidden]`` -> states ``[..., S, hidden]``, landmarks ``[..., hidden]``."""
+        """Encode blocks ``[..., S, hidden]``: states ``[..., S, hidden]`` and landmarks ``[..., hidden]``."""
         x = self.input_norm(blocks.flatten(0, -3))
         positions = rotary([0], x.shape[1], self.head_dim, self.theta, x)[0]
         for layer in self.layers:
@@ -151,7 +151,7 @@ class CausalRetriever(nn.Module):
     """Scores of landmarks for a block: ``(W_h RMSNorm(h))^T W_l l / sqrt(d)``, one per group of upper layers.
 
     ``tied`` leaves the projections out, as the published code does. ``normalise`` divides query and landmark by their
-    lengths and multiplies by a learned factor instead of ``1 / sqrt(d)``.
+    lengths, and multiplies by a learned factor instead of ``1 / sqrt(d)``.
     """
 
     def __init__(self, hidden: int, *, tied: bool = False, normalise: bool = False, eps: float = 1e-6) -> None:
@@ -162,7 +162,7 @@ class CausalRetriever(nn.Module):
         self.log_scale = nn.Parameter(torch.tensor(math.log(10.0))) if normalise else None
 
     def queries(self, hidden: Tensor) -> Tensor:
-        """``h [..., hidden]`` at landmarks -> queries ``[..., hidden]``; a score is their product with a landmark."""
+        """Return queries ``[..., hidden]`` of ``h [..., hidden]`` at landmarks. Products with landmarks are scores."""
         query = self.norm(hidden)
         if self.query is not None and self.landmark is not None:
             query = F.linear(self.query(query), self.landmark.weight.T)
@@ -173,7 +173,7 @@ class CausalRetriever(nn.Module):
 
 
 class BlockKeysValues(nn.Module):
-    """Keys and values of the states of blocks: one pair of projections for all upper layers."""
+    """Keys and values of the states of blocks, by one pair of projections for all upper layers."""
 
     def __init__(self, hidden: int, groups: int, head_dim: int) -> None:
         super().__init__()
@@ -182,17 +182,17 @@ class BlockKeysValues(nn.Module):
         self.projection = nn.Linear(hidden, 2 * groups * head_dim, bias=False)
 
     def forward(self, states: Tensor) -> tuple[Tensor, Tensor]:
-        """``[B, N, S, hidden]`` -> keys and values ``[B, N, G, S, D]``."""
+        """Project ``[B, N, S, hidden]`` to keys and values ``[B, N, G, S, D]``."""
         both = self.projection(states).unflatten(-1, (2 * self.groups, self.head_dim)).transpose(2, 3)
         keys, values = both.chunk(2, 2)
         return keys, values
 
 
 class GroupedCrossAttention(nn.Module):
-    """Attention of tokens to the blocks that were retrieved for them; queries of its own, keys and values given.
+    """Attention of tokens to the blocks retrieved for them: its own queries, with given keys and values.
 
-    ``fusion="chunked"`` puts all retrieved blocks under one softmax, as in the paper's Figure 1a (RETRO, RPT): then the
-    scores of the retriever weigh nothing, and no gradient reaches it.
+    ``fusion="chunked"`` puts all retrieved blocks under one softmax, as in the paper's Figure 1a (RETRO, RPT). The
+    retriever's scores then have no weight, and no gradient reaches it.
     """
 
     def __init__(
@@ -214,14 +214,14 @@ class GroupedCrossAttention(nn.Module):
         self.out = nn.Linear(head_count * head_dim, hidden, bias=False)
 
     def forward(self, x: Tensor, retrieved: ListStates) -> Tensor:
-        """``x [B, C, T, hidden]``: the tokens of ``C`` lists -> what they found, the same shape."""
+        """Return the retrieved part, of the same shape, for ``x [B, C, T, hidden]``: the tokens of ``C`` lists."""
         q = self.query(self.norm(x)).unflatten(-1, (self.head_count, -1)).transpose(2, 3)  # [B, C, H, T, D]
         attend = self._grouped if self.fusion == "grouped" else self._chunked
         out: Tensor = self.out(attend(q, retrieved).transpose(2, 3).flatten(3))
         return out
 
     def prepare(self, retrieved: ListStates) -> PreparedList | None:
-        """One list of each row, made ready for tokens that come one by one; None where that does not pay or fit.
+        """Prepare one list of each row for tokens that come one by one; None if that does not pay or fit.
 
         On a GPU the kernel of the other form is faster, and only that form has all gradients.
         """
@@ -231,15 +231,15 @@ class GroupedCrossAttention(nn.Module):
         return prepare(keys, values, weights[:, 0], blocks[:, 0], off_by_one=self.off_by_one)
 
     def own(self, prepared: PreparedList) -> Ready:
-        """The list with this layer's projections in it, where that is faster."""
-        plain = type(self.query) is type(self.out) is nn.Linear  # what adapters add is not in the weights
+        """Return the list with this layer's projections applied, if that is faster."""
+        plain = type(self.query) is type(self.out) is nn.Linear  # the weights do not include what adapters add
         if not plain or prepared.keys.dtype not in (torch.float32, torch.float64):  # lengths would be rounded
             return prepared
         query = self.query.weight * (self.norm.weight * self.norm.weight.numel() ** 0.5)
         return fold(prepared, query, self.out.weight) or prepared
 
     def added(self, x: Tensor, prepared: Ready) -> Tensor:
-        """``x [B, T, hidden]``: the tokens of each row's list, plus what they found."""
+        """Return ``x [B, T, hidden]``, the tokens of each row's list, plus their retrieved part."""
         if isinstance(prepared, FoldedList):
             return attend_folded(x, self.norm.lengths(x), prepared)
         found: Tensor = self.out(attend(self.query(self.norm(x)), prepared))

@@ -1,12 +1,13 @@
 """Attention that also looks up single tokens in a memory: the layer of Memorizing Transformers.
 
 Wu, Rabe, Hutchins & Szegedy 2022, *Memorizing Transformers*, sections 3.1 and 3.2. The queries of a segment attend to a
-window of local text, with a bias that depends on the distance, and with the same queries to the ``top_k`` (key, value)
-pairs of a memory that score highest, without any position. A gate of each head mixes the two results. Queries and keys
-have length 1 and a learned scale, so that keys stay comparable while the model changes under them.
+window of local text, with a bias that depends on the distance. The same queries attend to the ``top_k`` (key, value)
+pairs of a memory that score highest, without positions. A gate of each head mixes the two results. Queries and keys
+have length 1 and a learned scale, so keys stay comparable while the model changes.
 
-Ours to the paper's symbols: ``gate`` is ``b_g``, ``window`` the length of the Transformer-XL cache. ``joint=True`` is
-the variant of a well-known reimplementation: one softmax over what was found and the window, and no gate.
+Our names for the paper's symbols: ``gate`` is ``b_g``, ``window`` the length of the Transformer-XL cache.
+``joint=True`` is the variant of a well-known reimplementation: one softmax over the found tokens and the window, and no
+gate.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ States = tuple[Tensor, Tensor]
 """Keys and values ``[B, G, n, D]``."""
 
 FIRST_SCALE = 10.0
-"""The factor on scores that is learned from: cosines lie close together."""
+"""The factor on scores at the start of learning. It is large because cosines lie close together."""
 LOOKS_BACK = 6.0
-"""Bias towards one distance that outweighs a window of hundreds of tokens."""
+"""A bias towards one distance that outweighs a window of hundreds of tokens."""
 
 
 class Neighbours(NamedTuple):
-    """What a memory found for the queries of a segment."""
+    """The tokens that a memory found for the queries of a segment."""
 
     keys: Tensor
     """``[B, G, N, D]``, constant"""
@@ -46,25 +47,25 @@ class Neighbours(NamedTuple):
 
 
 Tell = Callable[[Tensor, Tensor, Tensor, Neighbours], None]
-"""Called with queries, keys and mask of a window, and what was found."""
+"""A function that is called with queries, keys and mask of a window, and the found tokens."""
 
 
 class TokenMemory(Protocol):
     """Tokens that can be found again by their keys, a document for each row of a batch."""
 
     def search(self, queries: Tensor, top_k: int) -> Neighbours:
-        """The ``top_k`` tokens with the largest inner products for each of ``queries [B, H, T, D]``."""
+        """Find the ``top_k`` tokens with the largest inner products for each of ``queries [B, H, T, D]``."""
         ...
 
     def append(self, tokens: Sequence[Tensor], keys: Tensor, values: Tensor) -> None:
-        """Add to row ``b`` its ``tokens[b] [t_b]`` with the first ``t_b`` of ``keys, values [B, G, T, D]``."""
+        """Add ``tokens[b] [t_b]`` to row ``b``, with the first ``t_b`` of ``keys, values [B, G, T, D]``."""
         ...
 
 
 class WindowAttention(nn.Module):
     """Causal attention to a window of text, with a bias of each head by distance (Raffel et al. 2020).
 
-    A token sees itself and ``window`` tokens before it, also those of the segment before (Dai et al. 2019).
+    A token sees itself and the ``window`` tokens before it, also in the segment before (Dai et al. 2019).
     """
 
     def __init__(
@@ -79,9 +80,9 @@ class WindowAttention(nn.Module):
         farthest: int = 128,
         previous: int = 0,
     ) -> None:
-        """``buckets`` and ``farthest`` are those of ``t5_buckets``; ``previous`` heads begin by looking back.
+        """Set up the layer. For ``buckets``, ``farthest`` see ``t5_buckets``; ``previous`` heads begin by looking back.
 
-        The first of them looks at the token before, the second at the one before that, and so on.
+        The first of these heads looks at the previous token, the second at the one before that, and so on.
         """
         super().__init__()
         self.heads = heads
@@ -93,7 +94,7 @@ class WindowAttention(nn.Module):
             )
         if window < 1:
             raise InvalidArgument(f"window must be at least 1, not {window}")
-        if not 0 <= previous <= min(heads, buckets // 2 - 1):  # nearer distances have buckets of their own
+        if not 0 <= previous <= min(heads, buckets // 2 - 1):  # shorter distances have buckets of their own
             raise InvalidArgument(
                 f"previous must be from 0 to {min(heads, buckets // 2 - 1)} for {heads} heads and {buckets} buckets, "
                 f"not {previous}"
@@ -109,32 +110,32 @@ class WindowAttention(nn.Module):
         self.bias = nn.Parameter(bias)
 
     def forward(self, x: Tensor, past: States | None = None, empty: Tensor | None = None) -> tuple[Tensor, States]:
-        """``x [B, T, hidden]`` after ``past``, of which the first ``empty [B]`` tokens of each row do not exist.
+        """Return ``[B, T, hidden]`` of ``x [B, T, hidden]`` after ``past``, and the states of the segment itself.
 
-        Returns ``[B, T, hidden]``, and the states of the segment itself.
+        The first ``empty [B]`` tokens of each row of ``past`` do not exist.
         """
         q, states = self.project(x)
         k, v = after(past, states)
         return self.out(merged(self.attend(q, k, v, self.mask(q, k, empty), None))), states
 
     def project(self, x: Tensor) -> tuple[Tensor, States]:
-        """Queries ``[B, H, T, D]``, and keys and values ``[B, G, T, D]``."""
+        """Return queries ``[B, H, T, D]``, and keys and values ``[B, G, T, D]``."""
         q = self.q(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         k, v = self.kv(x).unflatten(-1, (2, self.groups, -1)).permute(2, 0, 3, 1, 4)
         return q, (k, v)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None) -> Tensor:
-        """``[B, H, T, D]`` of ``q`` over a window ``k, v [B, G, n, D]``."""
+        """Return ``[B, H, T, D]``: attention of ``q`` to a window ``k, v [B, G, n, D]``."""
         grouped = self.heads != self.groups
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=grouped)
 
     def mask(self, q: Tensor, k: Tensor, empty: Tensor | None) -> Tensor:
-        """What is added to the scores, ``[B or 1, H, T, n]``: -inf for what is not seen, else the bias.
+        """Return the mask to add to the scores, ``[B or 1, H, T, n]``: the bias, or -inf for unseen keys.
 
         The last query and the last key are the same token.
         """
         queries, keys = q.shape[2], k.shape[2]
-        # By distance, from the nearest future to the farthest past; each query sees a piece, one place further on.
+        # By distance, from the nearest future to the farthest past. Each query's piece begins one place further on.
         distance = torch.arange(1 - queries, keys, device=q.device)
         bias = self.bias[t5_buckets(distance, buckets=len(self.bias), farthest=self.farthest)]
         bias = bias.masked_fill(((distance < 0) | (distance > self.window)).unsqueeze(1), -torch.inf)
@@ -148,9 +149,9 @@ class WindowAttention(nn.Module):
 class KNNAttention(WindowAttention):
     """Attention to a window, and to tokens that a memory finds.
 
-    The layer only reads from a memory. Whoever calls it appends the states that it returns before the next segment is
-    searched for, so that a segment never finds itself; while training that is after the backward pass, which needs what
-    was found as it was.
+    The layer only reads from a memory. The caller appends the returned states before the search of the next segment, so
+    a segment never finds itself. In training it appends them after the backward pass, which needs the found tokens
+    unchanged.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class KNNAttention(WindowAttention):
         joint: bool = False,
         **window: Any,
     ) -> None:
-        """``window``: see ``WindowAttention``. Gates begin half open."""
+        """Set up the layer; for ``window`` see ``WindowAttention``. Gates begin half open."""
         super().__init__(hidden, heads, **window)
         if top_k < 1:
             raise InvalidArgument(f"top_k must be at least 1, not {top_k}")
@@ -179,9 +180,9 @@ class KNNAttention(WindowAttention):
         memory: TokenMemory | None = None,
         tell: Tell | None = None,
     ) -> tuple[Tensor, States]:
-        """As in ``WindowAttention``; ``memory`` is searched with the queries of the segment.
+        """Attend as ``WindowAttention`` does; ``memory`` is searched with the queries of the segment.
 
-        ``tell`` is called with what the layer mixes: what ``weights_of`` takes.
+        ``tell`` is called with the arguments of ``weights_of``, from which the layer's mix follows.
         """
         q, states = self.project(x)
         found = None if memory is None else memory.search(q.detach(), self.top_k)
@@ -193,10 +194,10 @@ class KNNAttention(WindowAttention):
 
     @torch.no_grad()
     def weights_of(self, q: Tensor, k: Tensor, mask: Tensor, found: Neighbours) -> tuple[Tensor, Tensor]:
-        """Scores and weights ``[B, H, T, K]`` of what was found: its parts in the output of ``mix``.
+        """Return scores and weights ``[B, H, T, K]`` of the found tokens, where weights are their parts in ``mix``.
 
-        Without ``joint`` they sum up to the gate, with it to what the window leaves of one softmax. Score -inf and
-        weight 0 where nothing was found.
+        Without ``joint`` the weights sum to the gate. With it they sum to the part of one softmax that the window
+        leaves. Where nothing was found, the score is -inf and the weight 0.
         """
         factor = self.scale.exp()[:, None, None]
         scores = factor * products(q, found.keys, found.ids)
@@ -208,12 +209,12 @@ class KNNAttention(WindowAttention):
         return scores, weights if self.gate is None else weights * self.gate.sigmoid()[:, None, None]
 
     def project(self, x: Tensor) -> tuple[Tensor, States]:
-        """As in ``WindowAttention``; queries and keys have length 1."""
+        """Project as ``WindowAttention`` does; queries and keys have length 1."""
         q, (k, v) = super().project(x)
         return F.normalize(q, dim=-1), (F.normalize(k, dim=-1), v)
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, found: Neighbours | None) -> Tensor:
-        """``[B, H, T, D]`` of ``q`` over a window, and over what was found."""
+        """Return ``[B, H, T, D]``: attention of ``q`` to a window and to the found tokens."""
         factor = self.scale.exp()
         scaled = q * factor[:, None, None]
         if found is not None and self.gate is None:
@@ -227,7 +228,7 @@ class KNNAttention(WindowAttention):
 
 
 def products(queries: Tensor, keys: Tensor, ids: Tensor) -> Tensor:
-    """Products of ``queries [B, H, T, D]`` with rows ``ids [B, H, T, K]`` of ``keys [B, G, N, D]``, -inf for -1."""
+    """Return products of ``queries [B, H, T, D]`` with ``keys [B, G, N, D]`` at ``ids [B, H, T, K]``, -inf for -1."""
     batch, heads = queries.shape[:2]
     if not keys.shape[2]:
         return queries.new_full(ids.shape, -torch.inf)
@@ -238,7 +239,7 @@ def products(queries: Tensor, keys: Tensor, ids: Tensor) -> Tensor:
 
 
 def after(past: States | None, states: States) -> States:
-    """States that follow one another, as one."""
+    """Join states that follow one another."""
     if past is None:
         return states
     return torch.cat([past[0], states[0]], 2), torch.cat([past[1], states[1]], 2)

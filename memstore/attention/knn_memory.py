@@ -1,8 +1,8 @@
-"""The memory of a kNN layer while training: the last tokens of each row, first in, first out, in plain tensors.
+"""The memory of a kNN layer in training: the last tokens of each row, first in, first out, in plain tensors.
 
-A row streams one document; ``clear`` forgets it where the next one begins. Tokens lie in a ring, so that nothing moves
-when it is full and no token that left can be found. Search is exact: the largest score of each run of ``RUN`` tokens is
-found in one pass, and since the best ``k`` tokens lie in the ``k`` runs with the largest ones, only those are sorted.
+A row streams one document; ``clear`` forgets it before the next one. Tokens lie in a ring. So nothing moves when it is
+full, and a token that left cannot be found. Search is exact. One pass finds the largest score of each run of ``RUN``
+tokens. The best ``k`` tokens lie in the ``k`` runs with the largest of these scores, so only those runs are sorted.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from memstore.attention.knn import Neighbours
 from memstore.errors import InvalidArgument
 
 RUN = 64
-"""Tokens whose scores are compared before they are sorted."""
+"""Tokens of a run, which are compared before any are sorted."""
 SCORES = 1 << 22
-"""Scores that are computed at a time."""
+"""Scores that are computed at once."""
 SCORES_OF_A_GPU = 1 << 28
-"""On a GPU, which waits for the host between products."""
+"""The same on a GPU, which waits for the host between products."""
 
 
 class RecentTokens:
@@ -36,7 +36,7 @@ class RecentTokens:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        """``groups`` key-value heads of size ``dim``."""
+        """Make a memory for ``groups`` key-value heads of size ``dim``."""
         if min(rows, groups, capacity, dim) < 1:
             raise InvalidArgument(
                 f"rows, groups, capacity and dim must be at least 1, not {rows, groups, capacity, dim}"
@@ -44,25 +44,25 @@ class RecentTokens:
         self.keys = torch.zeros(rows, groups, capacity, dim, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
         self.added = [0] * rows
-        """Tokens that each row was given since it was cleared; number ``n`` lies in slot ``n % capacity``."""
+        """Tokens that each row was given since it was cleared. Number ``n`` lies in slot ``n % capacity``."""
 
     def __repr__(self) -> str:
         return f"RecentTokens({len(self.added)} rows of {[len(self.numbers(row)) for row in range(len(self.added))]})"
 
     @property
     def capacity(self) -> int:
-        """Tokens of a row that are kept."""
+        """Tokens that a row keeps."""
         return self.keys.shape[2]
 
     def numbers(self, row: int) -> range:
-        """The numbers of the tokens that a row has, counted from the beginning of its document."""
+        """Return the numbers of a row's tokens, counted from the beginning of its document."""
         return range(max(0, self.added[row] - self.capacity), self.added[row])
 
     @torch.no_grad()
     def append(self, tokens: Sequence[Tensor], keys: Tensor, values: Tensor) -> None:
-        """Add to row ``b`` the first ``len(tokens[b])`` of ``keys, values [B, G, T, D]``; the oldest ones leave.
+        """Add the first ``len(tokens[b])`` of ``keys, values [B, G, T, D]`` to row ``b``; the oldest ones leave.
 
-        Which tokens they are is not kept.
+        The token ids are not kept.
         """
         rows, groups, _, dim = self.keys.shape
         check_states(tokens, keys, values, rows, groups, dim)
@@ -74,13 +74,13 @@ class RecentTokens:
             self.added[row] += length
 
     def clear(self, row: int) -> None:
-        """Forget a row; the others stay as they are. Raises ``InvalidArgument`` for one that is not there."""
+        """Forget one row; the others do not change. Raises ``InvalidArgument`` if the row does not exist."""
         check_row(row, len(self.added))
         self.added[row] = 0
 
     @torch.no_grad()
     def search(self, queries: Tensor, top_k: int) -> Neighbours:
-        """The ``top_k`` tokens with the largest inner products for each of ``queries [B, H, T, D]``, best first."""
+        """Find the ``top_k`` largest inner products for each of ``queries [B, H, T, D]``: their tokens, best first."""
         groups = self.keys.shape[1]
         check_queries(queries, len(self.keys), groups, self.keys.shape[3])
         batch, heads, tokens, _ = queries.shape
@@ -95,22 +95,22 @@ class RecentTokens:
         return Neighbours(self.keys, self.values, ids.view(batch, heads, tokens, top_k))
 
     def numbers_of(self, ids: Tensor) -> Tensor:
-        """Numbers ``[B, H, T, K]`` of what ``search`` found, from the beginning of the document on; -1 for nothing."""
+        """Return numbers ``[B, H, T, K]`` of found tokens, counted from the beginning of the document; -1 for none."""
         added = torch.tensor(self.added, device=ids.device).view(-1, 1, 1, 1)
         age = (added - 1 - ids) % self.capacity
         return torch.where(ids < 0, -1, added - 1 - age)
 
     def reorder(self, rows: Tensor) -> None:
-        """Let row ``b`` be what row ``rows[b]`` was."""
+        """Let row ``b`` be the former row ``rows[b]``."""
         self.keys, self.values = (x[rows.to(x.device)] for x in (self.keys, self.values))
         self.added = [self.added[row] for row in rows.tolist()]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What is needed to go on, as tensors."""
+        """Return the state to resume from, as tensors."""
         return {"keys": self.keys, "values": self.values, "added": torch.tensor(self.added)}
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """The inverse of ``state_dict``. Raises ``InvalidArgument`` for the state of another size."""
+        """Take a state of ``state_dict``. Raises ``InvalidArgument`` if it has another size."""
         if state["keys"].shape != self.keys.shape or len(state["added"]) != len(self.added):
             raise InvalidArgument(
                 f"expected the state of a memory {list(self.keys.shape)}, got {list(state['keys'].shape)}; "
@@ -122,7 +122,7 @@ class RecentTokens:
 
 
 def check_states(tokens: Sequence[Tensor], keys: Tensor, values: Tensor, rows: int, groups: int, dim: int) -> None:
-    """Raise ``InvalidArgument`` where not each of ``tokens`` has keys and values ``[rows, groups, T, dim]``."""
+    """Raise ``InvalidArgument`` unless each of ``tokens`` has keys and values ``[rows, groups, T, dim]``."""
     given, longest = keys.shape, max(map(len, tokens), default=0)
     fits = keys.dim() == 4 and values.shape == given and (given[0], given[1], given[3]) == (rows, groups, dim)
     if not fits or len(tokens) != rows or longest > given[2]:
@@ -133,7 +133,7 @@ def check_states(tokens: Sequence[Tensor], keys: Tensor, values: Tensor, rows: i
 
 
 def check_queries(queries: Tensor, rows: int, groups: int, dim: int) -> None:
-    """Raise ``InvalidArgument`` for what is not ``[rows, H, T, dim]``, the heads a multiple of ``groups``."""
+    """Raise ``InvalidArgument`` unless the shape is ``[rows, H, T, dim]``, with heads a multiple of ``groups``."""
     given = queries.shape
     if len(given) != 4 or (given[0], given[3]) != (rows, dim) or given[1] % groups:
         raise InvalidArgument(
@@ -143,19 +143,19 @@ def check_queries(queries: Tensor, rows: int, groups: int, dim: int) -> None:
 
 
 def check_row(row: int, rows: int) -> None:
-    """Raise ``InvalidArgument`` for a row that is not there."""
+    """Raise ``InvalidArgument`` if the row does not exist."""
     if not 0 <= row < rows:
         raise InvalidArgument(f"there is no row {row}: rows are numbered from 0 to {rows - 1}")
 
 
 def nearest(queries: Tensor, keys: Tensor, top_k: int) -> Tensor:
-    """Rows of ``keys [N, D]`` with the ``top_k`` largest products with each of ``queries [R, D]``, best first."""
+    """Return rows of ``keys [N, D]`` with the ``top_k`` largest products for each of ``queries [R, D]``, best first."""
     step = max(1, (SCORES if keys.device.type == "cpu" else SCORES_OF_A_GPU) // len(keys))
     return torch.cat([largest(part @ keys.T, top_k) for part in queries.split(step)])
 
 
 def largest(scores: Tensor, top_k: int) -> Tensor:
-    """Columns of the ``top_k`` largest of ``scores [R, N]``, the largest first: ``[R, top_k]``. Exact."""
+    """Return columns of the ``top_k`` largest of ``scores [R, N]``, the largest first: ``[R, top_k]``. Exact."""
     rows, count = scores.shape
     runs = count // RUN
     if runs <= 2 * top_k:

@@ -1,9 +1,10 @@
 """The memory of a kNN layer in a ``Memory``: any store, any index, a document for each row.
 
-A token's key is a landmark of its block: ``keys_per_block`` is ``block_size``. An index finds blocks, by the best of
-their keys; the ``k`` best tokens lie in the ``k`` best blocks, so these are gathered and their tokens compared. With an
-exact index the result is exact. The tokens of an incomplete last block are not in the index and always compared.
-``capacity`` of the spec is the size of the memory in blocks: the oldest ones leave, and no number is used again.
+Each token's key is a landmark of its block, so ``keys_per_block`` is ``block_size``. An index finds blocks by the best
+of their keys. The ``k`` best tokens lie in the ``k`` best blocks, so these blocks are gathered and their tokens
+compared. With an exact index the result is exact. Tokens of an incomplete last block are not in the index; they are
+always compared. The spec's ``capacity`` is the size of the memory in blocks. The oldest blocks leave, and no number is
+used again.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ def token_spec(
     block_size: int = 64,
     dtype: str = "float32",
 ) -> MemorySpec:
-    """The layout of a memory for one layer with ``groups`` key-value heads of size ``dim``.
+    """Return the layout of a memory for one layer with ``groups`` key-value heads of size ``dim``.
 
-    ``capacity`` is the size of a document in tokens, a multiple of ``block_size``; None: no limit.
+    ``capacity`` is the size of a document in tokens, a multiple of ``block_size``; None means no limit.
     """
     if capacity is not None and capacity % block_size:
         raise InvalidArgument(f"capacity must be a multiple of block_size {block_size}, not {capacity}")
@@ -57,16 +58,16 @@ class StoredTokens:
     """The tokens of documents as the memory of a kNN layer, one document for each row of a batch."""
 
     def __init__(self, documents: Sequence[Document]) -> None:
-        """Raises ``InvalidArgument`` where a memory is not one of ``token_spec``."""
+        """Raises ``InvalidArgument`` if a memory was not made with ``token_spec``."""
         if not documents:
             raise InvalidArgument("a memory of tokens needs a document for each row of the batch, and got none")
         self.documents = list(documents)
         self.gathered: list[list[int]] = [[] for _ in documents]
-        """The blocks of each row that the last search gathered."""
+        """The blocks that the last search gathered, for each row."""
         self.tiers: list[dict[int, str]] | None = None
-        """Of each row, where the blocks that the last search gathered were before; None: nobody wants to know."""
+        """The tiers of the gathered blocks before the last search, for each row; None if nobody asks for them."""
         self.asked = 0.0
-        """When the last search had found blocks and began to gather them, by ``time.perf_counter``."""
+        """The time, by ``time.perf_counter``, when the last search had found blocks and began to gather them."""
         self.spec = documents[0].memory.spec
         if self.spec.layers != 1 or set(self.spec.fields) != set(FIELDS):
             raise InvalidArgument(
@@ -76,9 +77,9 @@ class StoredTokens:
 
     @torch.no_grad()
     def search(self, queries: Tensor, top_k: int) -> Neighbours:
-        """The ``top_k`` tokens with the largest inner products for each of ``queries [B, H, T, D]``, best first.
+        """Find the ``top_k`` tokens with the largest inner products for each of ``queries [B, H, T, D]``, best first.
 
-        Raises ``InvalidArgument`` for queries that do not fit, and what ``LayerView.search`` and ``gather`` do.
+        Raises ``InvalidArgument`` for queries that do not fit, and the errors of ``LayerView.search`` and ``gather``.
         """
         groups, _, dim = self.spec.fields["k"]
         check_queries(queries, len(self.documents), groups, dim)
@@ -91,7 +92,7 @@ class StoredTokens:
         return Neighbours(keys, values, torch.stack([row.ids for row in rows]))
 
     def numbers_of(self, ids: Tensor) -> Tensor:
-        """Numbers ``[B, H, T, K]`` of what the last search found, from the document's beginning on; -1 for none."""
+        """Return numbers ``[B, H, T, K]`` of the last found tokens, from the document's beginning; -1 for none."""
         size, most = self.spec.block_size, max(1, *map(len, self.gathered))
         blocks = torch.tensor([[*row, *[-1] * (most - len(row))] for row in self.gathered])  # [B, most]
         rows = torch.arange(len(blocks))[:, None, None, None]
@@ -100,10 +101,10 @@ class StoredTokens:
 
     @torch.no_grad()
     def append(self, tokens: Sequence[Tensor], keys: Tensor, values: Tensor) -> None:
-        """Add to row ``b`` its ``tokens[b] [t_b]`` with the first ``t_b`` of ``keys, values [B, G, T, D]``; commits.
+        """Add ``tokens[b] [t_b]`` to row ``b`` with the first ``t_b`` of ``keys, values [B, G, T, D]``, and commit.
 
-        Raises ``InvalidArgument`` for states that do not fit the tokens, before anything is committed, and what
-        ``Document.append`` does; rows before the one that failed are committed.
+        Raises ``InvalidArgument`` for states that do not fit the tokens, before any commit, and the errors of
+        ``Document.append``. If one row fails, the rows before it are committed.
         """
         groups, _, dim = self.spec.fields["k"]
         check_states(tokens, keys, values, len(self.documents), groups, dim)
@@ -117,7 +118,7 @@ class StoredTokens:
                     batch.put(0, landmarks=k, k=k, v=v)
 
     def _in_blocks(self, document: Document, states: Tensor, count: int) -> Tensor:
-        """States ``[2, G, t, D]`` after those of the incomplete last block: ``[2, n, G, S, D]``, padded with zeros."""
+        """Put states ``[2, G, t, D]`` behind the incomplete last block: ``[2, n, G, S, D]``, padded with zeros."""
         size = self.spec.block_size
         if waiting := len(document) % size:
             last = document.layer(0).gather([document.n_blocks - 1])
@@ -141,7 +142,7 @@ class StoredTokens:
         self.gathered[row] = blocks
         if not row:
             self.asked = time.perf_counter()
-        if self.tiers is not None:  # before they are gathered, which brings them nearer
+        if self.tiers is not None:  # before gathering, which moves them to a faster tier
             self.tiers[row] = dict(zip(blocks, view.tiers(blocks), strict=True))
         ids = torch.full((groups, heads // groups * tokens, top_k), -1, device=device)
         if not blocks:

@@ -32,48 +32,48 @@ from torch import Tensor
 from memstore.device_copies import alike, from_each, to_device
 
 PIECE = 1 << 22
-"""Scores that are computed at once where every block in memory is scored."""
+"""Scores that are computed at once if every block in memory is scored."""
 
 Pool = Literal["max", "mean"]
 
 
 class Landmarks(Protocol):
-    """Landmarks without positions of the blocks of ``B`` rows, in one layer. ``stop [B]`` is in host memory."""
+    """Landmarks, without positions, of the blocks of ``B`` rows in one layer. ``stop [B]`` is in host memory."""
 
     def search(self, queries: Tensor, top_k: int, stop: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores and blocks ``[B, H, T, n]`` for ``queries [B, H, T, D]``: of blocks below ``stop [B]`` the best.
+        """Find the best blocks below ``stop [B]`` for ``queries [B, H, T, D]``: scores and blocks ``[B, H, T, n]``.
 
-        They are ``top_k`` or more, or all. Score -inf and block -1 where there are fewer.
+        It returns ``top_k`` blocks or more, or all. If there are fewer, the rest has score -inf and block -1.
         """
 
     def score(self, queries: Tensor, stop: Tensor) -> tuple[Tensor, Tensor]:
-        """The scores ``[B, H, T, N]`` of all blocks ``[N]``; -inf for those of a row not below its ``stop``."""
+        """Return scores ``[B, H, T, N]`` of all blocks ``[N]``; -inf if the block is not below the row's ``stop``."""
 
 
 class Questions(NamedTuple):
-    """What blocks are chosen by: the queries of a segment that ask, and the scores of the latest blocks."""
+    """The input of the choice: the queries of a segment that ask, and the scores of the latest blocks."""
 
     older: Tensor
-    """``[B, H, T, D]``: queries, turned and scaled so that products with landmarks without positions are scores."""
+    """``[B, H, T, D]``: queries, turned and scaled so that their products with position-free landmarks are scores."""
     recent: Tensor
     """``[B, H, T, n]``: scores of the last ``n`` blocks."""
     first: Tensor
-    """``[B]``, in host memory: number of the first of these; older blocks come before it. Below 0 where a row has fewer
-    blocks."""
+    """``[B]``, in host memory: number of the first of these blocks; older ones come before it. Below 0 if a row has
+    fewer blocks."""
     real: Tensor
-    """``[B, T]``, in host memory: False for queries that only fill a row up."""
+    """``[B, T]``, in host memory: False for queries that only pad a row."""
 
     @property
     def recent_blocks(self) -> Tensor:
-        """``[B, n]``, where the queries are; -1 where there is none."""
+        """``[B, n]``, on the device of the queries; -1 for a missing block."""
         return from_each(self.first, self.recent.shape[-1], self.recent.device).clamp(min=-1)
 
     def tokens(self, which: slice) -> Questions:
-        """Those of some tokens."""
+        """Return the questions of some tokens."""
         return Questions(self.older[:, :, which], self.recent[:, :, which], self.first, self.real[:, which])
 
     def picked(self, tokens: Tensor) -> Questions:
-        """For each row and head those of ``tokens [B, H, t]``, in host memory."""
+        """Return the questions of ``tokens [B, H, t]`` (in host memory) for each row and head."""
         (at,) = to_device([tokens.unsqueeze(-1)], self.older.device)
         older = self.older.gather(2, at.expand(-1, -1, -1, self.older.shape[-1]))
         recent = self.recent.gather(2, at.expand(-1, -1, -1, self.recent.shape[-1]))
@@ -90,17 +90,17 @@ def choose(
     pool: Pool,
     wanted: Tensor | None = None,
 ) -> Tensor:
-    """Blocks ``[B, X, R, K]`` in order of time, in host memory; -1, and in front, where there are fewer than ``K``.
+    """Choose blocks ``[B, X, R, K]``, in order of time, in host memory; if there are too few, -1 comes first.
 
     Args:
-        landmarks: where older blocks are searched.
-        questions: what asks.
+        landmarks: the landmarks in which older blocks are searched.
+        questions: the queries, and the scores of the latest blocks.
         top_k: blocks of a list.
-        lists: ``X``: H for a list for each query head, G or 1 for one for all heads of a group or of the layer.
+        lists: ``X``: H for a list of each query head; G or 1 for a list of all heads of a group or of the layer.
         share_tokens: one list for all tokens (R is 1), else one for each.
-        pool: how heads and tokens that share a list vote: by the largest or the mean softmax weight of a landmark
-            among all landmarks in memory.
-        wanted: ``[B, X, R]``, in host memory: where False nothing is searched for.
+        pool: how heads and tokens that share a list vote: by the largest or the mean softmax weight of a landmark among
+            all landmarks in memory.
+        wanted: ``[B, X, R]``, in host memory: where False, nothing is searched.
     """
     if wanted is not None and not bool(wanted.any()):
         return torch.full((*wanted.shape, 0), -1)
@@ -110,7 +110,7 @@ def choose(
         blocks = _best_of_each(landmarks, questions, top_k)
     else:
         blocks = _best_together(landmarks, questions, top_k, lists, share_tokens, pool)
-    blocks = blocks.cpu()  # where their states are looked for: the only thing that a GPU is waited for
+    blocks = blocks.cpu()  # their states are looked up by these: the only wait for a GPU
     if wanted is not None:
         blocks = blocks.masked_fill(~wanted.unsqueeze(-1), -1)
     return blocks.sort(-1).values
@@ -119,7 +119,7 @@ def choose(
 def _choose_wanted(
     landmarks: Landmarks, questions: Questions, top_k: int, lists: int, pool: Pool, wanted: Tensor
 ) -> Tensor:
-    """As ``choose`` of lists for each token, asking only for those that are ``wanted [B, X, T]``."""
+    """Choose as ``choose`` does with a list for each token, but only for the ``wanted [B, X, T]``."""
     most = int(wanted.sum(-1).max())
     tokens = (~wanted).byte().argsort(dim=-1, stable=True)[..., :most]  # [B, X, most]
     heads = questions.older.shape[1]
@@ -131,7 +131,7 @@ def _choose_wanted(
 
 
 def _best_of_each(landmarks: Landmarks, questions: Questions, top_k: int) -> Tensor:
-    """Each head and token for itself: the softmax over all landmarks would change nothing."""
+    """Choose for each head and token alone. The softmax over all landmarks would change nothing."""
     scores, blocks = landmarks.search(questions.older, top_k, questions.first.clamp(min=0))
     recent = questions.recent_blocks[:, None, None].expand(*questions.recent.shape[:3], -1)
     every = torch.cat([blocks, recent], -1)
@@ -141,7 +141,7 @@ def _best_of_each(landmarks: Landmarks, questions: Questions, top_k: int) -> Ten
 def _best_together(
     landmarks: Landmarks, questions: Questions, top_k: int, lists: int, share_tokens: bool, pool: Pool
 ) -> Tensor:
-    """Heads, and tokens where they share lists, vote with the softmax over all landmarks in memory."""
+    """Let heads, and tokens that share lists, vote with the softmax over all landmarks in memory."""
     votes: Tensor | None = None
     found: list[Tensor] = []
     blocks, same = torch.empty(0, dtype=torch.int64), alike(questions.first)
@@ -162,7 +162,7 @@ def _best_together(
 
 
 def _pieces(questions: Questions) -> Iterator[Questions]:
-    """The tokens, so many at once that scores stay of bounded size."""
+    """Cut the tokens into pieces, so that the number of scores stays bounded."""
     batch, heads, tokens, _ = questions.older.shape
     count = int(questions.first.max().clamp(min=0)) + questions.recent.shape[-1]
     step = max(1, PIECE // max(1, batch * heads * count))
@@ -171,19 +171,19 @@ def _pieces(questions: Questions) -> Iterator[Questions]:
 
 
 def _pooled(x: Tensor, dim: int, pool: Pool, *, keepdim: bool = False) -> Tensor:
-    return x.amax(dim, keepdim) if pool == "max" else x.sum(dim, keepdim)  # of equal numbers, so as good as the mean
+    return x.amax(dim, keepdim) if pool == "max" else x.sum(dim, keepdim)  # as good as the mean: equal numbers
 
 
 def _best(votes: Tensor, blocks: Tensor, top_k: int, *, same: bool) -> Tensor:
-    """The ``blocks [B, X, R, K]`` with the most of ``votes [B, X, R, N]``, of ``blocks`` of the same shape.
+    """Return the blocks ``[B, X, R, K]`` with the most votes; ``votes`` and ``blocks`` are ``[B, X, R, N]``.
 
     ``same``: all rows have the same blocks.
     """
     if same or bool((blocks >= 0).all()):
-        # A weight may be too small for its type: what is no block must still come after it.
+        # A weight may be too small for its dtype. A missing block must still come after it.
         votes = votes.masked_fill(blocks < 0, -math.inf)
         return blocks.gather(-1, votes.topk(min(top_k, votes.shape[-1]), -1).indices)
-    # Which of equal ones is taken depends on how many there are: a row must choose as it would alone.
+    # Among equal votes the choice depends on how many there are. A row must choose as it would alone.
     rows = []
     for row, names in zip(votes, blocks, strict=True):
         there = (names >= 0).flatten(0, -2).any(0)
@@ -193,7 +193,7 @@ def _best(votes: Tensor, blocks: Tensor, top_k: int, *, same: bool) -> Tensor:
 
 
 def memory_weights(landmarks: Landmarks, questions: Questions) -> tuple[Tensor, Tensor]:
-    """The softmax over all landmarks in memory ``[B, H, T, N]``, and their blocks ``[B, N]``, -1 where none is."""
+    """Return the softmax over all landmarks in memory ``[B, H, T, N]``, and their blocks ``[B, N]``, -1 for none."""
     stop = questions.first.clamp(min=0)
     scores, blocks = landmarks.score(questions.older, stop)
     older = torch.where(scores[:, 0, 0] > -math.inf, blocks, -1)
@@ -205,20 +205,20 @@ def memory_weights(landmarks: Landmarks, questions: Questions) -> tuple[Tensor, 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, bias: Tensor | None = None, own: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Grouped softmax (equations 1-4) of queries over blocks, each list of blocks with queries of its own.
+    """Attend to blocks by grouped softmax (equations 1-4), where each list of blocks has its own queries.
 
     Args:
         q: ``[B, H, R, n, D]``.
-        k: ``[B, Y, R, C, S, D]``, ``Y`` dividing ``H``; the last key of a block is its landmark.
-        v: ``[B, Y, R, C, S - 1, D]``: those of the ordinary tokens.
+        k: ``[B, Y, R, C, S, D]``, where ``Y`` divides ``H``; the last key of a block is its landmark.
+        v: ``[B, Y, R, C, S - 1, D]``: the values of the ordinary tokens.
         scale: factor on the scores.
-        bias: ``-inf`` for what is not seen, else 0, ``[B or 1, Y or 1, R or 1, 1, n or 1, C, S]``.
-        own: True for the block of a query itself, whose tokens stand in the group of landmarks; the same shape
-            without ``S``.
+        bias: ``-inf`` for unseen keys, else 0, ``[B or 1, Y or 1, R or 1, 1, n or 1, C, S]``.
+        own: True for the block of a query itself, whose tokens stand in the group of landmarks; the same shape without
+            ``S``.
 
     Returns:
         The output ``[B, H, R, n, D]`` in float32 at least, and the log-sum-exp ``[B, H, R, n]`` of the group: own
-        tokens and landmarks. A query that sees nothing gets 0 and -inf.
+            tokens and landmarks. A query that sees nothing gets 0 and -inf.
     """
     groups = k.shape[1]
     packed = q.unflatten(1, (groups, -1)).transpose(2, 3)  # [B, Y, R, h, n, D]
@@ -234,7 +234,7 @@ def attend(
 
 
 def _grouped(scores: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``scores [..., C, S]`` -> weights of ordinary tokens ``[..., C, S - 1]``, and the log-sum-exp of the group."""
+    """Return weights ``[..., C, S - 1]`` of ordinary tokens in ``scores [..., C, S]``, and the group's log-sum-exp."""
     ordinary, landmark = scores[..., :-1], scores[..., -1]
     inside = ordinary.logsumexp(-1)
     gate = landmark if own is None else torch.where(own, inside, landmark)
@@ -244,33 +244,33 @@ def _grouped(scores: Tensor, own: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def joined(local: tuple[Tensor, Tensor], retrieved: tuple[Tensor, Tensor]) -> Tensor:
-    """Attention to both, of outputs ``[..., D]`` and log-sum-exps ``[...]``; every query sees something local."""
+    """Join two outputs ``[..., D]`` by their log-sum-exps ``[...]``. Every query must see something local."""
     return torch.lerp(local[0], retrieved[0], torch.sigmoid(retrieved[1] - local[1]).unsqueeze(-1))
 
 
 def gated(local: tuple[Tensor, Tensor], score: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-    """The weight ``[...]`` of the context-miss token beside the local tokens, and where it calls for the memory.
+    """Return the weight ``[...]`` of the context-miss token beside the local tokens, and where it calls the memory.
 
-    ``score [...]`` is the token's. Below ``threshold`` the weight is lost, as in appendix D, where it is set to 0 after
-    the softmax: other weights do not grow.
+    ``score [...]`` is the token's score. Below ``threshold`` the weight is lost, as in appendix D, which sets it to 0
+    after the softmax. The other weights do not grow.
     """
     weight = torch.sigmoid(score - local[1])
     return weight, weight >= threshold
 
 
 def joined_by_gate(local: Tensor, retrieved: Tensor, weight: Tensor, called: Tensor) -> Tensor:
-    """Local and retrieved output ``[..., D]`` where the context-miss token has ``weight [...]`` and ``called``."""
+    """Mix local and retrieved output ``[..., D]`` by the context-miss token's ``weight [...]`` where it ``called``."""
     return torch.lerp(local, retrieved * called.unsqueeze(-1), weight.unsqueeze(-1))
 
 
 def local_bias(places: Tensor, blocks: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """``bias`` and ``own`` of ``attend`` for queries at ``places [B or 1, M]`` of a run of ``blocks`` blocks.
+    """Return ``bias`` and ``own`` of ``attend`` for queries at ``places [B or 1, M]`` of a run of ``blocks`` blocks.
 
-    A query sees the tokens of its own block up to itself, and blocks before it by their landmarks.
+    A query sees the tokens of its own block up to itself, and earlier blocks by their landmarks.
     """
     item = torch.arange(blocks * block_size, device=places.device).view(blocks, block_size)
     own = (places // block_size).unsqueeze(-1) == torch.arange(blocks, device=places.device)  # [B, M, C]
     seen = item <= places[..., None, None]
-    seen[..., -1] &= ~own  # the landmark of its own block is nobody's
+    seen[..., -1] &= ~own  # nobody sees the landmark of its own block
     bias = torch.zeros((), device=places.device).masked_fill(~seen, -math.inf)
     return bias[:, None, None, None], own[:, None, None, None]

@@ -13,10 +13,10 @@ from memstore.device_copies import numbers
 
 
 class RMSNorm(nn.RMSNorm):
-    """``nn.RMSNorm``, computed in about half the time on a CPU when no gradients are needed."""
+    """``nn.RMSNorm`` that takes about half the time on a CPU if no gradients are needed."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., hidden]`` -> the same."""
+        """Return ``[..., hidden]`` of the same shape."""
         if torch.is_grad_enabled() or x.dtype != torch.float32 or x.device.type != "cpu":
             return super().forward(x)
         factor = self.lengths(x).reciprocal_().mul_(x.shape[-1] ** 0.5)
@@ -24,13 +24,13 @@ class RMSNorm(nn.RMSNorm):
         return normed
 
     def lengths(self, x: Tensor) -> Tensor:
-        """Lengths ``[..., 1]`` of ``x [..., hidden]`` on a CPU, with ``eps`` added to the mean of the squares."""
+        """Return lengths ``[..., 1]`` of ``x [..., hidden]`` on a CPU; ``eps`` is added to the mean of the squares."""
         lengths: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         return lengths.hypot_(_least(x.shape[-1] * self.least, x.dtype))
 
     @property
     def least(self) -> float:
-        """What is added to the mean of the squares."""
+        """The number that is added to the mean of the squares."""
         return torch.finfo(self.weight.dtype).eps if self.eps is None else self.eps
 
 
@@ -48,7 +48,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., hidden]`` -> the same."""
+        """Return ``[..., hidden]`` of the same shape."""
         gate, up = self.gate_up(x).chunk(2, -1)
         inner = F.silu(gate) * up if torch.is_grad_enabled() else F.silu(gate, inplace=True).mul_(up)
         down: Tensor = self.down(inner)
@@ -56,10 +56,10 @@ class SwiGLU(nn.Module):
 
 
 def rotary(starts: Sequence[int], count: int, dim: int, theta: float, like: Tensor) -> Tensor:
-    """Turns ``[len(starts), count, dim / 2]``, complex numbers of length 1, of positions from ``starts`` on.
+    """Return turns ``[len(starts), count, dim / 2]`` of the positions from ``starts`` on: complex numbers of length 1.
 
-    Angles are computed in float64, so that they are as good at position 100,000,000 as at 0: in float32 an angle of
-    that size has no correct digit after the point. ``like`` has the type and the device of what will be rotated.
+    Angles are computed in float64, so they are as good at position 100,000,000 as at 0. In float32 an angle of that
+    size has no correct digit after the point. ``like`` has the dtype and the device of the states to rotate.
     """
     first = _turns(numbers(starts, like.device), dim, theta)
     turns = first.unsqueeze(1) * _first_turns(count, dim, theta, like.device)
@@ -78,16 +78,16 @@ def _turns(positions: Tensor, dim: int, theta: float) -> Tensor:
 
 
 def rotate(x: Tensor, turns: Tensor) -> Tensor:
-    """Rotate pairs of neighbours of ``x [..., D]`` by ``turns [..., D / 2]`` that broadcast (Su et al. 2021).
+    """Rotate neighbouring pairs of ``x [..., D]`` by ``turns [..., D / 2]`` that broadcast (Su et al. 2021).
 
-    One product of complex numbers. Half types are rotated in float32.
+    This is one product of complex numbers. Half types are rotated in float32.
     """
-    # Neighbours, not halves as in Llama: one pass instead of six. Nothing else reads these weights.
+    # Neighbours, not halves as in Llama: one pass instead of six. No other code reads these weights.
     wide = x if turns.dtype == torch.complex128 else x.float()
     turned = torch.view_as_complex(wide.unflatten(-1, (-1, 2))) * turns
     return torch.view_as_real(turned).flatten(-2).to(x.dtype)
 
 
 def merged(x: Tensor) -> Tensor:
-    """``[B, H, T, D]`` -> ``[B, T, H * D]``."""
+    """Merge the heads: ``[B, H, T, D]`` -> ``[B, T, H * D]``."""
     return x.transpose(1, 2).flatten(2)

@@ -1,8 +1,8 @@
-"""How far apart tokens stand: rotary positions, the buckets of T5, and the slots of landmark attention.
+"""Distances of tokens: rotary positions, the buckets of T5, and the slots of landmark attention.
 
-Landmark attention counts in slots of one block each, with the tokens since the last committed block behind them:
+Landmark attention counts in slots of one block each. The tokens since the last committed block follow these slots.
 ``searching_slots`` and ``final_slots`` are section 3.2.1 and figure 2 of its paper (Mohtashami & Jaggi 2023).
-``Rotary`` turns states to their positions.
+``Rotary`` rotates states to their positions.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from memstore.errors import InvalidArgument
 
 
 def t5_buckets(distance: Tensor, *, buckets: int = 32, farthest: int = 128) -> Tensor:
-    """Numbers of the buckets ``[...]`` of how far back a key lies, ``distance [...]`` in tokens (Raffel et al. 2020).
+    """Return bucket numbers ``[...]`` for how far back a key lies, ``distance [...]`` in tokens (Raffel et al. 2020).
 
-    The first half of the ``buckets`` are one distance each, the others grow geometrically up to ``farthest``; what lies
-    further back is in the last one, what lies ahead in the first.
+    In the first half of the ``buckets`` each has one distance. The others grow geometrically up to ``farthest``. Keys
+    further back share the last bucket, and keys ahead are in the first.
     """
     distance = distance.clamp(min=0)
     exact = buckets // 2
@@ -29,7 +29,7 @@ def t5_buckets(distance: Tensor, *, buckets: int = 32, farthest: int = 128) -> T
 
 
 class Turns(NamedTuple):
-    """Cosines and sines of some positions; the sines with the sign that each dimension wants."""
+    """Cosines and sines of positions; the sines have the sign that each dimension needs."""
 
     cos: Tensor
     """``[..., D]``"""
@@ -40,12 +40,12 @@ class Turns(NamedTuple):
 class Rotary:
     """Rotary positions (Su et al. 2021): pairs of dimensions, each turned by an angle that grows with the position.
 
-    A pair is ``i`` and ``i + D / 2`` as in Llama, or with ``interleaved`` the neighbours ``2 i`` and ``2 i + 1``, as in
-    the GPT-2-like model of the landmark paper.
+    A pair is ``i`` and ``i + D / 2`` as in Llama. With ``interleaved`` it is the neighbours ``2 i`` and ``2 i + 1``, as
+    in the GPT-2-like model of the landmark paper.
     """
 
     def __init__(self, dim: int, theta: float = 10_000.0, *, interleaved: bool = False) -> None:
-        """``dim``: size of a head. Raises ``InvalidArgument`` where it is odd."""
+        """``dim``: size of a head. Raises ``InvalidArgument`` if it is odd."""
         if dim < 2 or dim % 2:
             raise InvalidArgument(f"rotary positions need an even head size, not {dim}")
         self.dim = dim
@@ -53,10 +53,10 @@ class Rotary:
         self.interleaved = interleaved
 
     def turns(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Turns:
-        """Turns ``[..., D]`` of ``positions [...]``, which may be negative.
+        """Return turns ``[..., D]`` of ``positions [...]``, which may be negative.
 
-        Angles are computed in float64, so that they are as good at position 100,000,000 as at 0. ``dtype`` is that of
-        what will be rotated; half types are rotated in float32.
+        Angles are computed in float64, so they are as good at position 100,000,000 as at 0. ``dtype`` is the dtype of
+        the states to rotate. Half types are rotated in float32.
         """
         powers = torch.arange(0, self.dim, 2, dtype=torch.float64, device=positions.device) / self.dim
         angles = positions.unsqueeze(-1) * self.theta**-powers
@@ -77,9 +77,10 @@ def _beside(even: Tensor, odd: Tensor) -> Tensor:
 
 
 def positional_jumps(is_landmark: Tensor, largest: int, *, generator: torch.Generator | None = None) -> Tensor:
-    """Positions ``[B, T]`` that grow by 1, and after each landmark by 1 to ``largest``, drawn anew for each.
+    """Return positions ``[B, T]`` that grow by 1, and after each landmark by 1 to ``largest``, drawn each time.
 
-    Mohtashami & Jaggi 2023, appendix E (their ``p_jump``): a model trained so knows distances longer than its texts.
+    Mohtashami & Jaggi 2023, appendix E (their ``p_jump``): a model trained this way knows distances longer than its
+    texts.
     """
     if largest < 1:
         raise InvalidArgument(f"positions must jump by at least 1, not {largest}")
@@ -88,15 +89,16 @@ def positional_jumps(is_landmark: Tensor, largest: int, *, generator: torch.Gene
 
 
 def local_slot(count: Tensor, top_k: int) -> Tensor:
-    """The slot of the first local token where ``count`` blocks are in memory: that after the last block.
+    """Return the slot of the first local token if ``count`` blocks are in memory: the slot after the last block.
 
-    ``top_k + 1`` slots lie before it, for figure 2 keeps one empty; while there are fewer blocks, positions are true.
+    ``top_k + 1`` slots lie before it, because figure 2 keeps one empty. While there are fewer blocks, positions are
+    true.
     """
     return count.clamp(max=top_k + 1)
 
 
 def searching_slots(blocks: Tensor, count: Tensor, top_k: int) -> Tensor:
-    """Where blocks stand while they are searched: the last ``top_k`` in slots of their own, older ones all in slot 0.
+    """Return the slots of blocks during the search: one each for the last ``top_k``, slot 0 for all older ones.
 
     ``blocks`` and ``count`` (blocks in memory) broadcast.
     """
@@ -104,10 +106,10 @@ def searching_slots(blocks: Tensor, count: Tensor, top_k: int) -> Tensor:
 
 
 def final_slots(blocks: Tensor, count: Tensor, top_k: int) -> Tensor:
-    """Where the chosen ``blocks [..., K]`` are attended to, K being at most ``top_k``.
+    """Return the slots in which the chosen ``blocks [..., K]`` are attended to; K is at most ``top_k``.
 
-    They are in order of time, places without a block (-1) first. Those among the last ``top_k`` of ``count`` blocks go
-    to the right, up to the local tokens, older ones to the left, so that at least one slot between them stays empty.
+    Blocks are in order of time, missing ones (-1) first. Those among the last ``top_k`` of ``count`` blocks go to the
+    right, up to the local tokens. Older ones go to the left, so at least one slot between them stays empty.
     """
     size = blocks.shape[-1]
     place = torch.arange(size, device=blocks.device)

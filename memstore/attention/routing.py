@@ -1,19 +1,20 @@
 """Choosing blocks: one list for all layers from whitened hidden states, or lists per layer from the layer's own keys.
 
 **One list for all layers** (the default for stock models). The hidden states ``h`` that enter one layer become unit
-vectors ``a = normalise((h / |h| - mean) U)``, where the columns of ``U`` are the leading eigenvectors of the
-covariance, each divided by the square root of its eigenvalue: directions in which all tokens are alike stop counting.
-A block's score for a query token is its best token's ``a_query . a_key``, standardised over blocks; a block's score for
-a group of query tokens is the sum of these, each at least 1, so that only tokens for which the block stands out count
-(a late interaction, as in Khattab & Zaharia 2020, without any training).
+vectors ``a = normalise((h / |h| - mean) U)``. The columns of ``U`` are the leading eigenvectors of the covariance, each
+divided by the square root of its eigenvalue. So directions in which all tokens are alike stop counting. A block's score
+for a query token is the largest ``a_query . a_key`` of its tokens, standardised over blocks. Its score for a group of
+query tokens is the sum of these scores, each at least 1, so only tokens for which the block stands out count. This is a
+late interaction (Khattab & Zaharia 2020), without any training.
 
-A block also passes 0.8 of its score on to the block after it, for content that straddles their border. Stored codes
-are sign bits. A prompt is scored with its codes as they are; while reading, the queries are stored codes too, and so
-signs.
+A block also passes 0.8 of its score on to the next block, for content that straddles their border. Stored codes are
+sign bits. A prompt is scored with its full codes. While a text is read, the queries are stored codes, so they are signs
+too.
 
-``memstore.train.train_router`` makes the same object from questions whose evidence is known: mean and directions that
-let a question's tokens find its paragraph, where ``Router.fit`` knows only which directions all tokens share. It also
-learns how much a token of a question counts, 0 to 2: ``2 sigmoid((h / |h| - mean) w)``. That is the length of its code.
+``memstore.train.train_router`` makes the same object from questions whose evidence is known. ``Router.fit`` only knows
+which directions all tokens share; training finds a mean and directions that lead from a question's tokens to its
+paragraph. It also learns how much a token of a question counts, 0 to 2: ``2 sigmoid((h / |h| - mean) w)``. That is the
+length of its code.
 
 **Lists per layer** use the layer's own position-free queries, and means of a few consecutive keys as landmarks.
 """
@@ -46,26 +47,26 @@ class Router:
     basis: Tensor
     """``[hidden, dim]`` float32: whitening directions."""
     weight: Tensor | None = None
-    """``[hidden]`` float32: by which states of a query count; None where all count the same."""
+    """``[hidden]`` float32: the direction that decides how much a query's state counts; None if all count the same."""
 
     @classmethod
     def fit(cls, hidden: Tensor, dim: int) -> Router:
-        """Fit to sample states ``hidden [n, hidden]``; a few thousand of any text will do."""
+        """Fit to sample states ``hidden [n, hidden]``; a few thousand of any text are enough."""
         unit = F.normalize(hidden.double(), dim=-1)
         mean = unit.mean(0)
         centred = unit - mean
         values, vectors = torch.linalg.eigh(centred.T @ centred / len(unit))
         values, vectors = values[-dim:], vectors[:, -dim:]
-        # A short sample has directions without any variance; they must not be blown up.
+        # A short sample has directions without variance, which must not be scaled up.
         scale = values.clamp(min=max(float(values[-1]) * 1e-6, 1e-12)).rsqrt()
         return cls(mean.float(), (vectors * scale).float())
 
     def encode(self, hidden: Tensor) -> Tensor:
-        """Codes ``[..., dim]`` (float32, unit length) of hidden states ``[..., hidden]``."""
+        """Return codes ``[..., dim]`` (float32, unit length) of hidden states ``[..., hidden]``."""
         return F.normalize(self._apart(hidden) @ self.basis, dim=-1)
 
     def ask(self, hidden: Tensor) -> Tensor:
-        """Codes of the tokens of a query: those of ``encode``, each as long as its token counts."""
+        """Return the codes of a query's tokens: as ``encode``, but each as long as its token counts."""
         codes = self.encode(hidden)
         if self.weight is None:
             return codes
@@ -75,11 +76,11 @@ class Router:
         return F.normalize(hidden.float(), dim=-1) - self.mean
 
     def to(self, device: torch.device) -> Router:
-        """The same on ``device``."""
+        """Return the same router on ``device``."""
         return Router(**{name: array.to(device) for name, array in self.to_arrays().items()})
 
     def to_arrays(self) -> dict[str, Tensor]:
-        """What has to be stored to make the router again."""
+        """Return the arrays to store, from which ``from_arrays`` makes the router again."""
         arrays = {"mean": self.mean, "basis": self.basis, "weight": self.weight}
         return {name: array for name, array in arrays.items() if array is not None}
 
@@ -87,9 +88,9 @@ class Router:
     def from_arrays(
         cls, arrays: Mapping[str, Tensor], hidden: int, dim: int, *, file: str | Path | None = None
     ) -> Router:
-        """The inverse of ``to_arrays``. Raises ``DamagedError`` for what is no router of these sizes.
+        """Return the router in these arrays. Raises ``DamagedError`` if they are no router of these sizes.
 
-        ``file``: where they are from, if not from a memory.
+        ``file``: the file that they were read from, if not from a memory.
         """
         shapes = {"mean": [hidden], "basis": [hidden, dim], **({"weight": [hidden]} if "weight" in arrays else {})}
         found = {name: list(array.shape) for name, array in arrays.items() if array.dtype == torch.float32}
@@ -102,11 +103,12 @@ class Router:
 
 
 def save_router(path: str | Path, router: Router, layer: int, model: str, embedding: Tensor) -> None:
-    """Write ``router``, whose codes are made of what enters ``layer`` of a ``model`` of this shape, in words.
+    """Write ``router``, whose codes come from the input of ``layer``; ``model`` says the model's shape in words.
 
-    It was trained once for a model (``memstore.train.train_router``), and many memories use it: each keeps it in the
-    place of the one that it would fit to its text. A safetensors file: float32 arrays, and in bfloat16 the rows of the
-    model's ``embedding [n, hidden]`` that tell which model it is; its metadata says the layer and the model's shape.
+    A router is trained once for a model (``memstore.train.train_router``) and used by many memories. Each memory keeps
+    it in place of the router that it would fit to its text. The file is in safetensors format, with float32 arrays.
+    Rows of the model's ``embedding [n, hidden]``, in bfloat16, identify the model. The metadata has the layer and the
+    model's shape.
     """
     from safetensors.torch import save_file
 
@@ -115,17 +117,17 @@ def save_router(path: str | Path, router: Router, layer: int, model: str, embedd
 
 
 class TrainedRouter(NamedTuple):
-    """What ``save_router`` wrote."""
+    """A router in a file of ``save_router``."""
 
     layer: int
     router: Router
     model: str
     embedding: Tensor | None
-    """None where it was written before memstore kept it."""
+    """None if an older memstore wrote the file, without these rows."""
 
     @classmethod
     def read(cls, path: str | Path, hidden: int, dim: int) -> TrainedRouter:
-        """The file ``path``, for codes of ``dim`` numbers. Raises ``NotFound`` or ``DamagedError``."""
+        """Read the file ``path``, for codes of ``dim`` numbers. Raises ``NotFound`` or ``DamagedError``."""
         from safetensors import SafetensorError, safe_open
 
         if not Path(path).is_file():
@@ -133,7 +135,7 @@ class TrainedRouter(NamedTuple):
         try:
             with safe_open(path, "pt") as file:
                 told = file.metadata() or {}
-                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         except SafetensorError as error:
             raise DamagedError(f"{path} is no router: {error}; name what memstore train router wrote") from None
         layer = told.get("layer", "")
@@ -144,7 +146,7 @@ class TrainedRouter(NamedTuple):
 
 
 class Moments(NamedTuple):
-    """What scores are standardised by."""
+    """Mean and standard deviation by which scores are standardised."""
 
     mean: Tensor
     """``[..., 1]``"""
@@ -153,41 +155,41 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, scores: Tensor) -> Moments:
-        """Those of ``scores [..., N]`` over the blocks."""
+        """Return the moments of ``scores [..., N]`` over the blocks."""
         mean = scores.mean(-1, keepdim=True)
         return cls(mean, (scores - mean).square().mean(-1, keepdim=True).sqrt())
 
 
 def late_interaction(scores: Tensor, weights: Tensor | None = None, moments: Moments | None = None) -> Tensor:
-    """Score of each block for a query of ``T`` tokens: ``[T, N]`` best inner products to ``[N]``.
+    """Return the score of each block for a query of ``T`` tokens: ``[T, N]`` best inner products to ``[N]``.
 
-    A token counts ``weights [T]`` times. ``moments`` are those of more blocks, where these are some of them.
+    A token counts ``weights [T]`` times. If the blocks are only some of all, ``moments`` cover all blocks.
     """
     each = standardised(scores, moments).clamp(min=FLOOR)
-    # Not a product of matrices: autocast would round that, and with it the order of blocks.
+    # Not a matrix product: autocast would round it, and change the order of blocks.
     return each.sum(0) if weights is None else (each * weights.to(each)[:, None]).sum(0)
 
 
 def standardised(scores: Tensor, moments: Moments | None = None) -> Tensor:
-    """Scores ``[..., N]`` with mean 0 and standard deviation 1 over the blocks, or over those of ``moments``."""
+    """Return scores ``[..., N]`` with mean 0 and standard deviation 1 over the blocks, or by given ``moments``."""
     mean, deviation = Moments.of(scores) if moments is None else moments
     return (scores - mean) / deviation.clamp(min=1e-6)
 
 
 def inherited(scores: Tensor, consecutive: Tensor) -> Tensor:
-    """Scores ``[..., N]`` where each block has at least a share of the score of the block before it.
+    """Return scores ``[..., N]`` where each block has at least a share of the score of the block before it.
 
-    ``consecutive [N]`` is True where a block directly follows, in its document, the one before it in the list.
+    ``consecutive [N]`` is True if the block directly follows the previous one of the list in its document.
     """
     before = F.pad(scores[..., :-1], (1, 0), value=float("-inf"))
     return torch.where(consecutive, torch.maximum(scores, INHERITED * before), scores)
 
 
 def best_inherited(scores: Tensor, numbers: Tensor, count: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """As ``choose`` of ``inherited`` scores of ``count`` consecutive blocks, from the ``top_k`` best before that.
+    """Choose as ``choose(inherited(...))`` would among ``count`` consecutive blocks, from the ``top_k`` best scores.
 
-    ``scores [k]`` of the blocks ``numbers [k]`` are the best of all: a block that none of them precedes cannot inherit
-    more than the last of them has, so it cannot come before any.
+    ``scores [k]`` of the blocks ``numbers [k]`` are the best of all blocks. If none of them precedes a block, that
+    block cannot inherit more than the last of them has. So it cannot come before any of them.
     """
     after = numbers + 1
     heirs = after[~torch.isin(after, numbers) & (after < count)]
@@ -199,23 +201,23 @@ def best_inherited(scores: Tensor, numbers: Tensor, count: int, top_k: int) -> t
 
 
 def pooled(scores: Tensor, *, pool: Literal["max", "mean"], lists: int, moments: Moments | None = None) -> Tensor:
-    """Scores of the blocks for each of ``lists`` lists: ``[H, T, N]`` inner products to ``[lists, N]``.
+    """Return scores of the blocks for each of ``lists`` lists: ``[H, T, N]`` inner products to ``[lists, N]``.
 
-    The ``H / lists`` heads that share a list are standardised, so that none outvotes the others by its scale; by
-    ``moments``, where these blocks are some of more.
+    The ``H / lists`` heads that share a list are standardised, so that no head outvotes the others by its scale. If
+    these blocks are only some of all, ``moments`` cover all blocks.
     """
     by_head = scores.amax(1) if pool == "max" else scores.mean(1)  # [H, N]
-    shape = (lists, len(by_head) // lists, by_head.shape[1])  # also of no blocks
+    shape = (lists, len(by_head) // lists, by_head.shape[1])  # also if there are no blocks
     return standardised(by_head, moments).reshape(shape).mean(1)
 
 
 def choose(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` best of ``scores [..., N]``, in the order of the blocks: their numbers and scores ``[..., K]``.
+    """Return numbers and scores ``[..., K]`` of the ``top_k`` best of ``scores [..., N]``, in the order of the blocks.
 
-    Of equal ones the first are taken, so that some blocks after others are chosen from as all at once.
+    Among equal scores the first blocks win. So choosing part by part gives the same as choosing among all at once.
     """
     count = min(top_k, scores.shape[-1])
-    if scores.device.type != "cpu":  # in one go: to ask whether there are equal ones would be to wait
+    if scores.device.type != "cpu":  # in one go: asking whether scores are equal would wait for the device
         numbers = scores.sort(dim=-1, descending=True, stable=True).indices[..., :count].sort(dim=-1).values
         return numbers, scores.gather(-1, numbers)
     values, numbers = scores.topk(count, dim=-1)
@@ -231,11 +233,11 @@ def choose(scores: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
 
 
 def slots_by_score(scores: Tensor) -> Tensor:
-    """The slot of each block of a list ``[..., K]`` if the best one is to come last, next to the window."""
+    """Return the slot of each block of a list ``[..., K]``, if the best one comes last, next to the window."""
     return scores.argsort(dim=-1, stable=True).argsort(dim=-1, stable=True)
 
 
 def sub_block_means(keys: Tensor, keys_per_block: int) -> Tensor:
-    """Landmarks ``[n, G, P, D]`` (float32) of keys ``[n, G, S, D]``: means of ``S / P`` consecutive keys of a block."""
+    """Return landmarks ``[n, G, P, D]`` (float32) of keys ``[n, G, S, D]``: means of ``S / P`` consecutive keys."""
     blocks, heads, _, dim = keys.shape
     return keys.float().reshape(blocks, heads, keys_per_block, -1, dim).mean(3)

@@ -1,13 +1,13 @@
 """Sliding-window self-attention in linear time, over segments that continue one another.
 
-A query sees itself and the ``size - 1`` tokens before it. A segment of ``M`` tokens comes with the ``P`` keys before it
-(``P`` is 0, or ``size - 1`` of which the first ``empty`` do not exist). Short segments are one product; long ones are
-folded into tiles of queries, each with the keys it can see, so that time and memory grow with ``M * size``.
+A query sees itself and the ``size - 1`` tokens before it. A segment of ``M`` tokens comes with the ``P`` keys before
+it. ``P`` is 0 or ``size - 1``, and the first ``empty`` of these keys do not exist. A short segment is one product. A
+long one is folded into tiles of queries, each with the keys it can see, so time and memory grow with ``M * size``.
 
-Key ``j`` of the ``P + M`` keys and query ``i`` of the ``M`` queries are ``P + i - j`` tokens apart: whatever the
-position in the document, so nothing here grows with it.
+Key ``j`` of the ``P + M`` keys and query ``i`` of the ``M`` queries are ``P + i - j`` tokens apart. This does not
+depend on the position in the document, so nothing here grows with it.
 
-On a CPU, where nothing is to be differentiated, tiles are computed head by head without copies (``WindowTiles``).
+On a CPU, without gradients, tiles are computed head by head without copies (``WindowTiles``).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 UNFOLDED = 4
-"""Windows of queries up to which a segment is one product."""
+"""A segment of at most this many windows of queries is one product."""
 LEAST_TILE = 16
-"""Queries. A tile of half a window computes three scores for every two that count; smaller ones cost more."""
+"""Queries. A tile of half a window computes three scores for every two that count. Smaller tiles cost more."""
 
 
 class Window:
-    """What the queries of one segment see. Made once for a segment, used by every layer."""
+    """The keys that the queries of one segment see. Made once for a segment, used by every layer."""
 
     def __init__(
         self,
@@ -39,13 +39,13 @@ class Window:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
-        """``empty [B]``: how many of the ``past`` keys of each row do not exist. ``slopes [H]``: those of ALiBi."""
+        """``empty [B]``: how many ``past`` keys of each row do not exist. ``slopes [H]``: the slopes of ALiBi."""
         self.past = past
         self.size = size
         self.tile = 0 if tokens <= UNFOLDED * size else max(LEAST_TILE, size // 2)
-        """Queries of a tile; 0 where the segment is not folded."""
+        """Queries of a tile; 0 if the segment is not folded."""
         self.start = tokens if not self.tile else 0 if past == size - 1 and empty is None else size
-        """Queries that are not folded: all, or the first ones, where they may see less than a whole window."""
+        """Queries that are not folded: all, or the first ones if they may see less than a whole window."""
         self.start_bias = None
         self.tile_bias = None
         if self.start and (tokens > 1 or slopes is not None or empty is not None):
@@ -55,7 +55,7 @@ class Window:
             self._tiles = WindowTiles(size, slopes) if torch.device(device).type == "cpu" else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``q [B, H, M, D]`` over ``k, v [B, G, P + M, D]`` -> ``[B, H, M, D]``."""
+        """Attend with ``q [B, H, M, D]`` to ``k, v [B, G, P + M, D]``: ``[B, H, M, D]``."""
         if not self.tile:
             return _attend(q, k, v, self.start_bias)
         first = self.past + self.start - (self.size - 1)
@@ -70,7 +70,7 @@ class Window:
         return torch.cat([_attend(q[:, :, : self.start], k[:, :, :seen], v[:, :, :seen], self.start_bias), rest], 2)
 
     def _attend_folded(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """As ``attend``, of queries that all have ``size - 1`` keys before them."""
+        """Attend as ``attend`` does, if all queries have ``size - 1`` keys before them."""
         batch, _, tokens, _ = q.shape
         tiles = -(-tokens // self.tile)
         right = tiles * self.tile - tokens
@@ -81,26 +81,26 @@ class Window:
         return joined[:, :, :tokens]
 
     def _folded(self, x: Tensor) -> Tensor:
-        """``[B, G, size - 1 + n * tile, D]`` -> ``[B * n, G, tile + size - 1, D]``, each with the keys of one tile."""
+        """Fold ``[B, G, size - 1 + n * tile, D]`` to ``[B * n, G, tile + size - 1, D]``: the keys of each tile."""
         return x.unfold(2, self.tile + self.size - 1, self.tile).permute(0, 2, 1, 4, 3).flatten(0, 1)
 
 
 class WindowTiles:
-    """Windows of one row on a CPU, in two products whose operands overlap in memory: tiles share keys with neighbours.
+    """Windows of one row on a CPU, in two products whose operands overlap in memory: neighbouring tiles share keys.
 
-    Nothing is copied, and head by head the scores stay in the processor's cache. Exponentials are taken as they are and
-    divided by their sum, without looking for the largest score first: time goes into passes over the scores.
+    Nothing is copied, and head by head the scores stay in the processor's cache. Exponentials are divided by their sum,
+    without a search for the largest score first, because passes over the scores take the time.
     """
 
     def __init__(self, size: int, slopes: Tensor | None = None) -> None:
-        """``size``: items that a query sees, itself included. ``slopes [H]``: those of ALiBi."""
+        """``size``: items that a query sees, itself included. ``slopes [H]``: the slopes of ALiBi."""
         self.size = size
         self.tile = max(LEAST_TILE, size // 2)
         bias = _bias(self.tile, size - 1, size, None, slopes, torch.float32, "cpu")
         self._factor = F.pad(bias.exp(), (1, 0))[0]  # [H or 1, tile, size + tile], the first key never seen
 
     def attend_rows(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-        """``q [B, H, M, D]`` over ``k, v [B, G, size - 1 + M, D]`` of many rows; None as in ``attend``."""
+        """Attend with ``q [B, H, M, D]`` to ``k, v [B, G, size - 1 + M, D]`` of many rows; None as in ``attend``."""
         k, v = (F.pad(x, (0, 0, 1, 0)) for x in (k, v))
         rows = []
         for row in zip(q * q.shape[-1] ** -0.5, k, v, strict=True):
@@ -110,10 +110,10 @@ class WindowTiles:
         return torch.stack(rows)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, missing: int = 0) -> Tensor | None:
-        """``q [H, M, D]``, scaled, over ``k, v [G, size + M, D]`` -> ``[H, M, D]``.
+        """Attend with scaled ``q [H, M, D]`` to ``k, v [G, size + M, D]``: ``[H, M, D]``.
 
-        Query ``i`` is that of key ``size + i``. The first ``missing`` keys do not exist: at least the zeroth is never
-        seen. None where exponentials of scores do not fit into the type. All three are contiguous but for heads.
+        Query ``i`` belongs to key ``size + i``. The first ``missing`` keys do not exist; key 0 is never seen. Returns
+        None if exponentials of scores do not fit into the dtype. All three are contiguous except over heads.
         """
         heads, tokens, dim = q.shape
         tiles, rest = -(-tokens // self.tile), -tokens % self.tile
@@ -140,7 +140,7 @@ class WindowTiles:
 
 
 def fits(total: Tensor) -> bool:
-    """Whether sums of exponentials are numbers that others can be divided by."""
+    """Return whether sums of exponentials are finite and large enough to divide by."""
     least, most = total.aminmax()
     return float(least) > torch.finfo(total.dtype).tiny and float(most) < math.inf
 
@@ -154,7 +154,7 @@ def _bias(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Tensor:
-    """What is added to the scores, ``[B or 1, H or 1, M, P + M]``: -inf for what is not seen, else 0 or ALiBi's."""
+    """Return the bias on scores, ``[B or 1, H or 1, M, P + M]``: -inf for unseen keys, else 0 or ALiBi's bias."""
     keys = torch.arange(past + queries, device=device)
     distance = past + torch.arange(queries, device=device)[:, None] - keys[None]
     visible = ((distance >= 0) & (distance < size))[None, None]
@@ -170,11 +170,11 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=q.shape[1] != k.shape[1])
 
 
-@lru_cache(maxsize=16)  # a copy to a GPU for every token else
+@lru_cache(maxsize=16)  # otherwise each token would need a copy to the GPU
 def alibi_slopes(heads: int, device: torch.device | str | None = None) -> Tensor:
-    """``[H]`` slopes of Press et al. 2022: ``2 ** (-8 h / H)``, interleaved where ``H`` is no power of two."""
+    """Return slopes ``[H]`` of Press et al. 2022: ``2 ** (-8 h / H)``, interleaved if ``H`` is no power of two."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (h + 1) / power) for h in range(power)]
     slopes += [2 ** (-4 * (2 * h + 1) / power) for h in range(heads - power)]
-    with torch.inference_mode(False):  # what is made inside of it cannot be trained with
+    with torch.inference_mode(False):  # a tensor made in inference mode cannot be used in training
         return torch.tensor(slopes, device=device)
