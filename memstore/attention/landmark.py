@@ -205,7 +205,7 @@ def memory_weights(landmarks: Landmarks, questions: Questions) -> tuple[Tensor, 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, *, scale: float, bias: Tensor | None = None, own: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Attend to blocks by grouped softmax (equations 1-4), where each list of blocks has its own queries.
+    """Attend to blocks by grouped softmax (equations 1-4); each list of blocks has its own queries.
 
     Args:
         q: ``[B, H, R, n, D]``.

@@ -1,7 +1,7 @@
 """Training models that retrieve: on texts, on recipes that need no data, and on prompts with answers.
 
-What one kind of model needs is in its folder (``memstore.models.<kind>.training``); ``memstore train`` asks the kinds
-for it. Training needs transformers and accelerate: ``pip install "torch-memstore[train]"``.
+Code for one kind of model is in its folder (``memstore.models.<kind>.training``), where ``memstore train`` finds it.
+Training needs transformers and accelerate: ``pip install "torch-memstore[train]"``.
 """
 
 from typing import TYPE_CHECKING

@@ -1,6 +1,6 @@
-"""Where texts come from - files, folders of them, Hugging Face dataset folders, Python itself - and their tokens.
+"""Texts from files, folders of them, Hugging Face dataset folders or Python itself, and their tokens.
 
-For training, documents are cut into segments of equal length, which are seen in an order that a seed decides.
+For training, documents are cut into segments of equal length. A seed decides their order.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Tokens = NDArray[np.int32]
 Rows = NDArray[np.int32]
 """``[N, T]``."""
 DATASET_FILE = "state.json"
-"""What tells a dataset folder from a folder of texts."""
+"""The file that distinguishes a dataset folder from a folder of texts."""
 
 
 class Documents:
-    """The documents of files, folders of them, and dataset folders, in a fixed order, read again each time."""
+    """The documents of files, folders of them, and dataset folders, in a fixed order; each pass reads them again."""
 
     def __init__(self, paths: Sequence[str | Path], *, column: str = "text") -> None:
-        """Raises ``NotFound`` for what does not exist, ``InvalidArgument`` where there is no text.
+        """Raises ``NotFound`` if a path does not exist, ``InvalidArgument`` if there is no text.
 
         Args:
             paths: text files, folders that are searched for ``*.txt``, or folders made by ``Dataset.save_to_disk``.
@@ -52,12 +52,12 @@ class Documents:
                 yield _text(source)
 
     def digest(self) -> str:
-        """A checksum of all texts."""
+        """Return a checksum of all texts."""
         return digest(self)
 
 
 def digest(texts: Iterable[str]) -> str:
-    """A checksum of ``texts``."""
+    """Return a checksum of ``texts``."""
     state = xxhash.xxh3_64()
     for text in texts:
         data = text.encode("utf-8", "surrogatepass")
@@ -110,12 +110,12 @@ def _dataset(path: Path, column: str) -> Iterator[str]:
 
 
 def encoded(documents: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[Tokens]:
-    """Token ids of each document that has any."""
+    """Yield the token ids of each document that is not empty."""
     return (np.array(ids, np.int32) for ids in encoded_pieces(tokenizer, documents) if ids)
 
 
 def sources(characters: int = 2_000_000) -> str:
-    """The first ``characters`` of the standard library's own modules."""
+    """Return the first ``characters`` of the standard library's own modules."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     parts, total = [], 0
     for path in sorted(folder.glob("*.py")):
@@ -130,12 +130,12 @@ def sources(characters: int = 2_000_000) -> str:
 
 END_OF_TEXT = "<|end|>"
 PADDING = "<|pad|>"
-# Words with the space before them, single digits, and runs of other signs; whatever the language.
+# Words with the space before them, single digits, and runs of other signs, in any language.
 _PIECES = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of ``vocabulary`` tokens in which every digit is a token of its own.
+    """Train a byte-level BPE of ``vocabulary`` tokens in which every digit is a token of its own.
 
     Single digits let a small model copy numbers that it has never seen. The landmark is not among the tokens: it
     belongs to the model.
@@ -159,11 +159,11 @@ def train_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenize
 
 
 def cut(documents: Iterable[Tokens], context: int, end: int) -> Rows:
-    """Segments ``[N, context]`` of ``documents``. Raises ``InvalidArgument`` where they do not fill a single one.
+    """Cut ``documents`` into segments ``[N, context]``. Raises ``InvalidArgument`` if they do not fill a single one.
 
-    A document that fills a segment starts one: its segments begin at its start, without a gap. What is left of it, and
-    documents that are shorter, are joined one after another, each closed by the token ``end``, and cut likewise. The
-    last incomplete segment is left out.
+    A document that fills a segment starts one: its segments begin at its start, without a gap. Remainders and shorter
+    documents are joined one after another, each closed by the token ``end``, and cut in the same way. The last
+    incomplete segment is left out.
     """
     rows: list[Tokens] = []
     rest: list[Tokens] = []
@@ -182,7 +182,7 @@ def cut(documents: Iterable[Tokens], context: int, end: int) -> Rows:
 
 
 def held_out(rows: Rows, fraction: float) -> tuple[Rows, Rows]:
-    """``rows`` to train on, and the ``fraction`` of them that is kept for measuring: evenly spaced over the corpus."""
+    """Split ``rows`` for training and measuring: the measured ``fraction`` is evenly spaced over the corpus."""
     if not 0 <= fraction < 1:
         raise InvalidArgument(f"--valid is the part of the text that is held out, from 0 to below 1, not {fraction}")
     if not fraction:
@@ -199,7 +199,7 @@ def held_out(rows: Rows, fraction: float) -> tuple[Rows, Rows]:
 
 
 class ShuffledItems(Dataset[Any]):
-    """``count`` items drawn from ``items``: each pass in a new order, which depends on the seed and the pass alone."""
+    """``count`` items drawn from ``items``. Each pass has a new order, which depends only on the seed and the pass."""
 
     def __init__(self, items: Any, count: int, seed: int) -> None:
         self._items = items
@@ -218,6 +218,6 @@ class ShuffledItems(Dataset[Any]):
 
 
 def collate(rows: list[Tokens]) -> dict[str, Tensor]:
-    """A batch in which every token is also a label."""
+    """Return a batch in which every token is also a label."""
     ids = torch.from_numpy(np.stack(rows).astype(np.int64))
     return {"input_ids": ids, "labels": ids}

@@ -1,10 +1,10 @@
-"""Rows to learn retrieval from, made up as training goes: needles in text, a question, and the answer.
+"""Rows to learn retrieval from, made up during training: needles in text, a question, and the answer.
 
-The tasks are those of ``memstore.eval.tasks``, word by word. Every row ends with a question whose last token is the
-first of a block, so that the blocks before it hold the rest of the question and retrieve for the answer (``align``).
+The tasks use the words of ``memstore.eval.tasks``. Every row ends with a question whose last token is the first of a
+block. So the blocks before it hold the rest of the question and retrieve for the answer (``align``).
 
-Numbers vary in length, for that is what makes a small model copy instead of remember. The text around comes from
-several corpora; some rows hold near misses (other things with numbers after a colon) or tokens without sense.
+Numbers vary in length, because this makes a small model copy instead of remember. The text around the needles comes
+from several corpora. Some rows hold near misses (other things with numbers after a colon) or random tokens.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ KINDS = (*NEAR, "passport", "pass", "port", "time", "date")
 
 
 class _VariedPhrases(Phrases):
-    """Phrases with numbers of ``shortest`` to ``longest`` digits, whatever a task asks for."""
+    """Phrases with numbers of ``shortest`` to ``longest`` digits, whatever a task requests."""
 
     distinct = False
     """Whether no number has the same digit twice."""
     few = 0.0
-    """Part of the numbers that are made of three to five digits alone."""
+    """Share of the numbers that consist of only three to five different digits."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, shortest: int, longest: int) -> None:
         super().__init__(tokenizer)
         self.bounds = shortest, longest
 
     def numbers(self, rng: random.Random, count: int, digits: int = 0) -> list[list[int]]:  # noqa: ARG002
-        """``count`` different numbers."""
+        """Return ``count`` different numbers."""
         found: list[list[int]] = []
         while len(found) < count:
             pool = rng.sample(self._digits, rng.randint(3, 5)) if rng.random() < self.few else self._digits
@@ -56,14 +56,14 @@ class _VariedPhrases(Phrases):
 
 
 class _Distractions:
-    """What makes a text harder to search."""
+    """Makes a text harder to search."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._phrases = _VariedPhrases(tokenizer, 3, 12)
         self._vocabulary = len(tokenizer)
 
     def nonsense(self, rng: Generator, count: int) -> Tokens:
-        """Random tokens: of all, or of a few with many digits and signs among them."""
+        """Return random tokens: from the whole vocabulary, or from a few with many digits and signs among them."""
         if rng.random() < 0.4:
             return rng.integers(2, self._vocabulary, count, dtype=np.int32)
         few = rng.integers(2, self._vocabulary, rng.choice([3, 10, 40]), dtype=np.int32).tolist()
@@ -72,7 +72,7 @@ class _Distractions:
         return rng.choice(np.array(few, np.int32), count)
 
     def near_miss(self, rng: random.Random) -> list[int]:
-        """What looks like a needle, or like the question for one, and is not."""
+        """Return text that looks like a needle, or like the question for one, but is neither."""
         phrases, kind, chance = self._phrases, rng.choice(KINDS), rng.random()
         (number,) = phrases.numbers(rng, 1)
         if chance < 0.4:
@@ -93,19 +93,19 @@ Asked = tuple[list[int], list[int]]
 
 
 class _Exercise(NamedTuple):
-    """A riddle, and what else can be asked about its needles."""
+    """A riddle, and further questions about its needles."""
 
     riddle: Riddle
     follow_ups: list[Asked]
 
 
 def plain(task: str) -> Callable[[Phrases, random.Random], _Exercise]:
-    """A task as it is asked when a model is measured."""
+    """Return a task in the form in which models are measured."""
     return lambda phrases, rng: _Exercise(TASKS[task](phrases, rng), [])
 
 
 def one_hop(phrases: Phrases, rng: random.Random, chains: int) -> _Exercise:
-    """``chains`` of two links, of which each is asked for: the first half of the way to two hops."""
+    """Ask for each link of ``chains`` of two links: the first half of the way to two hops."""
     needles, steps, _ = _links(phrases, rng, chains)
     numbers = rng.sample(range(len(steps)), len(steps))
     (question, answer), *rest = (steps[number] for number in numbers)
@@ -113,7 +113,7 @@ def one_hop(phrases: Phrases, rng: random.Random, chains: int) -> _Exercise:
 
 
 def two_hops(phrases: Phrases, rng: random.Random, chains: int) -> _Exercise:
-    """``chains`` of two links, of which each is asked for, then the links."""
+    """Ask for each of ``chains`` of two links, then for the links."""
     needles, steps, paths = _links(phrases, rng, chains)
     first, *others = rng.sample(range(chains), chains)
     question, answer = paths[first]
@@ -122,14 +122,14 @@ def two_hops(phrases: Phrases, rng: random.Random, chains: int) -> _Exercise:
 
 
 def by_name(phrases: Phrases, rng: random.Random, needles: int) -> _Exercise:
-    """Numbers for several names, of which each is asked for."""
+    """Ask for each of several named numbers."""
     hidden, asked = named_numbers(phrases, rng, needles, 0)
     first, *others = rng.sample(range(needles), needles)
     return _Exercise(Riddle(hidden, *asked[first], [first]), _after([asked[other] for other in others]))
 
 
 def _links(phrases: Phrases, rng: random.Random, chains: int) -> tuple[list[list[int]], list[Asked], list[Asked]]:
-    """The links of ``chains`` of two, what is asked about each link, and what about each chain."""
+    """Return the links of ``chains`` of two, the questions about each link, and those about each chain."""
     names = phrases.numbers(rng, 3 * chains, 2)
     needles, steps, paths = list[list[int]](), list[Asked](), list[Asked]()
     for chain in range(chains):
@@ -142,7 +142,7 @@ def _links(phrases: Phrases, rng: random.Random, chains: int) -> tuple[list[list
 
 
 def _after(asked: Sequence[Asked]) -> list[Asked]:
-    """Questions that follow an answer: its last token is the bar that they begin with."""
+    """Return the questions without their first token, a bar: the answer before them ends with it."""
     return [(question[1:], answer) for question, answer in asked]
 
 
@@ -158,7 +158,7 @@ EXERCISES: dict[str, Callable[[Phrases, random.Random], _Exercise]] = {
 
 
 class _Row(NamedTuple):
-    """``T`` tokens, which of them are the answer, and which may distract other rows."""
+    """``T`` tokens; which of them are the answer, and which may distract other rows."""
 
     ids: Tokens
     answer: NDArray[np.bool_]
@@ -177,7 +177,7 @@ class NeedleRows(Dataset[Any]):
         count: int,
         seed: int,
     ) -> None:
-        """``texts``: what surrounds the needles. ``count``: batches."""
+        """``texts``: the texts around the needles. ``count``: batches."""
         self._recipe = recipe
         self._phrases = _VariedPhrases(tokenizer, 0, 0)
         self._distractions = _Distractions(tokenizer)
@@ -190,7 +190,7 @@ class NeedleRows(Dataset[Any]):
         return self._count
 
     def __getitem__(self, number: int) -> dict[str, Tensor]:
-        """``input_ids``, ``answer`` and ``free`` as in ``_Row``, ``[B, T]`` each."""
+        """Return ``input_ids``, ``answer`` and ``free`` as in ``_Row``, ``[B, T]`` each."""
         rng, recipe = np.random.default_rng([self._seed, number]), self._recipe
         plain = random.Random(int(rng.integers(1 << 62)))
         whole = number / self._count
@@ -205,11 +205,11 @@ class NeedleRows(Dataset[Any]):
         return {"input_ids": ids.long(), "answer": answer, "free": free}
 
     def _rows(self, blocks: int) -> int:
-        """Rows of so many blocks, and one for the answer, in a step."""
+        """Return how many rows of ``blocks`` blocks, plus one for the answer, fit into a step."""
         return max(1, self._recipe.tokens // ((blocks + 1) * self._tokens_per_block))
 
     def _least_blocks(self, riddle: Riddle) -> int:
-        """Blocks that hold needles and question."""
+        """Return the number of blocks that needles and question need."""
         return -(-(sum(map(len, riddle.needles)) + len(riddle.question) - 1) // self._tokens_per_block)
 
     def _exercise(self, plain: random.Random, progress: float) -> _Exercise:
@@ -248,7 +248,7 @@ class NeedleRows(Dataset[Any]):
         return _Row(np.concatenate(parts, dtype=np.int32, casting="unsafe"), answer, free)
 
     def _asked(self, exercise: _Exercise, room: int) -> tuple[list[int], list[bool]]:
-        """The answer and as many follow-ups as there is room for, and which of these tokens answer something."""
+        """Return the answer with as many follow-ups as fit, and which of these tokens are answers."""
         tokens = list(exercise.riddle.answer)
         wanted = [True] * len(tokens)
         for question, answer in exercise.follow_ups if self._recipe.follow_ups else ():

@@ -1,7 +1,7 @@
-"""The options of trainings, as the command line and each kind of model see them. Nothing here needs PyTorch.
+"""The options of trainings, for the command line and each kind of model. Nothing here needs PyTorch.
 
-A kind's own options are a dataclass that continues one of these. ``option`` says what the command line tells of each;
-one that is left at None was not given.
+A kind's own options are a dataclass that continues one of these. ``option`` gives the command line's text for each. An
+option at None was not given.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ OPTIMISATION = ("steps", "epochs", "batch", "accumulate", "learning_rate", "warm
 
 
 def option(help: str, default: Any = None, **shown: Any) -> Any:  # noqa: A002 - as command lines call it
-    """A field of a dataclass of options.
+    """Return a dataclass field for an option.
 
-    ``shown`` is what the command line is told beside ``help``: ``min`` and ``max``, ``flags``, ``argument`` for one
-    without a name, ``tokens``: a number of tokens of
-    at least so many, which may be written as ``8K``, and ``model``: the folder of a model, or what else names one.
+    ``shown`` is for the command line, in addition to ``help``: ``min`` and ``max``; ``flags``; ``argument`` for an
+    option without a name; ``tokens``, the least number of tokens, which may be written as ``8K``; and ``model`` for the
+    folder or another name of a model.
     """
     return field(default=default, metadata={"help": help, **shown})
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The options that every training has; a kind's own come after them."""
+    """The options of every training; a kind's own options come after them."""
 
     out: Path = field(metadata={"help": "Folder for the model; the same folder again resumes."})
     steps: int | None = option("Optimizer steps. Without it: as the recipe or --epochs says.", min=1)
@@ -47,7 +47,7 @@ class RunOptions:
     device: str = option("auto (a GPU if there is one) or cpu.", "auto")
 
     def given(self) -> dict[str, Any]:
-        """The options that were given and that say what is trained; those left at None are not."""
+        """Return the given options that say what is trained, without those at None."""
         return {name: value for name, value in vars(self).items() if name not in _RUNNING and value is not None}
 
 
@@ -67,7 +67,7 @@ class TrainingOptions(RunOptions):
 
 
 _RUNNING = {"text", "out", "gradient_checkpointing", "save_every", "log_every", "device", "recipe", "pairs"}
-"""Options that say where and how a training runs, or on what; all others say what is trained."""
+"""Options for where, how and on what a training runs; all others say what is trained."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class SegmentOptions(TrainingOptions):
 
 
 def refuse_unfit(given: Mapping[str, Any], fitting: Set[str], kind: str) -> None:
-    """Raise ``InvalidArgument`` for options that are ``given`` and do not belong to those ``fitting`` for ``kind``."""
+    """Raise ``InvalidArgument`` for ``given`` options that are not among those ``fitting`` for ``kind``."""
     unfit = sorted(given.keys() - fitting)
     if unfit:
         options = ", ".join("--" + name.replace("_", "-") for name in unfit)
@@ -88,7 +88,7 @@ def refuse_unfit(given: Mapping[str, Any], fitting: Set[str], kind: str) -> None
 
 
 def check_fit(init: Path, given: Mapping[str, Any], there: Mapping[str, Any]) -> None:
-    """Raise ``InvalidArgument`` for options that ask for another model than that in ``init``, which has ``there``."""
+    """Raise ``InvalidArgument`` for options that do not match the model in ``init``, which has ``there``."""
     if "preset" in given:
         raise InvalidArgument(f"--preset is for new models; that of {init} has its size. Leave --preset out.")
     for name, value in there.items():
@@ -100,12 +100,12 @@ def check_fit(init: Path, given: Mapping[str, Any], there: Mapping[str, Any]) ->
 
 
 def with_optimisation(recipe: Any, given: Mapping[str, Any]) -> Any:
-    """A recipe, trained as the options say."""
+    """Return the recipe, trained as the options say."""
     return replace(recipe, optimisation=replace(recipe.optimisation, **_optimisation(given)))
 
 
 def optimisation_of(given: Mapping[str, Any]) -> Any:
-    """The ``Optimisation`` that the options say, with the learning rate that suits the size."""
+    """Return the ``Optimisation`` that the options describe, with a learning rate that suits the size."""
     from memstore.train.settings import FINE_TUNING_RATE, LEARNING_RATES, Optimisation
 
     rate = FINE_TUNING_RATE if "init" in given else LEARNING_RATES.get(given.get("preset", "tiny"), FINE_TUNING_RATE)

@@ -1,6 +1,6 @@
 """Recipes: all that is needed to train a small model that retrieves, from nothing, on a CPU.
 
-A recipe is data. Its texts are those that every Python carries; needles are made up while it trains.
+A recipe is data. Its texts come with every Python; needles are made up during training.
 """
 
 from __future__ import annotations
@@ -17,33 +17,34 @@ from memstore.train.settings import Optimisation
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """What to train, on what, and how."""
+    """The model, the tasks and the settings of a training."""
 
     name: str
     task: str
-    """What it is all about, and is measured at the end."""
+    """The task that the recipe is for, and that is measured at the end."""
     model: Mapping[str, Any] = field(default_factory=dict)
-    """What differs from the preset ``tiny``."""
+    """Options that differ from the preset ``tiny``."""
     stages: tuple[tuple[float, Mapping[str, float]], ...]
-    """At which part of the training, from 0 to 1, which tasks have which shares of the rows; in between, a line.
+    """Shares of the tasks among the rows, at parts of the training from 0 to 1; they are interpolated linearly.
 
-    Tasks are those of ``memstore.eval.tasks`` and the easier ones of ``memstore.train.needles``.
+    Tasks come from ``memstore.eval.tasks``, and easier ones from ``memstore.train.needles``.
     """
     start: str | None = None
-    """The recipe whose model, which comes with the package, this one starts from; None: from nothing."""
+    """The recipe whose packaged model this one starts from; None: from nothing."""
     optimisation: Optimisation
-    """``batch`` and ``accumulate`` are not used: a step has ``tokens``."""
+    """``batch`` and ``accumulate`` are not used, because a step has ``tokens``."""
     tokens: int = 2048
-    """Tokens a step, at most."""
+    """Most tokens of a step."""
     blocks: tuple[int, int] = (3, 7)
     """Fewest and most blocks of a row before its answer."""
     closing: float = 0.0
-    """Part of the training, at its end, with rows of ``closing_blocks``; all other parts are parts of what is before.
+    """Part of the training, at its end, with rows of ``closing_blocks``. All other parts count up to its start.
 
-    Few long rows, once everything is learned: what was found among some hundred tokens is to be found among more.
+    It has few long rows, after everything is learned. The model can find things among some hundred tokens, and now
+    learns to find them among more.
     """
     closing_blocks: tuple[int, int] = (8, 47)
-    """Fewest and most blocks of a row then."""
+    """Fewest and most blocks of a row in that part."""
     digits: Mapping[str, tuple[int, int]] = field(
         default_factory=lambda: {
             "passkey": (5, 20),
@@ -56,57 +57,57 @@ class Recipe:
     )
     """Fewest and most digits of the numbers of each task."""
     answer_weight: float = 1.0
-    """Of the answer's loss."""
+    """Weight of the answer's loss."""
     text_weight: float = 0.2
-    """Of the loss of all other tokens: language modelling."""
+    """Weight of the loss of all other tokens: language modelling."""
     near_misses: float = 0.3
-    """Part of the rows with things that look like needles, from ``hard_from`` on."""
+    """Part of the rows with text that looks like needles, from ``hard_from`` on."""
     nonsense: float = 0.15
     """Part of the rows whose text is random tokens, from ``hard_from`` on."""
     distinct_until: float = 0.0
-    """Part of the training in which no number has the same digit twice, so that the digit before says the next one."""
+    """Part of the training in which no number repeats a digit, so that each digit determines the next one."""
     few_digits: float = 0.3
-    """Part of the numbers made of three to five digits alone: they cannot be copied by the last digit or two."""
+    """Part of the numbers with only three to five different digits: the last one or two are not enough to copy them."""
     few_from: float = 0.0
-    """Part of the training after which there are such numbers."""
+    """Part of the training after which such numbers appear."""
     follow_ups: bool = True
-    """Whether the rest of an answer's block asks for more of what the same list holds: more to learn from a row."""
+    """Whether the rest of an answer's block has more questions for the same list, so a row teaches more."""
     ramp: float = 0.0
-    """Part of the training in which the longest numbers and the most blocks grow from the fewest on."""
+    """Part of the training in which the longest numbers and the most blocks grow from the fewest."""
     share_rows: bool = True
-    """Whether rows of a step may retrieve each other's blocks: distractors that cost nothing."""
+    """Whether rows of a step may retrieve each other's blocks: distractors without a cost."""
     hard_from: float = 0.6
-    """Part of the training after which there are distractors: those of rows and bank, near misses and nonsense.
+    """Part of the training after which distractors appear: from rows and bank, near misses, and nonsense.
 
-    Before it has learned to copy, a model does not learn to copy what it cannot find.
+    Until a model has learned to copy, it cannot learn from needles that it does not find.
     """
     hard_gumbel: float = 0.2
     """The model's ``gumbel`` from then on.
 
-    Noise finds blocks for a retriever that knows nothing. One that has learned is better off with the strongest
+    Noise finds blocks for a retriever that has learned nothing. A trained retriever learns more from the strongest
     distractors: among ``n`` of them the noise reaches ``log n``, and hides the needle from the lists.
     """
     bank: int = 4096
-    """Blocks of earlier steps that may be retrieved too."""
+    """Blocks of earlier steps that may also be retrieved."""
     bank_growth: float = 0.1
-    """Part of the training in which the bank opens, if needles are found all the while."""
+    """Part of the training in which the bank opens, if needles are found throughout."""
     ready: float = 0.9
-    """Part of the needles that have to be found for it to open further."""
+    """Part of the needles that must be found before it opens further."""
     checked: int = 256
     """Rows that measure the result."""
     next_command: str
-    """What to try with the model."""
+    """A command to try with the model."""
     kind: ClassVar[str] = "drt"
-    """The kind of its model, by its word after ``memstore train``."""
+    """The kind of its model, as the word after ``memstore train``."""
     aligned: ClassVar[bool] = True
-    """Whether questions end with the first token of a block, as a DRT needs them; else they end anywhere."""
+    """Whether questions end with the first token of a block, as a DRT needs; otherwise they end anywhere."""
 
     def before_closing(self, progress: float) -> float:
-        """The part of what is before the end that is done, from 0 to 1, at a part of the training."""
+        """Return how much of the time before the closing part is done, from 0 to 1, at a part of the training."""
         return min(1.0, progress / (1 - self.closing))
 
     def tasks_at(self, progress: float) -> Mapping[str, float]:
-        """The share of each task at a part of the training, from 0 to 1."""
+        """Return the share of each task at a part of the training, from 0 to 1."""
         places = [place for place, _ in self.stages]
         names = sorted({name for _, tasks in self.stages for name in tasks})
         shares = {
@@ -115,23 +116,23 @@ class Recipe:
         return {name: float(share) for name, share in shares.items()}
 
     def ramped(self, bounds: tuple[int, int], progress: float) -> tuple[int, int]:
-        """``bounds`` as they are at a part of the training."""
+        """Return ``bounds`` as they are at a part of the training."""
         grown = min(1.0, progress / self.ramp) if self.ramp else 1.0
         return bounds[0], round(bounds[0] + (bounds[1] - bounds[0]) * grown)
 
     def asking_only(self, task: str) -> Recipe:
-        """With this task alone, as it is asked when a model is measured."""
+        """Return the recipe with this task alone, in the form in which models are measured."""
         return replace(self, stages=((0.0, {task: 1.0}),), follow_ups=False)
 
     def with_groups(self, groups: int) -> Recipe:
-        """With the upper layers in so many groups, each of which retrieves once."""
+        """Return the recipe with the upper layers in ``groups`` groups that retrieve once each."""
         layers = sum(self.model["upper_layers"])
         if groups < 1 or layers % groups:
             raise InvalidArgument(f"the {layers} upper layers of {self.name} cannot be divided into {groups} groups")
         return replace(self, model={**self.model, "upper_layers": [layers // groups] * groups})
 
     def to_dict(self) -> dict[str, Any]:
-        """As a run's settings keep it: what the result depends on."""
+        """Return the recipe as a run's settings keep it: all that the result depends on."""
         return {**asdict(self), "optimisation": self.optimisation.to_dict()}
 
 
@@ -146,7 +147,7 @@ PASSKEYS: dict[str, Any] = {
     "bank": 0,
     "next_command": "memstore eval passkey --model {model}",
 }
-"""What recipes for passkeys have in common, where nothing is retrieved from other rows."""
+"""Settings that all passkey recipes share, where no other row is retrieved from."""
 
 LOOKUPS: dict[str, Any] = {
     **PASSKEYS,
@@ -167,11 +168,11 @@ LOOKUPS: dict[str, Any] = {
     "nonsense": 0.05,
     "next_command": "memstore eval multi-needle --model {model}",
 }
-"""What recipes for passkeys, one of several named numbers and chains of two links have in common."""
+"""Settings that recipes share for passkeys, one of several named numbers, and chains of two links."""
 
 
 def find_recipe(name: str, known: Mapping[str, Any]) -> Any:
-    """The recipe called ``name``, of those that are ``known``. Raises ``InvalidArgument``."""
+    """Return the recipe called ``name`` among the ``known`` ones. Raises ``InvalidArgument``."""
     if name not in known:
         raise InvalidArgument(f"no recipe is called {name!r}; choose one of {', '.join(known)}")
     return known[name]

@@ -1,15 +1,15 @@
-"""Train the router of a stock model on questions whose evidence is known; the model stays as it is.
+"""Train the router of a stock model on questions whose evidence is known; the model does not change.
 
 The router that a memory fits to its text (``memstore.attention.Router``) knows which directions all tokens share. This
-one is the same object, mean and directions, moved so that a question finds its paragraph among many: the loss is the
-cross entropy of the evidence's score against that of other blocks, where scores are those that choose blocks later
-(late interaction over standardised products, Khattab & Zaharia 2020), codes are signs, and their gradient is that of
-the numbers they are signs of (Bengio et al. 2013). The questions of a step are about neighbouring paragraphs, so the
-other blocks are those that are hardest to tell from the evidence, those of the same subject; and some at random.
+one is the same object, mean and directions, moved so that a question finds its paragraph among many. The loss is the
+cross entropy of the evidence's score against the scores of other blocks. Scores are computed as in later use: a late
+interaction over standardised products (Khattab & Zaharia 2020). Codes are signs; their gradient is the gradient of the
+numbers under the signs (Bengio et al. 2013). The questions of a step are about neighbouring paragraphs. So the other
+blocks are the hardest ones, of the same subject; some are drawn at random.
 
-How much a token of a question counts is learned beside it, from counting once: most words of a question say nothing of
-where its answer stands. Routers that were trained from the same one in several orders of questions can be averaged
-(Wortsman et al. 2022): what one order alone made of them is less by it.
+The router also learns how much a token of a question counts. All tokens begin with 1, but most words of a question do
+not say where its answer stands. Routers that start from the same one and see the questions in different orders can be
+averaged (Wortsman et al. 2022). This reduces the effect of any one order.
 
 Hidden states are computed once, segment by segment, up to the layer that routes.
 """
@@ -40,23 +40,23 @@ from memstore.readers.kinds import encode
 from memstore.readers.stock.reader import StockReader, embedding_rows
 
 SEGMENT = 512
-"""Tokens whose states are computed together, seeing nothing before them."""
+"""Tokens whose states are computed together, without a view of earlier tokens."""
 SPAN = 32
-"""Query tokens that choose together, as ``Retrieval.span``."""
+"""Query tokens that choose together, as in ``Retrieval.span``."""
 BATCH = 24
-"""Questions of a step, at most."""
+"""Most questions of a step."""
 WINDOW = 160
-"""Consecutive blocks of a step, whose questions are asked."""
+"""Consecutive blocks of a step; its questions are about them."""
 RANDOM = 80
-"""Blocks of a step that are drawn from all."""
+"""Blocks of a step that are drawn from all blocks."""
 RATE = 3e-3
-"""Learning rate, for directions whose numbers have a mean square of 1. A higher one loses paraphrases (notes)."""
+"""Learning rate for directions whose numbers have a mean square of 1. A higher one loses paraphrases (notes)."""
 WEIGHT_RATE = 3.0
-"""Times that, for how much a token counts."""
+"""Factor on that rate for how much a token counts."""
 LEAK = 0.1
-"""Part of a score below the floor that has a gradient: none would leave a token that finds nothing where it is."""
+"""Share of the gradient that remains below the floor of a score. Without it, a token that finds nothing stays so."""
 TESTED = 300
-"""Questions of a set that are asked to compare routers."""
+"""Questions of a set that are used to compare routers."""
 
 
 class AskedPool:
@@ -70,7 +70,7 @@ class AskedPool:
         whole = self.pool.tokens[: len(self.pool.tokens) // self.size * self.size]
         states = []
         for segment in whole.split(SEGMENT):
-            # Halves of float32: what a code loses by it is less than what its sign loses.
+            # Half types in place of float32: a code loses less by this than by its signs.
             states.append(reader.hooks.hidden_states(segment, [self.layer])[self.layer].cpu().bfloat16())
             advance(len(segment))
         if not states:
@@ -79,21 +79,21 @@ class AskedPool:
         """``[N, S, hidden]`` bfloat16."""
 
     def query(self, text: str) -> Tensor:
-        """The states ``[t, hidden]`` (float32) that choose for a question."""
+        """Return the states ``[t, hidden]`` (float32) that choose for a question."""
         if text not in self._queries:
             tokens = torch.tensor(encode(self._reader.tokenizer, text))
             self._queries[text] = self._reader.hooks.query_states(tokens, self.layer)[-SPAN:].float().cpu()
         return self._queries[text]
 
     def evidence(self, question: Question) -> list[range]:
-        """The blocks of each paragraph that an answer needs, as far as they are full."""
+        """Return the full blocks of each paragraph that an answer needs."""
         last = len(self.blocks) - 1
         found = [self.pool.blocks(paragraph, self.size) for paragraph in question.evidence]
         return [range(min(each.start, last), min(each.stop, last + 1)) for each in found]
 
 
 class RouterRanker(Ranker):
-    """What a router finds among states, as an attached memory would, without words."""
+    """Ranks states by a router, as an attached memory would, but without words."""
 
     def __init__(self, router: Router, asked: AskedPool, name: str = "router") -> None:
         super().__init__()
@@ -113,15 +113,15 @@ class RouterRanker(Ranker):
 
 @dataclass(frozen=True, kw_only=True)
 class RouterOptions:
-    """What decides the result."""
+    """Settings that decide the result."""
 
     steps: int = 600
     learning_rate: float = RATE
     seed: int = 0
     runs: int = 1
-    """Trainings whose routers are averaged, each with a seed of its own from ``seed`` on."""
+    """Trainings whose routers are averaged. Their seeds count up from ``seed``."""
     half: Half = "chosen"
-    """The questions that train; what is told of the router is measured on the others."""
+    """The half of the questions used for training. The reported numbers are measured on the other half."""
 
     def __post_init__(self) -> None:
         if self.runs < 1:
@@ -138,19 +138,19 @@ def train_router(
     options: RouterOptions | None = None,
     advance: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Train a router on one half of the questions ``asked``, write it to the file ``out``, and say what it is worth.
+    """Train a router on one half of the questions ``asked``, write it to the file ``out``, and report its quality.
 
     Args:
         model: a stock model, as ``memstore.attach`` takes it.
-        tokenizer: the model's.
-        asked: what it is trained on.
-        out: a file, which ``memstore.attach(router=)`` takes.
-        tested: other sets, on whose held-out half it is compared with the router that is fitted to the text.
-        options: what decides the result.
-        advance: told how many tokens have been read.
+        tokenizer: the model's tokenizer.
+        asked: the questions to train on.
+        out: a file for ``memstore.attach(router=)``.
+        tested: other sets. Their held-out half compares the trained router with the one that is fitted to the text.
+        options: the settings that decide the result.
+        advance: called with the number of tokens that have been read.
 
     Returns:
-        ``rows``: evidence among 8 blocks, of each set and of both routers, by states alone.
+        ``rows``: evidence found among 8 blocks, for each set and both routers, by states alone.
 
     Raises:
         InvalidArgument: no stock model, or too few questions.
@@ -161,7 +161,7 @@ def train_router(
         if not isinstance(reader, StockReader):
             raise InvalidArgument("a router is trained for stock models; models that learn to retrieve have none")
         sets = [AskedPool(each, reader, advance) for each in (asked, *tested)]
-        embedding = embedding_rows(model)  # if it cannot be had, before anything is trained
+        embedding = embedding_rows(model)  # if this fails, it fails before training
         fitted = reader.fitted(sets[0].pool.tokens)[sets[0].layer]
         seeds = range(options.seed, options.seed + options.runs)
         runs = [_trained(sets[0], chosen, fitted, replace(options, seed=seed)) for seed in seeds]
@@ -194,7 +194,7 @@ def _trained(
     asked: AskedPool, questions: Sequence[Question], router: Router, options: RouterOptions
 ) -> tuple[list[float], Router]:
     chance = random.Random(options.seed)
-    size = router.basis.square().mean().sqrt()  # then one learning rate suits every model
+    size = router.basis.square().mean().sqrt()  # with this, one learning rate suits every model
     spread, wide = router.mean.square().mean().sqrt(), math.sqrt(len(router.mean))
     mean, basis = nn.Parameter(router.mean.clone()), nn.Parameter(router.basis / size)
     weight, scale = nn.Parameter(torch.zeros_like(router.mean)), nn.Parameter(torch.tensor(-1.0))

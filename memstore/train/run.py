@@ -6,7 +6,7 @@
       config.json, model.safetensors, tokenizer.json ...   the model, when it is done
       run.json          the settings; a run with others is refused
       log.jsonl         one line for every few steps
-      report.json       what was reached; written last
+      report.json       the result; written last
       checkpoints/      the last two, to resume from
 """
 
@@ -28,19 +28,19 @@ from memstore.errors import DamagedError, DifferentRun, InvalidArgument, Memstor
 SETTINGS, REPORT, LOG, CHECKPOINTS, COMPLETE = "run.json", "report.json", "log.jsonl", "checkpoints", "complete.json"
 
 BEGINNINGS = (SETTINGS, LOG, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-"""All that a run leaves that came to nothing; another one may take its place."""
+"""All files of a run that came to no result. Another run may replace them."""
 
 
 class Run:
-    """An output folder that is ours."""
+    """An output folder of a run."""
 
     def __init__(self, out: Path, settings: Mapping[str, Any]) -> None:
-        """Make the folder, or go on with the run that is there.
+        """Make the folder, or resume the run in it.
 
         Raises ``DifferentRun`` if it has other settings, ``InvalidArgument`` if the folder holds anything else.
         """
         self.out = out
-        wanted = json.loads(json.dumps(settings))  # as it will be read
+        wanted = json.loads(json.dumps(settings))  # as JSON returns it
         path = out / SETTINGS
         if path.exists():
             there = _read_json(path)
@@ -68,26 +68,26 @@ class Run:
 
     @property
     def report(self) -> dict[str, Any] | None:
-        """What was reached, if the run is done."""
+        """The report, if the run is done."""
         path = self.out / REPORT
         return _read_json(path) if path.exists() else None
 
     def checkpoint(self) -> Path | None:
-        """The newest checkpoint that is whole."""
+        """The newest whole checkpoint."""
         return last_checkpoint(self.out)
 
     def drop_incomplete(self) -> None:
-        """Remove checkpoints whose writing was cut short."""
+        """Remove checkpoints that were not written to their end."""
         for path in self.checkpoints.glob("checkpoint-*"):
             if not is_whole(path):
                 shutil.rmtree(path)
 
     def finish(self, report: Mapping[str, Any]) -> None:
-        """Write the report, and with it that the run is done."""
+        """Write the report, which marks the run as done."""
         write_json(self.out / REPORT, report)
 
     def rewind_log(self, step: int) -> None:
-        """Forget what the log says of later steps, for they come again."""
+        """Remove later steps from the log, because they are run again."""
         path = self.out / LOG
         lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
         path.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step))
@@ -99,15 +99,15 @@ class Run:
 
 
 def last_checkpoint(out: Path) -> Path | None:
-    """The newest whole checkpoint of the run in ``out``."""
+    """Return the newest whole checkpoint of the run in ``out``."""
     whole = [path for path in (out / CHECKPOINTS).glob("checkpoint-*") if is_whole(path)]
     return max(whole, key=lambda path: complete(path)["step"], default=None)
 
 
-# Headers of safetensors and the end of archives are looked at, not all bytes. A checkpoint that is not whole is removed
-# on resuming, and training goes on from the one before, to the same result.
+# Only the headers of safetensors and the end of archives are read, not all bytes. On resuming, an incomplete
+# checkpoint is removed, and training resumes from the one before, with the same result.
 def is_whole(checkpoint: Path) -> bool:
-    """Whether all of a checkpoint was written; a machine that fails may leave files that end too early."""
+    """Return whether a checkpoint was written completely. If a machine fails, files may end too early."""
     try:
         complete(checkpoint)["step"]
         for path in checkpoint.glob("*.safetensors"):
@@ -119,13 +119,13 @@ def is_whole(checkpoint: Path) -> bool:
 
 
 def complete(checkpoint: Path) -> dict[str, int]:
-    """How far a whole checkpoint is: its step, and the tokens trained on until then."""
+    """Return the step of a whole checkpoint, and the tokens trained on until then."""
     found: dict[str, int] = json.loads((checkpoint / COMPLETE).read_text("utf-8"))
     return found
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write all of it or nothing."""
+    """Write all of the file or nothing."""
     scratch = path.with_suffix(".tmp")
     scratch.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
     scratch.replace(path)
@@ -144,7 +144,7 @@ UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES
 
 @contextmanager
 def saying_what_is_safe(out: Path) -> Iterator[None]:
-    """Raise ``StoreFull`` where what the body writes does not fit, with the checkpoint that it can go on from."""
+    """Raise ``StoreFull`` if the body's data does not fit, and name the checkpoint to resume from."""
     try:
         yield
     except MemstoreError:
@@ -160,7 +160,7 @@ def saying_what_is_safe(out: Path) -> Iterator[None]:
 
 
 def _is_of_the_disk(error: Exception) -> bool:
-    """Whether it came of writing: the libraries that write tensors have their own words for that."""
+    """Return whether a write failed. The libraries that write tensors use their own words for it."""
     if isinstance(error, OSError):
         return error.errno in UNWRITABLE
     return "I/O error" in str(error) or "PytorchStreamWriter" in str(error)

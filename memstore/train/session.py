@@ -1,4 +1,4 @@
-"""One run from its folder to its report, in one process or several, with a bar for people who wait."""
+"""One run from its folder to its report, in one process or several, with a progress bar."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Report = dict[str, Any]
 
 @dataclass(frozen=True)
 class Session:
-    """A run, and how it is carried out."""
+    """A run and the processes that carry it out."""
 
     run: Run
     state: PartialState
@@ -36,14 +36,14 @@ class Session:
     runtime: Runtime
 
     def drawn(self, items: Any) -> ShuffledItems:
-        """As many of ``items`` as training will see, shuffled; those of all processes."""
+        """Return as many of ``items``, shuffled, as training will see in all processes."""
         wanted = self.optimisation
         batch = wanted.batch * wanted.accumulate * self.state.num_processes
         steps = wanted.steps or math.ceil(wanted.epochs * len(items) / batch)
         return ShuffledItems(items, steps * batch, wanted.seed)
 
     def arguments(self, config: Any, items: int, batch: int) -> TrainingArguments:
-        """What the Trainer is told for ``items`` to be seen in batches of ``batch``; see also ``MemoryTrainer``."""
+        """Return the Trainer's arguments for ``items`` in batches of ``batch``; see also ``MemoryTrainer``."""
         wanted, processes = self.optimisation, self.state.num_processes
         cpu = self.runtime.device == "cpu" or not torch.cuda.is_available()
         made = TrainingArguments(
@@ -73,7 +73,7 @@ class Session:
             disable_tqdm=True,
             report_to="none",
         )
-        # Several GPUs in one process would be DataParallel, which knows nothing of banks; torchrun starts one for each.
+        # One process with several GPUs would use DataParallel, which ignores banks. torchrun starts one per GPU.
         made._n_gpu = min(made.n_gpu, 1)
         return made
 
@@ -112,9 +112,9 @@ class Session:
 def session(
     out: Folder, settings: Mapping[str, Any], optimisation: Optimisation, runtime: Runtime
 ) -> Iterator[Session]:
-    """Begin the run in the folder ``out``, or go on with it; transformers is silent meanwhile.
+    """Begin or resume the run in the folder ``out``; transformers is silent meanwhile.
 
-    Raises ``StoreFull`` where the folder cannot be written any more, and what ``Run`` raises.
+    Raises ``StoreFull`` if the folder cannot be written any more, and the errors of ``Run``.
     """
     state = PartialState(cpu=runtime.device == "cpu")
     with state.main_process_first():
@@ -140,14 +140,14 @@ def _figures(trainer: MemoryTrainer, resumed: int, seconds: float) -> Report:
 
 def _keep_few_activations(model: Any) -> None:
     options = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):  # its name in newer transformers
+    if hasattr(model, "activation_checkpointing_enable"):  # the name in newer transformers
         model.activation_checkpointing_enable(options)
     else:
         model.gradient_checkpointing_enable(options)
 
 
 class _Bar(TrainerCallback):
-    """Steps, and the last loss, on standard error."""
+    """A bar of steps, with the last loss, on standard error."""
 
     def __init__(self) -> None:
         from rich.console import Console
@@ -170,13 +170,13 @@ class _Bar(TrainerCallback):
         self._bar.start()
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Move it."""
+        """Move the bar."""
         self._bar.update(self._task, completed=state.global_step)
 
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
-        """Say the loss; off a terminal, in a line of its own."""
+        """Show the loss; without a terminal, in a line of its own."""
         if not logs or "loss" not in logs:
             return
         shown = {"loss": "loss", "answer_loss": "answer", "text_loss": "text", "whole_answers": "whole answers"}
@@ -186,5 +186,5 @@ class _Bar(TrainerCallback):
             self._console.print(f"step {state.global_step:,} of {state.max_steps:,}: {said}", soft_wrap=True)
 
     def stop(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._bar.stop()

@@ -1,4 +1,4 @@
-"""How to train: what decides the result, and what does not."""
+"""Settings of training: those that decide the result, and the others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from memstore.errors import InvalidArgument
 
 LEARNING_RATES = {"tiny": 2e-3, "paper": 2e-3, "small-128m": 4e-4, "medium-350m": 3e-4}
-"""By preset, from nothing."""
+"""By preset, for a model trained from nothing."""
 FINE_TUNING_RATE = 5e-4
 
 
@@ -18,36 +18,36 @@ class Optimisation:
     """AdamW and its schedule. The same values on the same data give the same model."""
 
     steps: int | None = None
-    """Optimizer steps; if None, ``epochs`` times through the data."""
+    """Optimizer steps. If None, ``epochs`` passes through the data."""
     epochs: float = 1.0
-    """Times through the data, where ``steps`` is None."""
+    """Passes through the data, if ``steps`` is None."""
     batch: int = 4
-    """Segments a step, of each process."""
+    """Segments per step, in each process."""
     accumulate: int = 1
     """Batches whose gradients are added up before a step."""
     learning_rate: float = 2e-3
-    """The highest, after warming up."""
+    """The highest rate, after the warm-up."""
     final_rate: float = 0.1
-    """The last learning rate, as a part of the highest; between them a cosine."""
+    """The last learning rate, as a part of the highest. Between them the rate follows a cosine."""
     restart: float | None = None
-    """Part of the training after which the schedule begins anew; None: never."""
+    """Part of the training after which the schedule starts again; None: never."""
     restart_rate: float = 0.5
-    """The highest rate then, as a part of the first."""
+    """The highest rate after the restart, as a part of the first."""
     warmup: int = 50
-    """Steps of linear warm-up; a tenth of all steps at most."""
+    """Steps of linear warm-up; at most a tenth of all steps."""
     weight_decay: float = 1e-3
-    """On matrices; vectors do not decay."""
+    """Weight decay of matrices; vectors do not decay."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Of AdamW."""
+    """The two betas of AdamW."""
     clip: float = 1.0
     """Largest norm of a step's gradient."""
     seed: int = 0
-    """Of the first weights, the order of the data and the noise."""
+    """Decides the first weights, the order of the data, and the noise."""
     bf16: bool = False
     """Compute in bfloat16; weights stay in float32."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Raise an error for settings that cannot work."""
         for name in ("batch", "accumulate"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -57,13 +57,13 @@ class Optimisation:
             raise InvalidArgument(f"learning_rate must be above 0 and below 1, got {self.learning_rate}")
 
     def to_dict(self) -> dict[str, Any]:
-        """As a run's settings keep it."""
+        """Return the settings as a run keeps them."""
         return {**asdict(self), "betas": list(self.betas)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Runtime:
-    """Where and how visibly to train: nothing here changes the result beyond rounding, so it may change on resuming."""
+    """Where and how visibly to train. It changes the result only by rounding, so it may change on resuming."""
 
     device: str = "auto"
     """``"auto"`` (a GPU if there is one) or ``"cpu"``."""
@@ -74,10 +74,10 @@ class Runtime:
     gradient_checkpointing: bool = False
     """Compute activations again in the backward pass instead of keeping them."""
     progress: bool = False
-    """Show a bar on standard error, where that is a terminal."""
+    """Show a progress bar on standard error, if that is a terminal."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot work."""
+        """Raise an error for settings that cannot work."""
         if self.device not in ("auto", "cpu"):
             raise InvalidArgument(
                 f"device must be auto or cpu, not {self.device!r}; CUDA_VISIBLE_DEVICES chooses a GPU"

@@ -1,4 +1,4 @@
-"""What a training starts from: sizes or a model folder, and a tokenizer."""
+"""The start of a training: sizes or a model folder, and a tokenizer."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Start:
 
     config: Any
     init: Folder | None
-    """The folder of a model to go on with; None for random weights."""
+    """The folder of a model to start from; None for random weights."""
     tokenizer: Folder | None
-    """The folder of a tokenizer; None for that of ``init``, or for one that is trained."""
+    """The folder of a tokenizer. None means ``init``'s tokenizer, or one that is trained."""
     family: Training
     adopted: Any = None
-    """A stock model of ``init`` that has become one of the family."""
+    """The stock model of ``init``, converted to the family."""
     lora: int | None = None
-    """Rank of the adapters that are trained instead of the model's weights; None: the weights are."""
+    """Rank of the adapters that are trained instead of the model's weights; None trains the weights."""
 
     def settings(self) -> dict[str, Any]:
-        """As a run's settings keep it."""
+        """Return the start as a run's settings keep it."""
         known = inspect.signature(self.family.config).parameters
         names = [name for name in known if name not in ("kwargs", "use_cache", "dtype")]
         return {
@@ -50,7 +50,7 @@ class Start:
     def tokenizer_of(
         self, run: Run, make: Callable[[], PreTrainedTokenizerBase] | None = None
     ) -> PreTrainedTokenizerBase:
-        """The run's own tokenizer; if it has none yet, the one to start from, or what ``make`` makes."""
+        """Return the run's own tokenizer. If it has none, return the one to start from, or call ``make``."""
         if (run.out / "tokenizer.json").exists():
             return load_tokenizer(run.out)
         folder = self.tokenizer or self.init
@@ -63,7 +63,7 @@ class Start:
         return tokenizer
 
     def model(self, tokenizer: PreTrainedTokenizerBase, seed: int) -> Any:
-        """The model, with weights that ``seed`` decides where it is new; with adapters as a ``PeftModel`` around it."""
+        """Return the model; ``seed`` decides new weights. With adapters, a ``PeftModel`` wraps it."""
         transformers.set_seed(seed)
         model = self._whole_model(tokenizer)
         if self.lora is None:
@@ -92,10 +92,10 @@ def starting(
     changes: Mapping[str, Any] | None = None,
     lora: int | None = None,
 ) -> Start:
-    """Start from ``init`` if there is one, else from ``config`` with the vocabulary of ``tokenizer``.
+    """Start from ``init`` if given, else from ``config`` with the vocabulary of ``tokenizer``.
 
-    ``grow``: with an ``init``, from a model of ``config`` that has its weights; see ``Training``. ``changes``: what
-    differs in the configuration that the family gives an ``init`` of a stock model. ``lora``: see ``Start``.
+    ``grow``: with an ``init``, start from a model of ``config`` that has its weights; see ``Training``. ``changes``:
+    options that differ in the configuration that the family gives a stock ``init``. ``lora``: see ``Start``.
     """
     if lora is not None:
         _check_lora(lora, init, family)
@@ -120,7 +120,7 @@ def starting(
     return Start(chosen, init, tokenizer, family, lora=lora)
 
 
-# Adapters end with the training that made them: checkpoints hold them and the landmark alone, the folder in the end the
+# Adapters end with their training. Checkpoints hold the adapters and the landmark alone. The final folder holds the
 # model with the adapters added to its weights, so every verb loads it like any other.
 def _check_lora(rank: int, init: Folder | None, family: Training) -> None:
     if family.adapt is None:
@@ -132,7 +132,7 @@ def _check_lora(rank: int, init: Folder | None, family: Training) -> None:
 
 
 def load_config(folder: Folder, family: Training) -> Any:
-    """The configuration of the model in ``folder``. Raises ``InvalidArgument`` for one of another ``family``."""
+    """Return the configuration of the model in ``folder``. Raises ``InvalidArgument`` for another ``family``."""
     kind = kind_in(folder)
     if kind is not family.kind:
         raise InvalidArgument(f"the model in {folder} is a {kind.name}, not a {family.kind.name}")
@@ -140,7 +140,7 @@ def load_config(folder: Folder, family: Training) -> Any:
 
 
 def load_tokenizer(folder: Folder) -> PreTrainedTokenizerBase:
-    """The tokenizer in ``folder``. Raises ``NotFound``."""
+    """Return the tokenizer in ``folder``. Raises ``NotFound``."""
     if not Path(folder).is_dir():
         raise NotFound(f"no folder {folder}: name that of a tokenizer")
     try:
@@ -154,7 +154,7 @@ def load_tokenizer(folder: Folder) -> PreTrainedTokenizerBase:
 
 
 def digest_of_files(folder: Path, pattern: str) -> str:
-    """A checksum of the files of ``folder`` whose names match ``pattern``."""
+    """Return a checksum of the files of ``folder`` whose names match ``pattern``."""
     state = xxhash.xxh3_64()
     for path in sorted(folder.glob(pattern)):
         with path.open("rb") as file:

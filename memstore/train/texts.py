@@ -1,4 +1,4 @@
-"""Train a model: on texts, by a recipe, or on prompts and answers. All three go on where they were interrupted."""
+"""Train a model on texts, by a recipe, or on prompts and answers. After an interruption, all three resume."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from memstore.train.trainer import MemoryTrainer, measure_answers, perplexity
 from memstore.train.training import Training, recipes, training_of
 
 DEFAULT_BLOCKS = 32
-"""Blocks of a segment, where no context is given."""
+"""Blocks of a segment, if no context is given."""
 
 
 def train_on_texts(
@@ -42,23 +42,23 @@ def train_on_texts(
     optimisation: Optimisation | None = None,
     runtime: Runtime | None = None,
 ) -> Report:
-    """Train on text files, folders of them, or dataset folders; the report, with the model in ``out``.
+    """Train on text files, folders of them, or dataset folders. Return the report; the model is in ``out``.
 
     Args:
         texts: see ``Documents``.
-        out: a new folder, or that of the same run, which then goes on.
-        config: the model's; the preset ``tiny`` if None. With a tokenizer given, its vocabulary replaces the config's.
+        out: a new folder, or the folder of the same run, which is then resumed.
+        config: the model's configuration; the preset ``tiny`` if None. A given tokenizer's vocabulary replaces its own.
         family: the kind of ``config`` or ``init``; a DRT if None. A stock Llama-like ``init`` becomes a landmark model.
-        changes: what differs in the configuration that it gets then.
-        tokenizer: a folder; if None, that of ``init``, or one is trained on the texts.
+        changes: options that differ in the configuration of such a model.
+        tokenizer: a folder. If None, ``init``'s tokenizer is used, or one is trained on the texts.
         init: a model folder to start from, instead of ``config``.
         lora: train low-rank adapters of this rank in ``init``, and its landmark, instead of all weights. They are
             merged at the end: ``out`` holds a model like any other. For landmark models; needs ``peft``.
         context: tokens of a segment; 32 blocks if None.
-        valid: the part of the text whose perplexity is measured at the end, and which is not trained on.
-        column: of a dataset.
-        optimisation: what decides the result.
-        runtime: what does not.
+        valid: the part of the text that is kept out of training, and whose perplexity is measured at the end.
+        column: the column of a dataset.
+        optimisation: the settings that decide the result.
+        runtime: the settings that do not.
     """
     optimisation, runtime = optimisation or Optimisation(), runtime or Runtime()
     start = starting(config, init, tokenizer, family=family or training_of(DRT), changes=changes, lora=lora)
@@ -84,10 +84,10 @@ def train_recipe(
     texts: Sequence[Folder] = (),
     runtime: Runtime | None = None,
 ) -> Report:
-    """Train by a recipe, from nothing or from the model folder ``init``; the report, with the model in ``out``.
+    """Train by a recipe, from nothing or from the model folder ``init``. Return the report; the model is in ``out``.
 
-    A DRT with fewer upper layers or groups than the recipe's is grown first: new layers begin as copies.
-    ``texts``: what needles are hidden in (see ``Documents``); without them, texts that every Python carries.
+    If a DRT has fewer upper layers or groups than the recipe's, it is grown first: new layers begin as copies.
+    ``texts``: the texts that hide the needles (see ``Documents``); by default, texts that come with every Python.
     """
     recipe = find_recipe(recipe, recipes()) if isinstance(recipe, str) else recipe
     if init is None and recipe.start is not None:
@@ -118,8 +118,7 @@ def train_on_pairs(
 ) -> Report:
     """Fine-tune the model folder ``init`` on a JSON Lines file of prompts and answers, of any length.
 
-    The loss is on the answers alone. Prompts are aligned with blocks (see ``align``), as they have to be when the model
-    is used.
+    The loss is on the answers alone. Prompts are aligned with blocks (see ``align``), as the model needs it in use.
     """
     optimisation, runtime = optimisation or Optimisation(), runtime or Runtime()
     start = starting(None, init, family=training_of(DRT))
@@ -200,7 +199,7 @@ def _by_recipe(opened: Session, start: Start, recipe: Recipe, texts: list[str]) 
         opened.arguments(start.config, batches, batch=1),
         recipe.optimisation,
         data=data,
-        collate=itemgetter(0),  # a batch that the dataset has made whole
+        collate=itemgetter(0),  # the dataset makes whole batches
         tokenizer=tokenizer,
         fresh=start.init is None,
     )
@@ -209,7 +208,7 @@ def _by_recipe(opened: Session, start: Start, recipe: Recipe, texts: list[str]) 
 
 
 def _measured(model: Any, recipe: Recipe, fresh: NeedleRows, opened: Session) -> Report:
-    """Whole answers on rows that training has not seen."""
+    """Measure whole answers on rows that training has not seen."""
     return {
         "recipe": recipe.name,
         "task": recipe.task,

@@ -1,4 +1,4 @@
-"""The Trainer of transformers, with this package's schedule, and an answer to losses that are not finite."""
+"""The Trainer of transformers, with this package's schedule, and errors for losses that are not finite."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from memstore.train.settings import Optimisation
 
 
 def rate(step: int, steps: int, optimisation: Optimisation) -> float:
-    """The learning rate of a step as a part of the highest: linear warm-up on a cosine from 1 to ``final_rate``.
+    """Return the learning rate of a step as a part of the highest: linear warm-up on a cosine from 1 to ``final_rate``.
 
-    After ``restart`` the same again, from ``restart_rate`` of it.
+    After ``restart`` the schedule starts again, from ``restart_rate`` of the highest.
     """
     again = None if optimisation.restart is None else round(optimisation.restart * steps)
     height = 1.0
@@ -60,14 +60,14 @@ class MemoryTrainer(Trainer):
         self.fresh = fresh
         """Whether the model began with random weights."""
         self.losses: Tensor | None = None
-        """The sum of those that nobody has looked at."""
+        """The sum of the losses since the last check."""
         self.tokens = 0
         """Tokens trained on since this process began."""
         self.tokens_before = 0
-        """Tokens trained on before the checkpoint that it began with."""
+        """Tokens trained on before the checkpoint that this process began with."""
         self.parts: dict[str, list[Tensor]] = {}
-        """What the next line of the log is to tell beside the loss."""
-        # What prints to standard output, where only reports belong.
+        """Values for the next line of the log, besides the loss."""
+        # This callback prints to standard output, which is only for reports.
         self.callback_handler.callbacks = [
             each for each in self.callback_handler.callbacks if type(each).__name__ != "PrinterCallback"
         ]
@@ -75,11 +75,11 @@ class MemoryTrainer(Trainer):
 
     @property
     def progress(self) -> float:
-        """The part of the training that is done, from 0 to 1."""
+        """Return the part of the training that is done, from 0 to 1."""
         return self.state.global_step / self.state.max_steps
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> LRScheduler:
-        """See ``rate``."""
+        """Create the schedule; see ``rate``."""
         if self.lr_scheduler is None:
             chosen: Any = self.optimizer if optimizer is None else optimizer
             self.lr_scheduler = LambdaLR(chosen, lambda step: rate(step, num_training_steps, self.optimisation))
@@ -87,11 +87,11 @@ class MemoryTrainer(Trainer):
         return self.lr_scheduler
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Matrices."""
+        """Return the names of all matrices."""
         return [name for name, parameter in model.named_parameters() if parameter.dim() > 1]
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """Forward and backward of one batch. Raises ``TrainingDiverged`` for a loss that is not finite."""
+        """Run one batch forward and backward. Raises ``TrainingDiverged`` for a loss that is not finite."""
         self.tokens += inputs["input_ids"].numel() * self.args.world_size
         loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
         self.losses = loss.detach() + (0 if self.losses is None else self.losses)
@@ -99,18 +99,18 @@ class MemoryTrainer(Trainer):
             self.check_loss()
         return loss
 
-    # On a GPU a look at every loss would wait for every step.
+    # On a GPU, a check of every loss would wait for every step.
     def check_loss(self) -> None:
-        """Raise ``TrainingDiverged`` if a loss was not finite since the last look: then their sum is not."""
+        """Raise ``TrainingDiverged`` if a loss since the last check was not finite: their sum shows it."""
         losses, self.losses = self.losses, None
         if losses is not None and not bool(torch.isfinite(losses)):
             raise self.diverged(f"the loss is {losses.item()} at step {self.state.global_step + 1}")
 
     def diverged(self, what: str) -> TrainingDiverged:
-        """The error that ends a training whose numbers are not finite."""
+        """Return the error that ends a training whose numbers are not finite."""
         last = self.run.checkpoint()
         kept = f"The last good checkpoint is {last}" if last else "No checkpoint had been written"
-        whole = last is not None and (last / "config.json").exists()  # else it holds adapters, and no model
+        whole = last is not None and (last / "config.json").exists()  # otherwise it holds adapters, and no model
         on = f"start again from it with --init {last}," if whole else "start again with"
         return TrainingDiverged(f"{what}; training stopped. {kept}: {on} a new --out and a smaller --learning-rate.")
 
@@ -121,16 +121,16 @@ class MemoryTrainer(Trainer):
                 raise self.diverged(f"{name} is no longer finite after step {self.state.global_step}")
 
     def keep(self, checkpoint: Path) -> None:
-        """Write to ``checkpoint`` what a training depends on beside weights and optimizer; here nothing."""
+        """Write the state to ``checkpoint`` that training needs besides weights and optimizer; here nothing."""
 
     def resume(self, checkpoint: Path) -> None:
-        """Go on with what ``keep`` wrote."""
+        """Read the state that ``keep`` wrote."""
 
     def finish(self) -> None:
         """Undo what only training needs, before the model is saved and measured; here nothing."""
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add the means of ``parts`` to what is logged."""
+        """Add the means of ``parts`` to the log."""
         self.check_loss()
         means = {name: float(torch.stack(values).mean()) for name, values in self.parts.items()}
         self.parts.clear()
@@ -146,13 +146,13 @@ class AnswerTrainer(MemoryTrainer, ABC):
 
     @property
     def progress(self) -> float:
-        """See ``MemoryTrainer``: of what is before the recipe's end."""
+        """Return the part that is done of the training before the recipe's end."""
         return self.recipe.before_closing(super().progress)
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Answer and text, weighted as the recipe says."""
+        """Compute the losses of answer and text, weighted by the recipe."""
         assert not return_outputs
         logits = self.logits_of(model, inputs)[:, :-1]
         asked, targets = inputs["answer"][:, 1:], inputs["input_ids"][:, 1:]
@@ -168,32 +168,32 @@ class AnswerTrainer(MemoryTrainer, ABC):
 
     @abstractmethod
     def logits_of(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """Logits of a batch, ``[B, T, vocab]``."""
+        """Return the logits of a batch, ``[B, T, vocab]``."""
 
     @abstractmethod
     def learned(self, answer: Tensor, found: float) -> None:
-        """Hear of the answers' loss, and of the part of the needles that was found."""
+        """Receive the loss of the answers, and the part of the needles that was found."""
 
     def _note(self, name: str, value: Tensor) -> None:
         self.parts.setdefault(name, []).append(value.detach())
 
 
 def whole_answers(logits: Tensor, targets: Tensor, asked: Tensor) -> Tensor:
-    """``[B]``: whether each token of a row's answer is the likeliest; that is what greedy generation would write."""
+    """Return ``[B]``: whether greedy generation would write a row's answer, as each of its tokens is the likeliest."""
     right = logits[asked].argmax(-1) == targets[asked]
     wrong: Tensor = torch.zeros_like(asked).masked_scatter(asked, ~right)
     return ~wrong.any(1)
 
 
 def first_right(logits: Tensor, targets: Tensor, asked: Tensor) -> float:
-    """The part of the rows the first token of whose answer is the likeliest: that tells whether a needle was found."""
+    """Return the part of the rows whose first answer token is the likeliest: it shows whether a needle was found."""
     first = asked & (asked.cumsum(1) == 1)
     return float((logits[first].argmax(-1) == targets[first]).float().mean())
 
 
 @torch.no_grad()
 def measure_answers(model: Any, rows: NeedleRows, count: int) -> float:
-    """The part of ``count`` rows of which ``model`` gives the whole answer."""
+    """Return the part of ``count`` rows for which ``model`` gives the whole answer."""
     model.train(False)
     right, seen, number = 0, 0, 0
     while seen < count:
@@ -207,7 +207,7 @@ def measure_answers(model: Any, rows: NeedleRows, count: int) -> float:
 
 @torch.no_grad()
 def perplexity(model: Any, segments: Any, batch: int) -> float:
-    """Of ``segments [N, T]`` (an array of token ids), all tokens but the first of each."""
+    """Return the perplexity of ``segments [N, T]`` (an array of token ids), without the first token of each."""
     model.train(False)
     total = 0.0
     for start in range(0, len(segments), batch):
@@ -218,14 +218,14 @@ def perplexity(model: Any, segments: Any, batch: int) -> float:
 
 
 class _CheckpointCallback(TrainerCallback):
-    """Says when a checkpoint is whole, lets the trainer add to it, and writes the log."""
+    """Marks whole checkpoints, lets the trainer add its state to them, and writes the log."""
 
     def __init__(self, trainer: MemoryTrainer) -> None:
         self._trainer = trainer
         self._begun = time.perf_counter()
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Go on where the last checkpoint ended."""
+        """Resume at the last checkpoint."""
         self._begun = time.perf_counter()
         last = self._trainer.run.checkpoint()
         if last is not None:
@@ -235,7 +235,7 @@ class _CheckpointCallback(TrainerCallback):
             self._trainer.run.rewind_log(state.global_step)
 
     def on_save(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Add what the Trainer does not know of, and last of all the word that the checkpoint is whole."""
+        """Add the trainer's own state, and last the mark that the checkpoint is whole."""
         self._trainer.check_loss()
         self._trainer.check_weights()
         folder = self._trainer.run.checkpoints / f"checkpoint-{state.global_step}"
@@ -246,13 +246,13 @@ class _CheckpointCallback(TrainerCallback):
             write_json(folder / COMPLETE, {"step": state.global_step, "tokens": tokens})
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Let the log tell of the last step, whatever its number."""
+        """Log the last step too, whatever its number."""
         control.should_log |= state.global_step == state.max_steps
 
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
-        """A line of the log."""
+        """Add a line to the log."""
         if state.is_world_process_zero and logs and "loss" in logs:
             speed = round(self._trainer.tokens / (time.perf_counter() - self._begun))
             rounded = {name: round(value, 6) for name, value in logs.items() if name != "epoch"}

@@ -1,4 +1,4 @@
-"""How one kind of model is trained: its classes, who trains it, its recipes, and the options of its command."""
+"""How one kind of model is trained: its classes, trainers, recipes, and the options of its command."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from memstore.train.trainer import AnswerTrainer, MemoryTrainer
 
 @dataclass(frozen=True)
 class Training:
-    """How one kind of model is trained. Kinds name it (``Kind.training``)."""
+    """How one kind of model is trained. ``Kind.training`` names it."""
 
     kind: Kind
     config: type[Any]
-    """Its configuration, which has presets, ``block_size`` and ``tokens_per_block``."""
+    """The class of its configuration, with presets, ``block_size`` and ``tokens_per_block``."""
     model: type[Any]
     train: Callable[[Any, Any], dict[str, Any]]
-    """What its command does: trains as its options and a ``Runtime`` say; the report."""
+    """The function behind its command. It trains by options and a ``Runtime``, and returns the report."""
     text_trainer: type[MemoryTrainer]
     needle_trainer: type[AnswerTrainer] | None = None
-    """None where no recipe trains it."""
+    """None if no recipe trains it."""
     recipes: Mapping[str, Recipe] = field(default_factory=dict)
-    """By name: those that need no text."""
+    """Recipes by name; they need no text."""
     adopt: Callable[..., Any] | None = None
-    """Makes one of a stock Hugging Face model in a folder; None where that cannot be."""
+    """Converts a stock Hugging Face model in a folder to this kind; None if that is impossible."""
     adapt: Callable[..., Any] | None = None
-    """Puts low-rank adapters of a rank into a model; None where all of it is trained always."""
+    """Adds low-rank adapters of a rank to a model; None if training always changes all weights."""
     check_rank: Callable[[int], Any] | None = None
     """Raises ``InvalidArgument`` for a rank that adapters cannot have."""
     grow: Callable[..., Any] | None = None
-    """Makes a model of a larger configuration of one that is there; None where that cannot be."""
+    """Makes a model of a larger configuration from an existing one; None if that is impossible."""
     of_recipe: Callable[[Any], Training] | None = None
-    """For a recipe how its model is trained, where recipes differ in that; None: as here."""
+    """Returns the ``Training`` for a recipe, if recipes differ in it; None: this one serves all."""
     outgrow: Callable[..., Any] | None = None
-    """The configuration of a model that grows to another; raises ``InvalidArgument`` where it cannot."""
+    """Returns the configuration of a model that grows to another; raises ``InvalidArgument`` if it cannot."""
 
     def has(self, folder: str | Path) -> bool:
-        """Whether the model in ``folder`` is one. Raises ``NotFound``, and ``InvalidArgument`` where there is none."""
+        """Return whether ``folder`` has this kind of model. Raises ``NotFound``, or ``InvalidArgument`` if none."""
         return kind_in(folder) is self.kind
 
 
 def training_of(kind: Kind) -> Training:
-    """How models of ``kind`` are trained. Raises ``UnsupportedModel`` where they are not."""
+    """Return how models of ``kind`` are trained. Raises ``UnsupportedModel`` if they cannot be trained."""
     if not kind.training:
         raise UnsupportedModel(f"a {kind.name} is not trained here")
     family: Training = resolve_name(kind.training)
@@ -59,13 +59,13 @@ def training_of(kind: Kind) -> Training:
 
 
 def recipes() -> dict[str, Recipe]:
-    """Those of all kinds, by name."""
+    """Return the recipes of all kinds, by name."""
     families = [training_of(kind) for kind in trainable().values()]
     return {name: recipe for family in families for name, recipe in family.recipes.items()}
 
 
 def load_weights(kind: Any, folder: str | Path) -> Any:
-    """The model in ``folder``, in float32, by the class ``kind``. Raises ``DamagedError`` where it cannot be loaded."""
+    """Load the model in ``folder``, in float32, by the class ``kind``. Raises ``DamagedError`` if loading fails."""
     try:
         return kind.from_pretrained(folder, dtype=torch.float32, local_files_only=True, trust_remote_code=False)
     except (OSError, SafetensorError, ValueError) as error:
