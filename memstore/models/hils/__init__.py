@@ -1,7 +1,7 @@
 """HiLS models: landmark attention of 2026, with its memory on disk (*HiLS-Attention*, arXiv 2607.02980).
 
-``HilsForCausalLM`` loads released checkpoints, trains, saves and generates as any Hugging Face model does;
-``make_hils`` makes one of a stock model; ``memstore.attach`` gives it a memory.
+``HilsForCausalLM`` loads released checkpoints, trains, saves and generates like any Hugging Face model. ``make_hils``
+makes one from a stock model. ``memstore.attach`` gives it a memory.
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,8 @@
-"""What a HiLS model remembers from one call to the next, and what its layers tell of what they chose.
+"""The cache of a HiLS model from one call to the next, and the choices that its layers report.
 
-Keys are kept as they were rotated, for positions are absolute. A window layer keeps its window. A HiLS layer keeps its
-window too, and complete blocks with their landmarks in a ``HilsTable``. What comes is cut into pieces of at most a
-window, so every block that a token may choose is complete before its piece: the same is computed whatever the pieces.
+Keys are kept rotated, because positions are absolute. A window layer keeps its window. A HiLS layer also keeps its
+window, and complete blocks with their landmarks in a ``HilsTable``. Input is cut into pieces of at most a window, so
+every block that a token may choose is complete before its piece. So the result does not depend on the pieces.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from memstore.readers.observer import Choice, Draft, Looks, Origin, as_array
 
 
 class _RecentItems:
-    """Keys and values of the latest items of a stream, in a buffer that items move to the front of when it is full."""
+    """Keys and values of the latest items of a stream. When the buffer is full, they move to its front."""
 
     def __init__(self, first: int = 0) -> None:
         self.first = first
-        """The place of the first item that is held."""
+        """The place of the first item in the buffer."""
         self._begin = self._end = 0
         self._buffers: tuple[Tensor, Tensor] | None = None
 
@@ -57,28 +57,28 @@ class _RecentItems:
         self._end += more
 
     def read(self, first: int | None = None) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[B, G, n, D]`` from the place ``first`` on, by default all."""
+        """Return keys and values ``[B, G, n, D]`` from the place ``first`` on, by default all."""
         assert self._buffers is not None, "nothing was put in yet"
         begin = self._begin + (0 if first is None else first - self.first)
         return self._buffers[0][:, :, begin : self._end], self._buffers[1][:, :, begin : self._end]
 
     def keep_from(self, first: int) -> None:
-        """Let items before the place ``first`` go."""
+        """Drop items before the place ``first``."""
         gone = max(0, first - self.first)
         self.first, self._begin = self.first + gone, self._begin + gone
 
     def reorder(self, rows: Tensor) -> None:
-        """Let row ``b`` be what row ``rows[b]`` was."""
+        """Let row ``b`` be the former row ``rows[b]``."""
         if self._buffers is not None:
             keys, values = (x.index_select(0, rows.to(x.device)) for x in self._buffers)
             self._buffers = keys, values
 
 
 class HilsCache(ModelCache):
-    """The ``past_key_values`` of a HiLS model: rows that go on together while they have one length, else one by one.
+    """The ``past_key_values`` of a HiLS model: rows are computed together while they have one length, then one by one.
 
-    Made by the model where none is given; by ``Reader.cache`` to go on after a document of a memory. Nothing is
-    differentiated through it.
+    The model makes it if none is given. ``Reader.cache`` makes it to continue after a document of a memory. No
+    gradients go through it.
     """
 
     config: HilsConfig
@@ -92,21 +92,21 @@ class HilsCache(ModelCache):
         tables: Sequence[HilsTable] | None = None,
         tokens: int = 0,
     ) -> None:
-        """``tables``: one for each HiLS layer. ``tokens``: those of a document that each row goes on after."""
+        """``tables``: one for each HiLS layer. ``tokens``: length of the document before each row."""
         super().__init__(config, rows)
         groups, layers = config.num_key_value_heads, config.hils_layers
         self.top_k = config.hils_topk if retrieval is None else retrieval.top_k
-        """Blocks that a token chooses; 0: windows alone."""
+        """Blocks that a token chooses; 0 means windows alone."""
         made = [HilsTable(n, groups) for n in range(len(layers))] if tables is None else tables
         self.tables = dict(zip(layers, made, strict=True))
         self.tokens = tokens
-        """Tokens of each row, those of the document included."""
+        """Tokens of each row, including the document's tokens."""
         self.recent: dict[int, _RecentItems] = {layer: _RecentItems() for layer in range(config.num_hidden_layers)}
         self._rotary = {hils: config.rotary(hils=hils) for hils in (False, True)}
         self._turns: dict[bool, Turns] = {}
         self._items, self._last = 0, False
         self.apart: list[HilsCache] = []
-        """Each row by itself, once they have different lengths; then the rest here is past."""
+        """A cache for each row, once rows have different lengths. The rest of this object is then out of date."""
         self.first_row = 0
         """The number of the first row, for observers."""
 
@@ -115,7 +115,7 @@ class HilsCache(ModelCache):
         return f"{type(self).__name__}({self.rows} rows of {tokens} tokens)"
 
     def split(self) -> list[HilsCache]:
-        """The rows, each a cache of its own from now on."""
+        """Split the cache: from now on, each row has a cache of its own."""
         if not self.apart:
             self.apart = [self._row(number) for number in range(self.rows)]
         for each in self.apart:
@@ -137,11 +137,11 @@ class HilsCache(ModelCache):
 
     @property
     def place(self) -> int:
-        """The place in the stream where what comes begins."""
+        """The place in the stream where the next items begin."""
         return self.tokens + self.tokens // self.config.tokens_per_block
 
     def begin(self, packing: Packing, *, last: bool = True) -> None:
-        """A piece comes, which ends within a window or at its end; ``last``: of the tokens of this call."""
+        """Begin a piece, which ends within a window or at its end; ``last``: the last piece of this call."""
         places = torch.arange(self.place, self.place + packing.items, device=packing.ids.device)
         positions = places - places.div(self.config.chunk_size, rounding_mode="floor")
         self._turns = {hils: rotary.turns(positions) for hils, rotary in self._rotary.items()}
@@ -153,7 +153,7 @@ class HilsCache(ModelCache):
         return self._turns[hils]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, u: Tensor | None) -> Tensor:
-        """See ``HilsSight``; of the piece's items."""
+        """See ``HilsSight``; for the piece's items."""
         q, k, v = q.detach(), k.detach(), v.detach()
         config, recent = self.config, self.recent[layer]
         recent.extend(k, v)
@@ -172,13 +172,13 @@ class HilsCache(ModelCache):
         return out
 
     def keep(self, layer: int, k: Tensor, v: Tensor, u: Tensor | None) -> None:
-        """In the place of ``attend`` in ``layer``, where nobody wants to know what it attends to."""
+        """Store as ``attend`` does in ``layer``, if no attention is needed."""
         self.recent[layer].extend(k.detach(), v.detach())
         if u is not None:
             self._complete(layer, u.detach())
 
     def _far(self, layer: int, q: Tensor, u: Tensor, near: Tensor, lse: Tensor) -> Tensor:
-        """The window and chosen blocks in one softmax."""
+        """Attend to the window and the chosen blocks in one softmax."""
         config, table = self.config, self.tables[layer]
         first = self.place - config.hils_sliding_window + 1
         edges = [place // config.chunk_size for place in range(first, first + self._items)]
@@ -195,7 +195,7 @@ class HilsCache(ModelCache):
         tiers = table.tiers(blocks[0, :, -1]) if self.observers else []
         keys, values, at = table.states(blocks)
         missing = (at < 0) & (blocks >= 0)
-        if bool(missing.any()):  # blocks that cannot be read are as if they had not been chosen
+        if bool(missing.any()):  # unreadable blocks count as not chosen
             blocks = blocks.masked_fill(missing, -1)
             scores = scores.masked_fill(missing.repeat_interleave(q.shape[1] // table.groups, 1), -torch.inf)
         gathered = time.perf_counter()
@@ -211,7 +211,7 @@ class HilsCache(ModelCache):
         return torch.addcmul(chosen, weights[..., -1:], near.to(wide)).to(q.dtype)
 
     def _complete(self, layer: int, u: Tensor) -> None:
-        """Take the blocks that are complete now into the table."""
+        """Move the blocks that are now complete into the table."""
         size, recent = self.config.chunk_size, self.recent[layer]
         done, now = self.place // size, (self.place + self._items) // size
         if done == now:
@@ -223,21 +223,21 @@ class HilsCache(ModelCache):
         self.tables[layer].own.extend(keys, values, torch.cat([kbar.to(bias.dtype), bias.unsqueeze(-1)], -1))
 
     def end(self) -> None:
-        """All layers have attended: the piece is past now, and its tokens are counted."""
+        """End the piece: all layers have attended, and its tokens are counted."""
         self.tokens += self._counted
         for layer, recent in self.recent.items():
             recent.keep_from(self.edge(layer))
 
     def edge(self, layer: int) -> int:
-        """The place of the first item that what comes next still sees in the window of ``layer``."""
+        """Return the place of the first item that the next items still see in the window of ``layer``."""
         if layer not in self.tables:
             return max(0, self.place - self.config.sliding_window + 1)
         size = self.config.chunk_size
-        # The incomplete block is needed whole when it is complete.
+        # When the incomplete block is complete, all of it is needed.
         return max(0, min((self.place - self.config.hils_sliding_window + 1) // size, self.place // size) * size)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row ``b`` be what row ``beam_idx[b]`` was; rows may be dropped or repeated."""
+        """Let row ``b`` be the former row ``beam_idx[b]``; rows may be dropped or repeated."""
         self.check_order(beam_idx.tolist())
         if self.apart:
             self.rows, self.apart = len(beam_idx), [self.apart[row]._row(0) for row in beam_idx.tolist()]
@@ -254,15 +254,15 @@ class HilsCache(ModelCache):
 
 @dataclass(eq=False)
 class HilsChoice(Choice):
-    """The blocks that one layer chose for the tokens of a piece; a trace tells of the last one."""
+    """The blocks that one layer chose for the tokens of a piece. A trace shows those of the last token."""
 
     layer: int
     rows: Sequence[int]
     chosen: ChosenChunks
     weights: Tensor
-    """``[B, H, M, K]``: of the chosen blocks, in all that the layer attends to."""
+    """``[B, H, M, K]``: weights of the chosen blocks in all that the layer attends to."""
     tiers: list[list[str]]
-    """``[G][K]``: where the blocks of the first row's last token were."""
+    """``[G][K]``: tiers of the blocks of the first row's last token."""
     origin: Origin
     spent: tuple[float, float]
     """Microseconds of choosing, and of gathering."""
@@ -270,18 +270,19 @@ class HilsChoice(Choice):
     asked: Tensor
     """``[B, H, M, D + 1]``"""
     lse: Tensor
-    """``[B, H, M]``: of the window."""
+    """``[B, H, M]``: log-sum-exp of the window."""
     stop: int
     """The first block that the last token sees in its window."""
     first_row: int = 0
-    """Of the cache that all rows of the call are in."""
+    """The number of the first row in the cache of all rows of the call."""
 
     searched = True
 
     def shares(self) -> tuple[Tensor, Tensor, Tensor]:
-        """For the first row's last token: estimates ``[H, N]`` of all blocks before its window, ``N``, their shares.
+        """Return estimates ``[H, N]`` of all blocks before the window, these ``N`` blocks, and their shares.
 
-        The shares are of a softmax over all of them and the window, as if all were chosen.
+        They are for the first row's last token. The shares come from a softmax over all blocks and the window, as if
+        all were chosen.
         """
         scores, blocks = self.table.estimates(self.asked[:1, :, -1:], self.stop, None)
         scores = scores[0, :, 0]
@@ -295,7 +296,7 @@ class HilsChoice(Choice):
     def _look(self, row: int) -> Look:
         blocks, scores = (as_array(x[row, :, -1]) for x in self.chosen)
         weights, lists = as_array(self.weights[row, :, -1]), len(blocks)
-        best = scores.reshape(lists, -1, scores.shape[-1]).max(1)  # of the heads that share a list
+        best = scores.reshape(lists, -1, scores.shape[-1]).max(1)  # over the heads that share a list
         order = np.argsort(-best, axis=1, kind="stable")
         tiers = [[TIERS.index(tier) if tier else -1 for tier in of_head] for of_head in self.tiers]
         if row:

@@ -1,4 +1,4 @@
-"""Sizes and options of a HiLS model, under the names of the released configurations, and presets."""
+"""Sizes and options of a HiLS model, with the names of the released configurations, and presets."""
 
 from __future__ import annotations
 
@@ -33,43 +33,44 @@ ASSUMED = {
     "enable_prior_query": True,
     "mask_lmk_token": True,
 }
-"""Switches of the released code that have one value in all released configurations, and here."""
+"""Options of the released code that have one value in all released configurations, and here."""
 
 
 class HilsConfig(PreTrainedConfig):
-    """Configuration of ``HilsForCausalLM``. Raises ``InvalidArgument`` for what does not fit together.
+    """Configuration of ``HilsForCausalLM``. Raises ``InvalidArgument`` for options that do not fit together.
 
     Args:
-        vocab_size: tokens; the landmark is not one of them, the model inserts its own.
+        vocab_size: tokens, without the landmark: the model inserts its own.
         hidden_size: width of the model.
         intermediate_size: inner width of the feed-forward layers.
         num_attention_heads: query heads.
         num_key_value_heads: key-value heads; as many as query heads if None.
         num_hidden_layers: layers.
         head_dim: size of a head; ``hidden_size / num_attention_heads`` if None.
-        chunk_size: tokens of a block, its landmark counted (also ``block_size``).
+        chunk_size: tokens of a block, including its landmark (also ``block_size``).
         hils_topk: blocks that each token chooses for each key-value head.
         sliding_window: positions that a token sees in a window layer.
-        hils_sliding_window: those that it sees directly in a HiLS layer, the first one's block whole (also
+        hils_sliding_window: positions that it sees directly in a HiLS layer, with the whole first block (also
             ``window``); as many as in a window layer if None.
-        num_swa_layers: so many first layers are window layers.
-        full_attn_interleave: of so many layers behind them the last is a HiLS layer, the others are window layers.
+        num_swa_layers: number of first layers that are window layers.
+        full_attn_interleave: in every group of this many layers after them, the last one is a HiLS layer; the others
+            are window layers.
         norm_after: norms behind attention and feed-forward (OLMo 2 and 3), not before them (Llama, Qwen3).
         qk_norm: norms of queries, keys and landmark queries (OLMo, Qwen3; not Llama).
         layerwise_qk_norm: over all heads together (OLMo), not in each head (Qwen3).
-        layerwise_lmkq_norm: the same of landmark queries.
-        lmk_q_lora_dim: rank of what a landmark query adds to the query; below 1: it has a full projection of its own.
-        enable_external_lmk_embed: the landmark's embedding is a vector of its own; else it is a further row of a table
-            that has a multiple of 32 rows.
-        enable_softmax1: one more score of 0 beside those of blocks and window. On where a released configuration does
-            not say.
+        layerwise_lmkq_norm: the same for landmark queries.
+        lmk_q_lora_dim: rank of the part that a landmark query adds to the query; below 1: it has a full projection.
+        enable_external_lmk_embed: the landmark's embedding is a separate vector; else it is an extra row of a table,
+            which has a multiple of 32 rows.
+        enable_softmax1: one more score of 0 beside those of blocks and window. True if a released configuration
+            does not set it.
         rope_theta: base of the rotary frequencies.
-        enable_inrange_rope: do without rotations whose period is longer than ``rope_context_length /
+        enable_inrange_rope: leave out rotations whose period is longer than ``rope_context_length /
             rope_period_multiplier`` (HoPE).
-        use_hope: so in HiLS layers.
-        hope_in_windows: and in window layers.
-        hils_norm_eps: of the norms in HiLS layers, whatever ``rms_norm_eps`` says of the others.
-        stock: what ``make_hils`` keeps of the configuration that the weights came with.
+        use_hope: the same in HiLS layers.
+        hope_in_windows: the same in window layers.
+        hils_norm_eps: epsilon of the norms in HiLS layers; the others have ``rms_norm_eps``.
+        stock: options that ``make_hils`` keeps of the stock configuration.
     """
 
     model_type = "memstore-hils"
@@ -159,7 +160,7 @@ class HilsConfig(PreTrainedConfig):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """As any configuration of transformers; released ones are read as what they are."""
+        """Load as any configuration of transformers does; released ones keep their own class."""
         if cls is HilsConfig:
             found, _ = cls.get_config_dict(pretrained_model_name_or_path, **kwargs)
             released = {each.model_type: each for each in (OlmoHilsConfig, QwenHilsConfig)}
@@ -190,11 +191,11 @@ class HilsConfig(PreTrainedConfig):
 
     @property
     def segment_tokens(self) -> int:
-        """Tokens of a forward pass at inference: no more than a window, so that what is chosen lies before it."""
+        """Tokens of a forward pass at inference: at most a window, so that chosen blocks lie before it."""
         return self.hils_sliding_window // self.chunk_size * self.tokens_per_block
 
     def rotary(self, *, hils: bool) -> _HoPE:
-        """Rotary positions of HiLS layers, or of window layers."""
+        """Return the rotary positions of HiLS layers, or of window layers."""
         longest = math.inf
         if self.enable_inrange_rope and (self.use_hope if hils else self.hope_in_windows):
             longest = self.rope_context_length / self.rope_period_multiplier
@@ -202,7 +203,7 @@ class HilsConfig(PreTrainedConfig):
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> HilsConfig:
-        """``tiny`` (a CPU trains it in minutes), or ``7b``, as released."""
+        """Return ``tiny`` (a CPU trains it in minutes), or ``7b``, as released."""
         return cls(**preset(PRESETS, name, changes))
 
     def _check(self) -> None:
@@ -229,7 +230,7 @@ class HilsConfig(PreTrainedConfig):
 
 
 class OlmoHilsConfig(HilsConfig):
-    """That of the released 7B: norms behind the sub-layers, over all heads; windows in three layers of four."""
+    """Options of the released 7B: norms behind the sub-layers, over all heads; windows in three layers of four."""
 
     model_type = "olmo_hils"
 
@@ -238,7 +239,7 @@ class OlmoHilsConfig(HilsConfig):
 
 
 class QwenHilsConfig(HilsConfig):
-    """That of the released 345M and 1B: norms before the sub-layers, in each head; one rotation for all layers."""
+    """Options of the released 345M and 1B: norms before the sub-layers, in each head; one rotation for all layers."""
 
     model_type = "qwen_hils"
 
@@ -247,9 +248,9 @@ class QwenHilsConfig(HilsConfig):
 
 
 class _HoPE(Rotary):
-    """Rotary positions without rotations of long periods: distances between them were hardly seen in training.
+    """Rotary positions without rotations of long periods, because training hardly saw distances between them.
 
-    HiLS-Attention (arXiv 2607.02980). Pairs are those of Llama. The first pair always turns.
+    HiLS-Attention (arXiv 2607.02980). Pairs are as in Llama. The first pair always turns.
     """
 
     def __init__(self, dim: int, theta: float, longest: float = math.inf) -> None:

@@ -1,9 +1,9 @@
-"""What is measured of a HiLS model: perplexity by length of the context, needles, and audits.
+"""Measurements of a HiLS model: perplexity by length of the context, needles, and audits.
 
-An audit tells the share that each head would give every block before its window, token by token.
+An audit gives, token by token, the share that each head would give every block before its window.
 
-A chosen block has the weight of its estimate, however many blocks are chosen; so the truth is the softmax over the
-estimates of all of them and the window. They are computed from the landmarks in the store, not from the index.
+A chosen block's weight follows from its estimate, however many blocks are chosen. So the truth is the softmax over the
+estimates of all blocks and the window. They are computed from the landmarks in the store, not from the index.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from memstore.readers.observer import Choice, Choices
 
 
 class HilsAuditor(CacheAuditor):
-    """What a HiLS model retrieves."""
+    """Audits the retrieval of a HiLS model."""
 
     mechanism = "hils"
     positions = "all blocks stand where they were read"
 
     def choice(self, choice: Choice) -> None:
-        """See ``Observer``: what one layer saw at the last token of a call."""
+        """Receive what one layer saw at the last token of a call; see ``Observer``."""
         assert isinstance(choice, HilsChoice)
         if not choice.rows:
             return
@@ -50,7 +50,7 @@ class HilsAuditor(CacheAuditor):
         self.tally.add(choice.layer, weights, in_lists(lists, choice.stop), scores)
         self.tally.add_index_recall(choice.layer, index_recall(view, asked[0], max(1, lists.shape[1]), [stored]))
 
-    def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more of them would not help
+    def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more tokens would not help
         """See ``Auditor``."""
         size = self.model.config.hils_sliding_window + self.model.config.chunk_size
         return f"no block lies before the window yet: they do from {size} tokens on; read a longer text"
@@ -58,11 +58,11 @@ class HilsAuditor(CacheAuditor):
 
 @torch.no_grad()
 def ask(model: HilsForCausalLM, cache: HilsCache, sample: Sample) -> Reply:
-    """Let the model answer after the haystack in ``cache``, always with the likeliest token."""
+    """Let the model answer after the haystack in ``cache``; it always takes the likeliest token."""
     needle = needle_blocks(sample.hops[0], cache.config.tokens_per_block)
 
     def seen(choice: HilsChoice) -> LayerScore | None:
-        """What a layer makes of the needle at the question's last token; None where it is in the window."""
+        """Return how a layer scores the needle at the question's last token; None if the needle is in the window."""
         if not choice.rows:
             return None
         _, blocks, shares = choice.shares()
@@ -79,7 +79,7 @@ def ask(model: HilsForCausalLM, cache: HilsCache, sample: Sample) -> Reply:
 
 
 def after_window(model: HilsForCausalLM, text: Tensor, scored: int) -> Tensor:
-    """See ``Bare``. What windows see does not depend on what is further back than all layers can look."""
+    """See ``Bare``. Windows depend only on text as far back as all layers can look."""
     cache, config = HilsCache(model.config, 1), model.config
     cache.top_k = 0
     reach = config.num_hidden_layers * (max(config.sliding_window, config.hils_sliding_window) + config.chunk_size)

@@ -1,17 +1,17 @@
 """HiLS models: decoders whose layers choose blocks of their own past by an estimate of their attention.
 
-*HiLS-Attention* (Hierarchical Landmark Sparse attention, arXiv 2607.02980, 2026). Tokens go in plain. The model puts a
-landmark after every ``chunk_size - 1`` of them and takes it out again: there are logits for all tokens and for them
-alone. Positions count tokens without landmarks; a landmark has that of the token after it. Parameters have the names of
-the released checkpoints.
+*HiLS-Attention* (Hierarchical Landmark Sparse attention, arXiv 2607.02980, 2026). Tokens go in plain. The model inserts
+a landmark after every ``chunk_size - 1`` tokens and removes it again, so only tokens have logits. Positions count
+tokens without landmarks. A landmark has the position of the token after it. Parameters have the names of the released
+checkpoints.
 
 Without a cache, as in training, a whole stream goes through ``memstore.kernels.hils_attention``. With a cache it goes
-in pieces of a window, and gives the same (``cache.py``).
+through in pieces of a window, with the same result (``cache.py``).
 
-HiLS attention for stock Hugging Face models: make one into a HiLS model, to be trained on.
+``make_hils`` converts a stock Hugging Face model to a HiLS model, for further training.
 
-Parameters have the names that they have in the stock model, so nothing is converted and nothing is copied: the new
-model holds the very same parameters, and those of its landmarks beside them.
+Parameters keep the names of the stock model, so nothing is converted or copied. The new model holds the same
+parameters, and adds those of its landmarks.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ from memstore.readers.caches import takes_cache, with_cache
 
 
 class HilsSight(Protocol):
-    """What attends: the whole stream, or a cache at inference."""
+    """Anything that attends: the whole stream, or a cache at inference."""
 
     def turns(self, *, hils: bool) -> Turns:
-        """Turns ``[M, D]`` of the stream's items, in HiLS layers or in window layers."""
+        """Return turns ``[M, D]`` of the stream's items, in HiLS layers or in window layers."""
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, u: Tensor | None) -> Tensor:
-        """``q [B, H, M, D]``, ``k, v [B, G, M, D]``, rotated -> ``[B, H, M, D]``; ``u`` as ``q``, in HiLS layers."""
+        """Attend ``q [B, H, M, D]`` to ``k, v [B, G, M, D]``; ``u`` as ``q``, in HiLS layers. All are rotated."""
 
 
 def positions_of(places: Tensor, size: int) -> Tensor:
-    """Positions of the items at ``places`` of a stream whose blocks have ``size``: landmarks do not count."""
+    """Return positions of the items at ``places`` of a stream with blocks of ``size``; landmarks do not count."""
     return places - places.div(size, rounding_mode="floor")
 
 
 class HilsStream:
-    """What the items of whole streams ``[B, M]`` see, without a cache."""
+    """The view of items of whole streams ``[B, M]``, without a cache."""
 
     def __init__(self, config: HilsConfig, items: int, like: Tensor) -> None:
-        """``like`` has the type and the device of hidden states."""
+        """``like`` has the dtype and the device of hidden states."""
         self.config = config
         positions = positions_of(torch.arange(items, device=like.device), config.chunk_size)
         self._turns = [config.rotary(hils=hils).turns(positions, like.dtype) for hils in (False, True)]
@@ -66,7 +66,7 @@ class HilsStream:
         """See ``HilsSight``."""
         return self._turns[hils]
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, u: Tensor | None) -> Tensor:  # noqa: ARG002 - all layers of a kind are alike here
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, u: Tensor | None) -> Tensor:  # noqa: ARG002 - layers of a kind are alike here
         """See ``HilsSight``."""
         config = self.config
         if u is None:
@@ -80,7 +80,7 @@ class HilsStream:
 
 
 class HilsProjections(nn.Module):
-    """Projections around what ``HilsSight`` attends to, with a landmark query where the layer chooses blocks."""
+    """Projections around the attention of a ``HilsSight``, with a landmark query if the layer chooses blocks."""
 
     def __init__(self, config: HilsConfig, number: int) -> None:
         super().__init__()
@@ -107,12 +107,12 @@ class HilsProjections(nn.Module):
             self.lmk_q_norm = norm(inner, whole=config.layerwise_lmkq_norm)
 
     def forward(self, x: Tensor, sight: HilsSight) -> Tensor:
-        """``x [B, M, hidden]`` -> the same."""
+        """Return ``[B, M, hidden]`` of the same shape."""
         projected: Tensor = self.o_proj(merged(sight.attend(self.number, *self.states(x, sight))))
         return projected
 
     def states(self, x: Tensor, sight: HilsSight) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Queries, keys, values and landmark queries of ``x [B, M, hidden]``, by heads and rotated."""
+        """Return queries, keys, values and landmark queries of ``x [B, M, hidden]``, by heads and rotated."""
         asked, turns = self.q_proj(x), sight.turns(hils=self.hils)
         q = self._rotated(self._normed(asked, self.q_norm, whole=self._whole), turns)
         k = self._rotated(self._normed(self.k_proj(x), self.k_norm, whole=self._whole), turns)
@@ -120,12 +120,12 @@ class HilsProjections(nn.Module):
         if not self.hils:
             return q, k, v, None
         landmark = self.lmk_q_proj(x)
-        if isinstance(self.lmk_q_proj, nn.Sequential):  # of low rank, what is added to the raw query
+        if isinstance(self.lmk_q_proj, nn.Sequential):  # low rank: it is added to the raw query
             landmark = asked + landmark
         return q, k, v, self._rotated(self._normed(landmark, self.lmk_q_norm, whole=self._whole_u), turns)
 
     def _normed(self, x: Tensor, norm: nn.Module, *, whole: bool) -> Tensor:
-        """``[B, M, H * D]`` -> ``[B, H, M, D]``, normed over all heads or in each."""
+        """Norm ``[B, M, H * D]`` over all heads or in each: ``[B, H, M, D]``."""
         heads: Tensor = (norm(x) if whole else x).unflatten(-1, (-1, self.dim))
         return (heads if whole else norm(heads)).transpose(1, 2)
 
@@ -144,13 +144,13 @@ class _HilsFeedForward(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., hidden]`` -> the same."""
+        """Return ``[..., hidden]`` of the same shape."""
         down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return down
 
 
 class _HilsLayer(nn.Module):
-    """Attention and feed-forward, with norms before them or behind them."""
+    """Attention and feed-forward, with norms before or behind them."""
 
     def __init__(self, config: HilsConfig, number: int) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class _HilsLayer(nn.Module):
             self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, sight: HilsSight) -> Tensor:
-        """``x [B, M, hidden]`` -> the same."""
+        """Return ``[B, M, hidden]`` of the same shape."""
         if self.norm_after:
             x = x + self.post_attention_layernorm(self.self_attn(x, sight))
             added: Tensor = self.post_feedforward_layernorm(self.mlp(x))
@@ -174,14 +174,14 @@ class _HilsLayer(nn.Module):
         return x + added
 
     def keep(self, x: Tensor, cache: HilsCache) -> None:
-        """Give ``cache`` what ``x [B, M, hidden]`` leaves in this layer, and compute nothing else."""
+        """Give this layer's states of ``x [B, M, hidden]`` to ``cache``, without any other computation."""
         _, k, v, u = self.self_attn.states(x if self.norm_after else self.input_layernorm(x), cache)
         cache.keep(self.self_attn.number, k, v, u)
 
 
 @dataclass
 class HilsOutput(CausalLMOutputWithPast):
-    """What ``HilsForCausalLM`` returns."""
+    """The return value of ``HilsForCausalLM``."""
 
 
 class HilsModel(nn.Module):
@@ -199,7 +199,7 @@ class HilsModel(nn.Module):
         self._gradient_checkpointing_func: Callable[..., Any] | None = None
 
     def embed(self, ids: Tensor) -> Tensor:
-        """``ids [B, M]``, -1 for a landmark -> ``[B, M, hidden]``."""
+        """Embed ``ids [B, M]``, with -1 for a landmark: ``[B, M, hidden]``."""
         landmark = ids < 0
         if not self.config.enable_external_lmk_embed:
             row: Tensor = self.embed_tokens(ids.masked_fill(landmark, self.config.vocab_size))
@@ -207,12 +207,12 @@ class HilsModel(nn.Module):
         return torch.where(landmark.unsqueeze(-1), self.lmk_embed, self.embed_tokens(ids.clamp(min=0)))
 
     def forward(self, packing: Packing, sight: Callable[[Tensor], HilsSight]) -> Tensor:
-        """The stream of a segment ``[B, M, hidden]`` after the last norm."""
+        """Return the stream of a segment ``[B, M, hidden]`` after the last norm."""
         hidden: Tensor = self.norm(self._through(self.layers, packing, sight))
         return hidden
 
     def read(self, packing: Packing, cache: HilsCache) -> None:
-        """Let ``cache`` have what a segment leaves in each layer, where no logits are wanted."""
+        """Give each layer's states of a segment to ``cache``, if no logits are needed."""
         *before, last = self.layers
         assert isinstance(last, _HilsLayer)
         last.keep(self._through(before, packing, lambda _: cache), cache)
@@ -229,9 +229,9 @@ class HilsModel(nn.Module):
 
 
 class HilsForCausalLM(CausalLM):
-    """A HiLS model with its output layer: ``from_pretrained``, ``generate`` and ``Trainer`` as usual.
+    """A HiLS model with its output layer; ``from_pretrained``, ``generate`` and ``Trainer`` work as usual.
 
-    Released checkpoints (``olmo_hils``, ``qwen_hils``) load as they are.
+    Released checkpoints (``olmo_hils``, ``qwen_hils``) load without changes.
     """
 
     config: HilsConfig
@@ -261,18 +261,18 @@ class HilsForCausalLM(CausalLM):
         logits_to_keep: int = 0,
         **kwargs: Any,
     ) -> HilsOutput:
-        """Logits of the token after each of ``input_ids [B, T]``: ``[B, T, table_rows]``.
+        """Return logits of the token after each of ``input_ids [B, T]``: ``[B, T, table_rows]``.
 
         Args:
             input_ids: tokens, without landmarks.
-            attention_mask: ``[B, T]``, or ``[B, earlier + T]`` as ``generate`` gives it; 0 for padding, which is left
-                out. Rows that have different lengths then go through a cache one by one.
-            past_key_values: what came before. With it the model computes in the type of its weights, also under
-                ``torch.autocast``.
-            labels: ``[B, T]``, -100 where there is none; adds ``loss``.
-            use_cache: return ``past_key_values``; if None only where ``past_key_values`` are given.
-            logits_to_keep: only those of the last so many tokens; all if 0.
-            **kwargs: ``num_items_in_batch`` of the Trainer, and what transformers hands every model.
+            attention_mask: ``[B, T]``, or ``[B, earlier + T]`` as ``generate`` passes it; 0 for padding, which is left
+                out. Rows of different lengths then go through a cache one by one.
+            past_key_values: the cache of earlier tokens. With it the model computes in the dtype of its weights, also
+                under ``torch.autocast``.
+            labels: ``[B, T]``, -100 for no label; adds ``loss``.
+            use_cache: return ``past_key_values``; if None, only if ``past_key_values`` are given.
+            logits_to_keep: return only the logits of this many last tokens; all if 0.
+            **kwargs: ``num_items_in_batch`` of the Trainer, and what transformers passes to every model.
 
         Raises:
             InvalidArgument: tokens that do not exist, or shapes that do not fit.
@@ -287,7 +287,7 @@ class HilsForCausalLM(CausalLM):
         return HilsOutput(loss=loss, logits=logits, **with_cache({}, cache))
 
     def generate(self, *args: Any, **options: Any) -> Any:
-        """As any model of transformers; rows of the table that are no tokens are never generated."""
+        """Generate as any model of transformers does; rows of the table without a token are never generated."""
         given = options.get("generation_config") or self.generation_config
         beyond = range(self.config.vocab_size, self.config.table_rows)
         if beyond:
@@ -296,21 +296,21 @@ class HilsForCausalLM(CausalLM):
         return super().generate(*args, **options)
 
     def new_cache(self, rows: int) -> HilsCache:
-        """An empty cache for ``rows`` texts."""
+        """Return an empty cache for ``rows`` texts."""
         return HilsCache(self.config, rows)
 
     def _whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        """Hidden states ``[B, T, hidden]`` of texts from their beginning, all at once."""
-        # Rows lie at the beginning of their streams, and nobody looks behind himself: padding needs no mask.
+        """Return hidden states ``[B, T, hidden]`` of texts from their beginning, all at once."""
+        # Rows lie at the beginning of their streams, and no item sees a later one. So padding needs no mask.
         packing = Packing(input_ids, mask, [0] * len(input_ids), self.config.chunk_size)
         return packing.tokens(self.model(packing, lambda x: HilsStream(self.config, packing.items, x)))
 
     @uncompiled
     def _pieces(self, input_ids: Tensor, mask: Tensor | None, cache: HilsCache) -> Tensor:
-        """Hidden states ``[B, T, hidden]`` of tokens that go on after ``cache``, piece by piece."""
+        """Return hidden states ``[B, T, hidden]`` of tokens that follow ``cache``, piece by piece."""
         self.check_cache(cache, HilsCache, input_ids)
         cache.tell_begin(input_ids)
-        with torch.autocast(input_ids.device.type, enabled=False):  # states of one type meet, whoever computed them
+        with torch.autocast(input_ids.device.type, enabled=False):  # all states then have one dtype
             if cache.apart or not (mask is None or bool(mask.all())):
                 there = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask
                 rows = zip(input_ids, there, cache.split(), strict=True)
@@ -321,7 +321,7 @@ class HilsForCausalLM(CausalLM):
         return hidden
 
     def _one_by_one(self, rows: Sequence[tuple[Tensor, HilsCache]], there: Tensor) -> Tensor:
-        """Tokens of each row and its cache -> hidden states ``[B, T, hidden]``, zeros where no token is ``there``."""
+        """Return hidden states ``[B, T, hidden]`` of each row's tokens, zeros if a token is not ``there``."""
         hidden: Tensor = self.model.norm.weight.new_zeros(*there.shape, self.config.hidden_size)
         for (ids, cache), into, real in zip(rows, hidden, there, strict=True):
             if ids.numel():
@@ -338,7 +338,7 @@ class HilsForCausalLM(CausalLM):
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
 
     def cut(self, ids: Tensor, before: int) -> Iterator[tuple[Tensor, bool]]:
-        """``ids [B, T]``, ``before`` which there are so many, in pieces for forward passes; and which is the last."""
+        """Cut ``ids [B, T]``, which follow ``before`` tokens, into pieces for forward passes. Mark the last piece."""
         size = self.config.segment_tokens
         first = min(size - before % size, ids.shape[1])
         pieces = [ids[:, :first], *(ids[:, first:].split(size, 1) if first < ids.shape[1] else ())]
@@ -346,18 +346,18 @@ class HilsForCausalLM(CausalLM):
 
 
 class OlmoHilsForCausalLM(HilsForCausalLM):
-    """A released 7B, by the name that its configuration has: the same model."""
+    """A released 7B, under its configuration's name: the same model."""
 
     config_class = OlmoHilsConfig
 
 
 class QwenHilsForCausalLM(HilsForCausalLM):
-    """A released 345M or 1B, by the name that its configuration has: the same model."""
+    """A released 345M or 1B, under its configuration's name: the same model."""
 
     config_class = QwenHilsConfig
 
 
-# So that transformers' own loaders know a saved HiLS model, and released ones, once these classes are imported.
+# With this, transformers' own loaders know saved and released HiLS models, once these classes are imported.
 for _model in (HilsForCausalLM, OlmoHilsForCausalLM, QwenHilsForCausalLM):
     AutoConfig.register(_model.config_class.model_type, _model.config_class, exist_ok=True)
     AutoModelForCausalLM.register(_model.config_class, _model, exist_ok=True)
@@ -369,7 +369,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "olmo2": {"norm_after": True, "layerwise_qk_norm": True, "layerwise_lmkq_norm": True},
     "olmo3": {"norm_after": True, "layerwise_qk_norm": True, "layerwise_lmkq_norm": True},
 }
-"""Kinds of models that a ``HilsForCausalLM`` computes, and what its configuration says of them."""
+"""Kinds of models that a ``HilsForCausalLM`` can compute, with their options in its configuration."""
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 COPIED = (
     "vocab_size",
@@ -387,13 +387,14 @@ COPIED = (
 
 
 def make_hils(model: PreTrainedModel, **changes: Any) -> HilsForCausalLM:
-    """A HiLS model with the weights of a stock Llama, Qwen3, or OLMo 2 or 3, ready for training.
+    """Make a HiLS model with the weights of a stock Llama, Qwen3, or OLMo 2 or 3, ready for training.
 
-    As the released 7B was made of OLMo 3 (arXiv 2607.02980). All is taken over by name. Landmark queries begin as the
-    queries (what is added to them begins with zeros, behind a first matrix drawn from N(0, 0.02)), with a copy of their
-    norm; the landmark begins as the mean of all embeddings. Texts that fit into a window have the logits of ``model``,
-    where ``enable_inrange_rope=False``; else long periods of rotation are left out, which the training gets used to.
-    The parameters are those of ``model``, not copies: training one trains the other.
+    The released 7B was made from OLMo 3 in this way (arXiv 2607.02980). All weights are taken over by name. Landmark
+    queries begin as the queries, with a copy of their norm. The part that is added to them begins with zeros, behind a
+    first matrix drawn from N(0, 0.02). The landmark begins as the mean of all embeddings. With
+    ``enable_inrange_rope=False``, texts that fit into a window have the logits of ``model``. Otherwise long periods of
+    rotation are left out, and the model adapts to this in training. The parameters are shared with ``model``, not
+    copied: training one trains the other.
 
     Args:
         model: as ``AutoModelForCausalLM`` loads it, without adapters.
@@ -401,8 +402,8 @@ def make_hils(model: PreTrainedModel, **changes: Any) -> HilsForCausalLM:
             ``full_attn_interleave`` (1: every layer chooses blocks; an OLMo 3 keeps windows in three layers of four).
 
     Raises:
-        UnsupportedModel: the model computes something else than a HiLS model does within its window.
-        InvalidArgument: options that cannot be.
+        UnsupportedModel: within its window, the model computes something other than a HiLS model does.
+        InvalidArgument: options that are not possible.
     """
     if not isinstance(model, PreTrainedModel):
         raise InvalidArgument(
@@ -428,7 +429,7 @@ def make_hils(model: PreTrainedModel, **changes: Any) -> HilsForCausalLM:
 
 
 def _new_weights(made: HilsForCausalLM, model: PreTrainedModel, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters of landmarks."""
+    """Return the parameters of landmarks."""
     new: dict[str, Tensor] = {}
     embeddings = cast("nn.Embedding", model.get_input_embeddings()).weight.detach()
     for name, empty in made.named_parameters():
@@ -478,7 +479,7 @@ def _configuration(stock: Any, changes: dict[str, Any]) -> HilsConfig:
         "enable_external_lmk_embed": True,
         "stock": stock.to_dict(),
     }
-    # A configuration of transformers takes any name: `chunk=8` would change nothing, silently.
+    # A configuration of transformers accepts any name: `chunk=8` would change nothing, without an error.
     known = inspect.signature(HilsConfig.__init__).parameters.keys() - {"self", "kwargs"} - given.keys()
     if unknown := sorted(changes.keys() - known - {*TOKENS}):
         raise InvalidArgument(f"make_hils has no option {', '.join(unknown)}; it has {', '.join(sorted(known))}")
@@ -487,7 +488,7 @@ def _configuration(stock: Any, changes: dict[str, Any]) -> HilsConfig:
 
 
 def _rope(stock: Any) -> dict[str, Any]:
-    """The rotary parameters of all layers. Raises ``UnsupportedModel`` where they differ from layer to layer."""
+    """Return the rotary parameters of all layers. Raises ``UnsupportedModel`` if layers differ."""
     rope: dict[str, Any] = stock.rope_parameters
     if "rope_theta" in rope:
         return rope

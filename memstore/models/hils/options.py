@@ -1,4 +1,4 @@
-"""The options of training and of measuring, for the command line. Nothing here needs PyTorch."""
+"""The options of training and measuring, for the command line. Nothing here needs PyTorch."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Reading a long input into a memory with a HiLS model, and going on from there.
+"""Reads a long input into a memory with a HiLS model, and continues from there.
 
-Of each HiLS layer the memory has rotated keys and values of all tokens, for each key-value head by itself, and for each
-query head one landmark of a block. Positions are absolute, so a stored block is valid at its own place, and nothing is
-computed again. Window layers need nothing older than their window: what they go on from is kept as hybrids keep their
-recurrent states, at the document's end and at ends of earlier commits.
+For each HiLS layer, the memory has rotated keys and values of all tokens, in a layer for each key-value head. It has
+one landmark of a block for each query head. Positions are absolute, so a stored block is valid at its own place, and
+nothing is computed again. Window layers need nothing older than their window. Their state is kept at the document's end
+and at ends of earlier commits, as hybrids keep their recurrent states.
 
-Everything that the next token needs is stored, the incomplete block too. So any process goes on from any commit, and
-what a token's states are does not depend on how the text was cut.
+The next token needs only stored states, because the incomplete block is stored too. So any process can continue from
+any commit. A token's states do not depend on how the text was cut.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from memstore.readers.observer import Choices, Origin
 from memstore.store.records import Layout
 
 COMMIT_BLOCKS = 256
-"""Blocks that are committed together: fewer would wait for the disk more often."""
+"""Blocks that are committed together. With fewer blocks, commits would wait for the disk more often."""
 
 
 def memory_spec(model: HilsForCausalLM, tokenizer: Any = None, codec: str = "none") -> MemorySpec:
-    """The spec of a memory for ``model``: a layer for each key-value head of each HiLS layer (``retrieval.py``)."""
+    """Return a spec for ``model``: a layer for each key-value head of each HiLS layer (``retrieval.py``)."""
     config = model.config
     groups, dim, layers = config.num_key_value_heads, config.head_dim, len(config.hils_layers)
-    # What the states depend on beside the weights: none of it shows in the shapes of the weights.
+    # The states also depend on these options, which do not show in the shapes of the weights.
     shaping = (
         "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "hils_norm_eps", "hils_layers", "sliding_window",
         "hils_sliding_window", "norm_after", "layerwise_qk_norm", "layerwise_lmkq_norm", "enable_softmax1",
@@ -77,24 +77,23 @@ def memory_spec(model: HilsForCausalLM, tokenizer: Any = None, codec: str = "non
 
 
 class _Kept(NamedTuple):
-    """What window layers go on from."""
+    """The state from which window layers continue."""
 
     tokens: int
-    """After so many tokens of a document."""
+    """The number of tokens of a document before it."""
     windows: Sequence[Tensor]
-    """``[2, G, W, D]`` of each: keys and values of the last items, at the end."""
+    """``[2, G, W, D]`` for each layer: keys and values of the last items, at the end."""
 
 
 class HilsReader(CacheReader[HilsCache]):
     """A document of a memory, and the HiLS model that reads it.
 
-    Every token chooses ``config.hils_topk`` blocks in each HiLS layer, for each key-value head, or
-    ``retrieval.top_k``; a document is read with the same number from beginning to end. ``on_error`` concerns answers.
-    With an exact index the model gives what it gives with all states in its cache. Where heads share a list
-    (``num_key_value_heads`` below ``num_attention_heads``) and the index cannot score all blocks, shares are taken of
-    those that it finds.
+    Every token chooses ``config.hils_topk`` blocks, or ``retrieval.top_k``, in each HiLS layer for each key-value head.
+    A document is read with the same number from beginning to end. ``on_error`` concerns answers. With an exact index
+    the model's output is the same as with all states in its cache. If heads share a list (``num_key_value_heads`` below
+    ``num_attention_heads``) and the index cannot score all blocks, shares are taken of the blocks that it finds.
 
-    Behind a codec that is not "none" a model gives nearly what it gives without.
+    With a codec other than "none", the output is nearly the same as without.
     """
 
     kind = HILS
@@ -109,7 +108,7 @@ class HilsReader(CacheReader[HilsCache]):
         codec: str | None = None,
         **shared: Any,
     ) -> None:
-        """See ``memstore.attach``; ``shared`` is what all kinds take."""
+        """See ``memstore.attach``; ``shared`` has the arguments of all kinds."""
         if not isinstance(model, HilsForCausalLM):
             raise InvalidArgument(f"expected a HilsForCausalLM, got a {type(model).__name__}; see memstore.attach")
         super().__init__(model, memory, document, **shared)
@@ -127,7 +126,7 @@ class HilsReader(CacheReader[HilsCache]):
 
     @torch.no_grad()
     def _made(self, rows: int, *, retrieval: Retrieval | None = None) -> HilsCache:
-        """See ``CacheReader``; ``retrieval``: another than the text was read with."""
+        """See ``CacheReader``; ``retrieval``: another one than the text was read with."""
         cache = self._begun(self._continued(), rows, self.retrieval if retrieval is None else retrieval)
         cache.belong_to(self.model.model)
         return cache
@@ -142,10 +141,10 @@ class HilsReader(CacheReader[HilsCache]):
         }
 
     def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
-        """A block's score is the largest share that any head of any layer gives it at the last token.
+        """Search by the largest share that any head of any layer gives a block at the last token.
 
-        ``layer``: one of the memory that has landmarks. Blocks in the window are seen without being chosen, and have
-        none.
+        ``layer``: a layer of the memory that has landmarks. Blocks in the window are seen without being chosen, and
+        have no share.
         """
         wanted = None if layer is None else self._model_layer(check_layer(self.memory, layer))
         blocks, cache = self.document.complete_blocks, self._made(1)
@@ -162,13 +161,13 @@ class HilsReader(CacheReader[HilsCache]):
         return best([(self.document, torch.arange(blocks.start, blocks.stop)[seen], scores[seen])], top_k)
 
     def _model_layer(self, layer: int) -> int:
-        """The model's layer whose landmarks the memory's ``layer`` has."""
+        """Return the model's layer whose landmarks are in the memory's ``layer``."""
         return self.model.config.hils_layers[layer // self.model.config.num_key_value_heads]
 
-    # Where a document goes on
+    # The end of a document
 
     def _begun(self, document: Document, rows: int, retrieval: Retrieval) -> HilsCache:
-        """A cache at the end of the document; what window layers remember is computed again where it is not kept."""
+        """Return a cache at the end of the document. Missing states of window layers are computed again."""
         kept = self._kept(document)
         cache = self._at(document, rows, retrieval, kept)
         cache.origin = Origin(document, self.model.device, stored=document.complete_blocks.stop)
@@ -182,16 +181,16 @@ class HilsReader(CacheReader[HilsCache]):
         return cache
 
     def _kept(self, document: Document) -> _Kept:
-        """The latest place that there is all of."""
+        """Return the latest state that is complete."""
         if not self.memory.spec.recurrent:
             return _Kept(len(document), ())
         for place in reversed(document.recurrent_places()):
-            with suppress(DamagedError, NotFound):  # verify names it; what was lost is computed again
+            with suppress(DamagedError, NotFound):  # verify names the damage; lost states are computed again
                 return _Kept(place, to_device(document.recurrent(place), self.model.device))
         return _Kept(0, ())
 
     def _at(self, document: Document, rows: int, retrieval: Retrieval, kept: _Kept) -> HilsCache:
-        """A cache behind the first ``kept.tokens`` of the document."""
+        """Return a cache behind the first ``kept.tokens`` of the document."""
         config, groups = self.model.config, self.model.config.num_key_value_heads
         stop = kept.tokens // config.tokens_per_block
         options: dict[str, Any] = {"document": document, "stop": stop, "on_error": retrieval.on_error}
@@ -207,7 +206,7 @@ class HilsReader(CacheReader[HilsCache]):
         return cache
 
     def _put_near(self, document: Document, cache: HilsCache, layer: int) -> None:
-        """The window of a HiLS layer, from the blocks that it is in."""
+        """Fill the window of a HiLS layer from the blocks that it is in."""
         size, recent, device = self.model.config.chunk_size, cache.recent[layer], self.model.device
         recent.first = cache.edge(layer)
         blocks = list(range(recent.first // size, -(-cache.tokens // (size - 1))))
@@ -225,7 +224,7 @@ class HilsReader(CacheReader[HilsCache]):
     def _segment_tokens(self) -> int:
         return self.model.config.segment_tokens
 
-    def _reading(self, *, retrieve: bool) -> dict[str, Any]:  # noqa: ARG002 - it cannot do without
+    def _reading(self, *, retrieve: bool) -> dict[str, Any]:  # noqa: ARG002 - it always retrieves
         return {"top_k": self.retrieval.top_k}
 
     def _read_segments(self, job: Job, segments: Iterator[Tensor]) -> Generator[int]:
@@ -240,7 +239,7 @@ class HilsReader(CacheReader[HilsCache]):
                 if sum(map(len, waiting)) >= limit:
                     self._commit(job, waiting, cache)
                 yield len(tokens)
-        finally:  # what was computed before an error, or before somebody interrupted, is whole
+        finally:  # tokens computed before an error or an interruption are complete
             self._commit(job, waiting, cache)
 
     def _segment(self, ids: Tensor, cache: HilsCache) -> None:
@@ -250,7 +249,7 @@ class HilsReader(CacheReader[HilsCache]):
         cache.end()
 
     def _windows(self, cache: HilsCache) -> list[Tensor]:
-        """What window layers go on from, in host memory; see ``_Kept``."""
+        """Return the state of window layers, in host memory; see ``_Kept``."""
         window = self.model.config.sliding_window
         both = [torch.stack(cache.recent[layer].read()).squeeze(1) for layer in self.model.config.window_layers]
         copies, arrived = to_host([F.pad(x, (0, 0, window - x.shape[2], 0)) for x in both])
@@ -258,7 +257,7 @@ class HilsReader(CacheReader[HilsCache]):
         return copies
 
     def _commit(self, job: Job, waiting: list[Tensor], cache: HilsCache) -> None:
-        """Store what was read; ``waiting`` is empty then."""
+        """Store the ``waiting`` tokens, and clear them."""
         if not waiting:
             return
         options, job.options = job.options, None
@@ -277,7 +276,7 @@ class HilsReader(CacheReader[HilsCache]):
             batch.put(layer, landmarks=marks, k=keys[group].contiguous(), v=values[group].contiguous())
 
     def _blocks(self, cache: HilsCache, layer: int, blocks: range) -> list[Tensor]:
-        """Keys and values ``[G, n, S - 1, D]`` of ``blocks``, the last one padded; landmarks ``[n, H, 1, D + 1]``."""
+        """Return padded keys and values ``[G, n, S - 1, D]`` of ``blocks``, and landmarks ``[n, H, 1, D + 1]``."""
         own, size = cache.tables[layer].own, self.model.config.chunk_size
         start = blocks.start - own.first
         parts = [(own.keys[0, :, start:], own.values[0, :, start:])] if own.count > start else []
@@ -296,8 +295,8 @@ class HilsReader(CacheReader[HilsCache]):
 
 
 def _shares(choice: HilsChoice, layer: int | None) -> tuple[Tensor, Tensor]:
-    """Blocks and the largest share that a head gives each, in host memory; nothing of other layers."""
-    if not choice.rows or layer not in (None, choice.layer):  # what ends before the text's last token does not count
+    """Return blocks and the largest share that a head gives each, in host memory; nothing for other layers."""
+    if not choice.rows or layer not in (None, choice.layer):  # only the text's last token counts
         return torch.empty(0, dtype=torch.int64), torch.empty(0)
     _, blocks, shares = choice.shares()
     return blocks.cpu(), shares.amax(0).float().cpu()

@@ -1,9 +1,9 @@
-"""Where a HiLS layer finds its earlier blocks: tensors of its own, or a document of a memory and then those.
+"""The earlier blocks of a HiLS layer: its own tensors, or a document of a memory and then its own tensors.
 
-A block's states lie in the document for each key-value head by itself, for each head chooses for itself: the memory's
-layer ``n * G + g`` holds those of head ``g`` of the ``n``-th HiLS layer. The landmarks of all query heads are in the
-index of the first of these, ``[kbar, b]`` for each head, and are searched with ``[s u, 1]``: the inner product is the
-estimate ``e`` itself. So any index serves, and with an exact one the choice is that of the model without a memory.
+In the document, each key-value head has a layer of its own, because each head chooses for itself. The memory's layer
+``n * G + g`` holds the states of head ``g`` of the ``n``-th HiLS layer. The landmarks of all query heads are in the
+index of the first of these layers, as ``[kbar, b]`` for each head. They are searched with ``[s u, 1]``, so the inner
+product is the estimate ``e`` itself. So any index works. With an exact index, the model chooses as without a memory.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from memstore.memory import Document
 from memstore.readers.audit import exact_scores
 
 OnError = Literal["raise", "miss"]
-"""What becomes of a stored block that cannot be read: an error, or a list without it."""
+"""How a stored block that cannot be read is treated: an error, or a list without it."""
 ESTIMATES = 1 << 22
-"""Numbers that are held at once while blocks are chosen among tensors."""
+"""Numbers held at once while blocks are chosen among tensors."""
 
 
 class _OwnBlocks:
@@ -54,7 +54,7 @@ class _OwnBlocks:
 
     @property
     def landmarks(self) -> Tensor:
-        """``[B, H, n, D + 1]`` float32 or better: mean keys and, last, entropies."""
+        """``[B, H, n, D + 1]`` float32 or better: mean keys, then entropies."""
         return self._held[2][:, :, : self.count]
 
     def extend(self, keys: Tensor, values: Tensor, landmarks: Tensor) -> None:
@@ -71,14 +71,14 @@ class _OwnBlocks:
         self.count = stop
 
     def keep_from(self, first: int) -> None:
-        """Let blocks before ``first`` go."""
+        """Drop blocks before ``first``."""
         gone = min(max(0, first - self.first), self.count)
         if gone:
             self._held = [x[:, :, gone : self.count].clone() for x in self._held]
         self.first, self.count = max(self.first, first), self.count - gone
 
     def reorder(self, rows: Tensor) -> None:
-        """Let row ``b`` be what row ``rows[b]`` was."""
+        """Let row ``b`` be the former row ``rows[b]``."""
         self._held = [x.index_select(0, rows.to(x.device)) for x in self._held]
 
 
@@ -88,14 +88,14 @@ class ChosenChunks(NamedTuple):
     blocks: Tensor
     """``[B, G, M, K]``, ascending, -1 behind them"""
     scores: Tensor
-    """``[B, H, M, K]``: estimates of each head, -inf where there is no block"""
+    """``[B, H, M, K]``: estimates of each head, -inf for a missing block"""
 
 
 class _AtHand(NamedTuple):
-    """What the last step of one token read."""
+    """The blocks that the last step of one token read."""
 
     edits: int
-    """Of the document."""
+    """The document's number of edits at that step."""
     lists: list[list[int]]
     """The blocks of each key-value head, all of one length."""
     keys: Tensor
@@ -104,7 +104,7 @@ class _AtHand(NamedTuple):
 
 
 class HilsTable:
-    """The blocks of one HiLS layer: those of a document that all rows share, then each row's own, which no index has.
+    """The blocks of one HiLS layer: first the document's, shared by all rows, then each row's own, without an index.
 
     With ``on_error="miss"`` a stored block that cannot be read is left out of every list that chooses it.
     """
@@ -112,23 +112,23 @@ class HilsTable:
     def __init__(
         self, number: int, groups: int, *, document: Document | None = None, stop: int = 0, on_error: OnError = "raise"
     ) -> None:
-        """``number``: of the layer among HiLS layers. Blocks of the document from ``stop`` on are not used."""
+        """``number``: the layer's number among HiLS layers. Blocks of the document from ``stop`` on are not used."""
         self.groups, self.document, self._on_error = groups, document, on_error
         self.layers = range(number * groups, (number + 1) * groups)
-        """Those of the memory."""
+        """The layers of the memory."""
         self.own = _OwnBlocks(stop)
         self._at_hand: _AtHand | None = None
 
     def copy(self) -> HilsTable:
-        """One that goes on by itself."""
+        """Return a table that continues independently."""
         other = copy(self)
         other.own, other._at_hand = copy(self.own), None
         return other
 
     def choose(self, asked: Tensor, lse: Tensor, edges: Sequence[int], top_k: int) -> ChosenChunks:
-        """The best ``top_k`` blocks before ``edges``, of which each of ``M`` queries has one, ascending.
+        """Choose the best ``top_k`` blocks before ``edges``, ascending; each of the ``M`` queries has its own edge.
 
-        ``asked [B, H, M, D + 1]``: scaled landmark queries and a 1. ``lse [B, H, M]``: of the window.
+        ``asked [B, H, M, D + 1]``: scaled landmark queries and a 1. ``lse [B, H, M]``: the window's log-sum-exp.
         """
         parts = []
         for rows, stop in self._runs(edges, asked):
@@ -144,7 +144,7 @@ class HilsTable:
         return ChosenChunks(*(torch.cat(part, 2) for part in zip(*parts, strict=True)))
 
     def _runs(self, edges: Sequence[int], asked: Tensor) -> Iterator[tuple[slice, int]]:
-        """Queries that are compared with blocks together, and the block that none of them sees."""
+        """Yield queries that are compared with blocks together, and the first block that none of them sees."""
         start, many = 0, len(edges)
         size = max(1, ESTIMATES // max(1, asked.shape[0] * asked.shape[1] * max(1, edges[-1])))
         while start < many:
@@ -155,9 +155,9 @@ class HilsTable:
             start = stop
 
     def estimates(self, asked: Tensor, stop: int, top_k: int | None) -> tuple[Tensor, Tensor]:
-        """Scores ``[B, H, m, n]`` of blocks before ``stop``, and which they are: ``[1, n]`` or ``[B, G, m, n]``.
+        """Return scores ``[B, H, m, n]`` of blocks before ``stop``, and the blocks ``[1, n]`` or ``[B, G, m, n]``.
 
-        The best ``top_k`` are among them; None: all are.
+        They include the best ``top_k`` blocks; None: all blocks.
         """
         count = max(0, min(stop, self.own.stop) - self.own.first)
         blocks = torch.arange(self.own.first, self.own.first + count, device=asked.device)[None]
@@ -173,20 +173,20 @@ class HilsTable:
         return torch.cat([found, scores], -1), torch.cat([ids, blocks], -1)
 
     def _stored(self, stop: int) -> range:
-        """Blocks of the document before ``stop``."""
+        """Return the document's blocks before ``stop``."""
         if self.document is None:
             return range(0)
         return range(self.document.complete_blocks.start, min(stop, self.own.first))
 
     def _found(self, asked: Tensor, stored: range, top_k: int | None) -> tuple[Tensor, Tensor]:
-        """Of blocks in the document: as ``estimates``."""
+        """Return estimates for blocks of the document; see ``estimates``."""
         assert self.document is not None
         view, shape = self.document.layer(self.layers[0]), asked.shape[:3]
         assert view.index is not None
         queries = asked.transpose(0, 1).flatten(1, 2).float().to(view.index.device)  # [H, B * m, D + 1]
 
         def apart(x: Tensor) -> Tensor:
-            """``[H, B * m, n]`` -> ``[B, H, m, n]``."""
+            """Reshape ``[H, B * m, n]`` to ``[B, H, m, n]``."""
             rows: Tensor = x.unflatten(1, (shape[0], -1))
             return rows.transpose(0, 1)
 
@@ -203,10 +203,10 @@ class HilsTable:
             return apart(scores).to(asked.dtype), apart(ids)
         return self._rescored(asked, apart(ids))
 
-    # An index that only finds the best tells each head its own best; what a list is chosen by is the largest share that
-    # a block has of any head. So the finds of all heads are candidates, with the true score of each.
+    # Some indexes only find the best blocks of each head. A list, however, is chosen by the largest share that a block
+    # has in any head. So the blocks that any head found are candidates, and every head scores all of them.
     def _rescored(self, asked: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """All that the heads of a group have found, ``ids [B, H, m, k]``, scored by each: ``[B, H, m, n]``."""
+        """Score all blocks that the heads of a group found, ``ids [B, H, m, k]``, for each head: ``[B, H, m, n]``."""
         assert self.document is not None
         together = ids.unflatten(1, (self.groups, -1)).transpose(2, 3).flatten(3).sort(-1).values  # [B, G, m, R * k]
         again = F.pad(together[..., 1:] == together[..., :-1], (1, 0))
@@ -222,7 +222,7 @@ class HilsTable:
         return (asked @ marks.mT).gather(-1, at.repeat_interleave(heads, 1)), together
 
     def states(self, blocks: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values ``[B, G, n, S - 1, D]`` of ``blocks [B, G, M, K]``; which of them each is, -1 for none."""
+        """Return keys, values ``[B, G, n, S - 1, D]`` of ``blocks [B, G, M, K]``, and their places, -1 for none."""
         own = self.own
         stored = (blocks >= 0) & (blocks < own.first)
         if not bool(stored.any()):
@@ -243,17 +243,17 @@ class HilsTable:
             keys, values = torch.cat([keys, own.keys], 2), torch.cat([values, own.values], 2)
         return keys, values, at
 
-    # From one token to the next a head mostly chooses the same blocks. Those stay where they are: a step reads what is
-    # new, and nothing is held but the lists of the last one.
+    # From one token to the next, a head mostly chooses the same blocks. These stay in place. A step reads only the new
+    # blocks, and only the lists of the last step are held.
     def _step(self, wanted: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor, list[list[int]]]:
-        """As ``_read``, with what the last step has read."""
+        """Read as ``_read`` does, but reuse the blocks of the last step."""
         assert self.document is not None
         held, edits = self._at_hand, self.document.state.edits
-        self._at_hand = None  # until it is whole again
+        self._at_hand = None  # until it is complete again
         if held is not None and held.edits == edits and [*map(len, held.lists)] == [*map(len, wanted)]:
             missing = [sorted({*new}.difference(old)) for new, old in zip(wanted, held.lists, strict=True)]
             if 2 * sum(map(len, missing)) <= sum(map(len, wanted)):
-                with suppress(DamagedError):  # met again below
+                with suppress(DamagedError):  # the read below meets it again
                     self._at_hand = self._exchanged(held, wanted, missing, device)
                     return self._at_hand.keys, self._at_hand.values, self._at_hand.lists
         keys, values, lists = self._read(wanted, device)
@@ -264,7 +264,7 @@ class HilsTable:
     def _exchanged(
         self, held: _AtHand, wanted: list[list[int]], missing: list[list[int]], device: torch.device
     ) -> _AtHand:
-        """``held`` with the blocks that are ``missing`` in the places of those that are wanted no more."""
+        """Replace blocks of ``held`` that are no longer wanted by the ``missing`` ones."""
         assert self.document is not None
         if not any(missing):
             return held
@@ -280,7 +280,7 @@ class HilsTable:
         return held._replace(lists=lists)
 
     def _read(self, wanted: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor, list[list[int]]]:
-        """Keys and values ``[G, n, S - 1, D]`` of stored blocks, a list for each head, and the lists that were read."""
+        """Read stored blocks, a list for each head: keys, values ``[G, n, S - 1, D]``, and the lists that were read."""
         assert self.document is not None
         try:
             read = self.document.gather_each(self.layers, wanted, device=device)
@@ -295,7 +295,7 @@ class HilsTable:
         return keys, values, wanted
 
     def tiers(self, blocks: Tensor) -> list[list[str]]:
-        """Where each of ``blocks [G, K]`` is now; "own" for those that no memory has, empty for none."""
+        """Return the tier of each of ``blocks [G, K]``; "own" for blocks outside the memory, empty for none."""
         found = []
         for layer, of_head in zip(self.layers, blocks.tolist(), strict=True):
             stored = [block for block in of_head if 0 <= block < self.own.first]
@@ -305,14 +305,14 @@ class HilsTable:
 
 
 def _ordered(blocks: Tensor, scores: Tensor) -> ChosenChunks:
-    """``blocks [B, G, m, K]`` and their ``scores [B, H, m, K]`` in the order of the blocks, -1 last."""
+    """Sort ``blocks [B, G, m, K]`` and their ``scores [B, H, m, K]`` by block, -1 last."""
     order = blocks.where(blocks >= 0, torch.iinfo(blocks.dtype).max).argsort(-1)
     of_heads = order.repeat_interleave(scores.shape[1] // blocks.shape[1], 1)
     return ChosenChunks(blocks.gather(-1, order), scores.gather(-1, of_heads))
 
 
 def _in_rows(x: Tensor, counts: list[int]) -> Tensor:
-    """``x [sum of counts, ...]`` as ``[len(counts), most, ...]``, anything behind those that there are."""
+    """Return ``x [sum of counts, ...]`` as ``[len(counts), most, ...]``, with padding behind each count."""
     most = max(counts)
     if min(counts) == most:
         alike: Tensor = x.unflatten(0, (len(counts), most))

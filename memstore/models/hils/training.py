@@ -1,6 +1,6 @@
-"""Training HiLS models: on texts as any model is, and by a recipe on needles.
+"""Training HiLS models: on texts like any model, and by a recipe on needles.
 
-Nothing is warmed up: the loss reaches what is chosen from the first step on, by the weights of the chosen blocks.
+No warm-up stage is needed. From the first step, the loss reaches the choice through the weights of the chosen blocks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from memstore.train.training import Training, load_weights
 
 
 class HilsRecipe(Recipe):
-    """What to train a HiLS model on, and how."""
+    """A recipe for training a HiLS model."""
 
     kind: ClassVar[str] = "hils"
     aligned: ClassVar[bool] = False
 
 
 class _HilsNeedleTrainer(AnswerTrainer):
-    """Trains a HiLS model on needles: nothing but the loss says which blocks are to be chosen."""
+    """Trains a HiLS model on needles. Only the loss decides which blocks it learns to choose."""
 
     def logits_of(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """See ``AnswerTrainer``."""
@@ -41,7 +41,7 @@ class _HilsNeedleTrainer(AnswerTrainer):
         return logits
 
     def learned(self, answer: Tensor, found: float) -> None:
-        """See ``AnswerTrainer``; nothing waits for it."""
+        """See ``AnswerTrainer``; nothing depends on it here."""
 
 
 _SMALL = {"initializer_range": 0.06, "num_swa_layers": 3}
@@ -64,12 +64,12 @@ RECIPES: dict[str, HilsRecipe] = {
 }
 _OF_NEEDLES = {"steps", "learning_rate", "warmup", "seed", "bf16", "init"}
 _MODEL = {"block_size": "chunk_size", "vocabulary": "vocab_size"}
-"""Options that a model is made of, and their names in its configuration."""
+"""Options that decide the model's shape, with their names in its configuration."""
 _DATA = ("tokenizer", "context", "valid", "column")
 
 
 def train(options: HilsTraining, runtime: Runtime) -> dict[str, Any]:
-    """What ``memstore train hils`` does. Raises ``InvalidArgument`` for options that do not belong together."""
+    """Run ``memstore train hils``. Raises ``InvalidArgument`` for options that do not belong together."""
     given = options.given()
     if bool(options.text) == (options.recipe is not None):
         got = "both" if options.text else "neither"
@@ -100,7 +100,7 @@ def train(options: HilsTraining, runtime: Runtime) -> dict[str, Any]:
 
 
 def hils_of_stock(folder: str | Path, **changes: Any) -> HilsForCausalLM:
-    """A HiLS model with the weights of the stock model in ``folder``. Raises ``DamagedError``, ``UnsupportedModel``."""
+    """Convert the stock model in ``folder`` to a HiLS model. Raises ``DamagedError``, ``UnsupportedModel``."""
     return make_hils(load_weights(AutoModelForCausalLM, folder), **changes)
 
 
