@@ -1,7 +1,7 @@
-"""Models that bring their own index: sparse attention that was trained, from a memory.
+"""Models that bring their own index: trained sparse attention, from a memory.
 
-DeepSeek-V3.2 and its kind score every past token (pool, run, block) with a small index and attend to the best. Here the
-index keys are the landmarks of a memory and the states lie in its blocks; the model chooses as it always does.
+DeepSeek-V3.2 and similar models score every past token (pool, run, block) with a small index, and attend to the best.
+Here the index keys are the landmarks of a memory, and the states lie in its blocks. The model chooses as usual.
 """
 
 from typing import TYPE_CHECKING

@@ -1,9 +1,9 @@
-"""One sequence of forward passes: a prompt and its continuation, or a text being read; and the layers of its cache.
+"""A sequence of forward passes (a prompt and its continuation, or a text being read), and the layers of its cache.
 
-An ``IndexedCall`` goes on after a document, with rows that each have tokens of their own (*local* ones; padding is left
-out). Token ``t`` of a row is ``t`` of the document, or ``t - tokens`` of its own. In each layer it takes what the
-tokens of a segment give, lets them choose among the document's units and the row's own, gathers the rows that a few
-queries chose (those of the document from the store, verified), and attends to them.
+An ``IndexedCall`` continues after a document. Each of its rows has tokens of its own (*local* ones, without padding).
+Token ``t`` of a row is token ``t`` of the document, or ``t - tokens`` of its own. In each layer, the call takes the
+states of a segment's tokens, and lets them choose among the units of the document and of the row. It gathers the rows
+that a few queries chose, verified if they come from the store, and attends to them.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from memstore.readers.stock.call import CallLayer
 
 
 class _ChosenFrom(Protocol):
-    """What the layer chose from: ``call.IndexedCall``."""
+    """The source of a layer's choice: ``call.IndexedCall``."""
 
     document: Document
     tokens: int
-    """Those of the document; what follows is the row's own."""
+    """Tokens of the document; the row's own tokens follow."""
     origin: Origin
 
     def logits(self, layer: IndexedLayer, row: int, query: Tensor) -> Tensor:
-        """Scaled products of a query with all tokens, chosen or not."""
+        """Return scaled products of a query with all tokens, chosen or not."""
 
 
 @dataclass(eq=False)
 class IndexChoice(Choice):
-    """See above. Tokens that are always seen are among those chosen, with a score of NaN."""
+    """The choice of one layer. It includes the tokens that are always seen, with a score of NaN."""
 
     layer: int
     rows: Sequence[int]
@@ -52,22 +52,22 @@ class IndexChoice(Choice):
     query: Tensor
     """``[H, D]``"""
     ids: Tensor
-    """``[lists, K]``: tokens, from the document's first on; -1 for unused."""
+    """``[lists, K]``: tokens, counted from the document's first; -1 for unused."""
     scores: Tensor | None
-    """``[lists, K]``; None where the choice is another layer's."""
+    """``[lists, K]``; None if the choice is another layer's."""
     weights: Tensor
-    """``[H, K]``: the part of the layer's attention that went to each."""
+    """``[H, K]``: each token's part of the layer's attention."""
     tiers: Array | None
     spent: float
     """Microseconds of choosing."""
 
     @property
-    def searched(self) -> bool:  # type: ignore[override]  # nobody sets it
+    def searched(self) -> bool:  # type: ignore[override]  # type: ignore[override]  # it is never set
         """See ``Choice``."""
         return self.scores is not None
 
     def draft(self) -> Draft:
-        """See ``Choice``: tokens, best score first."""
+        """Return the tokens, best score first; see ``Choice``."""
         size = self.call.document.memory.spec.block_size
         ids, weights = as_array(self.ids), as_array(self.weights)
         scores = np.full(ids.shape, np.nan, np.float32) if self.scores is None else as_array(self.scores)
@@ -94,46 +94,46 @@ class IndexChoice(Choice):
 
 
 TABLE = 1 << 23
-"""Numbers of the rows that are read together, for a few queries: 32 MB of float32 at most."""
+"""Numbers in the rows that are read together for a few queries: at most 32 MB of float32."""
 DENSE = 4096
-"""Rows that are attended to at a time where a layer sees everything."""
+"""Rows that are attended to at once if a layer sees everything."""
 
 
 class Slots(NamedTuple):
-    """Where what layers store lies in a memory: its layers, in order, and which of them have landmarks."""
+    """The places of layers in a memory: the layers that store something, in order, and those with landmarks."""
 
     layers: Sequence[IndexedLayer]
-    """Of each slot."""
+    """The layer of each slot."""
     at: Mapping[int, int]
-    """The slot by the number of the layer, also of layers that attend to another one's rows."""
+    """The slot by the number of the layer, also for layers that attend to another one's rows."""
     indexed: Mapping[int, IndexedLayer]
     """Layers with an index, by slot."""
 
 
 def slots_of(layers: Sequence[IndexedLayer]) -> Slots:
-    """A slot for each layer that stores rows or index keys."""
+    """Assign a slot to each layer that stores rows or index keys."""
     own = [layer for layer in layers if layer.source is None or layer.key_width]
     at = {layer.index: slot for slot, layer in enumerate(own)}
     return Slots(own, at, {slot: layer for slot, layer in enumerate(own) if layer.key_width})
 
 
 class Local:
-    """What the tokens of one row have given: rows of each slot, index keys, and entries."""
+    """The states of one row's own tokens: rows of each slot, index keys, and entries."""
 
     def __init__(self, slots: Slots, keys: DocumentKeys, like: Tensor, pending: Mapping[int, Tensor]) -> None:
-        """``pending``: what the document's last tokens have given for entries that are not made yet."""
+        """``pending``: states of the document's last tokens for entries that are not complete yet."""
         self.rows = {slot: Rows(each.own_width, like) for slot, each in enumerate(slots.layers) if each.source is None}
         self.keys = {slot: keys.of[slot].behind() for slot in slots.indexed}
         self.raw = {slot: Rows(each.key_width, like) for slot, each in slots.indexed.items()}
-        """What index keys are made of: it is what is stored of them."""
+        """The input of index keys, in the form in which it is stored."""
         self.entries = {slot: Rows(each.entry_width, like) for slot, each in slots.indexed.items() if each.raw_width}
         self.pending = {
             slot: pending.get(slot, like.new_empty(0, slots.indexed[slot].raw_width)) for slot in self.entries
         }
-        """``[m, raw_width]``, from ``lookback`` units before the one that is not whole on."""
+        """``[m, raw_width]``, starting ``lookback`` units before the incomplete one."""
 
     def compress(self, slot: int, layer: IndexedLayer, raw: Tensor) -> None:
-        """Make entries of the units that are whole with the next tokens, which gave ``raw [n, raw_width]``."""
+        """Make the entries of all units that the next tokens complete; these have the states ``raw [n, raw_width]``."""
         keys = self.keys[slot]
         first = keys.first + keys.units
         before, raw = min(first, layer.lookback), torch.cat([self.pending[slot], raw])
@@ -146,7 +146,7 @@ class Local:
         self.pending[slot] = raw.clone()
 
     def copy(self) -> Local:
-        """The same, to go on from."""
+        """Return a copy that continues independently."""
         other: Local = object.__new__(Local)
         other.rows = {slot: rows.copy() for slot, rows in self.rows.items()}
         other.keys = {slot: keys.copy() for slot, keys in self.keys.items()}
@@ -157,7 +157,7 @@ class Local:
 
 
 class IndexedCall:
-    """See above."""
+    """A sequence of forward passes after a document, as this module describes."""
 
     def __init__(
         self,
@@ -168,27 +168,27 @@ class IndexedCall:
         like: Tensor,
         observers: Sequence[Observer] = (),
     ) -> None:
-        """After ``document``, as ``keys`` know it; ``like`` is of the model's type, on its device."""
+        """Continue after ``document``, as ``keys`` know it; ``like`` has the model's dtype and device."""
         self.slots, self.document, self.keys, self.like, self.observers = slots, document, keys, like, observers
         self.tokens = keys.tokens
-        """Those of the document."""
+        """Tokens of the document."""
         self.length = 0
-        """Tokens given so far, with their padding."""
+        """Tokens so far, including their padding."""
         self.pending: dict[int, Tensor] = {}
-        """What the document's last tokens have given for entries that are not made yet, by slot; see ``Local``."""
+        """States of the document's last tokens for entries that are not complete yet, by slot; see ``Local``."""
         self.locals = [Local(slots, keys, like, self.pending) for _ in range(rows)]
         self.counts = [0] * rows
-        """Tokens of each row before the present pass, without padding."""
+        """Tokens of each row before the current pass, without padding."""
         self.origin = Origin(document, like.device, stored=document.n_blocks)
         self.ended = False
         self.only: int | None = None
-        """The one row that a pass is of; None: all, with their padding."""
+        """The only row of a pass; None: all rows, with their padding."""
         self._real: list[Tensor | None] = [None] * rows
         self._new = 0
         self._choices: dict[int, list[Tensor]] = {}
 
     def begin(self, count: int, mask: Tensor | None) -> Tensor:
-        """A pass over ``count`` tokens begins; ``mask [B, count]`` is False on padding. Positions ``[B, count]``."""
+        """Begin a pass and return positions ``[B, count]``; ``mask [B, count]`` is False on padding."""
         if self.ended:
             raise InvalidArgument(
                 "this cache belongs to a memory that is no longer attached, or to a pass that failed; start with a new "
@@ -204,7 +204,7 @@ class IndexedCall:
         return first + (mask.long().cumsum(1) - 1).clamp(min=0)
 
     def end(self) -> None:
-        """The pass has succeeded."""
+        """Count the tokens of a pass that succeeded."""
         self.counts = [
             count + (self._new if real is None else len(real))
             for count, real in zip(self.counts, self._real, strict=True)
@@ -213,7 +213,7 @@ class IndexedCall:
         self._choices = {}
 
     def reorder(self, rows: list[int]) -> None:
-        """Take over the rows that beam search goes on with."""
+        """Keep the rows with which beam search continues."""
         if self.observers and rows != list(range(len(self.locals))):
             raise InvalidArgument("a call that is traced keeps its rows in order; generate without beams, or untraced")
         used: set[int] = set()
@@ -229,12 +229,12 @@ class IndexedCall:
         self.counts, self.length = [0] * len(self.locals), 0
 
     def settle(self, tokens: int) -> None:
-        """The local tokens, of one row, are stored: the document has ``tokens`` now."""
+        """Note that the local tokens, of one row, are stored: the document now has ``tokens``."""
         self.tokens, self.pending = tokens, self.locals[0].pending
         self.reset()
 
     def attend(self, layer: IndexedLayer, hidden: Tensor, given: Mapping[str, Any]) -> Tensor:
-        """The output of ``layer`` for ``hidden [B, S, hidden]``."""
+        """Return the output of ``layer`` for ``hidden [B, S, hidden]``."""
         asked = layer.states(hidden, given)
         heads = asked.query.shape[2]
         width = layer.parts[0][1].stop - layer.parts[0][1].start
@@ -258,7 +258,7 @@ class IndexedCall:
     def _attend(
         self, layer: IndexedLayer, row: int, query: Tensor, ask: Tensor | None, weights: Tensor | None
     ) -> Tensor:
-        """What the queries ``[S, H, D]`` of a row gather: ``[S, H, V]``."""
+        """Return the attention of a row's queries ``[S, H, D]``: ``[S, H, V]``."""
         places = torch.arange(len(query), device=query.device) + self.tokens + self.counts[row]
         source = self.slots.at[layer.index if layer.source is None else layer.source]
         if layer.sees == "all":
@@ -286,9 +286,9 @@ class IndexedCall:
     def _choose(
         self, layer: IndexedLayer, row: int, ask: Tensor, weights: Tensor | None, places: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Tokens ``[S, lists, K]`` that index queries ``ask [S, heads, D]`` choose, -1 for unused, and their scores.
+        """Return tokens ``[S, lists, K]`` that index queries ``ask [S, heads, D]`` choose, -1 for unused, and scores.
 
-        ``places [S]`` are those of the queries. What is always seen is among them, with a score of NaN.
+        The queries stand at ``places [S]``. Tokens that are always seen are included, with a score of NaN.
         """
         best = self._best(layer, row, ask, weights, places)
         places = places if layer.lists == 1 else places.repeat_interleave(layer.lists)
@@ -296,7 +296,7 @@ class IndexedCall:
         return ids.unflatten(0, (-1, layer.lists)), scores.unflatten(0, (-1, layer.lists))
 
     def _best(self, layer: IndexedLayer, row: int, ask: Tensor, weights: Tensor | None, places: Tensor) -> Chosen:
-        """The units that index queries ``ask [S, heads, D]`` choose: of each of ``lists`` in turn."""
+        """Return the units that index queries ``ask [S, heads, D]`` choose, for each of ``lists`` in turn."""
         slot, unit = self.slots.at[layer.index], layer.unit
         stored, own = self.keys.of[slot], self.locals[row].keys[slot]
         if layer.lists > 1:  # each head chooses for itself
@@ -312,7 +312,7 @@ class IndexedCall:
         return parts[0] if len(parts) == 1 else merged(parts, layer.top)
 
     def _rows(self, layer: IndexedLayer, source: int, row: int, tokens: Tensor) -> Tensor:
-        """Stored and local rows ``[n, row_width]`` of ``tokens [n]``, ascending."""
+        """Return stored and local rows ``[n, row_width]`` of ``tokens [n]``, ascending."""
         there = int((tokens < self.tokens).sum())
         parts = []
         if there:
@@ -331,7 +331,7 @@ class IndexedCall:
         weights: Tensor | None,
         places: Tensor,
     ) -> Tensor:
-        """What queries ``[S, H, D]`` gather of their windows and of entries, in one softmax."""
+        """Attend with queries ``[S, H, D]`` to their windows and to entries, in one softmax."""
         begun, slot = time.perf_counter(), self.slots.at[layer.index]
         window = (places[:, None] + torch.arange(1 - layer.window, 1, device=query.device)).clamp(min=-1)
         if ask is None:
@@ -356,7 +356,7 @@ class IndexedCall:
         return torch.cat(out)
 
     def _entries(self, layer: IndexedLayer, slot: int, row: int, units: Tensor) -> Tensor:
-        """Entries ``[n, D]`` of ``units [n]``, ascending."""
+        """Return entries ``[n, D]`` of ``units [n]``, ascending."""
         stored, local = self.keys.of[slot], self.locals[row]
         there = int((units < stored.units).sum())
         mine = units[there:] - stored.units
@@ -368,7 +368,7 @@ class IndexedCall:
         return torch.cat([parts[:, : layer.entry_width], local.entries[slot].view[mine]])
 
     def _mix(self, layer: IndexedLayer, source: int, row: int, query: Tensor, ids: Tensor) -> Tensor:
-        """Attention of ``query [S, H, D]`` to the tokens ``ids [S, lists, K]``."""
+        """Attend with ``query [S, H, D]`` to the tokens ``ids [S, lists, K]``."""
         table, ids = self._table(layer, source, row, ids)
         heads = query.shape[1] // len(layer.parts)
         out = []
@@ -380,14 +380,14 @@ class IndexedCall:
         return out[0] if len(out) == 1 else torch.cat(out, 1)
 
     def _table(self, layer: IndexedLayer, source: int, row: int, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of all tokens in ``ids [S, lists, K]``, and where each is among them; -1 stays."""
+        """Return the rows of all tokens in ``ids [S, lists, K]``, and the place of each id among them; -1 stays."""
         tokens, places = ids.unique(return_inverse=True)
         if len(tokens) and int(tokens[0]) < 0:
             tokens, places = tokens[1:], places - 1
         return self._rows(layer, source, row, tokens), places
 
     def _dense(self, layer: IndexedLayer, source: int, row: int, query: Tensor, places: Tensor) -> Tensor:
-        """Attention of ``query [S, H, D]`` to all tokens up to their own places, ``DENSE`` rows at a time."""
+        """Attend with ``query [S, H, D]`` to all tokens up to each query's place, ``DENSE`` rows at a time."""
         heads = query.shape[1] // len(layer.parts)
         last = int(places[-1]) + 1
         width = layer.parts[0][1].stop - layer.parts[0][1].start
@@ -427,7 +427,7 @@ class IndexedCall:
         scores: Tensor | None,
         spent: float,
     ) -> None:
-        """Tell who is watching what the last token of ``row`` has chosen, ``ids [lists, K]``."""
+        """Report the choice ``ids [lists, K]`` of the last token of ``row`` to the observers."""
         table, at = self._table(layer, source, row, ids[None])
         weights = self.weights(layer, query, table, at[0])
         self._told(layer, row, source, query, ids, None if scores is None else scores[-1], weights, spent)
@@ -461,7 +461,7 @@ class IndexedCall:
             observer.choice(choice)
 
     def weights(self, layer: IndexedLayer, query: Tensor, table: Tensor, at: Tensor) -> Tensor:
-        """The part of attention of ``query [H, D]`` that goes to each of the rows ``at [lists, K]``: ``[H, K]``."""
+        """Return the part of the attention of ``query [H, D]`` on each of the rows ``at [lists, K]``: ``[H, K]``."""
         heads = len(query) // len(layer.parts)
         found = []
         for number, (key, _) in enumerate(layer.parts):
@@ -473,7 +473,7 @@ class IndexedCall:
         return torch.cat(found)
 
     def logits(self, layer: IndexedLayer, row: int, query: Tensor) -> Tensor:
-        """Scaled products ``[H, N]`` of ``query [H, D]`` with all tokens that ``row`` has, chosen or not; float32."""
+        """Return scaled products ``[H, N]`` of ``query [H, D]`` with all tokens of ``row``, chosen or not; float32."""
         source = self.slots.at[layer.index if layer.source is None else layer.source]
         heads, found = len(query) // len(layer.parts), []
         count = self.tokens + len(self.locals[row].rows[source])
@@ -488,21 +488,21 @@ class IndexedCall:
 
 
 def _pieces(ids: Tensor, width: int, tokens: int) -> list[slice]:
-    """Queries whose rows are gathered together: all of them, after few ``tokens``."""
+    """Split queries into parts whose rows are gathered together: all of them, if there are few ``tokens``."""
     count, chosen = len(ids), ids[0].numel()
     step = count if tokens * width <= TABLE else max(1, TABLE // max(1, chosen * width))
     return [slice(start, start + step) for start in range(0, count, step)]
 
 
 def _tokens(layer: IndexedLayer, best: Chosen, places: Tensor) -> tuple[Tensor, Tensor]:
-    """The tokens ``[n, K]`` of the units in ``best``, with what is always seen, and the scores of their units."""
+    """Return tokens ``[n, K]`` of the units in ``best`` and of the always seen ones, and the scores of their units."""
     ids, scores, unit = best.ids, best.scores, layer.unit
     if unit == 1:
         return ids, scores
     if layer.own is not None:
         own = places[:, None] // unit - torch.arange(layer.own, device=ids.device)
         among = (ids[:, :, None] == own[:, None]).any(2)
-        # The best of the others follow those that are always chosen, as long as there is room.
+        # After the units that are always chosen, the best of the others follow while there is room.
         order = scores.masked_fill(among, torch.inf).sort(dim=1, descending=True, stable=True).indices
         room = (layer.top - (own >= 0).sum(1).clamp(max=layer.top))[:, None]
         others = (~among.gather(1, order)).cumsum(1) <= room
@@ -521,11 +521,11 @@ def _tokens(layer: IndexedLayer, best: Chosen, places: Tensor) -> tuple[Tensor, 
 
 
 class LocalLayer(CallLayer):
-    """A layer of a cache of transformers whose tokens a ``IndexedCall`` keeps."""
+    """A layer of a transformers cache whose tokens an ``IndexedCall`` keeps."""
 
     is_sliding = False
     indexer_position_ids = None
-    """Positions of index keys, which some models would put together for themselves: they are not needed here."""
+    """Positions of index keys. Some models would collect them; here they are not needed."""
 
     call: IndexedCall
 
@@ -539,25 +539,25 @@ class LocalLayer(CallLayer):
             super().__setattr__(name, value)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Not called: layers hand their states to the call."""
+        """Raise an error: layers give their states to the call instead."""
         raise InvalidArgument("this cache belongs to a memory that is no longer attached; start with a new one")
 
     def crop(self, _tokens_to_remove: int) -> None:
-        """Refused."""
+        """Raise an error: a call cannot be cropped."""
         raise InvalidArgument(
             "a cache with a memory cannot be cut back: generate without assistant_model and prompt_lookup_num_tokens"
         )
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row so often."""
+        """Repeat each row ``repeats`` times."""
         if self._first:
             self.call.reorder([row for row in range(len(self.call.locals)) for _ in range(repeats)])
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take over the rows that beam search goes on with."""
+        """Keep the rows with which beam search continues."""
         if self._first:
             self.call.reorder(beam_idx.tolist())
 

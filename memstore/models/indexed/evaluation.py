@@ -1,10 +1,10 @@
-"""What is measured of a model with its own index: needles, and audits.
+"""Measurements of a model with its own index: needles, and audits.
 
-An audit tells what attention over everything would have looked at, and the index left out. For the last token of each
-step it compares each layer's softmax over all tokens, of the queries and rows that it has, with the tokens that the
-index chose: ``captured`` is the part of that attention which the chosen ones hold, ``recall`` how many of the best are
-among them. The model was trained to attend to what its index chooses, so what is missed is no mistake by itself; that
-an answer's source is among it is what to look for.
+An audit shows what the index left out, compared with attention to everything. For the last token of each step, it
+compares the tokens that the index chose with each layer's softmax over all tokens, from the queries and rows of the
+layer. ``captured`` is the part of that attention on the chosen tokens. ``recall`` is the share of the best tokens among
+the chosen ones. The model was trained to attend to the choice of its index, so a missed token is no mistake by itself.
+Check whether an answer's source is among the chosen tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from memstore.readers.observer import Choice
 
 
 class IndexAuditor(Auditor):
-    """What the index of each layer chose: single tokens, also where it chooses units of several."""
+    """Audits each layer's index by single tokens, also if it chooses units of several."""
 
     mechanism = "index"
     positions = "all tokens stand where they are; the truth is the softmax over everything, as if nothing was chosen"
@@ -76,7 +76,7 @@ class IndexAuditor(Auditor):
         blocks = torch.arange(tokens) // self._document.memory.spec.block_size
         self.tally.add(choice.layer, weights, chosen, logits[:, :tokens], blocks=blocks)
 
-    def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more of them would not help
+    def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more tokens would not help
         """See ``Auditor``."""
         return "nothing is in memory yet: read a text first, of at least one token"
 
@@ -87,7 +87,7 @@ class IndexAuditor(Auditor):
 
 @torch.no_grad()
 def ask(model: Any, past: Any, sample: Sample) -> Reply:
-    """Let the model answer after the document that it is attached to, always with the likeliest token."""
+    """Let the model answer after its attached document; it always takes the likeliest token."""
     ids = torch.tensor([sample.prompt], device=model.device)
     output = model(ids, use_cache=True, logits_to_keep=1, **({} if past is None else {CACHE: past}))
     return Reply(greedy(model, output[CACHE], output.logits, len(sample.answer)), ())

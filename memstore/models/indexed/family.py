@@ -1,13 +1,13 @@
-"""What a family of models with an index of its own is, in a few words: the contract of a description.
+"""The contract for describing a family of models with their own index.
 
-Such a model chooses what it attends to: an *index* scores every past **unit** (a token, a pool, a run, a block), and
-attention sees the best. A family says what a unit is, what its key is and how a query scores it, what is always seen,
-what a layer stores of a token, and how it attends to that. Everything else (choosing, gathering, attending, storing,
-tracing) is done once for all of them, in ``call.py``.
+Such a model chooses the tokens that it attends to. An *index* scores every past **unit** (a token, a pool, a run, a
+block), and attention sees the best. A family says what a unit is, how its key is made, and how a query scores it. It
+also says what is always seen, what a layer stores of a token, and how it attends to that. All other work (choosing,
+gathering, attending, storing, tracing) is done for all families in ``call.py``.
 
-A layer is described by an ``IndexedLayer`` around the model's own attention module, whose weights it uses. While a
-memory is attached the module's ``forward`` is ours: ``states`` makes queries, rows and index keys of hidden states, and
-``Projections.finish`` makes the module's output of what the heads have gathered.
+An ``IndexedLayer`` describes a layer around the model's own attention module, and uses its weights. While a memory is
+attached, the module's ``forward`` is ours. ``states`` makes queries, rows and index keys from hidden states.
+``Projections.finish`` makes the module's output from the attention of the heads.
 """
 
 from __future__ import annotations
@@ -43,30 +43,30 @@ FAMILIES = {
     "deepseek_v4": "memstore.models.indexed.families.compressed:DeepseekV4",
     "mistral_large4": "memstore.models.indexed.families.deepseek:MistralLarge4",
 }
-"""Where the description of each family is, by the ``model_type`` of its configurations."""
+"""The module that describes each family, by the ``model_type`` of its configurations."""
 
 
 @dataclass(frozen=True, eq=False)
 class Projections:
-    """What a layer makes of the hidden states of a segment."""
+    """A layer's projections of the hidden states of a segment."""
 
     query: Tensor
-    """``[B, S, H, D]``: queries as they meet stored rows."""
+    """``[B, S, H, D]``: queries, in the form that meets stored rows."""
     finish: Callable[[Tensor], Tensor]
-    """What heads have gathered, ``[B, S, H, V]``, as the module gives it, ``[B, S, hidden]``."""
+    """Maps the attention of the heads, ``[B, S, H, V]``, to the module's output, ``[B, S, hidden]``."""
     rows: Tensor | None = None
-    """``[B, S, row_width]``: what is stored of each token; None where the layer attends to another one's rows."""
+    """``[B, S, row_width]``: the stored row of each token; None if the layer attends to another one's rows."""
     key: Tensor | None = None
-    """``[B, S, key_width]``: what index keys are made of; None where the layer does not choose."""
+    """``[B, S, key_width]``: the input of index keys; None if the layer does not choose."""
     ask: Tensor | None = None
     """``[B, S, index heads, index dim]``: index queries."""
     weights: Tensor | None = None
     """``[B, S, index heads]`` float32: how much each index head counts; None: all alike, or each by itself."""
     raw: Tensor | None = None
-    """``[B, S, raw_width]``: what entries of several tokens are made of; None where there are none."""
+    """``[B, S, raw_width]``: the input of entries of several tokens; None if there are none."""
 
     def of(self, row: int, tokens: slice | Tensor) -> Projections:
-        """What one row of the batch has of it, at some tokens: without the first dimension."""
+        """Return the part of one row of the batch at some tokens, without the first dimension."""
 
         def taken(x: Tensor | None) -> Tensor | None:
             return None if x is None else x[row, tokens]
@@ -76,23 +76,23 @@ class Projections:
 
 
 class IndexedLayer(ABC):
-    """One attention layer: what it stores, what it sees, and how it chooses. Attributes that a family sets."""
+    """One attention layer: what it stores, what it sees, and how it chooses. The family sets its attributes."""
 
     row_width: int
-    """Numbers stored of a token."""
+    """Numbers stored for each token."""
     parts: Sequence[tuple[slice, slice]]
-    """For each key-value head, where its key and its value are in a row."""
+    """The places of key and value in a row, for each key-value head."""
     scaling: float
-    """Of the products of queries and keys."""
+    """Factor on the products of queries and keys."""
     sees: Literal["chosen", "all", "entries"] | int = "chosen"
-    """What attention sees: what was chosen, everything, or so many of the last tokens; or a ``window`` of tokens and
-    entries, those that were chosen or, without ``top``, all."""
+    """What attention sees: the chosen tokens, everything, or this many last tokens. ``entries``: a ``window`` of
+    tokens, and the chosen entries or, without ``top``, all."""
     source: int | None = None
-    """The layer whose rows it attends to, if not its own."""
+    """The layer whose rows it attends to, unless its own."""
     takes: int | None = None
-    """The layer whose choice it takes, if it has no index."""
+    """The layer whose choice it uses, if it has no index."""
     key_width: int = 0
-    """Numbers that a token gives to the index; 0 for a layer without one."""
+    """Numbers that a token gives to the index; 0 for a layer without an index."""
     index_dim: int = 0
     """Numbers of an index key."""
     index_scale: float = 1.0
@@ -100,42 +100,42 @@ class IndexedLayer(ABC):
     unit: int = 1
     """Tokens that are chosen together. Units begin at the document's first token."""
     pooled: bool = True
-    """Whether a unit of several tokens has one key, which ``pool`` makes of what its tokens give."""
+    """Whether a unit of several tokens has one key. Then ``pool`` makes it from the states of its tokens."""
     top: int = 0
     """Units that a query chooses."""
     own: int | None = None
-    """Units that are always chosen, counted among ``top``: the query's own and those before it. None: the index alone
-    decides, but that tokens of an incomplete unit are seen beside the chosen ones (``tail``)."""
+    """Units that are always chosen, and count in ``top``: the query's own and those before it. None: the index alone
+    decides, except that tokens of an incomplete unit are also seen (``tail``)."""
     tail: bool = True
     window: int = 0
     raw_width: int = 0
-    """Numbers of a token that the entry of its unit is made of (``compress``); 0 where there are no entries. They are
-    kept until the entry is made, and stored beside the document, as what linear layers remember is."""
+    """Numbers of each token from which ``compress`` makes the entry of its unit; 0 if there are no entries. They are
+    kept until the entry is made, and stored beside the document, like the states of linear layers."""
     entry_width: int = 0
-    """Numbers of an entry, which lies in the rows of its tokens, a part in each, behind what is the token's own. 0: its
-    key is all that there is of it. Keys lie in landmarks in the same way."""
+    """Numbers of an entry. It is split over the rows of its tokens, behind each token's own numbers. 0: an entry is
+    only its key. Keys are split over landmarks in the same way."""
     lookback: int = 0
-    """How many units before its own an entry is made of."""
+    """Number of earlier units from which an entry is also made."""
     sinks: Tensor | None = None
-    """``[H]``: logits of the softmax that have no value."""
+    """``[H]``: logits of the softmax without a value."""
     extra: int = 0
-    """How many more values than output and weights the module's ``forward`` returns."""
+    """Number of further values, after output and weights, that the module's ``forward`` returns."""
 
     def __init__(self, module: nn.Module, index: int) -> None:
-        """``index`` is its number among the layers of the model."""
+        """``index`` is the layer's number in the model."""
         self.module: Any = module
         self.index = index
 
     @abstractmethod
     def states(self, hidden: Tensor, given: Mapping[str, Any]) -> Projections:
-        """What it makes of ``hidden [B, S, hidden]``; ``given`` is what else the module's ``forward`` was given."""
+        """Project ``hidden [B, S, hidden]``; ``given`` has the other arguments of the module's ``forward``."""
 
     def pool(self, raw: Tensor, first: Tensor) -> Tensor:  # noqa: ARG002 - for units of several tokens
-        """Index keys ``[n, index_dim]`` of units ``[n, unit, key_width]`` whose first tokens stand at ``first [n]``."""
+        """Return index keys ``[n, index_dim]`` of units ``[n, unit, key_width]`` that start at tokens ``first [n]``."""
         return raw[:, 0]
 
     def compress(self, raw: Tensor, first: int, before: int) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - few have it
-        """Keys ``[n, index_dim]`` and entries ``[n, entry_width]`` of whole units, the first of which is ``first``.
+        """Return keys ``[n, index_dim]`` and entries ``[n, entry_width]`` of whole units, from unit ``first`` on.
 
         ``raw [(before + n) * unit, raw_width]`` begins ``before`` units earlier.
         """
@@ -143,37 +143,37 @@ class IndexedLayer(ABC):
 
     @property
     def own_width(self) -> int:
-        """Numbers of a row that are its token's alone."""
+        """Numbers of a row that belong only to its token."""
         return self.row_width - -(-self.entry_width // self.unit)
 
     @property
     def lists(self) -> int:
-        """How many choices a query makes: one, or one for each key-value head."""
+        """Number of choices that a query makes: one, or one for each key-value head."""
         return 1
 
     @property
     def chooses(self) -> bool:
-        """Whether it attends to what was chosen, by its index or another layer's."""
+        """Whether it attends to chosen tokens, by its index or another layer's."""
         return bool(self.top) or self.takes is not None
 
     @property
     def facts(self) -> str:
-        """What of all this is in the fingerprint of a memory."""
+        """The description of the layer in the fingerprint of a memory."""
         sees = f"top {self.top}" if self.key_width else f"as {self.takes}" if self.takes is not None else self.sees
         rows = self.row_width if self.source is None else f"of {self.source}"
         return f"{rows}+{self.key_width} {sees} of {self.unit}"
 
 
 class IndexedFamily(ABC):
-    """A family of models: its layers, and what of its configuration their states depend on."""
+    """A family of models: its layers, and the options on which their states depend."""
 
     shaping: tuple[str, ...] = ()
-    """Names in the configuration that states and choices depend on, and which do not show in the shapes of weights."""
+    """Options that states and choices depend on, but that do not show in the shapes of weights."""
     linear: bool = False
-    """Whether other layers go on from a state of all that was read."""
+    """Whether other layers continue from a state of the whole text."""
 
     def __init__(self, model: Any) -> None:
-        """Raises ``UnsupportedModel`` for one that cannot be read exactly, with the reason."""
+        """Raises ``UnsupportedModel`` for a model that cannot be read exactly, with the reason."""
         self._model = model
         self.decoder: Any = model.get_decoder()
         self.config: Any = self.decoder.config
@@ -185,22 +185,22 @@ class IndexedFamily(ABC):
 
     @abstractmethod
     def made(self) -> list[IndexedLayer]:
-        """Its layers that attend, in order."""
+        """Return the layers that attend, in order."""
 
     def refused(self, why: str) -> UnsupportedModel:
-        """The error for a model that cannot be attached."""
+        """Return the error for a model that cannot be attached."""
         return unsupported(self._model, why)
 
 
 def load(folder: str | Path, **options: Any) -> Any:
-    """The model in ``folder``, also one that reads more than text. Raises what transformers raises."""
+    """Load the model in ``folder``, also if it reads more than text. Raises the errors of transformers."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     known = type(config) in AutoModelForCausalLM._model_mapping
     kind: Any = AutoModelForCausalLM if known else AutoModelForImageTextToText
     model, told = kind.from_pretrained(folder, output_loading_info=True, **options)
-    # transformers fills what is missing with random numbers, and a random index chooses at random.
+    # transformers fills missing weights with random numbers, and a random index chooses at random.
     if missing := sorted(name for name in told["missing_keys"] if ".indexer." in name or ".compressor." in name):
         raise DamagedError(
             f"the checkpoint {folder} lacks {len(missing)} weights of its index, such as {missing[0]}: it was made "
@@ -210,7 +210,7 @@ def load(folder: str | Path, **options: Any) -> Any:
 
 
 def family_of(model: Any) -> IndexedFamily:
-    """The description of ``model``. Raises ``UnsupportedModel`` with the reason."""
+    """Return the description of ``model``. Raises ``UnsupportedModel`` with the reason."""
     name = getattr(model.config, "model_type", None)
     if name not in FAMILIES:
         why = (
@@ -223,21 +223,22 @@ def family_of(model: Any) -> IndexedFamily:
 
 
 def unsupported(model: Any, why: str) -> UnsupportedModel:
-    """The error for a model that cannot be attached."""
+    """Return the error for a model that cannot be attached."""
     return UnsupportedModel(f"cannot attach a memory to {type(model).__name__}: {why}")
 
 
 def spread(x: Tensor, unit: int) -> Tensor:
-    """``x [n, width]`` over the ``unit`` tokens of each: ``[n * unit, parts]``, with zeros where it does not divide."""
+    """Spread ``x [n, width]`` over the ``unit`` tokens of each: ``[n * unit, parts]``, with zeros for the remainder."""
     parts = -(-x.shape[1] // unit)
     return F.pad(x, (0, parts * unit - x.shape[1])).reshape(len(x) * unit, parts)
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) -> Tensor:
-    """``x [B, S, ..., R]`` turned to its positions by ``cos, sin [B, S, R]``, which say every angle twice.
+    """Rotate ``x [B, S, ..., R]`` to its positions by ``cos, sin [B, S, R]``, which have every angle twice.
 
-    A pair is a number and the one half a length behind it, or, ``interleaved``, neighbours; these come out as halves
-    (as DeepSeek lays them out), which products of queries and keys do not feel. (RoPE, Su et al. 2021, equation 34.)
+    A pair is a number and the number half a length behind it, or, ``interleaved``, two neighbours. Neighbours come out
+    as halves (the layout of DeepSeek), which does not change products of queries and keys. (RoPE, Su et al. 2021,
+    equation 34.)
     """
     half = x.shape[-1] // 2
     shape = (*cos.shape[:2], *[1] * (x.dim() - 3), half)
@@ -247,9 +248,9 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = False) ->
 
 
 def matrix(linear: nn.Module, size: int) -> Tensor:
-    """The matrix ``[out, size]`` that ``linear`` multiplies with, whatever it is made of: adapters, quantised weights.
+    """Return the matrix ``[out, size]`` that ``linear`` multiplies with, also for adapters and quantised weights.
 
-    Of a plain layer it is the weight itself.
+    For a plain layer, it is the weight itself.
     """
     if type(linear) is nn.Linear:
         return linear.weight
@@ -260,12 +261,12 @@ def matrix(linear: nn.Module, size: int) -> Tensor:
 
 
 def attending(layer: IndexedLayer, attend: Callable[..., Any]) -> Callable[..., Any]:
-    """The ``forward`` of a layer's module while a memory is attached."""
+    """Return the ``forward`` of a layer's module for the time that a memory is attached."""
     return partial(_forward, layer, attend)
 
 
 def _forward(layer: IndexedLayer, attend: Callable[..., Any], hidden_states: Tensor, *args: Any, **given: Any) -> Any:
-    if args:  # some decoder layers hand over position embeddings by their place
+    if args:  # some decoder layers pass position embeddings by position
         given["position_embeddings"] = args[0]
     out = attend(layer, hidden_states, given)
     return (out, *[None] * (1 + layer.extra))

@@ -1,8 +1,8 @@
-"""Index keys: those of a document, in a file that is mapped, and those of what came after it.
+"""Index keys: a document's keys in a mapped file, and the keys of later tokens.
 
-The truth of a document's keys are its landmarks, which the store keeps and verifies. What is scanned for every token is
-a copy of them as the index wants them, one key for each unit: in a temporary file that has no name, so that the system
-may drop its pages and bring them back, and that grows as the document does.
+The landmarks, which the store keeps and verifies, are the authoritative copy of a document's keys. For every token, the
+index scans another copy in its own form, with one key for each unit. This copy is in a temporary file without a name,
+so the system may drop its pages and read them again. It grows with the document.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from memstore.memory import Document
 from memstore.models.indexed.family import IndexedLayer
 
 AT_ONCE = 1024
-"""Blocks whose landmarks are read at once."""
+"""Blocks whose landmarks are read together."""
 ROOM = 1024
-"""Rows that a buffer has at first."""
+"""Initial number of rows of a buffer."""
 
 
 class Rows:
-    """Rows ``[n, width]`` that grow at their end: in host memory, or ``mapped``, in a file."""
+    """Rows ``[n, width]`` that grow at their end: in host memory or, if ``mapped``, in a file."""
 
     def __init__(self, width: int, like: Tensor, *, mapped: bool = False) -> None:
-        """``like`` has their type and device."""
+        """``like`` has their dtype and device."""
         self._like, self._width = like.new_empty(0), width
         self._file: int | None = None
         if mapped and like.device.type == "cpu":
@@ -47,7 +47,7 @@ class Rows:
 
     @property
     def view(self) -> Tensor:
-        """All of them."""
+        """All rows."""
         return self._buffer[: self._count]
 
     def append(self, rows: Tensor) -> None:
@@ -59,7 +59,7 @@ class Rows:
         self._count = needed
 
     def copy(self) -> Rows:
-        """The same in host memory, to go on from."""
+        """Return a copy in host memory that continues independently."""
         other = Rows(self._width, self._like)
         other.append(self.view)
         return other
@@ -76,7 +76,7 @@ class Rows:
             buffer[: self._count] = self.view
             self._buffer = buffer
             return
-        # The file grows with nothing in it, and the old map sees the same pages as the new one.
+        # The file grows with empty pages, and the old map shares its pages with the new one.
         nbytes = max(1, size * self._width) * self._like.element_size()
         os.ftruncate(self._file, nbytes)
         mapped = np.frombuffer(mmap.mmap(self._file, nbytes), np.uint8)
@@ -84,10 +84,10 @@ class Rows:
 
 
 class _UnitKeys:
-    """The keys of whole units, and what the tokens of the unit that is not whole yet have given."""
+    """The keys of whole units, and the states of tokens of the incomplete unit."""
 
     def __init__(self, layer: IndexedLayer, like: Tensor, *, first: int = 0, mapped: bool = False) -> None:
-        """``first``: the unit that they begin with."""
+        """``first``: the first unit."""
         self.layer, self.first = layer, first
         per_unit = 1 if layer.pooled else layer.unit
         self.per_unit = per_unit
@@ -97,16 +97,16 @@ class _UnitKeys:
 
     @property
     def units(self) -> int:
-        """Whole units."""
+        """Number of whole units."""
         return len(self.keys) // self.per_unit
 
     @property
     def stop(self) -> int:
-        """The token behind the last whole unit."""
+        """The token after the last whole unit."""
         return (self.first + self.units) * self.layer.unit
 
     def extend(self, raw: Tensor) -> None:
-        """Take what the next tokens give, ``[n, key_width]``."""
+        """Add the states of the next tokens, ``[n, key_width]``."""
         unit = self.layer.unit
         raw = torch.cat([self.tail, raw.to(self.tail)])
         whole = len(raw) // unit
@@ -120,36 +120,36 @@ class _UnitKeys:
         self.tail = raw[whole * unit :].clone()
 
     def add(self, keys: Tensor) -> None:
-        """Add the keys ``[n, index_dim]`` of the next units, whatever they are made of."""
+        """Add the keys ``[n, index_dim]`` of the next units, in place of making them."""
         self.keys.append(keys)
 
     def behind(self) -> _UnitKeys:
-        """Keys of what comes after, whose first unit has the tail of these."""
+        """Return an empty continuation, whose first unit begins with the tail of these keys."""
         after = _UnitKeys(self.layer, self.tail, first=self.first + self.units)
         after.tail = self.tail.clone()
         return after
 
     def copy(self) -> _UnitKeys:
-        """The same, to go on from."""
+        """Return a copy that continues independently."""
         other = _UnitKeys(self.layer, self.tail, first=self.first)
         other.keys, other.tail = self.keys.copy(), self.tail.clone()
         return other
 
 
 class DocumentKeys:
-    """The index keys of a document in every layer that has an index, as of some moment."""
+    """The index keys of a document at some moment, in every layer that has an index."""
 
     def __init__(
         self, document: Document, layers: Mapping[int, IndexedLayer], like: Tensor, *, stop: int | None = None
     ) -> None:
-        """``layers``: by the number under which their landmarks are stored; ``stop``: no token from there on."""
+        """``layers``: by the number under which their landmarks are stored; ``stop``: the first token to ignore."""
         self.document, self._layers, self._like, self._stop = document, layers, like, stop
         self._edits = -1
         self.tokens = 0
         self.of: dict[int, _UnitKeys] = {}
 
     def catch_up(self) -> None:
-        """Take up what was committed since. Raises ``DamagedError``, and ``InvalidArgument`` where blocks are gone."""
+        """Add newly committed keys. Raises ``DamagedError``, and ``InvalidArgument`` if blocks are missing."""
         state = self.document.state
         if state.first or state.dropped:
             raise InvalidArgument(
@@ -166,7 +166,7 @@ class DocumentKeys:
         for slot, keys in self.of.items():
             view, layer = self.document.layer(slot), self._layers[slot]
             at, stop = self.tokens, tokens
-            if layer.raw_width:  # there are no keys of a unit before it is whole
+            if layer.raw_width:  # a unit has no key before it is whole
                 at, stop = keys.stop, tokens - tokens % layer.unit
             while at < stop:
                 first = at // size
@@ -177,7 +177,7 @@ class DocumentKeys:
         self.tokens = tokens
 
     def settle(self, tokens: int, raw: dict[int, Tensor]) -> None:
-        """Take what was committed just now: what ``tokens`` tokens in all gave, of each layer ``[n, key_width]``."""
+        """Add the states just committed, ``[n, key_width]`` of each layer; the document now has ``tokens``."""
         for slot, given in raw.items():
             self.of[slot].extend(given)
         self.tokens = tokens

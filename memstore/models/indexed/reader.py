@@ -1,13 +1,12 @@
-"""A model with an index of its own, and a memory: its index keys are the landmarks, its states the rows of blocks.
+"""A model with its own index, and a memory: its index keys are the landmarks, its states the rows of blocks.
 
-Nothing is fitted and nothing approximated: a text is read in segments whose tokens attend to what the model's own index
-chooses among everything before them, and calls of the model go on after it, with the logits that the model alone would
-have after the whole text. A token costs a scan of the index keys, and a gather of the rows that were chosen.
+Nothing is fitted or approximated. A text is read in segments. Their tokens attend to the choice of the model's own
+index among all earlier tokens. Calls of the model continue after the text, with the same logits as the model alone
+after the whole text. A token costs a scan of the index keys, and a gather of the chosen rows.
 
-Layers between the others that go on from a state of all that was read, and how their states are kept.
-
-They are those of ``memstore.readers.stock.linear``: run by transformers, with its own layers of a cache. A memory keeps
-their states as numbers; some of these models keep the last token ids among them, which float32 holds exactly.
+Some models have other layers in between, which continue from a state of the whole text.
+``memstore.readers.stock.linear`` handles them: transformers runs them with its own cache layers. A memory keeps their
+states as numbers. Some of these models keep the last token ids in them, which float32 holds exactly.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ from memstore.readers.stock.reading import ending
 from memstore.store.records import Layout
 
 LARGEST = 1 << 24
-"""Whole numbers below are exact in float32."""
+"""Whole numbers below this limit are exact in float32."""
 
 
 class _CarriedStates:
-    """The states of the layers of a decoder that do not attend."""
+    """The states of a decoder's layers that do not attend."""
 
     def __init__(self, decoder: Any, attending: Sequence[int]) -> None:
         """``attending``: the numbers of the other layers. The decoder is run with one token, without a memory."""
@@ -71,27 +70,27 @@ class _CarriedStates:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """Of what is stored: the state of each, of one row."""
+        """The layouts of the stored states, one for each layer's state of one row."""
         return self._layers.layouts
 
     def layers(self, attending: Sequence[Any], states: Sequence[Tensor] | None, rows: int) -> list[Any]:
-        """Layers of a cache: ``attending`` in their places, and others that go on from stored ``states``."""
+        """Return layers of a cache: ``attending`` in their places, and others that continue from stored ``states``."""
         if states is not None:
             states = [state.to(dtype) for state, dtype in zip(states, self._dtypes, strict=True)]
         return self._layers.layers(attending, states, rows)
 
     def states(self, layers: Sequence[Any], row: int = 0) -> list[Tensor]:
-        """Copies of the states of one row in a cache, as they are stored."""
+        """Return copies of the states of one row in a cache, in their stored form."""
         return [_stored(state[row]).clone() for state in states_in(layers, self._layers.slots)]
 
     def put(self, layers: Sequence[Any], states: Sequence[Sequence[Tensor]]) -> None:
-        """Let the rows of a cache go on from the ``states`` of each."""
+        """Let the rows of a cache continue from the ``states`` of each."""
         for state, of_rows in zip(states_in(layers, self._layers.slots), zip(*states, strict=True), strict=True):
             state.copy_(torch.stack(of_rows))
 
 
 class _PendingStates:
-    """What tokens have given for entries that are not made yet, kept in the same way; see ``Local.pending``."""
+    """The states of tokens for entries that are not complete yet, kept in the same way; see ``Local.pending``."""
 
     def __init__(self, slots: Slots, dtype: torch.dtype) -> None:
         self._layers = {slot: layer for slot, layer in slots.indexed.items() if layer.raw_width}
@@ -99,11 +98,11 @@ class _PendingStates:
 
     @property
     def layouts(self) -> tuple[Layout, ...]:
-        """As many tokens as there may be at most."""
+        """The layouts of the stored states, with room for the largest number of tokens."""
         return tuple(Layout(self._dtype, (_most(each), each.raw_width)) for each in self._layers.values())
 
     def layers(self, attending: Sequence[Any], states: Sequence[Tensor] | None, rows: int) -> list[Any]:  # noqa: ARG002
-        """``attending``, whose call goes on from stored ``states``."""
+        """Return ``attending``; their call continues from stored ``states``."""
         call = attending[0].call
         for (slot, layer), state in zip(self._layers.items(), states or (), strict=states is not None):
             first = max(0, call.tokens // layer.unit - layer.lookback) * layer.unit
@@ -112,7 +111,7 @@ class _PendingStates:
         return list(attending)
 
     def states(self, layers: Sequence[Any]) -> list[Tensor]:
-        """Copies of what one row has, padded, as they are stored."""
+        """Return copies of one row's states, padded, in their stored form."""
         pending = layers[0].call.locals[0].pending
         return [
             F.pad(pending[slot], (0, 0, 0, _most(each) - len(pending[slot]))) for slot, each in self._layers.items()
@@ -128,17 +127,17 @@ def _stored(state: Tensor) -> Tensor:
 
 
 BLOCK_SIZE = 64
-"""Tokens of a block of a new memory; each of them has a landmark of its own."""
+"""Tokens of a block of a new memory; each has a landmark of its own."""
 SEGMENT = 256
 """Tokens that are read and committed together."""
 _ATTACHED: WeakSet[Any] = WeakSet()
-"""The functions that are the ``forward`` of layers of attached models."""
+"""Functions that are the ``forward`` of layers of attached models."""
 IMAGES = ("pixel_values", "pixel_values_videos", "input_features")
-"""What wrappers of several kinds of input take beside text."""
+"""Further arguments, beside text, of wrappers for several kinds of input."""
 
 
 class IndexedReader(Reader):
-    """A document of a memory, and the model with an index of its own that reads it. ``block_size``: of a new memory."""
+    """A document of a memory, and the model that reads it by its own index. ``block_size``: for a new memory."""
 
     kind = INDEXED
 
@@ -151,7 +150,7 @@ class IndexedReader(Reader):
         block_size: int | None = None,
         **shared: Any,
     ) -> None:
-        """See ``memstore.attach``. Raises ``UnsupportedModel`` for a model that could not be read exactly."""
+        """See ``memstore.attach``. Raises ``UnsupportedModel`` for a model that cannot be read exactly."""
         self.family = family_of(model)
         super().__init__(model, memory, document, **shared)
         self.slots = slots_of(self.family.layers)
@@ -167,9 +166,9 @@ class IndexedReader(Reader):
         self._keys: DocumentKeys | None = None
         self._calls: WeakSet[IndexedCall] = WeakSet()
         self._ids: Tensor | None = None
-        self._padding: Tensor | None = None  # ``[B, S]``, False on what rows of the present pass begin with
-        self._thread: int | None = None  # the thread that is in a forward pass
-        self._told = True  # observers are told of what is asked, not of reading
+        self._padding: Tensor | None = None  # ``[B, S]``, False on padding at the beginning of rows of a pass
+        self._thread: int | None = None  # the thread that runs a forward pass
+        self._told = True  # observers hear of questions, not of reading
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
         """See ``Reader``."""
@@ -179,7 +178,7 @@ class IndexedReader(Reader):
         size = size if self._block_size is None else self._block_size
         if size % whole:
             raise InvalidArgument(f"block_size must be a multiple of {whole}, the tokens of an entry, not {size}")
-        # What states and choices depend on beside the weights: none of it shows in the shapes of these.
+        # States and choices also depend on these options, which do not show in the shapes of the weights.
         shaping = ",".join(f"{name}={getattr(config, name, None)}" for name in self.family.shaping)
         facts = ";".join(layer.facts for layer in self.family.layers)
         fingerprint = fingerprint_of(
@@ -211,7 +210,7 @@ class IndexedReader(Reader):
 
     @property
     def index_bytes_per_token(self) -> float:
-        """See ``Attachment``: keys of units, in the type of the model, in a file that is mapped."""
+        """See ``Attachment``: keys of units, in the dtype of the model, in a mapped file."""
         layers = self.slots.indexed.values()
         numbers = sum(each.index_dim / (each.unit if each.pooled else 1) for each in layers)
         return float(numbers * self.model.dtype.itemsize)
@@ -220,7 +219,7 @@ class IndexedReader(Reader):
         if self.share is not None:
             raise InvalidArgument(f"a {self.kind.name} searches in one process: leave process_group out")
         for name in self.names or []:
-            self.memory.document(name)  # raises for what cannot be a name
+            self.memory.document(name)  # raises if the name is not allowed
         self._keys = None
         self._weights = WeightCheck(self.model)
 
@@ -253,7 +252,7 @@ class IndexedReader(Reader):
     # Calls of the model
 
     def _generating(self, plain: Callable[..., Any]) -> Callable[..., Any]:
-        """``model.generate``, which refuses what a memory cannot honour before anything is computed."""
+        """Wrap ``model.generate``, to refuse arguments that a memory cannot honour before any computation."""
 
         @wraps(plain)
         def generate(*args: Any, **kwargs: Any) -> Any:
@@ -264,7 +263,7 @@ class IndexedReader(Reader):
         return generate
 
     def _new_call(self, document: Document, rows: int) -> IndexedCall:
-        """A call that goes on after a document as it is now."""
+        """Return a call that continues after the document's current state."""
         like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
         if self._keys is None or self._keys.document is not document:
             self._keys = DocumentKeys(document, dict(self.slots.indexed), like)
@@ -274,7 +273,7 @@ class IndexedReader(Reader):
         return call
 
     def _cache_of(self, call: IndexedCall, states: Sequence[Tensor] | None = None, *, rows: int | None = None) -> Any:
-        """A cache of transformers that goes on with ``call``, and with what other layers remember."""
+        """Return a transformers cache that continues with ``call``, and with the states of other layers."""
         from transformers import DynamicCache
 
         cache = DynamicCache()
@@ -284,14 +283,14 @@ class IndexedReader(Reader):
     def _take_over(
         self, cache: Any, call: IndexedCall, states: Sequence[Tensor] | None, rows: int | None = None
     ) -> None:
-        """Let the (still empty) cache that transformers made hold our layers, and those that do not attend."""
+        """Put our layers, and those that do not attend, into the (still empty) cache that transformers made."""
         ours = [LocalLayer(call, first=not number) for number, _ in enumerate(self.family.layers)]
         if self._carried is not None:
             ours = self._carried.layers(ours, states, len(call.locals) if rows is None else rows)
         cache.layers, cache.layer_class_to_replicate = ours, None
 
     def _remembered(self, document: Document) -> Sequence[Tensor] | None:
-        """What layers that do not attend remember of a document: as it is kept, or computed again from the last."""
+        """Return the states of layers that do not attend, computed again from the last kept ones if needed."""
         if self._carried is None or not len(document):
             return None
         tokens, device = len(document), self.model.device
@@ -299,7 +298,7 @@ class IndexedReader(Reader):
         kept = to_device(document.recurrent(place), device) if place else None
         if place == tokens:
             return kept
-        # A fork or an update has cut the document between two places: what lies behind the first is read again.
+        # A fork or an update has cut the document between two places. The text behind the first place is read again.
         like = torch.empty(0, dtype=self.model.dtype, device=device)
         keys = DocumentKeys(document, self.slots.indexed, like, stop=place)
         keys.catch_up()
@@ -313,7 +312,7 @@ class IndexedReader(Reader):
         return self._carried.states(cache.layers)
 
     def _decode(self, tokens: Tensor, cache: Any) -> None:
-        """Run ``tokens [n]`` through the layers; nobody is told."""
+        """Run ``tokens [n]`` through the layers, without calls to observers."""
         told, outer, self._told = self._told, self._call, False
         try:
             (ids,) = to_device([tokens.long()[None]], self.model.device)
@@ -329,7 +328,7 @@ class IndexedReader(Reader):
         return self._call.attend(layer, hidden, given)
 
     def _before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse what a memory cannot honour, and note the tokens: wrappers give the decoder embeddings of them."""
+        """Refuse what a memory cannot honour, and keep the tokens: wrappers give the decoder only embeddings."""
         given = dict(signature(module.forward).bind_partial(*args).arguments) | kwargs
         check_forward(given)
         encoded = given.get("mm_encoder_outputs") or {}
@@ -338,9 +337,9 @@ class IndexedReader(Reader):
         self._ids = given.get("input_ids")
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._thread not in (None, get_ident()):  # what a pass knows of itself is kept here
+        if self._thread not in (None, get_ident()):  # the state of a pass is kept in this object
             raise InvalidArgument("another thread is using this attached model; let them take turns")
-        if self._call is not None:  # of a pass that was interrupted, which nobody is told of
+        if self._call is not None:  # an interrupted pass, not reported to observers
             self._call.ended, self._call = True, None
         given = dict(signature(module.forward).bind_partial(*args).arguments) | kwargs
         check_forward(given)
@@ -364,7 +363,7 @@ class IndexedReader(Reader):
             given.pop(name, None)
         given["position_ids"] = positions
         masks: dict[str, Any] = dict.fromkeys(("indexed_attention", *self.family.config.layer_types))
-        if self.family.linear and not (call.tokens or call.length):  # what they begin with they can leave out
+        if self.family.linear and not (call.tokens or call.length):  # they may leave out padding at their own beginning
             masks["linear_attention"] = mask
         given["attention_mask"] = masks
         uses = given.get("use_cache")
@@ -377,9 +376,9 @@ class IndexedReader(Reader):
                 self._take_over(cache, call, states)
         return (), {**given, "use_cache": cache is not None, CACHE: cache}
 
-    # Layers that do not attend would read the padding between a document and a prompt. So rows run one after the other.
+    # Layers that do not attend would read the padding between a document and a prompt. So rows run one by one.
     def _without_padding(self, plain: Callable[..., Any], carried: _CarriedStates, **given: Any) -> Any:
-        """The decoder's ``forward``, for each row by itself where some have padding."""
+        """Run the decoder's ``forward``, for each row by itself if some have padding."""
         mask, call = self._padding, self._call
         if mask is None or call is None or not (call.tokens or call.length):
             return plain(**given)
@@ -399,18 +398,18 @@ class IndexedReader(Reader):
         return MoeModelOutputWithPast(last_hidden_state=hidden, cache=cache)
 
     def _after(self, _module: nn.Module, _inputs: object, output: object) -> None:
-        """End the pass; without an output it has failed, and its tokens do not count."""
+        """End the pass. Without an output it has failed, and its tokens do not count."""
         if self._thread != get_ident():
-            return  # this one was turned away, or had not begun
+            return  # this pass was refused, or had not begun
         self._thread = None
         if self._call is not None and output is not None:
             self._call.end()
         elif self._call is not None:
-            self._call.ended = True  # some layers have its tokens, others have not
+            self._call.ended = True  # only some layers have its tokens
         self._call = None
 
     def _call_of(self, cache: Any, rows: int) -> IndexedCall:
-        """The call that a pass belongs to, by its cache; a new one where that is empty or missing."""
+        """Return the call that a pass belongs to, by its cache, or a new one if the cache is empty or missing."""
         ours = (
             next((each for each in cache.layers if isinstance(each, LocalLayer)), None) if cache is not None else None
         )
@@ -434,14 +433,14 @@ class IndexedReader(Reader):
 
     @staticmethod
     def _check_positions(told: Tensor | None, call: IndexedCall, usual: Tensor, mask: Tensor | None) -> None:
-        """Raise ``InvalidArgument`` for positions that are not those of the tokens, counted from the document's end."""
+        """Raise ``InvalidArgument`` unless positions count the tokens from the document's end."""
         if told is None:
             return
         flat = told[0] if told.dim() == 3 else told
         same = flat.to(usual.device) == usual - call.tokens
         if flat.shape[-1] == usual.shape[-1] and bool((same if mask is None else same | ~mask).all()):
             return
-        # Without a mask models count padding too; a row of one token after others is where that shows.
+        # Without a mask, models count padding too. This shows in rows of one token after others.
         raise InvalidArgument(
             "position_ids must count the tokens of each row from the document's end on, from 0, padding left out: rows "
             "are stored where they stand"
@@ -459,7 +458,7 @@ class IndexedReader(Reader):
         kept = (job.document.recurrent_places() or [0])[-1]
         for tokens, last in ending(segments):
             self._decode(tokens, cache)
-            # Who has asked in between may have found the document as it was before.
+            # A call in between may have found the document in its earlier state.
             self._keys = call.keys
             states = None
             end = len(job.document) + len(tokens)
@@ -469,7 +468,7 @@ class IndexedReader(Reader):
             yield len(tokens)
 
     def _commit(self, job: Job, tokens: Tensor, call: IndexedCall, states: Sequence[Tensor] | None) -> None:
-        """Store what ``tokens`` gave, and what other layers remember now, and go on after it."""
+        """Store the states of ``tokens`` and the current ``states`` of other layers, and continue after them."""
         spec, options, job.options = self.memory.spec, job.options, None
         width, key = spec.fields["rows"][1], spec.key_dim
         local = call.locals[0]
@@ -489,7 +488,7 @@ class IndexedReader(Reader):
                 if slot in rows:
                     blocks[before : before + len(tokens), : rows[slot].shape[1]] = rows[slot]
                 layer = self.slots.layers[slot]
-                # Entries and keys of a unit that was begun by tokens which are stored already lie in their rows too.
+                # If stored tokens began a unit, its entry and keys also lie in their rows.
                 at = before - len(job.document) % layer.unit if layer.raw_width else before
                 if layer.entry_width:
                     parts = spread(local.entries[slot].view.cpu(), layer.unit)
@@ -519,10 +518,10 @@ class IndexedReader(Reader):
         }
 
     def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
-        """By what the index chooses for the last token: a block's score is that of its best token, a mean over layers.
+        """Search by the index's choice for the last token. A block's score is its best token's, averaged over layers.
 
-        Scores are parts of the best score in the layer, for layers are not comparable otherwise. What is always seen
-        does not count.
+        Scores are divided by the best score of their layer, because layers are not comparable otherwise. Tokens that
+        are always seen do not count.
         """
         layers = [each.index for each in self.slots.indexed.values()]
         if layer not in (None, *layers):
@@ -531,7 +530,7 @@ class IndexedReader(Reader):
         if not blocks:
             return []
         asked = Choices(IndexChoice, lambda choice: choice)
-        usual, self.observers[:] = list(self.observers), [asked]  # nobody else is told
+        usual, self.observers[:] = list(self.observers), [asked]  # no other observer hears of it
         try:
             with evaluating(self.model):
                 self.model(query.tokens[None].to(self.model.device), use_cache=False, logits_to_keep=1)
@@ -548,7 +547,7 @@ class IndexedReader(Reader):
 
 
 def _by_block(ids: Tensor, scores: Tensor, blocks: int, size: int) -> Tensor:
-    """The best score in each block, as a part of the best of all; 0 for a block of which nothing was chosen."""
+    """Return the best score in each block, as a part of the best of all; 0 for a block without a chosen token."""
     ids, scores = ids.flatten().cpu(), scores.flatten().float().cpu()
     counted = (ids >= 0) & (ids < blocks * size) & scores.isfinite()
     scores = scores[counted]
@@ -562,7 +561,7 @@ def _heads(module: Any) -> int:
 
 
 def _mask(mask: Any, call: IndexedCall, rows: int, count: int) -> Tensor | None:
-    """``[B, count]``, False on padding, of the new tokens; None where there is none. See ``docs/honoured.md``."""
+    """Return ``[B, count]``, False on padding, of the new tokens; None without padding. See ``docs/honoured.md``."""
     if mask is None:
         return None
     total = call.length + count
@@ -585,13 +584,13 @@ def _mask(mask: Any, call: IndexedCall, rows: int, count: int) -> Tensor | None:
 
 
 def _is_ours(cache: Any) -> LocalLayer | None:
-    """A layer of ``cache`` that is ours, if there is one."""
+    """Return a layer of ``cache`` that is ours, if any."""
     layers = () if cache is None else cache.layers
     return next((each for each in layers if isinstance(each, LocalLayer)), None)
 
 
 def _replaced(stack: ExitStack, thing: Any, name: str, value: Any) -> None:
-    """Let an attribute of an instance be ``value``, until ``stack`` is closed."""
+    """Set an attribute of an instance to ``value``, until ``stack`` is closed."""
     before = vars(thing).get(name)
     setattr(thing, name, value)
     stack.callback(partial(setattr, thing, name, before) if before else partial(delattr, thing, name))

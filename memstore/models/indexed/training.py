@@ -1,14 +1,14 @@
-"""Training of small models whose own index tells their attention which tokens, or blocks, to look at.
+"""Training of small models whose own index chooses the tokens, or blocks, that attention sees.
 
-DeepSeek-V3.2 (arXiv 2512.02556, section 2.1): first all tokens are attended to, and the index learns how attention is
-distributed over them; then only the tokens that it chooses are attended to, and both go on learning. The index learns
-from attention alone (equations 3 and 4, a Kullback-Leibler divergence), everything else from the answers: neither
-gradient reaches the other. There the model had been trained before; here it learns to answer meanwhile.
+DeepSeek-V3.2 (arXiv 2512.02556, section 2.1): first attention sees all tokens, and the index learns how attention is
+distributed over them. Then attention sees only the tokens that the index chooses, and both continue to learn. The index
+learns from attention alone (equations 3 and 4, a Kullback-Leibler divergence), everything else from the answers.
+Neither gradient reaches the other. There, the model had been trained before. Here it learns to answer at the same time.
 
-A row has a few hundred tokens, a text may have a million. So positions jump, where there is no needle, and rotations by
-any distance are known; and tokens of other rows, weighted as if they were many, stand beside those that the index has
-to choose. In the end rows are as long as a step allows: what was found among fifteen blocks is then found among
-thousands.
+A row has a few hundred tokens, but a text may have a million. So positions jump, outside of needles, and the model
+learns rotations by any distance. Tokens of other rows are added to the tokens from which the index has to choose, with
+the weight of many. At the end, rows are as long as a step allows. So a model that found needles among fifteen blocks
+then finds them among thousands.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ from memstore.train.trainer import AnswerTrainer, MemoryTrainer
 from memstore.train.training import Training
 
 LARGEST_JUMP, MOST_JUMPS = 1 << 17, 8
-"""Positions that are left out at most at one place of a row, and places."""
+"""Most positions that are left out at one place of a row, and most such places."""
 CROWD, SAMPLED = 1 << 15, 384
-"""Tokens of a long text that an index has to pass over, and how many of other rows stand for them."""
+"""Tokens of a long text that the index must not choose, and tokens of other rows that represent them."""
 NEVER = -1e9
-"""A score that a softmax does not see."""
+"""A score that a softmax ignores."""
 _SIZES = {
     "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
     "max_position_embeddings": 1 << 21, "initializer_range": 0.06, "bos_token_id": None,
@@ -71,14 +71,14 @@ BLOCKS: dict[str, Mapping[str, Any]] = {
 
 
 class TokenIndexConfig(DeepseekV32Config):
-    """The configuration of a DeepSeek-V3.2 without experts, as small as a recipe wants it."""
+    """The configuration of a DeepSeek-V3.2 without experts, in the small sizes of a recipe."""
 
     tokens_per_block: ClassVar[int] = 32
-    """Of a row of needles; the model itself has no blocks."""
+    """The block size of a row of needles; the model itself has no blocks."""
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> TokenIndexConfig:
-        """``tiny``: a CPU trains it in minutes."""
+        """Return ``tiny``: a CPU trains it in minutes."""
         sizes = preset(TOKENS, name, changes)
         return cls(mlp_layer_types=["dense"] * sizes["num_hidden_layers"], **sizes)
 
@@ -87,11 +87,11 @@ class BlockIndexConfig(MiniMaxM3VLTextConfig):
     """The configuration of a MiniMax-M3 (its text part) without experts, whose index chooses blocks."""
 
     tokens_per_block: ClassVar[int] = 32
-    """Of a row of needles."""
+    """The block size of a row of needles."""
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> BlockIndexConfig:
-        """``tiny``: a CPU trains it in minutes."""
+        """Return ``tiny``: a CPU trains it in minutes."""
         sizes = preset(BLOCKS, name, changes)
         layers = sizes["num_hidden_layers"]
         return cls(mlp_layer_types=["dense"] * layers, layer_types=["minimax_m3_sparse"] * layers, **sizes)
@@ -99,57 +99,57 @@ class BlockIndexConfig(MiniMaxM3VLTextConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedRecipe(Recipe):
-    """What to train a model with an index of its own on, and how.
+    """A recipe for training a model with its own index.
 
-    The index learns from the attention to all tokens before attention learns to do with what it chooses.
+    The index first learns from the attention to all tokens. Then attention learns to work with the chosen ones.
     """
 
     sparse_from: float = 0.4
-    """Part of the training after which only chosen tokens are attended to."""
+    """Part of the training after which attention sees only chosen tokens."""
     index_weight: float = 0.3
-    """Of the index's loss."""
+    """Weight of the index's loss."""
     chosen: int = 128
-    """Tokens that the model chooses when it is used."""
+    """Tokens that the model chooses in use."""
     blockwise: bool = False
-    """Whether the index chooses blocks of tokens, as that of MiniMax-M3 does."""
+    """Whether the index chooses blocks of tokens, as in MiniMax-M3."""
     kind: ClassVar[str] = "indexed"
     aligned: ClassVar[bool] = False
 
 
 class WatchedIndex(ABC):
-    """The index of one layer while it is trained: its scores have gradients, and everything may be chosen."""
+    """The index of one layer in training: its scores have gradients, and it may choose everything."""
 
     def __init__(self, indexer: nn.Module) -> None:
         self._indexer: Any = indexer
         self.all = True
-        """Whether everything is chosen."""
+        """Whether it chooses everything."""
         self.crowd: Tensor | None = None
-        """Tokens of the batch, all rows one after the other, that stand for those of a long text."""
+        """Tokens of the batch, over all rows, that represent the tokens of a long text."""
         self._scores = self._chosen = self._crowded = torch.empty(0)
         indexer.forward = self._forward
 
     def release(self, chosen: int) -> None:
-        """The index is again what it was, but for the number of tokens that it chooses."""
+        """Restore the index, but let it choose ``chosen`` tokens."""
         del self._indexer.forward
         self._widen(chosen)
 
     @abstractmethod
     def divergence(self, attention: Tensor) -> Tensor:
-        """How far the softmax of the scores is from ``attention [B, H, S, T]``, over what was chosen.
+        """Return the divergence of the softmax of scores from ``attention [B, H, S, T]``, over the chosen tokens.
 
-        And over the crowd, to which nobody attends.
+        The softmax also covers the crowd, which gets no attention.
         """
 
     @abstractmethod
     def _forward(self, *given: Any, **named: Any) -> Tensor:
-        """As the index itself."""
+        """Choose as the index itself does."""
 
     @abstractmethod
     def _widen(self, chosen: int) -> None:
-        """Let so many tokens be chosen."""
+        """Let the index choose ``chosen`` tokens."""
 
     def _see_crowd(self, scored: Callable[[Tensor], Tensor], keys: Tensor) -> None:
-        """Scores ``[B, ..., n]`` of the crowd, by those of keys ``[B, n, D]``; ``keys [B, T, D]`` are all rows'."""
+        """Score the crowd, ``[B, ..., n]``, by ``scored`` of keys ``[B, n, D]``; ``keys [B, T, D]``: all rows' keys."""
         if self.crowd is not None:
             own = self.crowd // keys.shape[1] == torch.arange(len(keys), device=keys.device)[:, None]
             others = scored(keys.flatten(0, 1)[self.crowd].expand(len(keys), -1, -1))
@@ -157,7 +157,7 @@ class WatchedIndex(ABC):
             self._crowded = (others + math.log(CROWD / len(self.crowd))).masked_fill(own, NEVER)
 
     def _kl(self, target: Tensor) -> Tensor:
-        """The divergence of the scores from ``target``, for each query."""
+        """Return the divergence of the scores from ``target``, for each query."""
         logs = self._scores.masked_fill(~self._chosen, NEVER)
         if self.crowd is not None:
             logs = torch.cat([logs, self._crowded], -1)
@@ -170,7 +170,7 @@ class WatchedTokens(WatchedIndex):
     """The index of DeepSeek-V3.2, which chooses tokens."""
 
     def divergence(self, attention: Tensor) -> Tensor:
-        """See ``WatchedIndex``; the target is what all heads together attend to."""
+        """See ``WatchedIndex``; the target is the attention of all heads together."""
         return self._kl(attention.detach().mean(1)).mean()
 
     def _forward(
@@ -180,11 +180,11 @@ class WatchedTokens(WatchedIndex):
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Tensor,
         position_ids: Tensor,  # noqa: ARG002 - the rotations are given
-        cache: Any = None,  # noqa: ARG002 - there is none
+        cache: Any = None,  # noqa: ARG002 - it has no cache
     ) -> Tensor:
-        """As ``DeepseekV32Indexer.forward``: the chosen tokens ``[B, S, k]``."""
+        """Return the chosen tokens ``[B, S, k]``, as ``DeepseekV32Indexer.forward`` does."""
         index = self._indexer
-        hidden, latent = hidden_states.detach(), q_resid.detach()  # it learns from attention, and attention not from it
+        hidden, latent = hidden_states.detach(), q_resid.detach()  # it learns from attention, but attention not from it
         q = index.wq_b(latent).unflatten(-1, (index.n_heads, index.head_dim))
         k = index.k_norm(index.wk(hidden)).unsqueeze(2)
         rotated = index.qk_rope_head_dim
@@ -213,11 +213,11 @@ class WatchedTokens(WatchedIndex):
 class WatchedBlocks(WatchedIndex):
     """The index of MiniMax-M3, which chooses blocks for each key head by the best product in them.
 
-    A query's own block is always chosen, so there is nothing to learn about it.
+    A query's own block is always chosen, so the index need not learn to choose it.
     """
 
     def divergence(self, attention: Tensor) -> Tensor:
-        """See ``WatchedIndex``; the target is what the heads of a key head attend to outside of their own block."""
+        """See ``WatchedIndex``; the target is the attention of a key head's heads outside of their own block."""
         index = self._indexer
         heads = attention.detach().unflatten(1, (index.num_heads, -1)).mean(2)
         heads = F.pad(heads, (0, -heads.shape[-1] % index.block_size))
@@ -230,10 +230,10 @@ class WatchedBlocks(WatchedIndex):
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
-        cache: Any,  # noqa: ARG002 - there is none
-        position_ids: Tensor,  # noqa: ARG002 - those jump; blocks go by place
+        cache: Any,  # noqa: ARG002 - it has no cache
+        position_ids: Tensor,  # noqa: ARG002 - positions jump; blocks go by place
     ) -> Tensor:
-        """As ``MiniMaxM3VLIndexer.forward``: the chosen blocks ``[B, heads, S, k]``, -1 for none."""
+        """Return the chosen blocks ``[B, heads, S, k]``, -1 for none, as ``MiniMaxM3VLIndexer.forward`` does."""
         index, size = self._indexer, self._indexer.block_size
         hidden, (cos, sin) = hidden_states.detach(), position_embeddings
         q = index.q_norm(index.q_proj(hidden).unflatten(-1, (-1, index.head_dim))).transpose(1, 2)
@@ -261,10 +261,10 @@ class WatchedBlocks(WatchedIndex):
 
 
 class _IndexedNeedleTrainer(AnswerTrainer):
-    """Trains a model with a token index on needles."""
+    """Trains a model with its own index on needles."""
 
     def __init__(self, recipe: IndexedRecipe, run: Run, model: Any, *rest: Any, **options: Any) -> None:
-        model.set_attn_implementation("eager")  # which tells the weights that the index learns from
+        model.set_attn_implementation("eager")  # it returns the weights that the index learns from
         super().__init__(recipe, run, model, *rest, **options)
         self._recipe = recipe
         watched = WatchedBlocks if recipe.blockwise else WatchedTokens
@@ -280,7 +280,7 @@ class _IndexedNeedleTrainer(AnswerTrainer):
             index.all, index.crowd = self.progress < self._recipe.sparse_from, crowd
         out = model(
             input_ids=inputs["input_ids"],
-            # Without a mask, transformers takes positions that jump for several texts, which do not see each other.
+            # Without a mask, transformers takes jumping positions for several texts that do not see each other.
             attention_mask=torch.ones_like(inputs["input_ids"]),
             position_ids=jumping(inputs["free"], rng),
             use_cache=False,
@@ -295,21 +295,21 @@ class _IndexedNeedleTrainer(AnswerTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
-        """See ``AnswerTrainer``; and what the index has to learn."""
+        """Return the loss of ``AnswerTrainer``, and that of the index."""
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return loss + self._recipe.index_weight * self._divergence
 
     def learned(self, answer: Tensor, found: float) -> None:
-        """See ``AnswerTrainer``: nothing waits for it."""
+        """See ``AnswerTrainer``; nothing depends on it here."""
 
     def finish(self) -> None:
-        """Let the model be measured as it will be used: it may choose more, for it will choose among more."""
+        """Prepare the measurement: as in use, the index may choose more tokens, because it chooses among more."""
         for index in self._indexes:
             index.release(self._recipe.chosen)
 
 
 def jumping(free: Tensor, rng: Generator) -> Tensor:
-    """Positions ``[B, T]`` that leave some out, up to a million, where ``free [B, T]`` says that there is no needle."""
+    """Return positions ``[B, T]`` with jumps, up to a million, where ``free [B, T]`` marks text without a needle."""
     steps = np.ones(tuple(free.shape), np.int64)
     for row, places in zip(steps, free.cpu().numpy(), strict=True):
         where = np.flatnonzero(places[1:]) + 1
@@ -334,13 +334,13 @@ RECIPES: dict[str, IndexedRecipe] = {
 
 
 def train(options: IndexedTraining, runtime: Runtime) -> dict[str, Any]:
-    """What ``memstore train indexed`` does. Raises ``InvalidArgument`` for options that do not belong together."""
+    """Run ``memstore train indexed``. Raises ``InvalidArgument`` for options that do not belong together."""
     recipe = find_recipe(options.recipe, RECIPES)
     return train_recipe(with_optimisation(recipe, options.given()), options.out, runtime=runtime)
 
 
 def _of_recipe(recipe: IndexedRecipe) -> Training:
-    """How the model of ``recipe`` is trained: the index of one chooses blocks, that of the other tokens."""
+    """Return the training of ``recipe``'s model: its index chooses blocks, or tokens."""
     return BLOCKWISE if recipe.blockwise else INDEXED
 
 

@@ -1,1 +1,1 @@
-"""Families of models with an index of their own, each described as ``memstore.models.indexed.family`` asks."""
+"""Families of models with their own index; ``memstore.models.indexed.family`` has their contract."""

@@ -1,9 +1,9 @@
 """A family that attends to entries made of several tokens: DeepSeek-V4.
 
-Every layer sees a window of tokens, whose one shared head is key and value at once. Most also see entries, each made of
-the tokens of a unit by a softmax of gates (DeepSeek-V4, section 2.3): of 4 tokens and the 4 before them, among which an
-index chooses (equations 9 to 17), or of 128, which are all seen (equations 20 to 23). What was turned is turned back in
-the output, since values are keys.
+Every layer sees a window of tokens, whose one shared head is key and value at once. Most layers also see entries. Each
+entry is made from the tokens of a unit by a softmax of gates (DeepSeek-V4, section 2.3). An index chooses among entries
+of 4 tokens and the 4 before them (equations 9 to 17). Entries of 128 tokens are all seen (equations 20 to 23). The
+output is rotated back, because values are rotated keys.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from memstore.models.indexed.family import IndexedFamily, IndexedLayer, Projecti
 
 
 def turned_last(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``x [B, S, ..., D]`` whose last numbers are turned, in pairs of neighbours that stay so.
+    """Rotate the last numbers of ``x [B, S, ..., D]`` in pairs of neighbours, and keep their order.
 
-    ``cos, sin [B, S, R / 2]`` say every angle once. Here values are turned too, so they keep their order.
+    ``cos, sin [B, S, R / 2]`` have every angle once. The order is kept because values are rotated here too.
     """
     shape = (*cos.shape[:2], *[1] * (x.dim() - 3), cos.shape[-1])
     cos, sin = cos.reshape(shape), sin.reshape(shape)
@@ -32,7 +32,7 @@ def turned_last(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _EntryLayer(IndexedLayer):
-    """A window, and entries that an index chooses, or all of them, or none."""
+    """A window, with the entries that an index chooses, all entries, or none."""
 
     def __init__(self, module: Any, index: int) -> None:
         super().__init__(module, index)
@@ -87,17 +87,17 @@ class _EntryLayer(IndexedLayer):
         return self._placed(self.indexer, keys, first), self._placed(self.compressor, entries, first)
 
     def _placed(self, maker: Any, made: Tensor, first: int) -> Tensor:
-        """Entries ``[n, D]``, turned to where their units begin."""
+        """Return entries ``[n, D]``, rotated to the beginnings of their units."""
         made = maker.kv_norm(made)[None]
         positions = (torch.arange(made.shape[1], device=made.device) + first)[None] * self.unit
         return turned_last(made, *maker.rotary_emb(made, position_ids=positions, layer_type="compress"))[0]
 
-    def pool(self, raw: Tensor, first: Tensor) -> Tensor:  # noqa: ARG002 - they are placed
-        """A key lies in the landmarks of the tokens that it was made of, a part in each."""
+    def pool(self, raw: Tensor, first: Tensor) -> Tensor:  # noqa: ARG002 - they have positions
+        """Join the parts of a key, which lie in the landmarks of its tokens."""
         return raw.flatten(1)[:, : self.index_dim]
 
     def output(self, cos_sin: tuple[Tensor, Tensor], gathered: Tensor) -> Tensor:
-        """What heads have gathered, turned back, as the module gives it."""
+        """Rotate the attention of the heads back, and return the module's output for it."""
         cos, sin = cos_sin
         back = turned_last(gathered, cos, -sin).flatten(2).unflatten(-1, (self.module.config.o_groups, -1))
         out: Tensor = self.module.o_b_proj(self.module.o_a_proj(back).flatten(2))
@@ -105,23 +105,23 @@ class _EntryLayer(IndexedLayer):
 
 
 def _mean(maker: Any, key: Tensor, gate: Tensor, unit: int) -> Tensor:
-    """Means ``[n, D]`` of whole units of ``key, gate [n * unit, D]``, by the softmax of gates and places."""
+    """Return means ``[n, D]`` of whole units of ``key, gate [n * unit, D]``, by the softmax of gates and places."""
     parts = (gate.unflatten(0, (-1, unit)) + maker.position_bias).softmax(1, dtype=torch.float32)
     mean: Tensor = (key.unflatten(0, (-1, unit)) * parts.to(key.dtype)).sum(1)
     return mean
 
 
 def _overlapping(maker: Any, key: Tensor, gate: Tensor, unit: int, before: int) -> Tensor:
-    """The same where the first half of each token's numbers counts in the unit after its own.
+    """Return the same means, if the first half of each token's numbers counts in the unit after its own.
 
-    ``before``: with how many units, 0 or 1, ``key, gate [m, 2 D]`` begin that have their entries already.
+    ``before``: number of units, 0 or 1, at the start of ``key, gate [m, 2 D]`` that already have their entries.
     """
     key, gate = key.unflatten(0, (-1, unit)), gate.unflatten(0, (-1, unit)) + maker.position_bias
     (earlier, own), (earlier_gate, own_gate) = (x.chunk(2, -1) for x in (key, gate))
     if before:
         own, own_gate = own[1:], own_gate[1:]
         earlier, earlier_gate = earlier[:-1], earlier_gate[:-1]
-    else:  # nothing comes before the first
+    else:  # the first unit has none before it
         earlier = torch.cat([torch.zeros_like(earlier[:1]), earlier[:-1]])
         earlier_gate = torch.cat([torch.full_like(earlier_gate[:1], -torch.inf), earlier_gate[:-1]])
     both, gates = torch.cat([earlier, own], 1), torch.cat([earlier_gate, own_gate], 1)

@@ -1,11 +1,11 @@
 """Families that choose tokens, or pools of them, and store latents: DeepSeek-V3.2, GLM, A.X-K2, Hy4, dots3, Mistral.
 
-What is stored of a token is its latent and one rotated key that all heads share (multi-head latent attention,
-DeepSeek-V2, section 2.1). Queries meet latents: the key half of the up-projection is applied to the query, the value
-half to what was gathered, so that no row is ever expanded.
+For each token, a latent and one rotated key that all heads share are stored (multi-head latent attention, DeepSeek-V2,
+section 2.1). Queries meet latents. The key half of the up-projection is applied to the query, the value half to the
+output of attention, so no row is ever expanded.
 
-The index (DeepSeek-V3.2, section 2.1, equation 1) has a key for each token and scores it by a weighted sum, over index
-heads, of ReLU products.
+The index (DeepSeek-V3.2, section 2.1, equation 1) has a key for each token. The key's score is a weighted sum, over
+index heads, of ReLU products.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from memstore.models.indexed.family import IndexedFamily, IndexedLayer, Projecti
 
 
 class _LatentLayer(IndexedLayer):
-    """Latent attention with, or without, an index of single tokens."""
+    """Latent attention, with or without an index of single tokens."""
 
     interleaved = True
-    """How the attention's own queries and keys are turned."""
+    """How the attention's own queries and keys are rotated."""
     index_interleaved = False
-    """How those of the index are."""
+    """How the index's queries and keys are rotated."""
     index_turns_last = False
-    """Whether the last numbers of an index query and key are turned, in place of the first."""
+    """Whether the last numbers of an index query and key are rotated, instead of the first."""
 
     def __init__(self, module: Any, index: int) -> None:
         super().__init__(module, index)
@@ -62,28 +62,28 @@ class _LatentLayer(IndexedLayer):
         return Projections(query, made, rows, key, ask, self.index_weights(hidden))
 
     def queries(self, hidden: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-        """What index queries are made of, queries ``[B, S, H, D]``, and what is done with values ``[B, S, H, V]``."""
+        """Return the input of index queries, queries ``[B, S, H, D]``, and a function for values ``[B, S, H, V]``."""
         module = self.module
         residual = module.q_a_layernorm(module.q_a_proj(hidden))
         return residual, module.q_b_proj(residual).unflatten(-1, (module.num_heads, -1)), lambda values: values
 
     def latents(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents ``[B, S, C]``, and keys ``[B, S, R]`` before they are turned."""
+        """Return latents ``[B, S, C]``, and keys ``[B, S, R]`` before rotation."""
         latent, k_rope = self.module.kv_a_proj_with_mqa(hidden).split([self.latent, self.rope], -1)
         return self.module.kv_a_layernorm(latent), k_rope
 
     def turn(self, x: Tensor, cos_sin: Any) -> Tensor:
-        """Queries or keys of the attention at their positions."""
+        """Rotate queries or keys of the attention to their positions."""
         return turned(x, *cos_sin, interleaved=self.interleaved)
 
     def index_states(self, hidden: Tensor, residual: Tensor, cos_sin: Any) -> tuple[Tensor, Tensor]:
-        """Index queries ``[B, S, heads, D]`` and keys ``[B, S, D]``."""
+        """Return index queries ``[B, S, heads, D]`` and keys ``[B, S, D]``."""
         indexer = self.indexer
         ask = indexer.wq_b(residual).unflatten(-1, (indexer.n_heads, -1))
         return self.index_turn(ask, cos_sin), self.index_turn(indexer.k_norm(indexer.wk(hidden)), cos_sin)
 
     def index_turn(self, x: Tensor, cos_sin: Any) -> Tensor:
-        """Index queries or keys at their positions."""
+        """Rotate index queries or keys to their positions."""
         rest = x.shape[-1] - self.rope
         if self.index_turns_last:
             still, moved = x.split([rest, self.rope], -1)
@@ -92,13 +92,13 @@ class _LatentLayer(IndexedLayer):
         return torch.cat([turned(moved, *cos_sin, interleaved=self.index_interleaved), still], -1)
 
     def index_weights(self, hidden: Tensor) -> Tensor:
-        """How much each index head counts, ``[B, S, heads]``."""
+        """Return the weight of each index head, ``[B, S, heads]``."""
         project = self.indexer.weights_proj
         weights: Tensor = project(hidden.to(project.weight.dtype)).float() * self.indexer.n_heads**-0.5
         return weights
 
     def output(self, finish: Callable[[Tensor], Tensor], gathered: Tensor) -> Tensor:
-        """The module's output of what was gathered, ``[B, S, H, C]``."""
+        """Return the module's output for the attention's result, ``[B, S, H, C]``."""
         values = torch.einsum("bshc,hvc->bshv", gathered, self.to_value)
         out: Tensor = self.module.o_proj(finish(values).flatten(-2))
         return out
@@ -111,12 +111,12 @@ class DeepseekV32(IndexedFamily):
     layer: type[_LatentLayer] = _LatentLayer
 
     def made(self) -> list[IndexedLayer]:
-        """See ``IndexedFamily``; a layer without an index takes the choice of the last one that has one."""
+        """See ``IndexedFamily``; a layer without an index uses the choice of the last one that has one."""
         layers: list[IndexedLayer] = []
         last = None
         for number, block in enumerate(self.decoder.layers):
             if not hasattr(block.self_attn, "indexer"):
-                continue  # it does not attend
+                continue  # it has no attention
             layer = self.layer(block.self_attn, number)
             layer.takes, last = (last, last) if layer.indexer is None else (None, number)
             layers.append(layer)
@@ -129,7 +129,7 @@ class _SharedLayer(_LatentLayer):
 
 
 class GlmMoeDsa(DeepseekV32):
-    """Some layers take the choice of the one before."""
+    """Some layers use the choice of the one before."""
 
     shaping = (*DeepseekV32.shaping, "indexer_types")
     layer = _SharedLayer
@@ -137,7 +137,7 @@ class GlmMoeDsa(DeepseekV32):
 
 class _GatedLayer(_LatentLayer):
     def queries(self, hidden: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-        """One projection of the query latent, normalised and not, gives queries and the gate of the output."""
+        """Split a projection of the query latent, before and after the norm, into queries and the output's gate."""
         module = self.module
         compressed = module.q_a_proj(hidden)
         residual = module.q_a_layernorm(compressed)
@@ -162,13 +162,13 @@ class _SinkLayer(_LatentLayer):
         self.sinks = module.sinks
 
     def queries(self, hidden: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-        """The output is gated by the hidden states."""
+        """Gate the output by the hidden states."""
         residual, queries, _ = super().queries(hidden)
         gate = self.module.gate_proj(hidden).unflatten(-1, (self.module.num_heads, -1)).sigmoid()
         return residual, queries, lambda values: values * gate
 
     def index_states(self, hidden: Tensor, residual: Tensor, cos_sin: Any) -> tuple[Tensor, Tensor]:
-        """Keys are normalised in the norm's own type."""
+        """Norm keys in the norm's own dtype."""
         indexer = self.indexer
         ask = indexer.wq_b(residual).unflatten(-1, (indexer.n_heads, -1))
         key = indexer.k_norm(indexer.wk(hidden).to(indexer.k_norm.weight.dtype)).to(hidden.dtype)
@@ -176,7 +176,7 @@ class _SinkLayer(_LatentLayer):
 
 
 class HYV4(DeepseekV32):
-    """Choices are shared; sinks in the softmax, and gates."""
+    """Layers share choices, with sinks in the softmax, and gates."""
 
     shaping = (*DeepseekV32.shaping, "indexer_types", "hc_mult", "hc_magnitude", "hc_eps", "swiglu_limit")
     layer = _SinkLayer
@@ -187,7 +187,7 @@ class _NeighbourLayer(_SinkLayer):
 
 
 class HYV4Vision(HYV4):
-    """The text part of the model of pictures and text, whose pairs of turned numbers are neighbours."""
+    """The text part of the model of pictures and text; neighbouring numbers are rotated in pairs."""
 
     layer = _NeighbourLayer
 
@@ -201,25 +201,25 @@ class _DotsLayer(_LatentLayer):
             self.sees = int(module.sliding_window)
 
     def queries(self, hidden: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-        """Latents of queries are scaled; each head has a gate."""
+        """Scale the latents of queries; each head has a gate."""
         module = self.module
         residual = module.q_a_layernorm(module.q_a_proj(hidden)) * module.q_lora_scale
         gate = module.g_proj(hidden).unsqueeze(-1).sigmoid()
         return residual, module.q_b_proj(residual).unflatten(-1, (module.num_heads, -1)), lambda values: values * gate
 
     def latents(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Latents are scaled, and the shared key is normalised."""
+        """Scale the latents, and norm the shared key."""
         module = self.module
         latent, k_rope = module.kv_a_proj_with_mqa(hidden).split([self.latent, self.rope], -1)
         return module.kv_a_layernorm(latent) * module.kv_lora_scale, module.k_rope_only_layernorm(k_rope)
 
     def turn(self, x: Tensor, cos_sin: Any) -> Tensor:
-        """Positions are in float32."""
+        """Rotate in float32."""
         return super().turn(x, cos_sin).to(x.dtype)
 
 
 class Dots3Note(DeepseekV32):
-    """Some layers choose, the others see a window."""
+    """Some layers choose; the others see a window."""
 
     shaping = ("index_topk", "layer_types")
     layer = _DotsLayer
@@ -236,7 +236,7 @@ class Dots3Note(DeepseekV32):
 
 
 class _PoolLayer(_LatentLayer):
-    """Pools of tokens are chosen; queries and keys know no positions."""
+    """Pools of tokens are chosen; queries and keys have no positions."""
 
     extra = 1
 
@@ -246,19 +246,19 @@ class _PoolLayer(_LatentLayer):
             self.unit = int(self.indexer.index_kpool)
             self.key_width, self.top = 2 * self.index_dim, self.top // self.unit
 
-    def turn(self, x: Tensor, cos_sin: Any) -> Tensor:  # noqa: ARG002 - there are none
-        """As they are."""
+    def turn(self, x: Tensor, cos_sin: Any) -> Tensor:  # noqa: ARG002 - it has no positions
+        """Return ``x`` unchanged."""
         return x
 
     def index_states(self, hidden: Tensor, residual: Tensor, cos_sin: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG002
-        """Each token gives a key, and how much each number of it counts in its pool."""
+        """Return each token's key with the gates of its numbers in the pool."""
         indexer = self.indexer
         ask = indexer.wq_b(residual).unflatten(-1, (indexer.n_heads, -1))
         gate = torch.nn.functional.linear(hidden, indexer.index_kpool_compress_gate)
         return ask, torch.cat([indexer.k_norm(indexer.wk(hidden)), gate], -1)
 
-    def pool(self, raw: Tensor, first: Tensor) -> Tensor:  # noqa: ARG002 - it knows no positions
-        """The mean of a pool's keys, by the softmax of gates and places."""
+    def pool(self, raw: Tensor, first: Tensor) -> Tensor:  # noqa: ARG002 - it has no positions
+        """Return the mean of a pool's keys, weighted by the softmax of gates and places."""
         key, gate = raw.split(self.index_dim, -1)
         parts = (gate.float() + self.indexer.index_kpool_compress_ape.float()).softmax(1).to(key.dtype)
         pooled: Tensor = (parts * key).sum(1)
@@ -266,7 +266,7 @@ class _PoolLayer(_LatentLayer):
 
 
 class Glm5Next(DeepseekV32):
-    """Linear layers, and between them some that choose pools or take the choice of the one before."""
+    """Linear layers, and between them layers that choose pools or use the choice of the one before."""
 
     shaping = ("index_topk", "rms_norm_eps", "layer_types", "indexer_types", "index_kpool", "hc_mult")
     layer = _PoolLayer
@@ -290,7 +290,7 @@ class _ScaledLayer(_LatentLayer):
     extra = 1
 
     def states(self, hidden: Tensor, given: Mapping[str, Any]) -> Projections:
-        """See ``IndexedLayer``; a factor of each head and position commutes with turning."""
+        """See ``IndexedLayer``; a factor of each head and position commutes with rotation."""
         asked, positions = super().states(hidden, given), given["position_ids"]
         query = self.module.softmax_scaling(asked.query, positions, head_dim_first=False)
         if asked.ask is None:
@@ -299,23 +299,23 @@ class _ScaledLayer(_LatentLayer):
         return replace(asked, query=query, ask=ask)
 
     def queries(self, hidden: Tensor) -> tuple[Tensor, Tensor, Callable[[Tensor], Tensor]]:
-        """There is no latent of queries."""
+        """Return queries without a latent: this family has none."""
         module = self.module
         return hidden, module.q_proj(hidden).unflatten(-1, (module.num_heads, -1)), lambda values: values
 
     def index_states(self, hidden: Tensor, residual: Tensor, cos_sin: Any) -> tuple[Tensor, Tensor]:
-        """Index queries are made of normalised hidden states."""
+        """Make index queries from normalised hidden states."""
         return super().index_states(hidden, self.indexer.q_input_norm(residual), cos_sin)
 
 
 class MistralLarge4(DeepseekV32):
-    """Choices and rows are shared by layers; some know no positions."""
+    """Layers share choices and rows; some have no positions."""
 
     shaping = ("index_topk", "rms_norm_eps", "indexer_types", "no_rope_layers", "kv_source_layers")
     layer = _ScaledLayer
 
     def made(self) -> list[IndexedLayer]:
-        """See ``IndexedFamily``: rows are those of the last layer that gives any and knows positions as it does."""
+        """See ``IndexedFamily``; a layer shares the rows of the last one with rows and the same use of positions."""
         layers, given = super().made(), dict[bool, int]()
         for layer in layers:
             kind = bool(layer.module.use_rope)

@@ -1,4 +1,4 @@
-"""Families with usual keys and values, of which one index chooses runs of tokens: MiniMax-M3."""
+"""Families with usual keys and values, and an index of blocks or runs of tokens, such as MiniMax-M3."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _GroupedLayer(IndexedLayer):
         self.indexer = module.indexer
 
     def pair(self, hidden: Tensor, cos_sin: tuple[Tensor, Tensor]) -> Tensor:
-        """Rows of ``hidden [B, S, hidden]``."""
+        """Return rows of ``hidden [B, S, hidden]``."""
         module = self.module
         key = turned_first(module.k_norm(module.k_proj(hidden).unflatten(-1, (self.groups, -1))), *cos_sin)
         value = module.v_proj(hidden).unflatten(-1, (self.groups, -1))
@@ -33,7 +33,7 @@ class _GroupedLayer(IndexedLayer):
 
 
 def turned_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``x [B, S, ..., D]``, of which the first numbers are turned, as many as ``cos, sin [B, S, R]`` have."""
+    """Rotate the first numbers of ``x [B, S, ..., D]``, as many as ``cos, sin [B, S, R]`` have."""
     moved, still = x.split([cos.shape[-1], x.shape[-1] - cos.shape[-1]], -1)
     return torch.cat([turned(moved, cos, sin), still], -1)
 
@@ -70,7 +70,7 @@ class _BlockLayer(_GroupedLayer):
         return Projections(query, self.output, rows, turned_first(key, cos, sin), turned_first(ask, cos, sin))
 
     def output(self, gathered: Tensor) -> Tensor:
-        """What heads have gathered, ``[B, S, H, D]``, as the module gives it."""
+        """Return the module's output for the attention of the heads, ``[B, S, H, D]``."""
         out: Tensor = self.module.o_proj(gathered.flatten(2))
         return out
 
@@ -86,7 +86,7 @@ class MiniMaxM3(IndexedFamily):
 
 
 class _RunLayer(_GroupedLayer):
-    """Runs of tokens are chosen by the mean of their keys; one choice serves all heads."""
+    """An index that chooses runs of tokens by the mean of their keys; one choice serves all heads."""
 
     def __init__(self, module: Any, index: int, rotary: Any) -> None:
         super().__init__(module, index, module.k_proj.out_features // module.head_dim)
@@ -105,19 +105,19 @@ class _RunLayer(_GroupedLayer):
         return Projections(query, partial(self.output, gate.flatten(2)), self.pair(hidden, cos_sin), key, ask)
 
     def pool(self, raw: Tensor, first: Tensor) -> Tensor:
-        """The mean of a run's keys, normalised, and turned to the position of its first token."""
+        """Return the mean of a run's keys, normalised and rotated to the position of its first token."""
         key = self.indexer.k_layernorm(raw.float().mean(1).to(raw.dtype))
         cos, sin = self.rotary(raw, first.expand(3, 1, -1))
         return turned_first(key[None], cos, sin)[0]
 
     def output(self, gate: Tensor, gathered: Tensor) -> Tensor:
-        """What heads have gathered, gated, as the module gives it."""
+        """Gate the attention of the heads, and return the module's output for it."""
         out: Tensor = self.module.o_proj(gathered.flatten(2) * gate.sigmoid())
         return out
 
 
 class Qwen4Exp(IndexedFamily):
-    """Linear layers, and between them some that choose runs of tokens."""
+    """Linear layers, and between them layers that choose runs of tokens."""
 
     shaping = ("layer_types", "rms_norm_eps", "indexer_compress_ratio", "hc_count", "ple_layer_ids")
     linear = True
