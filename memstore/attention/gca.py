@@ -233,7 +233,7 @@ class GroupedCrossAttention(nn.Module):
     def own(self, prepared: PreparedList) -> Ready:
         """Return the list with this layer's projections applied, if that is faster."""
         plain = type(self.query) is type(self.out) is nn.Linear  # the weights do not include what adapters add
-        if not plain or prepared.keys.dtype not in (torch.float32, torch.float64):  # lengths would be rounded
+        if not plain or prepared.keys.dtype not in (torch.float32, torch.float64):  # rounding would change the lengths
             return prepared
         query = self.query.weight * (self.norm.weight * self.norm.weight.numel() ** 0.5)
         return fold(prepared, query, self.out.weight) or prepared
@@ -257,7 +257,7 @@ class GroupedCrossAttention(nn.Module):
         size = k.shape[3]
         there = (blocks >= 0).flatten(0, 1).repeat_interleave(size, -1)[:, None, None]
         sinks = q.new_zeros(self.head_count) if self.off_by_one else None
-        # Without a sink a list without blocks is a softmax over nothing.
+        # Without a sink, a list without blocks would be a softmax over nothing.
         some = there.any(-1, keepdim=True)
         out, _ = block_attention(q.flatten(0, 1), k, v, mask=there | ~some, scale=dim**-0.5, sinks=sinks)
         return (out * some).view(batch, lists, *out.shape[1:])

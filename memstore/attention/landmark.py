@@ -1,4 +1,4 @@
-"""Landmark attention at inference: which earlier blocks are retrieved, and attention to them and to the local tokens.
+"""Landmark attention at inference: the choice of earlier blocks, and attention to them and to the local tokens.
 
 Mohtashami & Jaggi, *Random-Access Infinite Context Length for Transformers* (NeurIPS 2023), section 3.2 and appendix D.
 A block of ``S`` tokens counts its landmark, which is its last token.
@@ -9,14 +9,14 @@ paper                                   here
 equations 1-4, for one query            ``attend``: weights of blocks and of the tokens in them, and their log-sum-exp
 "the k highest scoring blocks"          ``choose``: one list for each query head and token, or shared by some of them
 max over heads, max over tokens         ``share`` and ``share_tokens``, of the softmax over all landmarks in memory
-"prepended to the local attention"      ``joined``: retrieved and local part are attended to apart and merged, which is
-                                        exact, so that lists of each token need no copies of the local keys
-CMT, ``S_i,-1``                         ``gated``: the token's weight, beside the local tokens, is what memory gets
+"prepended to the local attention"      ``joined``: attention to each part, merged exactly. So lists of each token need no
+                                        copies of the local keys
+CMT, ``S_i,-1``                         ``gated``: the token's weight, beside the local tokens, is the weight of memory
 ======================================  ===============================================================================
 
-A landmark's score is that of its key where the block stands while it is searched (``positions.searching_slots``). All
-older blocks stand in one slot. So an index of keys without positions serves: it is asked with queries turned back by
-the place of a landmark in that slot, and only the last few blocks are scored one by one.
+A landmark's score is the score of its key in the block's slot during the search (``positions.searching_slots``). All
+older blocks stand in one slot. So an index of keys without positions works: its queries are turned back by the place of
+a landmark in that slot. Only the last few blocks are scored one by one.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def _least(square: float, dtype: torch.dtype) -> Tensor:
 
 
 class SwiGLU(nn.Module):
-    """``W_down(silu(W_gate x) * W_up x)`` (Shazeer 2020)."""
+    """The feed-forward layer ``W_down(silu(W_gate x) * W_up x)`` (Shazeer 2020)."""
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()

@@ -33,14 +33,14 @@ from torch import Tensor
 from memstore.errors import DamagedError, NotFound
 
 FLOOR = 1.0
-"""Standard deviations above the mean from which a block counts as standing out for a query token."""
+"""Standard deviations above the mean at which a block stands out for a query token."""
 INHERITED = 0.8
 """Share of its score that a block passes on to the block after it, for content that straddles their border."""
 
 
 @dataclass(frozen=True)
 class Router:
-    """Turns the hidden states of one layer into codes that can be compared by inner product."""
+    """A map from the hidden states of one layer to codes that are compared by inner product."""
 
     mean: Tensor
     """``[hidden]`` float32: mean of the normalised hidden states."""

@@ -56,7 +56,7 @@ class _VariedPhrases(Phrases):
 
 
 class _Distractions:
-    """Makes a text harder to search."""
+    """Distractions that make a text harder to search."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._phrases = _VariedPhrases(tokenizer, 3, 12)

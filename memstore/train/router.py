@@ -93,7 +93,7 @@ class AskedPool:
 
 
 class RouterRanker(Ranker):
-    """Ranks states by a router, as an attached memory would, but without words."""
+    """A ranking of states by a router, as in an attached memory, but without words."""
 
     def __init__(self, router: Router, asked: AskedPool, name: str = "router") -> None:
         super().__init__()

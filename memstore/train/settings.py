@@ -42,7 +42,7 @@ class Optimisation:
     clip: float = 1.0
     """Largest norm of a step's gradient."""
     seed: int = 0
-    """Decides the first weights, the order of the data, and the noise."""
+    """Seed of the first weights, the order of the data, and the noise."""
     bf16: bool = False
     """Compute in bfloat16; weights stay in float32."""
 

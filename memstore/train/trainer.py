@@ -39,7 +39,7 @@ def rate(step: int, steps: int, optimisation: Optimisation) -> float:
 
 
 class MemoryTrainer(Trainer):
-    """Trains on batches with ``labels``."""
+    """A trainer on batches with ``labels``."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class MemoryTrainer(Trainer):
 
 
 class AnswerTrainer(MemoryTrainer, ABC):
-    """Trains on the batches of ``NeedleRows``: the answer's loss, and some language modelling."""
+    """A trainer on the batches of ``NeedleRows``: the answer's loss, and some language modelling."""
 
     def __init__(self, recipe: Recipe, run: Run, model: Any, *rest: Any, **options: Any) -> None:
         super().__init__(run, model, *rest, **options)
@@ -218,7 +218,7 @@ def perplexity(model: Any, segments: Any, batch: int) -> float:
 
 
 class _CheckpointCallback(TrainerCallback):
-    """Marks whole checkpoints, lets the trainer add its state to them, and writes the log."""
+    """A callback that marks whole checkpoints, lets the trainer add its state to them, and writes the log."""
 
     def __init__(self, trainer: MemoryTrainer) -> None:
         self._trainer = trainer

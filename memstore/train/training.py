@@ -33,17 +33,17 @@ class Training:
     recipes: Mapping[str, Recipe] = field(default_factory=dict)
     """Recipes by name; they need no text."""
     adopt: Callable[..., Any] | None = None
-    """Converts a stock Hugging Face model in a folder to this kind; None if that is impossible."""
+    """Function that converts a stock Hugging Face model in a folder to this kind; None if that is impossible."""
     adapt: Callable[..., Any] | None = None
-    """Adds low-rank adapters of a rank to a model; None if training always changes all weights."""
+    """Function that adds low-rank adapters of a rank to a model; None if training always changes all weights."""
     check_rank: Callable[[int], Any] | None = None
-    """Raises ``InvalidArgument`` for a rank that adapters cannot have."""
+    """Function that raises ``InvalidArgument`` for a rank that adapters cannot have."""
     grow: Callable[..., Any] | None = None
-    """Makes a model of a larger configuration from an existing one; None if that is impossible."""
+    """Function that makes a model of a larger configuration from an existing one; None if that is impossible."""
     of_recipe: Callable[[Any], Training] | None = None
-    """Returns the ``Training`` for a recipe, if recipes differ in it; None: this one serves all."""
+    """Function that returns the ``Training`` for a recipe, if recipes differ in it; None: this one serves all."""
     outgrow: Callable[..., Any] | None = None
-    """Returns the configuration of a model that grows to another; raises ``InvalidArgument`` if it cannot."""
+    """Function that returns the configuration of a model that grows to another, or raises ``InvalidArgument``."""
 
     def has(self, folder: str | Path) -> bool:
         """Return whether ``folder`` has this kind of model. Raises ``NotFound``, or ``InvalidArgument`` if none."""

@@ -23,7 +23,7 @@ from memstore.readers.observer import Choice, Choices
 
 
 class HilsAuditor(CacheAuditor):
-    """Audits the retrieval of a HiLS model."""
+    """An audit of the retrieval of a HiLS model."""
 
     mechanism = "hils"
     positions = "all blocks stand where they were read"

@@ -135,7 +135,7 @@ class HilsProjections(nn.Module):
 
 
 class _HilsFeedForward(nn.Module):
-    """``down(silu(gate x) * up x)`` (Shazeer 2020)."""
+    """The feed-forward layer ``down(silu(gate x) * up x)`` (Shazeer 2020)."""
 
     def __init__(self, config: HilsConfig) -> None:
         super().__init__()

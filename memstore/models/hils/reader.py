@@ -1,4 +1,4 @@
-"""Reads a long input into a memory with a HiLS model, and continues from there.
+"""Read a long input into a memory with a HiLS model, and continue from there.
 
 For each HiLS layer, the memory has rotated keys and values of all tokens, in a layer for each key-value head. It has
 one landmark of a block for each query head. Positions are absolute, so a stored block is valid at its own place, and

@@ -33,7 +33,7 @@ class HilsRecipe(Recipe):
 
 
 class _HilsNeedleTrainer(AnswerTrainer):
-    """Trains a HiLS model on needles. Only the loss decides which blocks it learns to choose."""
+    """A trainer of HiLS models on needles. Only the loss decides which blocks they learn to choose."""
 
     def logits_of(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """See ``AnswerTrainer``."""

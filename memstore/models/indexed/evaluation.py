@@ -28,7 +28,7 @@ from memstore.readers.observer import Choice
 
 
 class IndexAuditor(Auditor):
-    """Audits each layer's index by single tokens, also if it chooses units of several."""
+    """An audit of each layer's index by single tokens, also if it chooses units of several."""
 
     mechanism = "index"
     positions = "all tokens stand where they are; the truth is the softmax over everything, as if nothing was chosen"

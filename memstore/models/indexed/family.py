@@ -53,7 +53,7 @@ class Projections:
     query: Tensor
     """``[B, S, H, D]``: queries, in the form that meets stored rows."""
     finish: Callable[[Tensor], Tensor]
-    """Maps the attention of the heads, ``[B, S, H, V]``, to the module's output, ``[B, S, hidden]``."""
+    """Function from the attention of the heads, ``[B, S, H, V]``, to the module's output, ``[B, S, hidden]``."""
     rows: Tensor | None = None
     """``[B, S, row_width]``: the stored row of each token; None if the layer attends to another one's rows."""
     key: Tensor | None = None

@@ -54,7 +54,7 @@ class _CarriedStates:
     """The states of a decoder's layers that do not attend."""
 
     def __init__(self, decoder: Any, attending: Sequence[int]) -> None:
-        """``attending``: the numbers of the other layers. The decoder is run with one token, without a memory."""
+        """``attending``: the numbers of the other layers. The decoder runs one token, without a memory."""
         from transformers import DynamicCache
 
         cache = DynamicCache(config=decoder.config)

@@ -261,7 +261,7 @@ class WatchedBlocks(WatchedIndex):
 
 
 class _IndexedNeedleTrainer(AnswerTrainer):
-    """Trains a model with its own index on needles."""
+    """A trainer of models with their own index, on needles."""
 
     def __init__(self, recipe: IndexedRecipe, run: Run, model: Any, *rest: Any, **options: Any) -> None:
         model.set_attn_implementation("eager")  # it returns the weights that the index learns from
