@@ -9,8 +9,8 @@ paper                                   here
 equations 1-4, for one query            ``attend``: weights of blocks and of the tokens in them, and their log-sum-exp
 "the k highest scoring blocks"          ``choose``: one list for each query head and token, or shared by some of them
 max over heads, max over tokens         ``share`` and ``share_tokens``, of the softmax over all landmarks in memory
-"prepended to the local attention"      ``joined``: attention to each part, merged exactly. So lists of each token need no
-                                        copies of the local keys
+"prepended to the local attention"      ``joined``: attention to each part, merged exactly. So lists of each token need
+                                        no copies of the local keys
 CMT, ``S_i,-1``                         ``gated``: the token's weight, beside the local tokens, is the weight of memory
 ======================================  ===============================================================================
 

@@ -20,9 +20,9 @@ OPTIMISATION = ("steps", "epochs", "batch", "accumulate", "learning_rate", "warm
 def option(help: str, default: Any = None, **shown: Any) -> Any:  # noqa: A002 - as command lines call it
     """Return a dataclass field for an option.
 
-    ``shown`` is for the command line, in addition to ``help``: ``min`` and ``max``; ``flags``; ``argument`` for an
-    option without a name; ``tokens``, the least number of tokens, which may be written as ``8K``; and ``model`` for the
-    folder or another name of a model.
+    ``shown`` is for the command line, in addition to ``help``. It may have ``min``, ``max`` and ``flags``. ``argument``
+    is for an option without a name. ``tokens`` is the least number of tokens, which may be written as ``8K``.
+    ``model`` is for the folder or another name of a model.
     """
     return field(default=default, metadata={"help": help, **shown})
 

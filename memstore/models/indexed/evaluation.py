@@ -1,9 +1,9 @@
 """Measurements of a model with its own index: needles, and audits.
 
-An audit shows what the index left out, compared with attention to everything. For the last token of each step, it
+An audit shows what the index left out, compared with attention to everything. At the last token of each step, it
 compares the tokens that the index chose with each layer's softmax over all tokens, from the queries and rows of the
-layer. ``captured`` is the part of that attention on the chosen tokens. ``recall`` is the share of the best tokens among
-the chosen ones. The model was trained to attend to the choice of its index, so a missed token is no mistake by itself.
+layer. ``captured`` is the part of that attention on the chosen tokens. ``recall`` is the share of the best tokens that
+the index chose. The model was trained to attend to the choice of its index, so a missed token is no mistake by itself.
 Check whether an answer's source is among the chosen tokens.
 """
 

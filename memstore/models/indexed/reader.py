@@ -363,7 +363,7 @@ class IndexedReader(Reader):
             given.pop(name, None)
         given["position_ids"] = positions
         masks: dict[str, Any] = dict.fromkeys(("indexed_attention", *self.family.config.layer_types))
-        if self.family.linear and not (call.tokens or call.length):  # they may leave out padding at their own beginning
+        if self.family.linear and not (call.tokens or call.length):  # they can skip padding at the very beginning
             masks["linear_attention"] = mask
         given["attention_mask"] = masks
         uses = given.get("use_cache")
