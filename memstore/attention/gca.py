@@ -100,7 +100,7 @@ class EncoderLayer(nn.Module):
         self.feed_forward = SwiGLU(hidden, inner)
 
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Return ``[n, S, hidden]`` of the same shape. ``positions [S, D / 2]``: see ``rotary``."""
+        """Map ``[n, S, hidden]`` to the same shape. ``positions [S, D / 2]``: see ``rotary``."""
         qkv = self.qkv(self.attention_norm(x)).unflatten(-1, (3 * self.head_count, -1))
         qk, v = qkv.split((2 * self.head_count, self.head_count), 2)
         q, k = rotate(qk, positions.unsqueeze(1)).chunk(2, 2)

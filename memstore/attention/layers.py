@@ -16,7 +16,7 @@ class RMSNorm(nn.RMSNorm):
     """``nn.RMSNorm`` that takes about half the time on a CPU if no gradients are needed."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``[..., hidden]`` of the same shape."""
+        """Map ``[..., hidden]`` to the same shape."""
         if torch.is_grad_enabled() or x.dtype != torch.float32 or x.device.type != "cpu":
             return super().forward(x)
         factor = self.lengths(x).reciprocal_().mul_(x.shape[-1] ** 0.5)
@@ -48,7 +48,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``[..., hidden]`` of the same shape."""
+        """Map ``[..., hidden]`` to the same shape."""
         gate, up = self.gate_up(x).chunk(2, -1)
         inner = F.silu(gate) * up if torch.is_grad_enabled() else F.silu(gate, inplace=True).mul_(up)
         down: Tensor = self.down(inner)

@@ -107,7 +107,7 @@ class HilsProjections(nn.Module):
             self.lmk_q_norm = norm(inner, whole=config.layerwise_lmkq_norm)
 
     def forward(self, x: Tensor, sight: HilsSight) -> Tensor:
-        """Return ``[B, M, hidden]`` of the same shape."""
+        """Map ``[B, M, hidden]`` to the same shape."""
         projected: Tensor = self.o_proj(merged(sight.attend(self.number, *self.states(x, sight))))
         return projected
 
@@ -144,7 +144,7 @@ class _HilsFeedForward(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``[..., hidden]`` of the same shape."""
+        """Map ``[..., hidden]`` to the same shape."""
         down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
         return down
 
@@ -164,7 +164,7 @@ class _HilsLayer(nn.Module):
             self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, sight: HilsSight) -> Tensor:
-        """Return ``[B, M, hidden]`` of the same shape."""
+        """Map ``[B, M, hidden]`` to the same shape."""
         if self.norm_after:
             x = x + self.post_attention_layernorm(self.self_attn(x, sight))
             added: Tensor = self.post_feedforward_layernorm(self.mlp(x))
