@@ -55,7 +55,7 @@ class ModelCache:
         self.origin = Origin()
         """The origin of its blocks."""
 
-    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature is that of transformers
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002 - the signature of transformers
         """Return the tokens given so far, without those of a document."""
         return self.given
 

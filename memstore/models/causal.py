@@ -45,13 +45,12 @@ class Decoder(nn.Module):
 class CausalLM(PreTrainedModel, GenerationMixin):
     """A decoder ``model`` and an output layer ``lm_head``, with a cache of its own kind.
 
-    ``forward`` returns the logits of the token after each of ``input_ids [B, T]``, plain tokens without landmarks. With
-    ``logits_to_keep`` it returns only that many of the last (0: all). ``attention_mask`` is ``[B, T]``, or
-    ``[B, earlier + T]`` from ``generate``; 0 marks padding, which is left out. ``past_key_values`` is the cache of the
-    text before. With ``use_cache`` the output can be continued (None: as configured, but not while training).
+    ``forward`` returns the logits of the token after each of ``input_ids [B, T]``, plain tokens without landmarks.
+    ``logits_to_keep`` limits them to that many of the last (0: all). ``attention_mask`` is ``[B, T]``, or
+    ``[B, earlier + T]`` from ``generate``. 0 marks padding, which is left out. ``past_key_values`` is the cache of the
+    earlier text. With ``use_cache`` the output can be continued (None: as configured, but not in training).
     ``labels [B, T]``, -100 for no label, add ``loss``. Further keywords are ``num_items_in_batch`` of the Trainer, and
-    the usual ones of transformers. All raise ``InvalidArgument`` for tokens that do not exist, or shapes that do not
-    fit.
+    the usual ones of transformers. Tokens that do not exist, or shapes that do not fit, raise ``InvalidArgument``.
     """
 
     model: Any

@@ -196,7 +196,7 @@ class DRTModel(Decoder):
         return torch.where(ids.unsqueeze(-1) < 0, self.landmark.to(x.dtype), x)
 
     def sight(self, packing: DRTPacking, cache: DRTCache | None, x: Tensor) -> _Sight:
-        """Return the sight of the items ``x [B, M, hidden]`` of a segment."""
+        """Return what the items ``x [B, M, hidden]`` of a segment see."""
         dtype, device = x.dtype, x.device
         past = 0 if cache is None else cache.past
         slopes = alibi_slopes(self.config.num_attention_heads, device) if self.config.positions == "alibi" else None
@@ -253,8 +253,7 @@ class DRTModel(Decoder):
     def read_blocks(self, packing: DRTPacking, cache: DRTCache) -> tuple[Tensor, Tensor] | None:
         """Read a segment with the lower layers and the encoder only. Return states and landmarks of complete blocks.
 
-        These are ``[B, n, S, hidden]`` and ``[B, n, e]``, or None if it completes no block. The cache's table does not
-        get them.
+        These are ``[B, n, S, hidden]`` and ``[B, n, e]``; None without a block. They do not go into the cache's table.
         """
         x = self.embed(packing.ids)
         x, window_states = self.read(x, self.sight(packing, cache, x), cache)
@@ -498,8 +497,7 @@ class DRTForCausalLM(CausalLM):
 
 
 # In training too (the gradient passes as if nothing were rounded): a pass that reads from a memory then computes the
-# same as one pass over everything. With float16 states, another order of a sum can flip one rounding, about 1e-3 of a
-# logit.
+# same as one pass over everything. With float16 states, another order of a sum can flip one rounding (~1e-3 of a logit).
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``x`` as a memory of that type would give it back. The gradient is not rounded: it would vanish."""
     if x.dtype == dtype:

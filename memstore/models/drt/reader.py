@@ -280,7 +280,7 @@ class DRTReader(CacheReader[DRTCache]):
     """A document of a memory, and the DRT that reads it.
 
     A model computes with states rounded to ``state_dtype`` and ignores codecs. With a codec, results are close to those
-    of one pass over everything, but not equal: the last few blocks are computed again, and older ones come from the
+    of one pass over everything, but not equal. The last few blocks are computed again, and older ones come from the
     memory. The stored states do not depend on how the text was cut, and reopening changes nothing.
     """
 
@@ -354,8 +354,7 @@ class DRTReader(CacheReader[DRTCache]):
     def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
         """Search by the retriever of the group of upper layers that ``layer`` is in; by default the first group.
 
-        A DRT retrieves at the end of a block, so the text is placed there. A few of the document's last tokens make
-        room.
+        A DRT retrieves at the end of a block. So the text is placed there, in place of a few of the last tokens.
         """
         group = self._group(layer)
         if self.model.config.retrieval == "random":

@@ -389,7 +389,7 @@ class SharedBlocks:
     landmarks: Tensor | None = None
     """``[P, hidden]``"""
     ranks: Ranks | None = None
-    """Processes that train together, each with its own rows. All of them may retrieve their ``rows``.
+    """Processes that train together, each with its own rows. Each may retrieve the ``rows`` of all.
 
     All pass it at the same step, and all run backward: the gradients of every rank's loss go back to the block.
     """

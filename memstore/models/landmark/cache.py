@@ -106,7 +106,7 @@ class WindowCache(Past):
         """Return the tokens of each row. There are no blocks: all tokens count as one block that never ends."""
         return self.counts
 
-    def begin(self, packing: Packing, ending: Sequence[int] = ()) -> None:  # noqa: ARG002 - nobody is told
+    def begin(self, packing: Packing, ending: Sequence[int] = ()) -> None:  # noqa: ARG002 - no observers
         """Compute where the segment's items are, and what each sees."""
         device = packing.ids.device
         at = torch.tensor(self.counts, device=device)[:, None] + torch.arange(packing.items, device=device)
@@ -288,7 +288,7 @@ class LandmarkCache(Past):
 
     @property
     def retrieval(self) -> Retrieval:
-        """How blocks are chosen. It never changes, because local tokens come after ``top_k`` slots."""
+        """Return how blocks are chosen. This never changes, because local tokens come after ``top_k`` slots."""
         return self._retrieval
 
     @property

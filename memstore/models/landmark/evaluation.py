@@ -141,9 +141,9 @@ def by_length(
 ) -> Iterator[dict[str, Any]]:
     """Yield the lines of the first table that ``model`` has, for the text ``tokens [n]``, as in JSON.
 
-    ``attention`` is ``full``, ``truncated``, ``window``, ``xl`` or ``landmark``. ``local`` is the tokens of a segment
-    or a window (None: all), ``blocks`` the blocks of a piece, ``top_k`` the retrieved ones, ``size`` the attention
-    size.
+    ``attention`` is ``full``, ``truncated``, ``window``, ``xl`` or ``landmark``. ``local`` counts the tokens of a
+    segment or a window (None: all), ``blocks`` the blocks of a piece, ``top_k`` the retrieved ones. ``size`` is the
+    attention size.
 
     A model with full attention has lines at the shortest length: whole, and truncated to the attention sizes that
     landmark attention has with blocks of its ``block_size``. Raises ``InvalidArgument`` for a text or a number that
@@ -189,7 +189,7 @@ def by_granularity(
     top_k: Sequence[TopK],
     advance: Advance = lambda tokens: None,  # noqa: ARG005 - nobody listens
 ) -> Iterator[dict[str, Any]]:
-    """Yield the second table, where each head (``per_head``) or each token (``per_token``) has a list of blocks.
+    """Yield the second table, where each head (``per_head``) or token (``per_token``) has a list of its own.
 
     ``unique_blocks`` counts the blocks that a layer fetches in a segment (the paper's appendix C), as a mean over all
     layers that search. Raises ``InvalidArgument`` for arguments that do not fit.
@@ -227,8 +227,7 @@ def by_cutoff(
 ) -> Iterator[dict[str, Any]]:
     """Yield the table of appendix D, for a model with a context-miss token: calls that are saved, and their cost.
 
-    Nothing is retrieved where the token's weight is below ``cutoff`` (None: always). ``dropped`` is the share of these
-    calls.
+    Nothing is retrieved where the token's weight is below ``cutoff`` (None: always). ``dropped`` is the share of these.
     """
     check(tokens, lengths)
     if not model.config.context_miss:

@@ -423,7 +423,7 @@ class LandmarkForCausalLM(CausalLM):
     # to retrieve, because no cache computes its attention.
     @property
     def ramp(self) -> float:
-        """How far attention has moved from plain causal softmax (0) to the grouped one (1).
+        """Return how far attention has moved from plain causal softmax (0) to the grouped one (1).
 
         It serves the warm start of a training from scratch. Equations 1-4 are 1, which every model begins with. It is
         not saved: a trainer sets it at every step.

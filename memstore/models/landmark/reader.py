@@ -168,8 +168,7 @@ class LandmarkReader(CacheReader[LandmarkCache]):
     def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
         """Search with the last token, which would choose blocks for the first word of an answer.
 
-        A block's score is the largest part that any head gives it in its softmax over landmarks, in one layer or in
-        all.
+        A block's score is the largest part of a head's softmax over landmarks that it gets, in one layer or in all.
         """
         if layer is not None:
             check_layer(self.memory, layer)
@@ -218,7 +217,7 @@ class LandmarkReader(CacheReader[LandmarkCache]):
     def _step(self) -> int:
         return self.model.config.segment_blocks
 
-    def _reading(self, *, retrieve: bool) -> dict[str, Any]:  # noqa: ARG002 - it cannot do without
+    def _reading(self, *, retrieve: bool) -> dict[str, Any]:  # noqa: ARG002 - it always retrieves
         names = ("top_k", "every", "share", "share_tokens", "pool", "positions", "threshold")
         limits = {} if self.capacity is None else {"capacity": self.capacity}
         return {**{name: getattr(self.retrieval, name) for name in names}, **limits}

@@ -643,7 +643,7 @@ class LandmarkChoice(Choice):
     """Microseconds of searching, and of gathering."""
 
     @property
-    def rows(self) -> Sequence[int]:  # type: ignore[override]  # nobody sets it
+    def rows(self) -> Sequence[int]:  # type: ignore[override]  # it is never set
         return self.last.rows
 
     def weights(self) -> tuple[Tensor, Tensor]:

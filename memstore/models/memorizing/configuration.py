@@ -55,9 +55,9 @@ class MemorizingConfig(PreTrainedConfig):
     farthest: int = 128
     """The distance, in tokens, from which on all distances share a bucket."""
     previous_token_heads: int = 0
-    """Heads of each layer below the memory layer that first look at the token before, the one before that, and so on.
-    0: all biases begin at 0. The token before a word can find what followed that word earlier. It has not been shown
-    that a model learns more with such heads."""
+    """Heads of each layer below the memory layer that begin with a bias to the token before, the one before that, and
+    so on. 0: all biases begin at 0. The token before a word can find what followed that word earlier. It has not been
+    shown that a model learns more with such heads."""
     layer_norm_eps: float = 1e-6
     initializer_range: float = 0.02
     tie_word_embeddings: bool = True

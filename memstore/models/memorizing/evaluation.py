@@ -367,13 +367,13 @@ def lookup(
     """Score ``text`` as one document by kinds of words, and show the lookups of the words that gained most.
 
     ``model`` is a Memorizing Transformer, or a stock model that ``load_knn_memory`` has loaded. ``memory_size``: tokens
-    that can be found, by default as the model's configuration says. ``advance`` is called with the tokens that were
-    read. The text is read three times, or twice without ``examples``. Raises ``InvalidArgument`` for a model or a
-    memory that finds nothing, and for a text of one token.
+    that can be found, by default as configured. ``advance`` is called with the tokens that were read. The text is read
+    three times, or twice without ``examples``. Raises ``InvalidArgument`` for a model or a memory that finds nothing,
+    and for a text of one token.
 
     Returns the data that ``memstore eval lookup --json`` prints: ``kinds`` of words with their perplexities, and
     ``examples`` of far words. Each example has the tokens ``retrieved`` for it. Their ``weight`` is their part of the
-    layer's attention, a mean over heads. It may be negative in a stock model, as gates may. Texts have their token in
+    layer's attention, a mean over heads. It may be negative in a stock model, as gates may. Texts show their token in
     brackets.
     """
     reading = scorer_of(kind_of(model), model)

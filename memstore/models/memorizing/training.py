@@ -335,13 +335,11 @@ def train_on_documents(
     Args:
         texts: see ``Documents``; each file, and each row of a dataset, is a document.
         out: a new folder, or the folder of the same run, which then continues.
-        config: the model's; the preset ``tiny`` if None. If a tokenizer is given, its vocabulary size replaces the
-            config's.
+        config: the model's; the preset ``tiny`` if None. The size of a given tokenizer's vocabulary replaces its own.
         tokenizer: a folder; if None, that of ``init``, or a new tokenizer is trained on the texts.
         init: the folder of a Memorizing Transformer to start from, instead of ``config``.
-        memory_size: tokens that can be found; as configured if None. It may be larger than in the training of ``init``,
-            even if that had none; the paper finds that such a model soon catches up. After none, gates begin nearly
-            closed.
+        memory_size: tokens that can be found; as configured if None. ``init`` may have had fewer or none in
+            training; the paper finds that it soon catches up. After none, gates begin nearly closed.
         refresh_every: steps after which the memory is computed again with the present weights; None: never.
         column: the text column of a dataset.
         optimisation: options that decide the result; ``batch`` is the number of rows; each row streams documents.
@@ -455,8 +453,7 @@ def train_stock_memory(
         texts: see ``Documents``; each file, and each row of a dataset, is a document.
         out: a new folder, or the folder of the same run, which then continues.
         init: the folder of a stock causal LM, with its tokenizer.
-        layer: see ``add_knn_memory``, also for ``memory_size`` and ``top_k``. Required for models of fewer than 6
-            layers.
+        layer: see ``add_knn_memory``, also for ``memory_size`` and ``top_k``. Required below 6 layers.
         memory_size: tokens that can be found.
         window: tokens of a segment. The model sees them in a call, with the tokens it finds.
         top_k: tokens that each query of each head looks up.
