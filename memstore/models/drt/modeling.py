@@ -497,7 +497,7 @@ class DRTForCausalLM(CausalLM):
 
 
 # In training too (the gradient passes as if nothing were rounded): a pass that reads from a memory then computes the
-# same as one pass over everything. With float16 states, another order of a sum can flip one rounding (~1e-3 of a logit).
+# same as one pass over everything. With float16 states, another order of a sum can flip a rounding (~1e-3 of a logit).
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return ``x`` as a memory of that type would give it back. The gradient is not rounded: it would vanish."""
     if x.dtype == dtype:

@@ -87,7 +87,7 @@ def memory_spec(
 
 
 # Local layers store their states too, without landmarks. Tokens could restore the states only if all layers below were
-# local. Otherwise a document could not be continued.
+# local. Without the stored states a document could not be continued.
 def searching_layers(config: LandmarkConfig) -> tuple[int, ...]:
     """Return the layers that search landmarks: not local ones, nor the first, where all landmarks are alike."""
     return tuple(layer for layer in range(1, config.num_hidden_layers) if layer not in config.local_layers)
@@ -168,7 +168,7 @@ class LandmarkReader(CacheReader[LandmarkCache]):
     def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
         """Search with the last token, which would choose blocks for the first word of an answer.
 
-        A block's score is the largest part of a head's softmax over landmarks that it gets, in one layer or in all.
+        A block's score is its largest part of any head's softmax over landmarks, in one layer or in all.
         """
         if layer is not None:
             check_layer(self.memory, layer)
