@@ -1,4 +1,4 @@
-"""What all models here share as causal language models of transformers: what they take, their loss, and generating."""
+"""What all models here share as causal language models of transformers: inputs, loss and generation."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ Cache = TypeVar("Cache", bound=ModelCache)
 
 
 def uncompiled(function: Function) -> Function:
-    """What looks blocks up, as it is also in a model that ``torch.compile`` compiles.
+    """Exclude ``function``, which looks blocks up, from ``torch.compile``.
 
-    What it does depends on what is stored, so each token would be compiled anew: minutes for a dozen.
+    Its work depends on the stored blocks, so it would be compiled again for each token: minutes for a dozen.
     """
     return torch.compiler.disable(function)  # type: ignore[no-any-return]
 
 
 class Decoder(nn.Module):
-    """A model without its output layer, whose layers may be computed again in the backward pass."""
+    """A model without its output layer. Its layers may be computed again in the backward pass."""
 
-    # transformers sets both where gradient checkpointing is wanted
+    # transformers sets both if gradient checkpointing is wanted
     gradient_checkpointing = False
     _gradient_checkpointing_func: Callable[..., Any] | None = None
 
     def checkpointed(self, layer: nn.Module, *arguments: Any) -> Any:
-        """What ``layer`` makes of ``arguments``."""
+        """Call ``layer`` with ``arguments``, with gradient checkpointing if it is on."""
         if self.gradient_checkpointing and self.training and self._gradient_checkpointing_func is not None:
-            # What was retrieved comes in tuples: reentrant checkpointing would not find the tensors in them.
+            # Retrieved states come in tuples: reentrant checkpointing would not find the tensors in them.
             return self._gradient_checkpointing_func(layer.__call__, *arguments, use_reentrant=False)
         return layer(*arguments)
 
@@ -45,12 +45,12 @@ class Decoder(nn.Module):
 class CausalLM(PreTrainedModel, GenerationMixin):
     """A decoder ``model`` and an output layer ``lm_head``, with a cache of its own kind.
 
-    ``forward`` gives the logits of the token after each of ``input_ids [B, T]``, plain tokens without landmarks, or of
-    the last ``logits_to_keep`` alone (0: of all). ``attention_mask`` is ``[B, T]``, or ``[B, earlier + T]`` as
-    ``generate`` gives it; 0 for padding, which is left out. ``past_key_values`` is what came before; with ``use_cache``
-    what comes next can go on (None: as the configuration says, and not while training). ``labels [B, T]``, -100 where
-    there is none, add ``loss``; further keywords are ``num_items_in_batch`` of the Trainer, and what transformers hands
-    every model. All raise ``InvalidArgument`` for tokens that do not exist, or shapes that do not fit.
+    ``forward`` returns the logits of the token after each of ``input_ids [B, T]``, plain tokens without landmarks.
+    ``logits_to_keep`` limits them to that many of the last (0: all). ``attention_mask`` is ``[B, T]``, or
+    ``[B, earlier + T]`` from ``generate``. 0 marks padding, which is left out. ``past_key_values`` is the cache of the
+    earlier text. With ``use_cache`` the output can be continued (None: as configured, but not in training).
+    ``labels [B, T]``, -100 for no label, add ``loss``. Further keywords are ``num_items_in_batch`` of the Trainer, and
+    the usual ones of transformers. Tokens that do not exist, or shapes that do not fit, raise ``InvalidArgument``.
     """
 
     model: Any
@@ -62,13 +62,13 @@ class CausalLM(PreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
     _supports_sdpa = True
     _is_stateful = True
-    """What has left a window cannot be brought back: transformers then refuses assisted generation by name."""
+    """States outside a window cannot be brought back. transformers then refuses assisted generation by name."""
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As any model of transformers. Raises ``InvalidArgument`` for a block size that is not the checkpoint's.
+        """Load a model as transformers does. Raise ``InvalidArgument`` if the block size is not the checkpoint's.
 
-        It does not show in the shapes of weights, so nothing else would notice.
+        No shape of a weight depends on the block size, so nothing else would notice.
         """
         size = kwargs.get("block_size", getattr(kwargs.get("config"), "block_size", None))
         if size is not None:
@@ -93,7 +93,7 @@ class CausalLM(PreTrainedModel, GenerationMixin):
         attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """What ``forward`` gets at each step of ``generate``: the tokens that the cache does not have."""
+        """Return the inputs of ``forward`` at each step of ``generate``: the tokens that the cache does not have."""
         if not input_ids.shape[1]:
             raise InvalidArgument("a prompt has at least one token; this one has none")
         known = 0 if past_key_values is None else past_key_values.get_seq_length()
@@ -102,7 +102,7 @@ class CausalLM(PreTrainedModel, GenerationMixin):
                 f"past_key_values holds {known} given tokens already, and no more than {input_ids.shape[1]} are given: "
                 "give the whole conversation, or make a new cache"
             )
-        # What `generate` has written itself is no padding; to ask the mask would be to wait for the device.
+        # `generate` never writes padding itself; reading the mask would mean waiting for the device.
         written = known == input_ids.shape[1] - 1 and not kwargs.get("is_first_iteration", False)
         return {
             "input_ids": input_ids[:, known:],
@@ -115,10 +115,10 @@ class CausalLM(PreTrainedModel, GenerationMixin):
     def predicted(
         self, hidden: Tensor, mask: Tensor | None, labels: Tensor | None, logits_to_keep: int, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        """Logits of ``hidden [B, T, hidden]``, of the last ``logits_to_keep`` tokens (0: all), and the loss if any.
+        """Return logits of the last ``logits_to_keep`` of ``hidden [B, T, hidden]`` (0: all), and the loss if any.
 
-        ``mask [B, T]`` is False on padding, which predicts nothing; what a row ends with of it is not among the last
-        tokens, so that ``generate`` goes on after the text whatever side was padded. ``kwargs`` go to the loss
+        ``mask [B, T]`` is False on padding, which predicts nothing. Padding at the end of a row does not count among
+        the last tokens, so ``generate`` continues the text on whatever side it was padded. ``kwargs`` go to the loss
         function. Raises ``InvalidArgument`` for labels without a place for every token.
         """
         if labels is not None and (logits_to_keep or labels.shape != hidden.shape[:2]):
@@ -135,12 +135,12 @@ class CausalLM(PreTrainedModel, GenerationMixin):
         return logits, self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
 
     def check_tokens(self, input_ids: Tensor, mask: Tensor | None) -> None:
-        """Raise ``InvalidArgument`` for what is not ``[B, T]`` of this model's tokens, with a mask that fits."""
+        """Raise ``InvalidArgument`` unless ``input_ids`` are ``[B, T]`` tokens of this model and the mask fits."""
         if not isinstance(input_ids, Tensor):
             raise InvalidArgument(f"expected token ids [B, T] as a tensor, got a {type(input_ids).__name__}")
         if input_ids.dim() != 2 or not input_ids.numel() or input_ids.is_floating_point():
             raise InvalidArgument(f"expected token ids [B, T], got {input_ids.dtype} of {list(input_ids.shape)}")
-        # A look at the numbers would wait for a GPU, and break what torch.compile makes in two.
+        # Reading the numbers would wait for a GPU, and split the graph of torch.compile in two.
         if input_ids.device.type == "cpu" and not torch.compiler.is_compiling():
             low, high = int(input_ids.min()), int(input_ids.max())
             if low < 0 or high >= self.config.vocab_size:
@@ -154,7 +154,7 @@ class CausalLM(PreTrainedModel, GenerationMixin):
     def going_on(
         self, past: Cache | None, kind: type[Cache], input_ids: Tensor, use_cache: bool | None
     ) -> Cache | None:
-        """The cache that a call goes on with: ``past``, which must fit, else a new one where one is wanted."""
+        """Return the cache that a call continues: ``past``, which must fit, or a new one if one is wanted."""
         if past is not None:
             self.check_cache(past, kind, input_ids)
         elif (self.config.use_cache and not self.training) if use_cache is None else use_cache:
@@ -163,7 +163,7 @@ class CausalLM(PreTrainedModel, GenerationMixin):
         return past
 
     def check_cache(self, cache: ModelCache, kind: type[ModelCache], input_ids: Tensor) -> None:
-        """Raise ``InvalidArgument`` for a cache of another kind, size, configuration or model; else take it over."""
+        """Take the cache over. Raise ``InvalidArgument`` for another kind, size, configuration or model."""
         if not isinstance(cache, kind):
             raise InvalidArgument(
                 f"past_key_values of a {type(self).__name__} is a {kind.__name__}, not {type(cache).__name__}"
@@ -178,10 +178,10 @@ class CausalLM(PreTrainedModel, GenerationMixin):
         cache.belong_to(self.model)
 
 
-# `generate` takes the logits at the end of each row, and tokenizers pad on the right unless told otherwise. Padding is
-# left out of the stream, so the logits of the last real token are given. Transformers still warns of right padding.
+# `generate` takes the logits at the end of each row, and tokenizers pad on the right by default. Padding is left out of
+# the stream, so the logits of the last real token are given. Transformers still warns of right padding.
 def _last(hidden: Tensor, mask: Tensor | None, count: int) -> Tensor:
-    """``hidden [B, T, hidden]`` of the last ``count`` tokens of each row, the padding that it ends with left out."""
+    """Return ``hidden [B, T, hidden]`` at the last ``count`` tokens of each row, without the padding at its end."""
     if mask is None or bool(mask[:, -1].all()):
         return hidden[:, -count:]
     places = torch.arange(mask.shape[1], device=mask.device)
@@ -190,11 +190,11 @@ def _last(hidden: Tensor, mask: Tensor | None, count: int) -> Tensor:
     return hidden.gather(1, at.clamp(min=0).unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
 
 
-# What configurations check of themselves; each raises InvalidArgument.
+# Checks of configurations; each raises InvalidArgument.
 
 
 def check_sizes(config: Any, names: Iterable[str], least: int = 1) -> None:
-    """Each of ``names`` is an integer of at least ``least``."""
+    """Check that each of ``names`` is an integer of at least ``least``."""
     for name in names:
         value = getattr(config, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
@@ -202,14 +202,14 @@ def check_sizes(config: Any, names: Iterable[str], least: int = 1) -> None:
 
 
 def check_choices(config: Any, choices: Mapping[str, Sequence[str]]) -> None:
-    """Each name has one of its values."""
+    """Check that each name has one of its allowed values."""
     for name, values in choices.items():
         if getattr(config, name) not in values:
             raise InvalidArgument(f"{name} must be one of {', '.join(values)}, not {getattr(config, name)!r}")
 
 
 def check_heads(config: Any) -> None:
-    """The hidden size can be cut into heads, and query heads share key-value heads evenly."""
+    """Check that the hidden size divides into heads, and that query heads share key-value heads evenly."""
     hidden, heads, groups = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     if hidden % heads or heads % groups:
         raise InvalidArgument(
@@ -219,13 +219,13 @@ def check_heads(config: Any) -> None:
 
 
 def check_block_size(config: Any) -> None:
-    """A block has a landmark and at least one token."""
+    """Check that a block has a landmark and at least one token."""
     if config.block_size < 2:
         raise InvalidArgument(f"block_size counts the landmark, so it must be at least 2, not {config.block_size}")
 
 
 def preset(presets: Mapping[str, Mapping[str, Any]], name: str, changes: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the preset ``name``, with ``changes``."""
+    """Return the settings of the preset ``name``, with ``changes``."""
     if name not in presets:
         raise InvalidArgument(f"there is no preset {name!r}; choose one of {', '.join(presets)}")
     return {**presets[name], **changes}

@@ -1,7 +1,7 @@
-"""A segment of tokens with landmarks put in.
+"""A segment of tokens with landmarks inserted.
 
 The stream of a row is its tokens without padding, with a landmark after every ``block_size - 1`` of them. Rows may have
-padding anywhere and may stand at different places in their blocks; where they do not, everything here is views.
+padding anywhere and may be at different places in their blocks. If neither is the case, everything here is views.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch import Tensor
 from memstore.device_copies import numbers
 
 
-# Rows lie at the beginning of their stream and are filled up at its end, where causal attention does not look; so
-# training needs no padding mask, whatever the padding was. The landmark belongs to the model, not to the tokenizer:
-# users give plain tokens, any tokenizer serves, and `resize_token_embeddings` works.
+# Rows are packed to the left and filled up at their end, where causal attention does not look. So training needs no
+# padding mask, wherever the padding was. The landmark belongs to the model, not to the tokenizer: users pass plain
+# tokens, any tokenizer works, and so does `resize_token_embeddings`.
 class Packing:
-    """One segment ``[B, T]`` as a stream ``[B, M]``; rows with fewer items are filled up at their end."""
+    """One segment ``[B, T]`` as a stream ``[B, M]``. Shorter rows are filled up at their end."""
 
     def __init__(self, input_ids: Tensor, mask: Tensor | None, offsets: Sequence[int], block_size: int) -> None:
         """``offsets``: tokens of each row that wait in its incomplete block. ``mask [B, T]``: False for padding."""
@@ -37,34 +37,34 @@ class Packing:
         self.blocks = [(o + n) // text for n, o in zip(self.counts, self.offsets, strict=True)]
         """Blocks of each row that this segment completes."""
         self.aligned = len(set(self.offsets)) == 1
-        """Whether all rows stand at the same place of a block before the segment."""
+        """Whether all rows are at the same place of a block before the segment."""
         self.uniform = self.aligned and mask is None
-        """Whether all rows are alike."""
+        """Whether all rows have the same length and place."""
         self.rows = rows
         self.items = max(self.lengths, default=0)
-        """M"""
+        """``M``, the items of the longest row."""
         starts = numbers(self.offsets[:1] if self.aligned else self.offsets, device).unsqueeze(1)
         rank = torch.arange(tokens, device=device).unsqueeze(0) if mask is None else mask.long().cumsum(1) - 1
         self.slots = rank + (starts + rank).div(text, rounding_mode="floor")
-        """``[B or 1, T]``: where each token went."""
+        """``[B or 1, T]``: place of each token in the stream."""
         if mask is not None:
             self.slots = torch.where(mask, self.slots, self.items)
         self.ids = torch.full((rows, self.items + (mask is not None)), -1, device=device, dtype=input_ids.dtype)
-        """``[B, M]``; -1 is the landmark, or nothing at all."""
+        """``[B, M]``; -1 marks a landmark, or a place that is not used."""
         self.ids.scatter_(1, self.slots.expand(rows, -1), input_ids)
         if mask is not None:
             self.ids[:, -1] = -1
             self.ids = self.ids[:, : self.items]
 
     def tokens(self, stream: Tensor) -> Tensor:
-        """``stream [B, M, d]`` -> what belongs to the tokens as given, ``[B, T, d]``; zeros for padding."""
+        """Return the entries of ``stream [B, M, d]`` at the tokens, ``[B, T, d]``, in input order; 0 for padding."""
         if self.uniform:
             return stream if stream.shape[1] == self.slots.shape[1] else stream[:, self.slots[0]]
         padded = F.pad(stream, (0, 0, 0, 1))
         return padded.gather(1, self.slots.expand(self.rows, -1).unsqueeze(-1).expand(-1, -1, stream.shape[-1]))
 
     def landmarks(self, stream: Tensor) -> Tensor:
-        """``stream [B, M, d]`` -> what is at the landmarks, ``[B, max(blocks), d]``; anything where none is."""
+        """Return entries of ``stream [B, M, d]`` at the landmarks, ``[B, max(blocks), d]`` (undefined elsewhere)."""
         most = max(self.blocks)
         if self.aligned:
             return stream[:, self.block_size - 1 - self.offsets[0] :: self.block_size][:, :most]
@@ -74,9 +74,9 @@ class Packing:
         return stream.gather(1, at.unsqueeze(-1).expand(-1, -1, stream.shape[-1]))
 
     def joined(self, partial: Tensor | None, stream: Tensor) -> tuple[Tensor, Tensor]:
-        """The blocks that are complete now ``[B, max(blocks), S, d]``, and what waits ``[B, < S, d]``.
+        """Return the blocks that are complete now ``[B, max(blocks), S, d]``, and the waiting items ``[B, < S, d]``.
 
-        ``partial [B, P, d]`` is what waited before. Blocks beyond those of a row are anything.
+        ``partial [B, P, d]`` are the items that waited before. Entries beyond the blocks of a row are undefined.
         """
         if partial is not None and max(self.offsets):
             if self.aligned:
@@ -89,7 +89,7 @@ class Packing:
         return whole.unflatten(1, (most, self.block_size)), self._waiting(stream)
 
     def _behind(self, partial: Tensor, stream: Tensor) -> Tensor:
-        """Each row's waiting items, then its stream, without a gap."""
+        """Return each row's waiting items, then its stream, without a gap."""
         both = torch.cat([partial, stream], 1)
         starts = numbers(self.offsets, stream.device)[:, None]
         place = torch.arange(max(self.offsets) + stream.shape[1], device=stream.device)[None]
@@ -107,7 +107,7 @@ class Packing:
 
     @property
     def real(self) -> Tensor:
-        """``[B, M]``: False for what only fills a row up."""
+        """``[B, M]``: False for the filling at the end of a row."""
         lengths = numbers(self.lengths, self.ids.device)
         return torch.arange(self.items, device=self.ids.device) < lengths[:, None]
 

@@ -1,6 +1,6 @@
-"""Readers of models with caches of their own, and their audits.
+"""Readers of models that have caches of their own, and the base of their audits.
 
-Plain calls of the model get a cache that goes on after a document.
+A plain call of the model gets a cache that continues a document.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _OPEN: WeakKeyDictionary[nn.Module, list[CacheReader[Any]]] = WeakKeyDictionary(
 
 
 class CacheReader(Reader, Generic[C]):
-    """A model, and the document that its caches go on after."""
+    """A model, and the document that its caches continue."""
 
     def cache(self, rows: int = 1, **options: Any) -> C:
-        """See ``Reader``; ``options`` are those of the mechanism.
+        """Return a cache; see ``Reader``. ``options`` belong to the mechanism.
 
-        With it ``model(...)`` and ``model.generate(...)`` give what they would give after the whole text. It sees the
-        blocks that are stored now.
+        With it ``model(...)`` and ``model.generate(...)`` answer as they would after the whole text. It sees the blocks
+        that are stored now.
         """
         if rows < 1:
             raise InvalidArgument(f"a cache has at least one row, not {rows}")
@@ -44,11 +44,11 @@ class CacheReader(Reader, Generic[C]):
 
     @abstractmethod
     def _made(self, rows: int) -> C:
-        """A cache for ``rows`` continuations of the document, which nobody watches."""
+        """Return a cache for ``rows`` continuations of the document, without observers."""
 
     def _begin(self) -> None:
         for name in self.names or []:
-            self.memory.document(name)  # raises for what cannot be a name
+            self.memory.document(name)  # raises for an invalid name
 
     def _install(self, stack: ExitStack) -> None:
         readers = _OPEN.setdefault(self.model, [])
@@ -59,7 +59,7 @@ class CacheReader(Reader, Generic[C]):
 
     @uncompiled
     def _go_on(self, _: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        """Give a call of the model that begins without a past one that goes on after the document."""
+        """Pass a cache that continues the document to a call of the model that begins without one."""
         ids = args[0] if args else given.get("input_ids")
         if cache_in(given) is not None or len(args) > 2 or not isinstance(ids, Tensor):
             return None
@@ -70,16 +70,16 @@ class CacheReader(Reader, Generic[C]):
         return args, with_cache(given, self.cache(len(ids)))
 
     def _tokens(self, document: Document, first: int, count: int) -> Tensor:
-        """Tokens of ``document`` from block ``first`` on, which has ``count`` tokens in all."""
+        """Return the tokens of ``document`` from block ``first`` on; it has ``count`` tokens in all."""
         blocks = range(first, -(-count // self.memory.spec.block_size))
         return document.tokens(blocks) if blocks else torch.empty(0, dtype=torch.int64)
 
 
 class CacheAuditor(Auditor):
-    """Base of the audits of models whose caches tell what each layer chose of one document."""
+    """Base of the audits of models whose caches report what each layer chose from one document."""
 
     def __init__(self, reader: Any, top_k: int | None) -> None:
-        """``top_k``: blocks of a list; as many as the reader's if None."""
+        """Audit lists of ``top_k`` blocks; None takes the reader's number."""
         super().__init__(reader.model)
         retrieval = reader.retrieval if top_k is None else replace(reader.retrieval, top_k=top_k)
         self._document, self.documents = reader.document, [reader.document.name]
@@ -93,6 +93,6 @@ class CacheAuditor(Auditor):
 
 
 def in_lists(lists: Tensor, blocks: int) -> Tensor:
-    """``[H, blocks]``: whether each block is in the list of a head, of ``lists [H, K]`` with -1 for none."""
+    """Return ``[H, blocks]``: whether a block is in the list of a head. ``lists [H, K]`` have -1 for no block."""
     found = torch.zeros(len(lists), blocks + 1, dtype=torch.bool)
     return found.scatter_(1, torch.where(lists >= 0, lists, blocks), value=True)[:, :-1]

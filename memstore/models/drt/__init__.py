@@ -1,6 +1,6 @@
-"""DRT, the language model of grouped cross attention: it retrieves blocks of its own past and learns which.
+"""DRT, the language model of grouped cross attention: it retrieves blocks of its own past and learns which ones.
 
-``DRTForCausalLM`` trains, saves and generates as any Hugging Face model does; ``memstore.attach`` gives it a memory.
+``DRTForCausalLM`` trains, saves and generates as any Hugging Face model does. ``memstore.attach`` gives it a memory.
 """
 
 from typing import TYPE_CHECKING

@@ -1,4 +1,4 @@
-"""What a DRT remembers from one segment to the next: windows, the incomplete block, blocks, and the last lists."""
+"""The state of a DRT between segments: windows, the incomplete block, complete blocks, and the last lists."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ from memstore.models.drt.retrieval import BlockTable, DRTPacking, GroupSearch, L
 class DRTCache(CountedCache):
     """The ``past_key_values`` of a DRT: a fixed size per row, and one entry per block.
 
-    Made by the model where none is given; by ``Reader.cache`` to go on after a document of a memory. It serves one
-    generation: to branch, make another.
+    The model makes one if none is given. ``Reader.cache`` makes one that continues a document of a memory. A cache
+    serves one generation. To branch, make another.
     """
 
     config: DRTConfig
 
     def __init__(self, config: DRTConfig, rows: int, table: BlockTable | None = None, tokens: int = 0) -> None:
-        """``tokens``: those that the table's blocks stand for, before the first segment."""
+        """Start after ``tokens`` tokens, which the table's blocks stand for."""
         super().__init__(config, rows, tokens)
         self.table = BlockTable(rows) if table is None else table
         self.windows: list[States | None] = [None] * config.num_hidden_layers
         self.past = 0
         """Stream items that the windows hold."""
         self.empty: Tensor | None = None
-        """``[B]``: how many of them do not exist, where rows differ."""
+        """``[B]``: how many of these items do not exist; None if all exist in all rows."""
         self.partial: list[Tensor] = []
         """Pieces ``[B, p, hidden]`` of the incomplete block: hidden states after the lower layers."""
         self.partial_ids: list[Tensor] = []
-        """Pieces ``[B, p, 1]`` of the incomplete block: its tokens, where an external retriever will want them."""
+        """Pieces ``[B, p, 1]`` of the incomplete block: its tokens, if an external retriever will need them."""
         self.lists: list[ListStates | None] = [None] * len(config.upper_layers)
-        """Of each group the list that the next tokens of each row use, with the states of its blocks alone."""
+        """For each group, the list that the next tokens of each row use, with the states of its blocks only."""
         self.prepared: list[list[Ready] | None] = [None] * len(config.upper_layers)
-        """The same lists, ready for single tokens, for each layer; None where nobody has made them so yet."""
+        """The same lists, prepared for single tokens, for each layer; None until they are needed."""
         self.in_use: ListsInUse | None = None
-        """Which list each row uses, as long as somebody wants to know."""
+        """Tracks which list each row uses, while it has observers."""
 
     @property
     def blocks(self) -> list[int]:
-        """Complete blocks of each row."""
+        """Return the number of complete blocks of each row."""
         return [count // self.config.tokens_per_block for count in self.counts]
 
     @property
     def positions(self) -> list[int]:
-        """Place in the stream of the next item of each row."""
+        """Return the stream position of the next item of each row."""
         return [count + blocks for count, blocks in zip(self.counts, self.blocks, strict=True)]
 
     def advance(self, packing: DRTPacking, given: int) -> None:
-        """Count the tokens of a segment that has been processed; ``given`` of them with their padding."""
+        """Count the tokens of a processed segment; ``given`` counts their padding too."""
         self.count(packing)
         self.given += given
 
     def slide(self, packing: DRTPacking, layers: dict[int, States], device: torch.device) -> None:
-        """Keep what the next segment can see of the keys and values ``[B, G, past + M, D]`` of each layer."""
+        """Keep the part of the keys and values ``[B, G, past + M, D]`` of each layer that the next segment can see."""
         keep = self.config.window - 1
         if packing.uniform and self.empty is None:
             total = self.past + packing.items
@@ -69,7 +69,7 @@ class DRTCache(CountedCache):
             return
         lengths = numbers(packing.lengths, device)
         empty = torch.zeros_like(lengths) if self.empty is None else self.empty
-        # In the coordinates of [keep zeros, past, segment], right-aligned at the end of each row.
+        # Indices into [keep zeros, past, segment], right-aligned at the end of each row.
         at = self.past + lengths[:, None] + torch.arange(keep, device=device)
         for number, (keys, values) in layers.items():
             self.windows[number] = (behind_zeros(keys, keep, at), behind_zeros(values, keep, at))
@@ -79,9 +79,9 @@ class DRTCache(CountedCache):
             self.empty = None
 
     def combined(self, group: int, fresh: ListStates, numbers: Tensor) -> ListStates:
-        """The lists that a segment's items use: number 0 is the last one of before, ``1 + j`` is fresh list ``j``.
+        """Return the lists that a segment's items use: number 0 is the previous one, ``1 + j`` is fresh list ``j``.
 
-        ``numbers [B or 1, C]``.
+        ``numbers`` are ``[B or 1, C]``.
         """
         last = self.lists[group]
         keys, values, blocks, weights = fresh
@@ -98,7 +98,7 @@ class DRTCache(CountedCache):
         return ListStates(keys, values, blocks.gather(1, at), weights.gather(1, at))
 
     def keep_last(self, group: int, packing: DRTPacking, fresh: ListStates) -> None:
-        """Keep each row's last list for the tokens to come; rows that completed no block keep the one they have."""
+        """Keep each row's last list for the tokens to come. Rows that completed no block keep the list they have."""
         keys, values, blocks, weights = fresh
         last, before = fresh, self.lists[group]
         if not blocks.shape[1] == min(packing.blocks) == 1:
@@ -115,14 +115,14 @@ class DRTCache(CountedCache):
         self.lists[group], self.prepared[group] = last, None
 
     def tell_lists(self, group: int, packing: DRTPacking, lookup: GroupSearch | None) -> None:
-        """Tell the observers which lists ``group`` uses in a segment; ``lookup``: what it chose there, if it did."""
+        """Tell the observers which lists ``group`` uses in a segment. ``lookup`` is its choice there, if any."""
         if self.observers and self.in_use is None:
             self.in_use = ListsInUse(self.config, self.rows, self.origin)
         if self.in_use is not None:
             self.tell(self.in_use.choice(group, packing, lookup))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row ``b`` be what row ``beam_idx[b]`` was; rows may be dropped or repeated."""
+        """Let row ``b`` continue from row ``beam_idx[b]``. Rows may be dropped or repeated."""
         rows = beam_idx.tolist()
         self.check_order(rows)
         self.rows = len(rows)
@@ -141,13 +141,13 @@ class DRTCache(CountedCache):
 
 
 def _last(x: Tensor, keep: int) -> Tensor:
-    """The last ``keep`` of ``[B, G, n, D]``, free of what they were cut from."""
+    """Return the last ``keep`` of ``[B, G, n, D]``, copied if that lets a longer tensor be freed."""
     start = max(0, x.shape[2] - keep)
     return x[:, :, start:].clone() if start > keep else x[:, :, start:]
 
 
 def _mixed(new: Tensor, last: ListStates, before: ListStates) -> ListStates:
-    """Row by row ``last`` where ``new [B]``, else ``before``."""
+    """Return for each row ``last`` where ``new [B]`` is set, and ``before`` elsewhere."""
     width = max(last.blocks.shape[2], before.blocks.shape[2])
     one, other = _widened(last, width), _widened(before, width)
     return ListStates(*(torch.where(new.view(-1, *[1] * (a.dim() - 1)), a, b) for a, b in zip(one, other, strict=True)))

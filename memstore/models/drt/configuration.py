@@ -38,7 +38,7 @@ class DRTConfig(PreTrainedConfig):
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers reads it from the class
 
     vocab_size: int = 512
-    """Tokens; the landmark is not one of them, the model inserts its own."""
+    """Tokens. The landmark is not one of them: the model inserts its own."""
     hidden_size: int = 64
     """Width of the model, of block states and of landmarks."""
     intermediate_size: int = 160
@@ -48,15 +48,15 @@ class DRTConfig(PreTrainedConfig):
     num_key_value_heads: Any = None
     """Key-value heads; as many as query heads if None."""
     lower_layers: int = 2
-    """Layers before retrieval; together with the encoder they are all that reading needs."""
+    """Layers before retrieval. Reading needs only them and the encoder."""
     encoder_layers: int = 1
     """Bidirectional layers of the block encoder."""
     upper_layers: Sequence[int] = (2,)
-    """Layers of each group, such as ``[6]`` or ``[3, 3]``; each group retrieves once for all its layers."""
+    """Layers of each group, such as ``[6]`` or ``[3, 3]``. Each group retrieves once for all its layers."""
     block_size: int = 32
-    """Tokens of a block, its landmark counted."""
+    """Tokens of a block, including its landmark."""
     window: int = 64
-    """Tokens that self-attention sees, the query counted; landmarks are counted too."""
+    """Tokens that self-attention sees, including the query and landmarks."""
     retrieval_top_k: int = 4
     """Blocks that are retrieved."""
     positions: str = "alibi"
@@ -72,16 +72,16 @@ class DRTConfig(PreTrainedConfig):
     normalise_scores: bool = False
     """Cosines times a learned factor."""
     gumbel: float = 1.0
-    """Factor on the Gumbel noise that varies which blocks are taken while training; 0 for none."""
+    """Factor on the Gumbel noise that varies the choice of blocks in training; 0 for none."""
     off_by_one: bool = True
     """Softmax-off-by-one in cross attention, so that tokens can find nothing in a block."""
     landmark_uses_own: bool = False
-    """The landmark of a block attends to what was retrieved for the next one, which is what it asked for itself; then
-    the retrieval of a second group can build on that of the first at once. In the paper it attends to what its own
-    block was given."""
+    """Let the landmark of a block attend to the blocks retrieved for the next block, which it asked for itself. Then
+    the retrieval of a second group can build at once on that of the first. In the paper it attends to the blocks that
+    were given to its own block."""
     state_dtype: str = "float32"
-    """Block states and landmarks are rounded to this type wherever they are used, so that a memory can keep them in it
-    and give exactly the same results."""
+    """Block states and landmarks are rounded to this type wherever they are used. So a memory can store them in it and
+    give exactly the same results."""
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
     tie_word_embeddings: bool = True
@@ -96,27 +96,27 @@ class DRTConfig(PreTrainedConfig):
 
     @property
     def num_hidden_layers(self) -> int:
-        """Layers of the decoder, without the block encoder."""
+        """Return the number of layers of the decoder, without the block encoder."""
         return self.lower_layers + sum(self.upper_layers)
 
     @property
     def leaves_parameters_unused(self) -> bool:
-        """Whether parameters go without a gradient: those of scores that weigh nothing."""
+        """Return whether parameters get no gradient: those of scores that weigh nothing."""
         return self.fusion == "chunked" or self.retrieval == "external"
 
     @property
     def head_dim(self) -> int:
-        """Size of a head."""
+        """Return the size of a head."""
         return self.hidden_size // self.num_attention_heads
 
     @property
     def tokens_per_block(self) -> int:
-        """Tokens of a block without its landmark."""
+        """Return the tokens of a block without its landmark."""
         return self.block_size - 1
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> DRTConfig:
-        """``tiny`` (a CPU trains it in minutes), or ``small-128m`` and ``medium-350m`` of the paper's appendix A."""
+        """Return ``tiny`` (a CPU trains it in minutes), ``small-128m`` or ``medium-350m`` of the paper's appendix A."""
         return cls(**preset(PRESETS, name, changes))
 
     def _check(self) -> None:

@@ -1,11 +1,11 @@
-"""What is measured of a DRT: perplexity by length of the context, needles, and audits.
+"""Measurements of a DRT: perplexity by length of the context, needles, and audits.
 
-An audit tells whether the index found the blocks that the retriever wanted, and by how much they stood out.
+An audit shows whether the index found the blocks that the retriever wanted, and by how much they stood out.
 
-Grouped cross attention has no full attention to compare with: the upper layers attend to each retrieved block by
-itself, and add the results up by the softmax over the retrieved scores. So ``captured`` is of these weights: the share
-that the retrieved blocks have of the softmax over the scores of *all* blocks, which is what the weights would be if all
-were retrieved. ``recall`` is of the true best blocks by exact search, so for a DRT it is that of its index.
+Grouped cross attention has no full attention to compare with. The upper layers attend to each retrieved block by
+itself, and add the results up by the softmax over the retrieved scores. ``captured`` refers to these weights. It is the
+share of the retrieved blocks in the softmax over the scores of *all* blocks: the weights if all were retrieved.
+``recall`` counts the true best blocks by exact search, so for a DRT it is the recall of its index.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from memstore.readers.observer import Choice, Choices
 
 
 class DRTAuditor(Auditor):
-    """What a DRT retrieves.
+    """Audits what a DRT retrieves.
 
-    It chooses at the end of each block, for the tokens of the next one: so a step is a block that ends within the
-    question or the tokens generated after it, by default a block. What was chosen before the question is none.
+    A DRT chooses at the end of each block, for the tokens of the next one. So a step is a block that ends within the
+    question or the tokens generated after it, by default a block. Choices made before the question are not counted.
     """
 
     mechanism = "drt"
@@ -67,7 +67,7 @@ class DRTAuditor(Auditor):
             config.retrieval_top_k = trained
 
     def choice(self, choice: Choice) -> None:
-        """See ``Observer``: what one group chose at the end of one block."""
+        """Record what one group chose at the end of one block. See ``Observer``."""
         assert isinstance(choice, DRTChoice)
         lookup = choice.lookup
         if lookup is None or not int(lookup.limits[0, -1]):
@@ -77,7 +77,7 @@ class DRTAuditor(Auditor):
         stored = range(complete.start, max(complete.start, min(complete.stop, limit)))
         query = lookup.queries[:1, -1:].float().cpu()
         scores = torch.full((limit,), -math.inf)
-        # Blocks that came after the document are in no index: the cache scores them itself.
+        # Blocks that came after the document are in no index. The cache scores them itself.
         every, numbers = self._cache.table.search(lookup.queries[:, -1:], lookup.limits[:, -1:], limit)
         values, blocks = every[0, 0].float().cpu(), numbers[0, 0].cpu()
         fresh = blocks >= complete.stop
@@ -111,7 +111,7 @@ def ask(model: DRTForCausalLM, cache: DRTCache, sample: Sample) -> Reply:
     output = model(ids, past_key_values=cache, logits_to_keep=1, output_retrieval=True)
     cache.observers.remove(choices)
     chosen, searches = output.retrieval or (), []
-    if model.config.retrieval != "random":  # there blocks have no scores
+    if model.config.retrieval != "random":  # random blocks have no scores
         searches = [_wide_search(cache, choice.lookup) for choice in choices if choice.lookup is not None]
     tokens = greedy(model, cache, output.logits, len(sample.answer))
     size = model.config.tokens_per_block
@@ -123,7 +123,7 @@ def ask(model: DRTForCausalLM, cache: DRTCache, sample: Sample) -> Reply:
 
 
 def _wide_search(cache: DRTCache, lookup: GroupSearch) -> tuple[Tensor, Tensor]:
-    """Scores and blocks ``[n]`` of a wider search with the last query, best first."""
+    """Return scores and blocks ``[n]`` of a wider search with the last query, best first."""
     top_k = max(WIDE, lookup.chosen.blocks.shape[-1])
     scores, blocks = cache.table.search(lookup.queries[:, -1:], lookup.limits[:, -1:], top_k)
     return scores[0, 0], blocks[0, 0]
@@ -141,7 +141,7 @@ def _found(scores: Tensor, blocks: Tensor, chosen: Tensor, weights: Tensor, need
 
 
 def without_retrieval(model: DRTForCausalLM) -> DRTForCausalLM:
-    """The same weights with retrieval off."""
+    """Return the same weights in a model with retrieval off."""
     config = copy.deepcopy(model.config)
     config.retrieval = "none"
     bare = DRTForCausalLM(config)
@@ -153,7 +153,7 @@ def without_retrieval(model: DRTForCausalLM) -> DRTForCausalLM:
 
 
 def after_window(model: DRTForCausalLM, text: Tensor, scored: int) -> Tensor:
-    """See ``Bare``. What the window sees does not depend on what is further back than all layers can look."""
+    """Return the losses without retrieval; see ``Bare``. Text beyond the reach of all layers' windows is not read."""
     bare = without_retrieval(model)
     reach = bare.config.num_hidden_layers * bare.config.window
     return after_cache(bare, DRTCache(bare.config, 1), text, scored, reach)

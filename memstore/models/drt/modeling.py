@@ -1,12 +1,12 @@
 """DRT: a decoder that retrieves blocks of its own past (Hu et al. 2025, sections 3-4).
 
-A segment of tokens is packed into a stream with landmarks (``DRTPacking``), runs through the lower layers, and its
+A segment of tokens is packed into a stream with landmarks (``DRTPacking``). It runs through the lower layers, and its
 complete blocks are encoded. Then, for each group of upper layers, every landmark chooses among the blocks before its
-own, and the tokens of the *next* block attend to what it chose. Segments continue one another through a ``DRTCache``;
+own, and the tokens of the *next* block attend to the chosen ones. Segments continue one another through a ``DRTCache``;
 training is one segment that starts from nothing.
 
-Deviations from the published code: softmax-off-by-one is a true one, scores have projections (``tied_retriever=True``
-takes them out), prompts of any length can be continued, and padding is left out of the stream instead of being read.
+Deviations from the published code: softmax-off-by-one is a true one. Scores have projections (``tied_retriever=True``
+removes them). Prompts of any length can be continued, and padding is left out of the stream instead of being read.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class _Sight(NamedTuple):
 
 
 class SelfAttention(nn.Module):
-    """Sliding-window attention. Keys are cached as they are attended to, that is rotated."""
+    """Sliding-window attention. Keys are cached in rotated form, as they are attended to."""
 
     def __init__(self, config: DRTConfig) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class SelfAttention(nn.Module):
         self.out = nn.Linear(inner, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, sight: _Sight, past: States | None) -> tuple[Tensor, States]:
-        """``x [B, M, hidden]`` -> the same, and keys and values of ``past`` and segment together."""
+        """Return the output for ``x [B, M, hidden]``, and keys and values of ``past`` and segment together."""
         qkv = self.qkv(x).unflatten(-1, (self.heads + 2 * self.groups, -1))
         qk, v = qkv.split((self.heads + self.groups, self.groups), 2)
         if sight.turns is not None:
@@ -95,14 +95,14 @@ class LowerLayer(nn.Module):
         self.feed_forward = SwiGLU(config.hidden_size, config.intermediate_size)
 
     def forward(self, x: Tensor, sight: _Sight, past: States | None) -> tuple[Tensor, States]:
-        """``x [B, M, hidden]`` -> the same, and the layer's keys and values."""
+        """Return the output for ``x [B, M, hidden]``, and the layer's keys and values."""
         attended, states = self.attention(self.attention_norm(x), sight, past)
         x = x + attended
         return x + self.feed_forward(self.norm(x)), states
 
 
 class _UpperLayer(LowerLayer):
-    """As a lower layer, with what was retrieved added before the feed-forward layer's norm.
+    """A lower layer that also adds what was retrieved, before the feed-forward layer's norm.
 
     The residual is taken before grouped cross attention: ``H + MLP(Norm(H + GCA(H)))``, as published.
     """
@@ -123,7 +123,7 @@ class _UpperLayer(LowerLayer):
     def forward(  # type: ignore[override]  # it needs what was retrieved
         self, x: Tensor, sight: _Sight, past: States | None, retrieved: Lists | None, by_list: ByList
     ) -> tuple[Tensor, States]:
-        """``x [B, M, hidden]`` -> the same, and the layer's keys and values."""
+        """Return the output for ``x [B, M, hidden]``, and the layer's keys and values."""
         attended, states = self.attention(self.attention_norm(x), sight, past)
         x = x + attended
         found, cross = x, self.cross
@@ -135,19 +135,19 @@ class _UpperLayer(LowerLayer):
 
 
 Lists = ListStates | Ready
-"""Lists of a segment's items; a prepared one is the same for all items of a row."""
+"""Lists of a segment's items. A prepared one is the same for all items of a row."""
 ByList = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
-"""Hands tokens ``[B, M, hidden]`` to a function by the lists they use, ``[B, C, T, hidden]``, and takes them back."""
+"""Passes tokens ``[B, M, hidden]`` to a function by the lists they use, ``[B, C, T, hidden]``, and undoes the order."""
 
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 Retriever = Callable[[Tensor], Tensor]
-"""Token ids of blocks ``[n, block_size - 1]`` -> embeddings ``[n, e]``."""
+"""Maps token ids of blocks ``[n, block_size - 1]`` to embeddings ``[n, e]``."""
 
 
 @dataclass
 class DRTOutput(CausalLMOutputWithPast):
-    """What ``DRTForCausalLM`` returns."""
+    """The result of ``DRTForCausalLM``."""
 
     retrieval: tuple[TopBlocks, ...] | None = None
     """With ``output_retrieval``: for each group, the lists that the segment's blocks chose, ``[B, blocks, K]``."""
@@ -191,12 +191,12 @@ class DRTModel(Decoder):
             )
 
     def embed(self, ids: Tensor) -> Tensor:
-        """``ids [B, M]``, -1 for a landmark -> ``[B, M, hidden]``."""
+        """Return embeddings ``[B, M, hidden]`` of ``ids [B, M]``, where -1 is a landmark."""
         x: Tensor = self.embed_tokens(ids.clamp(min=0))
         return torch.where(ids.unsqueeze(-1) < 0, self.landmark.to(x.dtype), x)
 
     def sight(self, packing: DRTPacking, cache: DRTCache | None, x: Tensor) -> _Sight:
-        """What the items ``x [B, M, hidden]`` of a segment see."""
+        """Return what the items ``x [B, M, hidden]`` of a segment see."""
         dtype, device = x.dtype, x.device
         past = 0 if cache is None else cache.past
         slopes = alibi_slopes(self.config.num_attention_heads, device) if self.config.positions == "alibi" else None
@@ -211,7 +211,7 @@ class DRTModel(Decoder):
         return _Sight(window, turns.unsqueeze(2))
 
     def read(self, x: Tensor, sight: _Sight, cache: DRTCache | None) -> tuple[Tensor, dict[int, States]]:
-        """The lower layers: ``x [B, M, hidden]`` -> the same, and the states of each layer."""
+        """Run the lower layers on ``x [B, M, hidden]``. Return their output, and the states of each layer."""
         states: dict[int, States] = {}
         for number, layer in enumerate(self.lower):
             past = None if cache is None else cache.windows[number]
@@ -219,7 +219,7 @@ class DRTModel(Decoder):
         return x, states
 
     def encode(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states of blocks ``[..., S, hidden]`` -> states and landmarks, as a memory would keep them."""
+        """Return states and landmarks of blocks with hidden states ``[..., S, hidden]``, as a memory keeps them."""
         states, landmarks = self.checkpointed(self.encoder, blocks)
         dtype = DTYPES[self.config.state_dtype]
         return _rounded(states, dtype), _rounded(landmarks, dtype)
@@ -227,7 +227,7 @@ class DRTModel(Decoder):
     def forward(
         self, packing: DRTPacking, cache: DRTCache | None, shared: SharedBlocks | None = None
     ) -> tuple[Tensor, tuple[TopBlocks, ...]]:
-        """The stream of a segment ``[B, M, hidden]`` after the last norm, and what each group retrieved."""
+        """Return the stream of a segment ``[B, M, hidden]`` after the last norm, and the retrieval of each group."""
         x = self.embed(packing.ids)
         sight = self.sight(packing, cache, x)
         x, window_states = self.read(x, sight, cache)
@@ -251,9 +251,9 @@ class DRTModel(Decoder):
         return self.norm(x), tuple(retrieval)
 
     def read_blocks(self, packing: DRTPacking, cache: DRTCache) -> tuple[Tensor, Tensor] | None:
-        """Read a segment with the lower layers and the encoder alone: states and landmarks of the blocks it completes.
+        """Read a segment with the lower layers and the encoder only. Return states and landmarks of complete blocks.
 
-        ``[B, n, S, hidden]`` and ``[B, n, e]``, None where it completes none; they do not go into the cache's table.
+        These are ``[B, n, S, hidden]`` and ``[B, n, e]``; None without a block. They do not go into the cache's table.
         """
         x = self.embed(packing.ids)
         x, window_states = self.read(x, self.sight(packing, cache, x), cache)
@@ -263,7 +263,7 @@ class DRTModel(Decoder):
     def _blocks(
         self, packing: DRTPacking, x: Tensor, cache: DRTCache | None, *, keep: bool = True
     ) -> tuple[Tensor, Tensor] | None:
-        """States and landmarks of the blocks that a segment completes, ``[B, n, ...]``; None if it completes none."""
+        """Return states and landmarks ``[B, n, ...]`` of the blocks that a segment completes; None without any."""
         if self.config.retrieval == "none":
             return None
         if cache is not None and packing.grows:
@@ -297,9 +297,9 @@ class DRTModel(Decoder):
         return embedded.view(*tokens.shape[:2], embedded.shape[-1])
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        """What the external retriever makes of blocks ``[n, block_size - 1]``: ``[n, e]``, without gradient.
+        """Return the external retriever's embeddings ``[n, e]`` of blocks ``[n, block_size - 1]``, without gradient.
 
-        Raises ``InvalidArgument`` where there is no retriever, or where it returns anything else.
+        Raises ``InvalidArgument`` if there is no retriever, or if it returns anything else.
         """
         if self.external is None:
             raise InvalidArgument(
@@ -324,7 +324,7 @@ class DRTModel(Decoder):
         cache: DRTCache | None,
         shared: SharedBlocks | None,
     ) -> tuple[TopBlocks | None, ListStates | list[Ready] | None]:
-        """What the landmarks of a segment choose, and what its items attend to."""
+        """Return the blocks that a segment's landmarks choose, and the lists that its items attend to."""
         if cache is None:
             if blocks is None:
                 return None, None
@@ -349,7 +349,7 @@ class DRTModel(Decoder):
         return chosen, retrieved
 
     def _last(self, group: int, packing: DRTPacking, cache: DRTCache) -> ListStates | list[Ready] | None:
-        """The group's list of before, for all items of a segment; where it pays prepared, for each layer."""
+        """Return the group's previous list, for all items of a segment; where it pays, prepared for each layer."""
         last, prepared = cache.lists[group], cache.prepared[group]
         if last is None:
             return None
@@ -374,7 +374,7 @@ class DRTModel(Decoder):
     def _look_up(
         self, cache: DRTCache, group: int, packing: DRTPacking, queries: Tensor, limits: Tensor, x: Tensor
     ) -> tuple[TopBlocks, ListStates | None]:
-        """What is chosen, and the keys and values of it."""
+        """Return the chosen blocks, and their keys and values."""
         begun = time.perf_counter()
         chosen = self._choose_cached(cache, queries, limits)
         if not cache.observers and cache.in_use is None:
@@ -395,14 +395,14 @@ class DRTModel(Decoder):
         return weighed(*cache.table.readable(scores, blocks))
 
     def _fetch(self, cache: DRTCache, group: int, chosen: TopBlocks, x: Tensor) -> ListStates | None:
-        """Keys and values of the chosen blocks, each list's own; None where nothing was ever chosen."""
+        """Return keys and values of the chosen blocks, separate for each list; None if no block was ever chosen."""
         rows, lists, top_k = chosen.blocks.shape
         some = bool((chosen.blocks >= 0).any())
         if not some and (not top_k or cache.lists[group] is None):
             return None
         if some:
             states = cache.table.gather(chosen.blocks.flatten(1)).to(x.dtype)
-        else:  # all of them were left out: the list before must not be taken for this one
+        else:  # all of them were left out: the previous list must not take its place
             states = x.new_zeros(rows, lists * top_k, self.config.block_size, self.config.hidden_size)
         keys, values = self.block_states(states)
         own = torch.arange(lists * top_k, device=states.device).view(1, lists, top_k).expand(rows, -1, -1)
@@ -412,8 +412,8 @@ class DRTModel(Decoder):
 class DRTForCausalLM(CausalLM):
     """A DRT with its output layer: ``from_pretrained``, ``save_pretrained``, ``generate`` and ``Trainer`` as usual.
 
-    Tokens go in plain, with a padding mask or without; landmarks are the model's own affair. A prompt of any length can
-    be continued through ``past_key_values``, and rows may have padding anywhere.
+    Pass plain tokens, with a padding mask or without. The model inserts its landmarks itself. A prompt of any length
+    can be continued through ``past_key_values``, and rows may have padding anywhere.
     """
 
     config: DRTConfig
@@ -433,9 +433,9 @@ class DRTForCausalLM(CausalLM):
             nn.init.normal_(module.landmark, std=self.config.initializer_range)
 
     def set_retriever(self, retriever: Retriever) -> None:
-        """Use ``retriever`` where the configuration says ``retrieval="external"``.
+        """Use ``retriever`` if the configuration has ``retrieval="external"``.
 
-        It takes token ids of blocks ``[n, block_size - 1]`` and returns embeddings ``[n, e]``; a block's score is the
+        It takes token ids of blocks ``[n, block_size - 1]`` and returns embeddings ``[n, e]``. A block's score is the
         inner product of two of them. It is not saved with the model.
         """
         if self.config.retrieval != "external":
@@ -455,9 +455,9 @@ class DRTForCausalLM(CausalLM):
         output_retrieval: bool = False,
         **kwargs: Any,
     ) -> DRTOutput:
-        """See ``CausalLM``.
+        """Compute logits; see ``CausalLM``.
 
-        ``shared``: while training, further blocks to choose from. ``output_retrieval``: return what was retrieved.
+        ``shared``: in training, further blocks to choose from. ``output_retrieval``: return the chosen lists too.
         """
         self.check_tokens(input_ids, attention_mask)
         cache = self.going_on(past_key_values, DRTCache, input_ids, use_cache)
@@ -477,7 +477,7 @@ class DRTForCausalLM(CausalLM):
     def _computed(
         self, input_ids: Tensor, mask: Tensor | None, cache: DRTCache | None, shared: SharedBlocks | None
     ) -> tuple[Tensor, tuple[TopBlocks, ...]]:
-        """Hidden states ``[B, T, hidden]``, and what each group retrieved."""
+        """Return hidden states ``[B, T, hidden]``, and the lists that each group retrieved."""
         offsets = [0] * len(input_ids) if cache is None else cache.offsets
         packing = DRTPacking(
             input_ids, mask, offsets, self.config.block_size, landmark_uses_own=self.config.landmark_uses_own
@@ -491,15 +491,15 @@ class DRTForCausalLM(CausalLM):
     def _continued(
         self, input_ids: Tensor, mask: Tensor | None, cache: DRTCache
     ) -> tuple[Tensor, tuple[TopBlocks, ...]]:
-        """The same after what ``cache`` has."""
+        """Return the same for tokens that continue ``cache``."""
         cache.tell_begin(input_ids)
         return self._computed(input_ids, mask, cache, None)
 
 
-# Also while training (the gradient passes as if nothing were rounded): a pass that reads from a memory then computes
-# what a pass in one go does. With float16 states a sum in another order can turn one rounding, about 1e-3 of a logit.
+# In training too (the gradient passes as if nothing were rounded): a pass that reads from a memory then computes the
+# same as one pass over everything. With float16 states, another order of a sum can flip a rounding (~1e-3 of a logit).
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x`` as it would come back from a memory of that type; its gradient is not rounded, for it would vanish."""
+    """Return ``x`` as a memory of that type would give it back. The gradient is not rounded: it would vanish."""
     if x.dtype == dtype:
         return x
     if not torch.is_grad_enabled():
@@ -514,10 +514,10 @@ def _joined(pieces: list[Tensor]) -> Tensor | None:
 
 
 def _pieces(waiting: Tensor) -> list[Tensor]:
-    """What waits, free of what it was cut from."""
+    """Return a copy of the waiting items, so that the whole can be freed."""
     return [waiting.clone()] if waiting.shape[1] else []
 
 
-# So that transformers' own loaders know a saved DRT once its class is imported.
+# Lets transformers' own loaders recognise a saved DRT once its class is imported.
 AutoConfig.register(DRTConfig.model_type, DRTConfig, exist_ok=True)
 AutoModelForCausalLM.register(DRTConfig, DRTForCausalLM, exist_ok=True)

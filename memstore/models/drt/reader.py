@@ -1,17 +1,17 @@
-"""Reading a long input into a memory, and going on from there.
+"""Read a long input into a memory, and continue from there.
 
-Reading runs the lower layers and the block encoder alone: that is all that the blocks of a memory depend on, and half
-of the work. The upper layers run where logits are wanted. What the next token needs of the text just before it
-(windows, the incomplete block, the lists in use) is computed anew from the last few hundred stored tokens, so nothing
-but blocks and tokens is stored, and a document can be continued from any commit, by any process.
+Reading runs the lower layers and the block encoder only. The blocks of a memory depend on nothing else, and it is half
+of the work. The upper layers run when logits are needed. The next token also needs the text just before it (windows,
+the incomplete block, the lists in use). This is computed again from the last few hundred stored tokens. So only blocks
+and tokens are stored, and any process can continue a document from any commit.
 
-Blocks of a long text on a CPU: the lower layers and the block encoder, as fast as PyTorch's operations allow.
+``BlockMaker`` makes the blocks of a long text on a CPU, as fast as PyTorch's operations allow.
 
-The same numbers as ``DRTModel.read_blocks``, up to rounding, in two thirds of the time. Small models spend it on passes
-over activations, not on products, so: weights of norms and scales of scores are part of the projections, which are laid
-out by heads, so that nothing has to be transposed; residuals are added by the product before them; exponentials are
-taken as they are, without looking for the largest score first. Where they do not fit into the type, which scores of
-less than 80 never see, there is no result, and the model's own form is there for it.
+It gives the same numbers as ``DRTModel.read_blocks``, up to rounding, in two thirds of the time. Small models spend
+their time on passes over activations, not on products. So weights of norms and scales of scores are part of the
+projections, which are laid out by heads, so nothing has to be transposed. Residuals are added by the product before
+them. Exponentials are taken directly, without looking for the largest score first. They overflow the type only for
+scores of 80 and more. Then there is no result, and the model's own form computes the blocks.
 """
 
 from __future__ import annotations
@@ -48,32 +48,32 @@ if TYPE_CHECKING:
 
 
 PASS_NUMBERS = 3 << 18
-"""Numbers in the hidden states of one pass: more leave the processor's cache, fewer pay more often for every pass."""
+"""Numbers in the hidden states of one pass. More do not fit the processor's cache; fewer mean too many passes."""
 
 PLAIN = (nn.ModuleList, nn.Linear, RMSNorm, SwiGLU, SelfAttention, LowerLayer, EncoderLayer, BlockEncoder)
-"""Modules whose work is done here."""
+"""Modules that ``BlockMaker`` can replace."""
 
 
 PASSES_OF_A_GPU = 64
-"""As many times more on a GPU, which has no cache to stay in and waits for the host between passes."""
+"""How many times larger passes are on a GPU, which has no such cache and waits for the host between passes."""
 
 
 def blocks_of_a_pass(config: DRTConfig, device: torch.device) -> int:
-    """Blocks that are read at a time."""
+    """Return how many blocks are read at a time."""
     numbers = PASS_NUMBERS if device.type == "cpu" else PASSES_OF_A_GPU * PASS_NUMBERS
     return max(16, numbers // (config.block_size * config.hidden_size))
 
 
 class TooLarge(ArithmeticError):
-    """Scores whose exponentials do not fit into the type."""
+    """Scores whose exponentials do not fit the type."""
 
 
 @dataclass(frozen=True)
 class _Layer:
-    """One layer: attention and feed-forward, with the weights of their norms in them."""
+    """One layer: attention and feed-forward, with the weights of their norms folded in."""
 
     qkv: Tensor
-    """``[H + 2 G, hidden, D]``; queries with the scale of the scores."""
+    """``[H + 2 G, hidden, D]``; queries include the scale of the scores."""
     out: Tensor
     """``[H * D, hidden]``"""
     gate_up: Tensor
@@ -91,7 +91,7 @@ class _Layer:
 
 
 class BlockMaker:
-    """Makes the blocks of texts as ``model`` would. Weights are those of now; any number of threads may use it."""
+    """Makes the blocks of texts as ``model`` would. It copies the present weights. Any number of threads may use it."""
 
     def __init__(self, model: DRTModel) -> None:
         config = model.config
@@ -108,7 +108,7 @@ class BlockMaker:
 
     @staticmethod
     def serves(model: DRTModel) -> bool:
-        """Whether this is for ``model``: on a CPU, in float32, with landmarks of its own and nothing put into it."""
+        """Return whether this works for ``model``: on a CPU, in float32, with its own landmarks and no additions."""
         if model.config.retrieval not in ("causal", "random"):
             return False
         weights = (model.embed_tokens.weight, model.landmark, *model.lower.parameters(), *model.encoder.parameters())
@@ -118,9 +118,9 @@ class BlockMaker:
 
     @torch.no_grad()
     def __call__(self, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """States ``[n, S, hidden]`` and landmarks ``[n, hidden]`` of the blocks that ``tokens [t]`` fill, in passes.
+        """Yield states ``[n, S, hidden]`` and landmarks ``[n, hidden]`` of the blocks of ``tokens [t]``, in passes.
 
-        What is left over at the end has no block. Raises ``TooLarge``.
+        Tokens left over at the end have no block. Raises ``TooLarge``.
         """
         text = self._config.tokens_per_block
         whole = tokens[: len(tokens) // text * text].view(-1, text)
@@ -131,7 +131,7 @@ class BlockMaker:
             seen += len(piece) * self._config.block_size
 
     def _pass(self, tokens: Tensor, past: list[tuple[Tensor, Tensor] | None], seen: int) -> tuple[Tensor, Tensor]:
-        """Blocks of ``tokens [n, S - 1]`` after ``seen`` items; ``past``: the last keys and values of each layer."""
+        """Return blocks of ``tokens [n, S - 1]`` after ``seen`` items. ``past``: last keys and values of each layer."""
         blocks, size = len(tokens), self._config.block_size
         ids = F.pad(tokens.long(), (0, 1), value=len(self._embedding) - 1).view(-1)
         x = self._embedding.index_select(0, ids)
@@ -150,22 +150,22 @@ class BlockMaker:
         return states, F.normalize(landmarks, dim=-1) if self._config.normalise_scores else landmarks
 
     def _factor(self, x: Tensor) -> Tensor:
-        """What ``x [M, hidden]`` is multiplied by in its norm, ``[M, 1]``; the rest of it is in the weights."""
+        """Return the factor ``[M, 1]`` of the norm of ``x [M, hidden]``; the rest of the norm is in the weights."""
         return self._norm.lengths(x).reciprocal_()
 
     def _projected(self, x: Tensor, layer: _Layer) -> Tensor:
-        """Queries, keys and values ``[H + 2 G, M, D]``."""
+        """Return queries, keys and values ``[H + 2 G, M, D]``."""
         return torch.bmm((x * self._factor(x)).expand(len(layer.qkv), -1, -1), layer.qkv)
 
     def _fed(self, x: Tensor, layer: _Layer) -> Tensor:
-        """``x [M, hidden]`` after the feed-forward layer."""
+        """Return ``x [M, hidden]`` after the feed-forward layer."""
         gate, up = ((x * self._factor(x)) @ layer.gate_up).chunk(2, -1)
         return torch.addmm(x, F.silu(gate, inplace=True).mul_(up), layer.down)
 
     def _sliding(
         self, x: Tensor, layer: _Layer, turns: Tensor | None, past: tuple[Tensor, Tensor] | None, seen: int
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """What the items find in their windows ``[M, H * D]``, and the keys and values that the next ones need."""
+        """Return attention of the items to their windows ``[M, H * D]``, and keys and values for the next items."""
         heads, groups, window = layer.heads, layer.groups, self._config.window
         qkv = self._projected(x, layer)
         qk, v = qkv.split((heads + groups, groups))
@@ -181,7 +181,7 @@ class BlockMaker:
         return _joined(out), (keys[:, -window:].clone(), values[:, -window:].clone())
 
     def _within(self, x: Tensor, layer: _Layer, turns: Tensor) -> Tensor:
-        """What the items ``x [n * S, hidden]`` find in their blocks, ``[n * S, H * D]``."""
+        """Return attention of the items ``x [n * S, hidden]`` to their blocks, ``[n * S, H * D]``."""
         heads, size = layer.heads, len(turns)
         qkv = self._projected(x, layer).view(3 * heads, -1, size, self._dim)
         q, k = (each.flatten(0, 1) for each in rotate(qkv[: 2 * heads], turns).chunk(2))
@@ -194,7 +194,7 @@ class BlockMaker:
 
 
 def _plain(module: nn.Module) -> bool:
-    """Whether a module is as it was made: what adapters and hooks do does not show in the weights."""
+    """Return whether a module is unchanged: adapters and hooks do not show in the weights."""
     # PyTorch has no public way to ask for hooks.
     return type(module) in PLAIN and not module._forward_hooks and not module._forward_pre_hooks
 
@@ -211,7 +211,7 @@ def _encoding(layer: EncoderLayer, dim: int) -> _Layer:
 
 
 def _by_head(qkv: Tensor, norm: RMSNorm, heads: int, dim: int) -> Tensor:
-    """A projection ``[(H + 2 G) * D, hidden]`` as ``[H + 2 G, hidden, D]``, norm and scale in it."""
+    """Return a projection ``[(H + 2 G) * D, hidden]`` as ``[H + 2 G, hidden, D]``, with norm and scale folded in."""
     weight: Tensor = (qkv.detach() * _weight(norm)).unflatten(0, (-1, dim)).transpose(1, 2).contiguous()
     weight[:heads] *= dim**-0.5
     return weight
@@ -222,7 +222,7 @@ def _feed_forward(layer: SwiGLU, norm: RMSNorm) -> tuple[Tensor, Tensor]:
 
 
 def _weight(norm: RMSNorm) -> Tensor:
-    """``[hidden]``: for what was divided by its length, not by its root mean square."""
+    """Return ``[hidden]``: weights for inputs divided by their length, not by their root mean square."""
     weight: Tensor = norm.weight.detach() * norm.weight.numel() ** 0.5
     return weight
 
@@ -232,25 +232,25 @@ def _turned(weight: Tensor) -> Tensor:
 
 
 def _joined(x: Tensor) -> Tensor:
-    """``[H, M, D]`` -> ``[M, H * D]``."""
+    """Return ``[H, M, D]`` as ``[M, H * D]``."""
     return x.transpose(0, 1).flatten(1)
 
 
 SEGMENT_BLOCKS = 512
-"""Blocks that are committed together: fewer would wait for the disk more often."""
+"""Blocks that are committed together. Fewer would wait for the disk more often."""
 RETRIEVER_TOLERANCE = 0.05
-"""How far, as a part of its length, a landmark may be from what an external retriever makes of the block now."""
+"""Largest distance, as a part of its length, of a stored landmark from what an external retriever computes now."""
 
 
 def memory_spec(model: DRTForCausalLM, tokenizer: Any = None, codec: str = "none") -> MemorySpec:
-    """The spec of a memory for ``model``: one field ``c``, and one landmark of a block for all groups.
+    """Return the spec of a memory for ``model``: one field ``c``, and one landmark of a block for all groups.
 
     Raises ``InvalidArgument`` for a model that retrieves nothing.
     """
     config = model.config
     if config.retrieval == "none":
         raise InvalidArgument("this model has retrieval='none': it would never look into a memory")
-    # What a block's states depend on beside the weights: none of it shows in the shapes of the weights.
+    # A block's states depend on these beside the weights. None of them shows in the shapes of the weights.
     shaping = ("num_attention_heads", "num_key_value_heads", "window", "rms_norm_eps", "normalise_scores", "retrieval")
     made = ",".join(f"{name}={getattr(config, name)}" for name in shaping)
     fingerprint = fingerprint_of(
@@ -279,9 +279,9 @@ def memory_spec(model: DRTForCausalLM, tokenizer: Any = None, codec: str = "none
 class DRTReader(CacheReader[DRTCache]):
     """A document of a memory, and the DRT that reads it.
 
-    A model computes with states rounded to ``state_dtype`` and knows nothing of codecs: behind a memory with one it
-    gives nearly, not exactly, what a pass in one go does, for the last few blocks are computed again and older ones
-    come from the memory. What is stored does not depend on how the text was cut, and reopening changes nothing.
+    A model computes with states rounded to ``state_dtype`` and ignores codecs. With a codec, results are close to those
+    of one pass over everything, but not equal. The last few blocks are computed again, and older ones come from the
+    memory. The stored states do not depend on how the text was cut, and reopening changes nothing.
     """
 
     kind = DRT
@@ -297,7 +297,7 @@ class DRTReader(CacheReader[DRTCache]):
         segment_blocks: int = SEGMENT_BLOCKS,
         **shared: Any,
     ) -> None:
-        """See ``memstore.attach``; ``shared`` is what all kinds take."""
+        """Open the document; see ``memstore.attach``. ``shared`` are the parameters that all kinds take."""
         if not isinstance(model, DRTForCausalLM):
             raise InvalidArgument(f"expected a DRTForCausalLM, got a {type(model).__name__}; see memstore.attach")
         if segment_blocks < 1:
@@ -319,7 +319,7 @@ class DRTReader(CacheReader[DRTCache]):
     def _made(self, rows: int) -> DRTCache:
         with evaluating(self.model):
             cache, tail = self._started(rows)
-            if self.observers:  # the lists that the tail chooses are in use when they begin to watch
+            if self.observers:  # the lists that the tail chooses are in use when observers begin to watch
                 cache.in_use = ListsInUse(self.model.config, rows, cache.origin)
             cache.belong_to(self.model.model)
             if len(tail):
@@ -337,13 +337,13 @@ class DRTReader(CacheReader[DRTCache]):
         }
 
     def prompt(self, text: str) -> Tensor:
-        """A block of a DRT retrieves for the next one.
+        """Prepare a question, because a block of a DRT retrieves for the next one.
 
-        So the question's last token is made the first of a block, and the block before it, which retrieves for the
-        answer, is made to begin after what was read.
+        The question's last token becomes the first of a block. The block before it retrieves for the answer, and is
+        made to begin after the text that was read.
         """
         asked = super().prompt(text)
-        # Without the newlines the model of the demo answers none of its five pass keys, with them all.
+        # Without newlines the model of the demo answers none of its five pass keys, with all of them it answers all.
         size, length = self.model.config.tokens_per_block, asked.shape[1]
         count = -(len(self) + length - 1) % size
         if count + length - 1 < size:
@@ -352,9 +352,9 @@ class DRTReader(CacheReader[DRTCache]):
         return torch.cat([asked.new_full((1, count), newline), asked], 1)
 
     def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
-        """By the retriever of the group of upper layers that ``layer`` is in; by default the first group.
+        """Search by the retriever of the group of upper layers that ``layer`` is in; by default the first group.
 
-        A DRT asks at the end of a block, so the text is placed there: a few of the document's last tokens make room.
+        A DRT retrieves at the end of a block. So the text is placed there, in place of a few of the last tokens.
         """
         group = self._group(layer)
         if self.model.config.retrieval == "random":
@@ -374,7 +374,7 @@ class DRTReader(CacheReader[DRTCache]):
         return search_vectors([self.document], asking, top_k, layer=0)
 
     def _group(self, layer: int | None) -> int:
-        """The group of upper layers that ``layer`` is in."""
+        """Return the group of upper layers that ``layer`` is in."""
         config = self.model.config
         groups = [group for group, count in enumerate(config.upper_layers) for _ in range(count)]
         if layer is None:
@@ -384,11 +384,11 @@ class DRTReader(CacheReader[DRTCache]):
             raise InvalidArgument(f"layer must be an upper one, from {config.lower_layers} to {last}, not {layer}")
         return groups[layer - config.lower_layers]
 
-    # An external retriever has no weights for a fingerprint: it is known by what it makes. Retrievers are networks and
-    # round, so 5% of a landmark's length are allowed.
+    # An external retriever has no weights for a fingerprint, so it is recognised by its results. Retrievers are
+    # networks and round, so 5% of a landmark's length are allowed.
     @torch.no_grad()
     def _check_retriever(self) -> None:
-        """Raise ``ForeignMemory`` where another retriever made the landmarks: it has no weights to tell it by."""
+        """Raise ``ForeignMemory`` if another retriever made the landmarks. It has no weights to recognise it by."""
         for document in self.memory.documents():
             blocks = document.complete_blocks
             if not blocks:
@@ -406,9 +406,9 @@ class DRTReader(CacheReader[DRTCache]):
             return
 
     def _started(self, rows: int) -> tuple[DRTCache, Tensor]:
-        """An empty cache some way before the end of the document, and the tokens from there on.
+        """Return an empty cache some way before the end of the document, and the tokens from there on.
 
-        So many that what windows and lists of all layers see at the end is whole.
+        There are enough tokens to restore all that windows and lists of all layers see at the end.
         """
         document = self._continued()
         config, count = self.model.config, len(document)
@@ -453,13 +453,13 @@ class DRTReader(CacheReader[DRTCache]):
 
     @property
     def _workers(self) -> int:
-        """Segments that are computed side by side: on a CPU one for each thread of torch, each with one thread."""
+        """Return how many segments run in parallel: on a CPU one for each thread of torch, each with one thread."""
         return torch.get_num_threads() if self.model.device.type == "cpu" else 1
 
-    # What reading needs of the text just before a segment is computed again, not kept: 1.5% more work buys segments
-    # that are independent of each other, and documents that any process can continue from any commit.
+    # The text just before a segment is computed again, not kept. For 1.5% more work, segments are independent of each
+    # other, and any process can continue a document from any commit.
     def _with_context(self, document: Document, segments: Iterator[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each segment with the tokens before it that its blocks depend on: then they depend on nothing else."""
+        """Yield each segment with the earlier tokens that its blocks depend on. Then they depend on nothing else."""
         count = len(document)
         before = self._tokens(document, self._context_block(document, count), count)
         for tokens in segments:
@@ -469,18 +469,18 @@ class DRTReader(CacheReader[DRTCache]):
             before = torch.cat([before, tokens])[-(count - start) :] if count > start else tokens[:0]
 
     def _context_block(self, document: Document, count: int) -> int:
-        """The first block that matters to the lower layers after ``count`` tokens."""
+        """Return the first block that matters to the lower layers after ``count`` tokens."""
         first = count // self.model.config.tokens_per_block - self.depth
         return max(first, document.blocks.start if len(document) else 0, 0)
 
     @property
     def depth(self) -> int:
-        """See ``Reader``: what the windows of the lower layers reach."""
+        """Return how far back the windows of the lower layers reach. See ``Reader``."""
         config = self.model.config
         return math.ceil(config.lower_layers * (config.window - 1) / config.block_size)
 
     def _blocks(self, maker: BlockMaker | None, context: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """States ``[n, S, d]`` and landmarks ``[n, 1, 1, e]`` of what an append of ``tokens`` stores, on the CPU."""
+        """Return the states ``[n, S, d]`` and landmarks ``[n, 1, 1, e]`` that ``tokens`` add, on the CPU."""
         text = self.model.config.tokens_per_block
         given = torch.cat([context, tokens])
         try:
@@ -490,7 +490,7 @@ class DRTReader(CacheReader[DRTCache]):
         dtype = DTYPES[self.model.config.state_dtype]
         states = [blocks.to(dtype) for blocks, _ in made]
         landmarks = [each[:, None, None].to(dtype) for _, each in made]
-        if len(given) % text:  # the place of the incomplete block is kept; it has no states before it is complete
+        if len(given) % text:  # the incomplete block keeps its place; it has no states before it is complete
             spec = self.memory.spec
             states.append(torch.zeros(1, *spec.fields["c"], dtype=dtype))
             landmarks.append(torch.zeros(1, 1, 1, spec.key_dim, dtype=dtype))
@@ -499,7 +499,7 @@ class DRTReader(CacheReader[DRTCache]):
 
     @torch.no_grad()
     def _passes(self, tokens: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """States and landmarks of the blocks that ``tokens`` fill, as the model itself makes them."""
+        """Return states and landmarks of the blocks that ``tokens`` fill, as the model itself makes them."""
         cache = DRTCache(self.model.config, 1)
         pieces = tokens.split(
             blocks_of_a_pass(self.model.config, self.model.device) * self.model.config.tokens_per_block

@@ -1,12 +1,12 @@
-"""Where a DRT finds its earlier blocks, what it chooses of them, and what observers are told of that.
+"""Retrieval of a DRT: where its earlier blocks are, how it chooses among them, and what observers learn of it.
 
-Blocks are tensors of its own, or those of a document of a memory (``BlockTable``). Each group of upper layers chooses
-one list of blocks at the end of a block of text, which serves all tokens of the next block, all layers of the group
-and all heads. So a look has one list, and the number of the *first* layer of its group; its weights, those of the
-blocks in grouped cross attention, are the same for every head. They say nothing of the part that sliding-window
-attention has, which is added, not shared. With ``fusion="chunked"`` blocks have no weights: NaN.
+Blocks are tensors of its own, or belong to a document of a memory (``BlockTable``). Each group of upper layers chooses
+one list of blocks at the end of a block of text. The list serves all tokens of the next block, all layers of the group
+and all heads. So a look has one list, and the number of the *first* layer of its group. Its weights come from grouped
+cross attention, and are the same for every head. They do not show the part of sliding-window attention, which is added,
+not shared. With ``fusion="chunked"`` blocks have no weights: NaN.
 
-A segment that starts from nothing retrieves blocks of its own, and, while training, those shared with it.
+A segment that starts from nothing retrieves blocks of its own, and in training also blocks shared with it.
 
 All lists are chosen at once, with gradients; ``cache.py`` is for segments that continue one another.
 """
@@ -36,7 +36,7 @@ from memstore.readers.observer import Choice, Draft, Looks, Origin, as_array
 from memstore.readers.ranks import Ranks
 
 FEW = 4
-"""Segments of at most this many stream items are attended item by item, instead of by whole blocks."""
+"""Segments of at most this many stream items are attended item by item, not by whole blocks."""
 
 
 class DRTPacking(Packing):
@@ -51,33 +51,33 @@ class DRTPacking(Packing):
         *,
         landmark_uses_own: bool,
     ) -> None:
-        """``offsets``: tokens of each row that wait in its incomplete block. ``mask [B, T]``: False for padding."""
+        """``offsets``: tokens that wait in each row's incomplete block. ``mask [B, T]``: False for padding."""
         super().__init__(input_ids, mask, offsets, block_size)
         self.shift = int(landmark_uses_own)
 
     @property
     def by_item(self) -> bool:
-        """Whether every item gets a list of its own, because there are few or because rows are not aligned."""
+        """Return whether every item gets its own list, because there are few items or rows are not aligned."""
         return self.items <= FEW or not self.aligned
 
     @property
     def grows(self) -> bool:
-        """Whether all rows are alike and their blocks still incomplete."""
+        """Return whether all rows are alike and complete no block."""
         return self.uniform and not self.blocks[0]
 
     @property
     def one_list(self) -> bool:
-        """Whether every item uses the list of before, because no row gets to where the next list is used."""
+        """Return whether every item uses the previous list, because no row gets to where the next one starts."""
         ends = [o + n for o, n in zip(self.offsets, self.lengths, strict=True)]
         return bool(max(ends) + self.shift <= self.block_size)
 
     @property
     def lists(self) -> int:
-        """How many lists ``C`` a segment uses, in the order of its items."""
+        """Return how many lists ``C`` a segment uses, in the order of its items."""
         return self.items if self.by_item else self._frames
 
     def list_numbers(self, device: torch.device) -> Tensor:
-        """Which list each place of a segment uses, ``[B or 1, C]``: 0 is that of before, ``1 + j`` its block j's."""
+        """Return each place's list in a segment, ``[B or 1, C]``: 0 is the previous one, ``1 + j`` its block j's."""
         if not self.by_item:
             return torch.arange(self._frames, device=device)[None]
         starts = numbers(self.offsets[:1] if self.aligned else self.offsets, device)[:, None]
@@ -86,7 +86,7 @@ class DRTPacking(Packing):
 
     @property
     def _first(self) -> int:
-        """Place of the first item within its frame, where rows are aligned."""
+        """Return the place of the first item within its frame, if rows are aligned."""
         return self.offsets[0] + self.shift
 
     @property
@@ -106,7 +106,7 @@ class DRTPacking(Packing):
 class BlockTable:
     """Complete blocks of ``B`` rows, numbered from 0 in each row, in tensors that grow by half when they are full.
 
-    Those before ``first`` are somebody else's.
+    Blocks before ``first`` are stored elsewhere.
     """
 
     def __init__(self, rows: int, first: int = 0) -> None:
@@ -119,7 +119,7 @@ class BlockTable:
     def extend(self, first: list[int], counts: list[int], states: Tensor, landmarks: Tensor) -> None:
         """Add the first ``counts[b]`` of ``states [B, n, S, d]``, ``landmarks [B, n, e]`` as blocks ``first[b] ...``.
 
-        Blocks that are there already are left as they are.
+        Existing blocks stay as they are.
         """
         needed = max(f - self._first + n for f, n in zip(first, counts, strict=True))
         if needed <= 0:
@@ -142,9 +142,9 @@ class BlockTable:
                 self._counts[row] = start - self._first + count
 
     def search(self, queries: Tensor, limits: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """Scores and blocks ``[B, n, <= top_k]`` for ``queries [B, n, e]``, among blocks below ``limits [B, n]``.
+        """Return scores and blocks ``[B, n, <= top_k]`` for ``queries [B, n, e]``, below the blocks ``limits [B, n]``.
 
-        Best first; score -inf and block -1 where there are fewer.
+        They come best first. If there are fewer, the score is -inf and the block -1.
         """
         count = max(self._counts)
         if self._landmarks is None or not count:
@@ -157,20 +157,20 @@ class BlockTable:
         return best, torch.where(best > -math.inf, blocks[at], -1)
 
     def gather(self, blocks: Tensor) -> Tensor:
-        """States ``[B, m, S, d]`` of ``blocks [B, m]``; anything where a block is -1."""
+        """Return states ``[B, m, S, d]`` of ``blocks [B, m]``, undefined where a block is -1."""
         assert self._states is not None
         rows = torch.arange(self._rows, device=blocks.device).unsqueeze(1)
         return self._states[rows, (blocks - self._first).clamp(min=0)]
 
-    # Blocks that cannot be read leave the list before its weights are computed, so those of the others sum to one. A
-    # list that has lost all its blocks is empty; the one before it is not used in its place. Lists are read once to
-    # see, and again to use, which the host cache makes cheap.
+    # Blocks that cannot be read leave the list before its weights are computed, so the weights of the others sum to
+    # one. A list that has lost all its blocks is empty. The previous list does not take its place. Lists are read once
+    # to check them, and again to use them; the host cache makes this cheap.
     def readable(self, scores: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """Lists ``[B, n, K]`` without the blocks that cannot be read: -inf and -1 at the end of a list instead."""
+        """Return lists ``[B, n, K]`` without the blocks that cannot be read; -inf and -1 fill the end of a list."""
         return scores, blocks
 
     def reorder(self, rows: Tensor) -> None:
-        """Let row ``b`` be what row ``rows[b]`` was."""
+        """Let row ``b`` continue from row ``rows[b]``."""
         self._counts = [self._counts[row] for row in rows.tolist()]
         self._rows = len(rows)
         if self._states is not None and self._landmarks is not None:
@@ -188,8 +188,8 @@ def _larger(old: Tensor | None, room: int, like: Tensor) -> Tensor:
 class MemoryTable(BlockTable):
     """Blocks of a document that all rows share, then blocks of each row's own.
 
-    What is generated or asked stays in tensors; the document does not change. With ``on_error="miss"`` a stored block
-    that cannot be read is left out of every list that chooses it, as if it were not there.
+    Blocks of answers and questions stay in tensors. The document does not change. With ``on_error="miss"`` a stored
+    block that cannot be read is left out of every list that chooses it, as if it did not exist.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class MemoryTable(BlockTable):
         return torch.where(own, super().gather(blocks), states)
 
     def readable(self, scores: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-        """See ``BlockTable``. Everything, unless ``on_error`` is "miss": then ``gather`` says what is wrong."""
+        """Leave out unreadable blocks if ``on_error`` is "miss". Otherwise return all, and let ``gather`` raise."""
         lost = self._lost(blocks) if self._on_error == "miss" else []
         if not lost:
             return scores, blocks
@@ -245,7 +245,7 @@ class MemoryTable(BlockTable):
         return scores, blocks.masked_fill(left_out, -1).gather(-1, at)
 
     def _lost(self, blocks: Tensor) -> list[int]:
-        """Those stored ``blocks`` that cannot be read."""
+        """Return the stored ``blocks`` that cannot be read."""
         stored = [block for block in blocks.unique().tolist() if block in self._blocks]
         try:
             self._view.gather(stored)
@@ -271,13 +271,13 @@ class MemoryTable(BlockTable):
         return scores.view(shape), blocks.view(shape)
 
     def _search_below(self, bound: int, queries: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """``queries [n, e]`` -> scores and blocks ``[n, top_k]``."""
+        """Return scores and blocks ``[n, top_k]`` for ``queries [n, e]``."""
         scores, blocks, _ = self._view.search(queries[None].float(), top_k, allowed=range(self._blocks.start, bound))
         return scores[0].to(queries.dtype), blocks[0]
 
 
 def random_choice(limits: Tensor, top_k: int) -> TopBlocks:
-    """Random blocks below ``limits [B, n]`` with equal weights; the same for the same limit, wherever it is drawn."""
+    """Return random blocks below ``limits [B, n]``, with equal weights. The same limit always gives the same blocks."""
     rows = [[_sample(int(limit), top_k) for limit in row] for row in limits.tolist()]
     blocks = torch.tensor(rows, device=limits.device).view(*limits.shape, top_k)
     return weighed(torch.where(blocks >= 0, 0.0, -math.inf), blocks)
@@ -289,16 +289,16 @@ def _sample(limit: int, top_k: int) -> list[int]:
 
 
 class GroupSearch(NamedTuple):
-    """What a group chose in one segment: a list where each block ends."""
+    """The choice of a group in one segment: a list where each block ends."""
 
     queries: Tensor
     """``[B, n, e]``"""
     limits: Tensor
-    """``[B, n]``: it chose among the blocks below."""
+    """``[B, n]``: the group chose among the blocks below this one."""
     chosen: TopBlocks
     """``[B, n, K]``"""
     tiers: Array
-    """``[B, n, K]``: where the blocks were before they were fetched."""
+    """``[B, n, K]``: tiers of the blocks before they were fetched."""
     search_us: float
     gather_us: float
 
@@ -308,21 +308,21 @@ class DRTChoice(Choice):
     """The lists that one group of upper layers uses in one segment."""
 
     layer: int
-    """The first of the group."""
+    """The first layer of the group."""
     searched: bool
     rows: Sequence[int]
     group: int
     lookup: GroupSearch | None
-    """None where no block ends in the segment: then its tokens use the list of before."""
+    """None if no block ends in the segment. Its tokens then use the previous list."""
     looks: list[Look]
-    """What the last token of each row uses."""
+    """The lists that the last token of each row uses."""
 
     def draft(self) -> Draft:
         return Looks(self.looks)
 
 
 class ListsInUse:
-    """Follows which list each row of a cache uses: the last one of before, until a block ends and the next is read."""
+    """Tracks which list each row of a cache uses: the previous one, until a block ends and the next block is read."""
 
     def __init__(self, config: DRTConfig, rows: int, origin: Origin) -> None:
         self._origin = origin
@@ -332,20 +332,20 @@ class ListsInUse:
         self._last: list[list[Look | None]] = [[None] * rows for _ in self._layers]
 
     def choice(self, group: int, packing: DRTPacking, lookup: GroupSearch | None) -> DRTChoice:
-        """What to tell of ``group`` in a segment."""
+        """Return what observers learn of ``group`` in a segment."""
         last = self._last[group]
         used = last[:]
         if lookup is not None:
             each = zip(packing.offsets, packing.counts, packing.blocks, strict=True)
             for row, (offset, count, ended) in enumerate(each):
-                # List 0 is that of before, list 1 + j the one that the j-th block completed here has chosen. Where the
-                # last token uses the last list it is one look: a recorder then writes it once for many steps.
+                # List 0 is the previous one, list 1 + j the choice of the j-th block completed here. While the last
+                # token uses the last list, it is one look: a recorder then writes it once for many steps.
                 number = (offset + max(count, 1) - 1) // self._text
                 fresh = {j: self._look(group, row, j - 1, lookup) for j in {number, ended} if j}
                 used[row], last[row] = fresh.get(number, used[row]), fresh.get(ended, last[row])
         told = [look for look in used if look is not None]
         for row, look in enumerate(used):
-            if look is not None and look is last[row] and look.search_us:  # from here on nobody searches for it
+            if look is not None and look is last[row] and look.search_us:  # nobody searches for it again
                 last[row] = replace(look, search_us=0.0, gather_us=0.0)
         return DRTChoice(self._layers[group], lookup is not None, range(len(used)), group, lookup, told)
 
@@ -370,32 +370,32 @@ class ListsInUse:
 
 
 def group_layers(config: DRTConfig) -> list[int]:
-    """The number of the first layer of each group of upper layers."""
+    """Return the number of the first layer of each group of upper layers."""
     return [config.lower_layers + sum(config.upper_layers[:group]) for group in range(len(config.upper_layers))]
 
 
 @dataclass(frozen=True)
 class SharedBlocks:
-    """Blocks beside a row's own that it may retrieve while training: distractors that cost no reading.
+    """Blocks of others that a row may retrieve in training: distractors that need no reading.
 
-    A block depends on a window of tokens only, so blocks of other rows, or of earlier steps, are what a row would find
-    in a longer document. Whoever trains says which of them hold no answer to another row's question.
+    A block depends on a window of tokens only. So blocks of other rows, or of earlier steps, are like blocks that a row
+    would find in a longer document. The trainer marks those that hold no answer to another row's question.
     """
 
     rows: Tensor | None = None
-    """``[B, T]`` True for tokens whose blocks other rows may retrieve."""
+    """``[B, T]``: True for tokens whose blocks other rows may retrieve."""
     states: Tensor | None = None
     """``[P, S, hidden]``: states of further blocks, such as those of earlier steps."""
     landmarks: Tensor | None = None
     """``[P, hidden]``"""
     ranks: Ranks | None = None
-    """Processes that train together, each with rows of its own: their ``rows`` may be retrieved on all of them.
+    """Processes that train together, each with its own rows. Each may retrieve the ``rows`` of all.
 
     All pass it at the same step, and all run backward: the gradients of every rank's loss go back to the block.
     """
 
     def check(self, config: DRTConfig, input_ids: Tensor) -> None:
-        """Raise ``InvalidArgument`` where these blocks cannot be retrieved for ``input_ids [B, T]``."""
+        """Raise ``InvalidArgument`` if these blocks cannot be retrieved for ``input_ids [B, T]``."""
         if config.retrieval in ("random", "none"):
             raise InvalidArgument(f"a model with retrieval={config.retrieval!r} does not choose; pass no shared")
         if (self.states is None) != (self.landmarks is None):
@@ -416,10 +416,10 @@ def retrieve(
     *,
     gumbel: float = 0.0,
 ) -> tuple[TopBlocks, ListStates]:
-    """What ``queries [B, n, e]`` choose among the blocks before their own, and what a segment's items attend to.
+    """Return what ``queries [B, n, e]`` choose among the blocks before their own, and the lists of a segment's items.
 
-    ``blocks`` are states ``[B, n, S, hidden]`` and landmarks ``[B, n, e]``, whose keys and values ``block_states``
-    makes; ``shared`` are further ones to choose from; ``gumbel`` says how much noise is added to scores.
+    ``blocks`` are states ``[B, n, S, hidden]`` and landmarks ``[B, n, e]``; ``block_states`` makes their keys and
+    values. ``shared`` are further blocks to choose from. ``gumbel`` is the factor on the noise added to scores.
     """
     states, landmarks = blocks
     rows, count = queries.shape[:2]
@@ -439,9 +439,9 @@ def retrieve(
 
 
 def with_other_ranks(shared: SharedBlocks, packing: DRTPacking, blocks: tuple[Tensor, Tensor] | None) -> SharedBlocks:
-    """``shared``, with what the other ranks share of their ``blocks`` beside its further states; one collective.
+    """Return ``shared``, with the blocks that other ranks share added to its further states, by one collective.
 
-    Raises ``InvalidArgument``, on all ranks, where one has no complete block.
+    Raises ``InvalidArgument``, on all ranks, if one has no complete block.
     """
     if shared.ranks is None:
         return shared
@@ -453,7 +453,7 @@ def with_other_ranks(shared: SharedBlocks, packing: DRTPacking, blocks: tuple[Te
         raise InvalidArgument(f"ranks share blocks, and rank {counts.index(-1)} has none: rows must be a block long")
     states, landmarks = (part[free].flatten(1) for part in blocks)
     own = torch.cat([states, landmarks], -1)
-    # Padded even where nobody shares anything: backward waits for all, whatever each has found.
+    # Padded even if nobody shares anything: backward waits for all, whatever each has found.
     told = shared.ranks.joined(F.pad(own, (0, 0, 0, max(*counts, 1) - count)))
     others = [each[:count] for each, count in zip(told, counts, strict=True)]
     others[shared.ranks.rank] = told[shared.ranks.rank, :0]
@@ -466,7 +466,7 @@ def with_other_ranks(shared: SharedBlocks, packing: DRTPacking, blocks: tuple[Te
 
 
 def as_one_row(packing: DRTPacking) -> Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]:
-    """``packing.by_list``, where all rows share their blocks and so are one row to whoever attends to them."""
+    """Return ``packing.by_list`` for rows that share all their blocks, so that attention sees them as one row."""
 
     def by_list(x: Tensor, function: Callable[[Tensor], Tensor]) -> Tensor:
         return packing.by_list(
@@ -479,7 +479,7 @@ def as_one_row(packing: DRTPacking) -> Callable[[Tensor, Callable[[Tensor], Tens
 def _with_shared(
     packing: DRTPacking, queries: Tensor, states: Tensor, landmarks: Tensor, shared: SharedBlocks
 ) -> tuple[Tensor, Tensor]:
-    """Scores ``[B, n, N]`` of the blocks of all rows and of ``shared``, -inf where one may not be had; their states."""
+    """Return scores ``[B, n, N]`` of the blocks of all rows and ``shared``, -inf if not allowed; and their states."""
     rows, count = queries.shape[:2]
     earlier = _earlier(count, queries.device)
     own = torch.eye(rows, dtype=torch.bool, device=queries.device)[:, None, :, None] & earlier[None, :, None, :]
@@ -494,7 +494,7 @@ def _with_shared(
 
 
 def _free(packing: DRTPacking, shared: SharedBlocks, states: Tensor) -> Tensor:
-    """Which blocks of ``states [B, n, S, hidden]`` other rows may retrieve, ``[B, n]``."""
+    """Return which blocks of ``states [B, n, S, hidden]`` other rows may retrieve, ``[B, n]``."""
     count = states.shape[1]
     if shared.rows is None:
         return torch.zeros(states.shape[:2], dtype=torch.bool, device=states.device)
@@ -506,7 +506,7 @@ def _free(packing: DRTPacking, shared: SharedBlocks, states: Tensor) -> Tensor:
 def _of_all_rows(
     block_states: BlockKeysValues, packing: DRTPacking, chosen: TopBlocks, states: Tensor
 ) -> tuple[TopBlocks, ListStates]:
-    """Keys and values of those of the blocks ``states [N, S, hidden]`` that anybody chose, for rows as one."""
+    """Return keys and values of the blocks ``states [N, S, hidden]`` that any row chose, with all rows as one."""
     needed, places = chosen.blocks.clamp(min=0).unique(return_inverse=True)
     keys, values = block_states(states[needed].unsqueeze(0))
     here = chosen._replace(blocks=torch.where(chosen.blocks >= 0, places, -1))
@@ -516,12 +516,12 @@ def _of_all_rows(
 
 
 def _earlier(count: int, device: torch.device) -> Tensor:
-    """``[n, n]``: block ``i`` may retrieve block ``j``."""
+    """Return ``[n, n]``: whether block ``i`` may retrieve block ``j``."""
     return torch.ones(count, count, dtype=torch.bool, device=device).tril(-1)
 
 
 def _shifted(chosen: TopBlocks, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Lists by their numbers: 0 is empty, ``1 + j`` is what block ``j`` chose."""
+    """Return lists by their numbers: 0 is empty, ``1 + j`` is the choice of block ``j``."""
     blocks = F.pad(chosen.blocks, (0, 0, 1, 0), value=-1)
     weights = F.pad(chosen.weights, (0, 0, 1, 0))
     at = numbers[0].clamp(max=blocks.shape[1] - 1)
@@ -529,7 +529,7 @@ def _shifted(chosen: TopBlocks, numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _spread(packing: DRTPacking, tokens: Tensor) -> Tensor:
-    """A flag of each token ``[B, T]`` as a stream ``[B, M, 1]``; True for landmarks."""
+    """Return a flag of each token ``[B, T]`` as a stream ``[B, M, 1]``; True for landmarks."""
     stream = torch.ones(packing.rows, packing.items + 1, dtype=torch.bool, device=tokens.device)
     stream.scatter_(1, packing.slots.expand(packing.rows, -1), tokens)
     return stream[:, : packing.items].unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Training DRTs: on texts, on pairs, and by recipes whose needles have distractors from a bank of earlier blocks."""
+"""Training of DRTs: on texts, on pairs, and by recipes whose needles have distractors from a bank of earlier blocks."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from memstore.train.trainer import AnswerTrainer, MemoryTrainer
 from memstore.train.training import Training
 
 MEMORY = 0.95
-"""How much of what was found in the steps before counts, at each step."""
+"""Weight of the earlier steps, at each step, in the running share of needles found."""
 
 
 class Bank:
-    """What rows may retrieve beside their own blocks.
+    """Blocks that rows may retrieve beside their own.
 
-    It listens to the block encoder and keeps the latest blocks, without gradients. It opens as long as needles are
-    found, and closes when they are not: among ``n`` distractors the Gumbel noise of the choice reaches ``log n``, so a
-    block that does not lead them by as much is not taken, and what is not taken gets no gradient. Each doubling asks
-    for the same growth of that lead. ``docs/notes/drt.md`` has the runs that failed.
+    The bank listens to the block encoder and keeps the latest blocks, without gradients. It opens as long as needles
+    are found, and closes when they are not. Among ``n`` distractors the Gumbel noise of the choice reaches ``log n``. A
+    block that does not lead them by as much is not taken, and gets no gradient then. Each doubling needs the same
+    growth of that lead. ``docs/notes/drt.md`` describes the runs that failed.
     """
 
     opened: float = 0.0
     """0: no distractors; 1: all. In between their number grows exponentially."""
     found: float = 1.0
-    """The part of the needles that were found lately."""
+    """The share of the needles that were found lately."""
 
     states: Tensor | None = None
     """``[P, S, hidden]``, the latest first."""
@@ -62,17 +62,17 @@ class Bank:
             self._encoded = output[0].detach(), output[1].detach()
 
     def shared(self, free: Tensor, progress: float) -> SharedBlocks | None:
-        """For rows in which ``free [B, T]`` holds no answer to anybody else's question, at a part of the training."""
+        """Return blocks to share at ``progress``. Tokens ``free [B, T]`` hold no answer to other rows' questions."""
         recipe = self._recipe
         count = round(recipe.bank**self.opened) if recipe.bank else 0
         if progress < recipe.hard_from or self.states is None or self.landmarks is None or count < 2:
             return None
-        # The blocks of other rows are more distractors all at once.
+        # The blocks of other rows add many distractors at once.
         rows = free if recipe.share_rows and count * self._size >= free.numel() else None
         return SharedBlocks(rows=rows, states=self.states[:count], landmarks=self.landmarks[:count])
 
     def pace(self, found: float, progress: float, steps: int) -> None:
-        """Open or close by a step, for the part of the needles that was found at a part of a training of ``steps``."""
+        """Open or close by a step, given the share of needles ``found`` at ``progress`` in a training of ``steps``."""
         recipe = self._recipe
         if progress >= recipe.hard_from:
             self.found = MEMORY * self.found + (1 - MEMORY) * found
@@ -80,7 +80,7 @@ class Bank:
             self.opened = min(1.0, max(0.0, self.opened + (width if self.found >= recipe.ready else -width)))
 
     def keep(self, free: Tensor) -> None:
-        """Take in the free blocks of the rows that were just encoded."""
+        """Keep the free blocks of the rows that were just encoded."""
         if self._encoded is None:
             return
         blocks = free.unflatten(1, (-1, self._size)).all(-1)
@@ -98,7 +98,7 @@ class Bank:
             save_file({**{name: tensor.contiguous() for name, tensor in tensors.items()}, "pace": pace}, path)
 
     def load(self, path: Path, device: torch.device) -> None:
-        """Go on with the blocks of ``path``, if there are any."""
+        """Continue with the blocks of ``path``, if there are any."""
         if path.exists():
             tensors = load_file(path, device=str(device))
             self.opened, self.found = tensors.pop("pace").tolist()
@@ -135,12 +135,12 @@ class _NeedleTrainer(AnswerTrainer):
 
 
 COPIED_OUTPUTS = 0.3
-"""What is left of what copied layers add to the stream, so that twice the layers do not add twice as much."""
+"""Factor on what copied layers add to the stream, so that twice the layers do not add twice as much."""
 
 
 @torch.no_grad()
 def grown(source: DRTForCausalLM, config: DRTConfig) -> DRTForCausalLM:
-    """A model of ``config`` with the weights of ``source``, whose upper layers are repeated for those it lacks."""
+    """Return a model of ``config`` with the weights of ``source``. Its upper layers are repeated for those it lacks."""
     model = DRTForCausalLM(config)
     state, weights = model.state_dict(), source.state_dict()
     held = [f"model.upper.{g}.{n}." for g, count in enumerate(source.config.upper_layers) for n in range(count)]
@@ -162,11 +162,11 @@ def grown(source: DRTForCausalLM, config: DRTConfig) -> DRTForCausalLM:
 
 
 GROWN = ("upper_layers", "landmark_uses_own", "retrieval_top_k", "gumbel")
-"""What may be different in a model that grows from another."""
+"""Settings that may differ in a model that grows from another."""
 
 
 def _outgrowing(source: DRTConfig, config: DRTConfig, init: Folder) -> DRTConfig:
-    """The config of ``source`` with what may be different as in ``config``."""
+    """Return the config of ``source``, with the settings that may differ taken from ``config``."""
     for name in ("block_size", "hidden_size", "intermediate_size", "num_attention_heads", "lower_layers", "positions"):
         if getattr(source, name) != getattr(config, name):
             raise InvalidArgument(
@@ -229,11 +229,11 @@ FITTING = {
     "--recipe": {"steps", "learning_rate", "warmup", "seed", "bf16", "groups", "init"},
     "--pairs": {*OPTIMISATION, "prompt_field", "answer_field", "init", "block_size", "groups"},
 }
-"""What can be said beside each kind of data."""
+"""Options that can be set beside each kind of data."""
 
 
 def train(options: DRTTraining, runtime: Runtime) -> dict[str, Any]:
-    """What ``memstore train drt`` does. Raises ``InvalidArgument`` for options that do not belong together."""
+    """Run ``memstore train drt``. Raise ``InvalidArgument`` for options that do not belong together."""
     given = options.given()
     data = {"texts": options.text, "--recipe": options.recipe, "--pairs": options.pairs}
     named = [kind for kind, value in data.items() if value]

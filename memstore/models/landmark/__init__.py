@@ -1,7 +1,7 @@
 """Landmark models: language models whose attention retrieves blocks of their own past, and the paper's baselines.
 
-``LandmarkForCausalLM`` trains, saves and generates as any Hugging Face model does; ``make_landmark`` makes one of a
-stock Llama-like model; ``memstore.attach`` gives it a memory.
+``LandmarkForCausalLM`` trains, saves and generates as any Hugging Face model does. ``make_landmark`` makes one from a
+stock Llama-like model. ``memstore.attach`` gives it a memory.
 """
 
 from typing import TYPE_CHECKING

@@ -1,12 +1,13 @@
-"""What a landmark model remembers from one segment to the next, and how its queries see it.
+"""The state of a landmark model between segments, and how its queries see it.
 
-Text is cut into segments of ``segment_blocks`` blocks, counted from its beginning. The tokens of the segment that is
-being written are *local*: they attend to each other directly. The blocks of all segments before it are *in memory*, and
-are retrieved. So what a token sees depends on its place alone, and not on how the text was cut into calls: a text at
-once, in pieces and token by token gives the same, where each token chooses for itself. (Lists that tokens share are
-chosen by those that come in one call.)
+Text is cut into segments of ``segment_blocks`` blocks, counted from its beginning. The tokens of the present segment
+are *local*: they attend to each other directly. The blocks of all segments before it are *in memory*, and are
+retrieved. So what a token sees depends on its place only, not on how the text was cut into calls. A text in one call,
+in pieces, or token by token gives the same result, if each token chooses for itself. (If tokens share a list, the
+tokens of one call choose it together.)
 
-Keys are kept without positions, and turned to where they are attended at: see ``memstore.attention.positions``.
+Keys are kept without positions, and rotated to the place where they are attended to: see
+``memstore.attention.positions``.
 """
 
 from __future__ import annotations
@@ -50,44 +51,44 @@ from memstore.readers.observer import as_array
 
 
 class Past(CountedCache, ABC):
-    """Base of all caches: for each segment the model calls ``begin``, ``attend`` once for each layer, and ``end``.
+    """Base of all caches. For each segment the model calls ``begin``, ``attend`` once for each layer, and ``end``.
 
-    It serves one generation: to branch, make another.
+    A cache serves one generation. To branch, make another.
     """
 
     config: LandmarkConfig
 
     @property
     def step(self) -> int:
-        """Tokens between the places where what comes is cut into forward passes."""
+        """Return how many tokens one forward pass takes at most; passes end at multiples of it."""
         return self.config.segment_tokens
 
     @abstractmethod
     def begin(self, packing: Packing, ending: Sequence[int] = ()) -> None:
-        """A segment comes: ``packing`` says which stream items it has, ``ending`` which rows have none after it."""
+        """Begin a segment: ``packing`` has its stream items, ``ending`` the rows that have none after it."""
 
     @abstractmethod
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:
-        """``q [B, H, M, D]``, ``k, v [B, G, M, D]`` of the segment, without positions -> ``[B, H, M, D]``.
+        """Return attention ``[B, H, M, D]`` for ``q [B, H, M, D]``, ``k, v [B, G, M, D]`` without positions.
 
-        ``context_miss [1, G, 1, D]``: the key of the context-miss token, where the model has one.
+        ``context_miss [1, G, 1, D]``: the key of the context-miss token, if the model has one.
         """
 
     @abstractmethod
     def end(self) -> None:
-        """All layers have attended: the segment is past now, and its tokens are counted."""
+        """End a segment after all layers have attended: it becomes past, and its tokens are counted."""
 
     @abstractmethod
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row ``b`` be what row ``beam_idx[b]`` was; rows may be dropped or repeated."""
+        """Let row ``b`` continue from row ``beam_idx[b]``. Rows may be dropped or repeated."""
 
 
 # Baselines are the same class without landmarks, so a table compares nothing but attention. Transformer-XL is computed
-# in one pass: every window with the one before it, detached, as its cache.
+# in one pass: every window sees the one before it, detached, as its cache.
 class WindowCache(Past):
     """Keys and values that the baselines' next tokens can see: all, a window, or two windows side by side.
 
-    Keys are kept rotated to their true positions. No gradient flows into it.
+    Keys are kept rotated to their true positions. No gradient flows into the cache.
     """
 
     def __init__(self, config: LandmarkConfig, rows: int) -> None:
@@ -95,30 +96,30 @@ class WindowCache(Past):
         self.states: list[States | None] = [None] * config.num_hidden_layers
         """``[B, G, P, D]`` of each layer."""
         self.places: Tensor | None = None
-        """``[B, P]``: position of each of them; -1 where there is none."""
+        """``[B, P]``: positions of the states; -1 for none."""
         self._packing: Packing | None = None
         self._turns: Turns | None = None
         self._visible: Tensor | None = None
 
     @property
     def offsets(self) -> list[int]:
-        """Tokens of each row: there are no blocks, so they are those of one that never ends."""
+        """Return the tokens of each row. There are no blocks: all tokens count as one block that never ends."""
         return self.counts
 
-    def begin(self, packing: Packing, ending: Sequence[int] = ()) -> None:  # noqa: ARG002 - nobody is told
-        """Where the segment's items stand, and what each sees."""
+    def begin(self, packing: Packing, ending: Sequence[int] = ()) -> None:  # noqa: ARG002 - no observers
+        """Compute where the segment's items are, and what each sees."""
         device = packing.ids.device
         at = torch.tensor(self.counts, device=device)[:, None] + torch.arange(packing.items, device=device)
         here = torch.where(packing.real, at, -1)
         self._packing, self._turns = packing, self.config.rotary.turns(at.unsqueeze(1))
         self.places = here if self.places is None else torch.cat([self.places, here], 1)
         places, first = self.places[:, None], self._first(at).clamp(min=0)[..., None]
-        # What only fills a row up sees itself: something that is finite.
+        # The filling at the end of a row sees itself, so that its output is finite.
         itself = F.pad(torch.eye(packing.items, dtype=torch.bool, device=device), (places.shape[-1] - packing.items, 0))
         self._visible = ((places >= first) & (places <= at[..., None]) | itself).unsqueeze(1)
 
     def _first(self, places: Tensor) -> Tensor:
-        """The first position that a token at each of ``places`` sees; below 0 where it sees all."""
+        """Return the first position that a token at each of ``places`` sees; below 0 if it sees all."""
         match self.config.attention:
             case "window":
                 return places - self.config.window + 1
@@ -138,7 +139,7 @@ class WindowCache(Past):
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self._visible, enable_gqa=q.shape[1] != k.shape[1])
 
     def end(self) -> None:
-        """Count the segment's tokens, and drop what nobody will see again."""
+        """Count the segment's tokens, and drop states that no token will see again."""
         assert self._packing is not None
         assert self.places is not None
         self.count(self._packing)
@@ -151,7 +152,7 @@ class WindowCache(Past):
             ]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row ``b`` be what row ``beam_idx[b]`` was; rows may be dropped or repeated."""
+        """Let row ``b`` continue from row ``beam_idx[b]``. Rows may be dropped or repeated."""
         self.rows = len(beam_idx)
         self.counts = [self.counts[row] for row in beam_idx.tolist()]
         self.places = None if self.places is None else self.places[beam_idx.to(self.places.device)]
@@ -159,12 +160,12 @@ class WindowCache(Past):
 
 
 class _Frame(NamedTuple):
-    """The segment that is being written, in one layer: room for ``F`` blocks."""
+    """The segment in progress, in one layer: room for ``F`` blocks."""
 
     keys: Tensor
     """``[B, G, F * S, D]`` without positions"""
     turned: Tensor
-    """``[B, G, F * S, D]`` at their positions"""
+    """``[B, G, F * S, D]``, rotated to their positions"""
     values: Tensor
     """``[B, G, F * S, D]``"""
 
@@ -173,35 +174,35 @@ class _KeptList(NamedTuple):
     """A list that further tokens use."""
 
     blocks: Tensor
-    """``[B, X, 1, K]``, in host memory as all but ``shown``."""
+    """``[B, X, 1, K]``, in host memory like all fields except ``shown``."""
     shown: ListLayout
     run: Tensor
-    """``[B]``: the run of tokens that it is for."""
+    """``[B]``: the run of tokens that the list is for."""
     made: Tensor
-    """``[B, X, 1]``: whether it was asked for."""
+    """``[B, X, 1]``: whether the list has been chosen."""
 
     def reordered(self, rows: Tensor, there: Tensor) -> _KeptList:
-        """Row ``b`` is what row ``rows[b]`` was; ``there``: the same on the device."""
+        """Return the lists with row ``b`` taken from row ``rows[b]``; ``there``: ``rows`` on the device."""
         keys, values, bias = self.shown
         shown = ListLayout(keys[there], values[there], None if bias is None else bias[there])
         return _KeptList(self.blocks[rows], shown, self.run[rows], self.made[rows])
 
 
 class _MemoryAttention(NamedTuple):
-    """What a segment's queries found in memory."""
+    """Attention of a segment's queries to the memory."""
 
     out: Tensor
     """``[B, H, M, D]``"""
     lse: Tensor
     """``[B, H, M]``"""
     blocks: Tensor
-    """``[B, X, R, K]``, in host memory: the lists that they attended to."""
+    """``[B, X, R, K]``, in host memory: the lists that the queries attended to."""
     searched: bool
-    """Whether these were searched for in this segment; not before, or not at all as every block is in the list."""
+    """Whether the lists were searched for in this segment. If not, they are older or hold every block."""
 
 
 class _View:
-    """Where the items of one segment stand and what they see of each other: the same in every layer."""
+    """Where the items of one segment are and what they see of each other: the same in every layer."""
 
     def __init__(self, cache: LandmarkCache, packing: Packing) -> None:
         self.packing = packing
@@ -211,35 +212,35 @@ class _View:
         self.uniform = packing.uniform and alike(items)
         if self.uniform and alike(slots):
             items, slots = items[:1], slots[:1]
-        # What fills a row up may lie beyond its segment, where there is no room.
+        # The filling of a row may lie beyond its segment, where there is no room.
         room = cache.config.segment_blocks * self.size
         first = numbers(items.tolist(), device)
         start = numbers((slots * self.size).tolist(), device)
         self.places = (first[:, None] + torch.arange(packing.items, device=device)).clamp(max=room - 1)  # [B or 1, M]
         self.real = torch.arange(packing.items) < torch.tensor(packing.lengths)[:, None]
-        """``[B, M]``, in host memory: False for what only fills a row up."""
+        """``[B, M]``, in host memory: False for the filling of a row."""
         positions = (start[:, None] + self.places).unsqueeze(1)
         self.turns = rotary.turns(positions)
         self.remembers = bool((cache.blocks > 0).any())
         self.older: Turns | None = None
-        """Turns of queries that are compared with landmarks in slot 0, as these are without positions."""
+        """Rotations of queries for landmarks in slot 0, which have no positions."""
         if self.remembers:
             self.older = rotary.turns(positions - (self.size - 1))
         last = min(int(items.max()) + packing.items, room) - 1
         blocks = last // self.size + 1 if packing.items else 1
         self.seen = blocks * self.size
-        """Local places that any item may see."""
+        """Number of local places that any item may see."""
         self.bias, self.own = local_bias(self.places, blocks, self.size)
 
 
-# The published code takes every complete block into memory at the next call; `segment_blocks=1` is that. It places
-# retrieved blocks on top of the queries where the cache holds exactly k blocks, and fails with fewer; here positions
-# are true until there are more than k blocks.
+# The published code takes every complete block into memory at the next call; `segment_blocks=1` does the same. It puts
+# retrieved blocks on top of the queries if the cache holds exactly k blocks, and fails with fewer. Here positions are
+# true until there are more than k blocks.
 class LandmarkCache(Past):
     """The ``past_key_values`` of a model with landmarks.
 
-    Made by the model where none is given; by ``Reader.cache`` to go on after a document of a memory. Nothing is
-    differentiated through it.
+    The model makes one if none is given. ``Reader.cache`` makes one that continues a document of a memory. No gradient
+    flows through it.
     """
 
     def __init__(
@@ -252,11 +253,11 @@ class LandmarkCache(Past):
         blocks: int = 0,
         capacity: int | None = None,
     ) -> None:
-        """``blocks``: those that the table has, a multiple of ``config.segment_blocks``.
+        """Start after ``blocks`` blocks of the table, a multiple of ``config.segment_blocks``.
 
-        ``retrieval``: how blocks are chosen; by default ``config.retrieval_top_k`` of them by each head and token, the
-        paper's most permissive scheme. ``capacity``: of each row only the last so many blocks in memory are seen; None:
-        all. Raises ``InvalidArgument`` for what a landmark model cannot do.
+        ``retrieval``: how blocks are chosen. By default each head and token chooses ``config.retrieval_top_k`` of them,
+        the paper's most permissive scheme. ``capacity``: how many of the latest blocks in memory each row sees; None:
+        all. Raises ``InvalidArgument`` for options that a landmark model does not support.
         """
         super().__init__(config, rows, blocks * config.tokens_per_block)
         self._retrieval = default_retrieval(config) if retrieval is None else retrieval
@@ -265,13 +266,13 @@ class LandmarkCache(Past):
         self.table = tensor_table(config.num_hidden_layers, rows) if table is None else table
         self.capacity = capacity
         if capacity is not None:
-            self.table.limit(capacity - self.slots)  # the latest blocks, with slots of their own, are not searched for
+            self.table.limit(capacity - self.slots)  # the latest blocks have slots of their own and are not searched
         self.blocks = torch.full((rows,), blocks)
         """``[B]``: blocks of each row that are in memory."""
         self.items = torch.zeros(rows, dtype=torch.int64)
-        """``[B]``: stream items of each row since then."""
+        """``[B]``: stream items of each row after these blocks."""
         self.unstored = FOREVER
-        """Blocks from here on are needed by a reader that has yet to store them, also where they are out of reach."""
+        """Blocks from this number on are not stored yet. A reader needs them even if they are out of reach."""
         self.asked = SearchCounts.of(config)
         self._frames: list[_Frame | None] = [None] * config.num_hidden_layers
         self._kept: list[_KeptList | None] = [None] * config.num_hidden_layers
@@ -280,32 +281,32 @@ class LandmarkCache(Past):
         self._run = torch.zeros(rows, dtype=torch.int64)
         self._view: _View | None = None
         self._search_seconds = 0.0
-        # For observers, where there are any:
+        # For observers, if there are any:
         self._last: LastTokens | None = None
         self._last_lists: dict[int, LastLists] = {}
         self._spent: dict[int, tuple[float, float]] = {}
 
     @property
     def retrieval(self) -> Retrieval:
-        """How blocks are chosen: the same from beginning to end, for local tokens stand behind ``top_k`` slots."""
+        """Return how blocks are chosen. This never changes, because local tokens come after ``top_k`` slots."""
         return self._retrieval
 
     @property
     def step(self) -> int:
-        """Tokens between the places where what comes is cut into forward passes."""
+        """Return how many tokens one forward pass takes at most; passes end at multiples of it."""
         every = self.retrieval.every
         return every if isinstance(every, int) and every > 1 else self.config.segment_tokens
 
     @property
     def slots(self) -> int:
-        """The latest so many blocks have slots of their own, in which they keep their distance."""
+        """Return how many of the latest blocks have slots of their own, in which they keep their distance."""
         top_k = self.retrieval.top_k
         return FOREVER if top_k == "all" or self.retrieval.positions == "true" else top_k
 
     def begin(self, packing: Packing, ending: Sequence[int] = ()) -> None:
-        """A segment comes: ``packing`` says which stream items it has, and ``ending`` which rows end with it.
+        """Begin a segment: ``packing`` has its stream items, ``ending`` the rows that end with it.
 
-        Raises ``InvalidArgument`` for one that goes on where the segment of ``segment_blocks`` blocks ends.
+        Raises ``InvalidArgument`` if it continues beyond the end of a segment of ``segment_blocks`` blocks.
         """
         if int((self.items + torch.tensor(packing.lengths)).max()) > self._room:
             raise InvalidArgument(
@@ -318,7 +319,7 @@ class LandmarkCache(Past):
             self._last = LastTokens(packing, ending)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:
-        """See ``Past``; layers must be asked once each, in order."""
+        """Attend to the memory and the segment; see ``Past``. Each layer must be called once, in order."""
         assert self._view is not None, "begin() comes first"
         view, scale = self._view, q.shape[-1] ** -0.5
         frame = self._written(layer, k.detach(), v.detach())
@@ -357,18 +358,18 @@ class LandmarkCache(Past):
         return (local[0] if found is None else joined(local, found[:2])).to(q.dtype)
 
     def _watched(self, layer: int) -> bool:
-        """Whether somebody wants to know of it; local layers retrieve nothing."""
+        """Return whether a layer has observers. Local layers retrieve nothing."""
         return bool(self.observers) and layer not in self.config.local_layers
 
     def keep(self, layer: int, k: Tensor, v: Tensor) -> None:
-        """In the place of ``attend`` in ``layer``, where nobody wants to know what it attends to.
+        """Keep the states of ``layer`` without attending, for callers that do not need its output.
 
-        ``k, v [B, G, M, D]`` without positions.
+        ``k, v [B, G, M, D]`` have no positions.
         """
         self._written(layer, k.detach(), v.detach())
 
     def end(self) -> None:
-        """The segment is over: its items count, and blocks of a row that has filled its segment are in memory."""
+        """End the segment. Its items count, and if a row has filled its segment, its blocks go into memory."""
         assert self._view is not None, "begin() comes first"
         packing = self._view.packing
         self.items += torch.tensor(packing.lengths)
@@ -387,14 +388,14 @@ class LandmarkCache(Past):
         self._view = None
 
     def _rows_of(self, frame: _Frame, rows: Tensor) -> list[Tensor]:
-        """Keys and values of ``rows [n]``."""
+        """Return keys and values of ``rows [n]``."""
         if len(rows) == self.rows:
             return [frame.keys, frame.values]
         (there,) = to_device([rows], frame.keys.device)
         return [frame.keys[there], frame.values[there]]
 
     def _forget(self) -> None:
-        """Let go of what no row will see again, where that is as much as is kept."""
+        """Drop blocks that no row will see again, once there are as many of them as are kept."""
         if self.capacity is None:
             return
         first = min(int(self.blocks.min()) - self.capacity, self.unstored)
@@ -403,9 +404,9 @@ class LandmarkCache(Past):
                 own.keep_from(first)
 
     def states(self, layer: int, first: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[n, G, S, D]`` of the blocks from ``first`` on, the incomplete last one filled with zeros.
+        """Return keys and values ``[n, G, S, D]`` of the blocks from ``first`` on. The last one may end in zeros.
 
-        Those of the only row, as far as the table has not given them away (``stored``).
+        The cache has a single row. Blocks that the table no longer holds are missing (``stored``).
         """
         frame, size, held = self._frames[layer], self.config.block_size, int(self.items[0])
         assert frame is not None
@@ -420,7 +421,7 @@ class LandmarkCache(Past):
         return torch.cat([before[0], keys]), torch.cat([before[1], values])
 
     def stored(self, stop: int) -> None:
-        """Blocks below ``stop`` are in the document that the table reads: only the latest stay in tensors too."""
+        """Drop blocks below ``stop``, which are in the table's document now. Only the latest stay in tensors too."""
         self.unstored = stop
         near = self.slots if self.slots < FOREVER else 1
         for own in self.table.own:
@@ -429,7 +430,7 @@ class LandmarkCache(Past):
     def put_local(self, layer: int, keys: Tensor, values: Tensor, items: int) -> None:
         """Begin in the middle of a segment: ``keys, values [n, G, S, D]`` are its blocks, which hold ``items``.
 
-        To be followed by ``resume``.
+        Call ``resume`` afterwards.
         """
         keys, values = (x.transpose(0, 1).flatten(1, 2)[None, :, :items] for x in (keys, values))  # [1, G, items, D]
         frame = self._frame(layer, keys)
@@ -440,12 +441,12 @@ class LandmarkCache(Past):
             held[:, :, :items] = new
 
     def resume(self, tokens: int) -> None:
-        """The segment that every row is in has ``tokens`` already: see ``put_local``."""
+        """Continue a segment that has ``tokens`` already in every row: see ``put_local``."""
         self.items[:] = tokens + tokens // self.config.tokens_per_block
         self.counts = [count + tokens for count in self.counts]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row ``b`` be what row ``beam_idx[b]`` was; rows may be dropped or repeated."""
+        """Let row ``b`` continue from row ``beam_idx[b]``. Rows may be dropped or repeated."""
         rows = beam_idx.cpu()
         if torch.equal(rows, torch.arange(self.rows)):
             return
@@ -465,7 +466,7 @@ class LandmarkCache(Past):
 
     @property
     def _lists(self) -> int:
-        """``X``: lists of a layer."""
+        """Return ``X``, the number of lists of a layer."""
         lists = {"none": self.config.num_attention_heads, "group": int(self.config.num_key_value_heads)}
         return lists.get(self.retrieval.share, 1)
 
@@ -485,7 +486,7 @@ class LandmarkCache(Past):
         return frame
 
     def _written(self, layer: int, k: Tensor, v: Tensor) -> _Frame:
-        """The layer's frame, with the segment's keys and values in it."""
+        """Return the layer's frame, with the segment's keys and values in it."""
         frame, view = self._frame(layer, k), self._view
         assert view is not None
         fresh = (k, self.config.rotary.rotate(k, view.turns), v)
@@ -501,18 +502,18 @@ class LandmarkCache(Past):
         return frame
 
     def _in_blocks(self, x: Tensor) -> Tensor:
-        """``[n, G, F * S, D]`` -> ``[n, F, G, S, D]``."""
+        """Return ``[n, G, F * S, D]`` as ``[n, F, G, S, D]``."""
         blocks: Tensor = x.unflatten(2, (-1, self.config.block_size))
         return blocks.transpose(1, 2)
 
     def _retrieved(self, layer: int, q: Tensor, turned: Tensor, called: Tensor | None) -> _MemoryAttention | None:
-        """Attention to blocks in memory; None where nobody asks."""
+        """Return attention to blocks in memory; None if no query asks for it."""
         view = self._view
         assert view is not None
         asks = (view.real & (self.blocks > 0)[:, None]).unsqueeze(1).expand(-1, q.shape[1], -1)  # [B, H, M]
         self.asked.queries += (asking := int(asks.sum()))
         if called is not None:
-            asks = asks & called.cpu()  # a GPU is waited for: it is known there alone
+            asks = asks & called.cpu()  # waits for a GPU: only the GPU knows the result
             self.asked.dropped += asking - int(asks.sum())
         if not bool(asks.any()):
             return None
@@ -534,7 +535,7 @@ class LandmarkCache(Past):
         return FOREVER if top_k == "all" else top_k
 
     def _latest(self, layer: int) -> _KeptList:
-        """The list of the latest blocks, which nobody has to search for; it serves the whole segment."""
+        """Return the list of the latest blocks. It needs no search, and serves the whole segment."""
         kept = self._kept[layer]
         if kept is None or not torch.equal(kept.run, self._segment):
             count = min(self._top_k, int(self.blocks.max()))
@@ -544,7 +545,7 @@ class LandmarkCache(Past):
         return kept
 
     def _one_list(self, layer: int, q: Tensor, turned: Tensor, asks: Tensor) -> _KeptList:
-        """One list for all tokens of the segment, chosen now or before."""
+        """Return one list for all tokens of the segment, chosen now or before."""
         wanted = asks.unflatten(1, (self._lists, -1)).any(2).any(-1, keepdim=True)  # [B, X, 1]
         kept, made = self._kept[layer], torch.zeros_like(wanted)
         if kept is not None and kept.made.shape == made.shape:
@@ -566,9 +567,9 @@ class LandmarkCache(Past):
         return kept
 
     def _fetched(self, layer: int, blocks: Tensor) -> Lists:
-        """Lists ``blocks [B, X, R, K]``, which are in host memory, with the states of all of them."""
+        """Return lists ``blocks [B, X, R, K]``, which are in host memory, with the states of all of them."""
         last = self._last if self._watched(layer) else None
-        if last is not None:  # before they are fetched, which brings them nearer
+        if last is not None:  # before the fetch, which moves blocks to a faster tier
             held = range(self.table.own[layer].first, self.origin.stored)
             tiers = self.origin.tiers(layer, as_array(last.of(blocks)), held)
         searching, self._search_seconds = self._search_seconds, 0.0
@@ -599,7 +600,7 @@ class LandmarkCache(Past):
         return blocks
 
     def _questions(self, layer: int, q: Tensor, turned: Tensor) -> Questions:
-        """What the queries ask of blocks where these stand while they are searched."""
+        """Return the queries for a search, with blocks at the places they have during the search."""
         view, scale = self._view, q.shape[-1] ** -0.5
         assert view is not None
         assert view.older is not None
@@ -614,7 +615,7 @@ class LandmarkCache(Past):
         return Questions(self.config.rotary.rotate(q, view.older) * scale, scores, first, view.real)
 
     def _recent_landmarks(self, layer: int, first: Tensor, count: int) -> Tensor:
-        """Landmarks ``[B, G, count, D]`` of the latest blocks, in their slots; the same for a whole segment."""
+        """Return landmarks ``[B, G, count, D]`` of the latest blocks, in their slots. They serve a whole segment."""
         if layer not in self._recent:
             rotary, size = self.config.rotary, self.config.block_size
             blocks = first[:, None] + torch.arange(count)
@@ -637,7 +638,7 @@ class LandmarkCache(Past):
 
 
 def _mixed(new: Tensor, blocks: Tensor, before: Tensor) -> Tensor:
-    """Lists ``blocks [B, X, 1, K]`` where ``new [B, X, 1]``, else those of ``before``."""
+    """Return lists ``blocks [B, X, 1, K]`` where ``new [B, X, 1]`` is set, and ``before`` elsewhere."""
     width = max(blocks.shape[-1], before.shape[-1])
     blocks, before = (F.pad(x, (width - x.shape[-1], 0), value=-1) for x in (blocks, before))
     return torch.where(new.unsqueeze(-1), blocks, before)

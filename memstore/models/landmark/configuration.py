@@ -35,7 +35,7 @@ class LandmarkConfig(PreTrainedConfig):
     keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers reads it from the class
 
     vocab_size: int = 512
-    """Tokens; the landmark is not one of them, the model inserts its own."""
+    """Tokens. The landmark is not one of them: the model inserts its own."""
     hidden_size: int = 64
     """Width of the model."""
     intermediate_size: int = 160
@@ -49,7 +49,7 @@ class LandmarkConfig(PreTrainedConfig):
     head_dim: Any = None
     """Size of a head; ``hidden_size / num_attention_heads`` if None."""
     block_size: int = 32
-    """Tokens of a block, its landmark counted."""
+    """Tokens of a block, including its landmark."""
     architecture: str = "llama"
     """``"llama"`` (RMSNorm, SwiGLU) or ``"gpt2"`` (the paper's section 4.1: LayerNorm and a feed-forward layer with
     GELU, no biases as in the published code); both with rotary positions."""
@@ -57,7 +57,7 @@ class LandmarkConfig(PreTrainedConfig):
     """``"landmark"`` (the paper), or a baseline without landmarks: ``"full"`` attention, a sliding ``"window"``, or
     ``"xl"`` (Transformer-XL: windows side by side, each with the one before it as its cache)."""
     window: int = 256
-    """Tokens that a query of ``"window"`` sees, itself counted; tokens of one window of ``"xl"``."""
+    """Tokens that a query of ``"window"`` sees, including itself; tokens of one window of ``"xl"``."""
     local_layers: Sequence[int] = ()
     """Numbers of the layers that never search a memory (landmark attention at inference)."""
     rope_theta: float = 10_000.0
@@ -73,11 +73,11 @@ class LandmarkConfig(PreTrainedConfig):
     context_miss: bool = False
     """Train a context-miss token (appendix D)."""
     context_miss_share: float = 0.5
-    """Probability that a landmark is put under the context-miss token while training (the paper's P_CMT)."""
+    """Probability that a landmark is under the context-miss token in training (the paper's P_CMT)."""
     position_jump: int = 1
-    """While training, positions jump by up to so many after each landmark (appendix E); 1 for none."""
+    """In training, positions jump by at most this many after each landmark (appendix E); 1 for none."""
     stock: dict[str, Any] | None = None
-    """What ``make_landmark`` keeps of the configuration that the weights came with."""
+    """The original configuration of the stock model, which ``make_landmark`` keeps."""
     norm_eps: float = 1e-6
     initializer_range: float = 0.02
     tie_word_embeddings: bool = False
@@ -100,22 +100,22 @@ class LandmarkConfig(PreTrainedConfig):
 
     @property
     def tokens_per_block(self) -> int:
-        """Tokens of a block without its landmark."""
+        """Return the tokens of a block without its landmark."""
         return self.block_size - 1
 
     @property
     def rotary(self) -> Rotary:
-        """Rotary positions of all layers."""
+        """Return the rotary positions of all layers."""
         return Rotary(self.head_dim, self.rope_theta, interleaved=self.rope_interleaved)
 
     @property
     def segment_tokens(self) -> int:
-        """Tokens of one segment at inference, without landmarks."""
+        """Return the tokens of one segment at inference, without landmarks."""
         return self.segment_blocks * self.tokens_per_block if self.attention == "landmark" else self.window
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> LandmarkConfig:
-        """``tiny`` (a CPU trains it in minutes), or ``paper`` (section 4.1: 12 layers, 8 heads of 128)."""
+        """Return ``tiny`` (a CPU trains it in minutes), or ``paper`` (section 4.1: 12 layers, 8 heads of 128)."""
         return cls(**preset(PRESETS, name, changes))
 
     def _check(self) -> None:
@@ -146,7 +146,7 @@ _PAPER = {
     "intermediate_size": 4096,
     "num_attention_heads": 8,
     "num_hidden_layers": 12,
-    "block_size": 51,  # the paper counts 50 tokens and not the landmark
+    "block_size": 51,  # the paper counts 50 tokens, without the landmark
     "architecture": "gpt2",
     "rope_interleaved": True,
     "tie_word_embeddings": True,

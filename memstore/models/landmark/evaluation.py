@@ -1,15 +1,15 @@
-"""What is measured of a landmark model: the paper's tables, needles, and audits.
+"""Measurements of a landmark model: the paper's tables, needles, and audits.
 
-An audit tells the attention that each head would pay every block in memory, token by token.
+An audit computes the attention that each head would pay to every block in memory, token by token.
 
 With landmarks the truth is cheap: by the grouped softmax (equations 1-4 of the paper) a block has the weight of its
-landmark, however many blocks are attended to. Blocks stand where they stand while they are searched: the latest few in
-slots of their own, all older ones in one slot. A context-miss token is left out: it scales all of the memory alike.
+landmark, however many blocks are attended to. Blocks are placed as in a search: the latest few in slots of their own,
+all older ones in one slot. A context-miss token is left out, because it scales all of the memory alike.
 
-The landmark paper's tables, for any checkpoint: perplexity by length, by what is retrieved, and by granularity.
+The landmark paper's tables, for any checkpoint: perplexity by length, by retrieval scheme, and by granularity.
 
-As in the paper (Mohtashami & Jaggi 2023, section 4.1) the text is cut into pieces of the *evaluation length*, and every
-token of a piece but its first is scored. All lengths score the same text, so rows differ by what tokens see alone:
+As in the paper (Mohtashami & Jaggi 2023, section 4.1) the text is cut into pieces of the *evaluation length*. Every
+token of a piece except the first is scored. All lengths score the same text, so rows differ only by what tokens see:
 
 - full attention over the whole piece, and the same weights with attention truncated to a window;
 - Transformer-XL, window by window with the one before it;
@@ -51,13 +51,13 @@ from memstore.report import Page, Report, listed
 
 
 class LandmarkAuditor(CacheAuditor):
-    """What a landmark model retrieves."""
+    """Audits what a landmark model retrieves."""
 
     mechanism = "landmark"
     positions = "all blocks stand where they are searched: the latest few in slots of their own, older ones in one slot"
 
     def choice(self, choice: Choice) -> None:
-        """See ``Observer``: what one layer saw at the last token of a call."""
+        """Record what one layer saw at the last token of a call. See ``Observer``."""
         assert isinstance(choice, LandmarkChoice)
         if not choice.rows:
             return
@@ -75,7 +75,7 @@ class LandmarkAuditor(CacheAuditor):
             self.tally.add_index_recall(layer, recall)
 
     def _stored(self, layer: int, questions: Questions) -> range:
-        """Older blocks that are searched in the document; the latest ones are at hand in tensors."""
+        """Return the older blocks that are searched in the document. The latest ones are in tensors."""
         own, first = self._cache.table.own[layer].first, int(questions.first[0])
         start = self._document.complete_blocks.start
         return range(start, max(start, min(own, first)))
@@ -86,7 +86,7 @@ class LandmarkAuditor(CacheAuditor):
 
 
 def _scores(document: Document, cache: LandmarkCache, layer: int, questions: Questions, stored: range) -> Tensor:
-    """Scores ``[H, N]`` of the blocks 0..N-1 for one token; -inf for those that have left the document."""
+    """Return scores ``[H, N]`` of the blocks 0..N-1 for one token; -inf for blocks that have left the document."""
     stop = questions.first.clamp(min=0)
     if layer in document.memory.spec.index_layers:
         own, blocks = cache.table.own[layer].score(questions.older, stop)
@@ -128,8 +128,8 @@ TopK = int | Literal["all"]
 Advance = Callable[[int], None]
 
 
-# Truncated attention uses the weights of the full model in a sliding window as large as all that landmark attention
-# sees; a model trained on that window would be another baseline.
+# Truncated attention uses the weights of the full model, in a sliding window as large as the attention size of landmark
+# attention. A model trained on that window would be another baseline.
 def by_length(
     model: LandmarkForCausalLM,
     tokens: Tensor,
@@ -139,14 +139,15 @@ def by_length(
     top_k: Sequence[TopK],
     advance: Advance = lambda tokens: None,  # noqa: ARG005 - nobody listens
 ) -> Iterator[dict[str, Any]]:
-    """The lines of the first table that ``model`` has, for the text ``tokens [n]``, as JSON has them.
+    """Yield the lines of the first table that ``model`` has, for the text ``tokens [n]``, as in JSON.
 
-    ``attention`` is ``full``, ``truncated``, ``window``, ``xl`` or ``landmark``, ``local`` the tokens of a segment or a
-    window (None: all), ``blocks`` those of a piece, ``top_k`` those that are retrieved, ``size`` the attention size.
+    ``attention`` is ``full``, ``truncated``, ``window``, ``xl`` or ``landmark``. ``local`` counts the tokens of a
+    segment or a window (None: all), ``blocks`` the blocks of a piece, ``top_k`` the retrieved ones. ``size`` is the
+    attention size.
 
-    A model with full attention has them at the shortest length: whole, and truncated to the attention sizes that
-    landmark attention has with blocks of its ``block_size``. Raises ``InvalidArgument`` for a text or a
-    number that does not fit.
+    A model with full attention has lines at the shortest length: whole, and truncated to the attention sizes that
+    landmark attention has with blocks of its ``block_size``. Raises ``InvalidArgument`` for a text or a number that
+    does not fit.
     """
     check(tokens, lengths)
     kind, window, block_size = model.config.attention, model.config.window, model.config.block_size
@@ -188,10 +189,10 @@ def by_granularity(
     top_k: Sequence[TopK],
     advance: Advance = lambda tokens: None,  # noqa: ARG005 - nobody listens
 ) -> Iterator[dict[str, Any]]:
-    """The second table: who has a list of blocks of its own, each head (``per_head``) and each token (``per_token``).
+    """Yield the second table, where each head (``per_head``) or token (``per_token``) has a list of its own.
 
-    ``unique_blocks`` are those that a layer fetches in a segment (the paper's appendix C), in the mean of all layers
-    that search. Raises ``InvalidArgument`` for what does not fit.
+    ``unique_blocks`` counts the blocks that a layer fetches in a segment (the paper's appendix C), as a mean over all
+    layers that search. Raises ``InvalidArgument`` for arguments that do not fit.
     """
     check(tokens, lengths)
     searching = [n for n in range(model.config.num_hidden_layers) if n not in model.config.local_layers]
@@ -224,9 +225,9 @@ def by_cutoff(
     top_k: TopK,
     advance: Advance = lambda tokens: None,  # noqa: ARG005 - nobody listens
 ) -> Iterator[dict[str, Any]]:
-    """The table of appendix D, for a model with a context-miss token: calls that are not made, and what they cost.
+    """Yield the table of appendix D, for a model with a context-miss token: calls that are saved, and their cost.
 
-    Nothing is retrieved where the token's weight is below ``cutoff`` (None: always), which is the part ``dropped``.
+    Nothing is retrieved where the token's weight is below ``cutoff`` (None: always). ``dropped`` is the share of these.
     """
     check(tokens, lengths)
     if not model.config.context_miss:
@@ -239,19 +240,19 @@ def by_cutoff(
 
 
 def permissive(top_k: TopK, threshold: float | None = None) -> Retrieval:
-    """The paper's first scheme: each head and each token retrieves for itself."""
+    """Return the paper's first scheme: each head and each token retrieves for itself."""
     return Retrieval(top_k=top_k, every=1, share="none", share_tokens=False, threshold=threshold)
 
 
 def attention_size(block_size: int, length: int, local: int, top_k: TopK) -> int:
-    """Local tokens, landmarks of all blocks of a piece, and retrieved tokens; at most the piece and its landmarks."""
+    """Return local tokens, landmarks of a piece's blocks, and retrieved tokens; at most the piece and its landmarks."""
     text = block_size - 1
     whole_piece = length + length // text
     return whole_piece if top_k == "all" else min(whole_piece, local + length // text + top_k * text)
 
 
 def pieces(tokens: Tensor, length: int) -> Tensor:
-    """``tokens [n]`` in pieces ``[N, length]``; what is left is not used."""
+    """Return ``tokens [n]`` in pieces ``[N, length]``. The rest is not used."""
     return tokens[: len(tokens) // length * length].view(-1, length)
 
 
@@ -267,7 +268,7 @@ def check(tokens: Tensor, lengths: Sequence[int]) -> None:
 
 
 def truncated(model: LandmarkForCausalLM, window: int) -> LandmarkForCausalLM:
-    """The same weights with attention to the last ``window`` tokens."""
+    """Return the same weights with attention to the last ``window`` tokens."""
     config = copy.deepcopy(model.config)
     config.attention, config.window = "window", window
     other = LandmarkForCausalLM(config)
@@ -278,14 +279,14 @@ def truncated(model: LandmarkForCausalLM, window: int) -> LandmarkForCausalLM:
 
 
 def whole(model: LandmarkForCausalLM, tokens: Tensor, length: int, advance: Advance) -> float:
-    """Perplexity of pieces that are processed at once."""
+    """Return the perplexity of pieces that are processed at once."""
     return _perplexity(model, tokens, length, lambda rows: None, advance)  # noqa: ARG005 - no cache, whatever the rows
 
 
 def retrieved(
     model: LandmarkForCausalLM, tokens: Tensor, length: int, retrieval: Retrieval, *, local: int, advance: Advance
 ) -> tuple[float, SearchCounts]:
-    """Perplexity of pieces that are processed in segments of ``local`` tokens, and what they asked of the memory."""
+    """Return the perplexity of pieces processed in segments of ``local`` tokens, and their searches in the memory."""
     counts = SearchCounts.of(model.config)
 
     def cache(rows: int) -> LandmarkCache:
@@ -298,7 +299,7 @@ def retrieved(
 
 
 def check_local(model: LandmarkForCausalLM, tokens: int) -> None:
-    """Raise ``InvalidArgument`` for a local length that is not some whole blocks."""
+    """Raise ``InvalidArgument`` unless a local length is a number of whole blocks."""
     if tokens < 1 or tokens % model.config.tokens_per_block:
         raise InvalidArgument(
             f"a local length of {tokens} is no multiple of the model's {model.config.tokens_per_block} tokens a block"
@@ -307,14 +308,14 @@ def check_local(model: LandmarkForCausalLM, tokens: int) -> None:
 
 @contextmanager
 def segments_of(model: LandmarkForCausalLM, tokens: int, length: int) -> Iterator[None]:
-    """Let segments have so many tokens inside the block, for texts of ``length`` tokens.
+    """Give segments ``tokens`` tokens inside the ``with`` block, for texts of ``length`` tokens.
 
     Raises ``InvalidArgument`` for parts of a block.
     """
     check_local(model, tokens)
     text = model.config.tokens_per_block
     before = model.config.segment_blocks
-    model.config.segment_blocks = min(tokens // text, -(-length // text))  # there is room for a whole segment at once
+    model.config.segment_blocks = min(tokens // text, -(-length // text))  # there is always room for a whole segment
     try:
         yield
     finally:
@@ -352,7 +353,7 @@ def tables(
     baseline: Sequence[Path] = (),
     show: bool,
 ) -> Report:
-    """All tables that the model has, on ``samples`` pieces of the longest length from the text's end."""
+    """Return all tables that the model has, on ``samples`` pieces of the longest length from the text's end."""
     config = model.config
     if config.attention != "landmark":
         raise UnsupportedModel(
@@ -407,7 +408,7 @@ def _all_lengths(
 
 
 def _baseline(folder: Path, own: Path, compared: LandmarkForCausalLM) -> Any:
-    """The model in ``folder``, if its perplexity can be compared with that of the one in ``own``."""
+    """Return the model in ``folder``, if its perplexity can be compared with that of the model in ``own``."""
     with quiet_transformers():
         model: Any = load_folder(folder, str(compared.device))[0].float()
     if not isinstance(model, LandmarkForCausalLM):

@@ -1,38 +1,37 @@
 """Landmark models: decoders whose attention retrieves blocks of their own past (Mohtashami & Jaggi 2023).
 
-Tokens go in plain. The model puts a landmark after every ``block_size - 1`` of them, an embedding of its own that is no
-word of the vocabulary, and takes it out again: there are logits for all tokens and for them alone. So the token before
-a landmark predicts the token after it, and the landmark predicts nothing.
+Callers pass plain tokens. The model puts a landmark after every ``block_size - 1`` of them, an embedding of its own
+that is no word of the vocabulary, and removes it again. There are logits for all tokens and only for tokens. So the
+token before a landmark predicts the token after it, and the landmark predicts nothing.
 
 Without a cache, as in training, the whole stream goes through landmark attention with true positions. With a cache, as
-in ``generate``, it goes segment by segment: each retrieves the blocks it needs from all that came before, and is placed
-behind them (``cache.py``). The same class, without landmarks, is the baselines of the paper's table.
+in ``generate``, it goes segment by segment. Each segment retrieves the blocks it needs from all earlier text, and is
+placed behind them (``cache.py``). The same class without landmarks gives the baselines of the paper's table.
 
-The context-miss token while training (Mohtashami & Jaggi 2023, appendix D).
+The context-miss token in training (Mohtashami & Jaggi 2023, appendix D):
 
-It is no item of the stream. It stands at position -1, before everything, so it attends to nothing and its hidden state
-in each layer is the same for every text: a vector that runs through the feed-forward layers alone. What counts is its
-key in each layer. In the paper's words, with ``L_CMT`` the landmarks under its control, its score is one more column of
-the group of a query's own block and the free landmarks, and the weight it gets there is handed to the landmarks of
-``L_CMT``, among which a softmax of their own divides it. Where a query sees none of ``L_CMT``, the token keeps its
-weight, which is lost.
+It is no item of the stream. It stands at position -1, before everything, so it attends to nothing. Its hidden state in
+each layer is the same for every text: a vector that runs through the feed-forward layers only. Only its key in each
+layer matters. In the paper's words, with ``L_CMT`` the landmarks under its control, its score is one more column of the
+group of a query's own block and the free landmarks. The weight it gets there is handed to the landmarks of ``L_CMT``,
+and a softmax of their own divides it. If a query sees none of ``L_CMT``, the token keeps its weight, which is lost.
 
 This is landmark attention with another score for controlled landmarks,
 
     s_l + s_CMT - logsumexp over visible l' of L_CMT (s_l')
 
-which gives each the weight that the paper's product of three softmaxes gives it. That term is a number of the query
-times a flag of the key, so it goes into one more dimension of both, and no attention of its own is needed. A second
-one carries the score of the token itself for queries that see none of ``L_CMT``.
+which gives each the weight of the paper's product of three softmaxes. The added term is a number of the query times a
+flag of the key. So it goes into one more dimension of both, and no attention of its own is needed. A second one carries
+the score of the token itself for queries that see none of ``L_CMT``.
 
-Here landmarks are drawn while training only: otherwise those of a text without a cache are all free, as the paper's
+Here landmarks are drawn in training only. Otherwise those of a text without a cache are all free, as the paper's
 in-context landmarks are. With a cache, those in memory are under control (``memstore.attention.landmark``).
 
-Deviation: the landmarks under control are drawn once for all layers of a step, not anew in each layer.
+Deviation: the landmarks under control are drawn once for all layers of a step, not again in each layer.
 
 Landmark attention for stock Hugging Face models: make one into a landmark model for fine-tuning, and back.
 
-The parameters of the two have the same names, so nothing is converted and nothing is copied: the new model holds the
+The parameters of the two have the same names, so nothing is converted and nothing is copied. The new model holds the
 very same parameters, and those of its landmark beside them.
 """
 
@@ -66,7 +65,7 @@ if TYPE_CHECKING:
 
 
 NOWHERE = -1000.0
-"""A score whose exponential is 0; in float16 it can be multiplied by the square root of a head's size."""
+"""A score whose exponential is 0. In float16 it can still be multiplied by the square root of a head's size."""
 
 
 def gated_attention(
@@ -79,10 +78,11 @@ def gated_attention(
     *,
     ramp: float = 1.0,
 ) -> Tensor:
-    """Landmark attention over ``q [B, H, M, D]``, ``k, v [B, G, M, D]`` with a context-miss token -> ``[B, H, M, D]``.
+    """Compute landmark attention of ``q [B, H, M, D]`` to ``k, v [B, G, M, D]`` with a context-miss token.
 
-    Queries and keys are rotated, also the token's key ``context_miss [1, G, 1, D]``, to position -1. ``controlled
-    [B, M]`` are the landmarks under its control (``L_CMT``); none if None. ``ramp`` is that of ``landmark_attention``.
+    The result is ``[B, H, M, D]``. Queries and keys are rotated. The token's key ``context_miss [1, G, 1, D]`` is
+    rotated to position -1. ``controlled [B, M]`` marks the landmarks under its control (``L_CMT``); none if None. For
+    ``ramp`` see ``landmark_attention``.
     """
     dim = q.shape[-1]
     scale = dim**-0.5
@@ -97,7 +97,7 @@ def gated_attention(
     if controlled is not None:
         flags = F.one_hot(torch.tensor(dim, device=k.device), dim + 2).to(k.dtype)
         k = k + controlled[:, None, :, None] * flags
-    # The token as a block of its own in front: one item that holds nothing, and its landmark.
+    # The token is a block of its own in front: one item that holds nothing, and its landmark.
     own = F.one_hot(torch.tensor(dim + 1, device=k.device), dim + 2).to(k.dtype).expand(*k.shape[:2], 2, -1)
     k, v = torch.cat([own, k], 2), F.pad(v, (0, 0, 2, 0))
     front = torch.tensor([False, True], device=k.device).expand(len(k), -1)
@@ -105,9 +105,9 @@ def gated_attention(
 
 
 def _total(q: Tensor, k: Tensor, is_landmark: Tensor, controlled: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Log of the sum of exponentials of the scores of visible landmarks under control, and where there are any.
+    """Return the logsumexp of the scores of visible landmarks under control, and where there are any.
 
-    ``[B, H, M]`` and ``[B, 1, M]``. Both are those of regular blocks, the same in all rows.
+    These are ``[B, H, M]`` and ``[B, 1, M]``. Blocks are regular, the same in all rows.
     """
     places = is_landmark[0].nonzero().flatten()
     block = is_landmark[0].cumsum(0) - is_landmark[0].long()
@@ -115,30 +115,30 @@ def _total(q: Tensor, k: Tensor, is_landmark: Tensor, controlled: Tensor, scale:
     visible = (earlier & controlled[:, places].unsqueeze(1)).unsqueeze(1)  # [B, 1, M, N]
     some = visible.any(-1)
     scores = _scores(q, k[:, :, places], scale)
-    # Queries that see none get a sum of something, whose gradient nobody asks for, instead of NaN.
+    # Queries that see none get an arbitrary sum, whose gradient is never used, instead of NaN.
     return scores.masked_fill(~visible & some.unsqueeze(-1), -torch.inf).logsumexp(-1), some
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
-    """``q [B, H, M, D]``, ``k [B or 1, G, N, D]`` -> ``[B, H, M, N]`` in float32 at least."""
+    """Return scores ``[B, H, M, N]`` of ``q [B, H, M, D]``, ``k [B or 1, G, N, D]``, in float32 at least."""
     grouped: Tensor = q.unflatten(1, (k.shape[1], -1))
     products: Tensor = (grouped @ k.unsqueeze(2).transpose(-1, -2)).flatten(1, 2)
     return (products if products.dtype == torch.float64 else products.float()) * scale
 
 
 def norm(config: LandmarkConfig) -> nn.Module:
-    """RMSNorm for Llama, LayerNorm without bias for the paper's GPT-2-like model."""
+    """Return RMSNorm for Llama, or LayerNorm without bias for the paper's GPT-2-like model."""
     if config.architecture == "llama":
         return RMSNorm(config.hidden_size, config.norm_eps)
     return nn.LayerNorm(config.hidden_size, config.norm_eps, bias=False)
 
 
 class _ResidualLinear(nn.Linear):
-    """A projection into the residual stream. GPT-2's start smaller, the more layers add to it."""
+    """A projection into the residual stream. In GPT-2 it starts smaller, the more layers add to the stream."""
 
 
 class Attention(nn.Module):
-    """Projections around what attends: a ``WholeStream`` or a cache (``Past``), which apply positions."""
+    """Projections around the attention of a ``WholeStream`` or a cache (``Past``), which apply positions."""
 
     def __init__(self, config: LandmarkConfig, number: int) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ class Attention(nn.Module):
         self.o_proj = _ResidualLinear(inner, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, context_miss: Tensor | None, sight: Sight) -> Tensor:
-        """``x [B, M, hidden]``, and the context-miss token ``[1, 1, hidden]`` -> ``[B, M, hidden]``."""
+        """Return ``[B, M, hidden]`` for ``x [B, M, hidden]`` and the context-miss token ``[1, 1, hidden]``."""
         q, k, v = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
         gate = None if context_miss is None else self._heads(self.k_proj(context_miss))
         projected: Tensor = self.o_proj(merged(sight.attend(self.number, q, k, v, gate)))
@@ -204,35 +204,35 @@ class Layer(nn.Module):
         self.mlp = _GatedFeedForward(config) if config.architecture == "llama" else _FeedForward(config)
 
     def keep(self, x: Tensor, cache: LandmarkCache) -> None:
-        """Give ``cache`` what ``x [B, M, hidden]`` leaves in this layer, and compute nothing else."""
+        """Give ``cache`` the keys and values of ``x [B, M, hidden]`` in this layer, and compute nothing else."""
         self.self_attn.keep(self.input_layernorm(x), cache)
 
     def forward(self, x: Tensor, context_miss: Tensor | None, sight: Sight) -> tuple[Tensor, Tensor | None]:
-        """``x [B, M, hidden]``, and the context-miss token ``[1, 1, hidden]`` where there is one -> the same."""
+        """Return the outputs for ``x [B, M, hidden]`` and the context-miss token ``[1, 1, hidden]``, if any."""
         if context_miss is None:
             x = x + self.self_attn(self.input_layernorm(x), None, sight)
             return x + self.mlp(self.post_attention_layernorm(x)), None
         x = x + self.self_attn(self.input_layernorm(x), self.input_layernorm(context_miss), sight)
-        # It stands before everything, so it has nothing to attend to.
+        # It comes before everything, so it has nothing to attend to.
         context_miss = context_miss + self.mlp(self.post_attention_layernorm(context_miss))
         return x + self.mlp(self.post_attention_layernorm(x)), context_miss
 
 
 WITHOUT_LANDMARKS = 2**40
-"""Tokens of a block where there are no landmarks: one that never ends."""
+"""Block size, in tokens, without landmarks: a block that never ends."""
 
 
 class WholeStream:
     """What the items of whole streams ``[B, M]`` see, without a cache: in training, and for short texts.
 
-    Positions are true: the place of an item in its row's stream, landmarks counted. Rows are filled up at their end,
-    where causal attention does not look, so no attention here needs a padding mask. Made once, used by every layer.
+    Positions are true: the place of an item in its row's stream, including landmarks. Rows are filled up at their end,
+    where causal attention does not look, so no attention here needs a padding mask. One object serves all layers.
     """
 
     def __init__(
         self, config: LandmarkConfig, packing: Packing, like: Tensor, *, ramp: float = 1.0, training: bool = False
     ) -> None:
-        """``like`` has the type and the device of hidden states; ``ramp`` is that of ``landmark_attention``."""
+        """``like`` has the dtype and the device of hidden states. For ``ramp`` see ``landmark_attention``."""
         self.config = config
         self.ramp = ramp
         self.controlled: Tensor | None = None
@@ -240,7 +240,7 @@ class WholeStream:
         rows, items = packing.rows, packing.items
         positions = torch.arange(items, device=like.device)[None]
         if config.attention == "landmark":
-            # Where a row is filled up it may have landmarks too: nothing real looks there.
+            # The filling of a row may have landmarks too; no real token looks there.
             at = torch.arange(items, device=like.device) % config.block_size == config.block_size - 1
             self.is_landmark = at.expand(rows, -1)
             if training and config.position_jump > 1:
@@ -275,7 +275,7 @@ Sight = WholeStream | Past
 
 
 def beside_one_another(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    """Transformer-XL (Dai et al. 2019): tokens see their window and, without gradient, the one before.
+    """Compute Transformer-XL (Dai et al. 2019): tokens see their window and, without gradient, the one before.
 
     ``q [B, H, M, D]``, ``k, v [B, G, M, D]`` -> ``[B, H, M, D]``. Memory grows with ``M * window``.
     """
@@ -294,13 +294,13 @@ def beside_one_another(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
 
 
 class Segments:
-    """Tokens ``[B, T]`` segment by segment, and what was computed for each of them put back in place.
+    """Cuts tokens ``[B, T]`` into segments, and puts the results of the segments back in place.
 
-    Rows are cut by their own tokens: a row with padding is cut as it would be alone.
+    Rows are cut by their own tokens: a row with padding is cut as if it were alone.
     """
 
     def __init__(self, input_ids: Tensor, mask: Tensor | None, offsets: Sequence[int], size: int) -> None:
-        """``offsets``: tokens of each row that wait in its incomplete block. ``size``: tokens of a segment."""
+        """``offsets``: tokens that wait in each row's incomplete block. ``size``: tokens of a segment."""
         rows, tokens = input_ids.shape
         self.mask = None if mask is None or bool(mask.all()) else mask
         self.ids, self.counts = input_ids, [tokens] * rows
@@ -312,7 +312,7 @@ class Segments:
         self._spans: list[tuple[Tensor, Tensor]] = []
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor | None]]:
-        """Ids ``[B, t]`` of one segment after the other, with a mask where rows differ."""
+        """Yield ids ``[B, t]`` of one segment after the other, with a mask if rows differ."""
         longest = max(o + n for o, n in zip(self.offsets, self.counts, strict=True))
         for place in range(0, longest, self.size):
             starts, ends = self._cut(place), self._cut(place + self.size)
@@ -327,11 +327,11 @@ class Segments:
             yield self.ids.gather(1, at.clamp(max=self.ids.shape[1] - 1)), there
 
     def _cut(self, place: int) -> list[int]:
-        """How many tokens of each row come before ``place``, counted from the beginning of its incomplete block."""
+        """Return how many tokens of each row come before ``place``, from the beginning of its incomplete block."""
         return [min(max(place - offset, 0), count) for offset, count in zip(self.offsets, self.counts, strict=True)]
 
     def joined(self, pieces: list[Tensor]) -> Tensor:
-        """What was computed for each segment, ``[B, t, d]``, as ``[B, T, d]``; zeros for padding."""
+        """Join the results of all segments, ``[B, t, d]`` each, into ``[B, T, d]``; zeros for padding."""
         if self.uniform:
             return pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)
         rows, tokens = self.ids.shape
@@ -354,38 +354,38 @@ class LandmarkModel(Decoder):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         if config.attention == "landmark":
-            # A module with one row, not a bare parameter: so LoRA's `modules_to_save` trains and saves it beside the
-            # adapters.
+            # A module with one row, not a bare parameter, so that LoRA's `modules_to_save` trains and saves it beside
+            # the adapters.
             self.landmark = nn.Embedding(1, config.hidden_size)
         if config.context_miss:
             self.context_miss = nn.Embedding(1, config.hidden_size)
         self.layers = nn.ModuleList([Layer(config, number) for number in range(config.num_hidden_layers)])
         self.norm = norm(config)
         self.ramp = 1.0
-        """While training: 0 is plain causal attention, 1 the grouped softmax. A trainer moves it; it is not saved."""
+        """In training: 0 is plain causal attention, 1 the grouped softmax. A trainer moves it; it is not saved."""
 
     @property
     def block_size(self) -> int:
-        """Stream items of a block."""
+        """Return the number of stream items of a block."""
         return self.config.block_size if self.config.attention == "landmark" else WITHOUT_LANDMARKS
 
     def embed(self, ids: Tensor) -> Tensor:
-        """``ids [B, M]``, -1 for a landmark -> ``[B, M, hidden]``."""
+        """Return embeddings ``[B, M, hidden]`` of ``ids [B, M]``, where -1 is a landmark."""
         x: Tensor = self.embed_tokens(ids.clamp(min=0))
         if self.config.attention != "landmark":
             return x
         return torch.where(ids.unsqueeze(-1) < 0, self.landmark(ids.new_zeros(1)), x)
 
     def forward(self, packing: Packing, sight: Callable[[Tensor], Sight]) -> Tensor:
-        """The stream of a segment ``[B, M, hidden]`` after the last norm."""
+        """Return the stream of a segment ``[B, M, hidden]`` after the last norm."""
         hidden: Tensor = self.norm(self._through(self.layers, packing, sight))
         return hidden
 
     def read(self, packing: Packing, cache: LandmarkCache) -> None:
-        """Let ``cache`` have what a segment leaves in each layer, where no logits are wanted.
+        """Give ``cache`` the states of a segment in each layer, without computing logits.
 
-        The last layer's keys and values do not depend on what it attends to, so there nothing is retrieved: where only
-        it searches, reading a text needs no search at all.
+        The last layer's keys and values do not depend on what it attends to, so it retrieves nothing here. If only the
+        last layer searches, reading a text needs no search at all.
         """
         *before, last = self.layers
         assert isinstance(last, Layer)
@@ -419,14 +419,14 @@ class LandmarkForCausalLM(CausalLM):
         if self.config.architecture == "gpt2" and isinstance(module, _ResidualLinear):
             nn.init.normal_(module.weight, std=self.config.initializer_range / math.sqrt(2 * len(self.model.layers)))
 
-    # An attribute, not configuration: it belongs to a training, and every model that is loaded has 1. A model on its
-    # way (below 1) refuses to retrieve, for no cache computes it.
+    # An attribute, not configuration: it belongs to a training, and every loaded model has 1. A model below 1 refuses
+    # to retrieve, because no cache computes its attention.
     @property
     def ramp(self) -> float:
-        """How far attention is on its way from plain causal softmax (0) to the grouped one (1).
+        """Return how far attention has moved from plain causal softmax (0) to the grouped one (1).
 
-        For the warm start of a training from scratch; equations 1-4 are 1, which every model begins with. It is not
-        saved: a trainer sets it at every step.
+        It serves the warm start of a training from scratch. Equations 1-4 are 1, which every model begins with. It is
+        not saved: a trainer sets it at every step.
         """
         ramp: float = self.model.ramp
         return ramp
@@ -448,9 +448,9 @@ class LandmarkForCausalLM(CausalLM):
         logits_to_keep: int = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """See ``CausalLM``; ``use_cache`` is off unless it is asked for.
+        """Compute logits; see ``CausalLM``. ``use_cache`` is off by default.
 
-        With a cache tokens are processed segment by segment with retrieval, in the type of the weights, also under
+        With a cache, tokens are processed segment by segment with retrieval, in the dtype of the weights, even under
         ``torch.autocast``.
         """
         self._check(input_ids, attention_mask)
@@ -463,16 +463,16 @@ class LandmarkForCausalLM(CausalLM):
         return CausalLMOutputWithPast(loss=loss, logits=logits, **with_cache({}, past))
 
     def new_cache(self, rows: int) -> Past:
-        """An empty cache for ``rows`` texts."""
+        """Return an empty cache for ``rows`` texts."""
         if self.config.attention != "landmark":
             return WindowCache(self.config, rows)
         return LandmarkCache(self.config, rows)
 
-    # `model(ids)` is what training computes: landmark attention at true positions over everything. With `use_cache`,
-    # and in `generate`, segments retrieve and stand at stingy positions, which is another function once there are more
-    # than k blocks. So `use_cache` is off unless asked for, also in evaluation.
+    # `model(ids)` computes the same as training: landmark attention at true positions over everything. With
+    # `use_cache`, and in `generate`, segments retrieve and have stingy positions. This is another function once there
+    # are more than k blocks. So `use_cache` is off by default, also in evaluation.
     def _whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        """Hidden states ``[B, T, hidden]`` of a text from its beginning, all at once."""
+        """Return hidden states ``[B, T, hidden]`` of a text from its beginning, in one pass."""
         packing = Packing(input_ids, mask, [0] * len(input_ids), self.model.block_size)
 
         def sight(x: Tensor) -> WholeStream:
@@ -480,17 +480,16 @@ class LandmarkForCausalLM(CausalLM):
 
         return packing.tokens(self.model(packing, sight))
 
-    # With a cache everything is computed in the type of the weights, also under `torch.autocast`: states of a cache, of
-    # a memory and of the segment in hand meet in one softmax, and what is stored must be what any process would
-    # compute.
+    # With a cache everything is computed in the dtype of the weights, even under `torch.autocast`. States of a cache,
+    # of a memory and of the present segment meet in one softmax, and the stored states must be the same in any process.
     @uncompiled
     def _segments(self, input_ids: Tensor, mask: Tensor | None, past: Past) -> Tensor:
-        """Hidden states ``[B, T, hidden]`` of tokens that go on after ``past``, segment by segment."""
+        """Return hidden states ``[B, T, hidden]`` of tokens that continue ``past``, segment by segment."""
         self._check_past(past, input_ids)
         past.tell_begin(input_ids)
         segments = Segments(input_ids, mask, [count % past.step for count in past.counts], past.step)
         pieces, left = [], segments.counts
-        with torch.autocast(input_ids.device.type, enabled=False):  # states of one type meet, whoever computed them
+        with torch.autocast(input_ids.device.type, enabled=False):  # states have one dtype, whatever process made them
             for ids, there in segments:
                 packing = Packing(ids, there, past.offsets, self.model.block_size)
                 left = [count - here for count, here in zip(left, packing.counts, strict=True)]
@@ -506,7 +505,7 @@ class LandmarkForCausalLM(CausalLM):
             self.check_retrieves()
 
     def check_retrieves(self) -> None:
-        """Raise ``InvalidArgument`` for a model whose training is not where landmarks count in full."""
+        """Raise ``InvalidArgument`` for a model in training whose ``ramp`` is below 1."""
         if self.ramp != 1:
             raise InvalidArgument(
                 f"a model on its way to landmark attention (ramp={self.ramp}) cannot retrieve yet; set ramp to 1, or "
@@ -520,7 +519,7 @@ class LandmarkForCausalLM(CausalLM):
 
 
 STOCK = ("llama", "mistral", "qwen2")
-"""Kinds of models that compute what the Llama form of ``LandmarkForCausalLM`` does. SmolLM2 is a ``llama``."""
+"""Kinds of models that compute the Llama form of ``LandmarkForCausalLM``. SmolLM2 is a ``llama``."""
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 COPIED = (
     "vocab_size",
@@ -535,30 +534,30 @@ COPIED = (
     "dtype",
 )
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
-"""What LoRA adapts where it is asked for by its rank."""
+"""Projections that LoRA adapts if only a rank is given."""
 OWN = ("model.landmark.", "model.context_miss.")
-"""How the names of the parameters begin that no stock model has."""
+"""Prefixes of parameter names that no stock model has."""
 
 
 def make_landmark(
     model: PreTrainedModel, *, block_size: int = 51, lora: int | LoraConfig | None = None, **changes: Any
 ) -> LandmarkForCausalLM | PeftModel:
-    """A landmark model with the weights of a stock Llama-like one, ready for fine-tuning (the paper's section 4.2).
+    """Return a landmark model with a stock Llama-like model's weights, for fine-tuning (the paper's section 4.2).
 
     Its landmark begins as the mean of all embeddings. Texts shorter than a block get none, and the same logits as
-    before. The parameters are those of ``model``, not copies: training one trains the other.
+    before. The parameters are shared with ``model``, not copied: training one trains the other.
 
     Args:
         model: a ``llama``, ``mistral`` or ``qwen2`` of transformers, as ``AutoModelForCausalLM`` loads it.
-        block_size: tokens of a block, its landmark counted; 51 is the 50 tokens of the paper.
-        lora: train low-rank adapters (Hu et al. 2021) and the landmark only: their rank, or a configuration of
+        block_size: tokens of a block, including its landmark; 51 stands for the 50 tokens of the paper.
+        lora: train only low-rank adapters (Hu et al. 2021) and the landmark: their rank, or a configuration of
             ``peft``, which must be installed. The result is then a ``PeftModel`` around the landmark model.
-        **changes: further options of ``LandmarkConfig``. With ``attention="full"`` it is the stock model itself, as the
-            baseline of the same class, without a landmark.
+        **changes: further options of ``LandmarkConfig``. With ``attention="full"`` the result is the stock model
+            itself, as a baseline of the same class, without a landmark.
 
     Raises:
-        UnsupportedModel: the model computes something else than the Llama form does.
-        InvalidArgument: options that cannot be.
+        UnsupportedModel: the model differs from the Llama form.
+        InvalidArgument: options that are not allowed.
     """
     if not isinstance(model, PreTrainedModel):
         raise InvalidArgument(
@@ -580,10 +579,10 @@ def make_landmark(
 
 
 def unmake_landmark(model: LandmarkForCausalLM | PeftModel) -> PreTrainedModel:
-    """The stock model that ``make_landmark`` was given, with the weights as they are now, and without landmarks.
+    """Return the stock model that ``make_landmark`` was given, with the present weights and without landmarks.
 
-    Adapters are merged into the weights; a ``PeftModel`` is used up by that. The parameters are those of ``model``.
-    Raises ``InvalidArgument`` for a model that was not made of a stock one.
+    Adapters are merged into the weights; the ``PeftModel`` cannot be used afterwards. The parameters are shared with
+    ``model``. Raises ``InvalidArgument`` for a model that was not made from a stock one.
     """
     merge = getattr(model, "merge_and_unload", None)
     inner = model if merge is None else merge()
@@ -594,7 +593,7 @@ def unmake_landmark(model: LandmarkForCausalLM | PeftModel) -> PreTrainedModel:
     config = AutoConfig.for_model(**inner.config.stock)
     with torch.device("meta"):
         stock: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    # Its frequencies are no parameters, so nothing below would bring them.
+    # Its frequencies are no parameters, so the code below would not copy them.
     stock.model.rotary_emb = type(stock.model.rotary_emb)(config).to(inner.device)
     weights = inner.state_dict(keep_vars=True)
     _take_over(stock, {name: tensor for name, tensor in weights.items() if not name.startswith(OWN)})
@@ -604,14 +603,14 @@ def unmake_landmark(model: LandmarkForCausalLM | PeftModel) -> PreTrainedModel:
 
 
 def with_adapters(model: LandmarkForCausalLM, lora: int | LoraConfig) -> PeftModel:
-    """``model`` with low-rank adapters, put into it in place: they and its landmark are trained, all else is frozen.
+    """Put low-rank adapters into ``model`` in place. They and its landmark are trained, everything else is frozen.
 
     Args:
         model: any landmark model.
         lora: the rank of the adapters, or a configuration of ``peft``, which must be installed.
 
     Raises:
-        InvalidArgument: a rank below 1, or ``peft`` is not there.
+        InvalidArgument: the rank is below 1, or ``peft`` is not installed.
     """
     config = copy.copy(lora_config(lora))
     own = {name.split(".")[1] for name, _ in model.named_parameters() if name.startswith(OWN)}
@@ -625,7 +624,7 @@ def with_adapters(model: LandmarkForCausalLM, lora: int | LoraConfig) -> PeftMod
 
 
 def lora_config(lora: int | LoraConfig) -> LoraConfig:
-    """What ``with_adapters`` does for ``lora``, which it raises the errors of, before there is a model."""
+    """Return the adapters' configuration for ``lora``. It raises the errors of ``with_adapters`` early."""
     try:
         from peft import LoraConfig
     except ImportError as error:
@@ -648,7 +647,7 @@ def _configuration(model: PreTrainedModel, block_size: int, changes: dict[str, A
 
 
 def _given(stock: Any) -> dict[str, Any]:
-    """What a stock model's configuration says, in the words of ``LandmarkConfig``."""
+    """Return a stock model's configuration, in the names of ``LandmarkConfig``."""
     return {
         **{name: getattr(stock, name, None) for name in COPIED},
         "architecture": "llama",
@@ -661,17 +660,17 @@ def _given(stock: Any) -> dict[str, Any]:
     }
 
 
-# A configuration of transformers takes any name: `blocks_size=8` would change nothing, silently, and `hidden_size=64`
+# A configuration of transformers accepts any name: `blocks_size=8` would change nothing, silently, and `hidden_size=64`
 # would not fit the weights.
 def _check_names(changes: dict[str, Any], given: dict[str, Any]) -> None:
-    """Raise ``InvalidArgument`` for options that do not exist, which a configuration would take, or that are given."""
+    """Raise ``InvalidArgument`` for options that are fixed, or unknown; a configuration would accept the latter."""
     known = LandmarkConfig.__annotations__.keys() - given.keys()
     if wrong := sorted(changes.keys() - known - {"architecture", *TOKENS}):
         raise InvalidArgument(f"make_landmark has no option {', '.join(wrong)}; it has {', '.join(sorted(known))}")
 
 
 def _check(stock: PreTrainedConfig) -> None:
-    """Raise ``UnsupportedModel`` for whatever the Llama form of a landmark model does not compute."""
+    """Raise ``UnsupportedModel`` for features that the Llama form of a landmark model does not compute."""
     if stock.model_type not in STOCK:
         raise UnsupportedModel(
             f"a {stock.model_type!r} cannot become a landmark model; it must be one of {', '.join(STOCK)} "
@@ -704,6 +703,6 @@ def _take_over(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
     model.load_state_dict(weights, assign=True)
 
 
-# So that transformers' own loaders know a saved landmark model once its class is imported.
+# Lets transformers' own loaders recognise a saved landmark model once its class is imported.
 AutoConfig.register(LandmarkConfig.model_type, LandmarkConfig, exist_ok=True)
 AutoModelForCausalLM.register(LandmarkConfig, LandmarkForCausalLM, exist_ok=True)

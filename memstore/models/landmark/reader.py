@@ -1,13 +1,13 @@
-"""Reading a long input into a memory with a landmark model, and going on from there.
+"""Read a long input into a memory with a landmark model, and continue from there.
 
-The model runs segment by segment, up to the keys and values of its last layer: what a block's states are depends on
-what was retrieved when they were computed, in all layers but that one. Keys are stored without positions, with their
-values, of all layers. Landmarks are in an index of each layer that searches: not of the first one, where all are alike,
-and of no local one.
+The model runs segment by segment, up to the keys and values of its last layer. In all other layers the states of a
+block depend on the blocks that were retrieved for it. Keys without positions are stored with their values, for all
+layers. Each layer that searches has an index of landmarks. The first layer has none, because all its landmarks are
+alike, and neither have local layers.
 
-Everything that the next token needs is stored, the incomplete segment too. So a document can be continued from any
-commit, by any process, and gives the same states, bit for bit. Lists in use are not stored: where tokens share one, the
-next call chooses anew, so there it matters whether a call of ``read`` or ``append`` ended between them.
+The next token needs nothing that is not stored; the incomplete segment is stored too. So any process can continue a
+document from any commit, and gets the same states, bit for bit. Lists in use are not stored. If tokens share a list,
+the next call chooses again. Then it matters whether a call of ``read`` or ``append`` ended between them.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ from memstore.readers.kinds import LANDMARK, Retrieval
 from memstore.readers.observer import Choices, Origin
 
 COMMIT_BLOCKS = 256
-"""Blocks that are committed together: fewer would wait for the disk more often."""
+"""Blocks that are committed together. Fewer would wait for the disk more often."""
 NEAR = 16
-"""Blocks kept at hand where every block has a slot of its own."""
+"""Number of blocks kept in tensors if every block has a slot of its own."""
 
 
 def memory_spec(
     model: LandmarkForCausalLM, tokenizer: Any = None, codec: str = "none", capacity: int | None = None
 ) -> MemorySpec:
-    """The spec of a memory for ``model``: keys without positions and values of all layers.
+    """Return the spec of a memory for ``model``: keys without positions and values of all layers.
 
-    ``capacity``: blocks of a document that can be retrieved; a segment more is kept, for what is being written.
+    ``capacity``: blocks of a document that can be retrieved. One more segment is kept, for the text in progress.
 
     Raises ``InvalidArgument`` for a model without landmarks.
     """
@@ -60,7 +60,7 @@ def memory_spec(
     if config.attention != "landmark":
         raise InvalidArgument(f"a model with attention={config.attention!r} has no landmarks: it needs no memory")
     groups, size, dim = config.num_key_value_heads, config.block_size, config.head_dim
-    # What the states depend on beside the weights: none of it shows in the shapes of the weights.
+    # The states depend on these beside the weights. None of them shows in the shapes of the weights.
     shaping = ("num_attention_heads", "num_key_value_heads", "norm_eps", "segment_blocks", "local_layers")
     made = ",".join(f"{name}={getattr(config, name)}" for name in shaping)
     fingerprint = fingerprint_of(
@@ -86,10 +86,10 @@ def memory_spec(
     )
 
 
-# Local layers store their states too, without landmarks. They could be computed again from tokens only if all layers
-# below were local; otherwise a document could not be continued.
+# Local layers store their states too, without landmarks. Tokens could restore the states only if all layers below were
+# local. Without the stored states a document could not be continued.
 def searching_layers(config: LandmarkConfig) -> tuple[int, ...]:
-    """Layers whose landmarks are searched: all but local ones, and the first, where all landmarks are alike."""
+    """Return the layers that search landmarks: not local ones, nor the first, where all landmarks are alike."""
     return tuple(layer for layer in range(1, config.num_hidden_layers) if layer not in config.local_layers)
 
 
@@ -99,11 +99,11 @@ class LandmarkReader(CacheReader[LandmarkCache]):
     ``retrieval`` is by default the paper's: ``config.retrieval_top_k`` blocks for each head and token. A document is
     read with the same options from beginning to end; ``on_error`` concerns answers.
 
-    ``capacity``: the last so many blocks of each document can be retrieved; older ones leave the memory, and their
-    numbers are not used again. None: what the memory was made with; a new one keeps all.
+    ``capacity``: how many of the latest blocks of each document can be retrieved. Older ones leave the memory, and
+    their numbers are not used again. None: as when the memory was made; a new memory keeps all.
 
-    Behind a codec that is not "none" a model gives nearly what it gives without: the latest blocks are at hand as they
-    were computed until it is reopened.
+    With a codec other than "none", results are close to those without, not equal. Until the document is reopened, the
+    latest blocks stay in tensors as they were computed.
     """
 
     kind = LANDMARK
@@ -119,7 +119,7 @@ class LandmarkReader(CacheReader[LandmarkCache]):
         capacity: int | None = None,
         **shared: Any,
     ) -> None:
-        """See ``memstore.attach``; ``shared`` is what all kinds take."""
+        """Open the document; see ``memstore.attach``. ``shared`` are the parameters that all kinds take."""
         if not isinstance(model, LandmarkForCausalLM):
             raise InvalidArgument(f"expected a LandmarkForCausalLM, got a {type(model).__name__}; see memstore.attach")
         super().__init__(model, memory, document, **shared)
@@ -128,8 +128,8 @@ class LandmarkReader(CacheReader[LandmarkCache]):
         check_capacity(self.retrieval, capacity)
         self._codec, self.capacity = codec, capacity
         self.asked = SearchCounts.of(config)
-        """What was asked of the memory while reading (by all layers but the last, which asks nothing then); that of a
-        cache is ``LandmarkCache.asked``."""
+        """Counts of the searches while reading (in all layers except the last, which does not search then). The counts
+        of a cache are in ``LandmarkCache.asked``."""
 
     @classmethod
     def default_retrieval(cls, model: LandmarkForCausalLM, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003
@@ -149,7 +149,7 @@ class LandmarkReader(CacheReader[LandmarkCache]):
 
     @torch.no_grad()
     def _made(self, rows: int, *, retrieval: Retrieval | None = None) -> LandmarkCache:
-        """See ``CacheReader``; ``retrieval``: other options than those the text was read with."""
+        """Return a cache; see ``CacheReader``. ``retrieval``: other options than those the text was read with."""
         retrieval = self.retrieval if retrieval is None else retrieval
         check_lists(self.model.config, retrieval)
         cache = self._begun(self._continued(), rows, retrieval)
@@ -166,9 +166,9 @@ class LandmarkReader(CacheReader[LandmarkCache]):
         }
 
     def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
-        """A block's score is the largest part of its softmax over landmarks that any head gives it at the last token.
+        """Search with the last token, which would choose blocks for the first word of an answer.
 
-        That is the token that would choose blocks for the first word of an answer. In one layer, or in all.
+        A block's score is its largest part of any head's softmax over landmarks, in one layer or in all.
         """
         if layer is not None:
             check_layer(self.memory, layer)
@@ -179,9 +179,9 @@ class LandmarkReader(CacheReader[LandmarkCache]):
         cache.observers.append(given)
         with evaluating(self.model):
             self.model(query.tokens.to(self.model.device)[None], past_key_values=cache, logits_to_keep=1)
-        scores = torch.zeros(len(blocks))  # 0 for blocks of the segment in hand: those are seen without being chosen
+        scores = torch.zeros(len(blocks))  # 0 for blocks of the present segment, which are seen without being chosen
         for number, ending, weights, places in given:
-            if ending and layer in (None, number):  # what ends before the text's last token does not count
+            if ending and layer in (None, number):  # segments before the text's last token do not count
                 mine = (places >= blocks.start) & (places < blocks.stop)
                 at = (places[mine] - blocks.start).cpu()
                 scores[at] = torch.maximum(scores[at], weights[:, mine].amax(0).float().cpu())
@@ -189,7 +189,7 @@ class LandmarkReader(CacheReader[LandmarkCache]):
         return best([(self.document, torch.arange(blocks.start, blocks.stop)[found], scores[found])], top_k)
 
     def _begun(self, document: Document, rows: int, retrieval: Retrieval) -> LandmarkCache:
-        """A cache at the end of the document."""
+        """Return a cache at the end of the document."""
         config, count = self.model.config, len(document)
         text = config.tokens_per_block
         blocks = count // text // config.segment_blocks * config.segment_blocks
@@ -217,7 +217,7 @@ class LandmarkReader(CacheReader[LandmarkCache]):
     def _step(self) -> int:
         return self.model.config.segment_blocks
 
-    def _reading(self, *, retrieve: bool) -> dict[str, Any]:  # noqa: ARG002 - it cannot do without
+    def _reading(self, *, retrieve: bool) -> dict[str, Any]:  # noqa: ARG002 - it always retrieves
         names = ("top_k", "every", "share", "share_tokens", "pool", "positions", "threshold")
         limits = {} if self.capacity is None else {"capacity": self.capacity}
         return {**{name: getattr(self.retrieval, name) for name in names}, **limits}
@@ -235,7 +235,7 @@ class LandmarkReader(CacheReader[LandmarkCache]):
                 if sum(map(len, waiting)) >= limit:
                     self._commit(job, waiting, cache)
                 yield len(tokens)
-        finally:  # what was computed before an error, or before somebody interrupted, is whole
+        finally:  # even after an error or an interruption, the computed part is whole
             self._commit(job, waiting, cache)
 
     def _segment(self, tokens: Tensor, cache: LandmarkCache) -> None:
@@ -246,7 +246,7 @@ class LandmarkReader(CacheReader[LandmarkCache]):
         cache.end()
 
     def _commit(self, job: Job, waiting: list[Tensor], cache: LandmarkCache) -> None:
-        """Store what was read; ``waiting`` is empty then."""
+        """Store the tokens in ``waiting``, and empty it."""
         if not waiting:
             return
         spec, options, job.options = self.memory.spec, job.options, None
@@ -254,7 +254,7 @@ class LandmarkReader(CacheReader[LandmarkCache]):
             copies, arrived = to_host([x for n in range(spec.layers) for x in cache.states(n, batch.blocks.start)])
             arrived()
             for layer, (keys, values) in enumerate(zip(copies[::2], copies[1::2], strict=True)):
-                # An incomplete block ends in zeros, and so does its landmark, which nobody searches.
+                # An incomplete block ends in zeros, and so does its landmark, which is never searched.
                 landmarks = keys[:, :, None, -1].contiguous() if layer in spec.index_layers else None
                 batch.put(layer, landmarks=landmarks, k=keys, v=values)
         waiting.clear()

@@ -1,14 +1,14 @@
-"""Where a landmark model finds its earlier blocks, what it chooses of them, and what observers are told of that.
+"""Retrieval of a landmark model: where its earlier blocks are, how it chooses among them, and what observers learn.
 
-Blocks are tensors of its own, or those of a document of a memory and then those; ``memstore.attention.landmark``
-chooses by their scores. A look is of one layer: one list for every query head, or for those that share one. The
-weight of a block is its part of the grouped softmax (equations 1-4) that the last token's head computed over own
-tokens, local landmarks and retrieved blocks: what the tokens of the block have together. With a context-miss token it
-is the block's part of what that token let through. Local layers always see the latest blocks, which nobody retrieves,
-and are left out.
+Blocks are tensors of its own, or blocks of a document of a memory followed by such tensors.
+``memstore.attention.landmark`` chooses by their scores. A look belongs to one layer: it has one list for every query
+head, or for heads that share one. The weight of a block is its part of the grouped softmax (equations 1-4) that the
+last token's head computed over own tokens, local landmarks and retrieved blocks. The tokens of the block have this
+weight together. With a context-miss token it is the block's part of the weight that this token let through. Local
+layers always see the latest blocks without retrieval, and are left out.
 
-Scores are those of landmarks where their blocks stand when they are attended to; where heads share a list, the
-largest.
+Scores are computed with blocks at the places where they are attended to. If heads share a list, the largest score
+counts.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from memstore.readers.kinds import LANDMARK, Retrieval
 from memstore.readers.observer import Choice, Draft, Origin, as_array
 
 FOREVER = 2**40
-"""More blocks than there will be."""
+"""A number of blocks that is never reached."""
 OFFERED = 64
-"""Older blocks that the first layer chooses among, at least."""
+"""The least number of older blocks that the first layer chooses among."""
 
 
 class _BlockStates(NamedTuple):
@@ -53,19 +53,19 @@ class _BlockStates(NamedTuple):
     values: Tensor
     """``[n, G, S, D]``"""
     sound: Tensor | None = None
-    """``[n]``, in host memory: False for a block that could not be read; None where all could."""
+    """``[n]``, in host memory: False for a block that could not be read; None if all could."""
 
 
-# All three kinds of blocks search and score (``attention.landmark.Landmarks``), and have landmarks and states. Numbers
-# of rows and blocks that they are given are in host memory, as all counts are: what depends on them needs no GPU.
+# All three kinds of blocks search and score (``attention.landmark.Landmarks``), and have landmarks and states. They
+# take numbers of rows and blocks in host memory, as all counts are: computing with them needs no GPU.
 class _TensorBlocks:
     """Complete blocks of ``B`` rows in one layer, in tensors that grow by half when they are full.
 
-    Those before ``first`` are somebody else's.
+    Blocks before ``first`` are stored elsewhere.
     """
 
     reach = FOREVER
-    """Blocks that are searched, up to ``stop``: what is older is as if it were not there."""
+    """Number of blocks that are searched, up to ``stop``. Older ones are treated as missing."""
 
     def __init__(self, rows: int, first: int = 0) -> None:
         self.first = first
@@ -76,12 +76,12 @@ class _TensorBlocks:
 
     @property
     def like(self) -> Tensor:
-        """Something with the type and the device of the states. Only where there are some."""
+        """Return a tensor with the dtype and the device of the states. There must be some."""
         assert self._keys is not None
         return self._keys
 
     def extend(self, rows: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Append ``keys, values [n, m, G, S, D]`` to ``rows [n]``: m blocks each."""
+        """Append ``m`` blocks ``keys, values [n, m, G, S, D]`` to each of ``rows [n]``."""
         count, counts = keys.shape[1], self._counts[rows]
         self._grow(int(counts.max()) - self.first + count, keys)
         assert self._keys is not None
@@ -115,26 +115,26 @@ class _TensorBlocks:
         return _within(scores, blocks, stop, self.reach), blocks
 
     def landmarks(self, first: Tensor, count: int) -> Tensor:
-        """Landmarks ``[B, G, count, D]`` of blocks from ``first [B]`` on; anything for numbers below 0."""
+        """Return landmarks ``[B, G, count, D]`` of blocks from ``first [B]`` on, undefined for numbers below 0."""
         assert self._landmarks is not None
         return _run(self._landmarks, first - self.first, count)
 
     def states(self, rows: Tensor, blocks: Tensor) -> tuple[_BlockStates, Tensor]:
-        """States of some blocks, and which of them ``[n]`` are those of ``blocks [n]`` of ``rows [n]``."""
+        """Return states of some blocks, and for each of ``blocks [n]`` of ``rows [n]`` its index ``[n]`` in them."""
         assert self._keys is not None
         assert self._values is not None
         at = rows * self._keys.shape[1] + blocks - self.first
         return _BlockStates(self._keys.flatten(0, 1), self._values.flatten(0, 1)), at
 
     def of_row(self, row: int, first: int) -> tuple[Tensor, Tensor]:
-        """Keys and values ``[n, G, S, D]`` of the blocks of ``row`` from ``first`` on."""
+        """Return keys and values ``[n, G, S, D]`` of the blocks of ``row`` from ``first`` on."""
         assert self._keys is not None
         assert self._values is not None
         which = slice(first - self.first, int(self._counts[row]) - self.first)
         return self._keys[row, which], self._values[row, which]
 
     def keep_from(self, first: int) -> None:
-        """Let blocks before ``first`` go."""
+        """Drop the blocks before ``first``."""
         if first > self.first:
             gone = first - self.first
             self._keys, self._values = (None if x is None else x[:, gone:].clone() for x in (self._keys, self._values))
@@ -142,7 +142,7 @@ class _TensorBlocks:
             self.first = first
 
     def reorder(self, rows: Tensor, there: Tensor) -> None:
-        """Let row ``b`` be what row ``rows[b]`` was; ``there``: the same on the device."""
+        """Let row ``b`` continue from row ``rows[b]``; ``there``: ``rows`` on the device."""
         self._counts = self._counts[rows]
         self._keys, self._values, self._landmarks = (
             None if x is None else x.index_select(0, there) for x in (self._keys, self._values, self._landmarks)
@@ -165,7 +165,7 @@ class _DocumentBlocks:
     """
 
     def __init__(self, view: LayerView, start: int, own: _TensorBlocks, *, on_error: OnError = "raise") -> None:
-        """``start``: the first block of the document that is still there; those from ``own.first`` on are not used."""
+        """``start``: the first block that the document still has. Its blocks from ``own.first`` on are not used."""
         self._view = view
         self._start = start
         self.own = own
@@ -176,7 +176,7 @@ class _DocumentBlocks:
         stored = self._stored(stop)
         if not stored:
             return scores, blocks
-        # One search serves all rows, and what it finds may be too old for some: then there is enough beside it.
+        # One search serves all rows. Some results may be too old for some rows, so it finds more than needed.
         ahead = 0 if self.own.reach == FOREVER else int(stop.max() - stop.min())
         hits = self._view.search(self._together(queries), top_k + ahead, allowed=stored)
         shape = (*queries.shape[:3], -1)
@@ -222,7 +222,7 @@ class _DocumentBlocks:
         return _BlockStates(keys, values, sound), which
 
     def _together(self, queries: Tensor) -> Tensor:
-        """``[B, H, T, D]`` -> ``[H, B * T, D]``, where the index is."""
+        """Return ``[B, H, T, D]`` as ``[H, B * T, D]``, on the device of the index."""
         index = self._view.index
         return queries.transpose(0, 1).flatten(1, 2).float().to("cpu" if index is None else index.device)
 
@@ -246,11 +246,11 @@ class _DocumentBlocks:
         return _BlockStates(keys, values, sound)
 
 
-# In the first layer all landmarks have one key, that of one embedding, so all blocks in slot 0 are equal and no index
-# is kept. Which of equal blocks is taken is arbitrary; the published code leaves it to `topk` and the rounding of a
-# product. The latest 64 are offered and `topk` chooses, which gives its result in all but four of the published cases.
+# In the first layer all landmarks have one key, from one embedding. So all blocks in slot 0 are equal and no index is
+# kept. Which of equal blocks is taken is arbitrary; the published code leaves it to `topk` and the rounding of a
+# product. The latest 64 are offered and `topk` chooses, with the same result in all but four of the published cases.
 class FirstLayerBlocks:
-    """Blocks of the first layer: among older ones there is nothing to search for, and ``search`` offers the latest."""
+    """Blocks of the first layer. Older blocks are all alike there, so ``search`` offers the latest ones."""
 
     def __init__(self, blocks: _TensorBlocks | _DocumentBlocks) -> None:
         self.own = blocks.own if isinstance(blocks, _DocumentBlocks) else blocks
@@ -277,7 +277,7 @@ class FirstLayerBlocks:
         return self._blocks.states(rows, blocks)
 
     def _score(self, queries: Tensor) -> Tensor:
-        """``[B, H, T, 1]``."""
+        """Return ``[B, H, T, 1]``: the score that all older blocks have."""
         stop = torch.full((len(queries),), self.own.first + 1)
         return self.own.score(queries, stop)[0]
 
@@ -291,30 +291,30 @@ class LandmarkTable:
     def __init__(self, layers: Sequence[_TensorBlocks] | Sequence[_DocumentBlocks]) -> None:
         self.layers: list[LayerBlocks] = [FirstLayerBlocks(layers[0]), *layers[1:]]
         self.own = [layer.own if isinstance(layer, _DocumentBlocks) else layer for layer in layers]
-        """The tensors of each layer, which grow."""
+        """The growing tensors of each layer."""
 
     def limit(self, reach: int) -> None:
-        """Search so many blocks and no more."""
+        """Search at most ``reach`` blocks."""
         for layer in self.own:
             layer.reach = reach
 
     def reorder(self, rows: Tensor, there: Tensor) -> None:
-        """Let row ``b`` be what row ``rows[b]`` was; ``there``: the same on the device."""
+        """Let row ``b`` continue from row ``rows[b]``; ``there``: ``rows`` on the device."""
         for layer in self.own:
             layer.reorder(rows, there)
 
 
 def tensor_table(layers: int, rows: int) -> LandmarkTable:
-    """Blocks of ``rows`` rows in tensors."""
+    """Return an empty table for ``rows`` rows, in tensors."""
     return LandmarkTable([_TensorBlocks(rows) for _ in range(layers)])
 
 
 def document_table(
     document: Document, stop: int, near: int, rows: int, like: Tensor, *, on_error: OnError = "raise"
 ) -> LandmarkTable:
-    """Blocks of ``document`` below ``stop``, the last ``near`` of them in tensors, with room for those of each row.
+    """Return the blocks of ``document`` below ``stop``, the last ``near`` in tensors, with room for each row's own.
 
-    ``like`` has the type and the device of what the model computes. Raises ``DamagedError``.
+    ``like`` has the dtype and the device of the model's states. Raises ``DamagedError``.
     """
     start = document.complete_blocks.start
     first = max(start, stop - near)
@@ -331,10 +331,10 @@ def document_table(
 
 
 def _within(scores: Tensor, blocks: Tensor, stop: Tensor, reach: int) -> Tensor:
-    """``scores [B, H, T, n]`` without those of ``blocks``, of any shape that fits, that a row sees no more or not yet.
+    """Mask ``scores [B, H, T, n]`` of ``blocks``, of any shape that fits, that a row does not see any more or yet.
 
-    -inf where a row's last block that counts is before ``blocks`` or more than ``reach`` blocks behind. Where all rows
-    have the same ``stop`` nothing else was looked for.
+    A score becomes -inf if its block is not below the row's ``stop``, or more than ``reach`` blocks below. If all rows
+    have the same ``stop``, the search has done this already.
     """
     if alike(stop):
         return scores
@@ -343,13 +343,13 @@ def _within(scores: Tensor, blocks: Tensor, stop: Tensor, reach: int) -> Tensor:
 
 
 def _apart(x: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """``[H, B * T, n]`` -> ``shape``, that is ``[B, H, T, n]``."""
+    """Return ``[H, B * T, n]`` as ``shape``, which is ``[B, H, T, n]``."""
     rows: Tensor = x.unflatten(1, (shape[0], -1))
     return rows.transpose(0, 1).reshape(shape)
 
 
 def _run(x: Tensor, first: Tensor, count: int) -> Tensor:
-    """``count`` of ``x [B, G, n, D]`` from ``first [B]`` on, which is in host memory; anything before the beginning."""
+    """Return ``count`` of ``x [B, G, n, D]`` from ``first [B]`` in host memory on; undefined before the beginning."""
     at = from_each(first, count, x.device).clamp(min=0)
     return x.gather(2, at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
 
@@ -365,7 +365,7 @@ GATHERED = 1 << 22
 
 
 def default_retrieval(config: LandmarkConfig) -> Retrieval:
-    """The paper's most permissive scheme: each head and token chooses for itself."""
+    """Return the paper's most permissive scheme: each head and token chooses for itself."""
     return Retrieval(top_k=config.retrieval_top_k, every=1, share="none", share_tokens=False)
 
 
@@ -383,7 +383,7 @@ def check_capacity(retrieval: Retrieval, capacity: int | None) -> None:
 
 
 def check_lists(config: LandmarkConfig, retrieval: Retrieval) -> None:
-    """Raise ``InvalidArgument`` for what a landmark model cannot do."""
+    """Raise ``InvalidArgument`` for options that a landmark model does not support."""
     if config.attention != "landmark":
         raise InvalidArgument(f"a model with attention={config.attention!r} has no landmarks and retrieves nothing")
     if retrieval.share == "model":
@@ -405,25 +405,25 @@ class Lists(NamedTuple):
     """Lists ``[B, X, R, K]`` of blocks, and the states of all of them."""
 
     blocks: Tensor
-    """``[B, X, R, K]``, in host memory; -1 where there is none."""
+    """``[B, X, R, K]``, in host memory; -1 for no block."""
     there: Tensor
-    """``[B, X, R, K]``, in host memory: where there is one that could be read."""
+    """``[B, X, R, K]``, in host memory: whether there is a block that could be read."""
     missing: Tensor | None
-    """``[B, X, R, K]``: where there is none; None where all are there."""
+    """``[B, X, R, K]``: the opposite of ``there``; None if no block is missing."""
     at: Tensor
-    """``[B, X, R, K]``: which of the states are its."""
+    """``[B, X, R, K]``: index of each block's states."""
     keys: Tensor
-    """``[n, G, S, D]``, turned to where they are attended at."""
+    """``[n, G, S, D]``, rotated to where they are attended to."""
     values: Tensor
     """``[n, G, S - 1, D]``"""
     fetched: int
-    """Blocks that were fetched."""
+    """Number of blocks that were fetched."""
     rows: int
-    """Rows they were fetched for."""
+    """Number of rows they were fetched for."""
 
     @property
     def heads(self) -> int:
-        """``Y``: heads for which states have to be laid out, key-value heads where query heads share lists."""
+        """Return ``Y``, the heads with a layout of their own: key-value heads if query heads share lists."""
         return max(self.blocks.shape[1], self.keys.shape[1])
 
 
@@ -438,11 +438,11 @@ class ListLayout(NamedTuple):
 
 
 def fetch(table: LayerBlocks, blocks: Tensor, slots: Tensor, rotary: Rotary, size: int) -> Lists:
-    """``blocks [B, X, R, K]``, each placed in one of ``slots [B, X, R, K]`` of ``size`` positions; in host memory."""
+    """Fetch ``blocks [B, X, R, K]``, each for one of ``slots [B, X, R, K]`` of ``size`` positions; in host memory."""
     there = blocks >= 0
     rows = torch.arange(len(blocks))[:, None, None, None].expand_as(blocks)
     count, most = int(blocks.max()) + 1, int(slots.max()) + 1
-    # A block may stand in several slots: each of them is an entry, but the block is fetched once.
+    # A block may be in several slots. Each of them is an entry, but the block is fetched once.
     named, entry = (rows * count + blocks)[there].unique(return_inverse=True)
     places, at_there = (entry * most + slots[there]).unique(return_inverse=True)
     row, block = named.div(count, rounding_mode="floor"), named % count
@@ -461,7 +461,7 @@ def fetch(table: LayerBlocks, blocks: Tensor, slots: Tensor, rotary: Rotary, siz
 
 
 def show(lists: Lists, which: slice) -> ListLayout:
-    """The states of some of the R lists, laid out."""
+    """Lay out the states of some of the R lists."""
     at = lists.at[:, :, which]
     groups, heads = lists.keys.shape[1], lists.heads
     group = (torch.arange(heads, device=at.device) // (heads // groups))[None, :, None, None]
@@ -474,7 +474,7 @@ def show(lists: Lists, which: slice) -> ListLayout:
 
 
 def attend_each(q: Tensor, lists: Lists, scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of ``q [B, H, M, D]``, each token to a list of its own: ``[B, H, M, D]`` and log-sum-exps."""
+    """Return attention ``[B, H, M, D]`` and log-sum-exps of ``q [B, H, M, D]``, each token to a list of its own."""
     if q.device.type == "cuda" and q.dtype != torch.float32 and triton_problem(q, largest=q.shape[-1]) is None:
         return attend_in_place(q, lists, scale)
     numbers = q.shape[0] * lists.heads * lists.blocks.shape[3] * lists.keys.shape[2] * q.shape[3]
@@ -489,16 +489,16 @@ def attend_each(q: Tensor, lists: Lists, scale: float) -> tuple[Tensor, Tensor]:
 
 
 def attend_in_place(q: Tensor, lists: Lists, scale: float, backend: Backend = "auto") -> tuple[Tensor, Tensor]:
-    """As ``attend_each``, by a kernel that reads the states of lists where they lie: grouped cross attention.
+    """Compute ``attend_each`` by a kernel that reads the states of lists in place: grouped cross attention.
 
-    A block's weight is what its landmark has of the softmax over the list; its ordinary tokens share that weight.
+    A block's weight is the weight of its landmark in the softmax over the list. Its ordinary tokens share that weight.
     """
     batch, heads, tokens, dim = q.shape
     groups = lists.keys.shape[1]
     at = lists.at.repeat_interleave(heads // lists.at.shape[1], 1)  # [B, H, M, K]
 
     def by_group(x: Tensor) -> Tensor:
-        """``[B, H, M, n]`` as ``[G, B * H / G * M, n]``: lists of a key-value head."""
+        """Return ``[B, H, M, n]`` as ``[G, B * H / G * M, n]``: lists of a key-value head."""
         grouped: Tensor = x.unflatten(1, (groups, -1)).transpose(0, 1).flatten(1, 3)
         return grouped
 
@@ -516,7 +516,7 @@ def attend_in_place(q: Tensor, lists: Lists, scale: float, backend: Backend = "a
     out = grouped_cross_attention(asked[:, :, None, None], keys, values, weights.to(q.dtype), entries, **given)
 
     def by_head(x: Tensor) -> Tensor:
-        """``[G, B * H / G * M, ...]`` as ``[B, H, M, ...]``."""
+        """Return ``[G, B * H / G * M, ...]`` as ``[B, H, M, ...]``."""
         alone: Tensor = x.unflatten(1, (batch, heads // groups, tokens)).transpose(0, 1).flatten(1, 2)
         return alone
 
@@ -525,12 +525,12 @@ def attend_in_place(q: Tensor, lists: Lists, scale: float, backend: Backend = "a
 
 @dataclass
 class SearchCounts:
-    """What was asked of the memory; a segment here is a forward pass, for each row by itself."""
+    """Counts of searches in the memory. A segment here is a forward pass, for each row by itself."""
 
     queries: int = 0
-    """Times a query head of a token had blocks in memory."""
+    """How often a query head of a token had blocks in memory."""
     dropped: int = 0
-    """Times the context-miss token's weight was below the threshold, so that nothing was retrieved."""
+    """How often the context-miss token's weight was below the threshold, so that nothing was retrieved."""
     searches: list[int] = field(default_factory=list)
     """Lists that were chosen, in each layer."""
     segments: list[int] = field(default_factory=list)
@@ -540,16 +540,16 @@ class SearchCounts:
 
     @classmethod
     def of(cls, config: LandmarkConfig) -> SearchCounts:
-        """Nothing was asked yet."""
+        """Return counts of zero."""
         return cls(0, 0, *([0] * config.num_hidden_layers for _ in range(3)))
 
     @property
     def drop_rate(self) -> float:
-        """The part of queries for which nothing was retrieved (the paper's appendix D)."""
+        """Return the part of queries for which nothing was retrieved (the paper's appendix D)."""
         return self.dropped / self.queries if self.queries else 0.0
 
     def unique_blocks(self, layer: int) -> float:
-        """Blocks fetched per segment in ``layer`` (the paper's appendix C); 0 where nothing was."""
+        """Return the blocks fetched per segment in ``layer`` (the paper's appendix C); 0 without any."""
         return self.fetched[layer] / self.segments[layer] if self.segments[layer] else 0.0
 
 
@@ -559,37 +559,37 @@ class LastLists(NamedTuple):
     blocks: Tensor
     """``[B, X, K]``; -1 for none."""
     there: Tensor
-    """``[B, X, K]``: where there is a block that could be read."""
+    """``[B, X, K]``: whether there is a block that could be read."""
     landmarks: Tensor
-    """``[B, Y, K, D]``, turned to where they stand."""
+    """``[B, Y, K, D]``, rotated to their places."""
     tiers: Array
-    """``[B, X, K]``: where the blocks were before."""
+    """``[B, X, K]``: tiers of the blocks before they were fetched."""
 
 
 class _LastAttention(NamedTuple):
-    """What the last token of each row attended to in one layer."""
+    """The attention of the last token of each row in one layer."""
 
     blocks: Tensor
     """``[B, X, K]``: the lists; -1 for none."""
     there: Tensor
-    """``[B, X, K]``: where there is a block that could be read."""
+    """``[B, X, K]``: whether there is a block that could be read."""
     landmarks: Tensor
-    """``[B, Y, K, D]``, turned to where they stand."""
+    """``[B, Y, K, D]``, rotated to their places."""
     queries: Tensor
-    """``[B, H, D]``, turned."""
+    """``[B, H, D]``, rotated."""
     local: Tensor
     """``[B, H]``: log-sum-exp of own tokens and local landmarks."""
     found: Tensor
-    """``[B, H]``: that of the landmarks in the list."""
+    """``[B, H]``: log-sum-exp of the landmarks in the list."""
     opened: Tensor
-    """``[B, H]``: the part that the context-miss token lets through; 0 numbers where the model has none."""
+    """``[B, H]``: the part that the context-miss token lets through; empty if the model has none."""
 
 
 class LastTokens:
-    """Where the last tokens of a segment's rows stand in its stream."""
+    """Indices of the last tokens of a segment's rows in its stream."""
 
     def __init__(self, packing: Packing, rows: Sequence[int]) -> None:
-        """``rows``: those that have no more tokens after the segment."""
+        """``rows``: rows that have no more tokens after the segment."""
         self.rows = rows
         if packing.uniform:
             self.at = [int(packing.slots[0, -1])] * packing.rows
@@ -598,16 +598,16 @@ class LastTokens:
             self.at = at if len(at) == packing.rows else at * packing.rows
 
     def of(self, x: Tensor) -> Tensor:
-        """``x [B, X, R, ...]`` at the last token of each row: ``[B, X, ...]``; R is 1 where it is the same for all."""
+        """Return ``x [B, X, R, ...]`` at the last token of each row, ``[B, X, ...]``; R is 1 if all tokens share it."""
         if x.shape[2] < 2:
             return x[:, :, 0] if x.shape[2] else x.flatten(2)
         if len(x) == 1:
-            return x[:, :, self.at[0]].clone()  # so that the rest of a long call can go
+            return x[:, :, self.at[0]].clone()  # so that the rest of a long call can be freed
         rows, at = to_device([torch.arange(len(x)), torch.tensor(self.at)], x.device)
         return x[rows, :, at]
 
     def lists(self, lists: Lists, tiers: Array) -> LastLists:
-        """Those of ``lists`` that they use."""
+        """Return the part of ``lists`` that the last tokens use."""
         groups, heads = lists.keys.shape[1], lists.heads
         group = torch.arange(heads, device=lists.at.device)[:, None] // (heads // groups)
         at = self.of(lists.at).expand(-1, heads, -1)
@@ -617,39 +617,39 @@ class LastTokens:
 
 @dataclass(eq=False)
 class LandmarkChoice(Choice):
-    """The lists of blocks that one layer uses in one segment. Local layers, which see the latest, tell of none."""
+    """The lists of blocks that one layer uses in one segment. Local layers see the latest blocks and have none."""
 
     layer: int
     searched: bool
     table: LayerBlocks
-    """Where the layer searches."""
+    """The blocks that the layer searches."""
     ask: Callable[[], Questions]
-    """What the segment's queries ask, worked out only for who wants to know."""
+    """Computes the queries of the segment's search, when an observer needs them."""
     blocks: Tensor
-    """``[B, X, R, K]``, in host memory: the lists, -1 where there is no block."""
+    """``[B, X, R, K]``, in host memory: the lists, -1 for no block."""
     queries: Tensor
-    """``[B, H, M, D]``, turned."""
+    """``[B, H, M, D]``, rotated."""
     local: Tensor
     """``[B, H, M]``: log-sum-exp of the scores of own tokens and local landmarks."""
     found: Tensor
-    """``[B, H, M]``: that of the landmarks in the lists."""
+    """``[B, H, M]``: log-sum-exp of the scores of the landmarks in the lists."""
     opened: Tensor | None
-    """``[B, H, M]``: what the context-miss token lets through; None where the model has none."""
+    """``[B, H, M]``: the part that the context-miss token lets through; None if the model has none."""
     last: LastTokens
     lists: LastLists | None
-    """None where nobody was watching as they were fetched."""
+    """None if there was no observer when they were fetched."""
     origin: Origin
     spent: tuple[float, float]
     """Microseconds of searching, and of gathering."""
 
     @property
-    def rows(self) -> Sequence[int]:  # type: ignore[override]  # nobody sets it
+    def rows(self) -> Sequence[int]:  # type: ignore[override]  # it is never set
         return self.last.rows
 
     def weights(self) -> tuple[Tensor, Tensor]:
-        """How the last item of the segment weighs every block in memory, in the first row.
+        """Return how the last item of the segment weighs every block in memory, in the first row.
 
-        Weights ``[H, N]`` from 0 to 1, and the blocks ``[N]``.
+        These are weights ``[H, N]`` from 0 to 1, and the blocks ``[N]``.
         """
         weights, blocks = memory_weights(self.table, self.ask().tokens(slice(-1, None)))
         return weights[0, :, 0], blocks[0]
@@ -664,7 +664,7 @@ class LandmarkChoice(Choice):
 
 @dataclass(eq=False)
 class _LandmarkDraft(Draft):
-    """What one layer attended to."""
+    """The attention of one layer, kept for a report to observers."""
 
     layer: int
     rows: Sequence[int]
@@ -676,7 +676,7 @@ class _LandmarkDraft(Draft):
     @classmethod
     @torch.no_grad()
     def looks(cls, drafts: Sequence[Self]) -> list[list[Look]]:
-        # Rows of one shape together: one by one, as they are told, they would cost 5 to 8 % of a token; so it is 2 %.
+        # Rows of one shape are computed together, for 2% of a token. One by one, as they come, they would cost 5 to 8%.
         alike: defaultdict[tuple[torch.Size, ...], list[tuple[int, int]]] = defaultdict(list)
         for place, draft in enumerate(drafts):
             for row in draft.rows:
@@ -691,7 +691,7 @@ class _LandmarkDraft(Draft):
         return looks
 
     def _look(self, row: int, blocks: Array, scores: Array, weights: Array) -> Look:
-        """Of lists ``[X, K]`` in any order."""
+        """Return the look for lists ``[X, K]`` in any order."""
         order = np.argsort(-scores, axis=1, kind="stable")
         by_head = order.repeat(len(weights) // len(blocks), 0)
         blocks, tiers = (np.take_along_axis(x, order, 1) for x in (blocks, self.tiers[row]))
@@ -711,7 +711,7 @@ class _LandmarkDraft(Draft):
 
 
 def weighed(what: _LastAttention) -> tuple[Tensor, Tensor, Tensor]:
-    """Blocks and scores ``[n, X, K]`` and weights ``[n, H, K]``; -1, -inf and 0 where there is none."""
+    """Return blocks and scores ``[n, X, K]`` and weights ``[n, H, K]``; -1, -inf and 0 for no block."""
     blocks = what.blocks.masked_fill(~what.there, -1)
     asking = what.queries.unflatten(1, (what.landmarks.shape[1], -1)).to(what.landmarks.dtype)
     scores = (asking @ what.landmarks.transpose(-1, -2)).flatten(1, 2).float() * asking.shape[-1] ** -0.5

@@ -1,8 +1,8 @@
-"""Training landmark models: the ordinary one, with a warm start where weights are new.
+"""Training of landmark models: the ordinary one, with a warm start if weights are new.
 
-With the grouped softmax from the first step on, nothing is learned over a distance: a landmark that weighs nothing gets
-no gradient that says what it stands for. So attention begins as an ordinary causal softmax (``ramp`` 0) and becomes the
-paper's from there (``ramp`` 1), by adding a growing part of what a block's landmark says to the scores of its tokens.
+With the grouped softmax from the first step on, the model learns nothing over a distance. A landmark without weight
+gets no gradient that could teach it what it stands for. So attention begins as an ordinary causal softmax (``ramp`` 0).
+It becomes the paper's (``ramp`` 1) by adding a growing part of a block's landmark score to the scores of its tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LandmarkRecipe(Recipe):
     """What to train a landmark model on, and how."""
 
     warm_until: float = 0.3
-    """Loss of the answers, smoothed, below which landmarks begin to count."""
+    """Smoothed loss of the answers below which landmarks begin to count."""
     ramp_steps: int = 100
     """Steps from causal softmax to the grouped one."""
     kind: ClassVar[str] = "landmark"
@@ -45,25 +45,25 @@ class LandmarkRecipe(Recipe):
 
 
 MEMORY = 0.95
-"""How much of the answers' loss in the steps before counts, at each step."""
+"""Weight of the earlier steps, at each step, in the smoothed loss of the answers."""
 WARM, RAMPED = 0.1, 0.25
-"""On texts: parts of the training after which landmarks begin to count, and count in full."""
+"""For texts: parts of the training after which landmarks begin to count, and count in full."""
 RAMP_FILE = "ramp.json"
 
 
-# How soon a seed copies answers varies, so the ramp begins there, not at a step. On texts there are no answers, and it
-# depends on the step alone. Weights that were trained before begin with the full softmax.
+# Seeds differ in how soon they copy answers, so the ramp begins when answers are learned, not at a step. Texts have no
+# answers, and their ramp depends on the step alone. Weights that were trained before begin with the full softmax.
 class Ramp:
-    """How far attention is on its way to the grouped softmax, where answers say when it may begin."""
+    """The position of attention on its way to the grouped softmax, which begins when answers are learned."""
 
     def __init__(self, recipe: LandmarkRecipe) -> None:
         self._recipe = recipe
         self.value = 0.0
         self.answer: float | None = None
-        """The answers' loss, smoothed."""
+        """The smoothed loss of the answers."""
 
     def pace(self, answer: float) -> None:
-        """Hear of a step's ``answer`` loss: the ramp begins where answers are learned, and then goes on to its end."""
+        """Take a step's ``answer`` loss. The ramp begins when answers are learned, and then continues to its end."""
         self.answer = answer if self.answer is None else MEMORY * self.answer + (1 - MEMORY) * answer
         if self.value or self.answer < self._recipe.warm_until:
             self.value = min(1.0, self.value + 1 / self._recipe.ramp_steps)
@@ -75,18 +75,18 @@ class LandmarkTextTrainer(MemoryTrainer):
     def __init__(self, run: Run, model: Any, *rest: Any, **options: Any) -> None:
         super().__init__(run, model, *rest, **options)
         self._adapted = model if hasattr(model, "get_base_model") else None
-        """The model with its adapters around it, where they are what is trained."""
+        """The model with its adapters, if only these are trained."""
         if self._adapted is not None:
             self.trained = self._adapted.get_base_model()
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """See ``MemoryTrainer``; the ramp depends on the step alone."""
+        """Set the ramp, which depends on the step alone, and train a step. See ``MemoryTrainer``."""
         begun = (self.progress - WARM) / (RAMPED - WARM)
         self.trained.ramp = min(1.0, max(0.0, begun)) if self.fresh else 1.0
         return super().training_step(model, inputs, num_items_in_batch)
 
     def finish(self) -> None:
-        """Let the model be measured as it will be used: its adapters become part of its weights."""
+        """Merge adapters into the weights, so that the model is measured in its final form."""
         if self._adapted is not None:
             self.trained = self._adapted.merge_and_unload()
         self.trained.ramp = 1.0
@@ -107,7 +107,7 @@ class _NeedleTrainer(AnswerTrainer):
         return logits
 
     def learned(self, answer: Tensor, found: float) -> None:  # noqa: ARG002 - the bank's measure
-        self.ramp.pace(float(self.accelerator.reduce(answer, "mean")))  # the same place of the ramp in all processes
+        self.ramp.pace(float(self.accelerator.reduce(answer, "mean")))  # all processes have the same ramp
         self._note("ramp", torch.tensor(self.ramp.value))
 
     def keep(self, checkpoint: Path) -> None:
@@ -123,9 +123,9 @@ class _NeedleTrainer(AnswerTrainer):
 
 
 def landmark_of_stock(folder: str | Path, **changes: Any) -> LandmarkForCausalLM:
-    """A landmark model with the weights of the stock model in ``folder``.
+    """Return a landmark model with the weights of the stock model in ``folder``.
 
-    Raises ``DamagedError`` for one that cannot be loaded, ``UnsupportedModel`` for one of another architecture.
+    Raises ``DamagedError`` if it cannot be loaded, ``UnsupportedModel`` if it has another architecture.
     """
     made = make_landmark(load_weights(AutoModelForCausalLM, folder), **changes)
     assert isinstance(made, LandmarkForCausalLM)
@@ -151,9 +151,9 @@ class _TextRecipe:
 
     name: str
     preset: str | None
-    """Sizes of the model; None: a stock model is fine-tuned, which the user names."""
+    """Sizes of the model; None: a stock model that the user names is fine-tuned."""
     model: Mapping[str, Any] = field(default_factory=dict)
-    """What differs from the preset."""
+    """Settings that differ from the preset."""
     context: int
     """Tokens of a segment."""
     valid: float = 0.0
@@ -161,7 +161,7 @@ class _TextRecipe:
     optimisation: Optimisation
 
     def config(self, **changes: Any) -> Any:
-        """The configuration of its model, with changes; None for a stock model's."""
+        """Return the configuration of its model, with changes; None for a stock model's."""
         return None if self.preset is None else LandmarkConfig.preset(self.preset, **{**self.model, **changes})
 
 
@@ -185,7 +185,7 @@ TEXT_RECIPES: dict[str, _TextRecipe] = {
                 steps=240_000, batch=16, accumulate=8, learning_rate=2e-3, final_rate=0.2, warmup=4800, bf16=True
             ),
         ),
-        # The published command for LLaMA 7B: 128 sequences of 512 a step, of which each of its 8 GPUs computes 16.
+        # The published command for LLaMA 7B: 128 sequences of 512 a step, 16 on each of its 8 GPUs.
         _TextRecipe(
             name="landmark-finetune",
             preset=None,
@@ -214,13 +214,13 @@ _MODEL = {
     "vocabulary": "vocab_size",
     "context_miss": "context_miss",
 }
-"""Options that a model is made of, and their names in its configuration."""
+"""Options that define a model, and their names in its configuration."""
 _DATA = ("tokenizer", "context", "valid", "column")
 _OF_TEXTS = {*OPTIMISATION, *_MODEL, *_DATA, "preset", "init", "lora"}
 
 
 def train(options: LandmarkTraining, runtime: Runtime) -> dict[str, Any]:
-    """What ``memstore train landmark`` does. Raises ``InvalidArgument`` for options that do not belong together."""
+    """Run ``memstore train landmark``. Raise ``InvalidArgument`` for options that do not belong together."""
     given, name = options.given(), options.recipe
     recipe = None if name is None else find_recipe(name, {**LANDMARK_RECIPES, **TEXT_RECIPES})
     if name in LANDMARK_RECIPES:
@@ -253,7 +253,7 @@ def _on_texts(texts: list[str], recipe: Any, out: Path, given: Mapping[str, Any]
 
 
 def _config(recipe: Any, given: Mapping[str, Any]) -> Any:
-    """The new model's configuration; None where the training starts from a model."""
+    """Return the new model's configuration; None if the training starts from a model."""
     changes = _changes(given)
     init = given.get("init")
     if init is not None:
@@ -276,7 +276,7 @@ def _check_fit(init: Path, given: Mapping[str, Any]) -> None:
     if LANDMARK.has(init):
         config = load_config(init, LANDMARK)
         there = {option: getattr(config, name) for option, name in _MODEL.items()}
-    else:  # a stock model, which gets landmarks now and keeps its words
+    else:  # a stock model, which gets landmarks now and keeps its vocabulary
         there = {"vocabulary": json.loads((init / "config.json").read_text("utf-8")).get("vocab_size")}
     check_fit(init, given, there)
 

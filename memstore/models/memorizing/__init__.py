@@ -1,4 +1,4 @@
-"""Memorizing Transformers: a decoder, one layer of which also looks up single tokens of everything that it has read.
+"""Memorizing Transformers: decoders with one layer that also looks up single tokens of the whole text so far.
 
 ``MemorizingForCausalLM`` trains, saves and generates as any Hugging Face model does. ``add_knn_memory`` gives a stock
 model such a layer.

@@ -1,10 +1,10 @@
-"""What a Memorizing Transformer remembers from one segment to the next: a window for each layer, and its memory.
+"""The state of a Memorizing Transformer between segments: a window for each layer, and its memory.
 
-What a Memorizing Transformer retrieves, as an observer is told of it.
+The module also reports to observers what the model retrieves.
 
-One layer looks up single tokens, each head for itself: a list for every query head, whose entries are a block and the
-place of the token in it. A weight is the gate times the softmax over what was found; for a model with one softmax over
-everything (``joint``) it is the token's part of that.
+One layer looks up single tokens, each head for itself. So every query head has a list, whose entries are a block and
+the place of the token in it. A weight is the gate times the softmax over the tokens found. In a model with one softmax
+over everything (``joint``), it is the token's part of that softmax.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from memstore.readers.observer import Choice, Draft, Looks, Origin, as_array
 
 
 class MemorizingCache(ModelCache):
-    """The ``past_key_values`` of a Memorizing Transformer, and while training what goes on from step to step.
+    """The ``past_key_values`` of a Memorizing Transformer. In training, the state that continues from step to step.
 
-    A document goes into the memory a whole window of tokens at a time, when the first token after them is about to be
-    computed. So what a token can look up does not depend on how the text is cut into calls, and the backward pass of a
-    segment finds the memory as the segment did.
+    Tokens of a document go into the memory one whole window at a time, just before the first token after the window is
+    computed. So what a token can look up does not depend on how the text is cut into calls. The backward pass of a
+    segment also finds the memory as the segment found it.
     """
 
     config: MemorizingConfig
 
     def __init__(self, config: MemorizingConfig, rows: int, memory: TokenMemory | None = None) -> None:
-        """``memory``: such as ``StoredTokens``; if None, ``config.memory_size`` tokens in tensors."""
+        """Start with ``memory``, such as ``StoredTokens``. If None, keep ``config.memory_size`` tokens in tensors."""
         super().__init__(config, rows)
         self.memory = memory
         self.windows: list[States | None] = [None] * config.num_hidden_layers
         self.empty: Tensor | None = None
-        """``[B]``, in host memory: how many tokens of the windows do not exist, where rows differ."""
+        """``[B]``, in host memory: how many tokens of the windows do not exist; None if all exist in all rows."""
         self.waiting: list[list[Tensor]] = [[] for _ in range(rows)]
         """Tokens of each row that are not in the memory yet: the last ones of the window."""
         self._remaining: Sequence[int] = ()
@@ -57,30 +57,30 @@ class MemorizingCache(ModelCache):
         return f"MemorizingCache({self.rows} rows, {self.memory})"
 
     def fits(self, config: PreTrainedConfig) -> bool:
-        """As in ``ModelCache``; the size of the memory is the cache's own affair."""
+        """Compare as ``ModelCache`` does, except for the size of the memory, which each cache chooses itself."""
         own = {"memory_size": self.config.memory_size}
         return bool({**config.to_dict(), **own} == self.config.to_dict())
 
     @property
     def past(self) -> int:
-        """Tokens that the windows hold."""
+        """Return the number of tokens that the windows hold."""
         return 0 if self.windows[0] is None else self.windows[0][0].shape[2]
 
     def room(self, remaining: Sequence[int]) -> int:
-        """How many tokens may come at once, where row ``b`` has ``remaining[b]``: until a row fills its window."""
+        """Return how many tokens may come at once until a row fills its window; row ``b`` has ``remaining[b]``."""
         rooms = [self.config.window - count for count, left in zip(self._counts(), remaining, strict=True) if left > 0]
         return min(rooms, default=self.config.window)
 
     def begin(self, remaining: Sequence[int] = ()) -> None:
-        """Put the windows that are full into the memory: a segment is about to be computed.
+        """Put full windows into the memory, just before a segment is computed.
 
-        ``remaining``: tokens that each row has from the segment's beginning on, for who watches.
+        ``remaining``: tokens of each row from the beginning of the segment on, for observers.
         """
         self._remember(self.config.window)
         self._remaining = remaining
 
     def teller(self, layer: int, attention: nn.Module) -> Tell | None:
-        """What tells the observers, if there are any, what ``attention`` mixes, that of the layer number ``layer``."""
+        """Return a function that tells observers what ``attention``, layer ``layer``, mixes; None without any."""
         if not self.observers or not isinstance(attention, KNNAttention):
             return None
         return partial(self._tell, layer, attention)
@@ -92,21 +92,21 @@ class MemorizingCache(ModelCache):
         last = [left - 1 for left in self._remaining]
         self.tell(KNNChoice(layer, ending, last, attention, q, keys, mask, found, self.memory, self.origin))
 
-    # A backward pass needs what was found as it was, so a training call of several windows copies the memory for each.
-    # Calls of one window, as the recipes make them, copy nothing.
+    # A backward pass needs the tokens found in the forward pass unchanged, so a training call of several windows copies
+    # the memory for each. Calls of one window, as in the recipes, copy nothing.
     def detach(self) -> None:
-        """Go on with a copy of the memory in tensors, for the backward pass needs it as earlier segments found it."""
+        """Continue with a copy of the memory in tensors: the backward pass needs the one that earlier segments saw."""
         if isinstance(self.memory, RecentTokens):
             self.memory = copy.deepcopy(self.memory)
 
     def flush(self) -> None:
-        """Put everything into the memory, such as at the end of a document that is to be asked later."""
+        """Put everything into the memory, such as at the end of a document that will be queried later."""
         self._remember(1)
 
     def end(self, tokens: Sequence[Tensor], states: Sequence[States], given: int) -> None:
-        """Keep ``states`` of a segment, ``[B, G, T, D]`` of each layer: those of the ``tokens[b]`` that row ``b`` has.
+        """Keep ``states`` of a segment, ``[B, G, T, D]`` of each layer. Row ``b`` has the tokens ``tokens[b]``.
 
-        ``given`` counts the padding after them.
+        ``given`` also counts the padding after them.
         """
         detached = [(k.detach(), v.detach()) for k, v in states]
         for waiting, new in zip(self.waiting, tokens, strict=True):
@@ -115,7 +115,7 @@ class MemorizingCache(ModelCache):
         self.given += given
 
     def _remember(self, least: int) -> None:
-        """Put the waiting tokens of the rows that have at least so many into the memory."""
+        """Put the waiting tokens of the rows that have at least ``least`` into the memory."""
         counts = [count if count >= least else 0 for count in self._counts()]
         if not any(counts):
             return
@@ -135,9 +135,9 @@ class MemorizingCache(ModelCache):
         self.waiting = [[] if count else waiting for waiting, count in zip(self.waiting, counts, strict=True)]
 
     def clear(self, row: int) -> None:
-        """Forget everything of a row, where another document begins; the other rows stay as they are.
+        """Forget a row before another document begins. The other rows stay as they are.
 
-        Raises ``InvalidArgument`` for a row that is not there, or that is kept in a store.
+        Raises ``InvalidArgument`` for a row that does not exist, or that is kept in a store.
         """
         check_row(row, self.rows)
         if isinstance(self.memory, RecentTokens):
@@ -153,7 +153,7 @@ class MemorizingCache(ModelCache):
             self.empty[row] = self.past
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row ``b`` be what row ``beam_idx[b]`` was; rows may be dropped or repeated."""
+        """Let row ``b`` continue from row ``beam_idx[b]``. Rows may be dropped or repeated."""
         if self.memory is not None and not isinstance(self.memory, RecentTokens):
             raise InvalidArgument("beams cannot share documents of a store; generate without them, or without a store")
         self.rows = len(beam_idx)
@@ -164,7 +164,7 @@ class MemorizingCache(ModelCache):
         self.empty = None if self.empty is None else self.empty[beam_idx.cpu()]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What is needed to go on, as tensors. Raises ``InvalidArgument`` where the memory is in a store."""
+        """Return the state needed to continue, as tensors. Raise ``InvalidArgument`` if the memory is in a store."""
         state = {"given": torch.tensor(self.given), "lengths": torch.tensor(self._counts())}
         waiting = [each for row in self.waiting for each in row]
         state["waiting"] = torch.cat(waiting) if waiting else torch.empty(0, dtype=torch.int64)
@@ -180,7 +180,7 @@ class MemorizingCache(ModelCache):
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """The inverse of ``state_dict``. Raises ``InvalidArgument`` for the state of another size."""
+        """Restore the result of ``state_dict``. Raise ``InvalidArgument`` for a state of another size."""
         lengths = state["lengths"].tolist()
         if len(lengths) != self.rows:
             raise InvalidArgument(
@@ -215,11 +215,11 @@ class MemorizingCache(ModelCache):
             )
 
     def _counts(self) -> list[int]:
-        """Tokens of each row that are not in the memory yet."""
+        """Return the number of tokens of each row that are not in the memory yet."""
         return [sum(map(len, waiting)) for waiting in self.waiting]
 
     def _slide(self, lengths: Tensor, states: list[States]) -> None:
-        """Keep the last ``window`` tokens that exist of each row, at the end of the windows."""
+        """Keep the last ``window`` existing tokens of each row, at the end of the windows."""
         past, total = self.past, self.past + states[0][0].shape[2]
         empty = torch.zeros_like(lengths) if self.empty is None else self.empty
         keep = min(self.config.window, total)
@@ -243,28 +243,28 @@ class KNNChoice(Choice):
     layer: int
     rows: Sequence[int]
     last: Sequence[int]
-    """Where the last token of each row stands in the segment."""
+    """Index of the last token of each row in the segment."""
     attention: Any
-    """The layer, which knows its ``weights_of``: a ``KNNAttention``, or the ``KNNMemory`` of a stock model."""
+    """The layer, which has ``weights_of``: a ``KNNAttention``, or the ``KNNMemory`` of a stock model."""
     queries: Tensor
     """``[B, H, T, D]``, of length 1."""
     keys: Tensor
-    """``[B, G, n, D]``: those of the window."""
+    """``[B, G, n, D]``: keys of the window."""
     mask: Tensor
     """``[B or 1, H, T, n]``: the bias of the window."""
     found: Neighbours
     memory: Any
-    """``DocumentTokens``; ``RecentTokens``, where nobody asks for a draft."""
+    """``DocumentTokens``; or ``RecentTokens`` if nobody needs a draft."""
     origin: Origin = field(default_factory=Origin)
     searched = True
 
     def places(self) -> Tensor:
-        """``[B, H, T, K]``: the places in the text of what was found, -1 for nothing."""
+        """Return ``[B, H, T, K]``: places in the text of the tokens found, -1 for none."""
         places: Tensor = self.memory.numbers_of(self.found.ids)
         return places
 
     def weights(self, row: int, at: int) -> tuple[Tensor, Tensor]:
-        """Scores and weights ``[H, K]`` of what one token of the segment found."""
+        """Return scores and weights ``[H, K]`` of the tokens that one token of the segment found."""
         one, token = slice(row, row + 1), slice(at, at + 1)
         mine = Neighbours(self.found.keys[one], self.found.values[one], self.found.ids[one, :, token])
         mask = self.mask[one if len(self.mask) > 1 else slice(None), :, token]
@@ -285,7 +285,7 @@ class KNNChoice(Choice):
         )
 
     def _look(self, row: int, places: Array, search_us: float, gather_us: float) -> Look:
-        """Of tokens at ``places [H, K]`` of the text, -1 for none, best first."""
+        """Return the look for tokens at ``places [H, K]`` of the text, -1 for none, best first."""
         scores, weights = map(as_array, self.weights(row, self.last[row]))
         stored = self.memory.stored
         size, tokens = stored.spec.block_size, len(stored.documents[row])

@@ -41,23 +41,23 @@ class MemorizingConfig(PreTrainedConfig):
     num_hidden_layers: int = 4
     """Layers, the one with the memory among them."""
     memory_layer: int | None = 2
-    """The layer that looks tokens up, counted from 0; None: no layer does (the Transformer-XL baseline)."""
+    """The layer that looks tokens up, counted from 0. None: no layer does (the Transformer-XL baseline)."""
     memory_size: int = 8192
-    """Tokens of each document that can be found; 0: none. A model can be given another one at any time."""
+    """Tokens of each document that can be found; 0: none. A model can be given another size at any time."""
     retrieval_top_k: int = 32
     """Tokens that each query of each head looks up."""
     window: int = 128
-    """Tokens before a token that it sees directly, those of the segment before included."""
+    """Earlier tokens that a token sees directly, including those of the segment before."""
     joint: bool = False
-    """One softmax over the window and what was found, and no gate, as in a well-known reimplementation."""
+    """Use one softmax over the window and the tokens found, and no gate, as in a well-known reimplementation."""
     distance_buckets: int = 32
-    """Of the bias by distance."""
+    """Number of buckets of the bias by distance."""
     farthest: int = 128
-    """The distance, in tokens, from which on all share a bucket."""
+    """The distance, in tokens, from which on all distances share a bucket."""
     previous_token_heads: int = 0
-    """Heads of each layer below the one with the memory that begin by looking at the token before, at the one before
-    that, and so on; 0: all biases begin at 0. What followed a word earlier is found by what stood before it. Whether a
-    model learns more with them has not been shown."""
+    """Heads of each layer below the memory layer that begin with a bias to the token before, the one before that, and
+    so on. 0: all biases begin at 0. The token before a word can find what followed that word earlier. It has not been
+    shown that a model learns more with such heads."""
     layer_norm_eps: float = 1e-6
     initializer_range: float = 0.02
     tie_word_embeddings: bool = True
@@ -71,17 +71,17 @@ class MemorizingConfig(PreTrainedConfig):
 
     @property
     def leaves_parameters_unused(self) -> bool:
-        """Whether parameters go without a gradient: those of a gate, as long as there is nothing in the memory."""
+        """Return whether parameters get no gradient: those of a gate, while the memory is empty."""
         return self.memory_layer is not None
 
     @property
     def head_dim(self) -> int:
-        """Size of a head."""
+        """Return the size of a head."""
         return self.hidden_size // self.num_attention_heads
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> MemorizingConfig:
-        """``tiny`` and ``small`` (for a CPU), or ``paper``: 12 layers of 1024, memory at the 9th (section 4.2)."""
+        """Return ``tiny``, ``small`` (for a CPU) or ``paper``: 12 layers of 1024, memory at the 9th (section 4.2)."""
         return cls(**preset(PRESETS, name, changes))
 
     def _check(self) -> None:

@@ -1,31 +1,31 @@
-"""What is measured of a Memorizing Transformer: perplexity by size of its memory, lookups, and audits.
+"""Measurements of a Memorizing Transformer: perplexity by size of its memory, lookups, and audits.
 
-An audit tells the attention that each head would pay to every token of its memory.
+An audit computes the attention that each head would pay to every token of its memory.
 
 The layer takes the tokens with the highest scores and a softmax over those, without positions. So the truth is the
-softmax over all tokens that are stored, of the same queries and keys with the learned scale, and ``captured`` the part
-of it that the retrieved tokens hold. Where a gate mixes the memory in, it is the share of attention that falls on the
-memory, whatever is retrieved. A model with one softmax over the window and the memory (``joint``) has no such share
-before it has chosen: there everything is of the softmax over the tokens in memory, without the window.
+softmax over all stored tokens, for the same queries and keys with the learned scale. ``captured`` is the part of it
+that the retrieved tokens hold. Where a gate mixes the memory in, the gate is the share of attention on the memory,
+whatever is retrieved. A model with one softmax over the window and the memory (``joint``) has no such share before it
+has chosen. For it, everything refers to the softmax over the tokens in memory, without the window.
 
-Recall is of single tokens; what was missed is told by blocks, which add up what their tokens would have had.
+Recall counts single tokens. Misses are reported by block: a block adds up the weights of its tokens.
 
-The tables of *Memorizing Transformers* for any checkpoint: perplexity by size of the memory, and by position.
+Tables of *Memorizing Transformers* for any checkpoint: perplexity by size of the memory, and by position.
 
-As in the paper (Wu et al. 2022, section 4) documents are read in order, each with a memory that begins empty, and every
-token but the first of each is scored. All rows score the same tokens, so they differ by the memory alone; columns tell
-what a memory is worth at the beginning of a document and far into it.
+As in the paper (Wu et al. 2022, section 4) documents are read in order, each with a memory that begins empty. Every
+token except the first of each is scored. All rows score the same tokens, so they differ by the memory alone. Columns
+show the worth of a memory at the beginning of a document and far into it.
 
-What a memory of tokens is looked up for: names that were last read so far back that nothing else can know them.
+Lookups: names that were last read so far back that only the memory can know them.
 
 Wu et al. 2022 find in their qualitative study that the memory is used for rare words, such as the names of theorems and
-functions, that were defined far earlier. Here every word of a text is sorted by where the document had it last, and
-each kind is scored with and without the memory: the same tokens in both. For the words that gain most, the tokens that
-were retrieved are told.
+functions, that were defined far earlier. Here every word of a text is sorted by where the document had it last. Each
+kind is scored with and without the memory, on the same tokens. For the words that gain most, the retrieved tokens are
+shown.
 
-A token can learn of at most ``window`` tokens before it in a layer, so in all layers together of ``reach`` tokens:
-words that were last read further back are *far*, and without a memory as good as new. A stock model with a memory sees
-its segment and nothing before it; there ``reach`` is a segment.
+A token can learn of at most ``window`` tokens before it in a layer, so of ``reach`` tokens in all layers together.
+Words that were last read further back are *far*: without a memory they are as good as new. A stock model with a memory
+sees its segment and nothing before it; its ``reach`` is a segment.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ from memstore.readers.observer import Choice, Choices
 from memstore.report import Page, Report, token_counts
 
 READ = 64
-"""Blocks whose keys are read at once: each of their tokens has one."""
+"""Blocks whose keys are read at once. Each of their tokens has one key."""
 GATED = "tokens in memory have no positions; the truth is the softmax over all of them, times the gate of the head"
 JOINT = (
     "tokens in memory have no positions; the truth is the softmax over all of them, without the local window, with "
@@ -70,7 +70,7 @@ JOINT = (
 
 
 class KNNAuditor(Auditor):
-    """What a Memorizing Transformer retrieves: single tokens, which ``top_k`` counts."""
+    """Audits what a Memorizing Transformer retrieves: single tokens, which ``top_k`` counts."""
 
     mechanism = "knn"
 
@@ -95,7 +95,7 @@ class KNNAuditor(Auditor):
             self._layer.top_k = trained
 
     def choice(self, choice: Choice) -> None:
-        """See ``Observer``: what the layer found for the last token of a call."""
+        """Record what the layer found for the last token of a call. See ``Observer``."""
         assert isinstance(choice, KNNChoice)
         if not choice.rows:
             return
@@ -111,7 +111,8 @@ class KNNAuditor(Auditor):
             weights = weights * self._layer.gate.sigmoid().float().cpu()[:, None]
         columns = torch.where(found >= 0, torch.searchsorted(places, found), len(places))
         chosen = torch.zeros(len(scores), len(places) + 1, dtype=torch.bool).scatter_(1, columns, value=True)[:, :-1]
-        # A token alone says nothing to a reader, and its neighbours are missed with it: so what is missed are blocks.
+        # A single token means little to a reader, and its neighbours are missed with it. So misses are reported as
+        # blocks.
         blocks = places // self._memory.stored.spec.block_size
         self.tally.add(choice.layer, weights, chosen, scores, blocks=blocks)
         parts = self._document.present(self._document.complete_blocks)
@@ -119,7 +120,7 @@ class KNNAuditor(Auditor):
         self.tally.add_index_recall(choice.layer, recall)
 
     def _own(self, query: Tensor) -> tuple[Tensor, Tensor]:
-        """Products ``[H, n]`` with tokens that have left the window since the document ended, and their places."""
+        """Return products ``[H, n]`` with tokens that left the window since the document ended, and their places."""
         own = self._memory.own
         numbers = torch.arange(own.numbers(0).start, own.numbers(0).stop)
         keys = own.keys[0][:, (numbers % own.capacity).to(own.keys.device)].float().cpu()
@@ -130,7 +131,7 @@ class KNNAuditor(Auditor):
 
 
 def _products(document: Document, query: Tensor) -> Tensor:
-    """Products ``[H, N]`` of ``query [H, D]`` with the keys of all tokens of a document, a run of blocks at a time."""
+    """Return products ``[H, N]`` of ``query [H, D]`` with all keys of a document, a run of blocks at a time."""
     size, view, parts = document.memory.spec.block_size, document.layer(0), [query.new_empty(len(query), 0)]
     for run in document.present(document.blocks):
         for piece in pieces(run, READ):
@@ -141,14 +142,14 @@ def _products(document: Document, query: Tensor) -> Tensor:
 
 
 def _places(document: Document) -> Tensor:
-    """Places ``[N]`` of the tokens of a document that are there, from its beginning on."""
+    """Return the places ``[N]`` of the tokens that a document still has, in order."""
     size, parts = document.memory.spec.block_size, [torch.empty(0, dtype=torch.int64)]
     runs = document.present(document.blocks)
     return torch.cat(parts + [torch.arange(run.start * size, min(run.stop * size, len(document))) for run in runs])
 
 
 def _with_keys(query: Tensor, keys: Tensor) -> Tensor:
-    """Products ``[H, n]`` of ``query [H, D]`` with ``keys [G, n, D]``."""
+    """Return products ``[H, n]`` of ``query [H, D]`` with ``keys [G, n, D]``."""
     grouped = query.unflatten(0, (len(keys), -1))  # [G, H / G, D]
     products: Tensor = grouped @ keys.transpose(1, 2)
     return products.flatten(0, 1)
@@ -157,20 +158,20 @@ def _with_keys(query: Tensor, keys: Tensor) -> Tensor:
 WINDOW = 512
 """Tokens of a segment of a stock model that was not trained with segments."""
 MOST = 3
-"""Tokens that are told of those that one found."""
+"""Retrieved tokens that are shown for one token."""
 Advance = Callable[[int], None]
 Weights = dict[int, list[tuple[int, float]]]
-"""By place in a document, of what its query found: (place, weight), most weight first."""
+"""By place in a document, the tokens that its query found: (place, weight), most weight first."""
 
 
 class _Scorer(ABC):
-    """How documents are read with a memory of tokens of any size: a segment in each call."""
+    """Reads documents with a memory of tokens of any size, one segment in each call."""
 
     layer: int | None
-    """The one that looks tokens up."""
+    """The layer that looks tokens up."""
     memory_size: int
     reach: int
-    """Tokens before a token that could tell of it without a memory."""
+    """Earlier tokens that could help to predict a token without a memory."""
     segment: int
 
     def __init__(self, model: Any) -> None:
@@ -178,15 +179,15 @@ class _Scorer(ABC):
 
     @abstractmethod
     def reading(self, size: int, watch: Choices[KNNChoice] | None = None) -> AbstractContextManager[dict[str, Any]]:
-        """With an empty memory of ``size`` tokens: what each call of the model is given."""
+        """Start with an empty memory of ``size`` tokens, and give the arguments for each call of the model."""
 
     def place(self, number: int) -> int:
-        """Where the token lies in the document that was stored as the one of this number."""
+        """Return the place in the document of the token that was stored under this number."""
         return number
 
     @torch.no_grad()
     def losses(self, tokens: Tensor, size: int, advance: Advance) -> Tensor:
-        """The loss of each token of ``tokens [n]`` but the first, ``[n - 1]``, with a memory of so many tokens."""
+        """Return the losses ``[n - 1]`` of all ``tokens [n]`` except the first, with a memory of ``size`` tokens."""
         ids, losses = tokens[None].to(self._model.device), []
         with self.reading(size) as given:
             for start in range(0, len(tokens) - 1, self.segment):
@@ -198,14 +199,14 @@ class _Scorer(ABC):
 
     @torch.no_grad()
     def watched(self, tokens: Tensor, size: int, wanted: set[int], advance: Advance) -> Weights:
-        """What was found by the tokens at the places ``wanted``."""
+        """Return the tokens that were found at the places ``wanted``."""
         found: Weights = {}
         told = Choices(KNNChoice, lambda choice: choice)
         with self.reading(size, told) as given:
             for start in range(0, max(wanted) + 1, self.segment):
                 part = tokens[None, start : start + self.segment]
                 self._model(part.to(self._model.device), **given)
-                for choice in told:  # one, as soon as there is something in the memory
+                for choice in told:  # one, as soon as the memory holds something
                     for place in wanted.intersection(range(start, start + part.shape[1])):
                         found[place] = self._most(choice, place - start)
                 told.clear()
@@ -213,7 +214,7 @@ class _Scorer(ABC):
         return found
 
     def _most(self, choice: KNNChoice, at: int) -> list[tuple[int, float]]:
-        """What token ``at`` of a segment found, in the mean over heads."""
+        """Return the tokens that token ``at`` of a segment found, by mean weight over heads."""
         _, weights = choice.weights(0, at)  # [H, K]
         total: defaultdict[int, float] = defaultdict(float)
         numbers = choice.places()[0, :, at].flatten().tolist()
@@ -224,7 +225,7 @@ class _Scorer(ABC):
 
 
 class MemorizingScorer(_Scorer):
-    """How a Memorizing Transformer is read."""
+    """Reads documents with a Memorizing Transformer."""
 
     def __init__(self, model: MemorizingForCausalLM) -> None:
         super().__init__(model)
@@ -242,7 +243,7 @@ class MemorizingScorer(_Scorer):
 
 
 class StockScorer(_Scorer):
-    """How a stock model with a memory is read: it sees a segment, and finds what was before by its memory alone."""
+    """Reads with a stock model and its memory. It sees one segment, and finds earlier tokens by its memory alone."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
@@ -257,7 +258,7 @@ class StockScorer(_Scorer):
 
     @contextmanager
     def reading(self, size: int, watch: Choices[KNNChoice] | None = None) -> Iterator[dict[str, Any]]:
-        """See ``_Scorer``; in the end, after errors too, the memory is empty and as large as before."""
+        """See ``_Scorer``. At the end, even after errors, the memory is empty and as large as before."""
         memory = knn_memory_of(self._model)
         memory.clear()
         usual, memory.memory_size = memory.memory_size, size
@@ -273,7 +274,7 @@ class StockScorer(_Scorer):
 SIZES = (0, 512, 1536, 8192, 65_536, 262_144)
 """The paper's memories, in tokens."""
 STRETCH = 512
-"""Tokens whose mean counts as one observation for a standard error: neighbours gain or lose together."""
+"""Tokens whose mean counts as one observation for a standard error, because neighbours gain or lose together."""
 
 
 def by_memory_size(
@@ -284,11 +285,11 @@ def by_memory_size(
     positions: Sequence[int] = SIZES,
     advance: Advance = lambda tokens: None,  # noqa: ARG005 - nobody listens
 ) -> Iterator[dict[str, Any]]:
-    """Perplexity of ``documents``, each ``[n]``, with a memory of each of ``sizes``: a row for each, as JSON has it.
+    """Return perplexity of ``documents``, each ``[n]``, with a memory of each of ``sizes``: a JSON row for each.
 
-    ``by_position`` has that of the tokens of each part of the document, by what it is called: ``512-1,536``;
-    ``change`` that of the loss against the first size, token by token, with its ``standard_error`` over stretches of
-    ``STRETCH`` tokens, both None where there is none.
+    ``by_position`` is the perplexity of each part of the documents, under names such as ``512-1,536``. ``change``
+    compares the loss with that of the first size, token by token. Its ``standard_error`` is over stretches of
+    ``STRETCH`` tokens. Both are None if they cannot be computed.
 
     ``model`` is a Memorizing Transformer, or a stock model that ``load_knn_memory`` has loaded. ``positions`` are where
     parts of the document begin; those after its end are left out. Raises ``InvalidArgument`` for a size or a text that
@@ -317,7 +318,7 @@ def by_memory_size(
 
 
 def paired(first: Sequence[Tensor], second: Sequence[Tensor]) -> tuple[float, float | None]:
-    """How much larger the losses of ``second`` are, in the mean over all tokens, and the standard error of that."""
+    """Return how much larger the losses of ``second`` are, as a mean over all tokens, and its standard error."""
     differences = [b - a for a, b in zip(first, second, strict=True)]
     stretches = torch.stack([part.mean() for each in differences for part in each.split(STRETCH)])
     error = float(stretches.std() / len(stretches) ** 0.5) if len(stretches) > 1 else None
@@ -325,13 +326,13 @@ def paired(first: Sequence[Tensor], second: Sequence[Tensor]) -> tuple[float, fl
 
 
 def fitting(sizes: Sequence[int], tokens: int) -> list[int]:
-    """Those of ``sizes`` that make a difference to a text of so many ``tokens``: up to the first that holds it all."""
+    """Return the ``sizes`` that make a difference to a text of ``tokens``: up to the first that holds all."""
     ordered = sorted(set(sizes))
     return [size for size, before in zip(ordered, [0, *ordered], strict=False) if before < tokens]
 
 
 def _perplexity(losses: Sequence[Tensor], start: int, end: int) -> float:
-    """Of what lies between two positions of each document."""
+    """Return the perplexity between two positions of each document."""
     return round(float(torch.cat([each[start:end] for each in losses]).mean().exp()), 4)
 
 
@@ -348,10 +349,10 @@ def _check(layer: int | None, documents: Sequence[Tensor], sizes: Sequence[int])
 
 
 KINDS = ("far", "near", "new", "other")
-"""Words last read out of reach, words last read within it, words that the document did not have yet, and the rest."""
+"""Words last read out of reach, words last read within it, words that are new in the document, and the rest."""
 WORD = re.compile(r"[^\W\d_]{2,}")
 AROUND = 6
-"""Tokens that are told on each side of one."""
+"""Tokens that are shown on each side of one."""
 
 
 def lookup(
@@ -363,16 +364,17 @@ def lookup(
     examples: int = 5,
     advance: Advance = lambda tokens: None,  # noqa: ARG005 - nobody listens
 ) -> dict[str, Any]:
-    """Score ``text`` as one document by kinds of words, and tell what was looked up for the words that gained most.
+    """Score ``text`` as one document by kinds of words, and show the lookups of the words that gained most.
 
     ``model`` is a Memorizing Transformer, or a stock model that ``load_knn_memory`` has loaded. ``memory_size``: tokens
-    that can be found; as the model's configuration says if None. ``advance`` hears of every token that was read; the
-    text is read three times, twice without ``examples``. Raises ``InvalidArgument`` for a model or a memory that finds
-    nothing, and for a text of one token.
+    that can be found, by default as configured. ``advance`` is called with the tokens that were read. The text is read
+    three times, or twice without ``examples``. Raises ``InvalidArgument`` for a model or a memory that finds nothing,
+    and for a text of one token.
 
-    Returns what ``memstore eval lookup --json`` prints: ``kinds`` of words with their perplexities, and ``examples`` of
-    far words, each with the tokens ``retrieved`` for it, whose ``weight`` is their part of the layer's attention in the
-    mean over heads (of a stock model it may be negative, as gates may). Texts have their token in brackets.
+    Returns the data that ``memstore eval lookup --json`` prints: ``kinds`` of words with their perplexities, and
+    ``examples`` of far words. Each example has the tokens ``retrieved`` for it. Their ``weight`` is their part of the
+    layer's attention, a mean over heads. It may be negative in a stock model, as gates may. Texts show their token in
+    brackets.
     """
     reading = scorer_of(kind_of(model), model)
     size = reading.memory_size if memory_size is None else memory_size
@@ -390,7 +392,7 @@ def lookup(
     seen = reading.watched(tokens, size, {number - 1 for number in best}, advance) if best else {}
 
     def around(number: int, *, after: int = 0) -> str:
-        """Token ``number`` in brackets, with a few before it and so many ``after`` it."""
+        """Return token ``number`` in brackets, with a few tokens before it and ``after`` tokens after it."""
         cuts = (max(0, number - AROUND), number), (number, number + 1), (number + 1, number + 1 + after)
         before, own, behind = (tokenizer.decode(encoded["input_ids"][start:end]) for start, end in cuts)
         return f"{before}[{own}]{behind}"
@@ -418,7 +420,7 @@ def lookup(
 
 
 def last_read(text: str, offsets: Sequence[tuple[int, int]]) -> tuple[list[str | None], list[int]]:
-    """For each token the word that it is part of, and how many tokens back that word was read last; 0: never.
+    """Return for each token the word it belongs to, and how many tokens ago that word was last read; 0: never.
 
     ``offsets``: the characters of each token.
     """
@@ -440,7 +442,7 @@ def last_read(text: str, offsets: Sequence[tuple[int, int]]) -> tuple[list[str |
 
 
 def kinds_of(words: Sequence[str | None], back: Sequence[int], reach: int) -> list[str]:
-    """One of ``KINDS`` for each token."""
+    """Return one of ``KINDS`` for each token."""
     return [
         "other" if word is None else "new" if not ago else "near" if ago <= reach else "far"
         for word, ago in zip(words, back, strict=True)
@@ -448,7 +450,7 @@ def kinds_of(words: Sequence[str | None], back: Sequence[int], reach: int) -> li
 
 
 def _scored(name: str, kinds: Sequence[str], losses: Sequence[Tensor]) -> dict[str, Any] | None:
-    """The score of a kind; the first token, which nothing predicts, is left out. None where there is no such token."""
+    """Return the score of a kind, without the first token, which nothing predicts. None if the kind has no token."""
     which = torch.tensor([kind == name for kind in kinds[1:]])
     count = int(which.sum())
     if not count:
@@ -460,7 +462,7 @@ def _scored(name: str, kinds: Sequence[str], losses: Sequence[Tensor]) -> dict[s
 def sizes_table(
     model: Any, tokenizer: Any, texts: Sequence[str], folder: Path, *, memory_sizes: str | None = None, show: bool
 ) -> Report:
-    """The table of the model for texts, each read as a document; see ``Evaluation.perplexity``."""
+    """Return the table of the model for texts, each read as a document; see ``Evaluation.perplexity``."""
     chosen = None
     if memory_sizes is not None:
         chosen = token_counts("--memory-sizes", memory_sizes, least=0, such_as="0,512,8K", what="size")

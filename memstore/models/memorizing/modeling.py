@@ -1,6 +1,6 @@
 """A decoder with a memory of tokens in one layer (Wu et al. 2022, *Memorizing Transformers*).
 
-All layers see a window, with a bias by distance, that reaches into the segment before; one layer also looks tokens up.
+All layers see a window that reaches into the segment before, with a bias by distance. One layer also looks tokens up.
 Norms stand before attention and feed-forward. Deliberate: the memory begins empty for each document, padding is left
 out of everything, and a prompt can be continued at any place.
 """
@@ -55,7 +55,7 @@ class _MemorizingLayer(nn.Module):
         memory: TokenMemory | None,
         tell: Tell | None = None,
     ) -> tuple[Tensor, States]:
-        """``x [B, T, hidden]`` -> the same, and the states of the segment."""
+        """Return ``[B, T, hidden]`` for ``x [B, T, hidden]``, and the states of the segment."""
         searched = {"memory": memory, "tell": tell} if isinstance(self.attention, KNNAttention) else {}
         out, states = self.attention(self.attention_norm(x), past, empty, **searched)
         x = x + out
@@ -72,7 +72,7 @@ class MemorizingModel(Decoder):
         self.norm = nn.LayerNorm(config.hidden_size, config.layer_norm_eps)
 
     def forward(self, ids: Tensor, cache: MemorizingCache | None) -> tuple[Tensor, list[States]]:
-        """Tokens ``ids [B, T]`` -> ``[B, T, hidden]`` after the last norm, and the states of each layer."""
+        """Return ``[B, T, hidden]`` after the last norm for tokens ``ids [B, T]``, and the states of each layer."""
         x = self.embed_tokens(ids)
         empty, memory = (None, None) if cache is None else (cache.empty, cache.memory)
         empty = None if empty is None else to_device([empty], x.device)[0]
@@ -86,9 +86,9 @@ class MemorizingModel(Decoder):
 
 
 class MemorizingForCausalLM(CausalLM):
-    """A Memorizing Transformer: ``from_pretrained``, ``save_pretrained``, ``generate`` and ``Trainer`` as usual.
+    """A Memorizing Transformer: ``from_pretrained``, ``save_pretrained``, ``generate`` and ``Trainer`` work as usual.
 
-    Rows may have padding anywhere, and a prompt can be continued through ``past_key_values``. While training, give the
+    Rows may have padding anywhere, and a prompt can be continued through ``past_key_values``. In training, pass the
     ``MemorizingCache`` of the step before, so that documents longer than a segment are remembered.
     """
 
@@ -113,7 +113,7 @@ class MemorizingForCausalLM(CausalLM):
         logits_to_keep: int = 0,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
-        """See ``CausalLM``; ``input_ids`` are of one segment."""
+        """Compute one segment of ``input_ids``; see ``CausalLM``."""
         self.check_tokens(input_ids, attention_mask)
         cache = self.going_on(past_key_values, MemorizingCache, input_ids, use_cache)
         mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
@@ -124,10 +124,10 @@ class MemorizingForCausalLM(CausalLM):
         return CausalLMOutputWithPast(loss=loss, logits=logits, **with_cache({}, cache))
 
     def _segments(self, ids: Tensor, mask: Tensor | None, cache: MemorizingCache | None) -> Tensor:
-        """``[B, T, hidden]``; with a cache, those before can be looked up."""
+        """Return ``[B, T, hidden]``. With a cache, earlier tokens can be looked up."""
         if mask is not None and bool(mask.all()):
             mask = None
-        # Tokens in front, padding behind: nothing that exists can see what comes after it.
+        # Tokens go first, padding last: no real token can see what comes after it.
         order = None if mask is None else (~mask).int().argsort(dim=1, stable=True)
         lengths = [ids.shape[1]] * len(ids) if mask is None else mask.sum(1).tolist()
         packed = ids if order is None else ids.gather(1, order)
@@ -138,7 +138,7 @@ class MemorizingForCausalLM(CausalLM):
 
     @uncompiled
     def _continued(self, ids: Tensor, lengths: list[int], cache: MemorizingCache) -> Tensor:
-        """``[B, T, hidden]`` after what the cache has, in pieces that end where a row fills its window."""
+        """Return ``[B, T, hidden]`` after the tokens of the cache, in pieces that end where a row fills its window."""
         start, parts = 0, []
         while start < ids.shape[1]:
             if start and self.training and torch.is_grad_enabled():
@@ -154,6 +154,6 @@ class MemorizingForCausalLM(CausalLM):
         return torch.cat(parts, 1)
 
 
-# So that transformers' own loaders know a saved model once its class is imported.
+# Lets transformers' own loaders recognise a saved model once its class is imported.
 AutoConfig.register(MemorizingConfig.model_type, MemorizingConfig, exist_ok=True)
 AutoModelForCausalLM.register(MemorizingConfig, MemorizingForCausalLM, exist_ok=True)

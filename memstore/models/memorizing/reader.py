@@ -1,8 +1,8 @@
-"""Reading a long input into a memory of single tokens with a Memorizing Transformer, and asking it later.
+"""Read a long input into a memory of single tokens with a Memorizing Transformer, and query it later.
 
-The text goes into the memory a window at a time, as while training. What is kept is what the layer that looks tokens up
-has: keys and values of single tokens, of that layer alone. The windows of the other layers are not kept, so what comes
-after a document that was closed begins with empty windows: it sees the document through its memory, and only there.
+The text goes into the memory a window at a time, as in training. The memory keeps the keys and values of single tokens,
+of the layer that looks tokens up. The windows of the other layers are not kept. So text after a closed document begins
+with empty windows, and sees the document through its memory only.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from memstore.readers.kinds import MEMORIZING
 from memstore.readers.observer import Choices, Origin
 
 BLOCK_SIZE = 64
-"""Tokens of a block of a new memory; each of them has a landmark of its own."""
+"""Tokens of a block of a new memory. Each of them has a landmark of its own."""
 
 
 def memory_spec(model: MemorizingForCausalLM, tokenizer: Any = None, block_size: int = BLOCK_SIZE) -> MemorySpec:
-    """The spec of a memory for ``model``: keys and values of the layer that looks tokens up.
+    """Return the spec of a memory for ``model``: keys and values of the layer that looks tokens up.
 
     Raises ``InvalidArgument`` for a model without such a layer.
     """
     config = model.config
     if config.memory_layer is None:
         raise InvalidArgument("this model has no layer that looks tokens up (memory_layer is None): it needs no memory")
-    # What the states depend on beside the weights: none of it shows in the shapes of the weights.
+    # The states depend on these beside the weights. None of them shows in the shapes of the weights.
     shaping = (
         "num_attention_heads",
         "num_key_value_heads",
@@ -79,7 +79,7 @@ class MemorizingReader(CacheReader[MemorizingCache]):
         block_size: int | None = None,
         **shared: Any,
     ) -> None:
-        """See ``memstore.attach``; ``shared`` is what all kinds take."""
+        """Open the document; see ``memstore.attach``. ``shared`` are the parameters that all kinds take."""
         if not isinstance(model, MemorizingForCausalLM):
             raise InvalidArgument(
                 f"a MemorizingReader reads with a MemorizingForCausalLM, not a {type(model).__name__}"
@@ -91,8 +91,8 @@ class MemorizingReader(CacheReader[MemorizingCache]):
         size = BLOCK_SIZE if made is None else made.block_size
         return memory_spec(self.model, self.tokenizer, size if self._block_size is None else self._block_size)
 
-    # A memory of tokens keeps one layer, and windows of the others cannot be computed from it: so they begin empty.
-    # What is asked is found too once it has left the window: it lies in tensors beside the document.
+    # A memory of tokens keeps one layer, from which the windows of the others cannot be computed. So they begin empty.
+    # Tokens of a question can be found after they leave the window too: they are in tensors beside the document.
     def _made(self, rows: int) -> MemorizingCache:
         config = self.model.config
         own = max(config.memory_size, config.window)
@@ -106,7 +106,7 @@ class MemorizingReader(CacheReader[MemorizingCache]):
         return cache
 
     def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
-        """By the tokens that the last one looks up: a block's score is that of its best token, a mean over heads."""
+        """Search by the lookups of the last token. A block's score is that of its best token, as a mean over heads."""
         own = self.model.config.memory_layer
         if layer not in (None, own):
             raise InvalidArgument(f"only layer {own} of this model looks tokens up, not {layer}")
@@ -138,7 +138,7 @@ class MemorizingReader(CacheReader[MemorizingCache]):
                 (ids,) = to_device([tokens.long()[None]], self.model.device)
                 self.model(ids, past_key_values=cache, logits_to_keep=1)
                 yield len(tokens)
-        finally:  # what was computed before an error, or before somebody interrupted, is whole
+        finally:  # even after an error or an interruption, the computed part is whole
             cache.flush()
 
 
@@ -146,17 +146,17 @@ class DocumentTokens:
     """The tokens of a document that all rows share, then tokens of each row's own, which are in no store."""
 
     def __init__(self, document: Document, rows: int, groups: int, capacity: int, dim: int, *, like: Any) -> None:
-        """``groups`` key-value heads of size ``dim``, ``capacity`` own tokens; ``like``: the model."""
+        """Make room for ``capacity`` own tokens: ``groups`` key-value heads of size ``dim``; ``like``: the model."""
         self.stored = StoredTokens([document] * rows)
         self.own = RecentTokens(rows, groups, capacity, dim, dtype=like.dtype, device=like.device)
         self.begun = 0.0
-        """When the last search began."""
+        """Time at which the last search began."""
         self._split = 0
 
     def search(self, queries: Tensor, top_k: int) -> Neighbours:
-        """The ``top_k`` tokens with the largest inner products for each of ``queries [B, H, T, D]``, best first.
+        """Return the ``top_k`` tokens with the largest inner products for each of ``queries [B, H, T, D]``, best first.
 
-        Raises what ``StoredTokens.search`` does.
+        Raises the errors of ``StoredTokens.search``.
         """
         self.begun = time.perf_counter()
         stored = self.stored.search(queries, top_k)
@@ -166,33 +166,33 @@ class DocumentTokens:
         return best_of_both(queries, stored, self.own.search(queries, top_k), top_k)
 
     def numbers_of(self, ids: Tensor) -> Tensor:
-        """Numbers of what the last search found, those of own tokens after those of the document; -1 for nothing."""
+        """Return token numbers for ``ids`` of the last search. Own tokens follow the document's; -1 for none."""
         ids = ids.cpu()
         theirs, own = torch.where(ids < self._split, ids, -1), torch.where(ids < self._split, -1, ids - self._split)
         after = len(self.stored.documents[0]) + self.own.numbers_of(own)
         return torch.where(own >= 0, after, self.stored.numbers_of(theirs))
 
     def append(self, tokens: Sequence[Tensor], keys: Tensor, values: Tensor) -> None:
-        """See ``RecentTokens``; the document does not change."""
+        """Add own tokens; see ``RecentTokens``. The document does not change."""
         self.own.append(tokens, keys, values)
 
     @property
     def added(self) -> list[int]:
-        """Own tokens that each row was given."""
+        """Return how many own tokens each row was given."""
         return self.own.added
 
     def reorder(self, rows: Tensor) -> None:
-        """See ``RecentTokens``: all rows share the document."""
+        """Reorder own tokens; see ``RecentTokens``. All rows share the document."""
         self.own.reorder(rows)
 
     def clear(self, row: int) -> None:
-        """See ``RecentTokens``; the document does not change."""
+        """Forget own tokens; see ``RecentTokens``. The document does not change."""
         self.own.clear(row)
 
 
 @torch.no_grad()
 def best_of_both(queries: Tensor, first: Neighbours, second: Neighbours, top_k: int) -> Neighbours:
-    """The ``top_k`` best of what two memories found for ``queries [B, H, T, D]``; those of ``first`` keep their ids."""
+    """Return the ``top_k`` best tokens of two memories for ``queries [B, H, T, D]``. Only ``first`` keeps its ids."""
     count = first.keys.shape[2]
     keys, values = (torch.cat([first[part].to(second[part]), second[part]], 2) for part in range(2))
     ids = torch.cat([first.ids, torch.where(second.ids < 0, -1, second.ids + count)], -1)

@@ -1,23 +1,23 @@
-"""A gated kNN layer in a stock Hugging Face causal LM, to be fine-tuned (Wu et al. 2022, section 3).
+"""A gated kNN layer in a stock Hugging Face causal LM, for fine-tuning (Wu et al. 2022, section 3).
 
-One attention layer also looks up single tokens of what the model has read, with the queries and keys that it has
-before positions are applied. What was found is mixed into the output of its heads.
+One attention layer also looks up single tokens of the text so far, with its queries and keys before positions are
+applied. The values found are mixed into the output of its heads.
 
 Deliberate: queries and keys keep their lengths, which the paper makes 1, and the scale of each head begins with the
-model's own. A trained model says by lengths which tokens matter; without them most of what can be gained is lost.
-The first token of a call that begins without a cache is never found: it is where heads rest that have nothing to do
-(Xiao et al. 2024), scores highly with nearly every query, and says nothing.
+model's own. In a trained model, lengths show which tokens matter. Without them most of the possible gain is lost. The
+first token of a call that begins without a cache is never found. Idle heads rest on it (Xiao et al. 2024): it scores
+highly with nearly every query, and says nothing.
 
 Deliberate: the paper's gate ``sigmoid(b)`` is nowhere 0, and where it nearly is, it learns nothing. Here it is
-``tanh(g)`` with ``g = 0``: logits are exactly what they were, and the gradient of the gate is not small. Everything
-else of the layer begins to learn as soon as its gate has moved. The gate may become negative.
+``tanh(g)`` with ``g = 0``: logits are exactly those of the stock model, and the gradient of the gate is not small.
+Everything else of the layer begins to learn as soon as its gate has moved. The gate may become negative.
 
-Reading a text into a memory of single tokens with a stock model that has a kNN layer, and asking it later.
+The module also reads a text into a memory of single tokens with such a model, and queries it later.
 
-What is kept is what the layer looks up, its keys and values before positions. They depend on the layers below, which
-look nothing up: so reading searches for nothing, and runs no further than the layer. A text is read in the segments
-that the model was trained with. The first token of a call is never found (see ``stock``), so each segment is read after
-one token of context: the last one of the segment before, or the text's first token once more.
+The memory keeps the keys and values of that layer, before positions. They depend on the layers below, which look
+nothing up. So reading searches for nothing, and stops at the layer. A text is read in the segments that the model was
+trained with. The first token of a call is never found, so each segment is read after one token of context. That is the
+last token of the segment before, or for the first segment the text's first token again.
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ from memstore.readers.observer import Choices, Origin
 from memstore.readers.reader import Reader
 
 NAME = "knn_memory"
-"""What the memory is called in its layer, and its settings in the configuration of the model."""
-# A method of the model that `generate` asks for where beams change places. Without it the cache followed the beams and
-# the memory did not, so that a beam looked up what another one had said.
+"""The name of the memory in its layer, and of its settings in the model's configuration."""
+# `generate` calls this method of the model when beams change places. Without it the cache would follow the beams and
+# the memory would not, so a beam would look up the tokens of another.
 REORDERS = "_reorder_cache"
-"""What transformers asks a model for, where beams change their places."""
+"""Method that transformers calls on a model when beams change their places."""
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 
 class _PassEnd(Exception):
-    """Ends a forward pass whose first layers were all that was wanted."""
+    """Ends a forward pass when only its first layers are needed."""
 
 
 class KNNMemory(nn.Module):
     """The gate, the scale and the memory that ``add_knn_memory`` puts into an attention layer."""
 
     memory: RecentTokens | DocumentTokens | None
-    """What can be found; None before the first call."""
+    """The tokens that can be found; None before the first call."""
 
     def __init__(self, heads: int, groups: int, dim: int, *, memory_size: int, top_k: int) -> None:
         super().__init__()
@@ -80,26 +80,26 @@ class KNNMemory(nn.Module):
         check_sizes(self, ("memory_size",), least=0)
         check_sizes(self, ("top_k",))
         self.gate = nn.Parameter(torch.zeros(heads))
-        """``tanh(gate)`` is the part of what was found."""
+        """``tanh(gate)`` is the part of the values found."""
         self.scale = nn.Parameter(torch.zeros(heads))
-        """The logarithm of the factor on the model's own scores, of each head."""
+        """The logarithm of each head's factor on the model's own scores."""
         self.memory = None
         self.beginning: Callable[[int], DocumentTokens] | None = None
-        """Makes what so many rows can find from their first call on; None: nothing."""
+        """Makes the memory of so many rows at their first call; None: it begins empty."""
         self.found: Callable[..., None] | None = None
-        """Told what was found in each call; see ``KNNChoice``."""
+        """Called with the tokens found in each call; see ``KNNChoice``."""
         self._kept: Tensor
         self._shown: Tensor
         self._around: list[nn.Module] = []  # its layer; in a list, since it is no part of this module
         self._seen: dict[str, Tensor] = {}
         self._waiting: tuple[Tensor, Tensor, Tensor] | None = None
         self._handles: list[RemovableHandle] = []
-        self._before = self._given = 0  # tokens in the cache before the present call, and after the last one
+        self._before = self._given = 0  # tokens in the cache before this call, and after the last one
 
     def clear(self, row: int | None = None) -> None:
-        """Forget a row, where another document begins, or all of them, such as for a batch of another size.
+        """Forget a row when another document begins, or all rows, such as for a batch of another size.
 
-        Raises ``InvalidArgument`` for a row that is not there.
+        Raises ``InvalidArgument`` for a row that does not exist.
         """
         if row is None:
             self.memory, self._waiting, self._given = None, None, 0
@@ -109,13 +109,13 @@ class KNNMemory(nn.Module):
             self.memory.clear(row)
 
     def reorder(self, rows: Tensor) -> None:
-        """Let row ``b`` be what row ``rows[b]`` was; rows may be dropped, or repeated to generate several times."""
+        """Let row ``b`` continue from row ``rows[b]``. Rows may be dropped, or repeated to generate several times."""
         self._store()
         if self.memory is not None:
             self.memory.reorder(rows)
 
     def remembered(self) -> dict[str, Tensor]:
-        """All that can be found, as tensors; nothing before the first call."""
+        """Return all tokens that can be found, as tensors; nothing before the first call."""
         self._store()
         if isinstance(self.memory, DocumentTokens):
             raise InvalidArgument(
@@ -124,7 +124,7 @@ class KNNMemory(nn.Module):
         return {} if self.memory is None else self.memory.state_dict()
 
     def remember(self, state: dict[str, Tensor]) -> None:
-        """The inverse of ``remembered``. Raises ``InvalidArgument`` for the memory of another size."""
+        """Restore the result of ``remembered``. Raise ``InvalidArgument`` for a memory of another size."""
         self.clear()
         if not state:
             return
@@ -140,7 +140,7 @@ class KNNMemory(nn.Module):
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Forget everything, and what finds and tells, for the length of a ``with`` block."""
+        """Put aside the memory, and the functions that find and report, for the length of a ``with`` block."""
         self._store()
         before, self.memory, self._given = (self.memory, self._given), None, 0
         try:
@@ -151,7 +151,7 @@ class KNNMemory(nn.Module):
             self.memory, self._given = before
 
     def states(self, model: nn.Module, tokens: Tensor) -> States:
-        """Keys and values ``[1, G, n, D]`` of ``tokens [n]``, read by themselves; ``model`` runs up to this layer."""
+        """Return keys and values ``[1, G, n, D]`` of ``tokens [n]``, read alone. ``model`` runs up to this layer."""
         seen: dict[str, Tensor] = {}
 
         def enough(*_: object) -> None:
@@ -171,12 +171,12 @@ class KNNMemory(nn.Module):
         return keys, values
 
     def weights_of(self, q: Tensor, k: Tensor, mask: Tensor, found: Neighbours) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - the window has a softmax of its own
-        """As that of ``KNNAttention``: scores of what was found and its parts of the output; gates may be negative."""
+        """Return scores and output parts of the tokens found; see ``KNNAttention``. Gates may be negative."""
         scores = (self.scale.exp() * self.dim**-0.5)[:, None, None] * products(q, found.keys, found.ids)
         return scores, scores.softmax(-1).nan_to_num() * self.gate.tanh()[:, None, None]
 
     def place(self, model: nn.Module, attention: nn.Module) -> None:
-        """Put it into ``attention``, a layer of ``model``."""
+        """Put the memory into ``attention``, a layer of ``model``."""
         attention.register_module(NAME, self)
         self._around.append(attention)
         self._handles.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
@@ -186,7 +186,7 @@ class KNNMemory(nn.Module):
         setattr(model, REORDERS, self._follow)
 
     def remove(self, model: nn.Module, attention: nn.Module) -> None:
-        """Take it out again."""
+        """Take the memory out again."""
         for handle in self._handles:
             handle.remove()
         delattr(attention, NAME)
@@ -194,7 +194,7 @@ class KNNMemory(nn.Module):
         self._around.clear()
 
     def _begin(self, module: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:  # noqa: ARG002
-        """A call begins: what the one before has read can be found from now on, its backward pass being over."""
+        """Begin a call. Tokens of the call before can be found from now on, because its backward pass is over."""
         ids = named.get("input_ids", arguments[0] if arguments else named.get("inputs_embeds"))
         if ids is None:
             raise InvalidArgument("a model with a memory needs input_ids or inputs_embeds")
@@ -224,17 +224,17 @@ class KNNMemory(nn.Module):
         self._seen[name] = out
 
     def _follow(self, past: Any, rows: Tensor) -> Any:
-        """``generate`` goes on with other beams: rows of its cache and of the memory stay those of one text."""
+        """Follow the beams of ``generate``, so that rows of its cache and of the memory belong to the same text."""
         past.reorder_cache(rows)
         self.reorder(rows)
         return past
 
-    # Queries and keys keep their lengths, unlike those of a Memorizing Transformer: weights do not change here, and
-    # what a trained model says by lengths is most of what its heads can gain (gradients of closed gates are four times
-    # as large at layer 24 of SmolLM2-135M). One softmax over memory and window would give the memory nine tenths for
-    # nearly every token.
+    # Queries and keys keep their lengths, unlike those of a Memorizing Transformer: weights do not change here. In a
+    # trained model lengths carry most of what its heads can gain (gradients of closed gates are four times as large at
+    # layer 24 of SmolLM2-135M). One softmax over memory and window would give the memory nine tenths for nearly every
+    # token.
     def _mix(self, module: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:  # noqa: ARG002
-        """Mix what was found into the heads ``[B, T, H * D]`` that the layer is about to add up."""
+        """Mix the values found into the heads ``[B, T, H * D]``, before the layer adds them up."""
         (heads,) = arguments
         q = _split(self._seen["q_proj"], self.heads)
         k, v = (_split(self._seen[name], self.groups).detach() for name in PROJECTIONS[1:3])
@@ -261,38 +261,38 @@ class KNNMemory(nn.Module):
         local = _split(heads, self.heads)
         return (merged(local + part * (far - local)),)
 
-    # What a segment begins with is not remembered: heads that have nothing to do rest on the first token of a call, so
-    # it is among the nearest of nearly every query, and a larger memory did harm.
+    # The first token of a segment is not stored: idle heads rest on the first token of a call. So it is among the
+    # nearest of nearly every query, and a larger memory did harm.
     def _store(self) -> None:
-        """Put what is waiting into the memory."""
+        """Put the waiting tokens into the memory."""
         if self._waiting is None:
             return
         keys, values, kept = self._waiting
         self._waiting = None
         assert self.memory is not None, "searched before anything waits"
-        # Tokens in front, what is left out behind: a row's first ones are stored.
+        # Kept tokens go first, the others last: a row's first ones are stored.
         order = (~kept).int().argsort(dim=1, stable=True)[:, None, :, None].expand_as(keys)
         numbers = [torch.arange(count) for count in kept.sum(1).tolist()]
         self.memory.append(numbers, keys.gather(2, order), values.gather(2, order))
 
 
 def add_knn_memory(model: PreTrainedModel, layer: int = -4, *, memory_size: int = 8192, top_k: int = 32) -> KNNMemory:
-    """Let an attention layer of ``model`` look up tokens of what was read before; fine-tune it to make use of them.
+    """Let an attention layer of ``model`` look up tokens of earlier text. Fine-tune the model to make use of them.
 
-    Logits are unchanged at the start. Give a document segment by segment, each in a call, one document in each row, and
-    call ``clear`` where another document begins. Of a segment all but the first token can be found later, and so can
-    what ``generate`` has read; its beams have memories of their own. The parameters are trained and saved with the
-    model's, and ``load_knn_memory`` loads them; ``memstore.train.train_stock_memory`` trains them.
+    Logits are unchanged at the start. Pass a document segment by segment, each in a call, one document in each row.
+    Call ``clear`` when another document begins. All tokens of a segment except the first can be found later, and so can
+    those that ``generate`` has read. Its beams have memories of their own. The parameters are trained and saved with
+    the model's, and ``load_knn_memory`` loads them. ``memstore.train.train_stock_memory`` trains them.
 
     Args:
         model: a causal LM whose attention layers have q_proj, k_proj, v_proj and o_proj, such as Llama, Mistral, Qwen.
-        layer: of the attention layers; negative numbers count from the last, as 9 of 12 in the paper is -4.
-        memory_size: tokens of each row that can be found; the oldest ones leave. 0: none.
+        layer: index of an attention layer; negative numbers count from the last, so 9 of 12 in the paper is -4.
+        memory_size: tokens of each row that can be found; the oldest leave first. 0: none.
         top_k: tokens that each query of each head looks up.
 
     Raises:
         UnsupportedModel: a model without such layers.
-        InvalidArgument: a layer that is not there, a number that is too small, or a second memory.
+        InvalidArgument: the layer does not exist, a number is too small, or the model has a memory already.
     """
     layers = _attentions(model)
     if layer not in range(-len(layers), len(layers)):
@@ -311,10 +311,10 @@ def add_knn_memory(model: PreTrainedModel, layer: int = -4, *, memory_size: int 
 
 
 def load_knn_memory(folder: str | Path, **options: Any) -> tuple[PreTrainedModel, KNNMemory]:
-    """The model in ``folder``, in evaluation mode, with the memory that it was saved with, and which is empty now.
+    """Load the model in ``folder`` in evaluation mode, with the memory it was saved with, which is empty now.
 
-    ``options`` are for ``AutoModelForCausalLM.from_pretrained``; code in the folder is not run unless they say so.
-    Raises ``NotFound`` where there is no model, ``InvalidArgument`` for one without a memory, ``DamagedError`` for one
+    ``options`` are for ``AutoModelForCausalLM.from_pretrained``. Code in the folder is not run unless they allow it.
+    Raises ``NotFound`` if there is no model, ``InvalidArgument`` for one without a memory, ``DamagedError`` for one
     that is not whole.
     """
     if not (Path(folder) / "config.json").exists():
@@ -337,7 +337,7 @@ def load_knn_memory(folder: str | Path, **options: Any) -> tuple[PreTrainedModel
 
 
 def _saved(folder: Path) -> dict[str, Tensor]:
-    """The parameters of the memory in the files of a saved model. Raises ``DamagedError`` where they are missing."""
+    """Return the memory's parameters from the files of a saved model. Raise ``DamagedError`` if they are missing."""
     state = {}
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -353,7 +353,7 @@ def _saved(folder: Path) -> dict[str, Tensor]:
 
 
 def knn_memory_of(model: PreTrainedModel) -> KNNMemory:
-    """What ``add_knn_memory`` put into ``model``. Raises ``InvalidArgument`` where there is nothing."""
+    """Return the memory that ``add_knn_memory`` put into ``model``. Raise ``InvalidArgument`` if there is none."""
     for attention in _attentions(model):
         memory = getattr(attention, NAME, None)
         if isinstance(memory, KNNMemory):
@@ -362,7 +362,7 @@ def knn_memory_of(model: PreTrainedModel) -> KNNMemory:
 
 
 def remove_knn_memory(model: PreTrainedModel) -> None:
-    """Take out what ``add_knn_memory`` put in. Raises ``InvalidArgument`` where there is nothing."""
+    """Remove the memory that ``add_knn_memory`` put in. Raise ``InvalidArgument`` if there is none."""
     memory = knn_memory_of(model)
     memory.remove(model, next(each for each in _attentions(model) if getattr(each, NAME, None) is memory))
     delattr(model.config, NAME)
@@ -383,7 +383,7 @@ def _attentions(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _split(x: Tensor, heads: int) -> Tensor:
-    """``[B, T, H * D]`` as ``[B, H, T, D]``."""
+    """Return ``[B, T, H * D]`` as ``[B, H, T, D]``."""
     heads_apart: Tensor = x.unflatten(-1, (heads, -1))
     return heads_apart.transpose(1, 2)
 
@@ -395,8 +395,7 @@ SEGMENT = 512
 class KNNReader(Reader):
     """A document of a memory, and the stock model with a kNN layer that reads it.
 
-    A call that begins without a cache finds the document, and not what was said before; ``block_size``: of a new
-    memory, 64.
+    A call that begins without a cache finds the document, but not earlier calls. ``block_size``: of a new memory, 64.
     """
 
     kind = KNN
@@ -405,7 +404,7 @@ class KNNReader(Reader):
         super().__init__(*given, **options)
         self._block_size = block_size
         self._layer, self._settings = knn_memory_of(self.model), getattr(self.model.config, NAME)
-        self._asked = True  # by whoever uses the model, not by reading
+        self._asked = True  # by the user of the model, not by reading
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
         layer, number, size = self._layer, self._settings["layer"], BLOCK_SIZE if made is None else made.block_size
@@ -424,14 +423,14 @@ class KNNReader(Reader):
         layer = self._layer
         if layer.beginning is not None:
             raise InvalidArgument("this model has a memory attached already; leave that block first")
-        stack.enter_context(layer.set_aside())  # what it remembers of the texts before is there again afterwards
+        stack.enter_context(layer.set_aside())  # the layer's memory of earlier texts comes back afterwards
         layer.beginning, layer.found = self._beginning, self._tell
         # Before the layer's own hook, which compares the rows of the batch with those of its memory.
         hook = self.model.register_forward_pre_hook(self._begin_call, with_kwargs=True, prepend=True)
         stack.callback(hook.remove)
 
     def _beginning(self, rows: int) -> DocumentTokens:
-        """What a call that begins without a cache can find."""
+        """Return the tokens that a call that begins without a cache can find."""
         layer = self._layer
         own = max(1, layer.memory_size, self._segment_tokens)
         tokens = DocumentTokens(self._continued(), rows, layer.groups, own, layer.dim, like=self.model)
@@ -450,7 +449,7 @@ class KNNReader(Reader):
             observer.begin(None if ids is None else ids[0], fresh=fresh)
 
     def _tell(self, **found: Any) -> None:
-        """Tell the observers what the layer found."""
+        """Report to the observers what the layer found."""
         origin = Origin(self.document, self.model.device)
         for observer in self.observers:
             observer.choice(KNNChoice(self._settings["layer"], attention=self._layer, origin=origin, **found))
@@ -472,7 +471,7 @@ class KNNReader(Reader):
             yield len(tokens)
 
     def _before(self, document: Document, tokens: Tensor) -> Tensor:
-        """What is read before ``tokens``: a token of context, and what the document has of their segment already."""
+        """Return the tokens read before ``tokens``: a token of context, and the stored part of their segment."""
         size, count = document.memory.spec.block_size, len(document)
         first = count // self._segment_tokens * self._segment_tokens
         if not count:
@@ -486,14 +485,14 @@ class KNNReader(Reader):
         return {"mechanism": "knn", "layers": [self._settings["layer"]], "heads": layer.heads, "top_k": layer.top_k}
 
     def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
-        """By the tokens that the last one looks up: a block's score is that of its best token, a mean over heads."""
+        """Search by the lookups of the last token. A block's score is that of its best token, as a mean over heads."""
         own = self._settings["layer"]
         if layer not in (None, own):
             raise InvalidArgument(f"only layer {own} of this model looks tokens up, not {layer}")
         if not self.document.complete_blocks:
             return []
         asked = Choices(KNNChoice, lambda choice: choice.queries[0, :, -1:].float().cpu())
-        usual, self.observers[:] = list(self.observers), [asked]  # nobody else is told
+        usual, self.observers[:] = list(self.observers), [asked]  # nobody else is notified
         try:
             with evaluating(self.model):
                 self.model(query.tokens[None].to(self.model.device), use_cache=False)

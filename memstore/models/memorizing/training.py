@@ -1,8 +1,8 @@
-"""Keys that are stored while training grow old: how far they are from those of the present weights, and new ones.
+"""Training with a memory, whose stored keys grow old: measure how far they are from the present ones, and renew them.
 
-Wu et al. 2022, section 3.2: the memory keeps what earlier weights computed, and keys of length 1 shift less. Keys of
-the layer with the memory depend on the windows of the layers below it and on nothing that was retrieved, so they are
-computed again from the tokens alone.
+Wu et al. 2022, section 3.2: the memory keeps keys that earlier weights computed, and keys of length 1 shift less. Keys
+of the layer with the memory depend on the windows of the layers below it, and on nothing that was retrieved. So they
+can be computed again from the tokens alone.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from memstore.train.training import Training, load_weights
 def key_shift(
     model: MemorizingForCausalLM, memory: RecentTokens, texts: Sequence[Tensor], *, oldest: int | None = None
 ) -> float | None:
-    """1 minus the mean cosine of the keys in ``memory`` and those of the present weights; None if it has no token.
+    """Return 1 minus the mean cosine of keys in ``memory`` and keys of the present weights; None without tokens.
 
-    ``texts`` are for each row what was read of its document ``[n]``, all of it; empty for rows that are left out. Only
-    the ``oldest`` tokens of a row are compared, all if None. Raises ``InvalidArgument`` for texts that are shorter than
-    what the memory has of them.
+    ``texts`` are, for each row, all tokens read of its document ``[n]``; empty for rows that are left out. Only the
+    ``oldest`` tokens of a row are compared, or all if None. Raises ``InvalidArgument`` for texts that are shorter than
+    their part in the memory.
     """
     cosines = []
     for row, text in enumerate(texts):
@@ -78,7 +78,7 @@ def refresh(model: MemorizingForCausalLM, memory: RecentTokens, texts: Sequence[
 
 @torch.no_grad()
 def present_states(model: MemorizingForCausalLM, text: Tensor, numbers: range) -> States:
-    """Keys and values ``[G, len(numbers), D]`` of the memory's layer for some tokens of the document ``text [n]``.
+    """Return keys and values ``[G, len(numbers), D]`` of the memory's layer for tokens of the document ``text [n]``.
 
     Only tokens that these depend on are read: a window for each layer below.
     """
@@ -107,41 +107,41 @@ def _slots(memory: RecentTokens, numbers: range) -> Tensor:
 
 
 NO_LABEL = -100
-"""What transformers' losses leave out."""
+"""Label that transformers' losses leave out."""
 
 
 class _Segment(NamedTuple):
-    """What a row reads in one step."""
+    """The part of a document that a row reads in one step."""
 
     tokens: Tokens
-    """At most a window of them, and the one after the last: each is predicted from those before it."""
+    """At most a window of tokens, and the next one. Each is predicted from those before it."""
     begins: bool
-    """Whether it is the first of its document."""
+    """Whether the segment is the first of its document."""
 
 
-# Which document a row reads at which step is worked out beforehand, from the seed: so the Trainer may skip batches when
-# it goes on, several processes read what the rows of one would, and what a row has read until now can be had again for
-# a refresh without keeping it.
+# The seed decides beforehand which document a row reads at which step. So the Trainer may skip batches when it
+# continues, and several processes read what the rows of one would. A refresh can also get the tokens that a row has
+# read so far, without keeping them.
 class Streams(Dataset[_Segment]):
-    """Segments of documents in the order of training: item ``n`` is that of row ``n % rows`` at step ``n // rows``.
+    """Segments of documents in the order of training: item ``n`` is row ``n % rows`` at step ``n // rows``.
 
-    A row that has read its document takes the next of a shuffled pass, and of the pass after it.
+    A row that has read its document takes the next of a shuffled pass, and then of the pass after it.
     """
 
     def __init__(self, documents: Sequence[Tokens], *, window: int, rows: int, steps: int, seed: int) -> None:
-        """``documents`` have at least two tokens each."""
+        """Plan the steps for ``documents``, which have at least two tokens each."""
         self.rows = rows
         self._documents = documents
         self._window = window
         self._steps = steps
         segments = [segments_of(each, window) for each in documents]
         self.facts = {"documents": len(documents), "segments": sum(segments)}
-        """How much there is to read."""
+        """The number of documents and segments."""
         self._turns = _turns(segments, rows, steps, seed)
 
     @classmethod
     def of(cls, texts: Iterable[Tokens], optimisation: Optimisation, *, window: int, processes: int, end: int) -> Self:
-        """The batches of a training on ``texts``, each closed by the token ``end``; see ``shared_out``."""
+        """Return the batches of a training on ``texts``, each closed by the token ``end``; see ``shared_out``."""
         rows = optimisation.batch * processes
         documents = shared_out(texts, rows, end)
         segments = sum(segments_of(each, window) for each in documents)
@@ -157,7 +157,7 @@ class Streams(Dataset[_Segment]):
         return _Segment(document[start : start + self._window + 1], start == 0)
 
     def before(self, row: int, step: int) -> Tensor:
-        """What ``row`` has read of its document before ``step``, or of the one that it has just finished."""
+        """Return the tokens that ``row`` read before ``step`` of its document, or of the one it has just finished."""
         if step == 0:
             return torch.empty(0, dtype=torch.int64)
         document, start = self._place(row, step - 1)
@@ -169,12 +169,12 @@ class Streams(Dataset[_Segment]):
 
 
 def segments_of(document: Tokens, window: int) -> int:
-    """Steps that a document takes; nothing follows its last token, which is only predicted."""
+    """Return the steps that a document takes. Nothing follows its last token, which is only predicted."""
     return math.ceil((len(document) - 1) / window)
 
 
 def _turns(segments: Sequence[int], rows: int, steps: int, seed: int) -> list[list[tuple[int, int]]]:
-    """For each row the steps at which documents begin, and which they are."""
+    """Return for each row the steps at which documents begin, and the numbers of these documents."""
     turns: list[list[tuple[int, int]]] = [[] for _ in range(rows)]
     order = _shuffled(len(segments), seed)
     free = [(0, row) for row in range(rows)]
@@ -194,22 +194,22 @@ def _shuffled(count: int, seed: int) -> Iterator[int]:
 
 
 def shared_out(documents: Iterable[Tokens], rows: int, end: int) -> list[Tokens]:
-    """``documents``, each closed by the token ``end``, for so many ``rows`` to stream.
+    """Return ``documents``, each closed by the token ``end``, for ``rows`` rows to stream.
 
-    One that is longer than a row's part of the whole is cut, for otherwise several rows would read the same at once.
-    Raises ``InvalidArgument`` where there is nothing.
+    A document that is longer than a row's part of the whole is cut. Otherwise several rows would read the same at once.
+    Raises ``InvalidArgument`` if there are no tokens.
     """
     closed = [np.append(document, np.int32(end)) for document in documents]
     if not closed:
         raise InvalidArgument("the texts have no tokens: give texts that are not empty")
-    part = max(2, math.ceil(sum(map(len, closed)) / rows))  # of one token nothing is predicted
+    part = max(2, math.ceil(sum(map(len, closed)) / rows))  # from one token nothing is predicted
     parts = [each for whole in closed for each in np.array_split(whole, math.ceil(len(whole) / part))]
     return [each for each in parts if len(each) > 1]
 
 
-# Labels are shifted over the whole document, not within segments, where a token in each window would go unlearned.
+# Labels are shifted over the whole document. Shifted within segments, a token in each window would go unlearned.
 def collate(segments: list[_Segment], window: int, padding: int) -> dict[str, Tensor]:
-    """A batch of segments, the shorter ones with ``padding`` behind; ``begins [B]`` says where documents begin."""
+    """Return a batch of segments, with ``padding`` after the shorter ones; ``begins [B]`` marks new documents."""
     ids = torch.full((len(segments), window), padding)
     labels = torch.full_like(ids, NO_LABEL)
     mask = torch.zeros_like(ids)
@@ -223,32 +223,32 @@ def collate(segments: list[_Segment], window: int, padding: int) -> dict[str, Te
 
 
 class _StreamTrainer(MemoryTrainer):
-    """Trains on the batches of ``Streams``. Subclasses say what the memory is; checkpoints hold it too."""
+    """Trains on the batches of ``Streams``. Subclasses define the memory, which checkpoints hold too."""
 
     clear: Callable[[int], None]
-    """Forget what a row has read, where another document begins."""
+    """Forgets the text of a row when another document begins."""
     remembered: Callable[[], dict[str, Tensor]]
-    """What all rows have read, as tensors."""
+    """Returns the texts of all rows, as tensors."""
     remember: Callable[[dict[str, Tensor]], None]
     """The inverse of ``remembered``."""
     passed: dict[str, Any]
-    """What the model gets beside a batch."""
+    """Arguments of the model beside a batch."""
 
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
-        """The loss of a segment of each row; a row where a document begins forgets the one before."""
+        """Return the loss of a segment of each row. A row where a document begins forgets the one before."""
         given = dict(inputs)
         for row in given.pop("begins").nonzero().flatten().tolist():
             self.clear(row)
         return super().compute_loss(model, given | self.passed, return_outputs, num_items_in_batch)
 
     def keep(self, checkpoint: Path) -> None:
-        """The memory."""
+        """Save the memory."""
         save_file(self.remembered(), self._file(checkpoint))
 
     def resume(self, checkpoint: Path) -> None:
-        """The memory. Raises ``DamagedError`` where it is not whole."""
+        """Load the memory. Raise ``DamagedError`` if it is not whole."""
         path = self._file(checkpoint)
         try:
             state = load_file(path, device=str(self.args.device))
@@ -263,9 +263,9 @@ class _StreamTrainer(MemoryTrainer):
         return checkpoint / f"memory-{self.args.process_index}.safetensors"
 
 
-# 1 minus the mean cosine of keys as stored and as the present weights compute them. Keys of the layer with the memory
-# do not depend on what was retrieved, so only tokens within a window for each layer below are read again: for the two
-# oldest windows of one row that costs a fraction of a step.
+# 1 minus the mean cosine of stored keys and keys of the present weights. Keys of the layer with the memory do not
+# depend on what was retrieved, so only tokens within a window for each layer below are read again. For the two oldest
+# windows of one row that costs a fraction of a step.
 COMPARED_WINDOWS = 2
 """Windows of the oldest keys that a line of the log compares with present ones: a small part of a step's time."""
 
@@ -276,7 +276,7 @@ class MemorizingTrainer(_StreamTrainer):
     def __init__(
         self, run: Run, model: Any, *rest: Any, data: Streams, refresh_every: int | None = None, **options: Any
     ) -> None:
-        """``refresh_every``: steps after which all that is in the memory is computed again; None: never."""
+        """Recompute the whole memory after every ``refresh_every`` steps; None: never."""
         if refresh_every is not None and refresh_every < 1:
             raise InvalidArgument(f"refresh_every must be at least 1, got {refresh_every}")
         super().__init__(run, model, *rest, data=data, **options)
@@ -288,7 +288,7 @@ class MemorizingTrainer(_StreamTrainer):
         self._refreshed = 0
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """See ``MemoryTrainer``; before it the memory is refreshed where it is time."""
+        """Refresh the memory when it is time, then train a step; see ``MemoryTrainer``."""
         step = self.state.global_step
         if self.refresh_every is not None and step % self.refresh_every == 0 and step != self._refreshed:
             self._refreshed = step
@@ -297,14 +297,14 @@ class MemorizingTrainer(_StreamTrainer):
         return super().training_step(model, inputs, num_items_in_batch)
 
     def texts(self, rows: int | None = None) -> list[Tensor]:
-        """What the first ``rows`` rows of this process have read of their documents until now; all rows if None."""
+        """Return the tokens that the first ``rows`` rows (None: all) of this process have read of their documents."""
         batch = self.args.per_device_train_batch_size
         first = self.args.process_index * batch
         step = self.state.global_step * self.args.gradient_accumulation_steps
         return [self.streams.before(first + row, step) for row in range(batch if rows is None else rows)]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Add how far the oldest keys of the first row have shifted."""
+        """Add to the log how far the oldest keys of the first row have shifted."""
         if "loss" in logs and isinstance(self.cache.memory, RecentTokens):
             oldest = COMPARED_WINDOWS * self.trained.config.window
             shift = key_shift(self.trained, self.cache.memory, self.texts(rows=1), oldest=oldest)
@@ -314,7 +314,7 @@ class MemorizingTrainer(_StreamTrainer):
 
 
 LATE_GATE = -2.0
-"""Where the gates of a model begin that was trained without a memory: an eighth of what is found."""
+"""First value of the gates of a model that was trained without a memory. It lets an eighth of the memory through."""
 
 
 def train_on_documents(
@@ -330,20 +330,20 @@ def train_on_documents(
     optimisation: Optimisation | None = None,
     runtime: Runtime | None = None,
 ) -> Report:
-    """Train on documents, a window of each in a step; the report, with the model in ``out``.
+    """Train on documents, one window of each in a step. Return the report; the model is in ``out``.
 
     Args:
         texts: see ``Documents``; each file, and each row of a dataset, is a document.
-        out: a new folder, or that of the same run, which then goes on.
-        config: the model's; the preset ``tiny`` if None. With a tokenizer given, its vocabulary replaces the config's.
-        tokenizer: a folder; if None, that of ``init``, or one is trained on the texts.
+        out: a new folder, or the folder of the same run, which then continues.
+        config: the model's; the preset ``tiny`` if None. The size of a given tokenizer's vocabulary replaces its own.
+        tokenizer: a folder; if None, that of ``init``, or a new tokenizer is trained on the texts.
         init: the folder of a Memorizing Transformer to start from, instead of ``config``.
-        memory_size: tokens that can be found, as the configuration says if None; also where ``init`` was trained with
-            fewer or none, which the paper finds to catch up soon. After none, gates begin nearly closed.
+        memory_size: tokens that can be found; as configured if None. ``init`` may have had fewer or none in
+            training; the paper finds that it soon catches up. After none, gates begin nearly closed.
         refresh_every: steps after which the memory is computed again with the present weights; None: never.
-        column: of a dataset.
-        optimisation: what decides the result; ``batch`` is the number of rows, each of which streams documents.
-        runtime: what does not.
+        column: the text column of a dataset.
+        optimisation: options that decide the result; ``batch`` is the number of rows; each row streams documents.
+        runtime: options that do not.
     """
     optimisation, runtime = optimisation or Optimisation(), runtime or Runtime()
     start = starting(config, init, tokenizer, family=MEMORIZING)
@@ -378,7 +378,7 @@ def _with_memory(start: Start, memory_size: int) -> Start:
 
 @torch.no_grad()
 def _close_gates(model: MemorizingForCausalLM) -> None:
-    """Let little of the memory through at first: its layer has learned to do without."""
+    """Let little of the memory through at first, because its layer was trained without one."""
     gate = cast("KNNAttention", cast("Any", model.model.layers)[model.config.memory_layer].attention).gate
     if gate is not None:
         gate.fill_(LATE_GATE)
@@ -401,7 +401,7 @@ def _on_documents(opened: Session, start: Start, documents: Documents, refresh_e
 def _streaming(
     opened: Session, kind: Any, model: Any, tokenizer: Any, documents: Documents, window: int, end: int, **own: Any
 ) -> tuple[Any, dict[str, int]]:
-    """A trainer of ``kind`` for ``documents``, each closed by the token ``end``, and how much there is to read."""
+    """Return a trainer of ``kind`` for ``documents``, each closed by the token ``end``, and the amount of text."""
     wanted = opened.optimisation
     shape = {"window": window, "processes": opened.state.num_processes, "end": end}
     data = Streams.of(encoded(documents, tokenizer), wanted, **shape)
@@ -411,9 +411,9 @@ def _streaming(
 
 
 LAYER = -6
-"""Of the layers of SmolLM2-135M, the one whose heads gain most."""
+"""The layer of SmolLM2-135M whose heads gain most, counted from the last."""
 RATE = 0.1
-"""Learning rate of gates and scales, which are few and begin at 0."""
+"""Learning rate of gates and scales. They are few and begin at 0."""
 
 
 class StockTrainer(_StreamTrainer):
@@ -426,11 +426,11 @@ class StockTrainer(_StreamTrainer):
         self.passed = {"use_cache": False}
 
     def finish(self) -> None:
-        """Let the model be saved as it is."""
+        """Make the model ready to be saved as it is."""
         self.memory.clear()
 
 
-# Weights that learn too would learn the style of the texts, and nobody could tell what the memory is worth; so without
+# Weights that learn too would learn the style of the texts, and nobody could see what the memory is worth. So without
 # its memory the model is bit for bit the stock one.
 def train_stock_memory(
     texts: Sequence[Folder],
@@ -445,21 +445,21 @@ def train_stock_memory(
     optimisation: Optimisation | None = None,
     runtime: Runtime | None = None,
 ) -> Report:
-    """Give the model in ``init`` a memory, and train its gates on documents; the report, with the model in ``out``.
+    """Give the model in ``init`` a memory and train its gates on documents. Return the report; the model is in ``out``.
 
     ``memstore.models.memorizing.load_knn_memory`` loads the result.
 
     Args:
         texts: see ``Documents``; each file, and each row of a dataset, is a document.
-        out: a new folder, or that of the same run, which then goes on.
+        out: a new folder, or the folder of the same run, which then continues.
         init: the folder of a stock causal LM, with its tokenizer.
-        layer: see ``add_knn_memory``, as ``memory_size`` and ``top_k``. To be named for models of fewer than 6 layers.
+        layer: see ``add_knn_memory``, also for ``memory_size`` and ``top_k``. Required below 6 layers.
         memory_size: tokens that can be found.
-        window: tokens of a segment, which the model sees in a call, beside what it finds.
+        window: tokens of a segment. The model sees them in a call, with the tokens it finds.
         top_k: tokens that each query of each head looks up.
-        column: of a dataset.
-        optimisation: what decides the result; ``batch`` is the number of rows, each of which streams documents.
-        runtime: what does not.
+        column: the text column of a dataset.
+        optimisation: options that decide the result; ``batch`` is the number of rows; each row streams documents.
+        runtime: options that do not.
     """
     optimisation, runtime = optimisation or Optimisation(learning_rate=RATE), runtime or Runtime()
     if min(memory_size, window) < 1:
@@ -492,7 +492,7 @@ def _stock_on_documents(
 
 
 def _closed(init: Folder, window: int, settings: dict[str, int]) -> tuple[Any, KNNMemory]:
-    """The stock model with a memory whose gates are closed, and with nothing else to train."""
+    """Return the stock model with a memory whose gates are closed. Nothing else is trained."""
     model = load_weights(AutoModelForCausalLM, init)
     if hasattr(model.config, "knn_memory"):
         raise InvalidArgument(f"the model {init} has a memory already: start from the stock model that it was made of")
@@ -509,13 +509,13 @@ def _closed(init: Folder, window: int, settings: dict[str, int]) -> tuple[Any, K
 
 
 _MODEL = {"vocabulary": "vocab_size", "window": "window", "top_k": "retrieval_top_k", "memory_size": "memory_size"}
-"""Options that a model is made of, and their names in its configuration."""
+"""Options that define a model, and their names in its configuration."""
 _OF_STOCK = {*OPTIMISATION, "init", "layer", "memory_size", "window", "top_k", "column"}
 """Options for the memory of a stock model."""
 
 
 def train(options: MemorizingTraining, runtime: Runtime) -> dict[str, Any]:
-    """What ``memstore train memorizing`` does. Raises ``InvalidArgument`` for options that do not belong together."""
+    """Run ``memstore train memorizing``. Raise ``InvalidArgument`` for options that do not belong together."""
     given, texts = options.given(), options.text or []
     if options.init is not None and not MEMORIZING.has(options.init):
         refuse_unfit(given, _OF_STOCK, "a stock model")
@@ -530,7 +530,7 @@ def train(options: MemorizingTraining, runtime: Runtime) -> dict[str, Any]:
 
 
 def _config(given: Mapping[str, Any]) -> Any:
-    """The new model's configuration; None where the training starts from a model."""
+    """Return the new model's configuration; None if the training starts from a model."""
     changes = {name: given[option] for option, name in _MODEL.items() if option in given}
     if "init" not in given:
         return MemorizingConfig.preset(given.get("preset", "tiny"), **changes)
@@ -539,7 +539,7 @@ def _config(given: Mapping[str, Any]) -> Any:
 
 
 def _check_fit(init: Path, given: Mapping[str, Any]) -> None:
-    """All but the size of the memory is as it was in the model to start from."""
+    """Check that all options except the memory size agree with the model to start from."""
     config = load_config(init, MEMORIZING)
     there = {option: getattr(config, name) for option, name in _MODEL.items() if name != "memory_size"}
     check_fit(init, given, there)
