@@ -244,8 +244,7 @@ class _Tally:
         *,
         blocks: Tensor | None = None,
     ) -> None:
-        """Add one step of ``layer``: ``weights [H, N]`` of all blocks, shares of all attention, and the ``chosen [H,
-        N]``.
+        """Add one step of ``layer``: attention shares ``weights [H, N]`` of all blocks, and the ``chosen [H, N]``.
 
         The margin is computed from ``scores [H, N]``, by default the logarithms of the weights. If single tokens are
         retrieved, ``N`` counts tokens, and ``blocks [N]`` are the blocks of these tokens.

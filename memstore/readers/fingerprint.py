@@ -112,8 +112,7 @@ def adapters_in_use(model: nn.Module) -> list[_AdapterUse]:
 
 
 def digest_of_tokenizer(tokenizer: Any) -> str:
-    """Return xxh3-128 over all that turns text into ids. Padding and truncation do not count, as callers change
-    them."""
+    """Return xxh3-128 over all that turns text into ids. Padding and truncation do not count: callers change them."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         content: Any = sorted(tokenizer.get_vocab().items())
