@@ -360,9 +360,9 @@ class Reader(Attachment):
     ) -> Iterator[Recorder]:
         """Record what the model retrieves, for the length of a ``with`` block, as a trace of the memory.
 
-        Each forward pass is a step. For every layer that retrieved, a step has the lists of blocks, their scores, the tiers
-        they came from, and for the last token the share of each query head's attention on each block. Read the trace
-        with ``memory.traces`` or ``memstore trace``::
+        Each forward pass is a step. For every layer that retrieved, a step has the lists of blocks, their scores, the
+        tiers they came from, and for the last token the share of each query head's attention on each block. Read the
+        trace with ``memory.traces`` or ``memstore trace``::
 
             with reader.record(question=question) as recorder:
                 answer = model.generate(prompt)
