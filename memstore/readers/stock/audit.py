@@ -1,10 +1,10 @@
-"""The audit of an attached stock model: the true attention of each layer and query head to every block of its
-documents.
+"""The audit of an attached stock model: the true attention of each layer and query head to every stored block.
 
 The keys come from the store and are exact. A retrieved block stands where it was attended to. Any other block is placed
 where it would have been. True and clamped positions put it in its own place. Stingy positions could put it in any slot,
 so it gets the mean over all slots. (Attention falls with the distance, so a single slot would count for or against
 missed blocks, whatever they contain. With the mean, random lists capture ``K / N``.)
+
 Queries are those of the model's run with the retrieved blocks. So an audit says what a layer missed, given what the
 layers below had retrieved. (A second pass with everything retrieved would answer another question, and cost a full
 forward pass.) If everything is retrieved, the audit shows the model's own attention, and with true positions the first
@@ -229,7 +229,7 @@ def _keys(candidates: Candidates, numbers: range, layer: int) -> Tensor:
 
 
 def _index_recall(attached: StockReader, call: Call, layer: int, seen: _LastToken) -> float | None:
-    """Mean recall, over the documents, of the index that chose for ``layer``; it holds full blocks."""
+    """Mean recall, over the documents, of the index that chose for ``layer``; it holds only full blocks."""
     top_k = seen.numbers.shape[-1]
     recalls = []
     for source, blocks in call.candidates.parts:
