@@ -119,7 +119,7 @@ def check_forward(given: dict[str, Any]) -> None:
 
 
 def check_generate(given: dict[str, Any], *configs: Any) -> None:
-    """Raise ``InvalidArgument`` for ``given`` options of ``generate``, or those of the first of ``configs`` with any."""
+    """Raise ``InvalidArgument`` for options of ``generate``: those ``given``, else of the first config that has any."""
     for name in GENERATE:
         values = (given.get(name), *(getattr(config, name, None) for config in configs if config is not None))
         _check("generate", GENERATE, name, next((value for value in values if value is not None), None))
@@ -337,8 +337,7 @@ class Hooks:
             )
 
     def _positions(self, given: dict[str, Any], call: Call, inputs: Tensor, padding: Tensor | None) -> Tensor | None:
-        """Return the caller's positions of new tokens ``[B or 1, T]``, from the first local token; None: consecutive
-        ones.
+        """Return the caller's positions ``[B or 1, T]``, counted from the first local token, or None for the usual.
 
         Raises ``InvalidArgument`` for positions that mean something else to transformers than the place of a token.
         """
