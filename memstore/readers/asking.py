@@ -6,8 +6,8 @@ put to it. A ``Template`` is this text, cut at the places of people's words. The
 
 A conversation is kept in the memory, so a later process continues it. The session is a document: the model's chat
 template, filled with the words of both sides. Each turn extends it; other documents lie beside it. The memory also
-holds who said what and when. A user's words are stored before the model is asked. The answer is stored when it is
-complete, or as far as it came.
+holds who said what and when. A user's words are stored before the model is asked. The answer is stored when it ends,
+complete or not.
 """
 
 from __future__ import annotations
@@ -577,7 +577,7 @@ class Conversation:
 
         See ``Reader.ask``.
 
-        If it is interrupted, the answer is kept as far as it came.
+        If it is interrupted, the tokens of the answer so far are kept.
         """
         if not words.strip():
             raise InvalidArgument("there is nothing said: give some words")

@@ -3,7 +3,7 @@
 This file has all that does not depend on the mechanism. It opens, makes and checks memories, and finds documents by
 their names. A text on its way into a document is compared with the stored tokens, and cut into segments. A mechanism
 says what it stores (``spec``), how its model sees the memory (``_install``), and how it reads segments
-(``_read_segments``). ``Reader`` builds on it and asks the memory.
+(``_read_segments``). The subclass ``Reader`` asks the memory.
 """
 
 from __future__ import annotations
@@ -331,8 +331,8 @@ class Attachment(ABC):
                 it is.
             document: its name; by default the one given to ``attach``.
             progress: show a line with tokens per second.
-            reuse: a new document shares the blocks of another one in this memory, if that begins with the same tokens
-                and was read with the same options. Shared blocks are not read again. False reads all tokens.
+            reuse: a new document shares blocks with another one that begins with the same tokens and was read with the
+                same options. Shared blocks are not read again. False reads all tokens.
             score: also compute how well the last ``score`` tokens were predicted (``ReadResult.nll``).
             retrieve: False reads without retrieving, for comparison.
 

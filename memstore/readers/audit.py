@@ -1,7 +1,7 @@
 """Audits, which compare retrieved blocks with all blocks, and the half of an audit that all kinds of models share.
 
-A step is the last token of a question, or a token generated after it. For each step, layer and query head the attention
-that *every* block would get is computed exactly, from the store, a run of blocks at a time. Then
+A step is the last token of a question, or a token generated after it. An audit computes exactly the attention that
+*every* block would get, for each step, layer and query head. It reads the store, a run of blocks at a time. Then
 
 - ``memory``: the share of all attention (to blocks and to the local tokens) that falls on blocks,
 - ``captured``: the share of that attention that falls on the retrieved blocks: the captured mass,

@@ -31,8 +31,8 @@ ENTRY_POINTS = "memstore.kinds"
 models."""
 PASSKEY, TWO_HOP, LANDMARK_PASSKEY, HILS_PASSKEY = "passkey", "two-hop", "landmark-passkey", "hils-passkey"
 INDEXED_PASSKEY, BLOCKS_PASSKEY = "indexed-passkey", "indexed-blocks-passkey"
-"""Models that come with the package: two DRTs, a landmark model, a HiLS model, and two models with an index of their
-own, for tokens and for blocks."""
+"""Models that come with the package: two DRTs, a landmark model, a HiLS model, and two with an index of their own, for
+tokens and for blocks."""
 INDEXES = frozenset(("indexed_attention", "minimax_m3_sparse", "compressed_sparse_attention"))
 """Names in transformers of layers with an index of their own."""
 INDEX_SIZES = frozenset(("index_topk", "indexer_budget", "sparse_attention_config"))
@@ -115,25 +115,27 @@ class Retrieval:
             score, of the block alone and of the block with a neighbour. The product is added to the score of the states
             if more than a few words are shared. Words like "what" and "of" do not count. 0 switches words off. It only
             applies if the query is text: ``generate(query=...)`` and ``search``.
-        rerank: ``share="model"``: so many of the best blocks are ranked again, by how likely the model finds the query
-            after each of them (Sachan et al. 2022). Both orders vote by reciprocal ranks. 0: no second ranking. Each
-            block costs a pass over the query, so 32 blocks make a question two to three times as long. It only applies
-            where ``words`` count, and only to the query itself, not to the text that it refers to.
-        quote: ``share="model"``: how many of the best blocks are quoted. Of each, the paragraph with most of the
-            question's words also stands as text before the question, so that the model reads the two together. This
-            holds for ``ask`` (in a chat template), ``chat`` and ``serve``, if the text fits, but not for models with
-            learned positions. If the paragraph is shorter than the block, the next best follow. If it goes on for more
-            than two blocks before or after the block, it is cut one block from it. Where ``words`` count, another of
-            the best four blocks may come before a better one: if its paragraph has all words of the question that the
-            better one's has, and more. Neither chats nor traces keep the quoted text. 0: none; more than 1 costs
-            look-alikes (docs/notes/questions.md).
-        positions: Where retrieved blocks are placed: ``"stingy"`` in small consecutive slots before the window,
-            ``"true"`` at their true places, ``"clamped"`` there but never further away than the model was trained for.
+        rerank: ``share="model"``: so many of the best blocks are ranked again, by the query's likelihood after each of
+            them (Sachan et al. 2022). Both orders vote by reciprocal ranks. 0: no second ranking. Each block costs a
+            pass over the query, so 32 blocks make a question two to three times as long. It only applies where
+            ``words`` count, and only to the query itself, not to the text that it refers to.
+        quote: ``share="model"``: how many of the best blocks are quoted. The paragraph of a block with most of the
+            question's words also stands as text before the question. So the model reads the two together. This holds
+            for ``ask`` (in a chat template), ``chat`` and ``serve``, if the text fits, but not for models with learned
+            positions. If the paragraph is shorter than the block, the next best follow. If it goes on for more than two
+            blocks before or after the block, it is cut one block from it. Where ``words`` count, another of the best
+            four blocks may come before a better one. Its paragraph must have all words of the question that the better
+            one's has, and more. Neither chats nor traces keep the quoted text. 0: none; more than 1 costs look-alikes
+            (docs/notes/questions.md).
+        positions: Where retrieved blocks are placed. ``"stingy"``: in small consecutive slots before the window.
+            ``"true"``: at their true places. ``"clamped"``: there, but never further away than the model was trained
+            for.
         order: Which blocks take which of the stingy slots: next to the window stands the best block, or the latest one.
             A small model that retrieves several similar passages believes the nearest. Landmark models always use the
             order of time.
-        on_error: What happens to a prompt or its answer if a chosen block cannot be read: an error, or the block is
-            left out, counted and logged once. Reading a text always raises an error, because its states are stored.
+        on_error: What happens to a prompt or its answer if a chosen block cannot be read. ``"raise"``: an error.
+            ``"miss"``: the block is left out, counted and logged once. Reading a text always raises an error, because
+            its states are stored.
     """
 
     top_k: int | Literal["all"] = 8

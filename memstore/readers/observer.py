@@ -147,7 +147,7 @@ class Origin:
     def __init__(
         self, document: Document | None = None, device: torch.device | None = None, *, stored: int = 0
     ) -> None:
-        """Blocks below ``stored`` are those of ``document``; ``device`` is where the model computes."""
+        """Blocks below ``stored`` belong to ``document``; ``device`` is where the model computes."""
         self.document, self.stored = document, stored
         self.names = [] if document is None else [document.name]
         self._near = TIERS.index("host" if device is None or device.type == "cpu" else "device")

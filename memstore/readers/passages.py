@@ -1,4 +1,4 @@
-"""Passages of documents: what is quoted before a question, and what is shown after an answer.
+"""Passages of documents: the quotes before a question, and the sources after an answer.
 
 A ``Passage`` is the best sentence of a block, with its line and page, and not the beginning of the block.
 """

@@ -1,9 +1,9 @@
 """A memory that several processes search together: each holds the landmarks of its blocks, and fetches those blocks.
 
 All ranks run the same model on the same tokens, and open the same memory to read. Blocks are dealt in runs of ``DEAL``.
-Each rank names the best of its own blocks; the best of all are those of the whole memory. Models with their own caches
-get a ``SharedDocument``. All ranks receive what one of its layers finds, and the states of these blocks. The result is
-the same as in one process. Stock models attend to their own part (``readers/stock/sharded.py``).
+Each rank names the best of its own blocks. The best of these are the best of the whole memory. Models with their own
+caches get a ``SharedDocument``. All ranks receive what one of its layers finds, and the states of these blocks. The
+result is the same as in one process. Stock models attend to their own part (``readers/stock/sharded.py``).
 """
 
 from __future__ import annotations

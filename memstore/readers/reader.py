@@ -73,11 +73,11 @@ def attach(
     nothing is opened, and other writers are not locked out.
 
     Args:
-        model: a causal LM of transformers whose attention goes through the attention interface, or that brings an index
-            of its own (docs/models.md); or a DRT, a landmark model or a Memorizing Transformer of memstore.models.
+        model: a causal LM of transformers whose attention goes through the attention interface, or that has its own
+            index (docs/models.md). Or a DRT, a landmark model or a Memorizing Transformer of memstore.models.
         memory: an open memory, or the path of one. A path is opened for the length of the block, and made if it is
             missing. Stock models see several memories, which are searched together.
-        document: the document that calls see; for a stock model also several, of which calls continue the last one. By
+        document: the document that calls see. A stock model can see several, and its calls continue the last one. By
             default all documents; for other models the only one.
         retrieval: how blocks are chosen; by default as is usual for the kind of model.
         tokenizer: if given, it must be the tokenizer that the memory was made with. Strings are read with it, and
@@ -197,8 +197,8 @@ class Reader(Attachment):
         ``opening``, beside a query, is the number of tokens of ``text`` that come before every question. If the
         document's end is not seen (``seeing``) and only a part is retrieved, these tokens do not attend to retrieved
         blocks. Their states are kept for the next call, but not with ``use_cache=False``, or a cache of yours.
-        ``options`` and the result are those of ``model.generate``. With ``trace`` the retrieved blocks are written to
-        the memory's traces. Raises ``InvalidArgument`` if ``text`` is empty, and for a trace of beams.
+        ``options`` and the result belong to ``model.generate``. With ``trace`` the retrieved blocks are written to the
+        memory's traces. Raises ``InvalidArgument`` if ``text`` is empty, and for a trace of beams.
         """
         check_options(self.kind, {"query": query, "opening": opening or None})
         if isinstance(text, str):
@@ -360,9 +360,9 @@ class Reader(Attachment):
     ) -> Iterator[Recorder]:
         """Record what the model retrieves, for the length of a ``with`` block, as a trace of the memory.
 
-        Each forward pass is a step. For every layer that retrieved, a step has the lists of blocks, their scores, the
-        tiers they came from, and for the last token the share of each query head's attention on each block. Read the
-        trace with ``memory.traces`` or ``memstore trace``::
+        Each forward pass is a step. A step has, for every layer that retrieved, the lists of blocks, their scores, and
+        the tiers they came from. For the last token it has the share of each query head's attention on each block. Read
+        the trace with ``memory.traces`` or ``memstore trace``::
 
             with reader.record(question=question) as recorder:
                 answer = model.generate(prompt)
@@ -406,7 +406,7 @@ class Reader(Attachment):
         ``text``: tokens ``[n]``, a string, or the turns of user and model as strings, the question last. If questions
         choose by themselves, the question is found in a string. It is the user's last turn of a rendered conversation,
         the text between ``Question:`` and ``Answer:``, or the longest question of more than 50 words. A question may
-        refer to the exchange before it: it has a word like "it" or "his", begins with "and", or is "why?" or the like.
+        refer to the exchange before it, by a word like "it" or "his", by "and" at the beginning, or as a bare "why?".
         Then up to 32 tokens (``Retrieval.span``) of that exchange choose too, each with a fifth of the weight.
         ``layer``: a layer that retrieves. Which layers are possible, and what scores mean, depends on the kind. Raises
         ``InvalidArgument`` and ``DamagedError``.

@@ -520,7 +520,7 @@ def _values(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, *__: Any, **___: Any)
 def _find_rotary(
     tables: list[Table], module: nn.Module, given: CosSin | None, positioned: QueriesKeys, free: QueriesKeys
 ) -> LayerRotary | None:
-    """Return the rotary of an attention ``module``, or None if it cannot be found. ``tables`` are those of the model.
+    """Return the rotary of an attention ``module``, or None if it cannot be found. ``tables`` belong to the model.
 
     ``given``: the position embeddings of the module for the positions 0..T-1. ``positioned`` and ``free``: its queries
     and keys ``[1, heads, T, D]`` with these, and with the identity instead.

@@ -5,7 +5,7 @@ where it would have been. True and clamped positions put it in its own place. St
 so it gets the mean over all slots. (Attention falls with the distance, so a single slot would count for or against
 missed blocks, whatever they contain. With the mean, random lists capture ``K / N``.)
 
-Queries are those of the model's run with the retrieved blocks. So an audit says what a layer missed, given what the
+Queries come from the model's run with the retrieved blocks. So an audit says what a layer missed, given what the
 layers below had retrieved. (A second pass with everything retrieved would answer another question, and cost a full
 forward pass.) If everything is retrieved, the audit shows the model's own attention, and with true positions the first
 layer has full attention.

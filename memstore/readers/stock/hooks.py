@@ -1,7 +1,7 @@
 """The memory's functions in a stock Hugging Face model, and the model's forward passes with them.
 
-They use five public pieces of transformers and patch nothing: a registered attention function, a registered mask
-function, a cache of our layers, and forward hooks on the base model and on its attention layers.
+They patch nothing, and use five public pieces of transformers. These are a registered attention function, a registered
+mask function, a cache of our layers, and forward hooks on the base model and on its attention layers.
 """
 
 from __future__ import annotations

@@ -73,7 +73,7 @@ class StockReader(Reader):
     """A stock causal LM with a memory.
 
     Inside the ``with`` block its calls see the first ``sink`` tokens of the document, the last ``window`` tokens, and
-    the blocks retrieved for what is asked.
+    the blocks retrieved for the question.
     """
 
     kind = STOCK

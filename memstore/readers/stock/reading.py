@@ -361,8 +361,8 @@ class Opening:
     tokens: Tensor
     """``[n]``"""
     states: list[tuple[Tensor, Tensor, Tensor]]
-    """For each layer: keys, at their positions, and values ``[1, G, P + n, D]``, with those of the sink before them;
-    and the positions of the sink ``[1, 1, P]``."""
+    """For each layer: keys, at their positions, and values ``[1, G, P + n, D]``, after those of the sink; and the
+    sink's positions ``[1, 1, P]``."""
 
     @classmethod
     def computed(cls, hooks: Hooks, call: Call, tokens: Tensor) -> Opening:

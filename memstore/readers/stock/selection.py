@@ -1,18 +1,18 @@
 """The blocks that a call attends to, and their positions: options, routers and words of one attached model.
 
 States find meanings, words find names and numbers: on people's questions they fail at different ones. So for a query in
-words, a block's score is that of its states plus ``Retrieval.words`` times a BM25 score of the words that both have.
-Only the part above a fifth of the worth of all query words counts. A question in other words may share only "which" and
-"her" with some block. It is left to the states.
+words, a block's score has two parts. The score of its states is added to ``Retrieval.words`` times a BM25 score of the
+common words. Only the part above a fifth of the worth of all query words counts. A question in other words may share
+only "which" and "her" with some block. It is left to the states.
 
 States are stored without positions; positions are applied when blocks are fetched. A query sees, in this order,
 
     sink | retrieved blocks | direct tokens (the window) | local tokens (the segment itself)
 
-``stingy`` gives these consecutive positions from 0 on, however long the document is (after section 3.2.1 of Mohtashami
-& Jaggi 2023), with one slot of ``block_size`` positions for each retrieved block. ``true`` gives every token its place
-in the document. It is exact while the document is shorter than the model's training length. ``clamped`` is ``true``,
-moved down so that the local tokens start at ``limit`` at most. Tokens that would come before 0 are at position 0.
+``stingy`` gives these consecutive positions from 0 on, however long the document is. Each retrieved block has one slot
+of ``block_size`` positions (after section 3.2.1 of Mohtashami & Jaggi 2023). ``true`` gives every token its place in
+the document. It is exact while the document is shorter than the model's training length. ``clamped`` is ``true``, moved
+down so that the local tokens start at ``limit`` at most. Tokens that would come before 0 are at position 0.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """How a stock model and other ranks search and attend to a memory together: each has a share of the blocks.
 
-A rank scores its own blocks, and names its best. The best of all are those of the whole memory. Each rank fetches the
-states of its own winners alone and attends to them. The first rank also attends to everything else. Partial results are
-merged by their log-sum-exp, in one collective for each layer. This is exact up to the order of sums. Scores are
+A rank scores its own blocks, and names its best. The best of these are the best of the whole memory. Each rank fetches
+the states of its own winners alone and attends to them. The first rank also attends to everything else. Partial results
+are merged by their log-sum-exp, in one collective for each layer. This is exact up to the order of sums. Scores are
 standardised over all blocks, so the ranks first add up their moments.
 """
 
@@ -58,7 +58,7 @@ class ShardedSelection(Selection):
     """A ``Selection`` that chooses together with the other ranks."""
 
     def __init__(self, share: Share, *options: Any) -> None:
-        """``options`` are those of ``Selection``."""
+        """Take a rank's share, and the ``options`` of ``Selection``."""
         super().__init__(*options)
         self.share, self.ranks = share, share.ranks
         self.last = ShortDocuments()
@@ -159,8 +159,8 @@ def attend_together(
 ) -> Tensor:
     """Attend to the blocks that all ranks have fetched, and once to everything else.
 
-    Like ``attend``: ``q [B, H, T, D]``, and this rank's ``keys, values [B, heads, n, D]``. Of these, ``fetched`` is its
-    part of the lists.
+    Like ``attend``: ``q [B, H, T, D]``, and this rank's ``keys, values [B, heads, n, D]``. Its part of the lists has
+    the keys in the range ``fetched``.
     """
     mask = None if mask is None else whole_mask(mask, q.shape[1], keys.shape[2])
     if ranks.rank:

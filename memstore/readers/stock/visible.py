@@ -110,8 +110,7 @@ class Candidates:
         return document, block
 
     def named(self, numbers: Tensor) -> tuple[list[str], Tensor, Tensor]:
-        """Return the document names of the candidates ``numbers``, and for each its place among the names, and its
-        block."""
+        """Return the documents' names, and for each of ``numbers`` the place of its document's name, and its block."""
         part = self._parts_of(numbers)
         parts, of = part.unique(return_inverse=True)  # a few of thousands
         places: dict[str, int] = {}
