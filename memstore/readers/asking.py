@@ -55,7 +55,7 @@ SHORTEST, LONGEST, TIMES = 4, 32, 6
 """An answer goes round in circles if the same tokens come ``TIMES`` times; they are ``SHORTEST`` to ``LONGEST``
 tokens."""
 LONG = 50
-"""If a message has this many words or more, a question in it chooses. People's questions are shorter."""
+"""If a message has more words than this, a question in it chooses. People's questions are shorter."""
 FEW = 2
 """Most words of a question that means nothing by itself: "Why?", "Since when?"."""
 BEFORE = 0.2
@@ -351,7 +351,7 @@ class Prompt:
 
 
 CHARACTERS = 32
-"""Most characters of a token on average. A question with more per token that its model takes is refused uncomputed."""
+"""Most characters of a token on average. Longer questions are refused before they are tokenized."""
 MOST_ASKED = 8192
 """Most tokens of a question, for a model that states no limit."""
 

@@ -155,7 +155,7 @@ class Attachment(ABC):
                 )
 
     @classmethod
-    def default_retrieval(cls, model: Any, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003 - for those that care
+    def default_retrieval(cls, model: Any, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003 - for overrides
         """Return the default retrieval of ``model``; ``made``: the spec of an existing memory."""
         return Retrieval()
 
@@ -280,7 +280,7 @@ class Attachment(ABC):
         Raises ``InvalidArgument`` for a model that can store nothing.
         """
 
-    def _check_memory(self, memory: Memory, first: Memory) -> None:  # noqa: ARG002 - for those that see several
+    def _check_memory(self, memory: Memory, first: Memory) -> None:  # noqa: ARG002 - for overrides
         """Raise ``ForeignMemory`` if another model made ``memory``."""
         spec = self.spec(memory.spec)
         self._check_named(memory, spec.fingerprint)
@@ -500,7 +500,7 @@ class Attachment(ABC):
     def _vocabulary(self) -> int:
         return int(self.model.config.vocab_size)
 
-    def _reading(self, *, retrieve: bool) -> dict[str, Any] | None:  # noqa: ARG002 - for those that can do without
+    def _reading(self, *, retrieve: bool) -> dict[str, Any] | None:  # noqa: ARG002 - for overrides
         """Return the options that the states of a document depend on, or None if there are none."""
         return None
 

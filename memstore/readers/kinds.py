@@ -134,8 +134,8 @@ class Retrieval:
             A small model that retrieves several similar passages believes the nearest. Landmark models always use the
             order of time.
         on_error: What happens to a prompt or its answer if a chosen block cannot be read. ``"raise"``: an error.
-            ``"miss"``: the block is left out, counted and logged once. Reading a text always raises an error, because
-            its states are stored.
+            ``"miss"``: the block is left out, counted and logged once. While a text is read, it is always an error,
+            because the states are stored.
     """
 
     top_k: int | Literal["all"] = 8

@@ -149,7 +149,7 @@ class Reader(Attachment):
     them. On leaving the block, also by an exception, the model is as it was before. One thread at a time.
     """
 
-    def cache(self, rows: int = 1) -> Any:  # noqa: ARG002 - for those that have one
+    def cache(self, rows: int = 1) -> Any:  # noqa: ARG002 - for overrides
         """Return a cache with which the model continues the document, for ``rows`` continuations at once.
 
         Pass it as ``cache``, or as ``past_key_values`` with a transformers before 5.24. Inside ``record`` its
@@ -240,11 +240,11 @@ class Reader(Attachment):
         return Query(self._checked(tokens).long(), self._checked(torch.tensor(before)).long() if before else None)
 
     @contextmanager
-    def _choosing(self, query: Query | None) -> Iterator[None]:  # noqa: ARG002 - for those that can
+    def _choosing(self, query: Query | None) -> Iterator[None]:  # noqa: ARG002 - for overrides
         """Let ``query`` choose blocks for prompts inside the block; with None their own tokens choose."""
         yield
 
-    def _with_opening(self, text: Tensor, opening: int) -> dict[str, Any]:  # noqa: ARG002 - for those that can
+    def _with_opening(self, text: Tensor, opening: int) -> dict[str, Any]:  # noqa: ARG002 - for overrides
         """Return options of ``model.generate`` for a prompt ``[rows, T]`` with this many tokens before any question."""
         return {}
 
@@ -345,7 +345,7 @@ class Reader(Attachment):
         return Conversation(self, session, system)
 
     @contextmanager
-    def seeing(self, *, tail: bool) -> Iterator[None]:  # noqa: ARG002 - for those that can do without
+    def seeing(self, *, tail: bool) -> Iterator[None]:  # noqa: ARG002 - for overrides
         """Say whether calls that begin inside the block see the document's end without a search."""
         yield
 

@@ -153,7 +153,7 @@ class Architecture:
 
 @dataclass
 class _ProbedModule:
-    """What the probe saw of one attention module."""
+    """The inputs and states of one attention module during the probe."""
 
     module: nn.Module
     calls: int = 0

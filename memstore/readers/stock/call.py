@@ -196,7 +196,7 @@ class Call(LocalTokens):
     def tell(
         self, states: LayerStates, queries: Tensor, turned: Tensor, keys: Tensor, mask: Tensor | None, **options: Any
     ) -> None:
-        """Report what a layer attends to to the observers; see ``StockChoice``."""
+        """Tell the observers what a layer attends to; see ``StockChoice``."""
         fetched, searched, states.searched = states.fetched, states.searched, False
         if fetched is None or not self.observers:
             return

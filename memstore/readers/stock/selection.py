@@ -311,9 +311,9 @@ class DocumentWords:
     "settled".
 
     Token ids are stored with the blocks, so nothing else is stored. The words of a document are decoded when the first
-    query comes, in about a second for a million tokens. Words of new blocks are decoded as they come. After an edit all
-    words are decoded again. Decoded words are kept when a memory is closed, because a chat opens it for each turn. But
-    they count only for the same complete blocks. An index is kept as long as its candidates.
+    query comes, in about a second for a million tokens. Words of new blocks are decoded as they come. After an edit,
+    all words of the document are decoded again. Decoded words are kept when a memory is closed, because a chat opens it
+    for each turn. But they count only for the same complete blocks. An index is kept as long as its candidates.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -112,7 +112,7 @@ class Candidates:
     def named(self, numbers: Tensor) -> tuple[list[str], Tensor, Tensor]:
         """Return the documents' names, and for each of ``numbers`` the place of its document's name, and its block."""
         part = self._parts_of(numbers)
-        parts, of = part.unique(return_inverse=True)  # a few of thousands
+        parts, of = part.unique(return_inverse=True)  # often few of thousands
         places: dict[str, int] = {}
         of_part = [places.setdefault(self.parts[each][0].document.name, len(places)) for each in parts.tolist()]
         return list(places), torch.tensor(of_part, dtype=torch.int64)[of], numbers + self._shifts[part]
