@@ -1,1 +1,1 @@
-"""Ways to a memory: what reads a text into it with a model, and lets the model see it."""
+"""Readers of a memory: each reads a text into it with a model, and lets the model see it."""

@@ -1,13 +1,13 @@
-"""A question to a memory, put as the model was tuned to be asked; an answer that knows its sources; a conversation.
+"""Questions to a memory, in the form that the model was tuned for; answers with their sources; conversations.
 
-``Reader.ask`` makes an ``Answer``, ``Reader.chat`` a conversation of them. How a model wants to be spoken to is in its
-chat template; a ``Template`` is it, cut where people's words go. What an answer was written with is in
+``Reader.ask`` returns an ``Answer``, and ``Reader.chat`` a conversation. A model's chat template says how questions are
+put to it. A ``Template`` is this text, cut at the places of people's words. The sources of an answer are in
 ``memstore.readers.passages``.
 
-A conversation is kept in the memory: tomorrow's process goes on where today's has ended. The session is a document, the
-model's chat template with what was said in it, continued by each turn, beside whatever other documents the memory
-holds. Who said what and when are facts of the memory. A user's words are stored before the model is asked, the answer
-when it is there, or as far as it came.
+A conversation is kept in the memory, so a later process continues it. The session is a document: the model's chat
+template, filled with the words of both sides. Each turn extends it; other documents lie beside it. The memory also
+holds who said what and when. A user's words are stored before the model is asked. The answer is stored when it ends,
+complete or not.
 """
 
 from __future__ import annotations
@@ -44,22 +44,23 @@ if TYPE_CHECKING:
     from memstore.memory import Document, Memory, Recorder, Trace
     from memstore.readers.kinds import Kind
 
-# Asked for a short phrase and "never a sentence", small models answer more briefly and are wrong more often: in a
-# sentence they say first what they were asked for (docs/notes/questions.md).
+# If they are asked for a short phrase and "never a sentence", small models answer more briefly and are wrong more
+# often. In a sentence they first repeat what they were asked for (docs/notes/questions.md).
 INSTRUCTION = "Answer from what you have read, in a few words. If it does not say, answer that you do not know."
-"""The system prompt of a question, unless said otherwise."""
+"""The default system prompt of a question."""
 TELL = Callable[[str], object]
 THINK, THOUGHT = "<think>", "</think>"
-"""Around what a model thinks aloud."""
+"""The marks around what a model thinks aloud."""
 SHORTEST, LONGEST, TIMES = 4, 32, 6
-"""An answer goes round in circles where so many tokens, from the first number to the second, come so many times."""
+"""An answer goes round in circles if the same tokens come ``TIMES`` times; they are ``SHORTEST`` to ``LONGEST``
+tokens."""
 LONG = 50
-"""Words of somebody from which on a question in them chooses. People's questions are shorter."""
+"""If a message has more words than this, a question in it chooses. People's questions are shorter."""
 FEW = 2
-"""Words of a question that is none by itself: "Why?", "Since when?"."""
+"""Most words of a question that means nothing by itself: "Why?", "Since when?"."""
 BEFORE = 0.2
-"""How much a token of the exchange before a question counts that refers to it. Where the subject has changed after all,
-more would cost what is best for the question itself (docs/notes/questions.md)."""
+"""The weight of a token of the previous exchange, if a question refers to it. Where the subject has changed after all,
+a higher weight would cost the best blocks for the question itself (docs/notes/questions.md)."""
 _LABELLED = re.compile(r"(?:.*\n)?\s*(?:question|q):\s*(.+?)\s*\n\s*(?:answer|a):\s*", re.IGNORECASE | re.DOTALL)
 _ASKING = re.compile(r"\b(who|whom|whose|what|which|when|where|why|how)\b", re.IGNORECASE)
 _REFERRING = re.compile(
@@ -68,26 +69,26 @@ _REFERRING = re.compile(
     re.IGNORECASE,
 )
 _WORDS = ("memstore-words-1", "memstore-words-2", "memstore-words-3")
-"""Stand for people's words while a template is cut: ordinary letters, which no template changes."""
+"""Placeholders for people's words while a template is cut: ordinary letters, which no template changes."""
 
 
 @dataclass(frozen=True, eq=False)
 class Query:
-    """What chooses blocks in place of a prompt's own tokens."""
+    """The text that chooses blocks in place of a prompt's own tokens."""
 
     tokens: torch.Tensor
     """``[n]`` int64."""
     before: torch.Tensor | None = None
-    """``[m]`` int64: what was said before, where the query refers to it; each token counts ``BEFORE`` as much."""
+    """``[m]`` int64: the previous exchange, if the query refers to it. Each token has the weight ``BEFORE``."""
 
     @property
     def parts(self) -> list[tuple[torch.Tensor, float]]:
-        """Texts, each of which is understood by itself, and how much they count."""
+        """The texts with their weights; each is encoded by itself."""
         return [(self.tokens, 1.0), *([] if self.before is None else [(self.before, BEFORE)])]
 
 
 class _Asker(PassageReader, Protocol):
-    """What is needed of a reader to ask its model; a ``Reader`` is one."""
+    """The part of a reader that is needed to ask its model; a ``Reader`` has it."""
 
     model: Any
     kind: ClassVar[Kind]
@@ -100,47 +101,47 @@ class _Asker(PassageReader, Protocol):
 
     @property
     def memory(self) -> Memory:
-        """The memory that is read into."""
+        """The memory that texts are read into."""
 
     def generate(self, text: torch.Tensor, **options: Any) -> Any:
-        """Go on after ``text``."""
+        """Continue ``text``."""
 
     def record(self, *, question: str, traces: Traces, **info: Any) -> AbstractContextManager[Recorder]:
-        """Record what is retrieved."""
+        """Record the retrieved blocks."""
 
     def append(self, text: list[int], document: str) -> Any:
-        """Read more at the end of a document."""
+        """Read more tokens at the end of a document."""
 
     def update(self, text: torch.Tensor, document: str) -> Any:
-        """Read a text in place of another."""
+        """Replace the text of a document."""
 
     def seeing(self, *, tail: bool) -> AbstractContextManager[None]:
-        """Whether calls see the document's end without a search."""
+        """Say whether calls see the document's end without a search."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a model has answered; ``str(answer)`` is its text."""
+    """The answer of a model; ``str(answer)`` is its text."""
 
     question: str
     text: str
     tokens: list[int]
-    """Without what ends it."""
+    """The answer, without the tokens that end it."""
     thought: list[int]
-    """Tokens of what the model has thought aloud before, between ``<think>`` and ``</think>``."""
+    """Tokens that the model thought aloud before the answer, between ``<think>`` and ``</think>``."""
     ended: bool
-    """Whether the model has ended it; not the limit of tokens, nor that it went round in circles."""
+    """Whether the model ended it, and not the limit of tokens or a loop."""
     seconds: float
     trace: int | None
-    """Its number among the traces of the memory, where it was recorded."""
+    """Its number among the traces of the memory, if it was recorded."""
     used: list[tuple[str, int, float]]
-    """All blocks that were retrieved for it as (document, block, part of attention), most attention first."""
+    """All blocks that were retrieved for it, as (document, block, share of attention), most attention first."""
     scores: dict[tuple[str, int], float]
-    """The scores by which blocks were chosen for it, of (document, block); without those that nobody had to choose."""
+    """The scores of the chosen blocks, by (document, block). Blocks that needed no choice have none."""
     quoted: list[tuple[str, int]]
-    """Those of which a paragraph also stood as text before the question, best first."""
+    """The blocks whose paragraph also stood as text before the question, best first."""
     missing: dict[tuple[str, int], str]
-    """Blocks that it was written without because they could not be read, as (document, block), and why: empty unless
+    """Blocks that could not be read and are missing in the answer, as (document, block), with the reason. Empty unless
     ``Retrieval(on_error="miss")``."""
     reader: _Asker
 
@@ -148,18 +149,18 @@ class Answer:
         return self.text
 
     def sources(self, most: int = MAX_SOURCES) -> list[Passage]:
-        """The ``most`` blocks that it owes most to: those that were quoted, best first, then by attention.
+        """Return the ``most`` blocks that matter most for the answer: quoted ones, best first, then by attention.
 
-        To be asked for while the memory is open.
+        Call it while the memory is open.
         """
         words = f"{self.question}\n{self.text}"
         return written_with(self.reader, self.used, self.scores, words, quoted=self.quoted, most=most)
 
     def unsupported(self) -> list[str]:
-        """Words of the answer that neither the question nor any block it was written with has: the model's own.
+        """Return words of the answer that are neither in the question nor in its blocks: the model's own.
 
-        An answer without any may still be wrong, and one with some be right in other words. To be asked for while the
-        memory is open.
+        An answer without such words may still be wrong, and one with some may be right in other words. Call it while
+        the memory is open.
         """
         places = {*self.quoted, *((document, block) for document, block, _ in self.used)}
         return unsupported(self.reader, places, self.question, self.text)
@@ -167,29 +168,29 @@ class Answer:
 
 @dataclass(frozen=True)
 class Template:
-    """What stands around people's words: a chat template, cut where the words go."""
+    """The text around people's words: a chat template, cut at the places of the words."""
 
     opening: str
-    """Before the first words of a user, with the system prompt."""
+    """The text before the first words of a user, with the system prompt."""
     header: str
-    """Between a user's words and the answer."""
+    """The text between a user's words and the answer."""
     past: str
-    """The same where the answer was given before: without what lets a model think first."""
+    """The same before an earlier answer, without the part that lets a model think first."""
     following: str
-    """Between an answer and the user's next words; it begins with what ends the answer."""
+    """The text between an answer and the user's next words. It begins with the end of the answer."""
     stop: str | None = None
-    """A text that ends the answer, for models that have no token for it."""
+    """A text that ends the answer, for models without such a token."""
 
     @classmethod
     def of(cls, tokenizer: Any, system: str | None = None) -> Template | None:
-        """The template of a tokenizer with the system prompt ``system``; None where it has no template."""
+        """Return the template of a tokenizer with the system prompt ``system``, or None if it has no template."""
         if not getattr(tokenizer, "chat_template", None):
             return None
         user, said, again = _WORDS
         turns = [("user", user), ("assistant", said), ("user", again)]
         try:
             text = _rendered(tokenizer, [*([("system", system)] if system else []), *turns])
-        # Some templates know no system; Jinja's errors are not to be imported here.
+        # Some templates refuse a system prompt. Jinja's errors are not imported here.
         except Exception as error:
             if not system:
                 raise InvalidArgument(f"the model's chat template does not work: {error}. Ask with raw=True") from error
@@ -204,11 +205,11 @@ class Template:
 
     @classmethod
     def plain(cls, system: str | None = None) -> Template:
-        """For models without a template: names before what is said, as in a play."""
+        """Return the frame for models without a template: names before the words, as in a play."""
         return cls(f"{system}\n\nUser: " if system else "User: ", "\nAssistant:", "\nAssistant:", "\nUser: ", "\nUser:")
 
     def ends(self, tokenizer: Any) -> list[int]:
-        """The tokens that end an answer: those of the tokenizer, and the first control token after one."""
+        """Return the tokens that end an answer: those of the tokenizer, and the first control token after an answer."""
         ids = self.controls(tokenizer, self.following)
         special = {*tokenizer.all_special_ids, *getattr(tokenizer, "added_tokens_decoder", {})}
         own = [tokenizer.eos_token_id, next((each for each in ids if each in special), None)]
@@ -216,45 +217,45 @@ class Template:
 
     @staticmethod
     def controls(tokenizer: Any, text: str) -> list[int]:
-        """Tokens of the frame itself, in which control tokens are what they say; those of people's words are not."""
+        """Return the tokens of the frame itself. Control tokens count in it, but not in people's words."""
         ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] if text else []
         return ids
 
 
 def _rendered(tokenizer: Any, turns: Sequence[tuple[str, str]]) -> str:
     messages = [{"role": role, "content": words} for role, words in turns]
-    # A model that thinks aloud first is asked not to; templates that do not know the word pass it over.
+    # A model that thinks aloud first is asked not to. Templates that do not know the option ignore it.
     return str(
         tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
     )
 
 
 class AnswerStream:
-    """A streamer of transformers: tells an answer as it comes, whole characters only."""
+    """A streamer for transformers. It passes an answer on as it comes, whole characters only."""
 
     def __init__(
         self, reader: _Asker, frame: Template | None, tell: TELL | None = None, stop: Sequence[str] = ()
     ) -> None:
-        """``stop``: texts that end the answer, beside those of ``frame``."""
+        """``stop``: texts that end the answer, besides those of ``frame``."""
         self._made: list[int] = []
-        """Without what ends it."""
+        """The generated tokens, without those that end the answer."""
         self._begin = 0
-        """Where the answer begins in it, behind what was thought."""
+        """Where the answer begins in them, after the thinking."""
         self._thinks, self._decided = frame is not None and frame.header.rstrip().endswith(THINK), False
         self.ended = False
         self.frame, self._tell, self._tokenizer = frame, tell, reader.tokenizer
         usual = reader.model.generation_config.eos_token_id
         self.ends: list[int] = [] if usual is None else [usual] if isinstance(usual, int) else list(usual)
-        """The tokens that end it."""
+        """The tokens that end the answer."""
         if frame is not None:
             self.ends = frame.ends(reader.tokenizer) or self.ends
         self._stops = [*stop, *([frame.stop] if frame is not None and frame.stop else [])]
         self.loops = False
-        """Whether it goes round in circles; not looked for without a frame, where a model is let go on."""
+        """Whether the answer goes round in circles. Without a frame, this is not checked and the model continues."""
         self._told, self._prompt = "", True
 
     def put(self, value: torch.Tensor) -> None:
-        """The prompt first, then each token."""
+        """Take the prompt first, then each token."""
         if self._prompt:
             self._prompt = False
             return
@@ -271,26 +272,26 @@ class AnswerStream:
         self._tell_more(held=True)
 
     def end(self) -> None:
-        """No more comes."""
+        """Take the end of the stream."""
         self._tell_more(held=False)
 
     def over(self, ids: torch.Tensor, _: object, **__: object) -> torch.Tensor:
-        """For ``stopping_criteria`` of ``model.generate``, which has told of each token before it asks."""
+        """Stop ``model.generate``, as one of its ``stopping_criteria``. It passes each token to ``put`` first."""
         return torch.full((len(ids),), self.ended or self.loops, dtype=torch.bool, device=ids.device)
 
     @property
     def tokens(self) -> list[int]:
-        """Of the answer so far, without what ends it."""
+        """The tokens of the answer so far, without those that end it."""
         return [] if self._thinks else self._made[self._begin :]
 
     @property
     def thought(self) -> list[int]:
-        """What the model has thought aloud before it answered."""
+        """The tokens that the model thought aloud before the answer."""
         return self._made[:] if self._thinks else self._made[: self._begin]
 
     @property
     def text(self) -> str:
-        """The answer so far. What a model has thought aloud before is not part of it."""
+        """The answer so far, without what the model thought aloud."""
         text = self._decoded()
         for stop in self._stops:
             text = text.partition(stop)[0]
@@ -299,8 +300,8 @@ class AnswerStream:
     def _decoded(self) -> str:
         return str(self._tokenizer.decode(self.tokens, skip_special_tokens=True))
 
-    # The marks may be control tokens, ordinary ones, or several of these; and where the template opens the thought
-    # itself, only its end comes.
+    # The marks may be control tokens, ordinary tokens, or several of these. If the template itself opens the thought,
+    # only its end comes.
     def _look_for_thoughts(self) -> None:
         if self._decided:
             return
@@ -314,7 +315,7 @@ class AnswerStream:
 
     def _tell_more(self, *, held: bool) -> None:
         text = self.text
-        # A character may take several tokens, and what could be the beginning of the end is not told before it is not.
+        # A character may take several tokens. Text that could begin the end mark is held back until that is clear.
         begins = any(_begins(text, stop) for stop in self._stops)
         if held and (begins or text.endswith("\ufffd") or not (self._decided or self._thinks)):
             return
@@ -328,7 +329,7 @@ def _begins(text: str, stop: str) -> bool:
 
 
 def loops(tokens: Sequence[int]) -> bool:
-    """Whether the same few tokens have come again and again at the end of ``tokens``."""
+    """Whether ``tokens`` end in the same few tokens again and again."""
     return any(
         len(tokens) >= TIMES * n and tokens[-TIMES * n : -n] == tokens[-(TIMES - 1) * n :]
         for n in range(SHORTEST, LONGEST + 1)
@@ -337,7 +338,7 @@ def loops(tokens: Sequence[int]) -> bool:
 
 @dataclass(frozen=True)
 class Prompt:
-    """The tokens of a prompt: what stands before the user's words, the words, and what stands after them."""
+    """The tokens of a prompt: the text before the user's words, the words, and the text after them."""
 
     before: list[int]
     words: list[int]
@@ -345,28 +346,27 @@ class Prompt:
 
     @property
     def tokens(self) -> list[int]:
-        """All of them."""
+        """All tokens in order."""
         return [*self.before, *self.words, *self.after]
 
 
 CHARACTERS = 32
-"""Of a token at most, on average: of a question with more for each token that its model takes, nothing is computed."""
+"""Most characters of a token on average. Longer questions are refused before they are tokenized."""
 MOST_ASKED = 8192
-"""Tokens of a question to a model that does not say how many it takes."""
+"""Most tokens of a question, for a model that states no limit."""
 
 
 def fill_template(tokenizer: Any, frame: Template, words: str, before: str) -> Prompt:
-    """A question in its frame. Names of control tokens in ``words`` are text."""
+    """Put a question into its frame. Names of control tokens in ``words`` are plain text."""
     return Prompt(frame.controls(tokenizer, before), encode(tokenizer, words), frame.controls(tokenizer, frame.header))
 
 
 def question_in(tokenizer: Any, said: Sequence[str]) -> tuple[str, tuple[str, str]]:
-    """What is looked up for a query: the question in it, without its frame, and question and answer that it refers to.
+    """Find the text to search with: the question without its frame, and the exchange that it refers to.
 
-    ``said``: what user and model have said in turn, the question last; or all of it as one text. Of a conversation in
-    the chat template the question is what the user says last, of ``Question: ... Answer:`` what stands between the
-    labels (the last ones), and of a long message what is ``wanted_in`` it. A message that is a question and nothing
-    else may refer to the exchange before it.
+    ``said``: the turns of user and model, the question last; or all of it as one text. In a conversation in the chat
+    template, the question is the user's last turn. In ``Question: ... Answer:`` it stands between the last labels. In a
+    long message it is found by ``wanted_in``. A message that is only a question may refer to the exchange before it.
     """
     *before, last = _said_in(tokenizer, *said) if len(said) == 1 else said
     labelled = _LABELLED.fullmatch(last)
@@ -376,9 +376,9 @@ def question_in(tokenizer: Any, said: Sequence[str]) -> tuple[str, tuple[str, st
 
 
 def refers(question: str) -> bool:
-    """Whether an English question seems to need what was said before it: it has a word like "it", or is "Why?".
+    """Whether an English question seems to need its context: it has a word like "it", or is "Why?".
 
-    Where such a word refers to nothing before, little is lost; a name of two words would lose much
+    If such a word refers to nothing, little is lost. For a name of two words much would be lost, so it does not count
     (docs/notes/questions.md).
     """
     alone = len(question.split()) <= FEW and _ASKING.search(question)
@@ -386,7 +386,7 @@ def refers(question: str) -> bool:
 
 
 def _said_in(tokenizer: Any, text: str) -> list[str]:
-    """What user and model say in turn, where ``text`` begins with a control token, as if rendered; or all as one."""
+    """Return the turns of user and model if ``text`` begins with a control token, as if rendered; else all as one."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).values()
     names = {*getattr(tokenizer, "all_special_tokens", []), *(str(each) for each in added if each.special)}
     frame = None
@@ -398,7 +398,7 @@ def _said_in(tokenizer: Any, text: str) -> list[str]:
     control = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
     backwards = zip(reversed(frame.opening), reversed(frame.following), strict=False)
     before = "".join(one for one, other in takewhile(lambda pair: pair[0] == pair[1], backwards))[::-1]
-    end = control.match(before)  # of the turn before, which the first turn has none of
+    end = control.match(before)  # of the previous turn; the first turn has no previous one
     if end and control.search(before, end.end()):
         before = before[end.end() :].lstrip()
     begin = control.search(before)
@@ -412,16 +412,17 @@ def _said_in(tokenizer: Any, text: str) -> list[str]:
 
 
 def wanted_in(words: str) -> str:
-    """What somebody wants to know who says ``words``: all of it, or the longest question in it, where it is long.
+    """Return the request in ``words``: all of them, or if they are long, the longest question in them.
 
-    A question behind or before a long letter chooses as it does alone, also where the letter asks how one is; all
-    questions together would not (docs/notes/questions.md). A long text that asks nothing chooses as it is.
+    A question after or before a long letter chooses as it does alone, even if the letter itself asks "How are you?".
+    All questions together would choose worse (docs/notes/questions.md). A long text without a question chooses as a
+    whole.
     """
     if len(words.split()) <= LONG:
         return words
     *said, last = SENTENCES.split(words.strip())
     asked = [each for each in (*said, last) if each.rstrip(" \"')\u201d\u2019").endswith(("?", "\uff1f"))]
-    if last[-1:].isalnum() and _ASKING.search(last):  # the mark is often left out where a message ends
+    if last[-1:].isalnum() and _ASKING.search(last):  # people often leave out the mark at the end of a message
         asked.append(last)
     return max(reversed(asked), key=len, default=words)
 
@@ -431,7 +432,7 @@ def _most_tokens(model: Any) -> int | None:
 
 
 def too_long(model: Any, length: int, new: int) -> str | None:
-    """Why a prompt of ``length`` tokens and ``new`` more are too long for a model; None where they fit."""
+    """Say why a prompt of ``length`` tokens and ``new`` more are too long for a model, or return None."""
     most = _most_tokens(model)
     if most is None or length + new <= most:
         return None
@@ -439,13 +440,13 @@ def too_long(model: Any, length: int, new: int) -> str | None:
 
 
 def fitting(model: Any, length: int, new: int) -> int:
-    """As many of ``new`` tokens as a model takes behind a prompt of ``length`` tokens."""
+    """Return how many of ``new`` tokens a model takes after a prompt of ``length`` tokens."""
     most = _most_tokens(model)
     return new if most is None else max(1, min(new, most - length))
 
 
 def check_words(model: Any, text: str) -> None:
-    """Raise ``InvalidArgument`` for a question that is too long by its characters, before it is made tokens."""
+    """Raise ``InvalidArgument`` for a question with too many characters, before it is tokenized."""
     most = CHARACTERS * (_most_tokens(model) or MOST_ASKED)
     if len(text) > most:
         raise InvalidArgument(
@@ -455,7 +456,7 @@ def check_words(model: Any, text: str) -> None:
 
 
 def check_asked(model: Any, tokens: int) -> None:
-    """Raise ``InvalidArgument`` for a query of more ``tokens`` than a model takes."""
+    """Raise ``InvalidArgument`` if a query has more ``tokens`` than a model takes."""
     most = _most_tokens(model) or MOST_ASKED
     if tokens > most:
         raise InvalidArgument(f"a query has at most {most:,} tokens here, got {tokens:,}: look for less at once")
@@ -474,10 +475,9 @@ def generate_answer(
     told: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Answer:
-    """Generate after ``prompt``, and note what was retrieved, and ``told``; see ``Reader.ask``.
+    """Generate after ``prompt``, and record the retrieved blocks with ``told``; see ``Reader.ask``.
 
-    ``said``: what user and model have said before the question, in turn. ``session``: the document of the conversation
-    that it is about.
+    ``said``: the turns of user and model before the question. ``session``: the document of the conversation.
     """
     if reason := too_long(reader.model, len(prompt.tokens), max_tokens):
         raise InvalidArgument(f"{reason}: ask in fewer words, or read long texts into the memory")
@@ -489,7 +489,7 @@ def generate_answer(
         if reader.takes_questions:
             options["query"] = [*said, question]  # not the template around it, which is the same for all questions
             opening = teller.frame.controls(reader.tokenizer, teller.frame.opening)
-            if prompt.tokens[: len(opening)] == opening:  # not where a conversation goes on
+            if prompt.tokens[: len(opening)] == opening:  # false when a conversation continues
                 options["opening"] = len(opening)
             if reader.quoted_blocks:
                 looked_up, exchange = question_in(reader.tokenizer, options["query"])
@@ -500,7 +500,7 @@ def generate_answer(
         options["eos_token_id"] = teller.ends or None
     options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), teller.over]
     traces = memory.traces if trace else Traces(None, memory.url)
-    # A trace knows which blocks were quoted, and not their text, which it would keep when they are forgotten.
+    # A trace holds the numbers of quoted blocks, not their text: it would survive when the blocks are forgotten.
     info = {**(told or {}), **({"quoted": quoted} if quoted else {})}
     ids = torch.tensor([prompt.tokens], dtype=torch.int64, device=reader.model.device)
     with (
@@ -530,24 +530,24 @@ def generate_answer(
 
 SYSTEM = "You are a helpful assistant. You remember what was said and read before."
 SAID = "said/"
-"""Before the facts of a session: who said what, and when."""
+"""Prefix of the facts of a session: who said what, and when."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Turn:
-    """What one side has said."""
+    """The words of one side."""
 
     role: str
-    """user or assistant."""
+    """"user" or "assistant"."""
     text: str
     time: str
     """ISO 8601, UTC."""
     start: int
-    """Tokens that the session had before the exchange that it belongs to."""
+    """Tokens of the session before the exchange that this turn belongs to."""
 
 
 class Conversation:
-    """See ``Reader.chat``, which makes it."""
+    """A conversation, made by ``Reader.chat``."""
 
     def __init__(self, reader: _Asker, session: str, system: str | None) -> None:
         if not reader.several:
@@ -558,10 +558,10 @@ class Conversation:
             raise InvalidArgument("the name of the session is empty")
         self.reader, self.session = reader, session
         self.name = CHAT + session
-        """Of its document."""
+        """The name of its document."""
         self._frame = Template.of(reader.tokenizer, system) or Template.plain(system)
         self.turns = self._kept()
-        """What was said so far, oldest first."""
+        """The turns so far, oldest first."""
 
     def say(
         self,
@@ -573,15 +573,15 @@ class Conversation:
         stop: Sequence[str] = (),
         **options: Any,
     ) -> Answer:
-        """Say something, and get the answer, which also ends before a text of ``stop``; both are kept.
+        """Say something and return the answer. Both are kept. A text of ``stop`` also ends the answer.
 
         See ``Reader.ask``.
 
-        Interrupted, it keeps the answer as far as it came.
+        If it is interrupted, the tokens of the answer so far are kept.
         """
         if not words.strip():
             raise InvalidArgument("there is nothing said: give some words")
-        self.turns = self._kept()  # somebody may have forgotten the session since
+        self.turns = self._kept()  # another process may have forgotten the session
         self._complete()
         asked, start, said = self._framed(words), self._tokens, [turn.text for turn in self.turns[-2:]]
         self._note(Turn(role="user", text=words, time=_now(), start=start))
@@ -600,7 +600,7 @@ class Conversation:
         return answer
 
     def forget_last(self) -> bool:
-        """Take back the last exchange and its traces, as if it had not been; whether there was one."""
+        """Take back the last exchange and its traces, and return whether there was one."""
         self.turns = self._kept()
         if not self.turns:
             return False
@@ -619,17 +619,17 @@ class Conversation:
 
     @property
     def trace(self) -> Trace | None:
-        """What was recorded of the last answer, also in another process; None where nothing was."""
+        """Return the trace of the last answer, also in another process, or None if it was not recorded."""
         start = self.turns[-1].start if self.turns else None
         traces = [] if start is None else self.reader.memory.traces.of_conversation(self.name, start)
         return traces[-1] if traces else None
 
     def _kept(self) -> list[Turn]:
-        """What the memory has of the session, oldest first; no turn is left of a session that was forgotten."""
+        """Read the turns of the session, oldest first. A forgotten session has none."""
         facts = self.reader.memory.infos(f"{SAID}{self.session}/")
         mine = {int(key.rpartition("/")[2]): fact for key, fact in facts.items() if owner_of(key) == self.name}
         turns = [Turn(**fact) for _, fact in sorted(mine.items()) if isinstance(fact, dict)]
-        # A memory of before, which has forgotten the document alone: only the first words come before it.
+        # An older version forgot the document alone. In such a memory only the first words come before the document.
         if len(turns) > 1 and self._document() is None:
             for number in mine if self.reader.memory.mode != "r" else ():
                 self.reader.memory.put_info(self._fact(number), None)
@@ -650,7 +650,7 @@ class Conversation:
 
     @contextmanager
     def _seen(self, *, goes_on: bool) -> Iterator[None]:
-        """The session goes on as the last of the documents; before it begins, nothing does."""
+        """Let the session continue as the last of the documents. Before it begins, no document is continued."""
         reader, before = self.reader, self.reader.names
         everything = (document.name for memory in reader.memories for document in memory.documents())
         others = (name for name in everything if not name.startswith(CHAT)) if before is None else before
@@ -662,12 +662,12 @@ class Conversation:
             reader.names = before
 
     def _complete(self) -> None:
-        """Keep what a process has heard that ended before it could answer."""
+        """Keep the words that a process heard before it ended without an answer."""
         if self.turns and self.turns[-1].role == "user":
             self._keep(self._framed(self.turns[-1].text), [], "", self.turns[-1].start)
 
     def _keep(self, asked: Prompt, tokens: list[int], text: str, start: int) -> None:
-        # Words that were appended by a process that was killed before it noted so are not said twice.
+        # A process may have been killed after it appended words and before it noted so. They are not said twice.
         if self._tokens == start:
             past = self._frame.controls(self.reader.tokenizer, self._frame.past)
             self.reader.append([*asked.before, *asked.words, *past, *tokens], self.name)

@@ -1,9 +1,9 @@
 """A model and its memories, open for the length of a ``with`` block, and how a text is read into one.
 
-What does not depend on the mechanism is here: memories are opened, made and checked, and the documents among them are
-found by their names; a text on its way into a document is compared with what is there, and cut into segments. A
-mechanism says what it stores (``spec``), how its model gets to see the memory (``_install``), and how it reads segments
-(``_read_segments``). What asks a memory stands on it: ``Reader``.
+This file has all that does not depend on the mechanism. It opens, makes and checks memories, and finds documents by
+their names. A text on its way into a document is compared with the stored tokens, and cut into segments. A mechanism
+says what it stores (``spec``), how its model sees the memory (``_install``), and how it reads segments
+(``_read_segments``). The subclass ``Reader`` asks the memory.
 """
 
 from __future__ import annotations
@@ -45,22 +45,22 @@ from memstore.readers.observer import Observer
 from memstore.readers.ranks import Ranks, Share, SharedDocument
 
 UNNAMED = "document"
-"""The first document of a memory, where nobody names it."""
+"""The name of a memory's first document, if none is given."""
 Place = Memory | str | Path
-"""A memory: one that is open, or where it is."""
+"""A memory: an open one, or its path."""
 FREED_BYTES = 16 << 20
-"""Bytes of states after which memory that reading has freed goes back to the system."""
+"""After so many bytes of states, freed memory goes back to the system."""
 COMPARED = 1 << 16
 """Stored tokens that are held in memory at once while a text is compared with them."""
 Chunks = Tokens | Iterable[Tokens]
-"""Token ids, or pieces of them one after the other."""
+"""Token ids, or consecutive pieces of them."""
 S = TypeVar("S")
 M = TypeVar("M")
 
 
 @dataclass(frozen=True)
 class ReadResult:
-    """What a call of ``Reader.read`` or ``Reader.append`` did."""
+    """The result of ``Reader.read`` or ``Reader.append``."""
 
     document: str
     tokens: int
@@ -68,7 +68,7 @@ class ReadResult:
     new_tokens: int
     """Tokens read by this call."""
     reused_tokens: int
-    """Tokens that were there already, in this document or in others that begin with the same text."""
+    """Tokens that were stored already, in this document or in others that begin with the same text."""
     seconds: float
     nll: Tensor = field(default_factory=lambda: torch.empty(0))
     """Negative log-likelihood of each scored token, ``[n]``, in nats."""
@@ -90,10 +90,10 @@ class Job:
 
     document: Document
     options: dict[str, Any] | None
-    """What the states depend on beside the model and the tokens, for the first append of a document; else None."""
+    """The options that the states depend on, for the first append to a document; else None."""
     retrieve: bool = True
     score_from: int | None = None
-    """The first token whose likelihood is wanted."""
+    """The first token to be scored."""
     nll: list[Tensor] = field(default_factory=list)
 
 
@@ -136,7 +136,7 @@ class Attachment(ABC):
             )
         self._process_group = process_group
         self.share: Share | None = None
-        """This rank's share of the blocks, where there are others."""
+        """This rank's share of the blocks, if there are other ranks."""
         self.names = [document] if isinstance(document, str) else None if document is None else list(document)
         on = model.device if device is None and model.device.type == "cuda" else device
         self._places = _places(memory)
@@ -144,9 +144,9 @@ class Attachment(ABC):
         self._memories: tuple[Memory, ...] | None = None
         self._stack = ExitStack()
         self.observers: list[Observer] = []
-        """Told what the calls of the model retrieve; not what reading does."""
+        """They see what calls of the model retrieve, but not what reading retrieves."""
         self.stopping: Callable[[], bool] = lambda: False
-        """Asked while texts are read and searched for: True breaks it off with ``BrokenOff``."""
+        """Checked while texts are read and searched for. If it returns True, the work stops with ``BrokenOff``."""
         for what, given in (("memories", self._places), ("documents", self.names or [])):
             if len(given) > 1 and not self.several:
                 raise InvalidArgument(
@@ -155,8 +155,8 @@ class Attachment(ABC):
                 )
 
     @classmethod
-    def default_retrieval(cls, model: Any, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003 - for those that care
-        """How ``model`` retrieves unless it is told otherwise; ``made``: from a memory that is there already."""
+    def default_retrieval(cls, model: Any, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003 - for overrides
+        """Return the default retrieval of ``model``; ``made``: the spec of an existing memory."""
         return Retrieval()
 
     def __enter__(self) -> Self:
@@ -172,7 +172,7 @@ class Attachment(ABC):
         return True
 
     def open(self) -> Self:
-        """What entering the ``with`` block does. Raises ``ForeignMemory`` for a memory of another model."""
+        """Open the memories, as the ``with`` block does. Raises ``ForeignMemory`` for a memory of another model."""
         if self._memories is not None:
             raise InvalidArgument("this reader is open already: leave its with block first")
         with ExitStack() as stack:
@@ -188,7 +188,7 @@ class Attachment(ABC):
         return self
 
     def close(self) -> None:
-        """What leaving the ``with`` block does. Memories that were given open stay open."""
+        """Close the memories, as leaving the ``with`` block does. Memories that were passed open stay open."""
         try:
             self._stack.close()
         finally:
@@ -196,7 +196,7 @@ class Attachment(ABC):
             _return_freed_memory()
 
     def _join(self) -> None:
-        """Join the other ranks, where there is a process group."""
+        """Join the other ranks if a process group was given."""
         if self._process_group is not None:
             if any(memory.mode != "r" for memory in self.memories):
                 raise InvalidArgument("with process_group a memory is only asked: open it with mode='r'")
@@ -206,7 +206,7 @@ class Attachment(ABC):
 
     @property
     def memories(self) -> tuple[Memory, ...]:
-        """The memories, open; the first one is the one that is read into."""
+        """The memories, open. Texts are read into the first one."""
         if self._memories is None:
             raise InvalidArgument(
                 "a memory is read and asked inside a with block: with memstore.attach(model, memory) as reader: ..."
@@ -215,21 +215,21 @@ class Attachment(ABC):
 
     @property
     def memory(self) -> Memory:
-        """The memory that is read into."""
+        """The memory that texts are read into."""
         return self.memories[0]
 
     @property
     def document(self) -> Document:
-        """The document that the model goes on after. Raises ``InvalidArgument`` where it is not clear which one."""
+        """The document that the model continues. Raises ``InvalidArgument`` if it is not clear which one."""
         return self._document(None)
 
     @property
     def documents(self) -> list[Document]:
-        """The documents that the model sees; the last one is the one that it goes on after."""
+        """The documents that the model sees; it continues the last one."""
         return [self.document]
 
     def _document(self, name: str | None) -> Document:
-        """The document called ``name``, or the one that is meant where nobody says."""
+        """Return the document called ``name``, or without a name the default document."""
         if name is None and self.names is not None and len(self.names) == 1:
             (name,) = self.names
         if name is None:
@@ -242,7 +242,7 @@ class Attachment(ABC):
         return document if self.share is None else SharedDocument(document, self.share)
 
     def _opened(self, stack: ExitStack) -> Iterator[Memory]:
-        """Each memory; those that are not there are made like the first one that is."""
+        """Open each memory. Missing ones are made like the first one that exists."""
         found = [each if isinstance(each, Memory) else self._existing(each, stack) for each in self._places]
         like = next((memory.spec for memory in found if memory is not None), None)
         for place, there in zip(self._places, found, strict=True):
@@ -267,7 +267,7 @@ class Attachment(ABC):
             return None
 
     def _sign(self, memory: Memory) -> None:
-        """Write into a new memory which model it is for, so that other programs need not be told."""
+        """Write into a new memory which model it belongs to, so that other programs know."""
         names = {"name": self.model, "tokenizer": self.tokenizer}
         info = {key: name for key, of in names.items() if (name := _name_of(of))}
         if "name" in info:
@@ -275,21 +275,21 @@ class Attachment(ABC):
 
     @abstractmethod
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
-        """What is stored of this model. ``made``: of the memory that is there already, to be like it in what is free.
+        """Return what is stored of this model. If a memory was ``made`` already, its spec fixes the free choices.
 
         Raises ``InvalidArgument`` for a model that can store nothing.
         """
 
-    def _check_memory(self, memory: Memory, first: Memory) -> None:  # noqa: ARG002 - for those that see several
-        """Raise ``ForeignMemory`` where ``memory`` was made by another model."""
+    def _check_memory(self, memory: Memory, first: Memory) -> None:  # noqa: ARG002 - for overrides
+        """Raise ``ForeignMemory`` if another model made ``memory``."""
         spec = self.spec(memory.spec)
         self._check_named(memory, spec.fingerprint)
         check_same(spec, memory)
 
     def _check_named(self, memory: Memory, ours: Fingerprint) -> None:
-        """Raise ``ForeignMemory`` where another model made ``memory``, and the names of both are known."""
+        """Raise ``ForeignMemory`` if another model made ``memory``, and the names of both are known."""
         theirs, maker, name = memory.spec.fingerprint, memory.model_info().get("name"), _name_of(self.model)
-        # Where only the dtype differs the weights do too, and the names may be two of one model.
+        # If only the dtype differs, the weights differ too. The names may then be two names of one model.
         another = ours.architecture != theirs.architecture or (
             ours.weights != theirs.weights and ours.dtype == theirs.dtype
         )
@@ -301,7 +301,7 @@ class Attachment(ABC):
             )
 
     def _begin(self) -> None:  # noqa: B027 - nothing for most
-        """The memories are open: whatever else has to be checked or loaded."""
+        """Check or load what else is needed, once the memories are open."""
 
     @abstractmethod
     def _install(self, stack: ExitStack) -> None:
@@ -319,26 +319,26 @@ class Attachment(ABC):
         score: int | None = None,
         retrieve: bool | None = None,
     ) -> ReadResult:
-        """Read a text from its beginning: what is stored already is compared, the rest is read and stored.
+        """Read a text from its beginning: stored tokens are compared, the rest is read and stored.
 
-        Segments are committed one after the other, each while the next one is computed: an interrupted read leaves all
-        committed segments in place, and the same call goes on after them. It computes in the types of the model's
-        weights, also under ``torch.autocast``.
+        Each segment is committed while the next one is computed. An interrupted read keeps all committed segments, and
+        the same call continues after them. It computes in the types of the model's weights, also under
+        ``torch.autocast``.
 
         Args:
-            text: token ids ``[n]``; pieces of them one after the other, for texts that are not to be held in memory; or
-                a string, where a tokenizer was given. A text that ends before the document does is compared, and the
-                document stays as it is.
+            text: token ids ``[n]``; consecutive pieces of them, for texts that do not fit into memory; or a string, if
+                a tokenizer was given. A text that ends before the document does is compared, and the document stays as
+                it is.
             document: its name; by default the one given to ``attach``.
             progress: show a line with tokens per second.
-            reuse: a new document shares the blocks of another one of this memory that begins with the same tokens and
-                was read with the same options, which then need not be read. False reads all of them.
+            reuse: a new document shares blocks with another one that begins with the same tokens and was read with the
+                same options. Shared blocks are not read again. False reads all tokens.
             score: also compute how well the last ``score`` tokens were predicted (``ReadResult.nll``).
             retrieve: False reads without retrieving, for comparison.
 
         Raises:
             InvalidArgument: no tokens, tokens outside of the vocabulary, or another text under this name.
-            StoreFull, ReadOnlyMemory: the segment in hand could not be stored; those before it are.
+            StoreFull, ReadOnlyMemory: the current segment could not be stored. Earlier segments are stored.
         """
         check_options(self.kind, {"score": score or None, "retrieve": retrieve})
         tokens = self._given(text)
@@ -349,7 +349,7 @@ class Attachment(ABC):
         target, retrieving = self._target(document), retrieve is None or retrieve
         options = self._reading(retrieve=retrieving)
         if reuse and isinstance(tokens, Tensor) and self.memory.mode != "r":
-            # The last token that is not scored predicts the first one that is.
+            # The last unscored token predicts the first scored one.
             unscored = tokens[: max(0, len(tokens) - score - 1)] if score else tokens
             target.reuse(unscored, reading=options, step=self._step)
         if target.blocks.start:
@@ -377,9 +377,9 @@ class Attachment(ABC):
         return self._result(job, stored, min(stored, seen), seconds)
 
     def update(self, text: str | Tokens, document: str | None = None, *, progress: bool = False) -> ReadResult:
-        """Read a text in place of the one that the document holds: the blocks before the first difference stay.
+        """Replace the text of a document. The blocks before the first difference stay.
 
-        Those behind it leave at once, so an interrupted update is gone on with by the same call. See ``read``.
+        The blocks after it are removed at once. If the update is interrupted, the same call continues it. See ``read``.
         """
         tokens = self._given(text)
         if not isinstance(tokens, Tensor):
@@ -393,7 +393,7 @@ class Attachment(ABC):
         return self.read(tokens, target.name, progress=progress)
 
     def append(self, text: str | Chunks, document: str | None = None, *, progress: bool = False) -> ReadResult:
-        """Read more tokens at the end of the document, such as a question and the answer that was generated.
+        """Read more tokens at the end of the document, such as a question and the generated answer.
 
         See ``read``.
         """
@@ -407,7 +407,7 @@ class Attachment(ABC):
         return self._result(job, stored, 0, seconds)
 
     def stored_tokens(self, tokens: Tokens, document: str) -> int:
-        """How many of ``tokens [n]`` need not be read into a document: it has them, or is new and another begins so."""
+        """Return how many of ``tokens [n]`` a document has. A new one may share those of another document."""
         ids, there = as_tokens(tokens), self.memory.document(document)
         if there.id is not None:
             return 0 if there.blocks.start else common_tokens(there, ids)
@@ -415,7 +415,7 @@ class Attachment(ABC):
         return 0 if found is None else found[1] // self._step * self._step * self.memory.spec.block_size
 
     def _given(self, text: str | Chunks) -> Tensor | Iterable[Tokens]:
-        """A text as token ids ``[n]`` int32, or its pieces as they are."""
+        """Return a text as token ids ``[n]`` int32, or its pieces as they are."""
         if isinstance(text, str):
             return self._checked(torch.tensor(self._encoded(text), dtype=torch.int64))
         if not is_flat(text):
@@ -425,7 +425,7 @@ class Attachment(ABC):
                 raise InvalidArgument("expected token ids, got a mask of True and False")
             if text.dim() == 2 and len(text) == 1:
                 text = text[0]
-        tokens = self._checked(as_tokens(text))  # type: ignore[arg-type]  # it says what is wrong with anything else
+        tokens = self._checked(as_tokens(text))  # type: ignore[arg-type]  # it raises for anything else
         if not len(tokens):
             raise InvalidArgument("there is nothing to read: the text has no tokens")
         return tokens
@@ -443,7 +443,7 @@ class Attachment(ABC):
         return encode(self.tokenizer, text)
 
     def _target(self, name: str | None) -> Document:
-        """The document to read into."""
+        """Return the document to read into."""
         if self.memory.mode == "r" and name is not None and all(each.name != name for each in self.memory.documents()):
             self._check_writable()
         return self._document(name)
@@ -455,7 +455,7 @@ class Attachment(ABC):
             )
 
     def _run(self, job: Job, pieces: Iterator[Tensor], stored: int, total: int | None, progress: bool) -> float:
-        """Read ``pieces`` at the end of the document; seconds that it took."""
+        """Read ``pieces`` at the end of the document, and return the seconds that it took."""
         begun = time.perf_counter()
         told = progress_bar(job.document.name, stored, total, show=True) if progress else nullcontext(lambda _: None)
         with torch.no_grad(), evaluating(self.model), told as advance:
@@ -483,43 +483,43 @@ class Attachment(ABC):
 
     @property
     def _step(self) -> int:
-        """Blocks after which states no longer depend on the tokens behind: other documents may begin with them."""
+        """Blocks after which states no longer depend on later tokens: other documents may begin with them."""
         return 1
 
     @property
     def depth(self) -> int | None:
-        """How many blocks before a place the states behind it depend on; None where they depend on all of them."""
+        """How many earlier blocks the states depend on, or None if they depend on all of them."""
         return None
 
     @property
     def index_bytes_per_token(self) -> float:
-        """Bytes of memory that a stored token takes while it is attached, where an index scans all of them."""
+        """Bytes of memory per stored token while it is attached, if an index scans all tokens."""
         return 0.0
 
     @property
     def _vocabulary(self) -> int:
         return int(self.model.config.vocab_size)
 
-    def _reading(self, *, retrieve: bool) -> dict[str, Any] | None:  # noqa: ARG002 - for those that can do without
-        """What the states of a document depend on beside the model and the tokens; None where that is nothing."""
+    def _reading(self, *, retrieve: bool) -> dict[str, Any] | None:  # noqa: ARG002 - for overrides
+        """Return the options that the states of a document depend on, or None if there are none."""
         return None
 
     def _prepared(self, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
-        """``pieces``, once whatever depends on the text's beginning is done."""
+        """Return ``pieces``, after the work that needs the text's beginning."""
         return pieces
 
     @abstractmethod
     def _read_segments(self, job: Job, segments: Iterator[Tensor]) -> Generator[int]:
-        """Read ``segments`` at the end of the document and commit them; tells the tokens of each.
+        """Read ``segments`` at the end of the document and commit them; yield the tokens of each.
 
-        Where ``segments`` raises, or reading is broken off, what was whole before stays committed.
+        If ``segments`` raises, or reading is stopped, the complete segments stay committed.
         """
 
     def _check_reading(self, document: Document, options: dict[str, Any] | None) -> None:
-        """A document is read with the same options from beginning to end, or its states would not belong together."""
+        """Raise if a document was begun with other options: its states would not belong together."""
         if options is None or self.memory.mode == "r" or not len(document):
             return
-        # Before documents kept their options themselves, the memory did, under this name.
+        # Older versions kept the options in the memory, under this name, and not in documents.
         before = document.reading or self.memory.get_info(f"reading/{document.name}")
         if before is None:
             return
@@ -532,7 +532,7 @@ class Attachment(ABC):
             )
 
     def _checked(self, tokens: Tensor) -> Tensor:
-        """``tokens`` as they are. Raises ``InvalidArgument`` for those that are not of the vocabulary."""
+        """Return ``tokens`` unchanged. Raises ``InvalidArgument`` for tokens outside the vocabulary."""
         last = self._vocabulary - 1
         if tokens.numel():
             low, high = int(tokens.min()), int(tokens.max())
@@ -545,7 +545,7 @@ class Attachment(ABC):
 
 
 def check_options(kind: Kind, given: Mapping[str, Any]) -> None:
-    """Raise ``InvalidArgument`` for options of ``attach`` that are given to a ``kind`` which does not take them."""
+    """Raise ``InvalidArgument`` for options of ``attach`` that this ``kind`` does not take."""
     for name, value in given.items():
         if value is not None and not kind.takes(name):
             wanted = " and ".join(f"{each.name}s" for each in KINDS if each.takes(name))
@@ -553,7 +553,7 @@ def check_options(kind: Kind, given: Mapping[str, Any]) -> None:
 
 
 def check_retrieval(kind: Kind, retrieval: Retrieval) -> None:
-    """Raise ``InvalidArgument`` for what a ``kind`` cannot do: a field it does not take, and that is not as usual."""
+    """Raise ``InvalidArgument`` if a field that this ``kind`` does not take differs from its default."""
     given = {of: getattr(retrieval, of.name) for of in fields(retrieval)}
     check_options(kind, {f"Retrieval.{of.name}": value for of, value in given.items() if value != of.default})
 
@@ -567,7 +567,7 @@ def _places(memory: object) -> list[Place]:
 
 
 def _name_of(thing: Any) -> str | None:
-    """Where a model or tokenizer was loaded from; a folder by its whole path, for others may run elsewhere."""
+    """Return where a model or tokenizer was loaded from. A folder has its whole path, as others may run elsewhere."""
     name = getattr(thing, "name_or_path", None)
     if not isinstance(name, str) or not name:
         return None
@@ -582,9 +582,9 @@ def is_flat(tokens: Chunks) -> bool:
 
 
 def common_tokens(document: Document, tokens: Tensor) -> int:
-    """How many of ``tokens [n]`` a document that has lost no blocks begins with.
+    """Return how many of ``tokens [n]`` a document begins with, if it has lost no blocks.
 
-    Nobody knows the tokens of blocks that a repair has dropped, -1: they differ.
+    Blocks that a repair has dropped have unknown tokens, -1: they count as different.
     """
     stored = document.tokens()
     length = min(len(stored), len(tokens))
@@ -599,13 +599,13 @@ def compare(document: Document, start: int, tokens: Tensor) -> None:
 
 
 def another_text(document: Document, start: int, tokens: Tensor) -> str | None:
-    """That the document does not hold ``tokens`` from token ``start`` on, in words; None where it does.
+    """Say that the document does not hold ``tokens`` from token ``start`` on, or return None if it does.
 
-    Nobody knows the tokens of blocks that a repair has dropped: they are taken for the same.
+    Blocks that a repair has dropped have unknown tokens: they count as the same.
     """
     size = document.memory.spec.block_size
     for part in tokens.long().split(COMPARED) if len(tokens) else ():
-        # A range of blocks is one read of the store; block by block it would be a transaction for each of them.
+        # A range of blocks is one read of the store. Block by block, each would be a transaction.
         for blocks in document.present(range(start // size, -(-(start + len(part)) // size))):
             stored, at = document.tokens(blocks), blocks.start * size - start
             low, high = max(at, 0), min(at + len(stored), len(part))
@@ -618,7 +618,7 @@ def another_text(document: Document, start: int, tokens: Tensor) -> str | None:
 
 
 def segments(pieces: Iterator[Tensor], place: int, size: int) -> Iterator[Tensor]:
-    """Pieces of ``pieces``, which begin at token ``place``, that end at multiples of ``size`` tokens or at the end."""
+    """Cut ``pieces``, which begin at token ``place``, at multiples of ``size`` tokens."""
     waiting: list[Tensor] = []
     held = 0
     for piece in pieces:
@@ -642,11 +642,11 @@ def pipelined(
     workers: int = 0,
     ahead: bool = True,
 ) -> Iterator[M]:
-    """Compute ``segments`` and commit what they made in order, each in a thread beside the next ones.
+    """Compute ``segments`` and commit the results in order, each in a thread beside the next ones.
 
-    ``workers`` segments are computed side by side in threads; 0: one after the other, in this one. ``ahead=False``
-    waits until what was made before is committed, for segments that need to find it. Tells what was made, as it is
-    handed over. Where ``segments`` raises, what came before is committed first.
+    ``workers`` segments are computed side by side in threads. With 0 they are computed one after the other, in this
+    thread. ``ahead=False`` waits for the previous commit, for segments that need its result. Yields each result as it
+    is handed over. If ``segments`` raises, earlier results are committed first.
     """
     computing: deque[Future[M]] = deque()
     pending: Future[None] | None = None
@@ -659,7 +659,7 @@ def pipelined(
                     segment = next(source)
                 except StopIteration:
                     break
-                except BaseException as error:  # noqa: BLE001 - raised again once what came before it is kept
+                except BaseException as error:  # noqa: BLE001 - raised again once earlier results are committed
                     failure = error
                     break
                 if pool is None:
@@ -692,7 +692,7 @@ def pipelined(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model without dropout or noise, in the types of its weights, for the time being."""
+    """Keep the model without dropout and noise, in the types of its weights, inside the block."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False
@@ -705,9 +705,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _return_freed_memory() -> None:
-    """Give back to the system what glibc's allocator keeps of freed memory; other allocators do so themselves.
+    """Give freed memory that glibc's allocator keeps back to the system. Other allocators do so themselves.
 
-    Its arenas grow with the tensors of every thread that reads, and are trimmed at their ends only.
+    Its arenas grow with the tensors of every thread that reads, and are only trimmed at their ends.
     """
     if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
         trim(0)

@@ -1,17 +1,17 @@
-"""What should have been retrieved, against what was: an audit, and the half of it that all kinds of models share.
+"""Audits, which compare retrieved blocks with all blocks, and the half of an audit that all kinds of models share.
 
-For each step (the last token of a question, and the tokens generated after it), layer and query head, the attention
-that *every* block would get is computed exactly, a run of blocks at a time, from what the store has. Then
+A step is the last token of a question, or a token generated after it. An audit computes exactly the attention that
+*every* block would get, for each step, layer and query head. It reads the store, a run of blocks at a time. Then
 
-- ``memory``: the share of all attention (to blocks and to the local tokens) that falls on blocks at all,
-- ``captured``: of that, the share on the blocks that were retrieved: the captured mass,
-- ``recall``: the share of the true best ``k`` blocks that were retrieved, ``k`` being how many were.
+- ``memory``: the share of all attention (to blocks and to the local tokens) that falls on blocks,
+- ``captured``: the share of that attention that falls on the retrieved blocks: the captured mass,
+- ``recall``: the share of the true best ``k`` blocks that were retrieved, if ``k`` blocks were.
 
-A mechanism may choose well and still miss: one list for many heads serves all of them a little. So an approximate index
-has a number of its own, ``index_recall``, against exact search for the very same queries.
+A mechanism may choose well and still miss: one list for many heads serves each of them a little. So an approximate
+index has its own number, ``index_recall``. It compares the index with exact search for the same queries.
 
-The other half is the ``Auditor`` of a mechanism, in the file ``audit.py`` beside its reader: an observer that works out
-what every block would have got.
+The other half is the ``Auditor`` of a mechanism, in the file ``audit.py`` beside its reader. It is an observer that
+computes the attention that every block would have got.
 """
 
 from __future__ import annotations
@@ -34,75 +34,76 @@ if TYPE_CHECKING:
 PIECE = 4096
 """Blocks whose landmarks are read at once."""
 ALIKE = 1e-5
-"""Scores that differ by less, of the larger one, are taken for equal: sums in another order differ so much."""
+"""Scores with a smaller relative difference count as equal: sums in another order differ by so much."""
 WORST = 5
-"""Blocks that are named as missed."""
+"""How many missed blocks are named."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerAudit:
-    """What one layer retrieved, against what it should have; over all steps."""
+    """What one layer retrieved, compared with the best blocks, over all steps."""
 
     layer: int
-    """Its number; for a DRT the number of the group of upper layers."""
+    """Its number; for a DRT, the number of the group of upper layers."""
     captured: Tensor
-    """``[H]``: of the attention on blocks, the share on those that were retrieved; NaN where none falls on blocks."""
+    """``[H]``: the share of the attention on blocks that falls on the retrieved ones. NaN if no attention falls on
+    blocks."""
     recall: Tensor
     """``[H]``: share of the true best blocks that were retrieved."""
     memory: Tensor | None
-    """``[H]``: share of all attention that falls on blocks; None where the mechanism has no such thing (GCA)."""
+    """``[H]``: share of all attention that falls on blocks; None if the mechanism has no such share (GCA)."""
     margin: float | None
-    """By how much the worst block that was retrieved scored better than the best that was not, in the median over steps
-    and heads; below 0 where a better one was left out. None where all were retrieved."""
+    """The score of the worst retrieved block minus the score of the best other block: the median over steps and heads.
+    Below 0, a better block was left out. None if all were retrieved."""
     index_recall: float | None
     """Share of the best blocks by exact search that the index found; None for a layer without landmarks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MissedBlock:
-    """A block that was not retrieved and would have been attended to."""
+    """A block that was not retrieved, although the model would have attended to it."""
 
     document: str
     block: int
     weight: float
-    """Share of all attention that it would have had, in the mean over steps, layers and heads; 0 for those that had
-    it."""
+    """Share of all attention that it would have had: the mean over steps, layers and heads. Lists that retrieved it
+    count as 0."""
     layer: int
-    """The layer that would have attended to it most,"""
+    """The layer that would have attended to it most."""
     head: int
-    """and its head."""
+    """The head of this layer."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Audit:
-    """The outcome of an audit."""
+    """The result of an audit."""
 
     mechanism: str
     """``"attach"``, ``"landmark"``, ``"drt"`` or ``"knn"``."""
     positions: str
-    """Where blocks stand that were not retrieved, and so what the true attention is; a sentence."""
+    """A sentence that says where blocks stand that were not retrieved. The true attention depends on it."""
     documents: list[str]
     blocks: int
     """Blocks that could have been retrieved, at the last step."""
     top_k: int
-    """Blocks of a list, at most; tokens where single ones are retrieved."""
+    """Blocks of a list at most, or tokens if single tokens are retrieved."""
     steps: int
     tokens: list[int]
-    """What was generated, from the first token on."""
+    """The generated tokens."""
     layers: list[LayerAudit]
-    """Those that retrieve."""
+    """The layers that retrieve."""
     missed: list[MissedBlock]
-    """The blocks that were missed most, most first."""
+    """The most missed blocks, most missed first."""
     stored_tokens: int | None = None
-    """Tokens that could have been retrieved, at the last step, where single ones are (kNN); else None."""
+    """Tokens that could have been retrieved at the last step, if single tokens are retrieved (kNN); else None."""
 
     @property
     def captured(self) -> float | None:
-        """Captured mass of all layers and heads together: heads that look at blocks more count more."""
+        """Captured mass over all layers and heads. Heads that look more at blocks count more."""
         if any(layer.memory is None for layer in self.layers):
             return _mean([float(layer.captured.nanmean()) for layer in self.layers])
-        # Of the attention on blocks, not of all: a head that does not look at its memory would else look like one that
-        # was served badly. How much falls on blocks is a number of its own, which weighs the heads here.
+        # The share of the attention on blocks, not of all attention: else a head that does not look at its memory would
+        # seem badly served. The attention on blocks is a separate number, which weighs the heads here.
         memory = torch.stack([layer.memory for layer in self.layers if layer.memory is not None])
         held = memory * torch.stack([layer.captured for layer in self.layers]).nan_to_num()
         return float(held.sum() / memory.sum()) if bool(memory.sum() > 0) else None
@@ -119,16 +120,16 @@ class Audit:
 
     @property
     def chance(self) -> float:
-        """What blocks (or tokens) chosen at random would capture, and recall: the share of all that they are."""
+        """What random blocks (or tokens) would capture and recall: the share of all blocks that is retrieved."""
         return min(1.0, self.top_k / (self.stored_tokens or self.blocks))
 
     @property
     def index_recall(self) -> float | None:
-        """Mean recall of the index over the layers that have one."""
+        """Mean recall of the index over the layers with an index."""
         return _mean([layer.index_recall for layer in self.layers if layer.index_recall is not None])
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, ready for JSON."""
+        """Return the audit as a dict for JSON."""
         return {
             "mechanism": self.mechanism,
             "positions": self.positions,
@@ -148,19 +149,19 @@ class Audit:
 
 
 class Auditor(Observer, ABC):
-    """The half of an audit that a mechanism has: ``choice`` compares, or notes what ``finish`` compares."""
+    """The half of an audit that depends on the mechanism: ``choice`` compares, or notes what ``finish`` compares."""
 
     mechanism: str
     positions: str
-    """Where blocks stand that were not retrieved; a sentence."""
+    """A sentence that says where blocks stand that were not retrieved."""
     shares = True
     """Whether weights are shares of all attention."""
     documents: list[str]
     _document: Document
     top_k: int | Literal["all"]
-    """Blocks of a list, or tokens where single ones are retrieved."""
+    """Blocks of a list, or tokens if single tokens are retrieved."""
     tokens = 8
-    """To generate, unless the user says otherwise; the question's last token is the first step."""
+    """Tokens to generate by default. The question's last token is the first step."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -168,28 +169,28 @@ class Auditor(Observer, ABC):
 
     @abstractmethod
     def watching(self) -> AbstractContextManager[dict[str, Any]]:
-        """Be told of what is generated within the block; it gives options for ``model.generate``."""
+        """Observe the tokens that are generated inside the block; yield options for ``model.generate``."""
 
     @abstractmethod
     def choice(self, choice: Choice) -> None:
         """See ``Observer``."""
 
     def finish(self, *, progress: bool) -> None:
-        """Compare what was noted, where that is cheaper for all steps at once; ``progress`` shows a bar."""
+        """Compare the noted choices, if that is cheaper for all steps at once; ``progress`` shows a bar."""
 
     @abstractmethod
     def nothing(self, tokens: int) -> str:
-        """Why nothing was retrieved for a question and ``tokens`` after it, and what to do."""
+        """Say why nothing was retrieved for a question and ``tokens`` after it, and what to do."""
 
     def locate(self, number: int) -> tuple[Document, int]:
-        """The document and the block of a number that the tally counts by; those of one document, unless overridden."""
+        """Return document and block of a number of the tally. By default all blocks belong to one document."""
         return self._document, number
 
     @torch.no_grad()
     def audit(self, token_ids: Sequence[int] | Tensor, tokens: int | None = None, *, progress: bool = False) -> Audit:
         """Let the model read ``token_ids [n]``, a question, and generate ``tokens``; audit each step.
 
-        Raises ``InvalidArgument`` for no question, or where nothing is retrieved, and ``DamagedError``.
+        Raises ``InvalidArgument`` if there is no question or nothing is retrieved, and ``DamagedError``.
         """
         ids, tokens = torch.as_tensor(token_ids).flatten(), self.tokens if tokens is None else tokens
         if not len(ids) or tokens < 1 or (self.top_k != "all" and self.top_k < 1):
@@ -220,13 +221,13 @@ class Auditor(Observer, ABC):
 
 
 class _Tally:
-    """Adds up what the steps of one audit say, layer by layer."""
+    """The sums over the steps of one audit, layer by layer."""
 
     def __init__(self) -> None:
         self.blocks = 0
         """Blocks that could be retrieved at the last step."""
         self.stored_tokens: int | None = None
-        """Tokens that could be, where single ones are."""
+        """Tokens that could be retrieved, if single tokens are."""
         self._layers: dict[int, list[_StepFigures]] = {}
         self._index: dict[int, list[float]] = {}
         self._lost = torch.zeros(0)  # [N], summed over steps, layers and heads
@@ -243,10 +244,10 @@ class _Tally:
         *,
         blocks: Tensor | None = None,
     ) -> None:
-        """One step of ``layer``: ``weights [H, N]`` of all blocks, shares of all attention, and the ``chosen [H, N]``.
+        """Add one step of ``layer``: attention shares ``weights [H, N]`` of all blocks, and the ``chosen [H, N]``.
 
-        ``scores [H, N]`` are what the margin is of; by default the logarithms of the weights. Where single tokens are
-        retrieved, ``N`` counts tokens, and ``blocks [N]`` are the blocks that they lie in.
+        The margin is computed from ``scores [H, N]``, by default the logarithms of the weights. If single tokens are
+        retrieved, ``N`` counts tokens, and ``blocks [N]`` are the blocks of these tokens.
         """
         self.blocks = weights.shape[1]
         if blocks is not None:
@@ -267,13 +268,13 @@ class _Tally:
         return max(map(len, self._layers.values()), default=0)
 
     def add_index_recall(self, layer: int, recall: float | None) -> None:
-        """What was measured of the layer's index for one step; None is nothing."""
+        """Add the index recall of the layer for one step; None adds nothing."""
         self._index.setdefault(layer, []).extend([] if recall is None else [recall])
 
     def _note_missed(self, layer: int, lost: Tensor) -> None:
         count = lost.shape[1]
         missing = count - len(self._lost)
-        if missing > 0:  # blocks that were made since
+        if missing > 0:  # blocks that were added since
             self._lost, self._most = (torch.cat([x, x.new_zeros(missing)]) for x in (self._lost, self._most))
             self._where = torch.cat([self._where, self._where.new_zeros(missing, 2)])
         self._lost[:count] += lost.sum(0).float()
@@ -284,7 +285,7 @@ class _Tally:
         self._where[more] = torch.stack([torch.full_like(head[more], layer), head[more]], -1)
 
     def layers(self, *, memory: bool = True) -> list[LayerAudit]:
-        """The outcome of each layer, in order; ``memory`` whether weights are shares of attention."""
+        """Return the result of each layer, in order; ``memory`` says whether weights are shares of attention."""
         return [self._layer(layer, steps, memory=memory) for layer, steps in sorted(self._layers.items())]
 
     def _layer(self, layer: int, steps: list[_StepFigures], *, memory: bool) -> LayerAudit:
@@ -292,7 +293,7 @@ class _Tally:
         finite = margins[margins.isfinite()]
         return LayerAudit(
             layer=layer,
-            captured=held.sum(0) / mass.sum(0),  # 0 / 0: nothing was to be had, which is NaN
+            captured=held.sum(0) / mass.sum(0),  # 0 / 0 is NaN: no attention fell on blocks
             recall=recall.mean(0),
             memory=mass.mean(0) if memory else None,
             margin=float(finite.median()) if len(finite) else None,
@@ -300,7 +301,7 @@ class _Tally:
         )
 
     def missed(self, locate: Callable[[int], tuple[Document, int]]) -> list[MissedBlock]:
-        """The blocks missed most; ``locate`` says which document and block a number ``0..N-1`` is."""
+        """Return the most missed blocks; ``locate`` finds document and block of a number ``0..N-1``."""
         best = self._lost.topk(min(WORST, len(self._lost)))
         found = []
         for lost, number in zip(best.values.tolist(), best.indices.tolist(), strict=True):
@@ -322,9 +323,9 @@ class _StepFigures(NamedTuple):
 
 
 def best_chosen(scores: Tensor, chosen: Tensor) -> Tensor:
-    """Share of the best ``k`` of ``scores [..., N]`` that are ``chosen [..., N]``, ``k`` being how many are: ``[...]``.
+    """Return the share ``[...]`` of the best ``k`` of ``scores [..., N]`` among the ``k`` that are ``chosen [..., N]``.
 
-    Any of several equal ones is as good as another. A list of nothing has found all of it.
+    Equal scores are equally good. An empty list has recall 1.
     """
     count = chosen.sum(-1, keepdim=True)
     ordered = scores.sort(-1, descending=True).values
@@ -336,7 +337,7 @@ def best_chosen(scores: Tensor, chosen: Tensor) -> Tensor:
 def exact_scores(view: LayerView, queries: Tensor, blocks: range, *, piece: int = PIECE) -> Tensor:
     """Best inner product of ``queries [H, T, D]`` with the landmarks of each of ``blocks``: ``[H, T, n]`` float32.
 
-    From the store itself, ``piece`` blocks at a time, whatever the index of the layer is.
+    It reads the store, ``piece`` blocks at a time, whatever index the layer has.
     """
     parts = [queries.new_empty(*queries.shape[:2], 0, dtype=torch.float32)]
     for some in pieces(blocks, piece):
@@ -351,7 +352,8 @@ def index_recall(
 ) -> float | None:
     """Share of the true best ``top_k`` blocks that the layer's index finds for ``queries [H, T, D]``.
 
-    Among ``parts``, which are ranges of blocks, read ``piece`` blocks at a time. None where there is nothing to find.
+    The search covers ``parts``, which are ranges of blocks, and reads ``piece`` blocks at a time. None if nothing can
+    be found.
     """
     hits = there = 0
     for blocks in parts:
@@ -368,7 +370,7 @@ def index_recall(
 
 
 def pieces(blocks: range, size: int = PIECE) -> Iterator[range]:
-    """``blocks`` in runs of ``size``."""
+    """Cut ``blocks`` into runs of ``size``."""
     for start in range(blocks.start, blocks.stop, size):
         yield range(start, min(start + size, blocks.stop))
 

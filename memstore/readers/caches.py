@@ -1,7 +1,7 @@
-"""What a model goes on with, in the keywords of its calls.
+"""The name of the cache in the keywords of a model's calls.
 
-transformers says ``cache`` since 5.24, before that ``past_key_values``, which its models take for a while yet, with a
-warning. The models of this package say ``past_key_values``.
+transformers calls it ``cache`` since 5.24, and ``past_key_values`` before. Its models still take the old name for a
+while, with a warning. The models of this package use ``past_key_values``.
 """
 
 from __future__ import annotations
@@ -15,29 +15,29 @@ from typing import Any, TypeVar
 from packaging.version import Version
 
 CACHE = "cache" if Version(version("transformers")) >= Version("5.24.dev0") else "past_key_values"
-"""As models of this release call it."""
+"""The name in this release of transformers."""
 NAMES = ("cache", "past_key_values")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def cache_in(given: Mapping[str, Any]) -> Any:
-    """What the keywords of a call go on with, under either name; None where they begin."""
+    """Return the cache in the keywords of a call, under either name, or None if there is none."""
     return next((given[name] for name in NAMES if given.get(name) is not None), None)
 
 
 def with_cache(given: Mapping[str, Any], cache: Any) -> dict[str, Any]:
-    """The keywords of a call that goes on with ``cache``."""
+    """Return the keywords of a call that continues ``cache``."""
     return {name: value for name, value in given.items() if name not in NAMES} | {CACHE: cache}
 
 
 def takes_cache(function: F) -> F:
-    """A method with ``past_key_values`` among its keywords, which takes ``cache`` for it too."""
+    """Let a method with the keyword ``past_key_values`` take ``cache`` too."""
 
     @wraps(function)
     def taking(*args: Any, cache: Any = None, **given: Any) -> Any:
         return function(*args, **(given if cache is None else {**given, "past_key_values": cache}))
 
-    told = signature(function)  # ``generate`` refuses what it does not see here
+    told = signature(function)  # ``generate`` refuses keywords that are missing in the signature
     both = [*told.parameters.values(), Parameter("cache", Parameter.KEYWORD_ONLY, default=None)]
     taking.__signature__ = told.replace(parameters=sorted(both, key=lambda each: each.kind))  # type: ignore[attr-defined]
     return taking  # type: ignore[return-value]

@@ -1,7 +1,7 @@
-"""What a model and its tokenizer are, as the fingerprint of a memory holds it.
+"""The fingerprint of a model and its tokenizer, as a memory holds it.
 
-Weights on a GPU are not copied to the host each time: a checksum of all their bytes is computed where they lie, in one
-pass, and the digest that belongs to it is kept in the user's cache folder.
+Weights on a GPU are not copied to the host each time. A checksum of all their bytes is computed on the device, in one
+pass. The digest for this checksum is kept in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from memstore.paths import cache_folder
 PIECE = 1 << 26
 """Bytes that are summed up at once."""
 FACTORS = 0x9E3779B97F4A7C15 - 2**64, 0xC2B2AE3D27D4EB4F - 2**64
-"""Odd, as signed numbers of 64 bits: a product with them loses nothing."""
+"""Odd numbers, as signed numbers of 64 bits: a product with them loses no information."""
 
 SAMPLE = 16
-"""Numbers of each weight that are looked at before each prompt."""
+"""Numbers of each weight that are checked before each prompt."""
 
 Weights = Sequence[tuple[str, Tensor]]
 
@@ -39,9 +39,9 @@ Weights = Sequence[tuple[str, Tensor]]
 def fingerprint_of(
     model: Any, tokenizer: Any, *, architecture: str, positions: str, layout: str, block_size: int
 ) -> Fingerprint:
-    """The fingerprint of what ``model`` stores, in the type of its weights.
+    """Return the fingerprint of the states that ``model`` stores, in the dtype of its weights.
 
-    ``architecture``, ``positions`` and ``layout`` are in the words of its reader; ``tokenizer`` may be None.
+    The reader chooses the words of ``architecture``, ``positions`` and ``layout``; ``tokenizer`` may be None.
     """
     return Fingerprint(
         architecture=architecture,
@@ -55,10 +55,10 @@ def fingerprint_of(
 
 
 class WeightCheck:
-    """Tells whether a model computes something else than when this was made, by a look at a few numbers of each weight.
+    """A check for changed weights: it compares a few numbers of each weight with those at the start.
 
-    A digest of all weights takes seconds; this takes milliseconds, for every prompt. It sees adapters that are
-    switched, weights that are replaced or written to through PyTorch, and most that are written to behind its back.
+    A digest of all weights takes seconds; this takes milliseconds, for every prompt. It sees switched adapters,
+    replaced weights, and weights written to through PyTorch. It also sees most other writes.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -66,7 +66,7 @@ class WeightCheck:
         self._weights, self._numbers, self._adapters = self._look()
 
     def changed(self) -> str:
-        """What has changed, in words; empty for nothing."""
+        """Say in words what has changed; empty if nothing has."""
         weights, numbers, adapters = self._look()
         if adapters != self._adapters:
             return "adapters were switched on, off or merged"
@@ -89,7 +89,7 @@ class WeightCheck:
 
 
 class _AdapterUse(NamedTuple):
-    """What a layer of peft says of its adapters; as text, with these names, a part of the digest of weights."""
+    """The state of a peft layer's adapters. Its text, with these field names, is a part of the digest of weights."""
 
     active: list[str]
     there: list[str]
@@ -98,7 +98,7 @@ class _AdapterUse(NamedTuple):
 
 
 def adapters_in_use(model: nn.Module) -> list[_AdapterUse]:
-    """What each layer of ``model`` that has adapters of peft does with them."""
+    """Return the state of the adapters in each layer of ``model`` that has peft adapters."""
     layers: list[Any] = [module for module in model.modules() if hasattr(module, "adapter_layer_names")]
     return [
         _AdapterUse(
@@ -112,7 +112,7 @@ def adapters_in_use(model: nn.Module) -> list[_AdapterUse]:
 
 
 def digest_of_tokenizer(tokenizer: Any) -> str:
-    """xxh3-128 over what turns text into ids; padding and truncation, which callers change, do not count."""
+    """Return xxh3-128 over all that turns text into ids. Padding and truncation do not count: callers change them."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         content: Any = sorted(tokenizer.get_vocab().items())
@@ -124,10 +124,10 @@ def digest_of_tokenizer(tokenizer: Any) -> str:
 
 
 def digest_of_weights(model: nn.Module) -> str:
-    """xxh3-128 over the names, dtypes, shapes and bytes of all weights, as they lie there: quantised ones are.
+    """Return xxh3-128 over the names, dtypes, shapes and bytes of all weights, as they are held, quantised or not.
 
-    Where adapters of peft are switched off, or some of several are active, that counts too. Weights that are divided
-    among processes are brought together one by one: all of them have to ask.
+    Adapters of peft count too if they are switched off, or if only some of several are active. Weights that are divided
+    among processes are gathered one by one, so all processes must call this together.
     """
     digest = _digest_of_all(model)
     switched = [
@@ -140,7 +140,7 @@ def digest_of_weights(model: nn.Module) -> str:
 
 def _digest_of_all(model: nn.Module) -> str:
     weights = sorted(_weights(model))
-    # What only some of the processes had kept would leave the others waiting.
+    # If only some of the processes had a cached digest, the others would wait forever.
     if not any(tensor.device.type == "cuda" for _, tensor in weights) or any(_divided(each) for _, each in weights):
         return _digest(weights)
     kept = cache_folder() / "weights" / _checksum(weights)
@@ -154,13 +154,13 @@ def _digest_of_all(model: nn.Module) -> str:
         number, name = tempfile.mkstemp(dir=kept.parent)
         with os.fdopen(number, "w", encoding="ascii") as file:
             file.write(digest)
-        Path(name).replace(kept)  # at once, for other processes read it
+        Path(name).replace(kept)  # atomic, because other processes read it
     return digest
 
 
-# Not by state_dict(): bitsandbytes lays weights of 4 bits in another order for it, and computes with that from then on.
+# Not by state_dict(): for it bitsandbytes reorders weights of 4 bits, and then computes with the new order.
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """What ``state_dict`` has, by name. Tensors of torchao are those that they consist of."""
+    """Yield what ``state_dict`` holds, by name. Tensors of torchao are replaced by their parts."""
     for path, module in model.named_modules(remove_duplicate=False):
         for name, tensor in chain(module._parameters.items(), module._buffers.items()):
             if tensor is not None and name not in module._non_persistent_buffers_set:
@@ -176,7 +176,7 @@ def _plain(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def dividing(module: nn.Module) -> Any:
-    """The process group that the weights of a module are divided among, None where they are whole."""
+    """Return the process group that the weights of a module are divided among, or None if they are whole."""
     for weight in module.parameters():
         for dim, placement in enumerate(getattr(weight, "placements", ())):
             if placement.is_shard():
@@ -201,7 +201,7 @@ def _digest(weights: Weights) -> str:
 
 
 def _checksum(weights: Weights) -> str:
-    """Of the same, from two sums for each tensor; a device is waited for once."""
+    """Return a checksum of the weights, from two sums for each tensor. It waits once for each device."""
     sums = [_sums(tensor.detach()) for _, tensor in weights]
     by_device: dict[torch.device, list[int]] = {}
     for at, each in enumerate(sums):
@@ -223,7 +223,7 @@ def _about(name: str, tensor: Tensor) -> bytes:
 
 
 def _sums(tensor: Tensor) -> Tensor:
-    """Two numbers ``[2]`` int64 of all bytes: of words that are mixed, plain and by their places. Sums wrap around."""
+    """Return two sums ``[2]`` int64 over mixed words of all bytes: plain, and weighted by place. Sums wrap around."""
     flat = tensor.contiguous().flatten().view(torch.uint8)
     total = torch.zeros(2, dtype=torch.int64, device=tensor.device)
     for start in range(0, len(flat), PIECE):

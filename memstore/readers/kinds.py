@@ -1,9 +1,9 @@
-"""The kinds of models: what people call each, how it is loaded, what reads with it, and which options it takes.
+"""The kinds of models: how people call each, how it is loaded, what reads with it, and which options it takes.
 
-The only place that asks of which kind a model is. Everything is named, not imported: an adopter of a memory needs none
-of the models here, and whoever loads one needs no other. Other packages bring kinds of their own by entry points, as
-they bring stores and indexes; a kind says itself which options it takes, and docs/models.md prints them. What it does
-not take is refused where it is given, instead of being passed over.
+Only this file asks for the kind of a model. Classes are named here, not imported: a memory can be used without the
+models here, and one model is loaded without the others. Other packages add their kinds by entry points, as they add
+stores and indexes. A kind states which options it takes, and docs/models.md prints them. Other options are refused when
+they are given, not ignored.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from memstore.errors import DamagedError, InvalidArgument, NotFound, Unsupported
 
 logger = logging.getLogger("memstore")
 ENTRY_POINTS = "memstore.kinds"
-"""The group of entry points of other packages' kinds: a ``Kind`` by the ``model_type`` of its configurations."""
+"""The group of entry points for kinds of other packages. Each is a ``Kind``, named by the ``model_type`` of its
+models."""
 PASSKEY, TWO_HOP, LANDMARK_PASSKEY, HILS_PASSKEY = "passkey", "two-hop", "landmark-passkey", "hils-passkey"
 INDEXED_PASSKEY, BLOCKS_PASSKEY = "indexed-passkey", "indexed-blocks-passkey"
-"""Models that come with the package: two DRTs, a landmark model, a HiLS model, and two with an index of their own, of
-tokens and of blocks."""
+"""Models that come with the package: two DRTs, a landmark model, a HiLS model, and two with an index of their own, for
+tokens and for blocks."""
 INDEXES = frozenset(("indexed_attention", "minimax_m3_sparse", "compressed_sparse_attention"))
-"""What transformers calls layers with an index of their own."""
+"""Names in transformers of layers with an index of their own."""
 INDEX_SIZES = frozenset(("index_topk", "indexer_budget", "sparse_attention_config"))
-"""What says in a configuration how much an index chooses."""
+"""Fields of configurations that say how much an index chooses."""
 Share = Literal["none", "group", "layer", "model"]
 Positions = Literal["stingy", "true", "clamped"]
 
@@ -45,55 +46,56 @@ class Kind:
     """One kind of model."""
 
     name: str
-    """As messages call it, with an article before it."""
+    """Its name in messages, with an article."""
     key: str | None
-    """What configurations call it; None where they may call it anything."""
+    """Its name in configurations; None if they may call it anything."""
     loader: str
-    """Where the function is that loads a folder, as ``pkgutil.resolve_name`` takes it."""
+    """The function that loads a folder, in the form of ``pkgutil.resolve_name``."""
     reader: str
-    """Where its ``Reader`` is."""
+    """The path of its ``Reader``."""
     audit: str
-    """Where the ``Auditor`` of such a reader is; empty where there is none."""
+    """The path of the ``Auditor`` for this reader; empty if there is none."""
     train: str = "memstore train"
     """The command that makes one, such as ``memstore train drt``; its last word names the verb of a trained kind."""
     training: str = ""
-    """Where its ``memstore.train.training.Training`` is, which says how it is trained; empty where it is not."""
+    """The path of its ``memstore.train.training.Training``, which says how it is trained; empty if it is not
+    trained."""
     evaluation: str = ""
-    """Where it is said what can be measured of them: a ``memstore.eval.evaluation.Evaluation``."""
+    """The path of its ``memstore.eval.evaluation.Evaluation``, which says what can be measured."""
     options_module: str = ""
     """The module of its options on the command line, which needs no PyTorch: dataclasses ``TRAINING`` and
     ``PERPLEXITY``."""
     half: bool = False
     """Whether it also computes in half precision."""
     tokenizer: str = "transformers:PreTrainedTokenizerFast"
-    """Where the class of its tokenizer is; ``AutoTokenizer`` knows those of models that are registered."""
+    """The path of its tokenizer class; ``AutoTokenizer`` knows those of registered models."""
     others: tuple[str, ...] = ()
-    """What else configurations call it, where a kind has several families."""
+    """Its other names in configurations, if a kind has several families."""
     options: tuple[str, ...] = ()
-    """What it takes that not all kinds take: options of ``attach``, ``Reader.read``, ``Reader.generate`` and
-    ``Reader.ask``, and fields of ``Retrieval`` as ``Retrieval.top_k``."""
+    """The options that this kind takes and some others do not: options of ``attach``, ``Reader.read``,
+    ``Reader.generate`` and ``Reader.ask``, and fields of ``Retrieval`` as ``Retrieval.top_k``."""
 
     def takes(self, name: str) -> bool:
-        """Whether the option ``name`` means something to it; see ``options``."""
+        """Whether it takes the option ``name``; see ``options``."""
         return name in self.options or name not in OPTIONS
 
     def load(self, folder: str | Path, **options: Any) -> Any:
-        """The model in ``folder``; ``options`` are those of ``from_pretrained``. Raises what transformers raises."""
+        """Load the model in ``folder``, with ``options`` of ``from_pretrained``. Raises what transformers raises."""
         loaded = resolve_name(self.loader)(folder, **options)
         return loaded[0] if isinstance(loaded, tuple) else loaded
 
     def reader_class(self) -> Any:
-        """Its ``Reader``."""
+        """Return the class of its ``Reader``."""
         return resolve_name(self.reader)
 
 
 FITTED = "fit"
-"""In place of the file of a router: fit one to the text, also where one comes with the package."""
+"""A value for the router's path: fit a router to the text, even if the package has one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Retrieval:
-    """How many blocks are retrieved, how often, for whom, and where they are placed.
+    """How many blocks are retrieved, how often, for which layers and heads, and at which positions.
 
     Attributes:
         top_k: Blocks in a list. ``"all"`` attends to everything stored: exact, and as slow as full attention.
@@ -101,36 +103,39 @@ class Retrieval:
             while answering; 1 chooses for every token. (While reading, a list is chosen at the start of each segment.)
         share: Who shares one list: all layers, a layer, the query heads of a key-value head, or nobody.
         share_tokens: Whether the tokens that a model processes together share one list. False lets each token choose
-            for itself (``every=1``), or the first one for those that follow it. Only landmark models can do without.
-        threshold: Weight of the context-miss token below which nothing is retrieved, from 0 to 1; None retrieves
-            always. For landmark models that were trained with one.
-        pool: Where layers choose for themselves: a block's score is that of its best (or mean) query token. With
-            ``share="model"`` all of them count.
-        span: Tokens that choose together: the last ones of a prompt or question; and so many of what a question refers
-            to. Pooling over hundreds loses what a question asks.
-        words: ``share="model"``: how much the words count that a query and a block have in common: a factor of their
-            BM25 score, of the block and of it with a neighbour, added to that of the states where there is more
-            than a little in common; "what", "of" and the like do not count. 0 leaves words out. Only where somebody
-            asks in words: ``generate(query=...)`` and ``search``.
-        rerank: ``share="model"``: so many of the best blocks are ranked once more, by how likely the model finds the
-            query behind each of them (Sachan et al. 2022), and both orders vote by reciprocal ranks. 0: they are not.
-            Each block costs a pass over the query, so 32 of them make a question two to three times as long. Only
-            where ``words`` count, and by the query alone, not what it refers to.
-        quote: ``share="model"``: of so many of the best blocks the paragraph that has most of the question's words also
-            stands as text before the question, so that the model reads the two together: in ``ask`` (in a chat
-            template), ``chat`` and ``serve``, where it fits, and not for models that learned their positions. If it is
-            shorter than the block, the next best follow; one that goes on for more than two blocks before or behind
-            the block is cut one block from it. Where ``words`` count, another of the best four blocks comes before a
-            better one if its paragraph has all words of the question that the better one's has, and more. Neither
-            chats nor traces keep that text. 0: none; more than 1 costs look-alikes (docs/notes/questions.md).
-        positions: Where retrieved blocks are placed: in small consecutive slots before the window, where they truly
-            were, or there but never further away than the model was trained for.
-        order: Which blocks take which of the stingy slots: the best one next to the window, or the latest one. A small
-            model that has fetched several similar passages believes the nearest. Landmark models always take the order
-            of time.
-        on_error: What happens to a prompt or its answer when a chosen block cannot be read: an error, or the block is
-            left out, counted and logged once. While a text is read it is always an error, for what is computed then is
-            kept.
+            for itself (``every=1``), or lets the first token choose for those that follow it. Only landmark models take
+            False.
+        threshold: Weight of the context-miss token below which nothing is retrieved, from 0 to 1. None always
+            retrieves. For landmark models that were trained with one.
+        pool: For layers that choose for themselves: a block's score is that of its best (or mean) query token. With
+            ``share="model"`` all query tokens count.
+        span: Tokens that choose together: the last ones of a prompt or question, and as many of the text that a
+            question refers to. Pooling over hundreds of tokens loses what a question asks.
+        words: ``share="model"``: the weight of words that a query and a block have in common. It multiplies their BM25
+            score, of the block alone and of the block with a neighbour. The product is added to the score of the states
+            if more than a few words are shared. Words like "what" and "of" do not count. 0 switches words off. It only
+            applies if the query is text: ``generate(query=...)`` and ``search``.
+        rerank: ``share="model"``: so many of the best blocks are ranked again, by the query's likelihood after each of
+            them (Sachan et al. 2022). Both orders vote by reciprocal ranks. 0: no second ranking. Each block costs a
+            pass over the query, so 32 blocks make a question two to three times as long. It only applies where
+            ``words`` count, and only to the query itself, not to the text that it refers to.
+        quote: ``share="model"``: how many of the best blocks are quoted. The paragraph of a block with most of the
+            question's words also stands as text before the question. So the model reads the two together. This holds
+            for ``ask`` (in a chat template), ``chat`` and ``serve``, if the text fits, but not for models with learned
+            positions. If the paragraph is shorter than the block, the next best follow. If it goes on for more than two
+            blocks before or after the block, it is cut one block from it. Where ``words`` count, another of the best
+            four blocks may come before a better one. Its paragraph must have all words of the question that the better
+            one's has, and more. Neither chats nor traces keep the quoted text. 0: none; more than 1 costs look-alikes
+            (docs/notes/questions.md).
+        positions: Where retrieved blocks are placed. ``"stingy"``: in small consecutive slots before the window.
+            ``"true"``: at their true places. ``"clamped"``: there, but never further away than the model was trained
+            for.
+        order: Which blocks take which of the stingy slots: next to the window stands the best block, or the latest one.
+            A small model that retrieves several similar passages believes the nearest. Landmark models always use the
+            order of time.
+        on_error: What happens to a prompt or its answer if a chosen block cannot be read. ``"raise"``: an error.
+            ``"miss"``: the block is left out, counted and logged once. While a text is read, it is always an error,
+            because the states are stored.
     """
 
     top_k: int | Literal["all"] = 8
@@ -300,13 +305,13 @@ STOCK = Kind(
     ),
 )
 KINDS = (STOCK, DRT, LANDMARK, HILS, MEMORIZING, KNN, INDEXED)
-"""Those that come with the package."""
+"""The kinds that come with the package."""
 OPTIONS = tuple(dict.fromkeys(name for kind in KINDS for name in kind.options))
-"""What some kinds take and others do not: given to one of the others it is refused."""
+"""Options that some kinds take and others refuse."""
 
 
 def kind_of(model: Any) -> Kind:
-    """Of which kind a loaded model is."""
+    """Return the kind of a loaded model."""
     config = model.config
     text = config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
     has_index = not INDEXES.isdisjoint(getattr(text, "layer_types", None) or ())
@@ -316,9 +321,9 @@ def kind_of(model: Any) -> Kind:
 
 
 def kind_in(folder: str | Path) -> Kind:
-    """Of which kind the model in ``folder`` is.
+    """Return the kind of the model in ``folder``.
 
-    Raises ``NotFound`` where there is no such folder, ``InvalidArgument`` where it holds no model.
+    Raises ``NotFound`` if the folder is missing, and ``InvalidArgument`` if it holds no model.
     """
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
@@ -332,13 +337,13 @@ def kind_in(folder: str | Path) -> Kind:
     if not isinstance(config, dict):
         raise InvalidArgument(f"{path} is not a configuration: a JSON object was expected")
     text = part if isinstance(part := config.get("text_config"), dict) else config
-    # Published checkpoints name no kinds of layers, or name those with an index as if they saw everything.
+    # Published checkpoints name no layer types, or name layers with an index as if they had full attention.
     has_index = not INDEXES.isdisjoint(text.get("layer_types") or ()) or not INDEX_SIZES.isdisjoint(text)
     return kind_of_type(config.get("model_type"), has_memory=KNN.key in config, has_index=has_index)
 
 
 def kind_of_type(model_type: str | None, *, has_memory: bool = False, has_index: bool = False) -> Kind:
-    """The kind whose configurations call it ``model_type``: a stock model's, where no kind does."""
+    """Return the kind whose configurations have this ``model_type``: that of stock models if no kind claims it."""
     if has_memory:  # a stock model of any type
         return KNN
     known = (
@@ -351,13 +356,13 @@ def kind_of_type(model_type: str | None, *, has_memory: bool = False, has_index:
 
 @cache
 def _plugin(model_type: str) -> Kind | None:
-    """The kind that another package brings for models of ``model_type``; None where none does."""
+    """Return the kind of another package for models of ``model_type``, or None."""
     plugins = entry_points(group=ENTRY_POINTS)
     if model_type not in plugins.names:
         return None
     try:
         kind = plugins[model_type].load()
-    except Exception as error:  # whatever a package of somebody else does
+    except Exception as error:  # another package's code may raise anything
         raise InvalidArgument(f"the entry point {model_type} of {ENTRY_POINTS} cannot be loaded: {error}") from error
     if not isinstance(kind, Kind):
         raise InvalidArgument(f"the entry point {model_type} of {ENTRY_POINTS} must be a Kind, got {kind!r}")
@@ -365,7 +370,7 @@ def _plugin(model_type: str) -> Kind | None:
 
 
 def known_kinds() -> tuple[Kind, ...]:
-    """Those of the package and of other packages; one that cannot be loaded is logged, and stands in nobody's way."""
+    """Return the kinds of this package and of other packages. One that cannot be loaded is logged and left out."""
     found = list(KINDS)
     for name in sorted(entry_points(group=ENTRY_POINTS).names):
         try:
@@ -380,7 +385,7 @@ def known_kinds() -> tuple[Kind, ...]:
 
 
 def trainable() -> dict[str, Kind]:
-    """Kinds that can be trained, those of other packages too, by what comes after ``memstore train``."""
+    """Return the kinds that can be trained, also of other packages, by the word after ``memstore train``."""
     found: dict[str, Kind] = {}
     for kind in known_kinds():
         if kind.training:
@@ -393,15 +398,15 @@ def trainable() -> dict[str, Kind]:
 
 
 def table() -> list[list[str]]:
-    """What the documentation prints: a row for each option, a column for each kind."""
+    """Return the table of the documentation: a row for each option, a column for each kind."""
     return [[f"`{name}`", *("yes" if kind.takes(name) else "" for kind in KINDS)] for name in OPTIONS]
 
 
 def load_folder(folder: Path, device: str = "cpu", *, only: tuple[Kind, ...] = ()) -> tuple[Any, Any]:
-    """The model in ``folder``, in evaluation mode, and its tokenizer.
+    """Load the model in ``folder``, in evaluation mode, and its tokenizer.
 
-    Raises ``NotFound``, ``InvalidArgument`` for a folder without a model, ``UnsupportedModel`` for one that is of none
-    of the kinds in ``only``, where some are named, and ``DamagedError``.
+    Raises ``NotFound``, ``InvalidArgument`` for a folder without a model, ``UnsupportedModel`` if ``only`` names kinds
+    and the model has none of these, and ``DamagedError``.
     """
     from safetensors import SafetensorError
 
@@ -431,18 +436,18 @@ def load_folder(folder: Path, device: str = "cpu", *, only: tuple[Kind, ...] = (
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a user's ``text``, without special tokens and without a word about its length."""
+    """Return the token ids of a user's ``text``, without special tokens and without a warning about its length."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise InvalidArgument(f"the text contains a lone surrogate ({error}): replace it by a character") from None
-    # A text may quote "<|endoftext|>"; as the control token of that name it would end what the model has understood.
+    # A text may quote "<|endoftext|>". The control token of this name would end what the model has understood.
     ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
     return ids
 
 
 def shipped_model(name: str) -> Path:
-    """The folder of a model in the package. Raises ``NotFound`` where it is not there."""
+    """Return the folder of a model in the package. Raises ``NotFound`` if it is missing."""
     folder = _shipped(name)
     if not (folder / "config.json").exists():
         raise NotFound(f"this copy of memstore comes without its model {name!r}. Name the folder of one with --model.")
@@ -450,13 +455,13 @@ def shipped_model(name: str) -> Path:
 
 
 def model_folder(name: Path) -> Path:
-    """The folder called ``name``, or that of the model of this name in the package, where no such folder is."""
+    """Return the folder called ``name``. If it is missing, return that of the package's model of this name."""
     folder = name.expanduser()
     return folder if folder.exists() else shipped_folder(str(name)) or folder
 
 
 def shipped_folder(name: str) -> Path | None:
-    """The folder of the model of this name in the package, whatever lies in the working directory, or None."""
+    """Return the folder of the package's model of this name, or None. Folders in the working directory do not count."""
     folder = _shipped(name)
     return folder if Path(name).name == name and (folder / "config.json").exists() else None
 
@@ -466,7 +471,7 @@ def _shipped(name: str) -> Path:
 
 
 def require_transformers() -> ModuleType:
-    """The module transformers, or an error that says how to get it."""
+    """Import transformers, or raise an error that says how to install it."""
     try:
         import transformers
     except ModuleNotFoundError:

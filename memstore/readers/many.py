@@ -1,14 +1,14 @@
 """Many documents, read side by side by processes of Ray, into one memory.
 
-Each document is read into a small memory of its own, a *part*, by whichever worker is free, and copied from there into
-the memory by this process, which is its only writer. A part lies in a folder named by what it is made of (the model,
-the routers, and the tokens), and is gone once it is copied. So whatever is killed, the same call goes on: documents
-that are there are compared, parts that are whole are copied, those that are not are gone on with from their last
-segment, and nothing is read twice.
+Each document is read into a small memory of its own, a *part*, by the next free worker. This process copies it from
+there into the memory, as its only writer. A part lies in a folder that is named by its contents: the model, the
+routers, and the tokens. It is removed once it is copied. So if anything is killed, the same call continues. Stored
+documents are compared, complete parts are copied, and incomplete parts continue after their last segment. Nothing is
+read twice.
 
-Where states depend on a few blocks before them alone (``Reader.depth``: a DRT's do), a long document is several parts,
-*stretches*. A part then begins with as many blocks before its stretch, which make the states behind them what they are
-in one reading, and which are not copied; stretches are copied in their order.
+If states depend only on a few earlier blocks (``Reader.depth``, as for a DRT), a long document is several parts, called
+*stretches*. A part then begins with as many blocks before its stretch. With them the states of the stretch are the same
+as in one reading. They are not copied. Stretches are copied in order.
 """
 
 from __future__ import annotations
@@ -37,29 +37,29 @@ from memstore.readers.kinds import load_folder
 from memstore.readers.reader import Reader, attach
 
 Load = Callable[[], tuple[Any, Any]]
-"""Loads a model and its tokenizer, in whichever process it is called."""
+"""A function that loads a model and its tokenizer, in any process."""
 Arrays = Mapping[str, Mapping[str, Tensor]]
 """The arrays that are stored in a memory under names, such as routers."""
 STRETCH = 1 << 18
-"""Tokens of a stretch, at least."""
+"""Fewest tokens of a stretch."""
 NAME = "part"
-"""The document of a part."""
+"""The name of the document in a part."""
 AGAIN = 3
-"""Times that a worker is started again before its document counts as one that cannot be read."""
+"""A worker is restarted so often before its document counts as unreadable."""
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive tokens of a document, which one worker reads."""
+    """Consecutive tokens of a document that one worker reads."""
 
     name: str
-    """Of the document."""
+    """The name of the document."""
     tokens: Tensor
-    """``[n]``, those before the stretch that its states depend on included."""
+    """``[n]``, with the tokens before the stretch that its states depend on."""
     first: int
-    """The block of the document that ``tokens`` begin with."""
+    """The block of the document where ``tokens`` begin."""
     stop: int
-    """Tokens of the document up to its end."""
+    """Tokens of the document up to the end of the stretch."""
 
 
 def read_many(
@@ -76,21 +76,21 @@ def read_many(
 ) -> list[ReadResult]:
     """Read many texts, each as a document of its own, with several processes; needs ``torch-memstore[ray]``.
 
-    What is stored is what reading one after the other stores, but that documents which begin alike share no blocks.
-    One long text is read by several processes too where the model is a DRT, whose blocks depend on a window alone.
-    Whatever was killed, the same call goes on. Raises only once all documents that can be read are.
+    The result is the same as reading one after the other, except that documents with the same beginning share no
+    blocks. One long text is also read by several processes if the model is a DRT, whose blocks depend only on a window.
+    If anything is killed, the same call continues. It raises only after all readable documents are read.
 
     Args:
         model: the folder of a model with its tokenizer, or a function that loads both (it is sent to the workers).
         texts: the text of each document by its name, a string or token ids ``[n]``.
-        memory: the path of the memory, which is made if it is not there.
+        memory: the path of the memory. It is made if it is missing.
         workers: processes, each with the model and one thread of computing.
-        address: of a Ray cluster, whose machines have the folder of ``parts`` in common; None: this machine.
-        parts: where parts lie for a while; by default beside the memory.
-        stretch: tokens of a long text that one process reads, where another can read those behind it; in whole
-            segments.
-        progress: show a line with tokens per second, of all together.
-        options: of ``attach``, for all processes.
+        address: the address of a Ray cluster whose machines share the folder of ``parts``; None: this machine.
+        parts: the temporary folder of the parts; by default beside the memory.
+        stretch: tokens of a long text that one process reads, if another process can read the next ones; rounded to
+            whole segments.
+        progress: show a line with tokens per second, for all processes together.
+        options: options of ``attach``, for all processes.
 
     Returns:
         What was done with each document, in the order of ``texts``.
@@ -130,7 +130,7 @@ def read_parts(
     progress: bool = False,
     **options: Any,
 ) -> list[ReadResult]:
-    """``read_many``, into the memory of a ``reader`` that is open."""
+    """Read many texts, as ``read_many`` does, into the memory of an open ``reader``."""
     if reader.memory.encrypted:
         raise InvalidArgument("an encrypted memory is read by one process: parts would lie beside it unencrypted")
     place = parts_beside(reader.memory) if parts is None else Path(parts)
@@ -176,15 +176,15 @@ def read_parts(
 
 
 def parts_beside(memory: Memory) -> Path | None:
-    """Where parts lie for a while, unless somebody says; None for a memory without a folder."""
+    """Return the default folder for parts, or None for a memory without a folder."""
     place = folder(memory.url)
     return None if place is None else place.with_name(place.name + ".parts")
 
 
 def stretches(reader: Reader, name: str, tokens: Tensor, stored: int, most: int) -> Iterator[Stretch]:
-    """What is to be read of a document of ``tokens [n]``, of which ``stored`` are there; a stretch has ``most``."""
+    """Yield the missing stretches of a document of ``tokens [n]`` with ``stored`` tokens; each has at most ``most``."""
     size, step = reader.memory.spec.block_size, reader._segment_tokens
-    # Cut where one reading cuts its segments, whatever is stored: so states are the same bits, and parts are found.
+    # Cut where one reading cuts its segments, however much is stored. So states are the same bits, and parts are found.
     length = len(tokens) if reader.depth is None else -(-most // step) * step
     for start in range(stored // length * length, len(tokens), length):
         first = max(0, start // size - (reader.depth or 0))
@@ -193,14 +193,14 @@ def stretches(reader: Reader, name: str, tokens: Tensor, stored: int, most: int)
 
 
 def _take(memory: Memory, job: Stretch, place: Path, advance: Callable[[int], None]) -> None:
-    """Copy what was read at ``place`` to the end of its document; the part is gone then."""
+    """Copy the part at ``place`` to the end of its document, and remove the part."""
     with open_memory(place, mode="r") as part:
         copy_document(part.document(NAME), memory, job.name, advance)
     shutil.rmtree(place)
 
 
 def _clear(reader: Reader, place: Path, texts: Mapping[str, Tensor], stretch: int) -> None:
-    """Remove what was left in ``place`` of parts that are copied: whoever copied them may have been killed then."""
+    """Remove parts in ``place`` that are copied already. The process that copied them may have been killed then."""
     _, arrays = reader.memory.facts()
     for name, tokens in texts.items():
         for job in stretches(reader, name, tokens, 0, stretch):
@@ -210,7 +210,7 @@ def _clear(reader: Reader, place: Path, texts: Mapping[str, Tensor], stretch: in
 
 
 class _Worker:
-    """A process of Ray: has the model, and reads one document after the other."""
+    """A process of Ray that has the model, and reads one document after the other."""
 
     def __init__(self, load: Load, options: Mapping[str, Any], spec: MemorySpec) -> None:
         torch.set_num_threads(1)
@@ -218,7 +218,7 @@ class _Worker:
         self._options, self._spec = options, spec
 
     def read(self, arrays: Arrays, place: str, job: Stretch) -> float:
-        """Read a stretch into the part at ``place``, or go on; seconds that it took."""
+        """Read a stretch into the part at ``place``, or continue it; return the seconds that it took."""
         Path(place).parent.mkdir(parents=True, exist_ok=True)
         with open_memory(place, spec=self._spec) as memory:
             memory.put_facts({}, arrays, place)
@@ -235,7 +235,7 @@ class _Worker:
 def _done(
     ray: Any, workers: int, given: tuple[Any, ...], arrays: Arrays, jobs: Sequence[tuple[str, Stretch]]
 ) -> Iterator[tuple[int, Any]]:
-    """The number of each job, as it is done, and the seconds that it took, or why it could not be done."""
+    """Yield the number of each finished job, with the seconds that it took, or the reason of its failure."""
     actor = ray.remote(num_cpus=1, max_restarts=-1, max_task_retries=AGAIN)(_Worker)
     free, told = [actor.remote(*given) for _ in range(min(workers, len(jobs)))], ray.put(arrays)
     waiting = list(enumerate(jobs))
@@ -256,8 +256,8 @@ def _done(
 
 @contextmanager
 def _ray(workers: int, address: str | None) -> Iterator[Any]:
-    """Ray, started if it is not running, and ended if it was started here."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nobody is told what is read here
+    """Ray. It is started if it is not running; if it was started here, it is shut down."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage report leaves this machine
     try:
         import ray
     except ModuleNotFoundError:
@@ -281,14 +281,14 @@ def _whole(reader: Reader, text: str | Chunks) -> Tensor:
 
 
 def _held(reader: Reader, name: str, tokens: Tensor) -> int:
-    """How many of ``tokens [n]`` the document holds. Raises ``InvalidArgument`` where it holds another text."""
+    """Return how many of ``tokens [n]`` the document holds. Raises ``InvalidArgument`` if it holds another text."""
     document = reader.memory.document(name)
     compare(document, 0, tokens[: len(document)])
     return min(len(document), len(tokens))
 
 
 def _address(reader: Reader, arrays: Arrays, job: Stretch) -> str:
-    """A name for what reading a stretch with this model gives."""
+    """Return a name for the result of reading a stretch with this model."""
     made = hashlib.blake2b(repr((reader.memory.spec, reader._reading(retrieve=True))).encode(), digest_size=16)
     for name, named in sorted(arrays.items()):
         for key, array in sorted(named.items()):

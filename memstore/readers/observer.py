@@ -1,11 +1,12 @@
-"""One way to watch a retrieval: whoever wants to know what a model retrieves is an ``Observer``.
+"""Observers, which watch what a model retrieves.
 
-Every mechanism tells a ``Choice`` at one place of its code, for each layer of each forward pass that attends to
-retrieved blocks. A choice has little that all mechanisms share, for they differ on purpose: a DRT asks where a block
-ends, a landmark model with every head and token, a Memorizing Transformer for single tokens. What asked, and what was
-found, is in the class of the mechanism, for the observers that know it: its audit, and its search by text.
+Every mechanism reports a ``Choice`` at one place of its code, for each layer of each forward pass that attends to
+retrieved blocks. Choices of different mechanisms share little, because the mechanisms differ on purpose. A DRT searches
+at the end of a block, a landmark model with every head and token, a Memorizing Transformer for single tokens. The class
+of the mechanism has the queries and the results. Observers that know the class use them: its audit, and its search by
+text.
 
-What all of them share is a ``Draft``, of which a trace makes its ``Look``.
+All choices can make a ``Draft``, which a trace turns into its ``Look``.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ _OWN = TIERS.index("own")
 
 
 class Draft(ABC):
-    """Looks whose weights are yet to be computed, and no more tensors than that takes: it outlives the forward pass."""
+    """Looks without weights yet, and no more tensors than these need: a draft outlives the forward pass."""
 
     @classmethod
     @abstractmethod
     def looks(cls, drafts: Sequence[Self]) -> list[list[Look]]:
-        """The looks of each draft, one for each of its rows. Many drafts at once are cheaper than one after another."""
+        """Return the looks of each draft, one for each of its rows. Many drafts at once are cheaper than one by one."""
 
 
 class Looks(Draft):
-    """Looks that are complete."""
+    """Complete looks."""
 
     def __init__(self, looks: list[Look]) -> None:
         self._looks = looks
@@ -52,37 +53,38 @@ class Looks(Draft):
 class Choice(ABC):
     """The lists of blocks that one layer attends to in one segment of a forward pass.
 
-    It may refer to what the model is working with: valid during ``Observer.choice``, which is to keep the draft or what
-    it computes, not the tensors of a whole prompt.
+    It may refer to tensors that the model still uses, so it is valid only during ``Observer.choice``. An observer keeps
+    the draft or its own results, not the tensors of a whole prompt.
     """
 
     layer: int
     searched: bool
-    """Whether the lists were searched for in this segment: not before it, and not without need as all blocks fit."""
+    """Whether this segment searched for the lists. False if an earlier one did, or if all blocks fit without a
+    search."""
     rows: Sequence[int]
-    """Rows of the batch whose last token of this forward pass is in this segment. A step of a trace is of those."""
+    """Rows of the batch whose last token of this forward pass is in this segment. A step of a trace has these rows."""
 
     @abstractmethod
     def draft(self) -> Draft:
-        """For a trace: what the last tokens of ``rows`` attend to."""
+        """Return a draft for a trace: what the last tokens of ``rows`` attend to."""
 
 
 class Observer(ABC):
-    """What is told of the retrievals of a model. It must change nothing."""
+    """An object that is called at each retrieval of a model. It must change nothing."""
 
     def begin(self, ids: Tensor | None, *, fresh: bool) -> None:  # noqa: B027 - most have nothing to do
-        """A forward pass begins, over ``ids [T]`` in the first row; None where they are not known.
+        """Take the beginning of a forward pass, over ``ids [T]`` in the first row, or None if they are unknown.
 
-        ``fresh``: it is the first one of its cache.
+        ``fresh``: it is the first pass of its cache.
         """
 
     @abstractmethod
     def choice(self, choice: Choice) -> None:
-        """A layer attends to what it has retrieved."""
+        """Take the choice of a layer that attends to retrieved blocks."""
 
 
 class Choices(list[T], Observer):
-    """An observer that keeps what ``take`` makes of each choice of one kind, as it is told."""
+    """An observer that keeps the result of ``take`` for each choice of one kind."""
 
     def __init__(self, kind: type[C], take: Callable[[C], T]) -> None:
         super().__init__()
@@ -97,8 +99,8 @@ class Choices(list[T], Observer):
 class Recording(Observer):
     """An observer that writes a trace: each forward pass is a step of ``recorder``.
 
-    Weights are computed when the recorder writes, about once a second, for many steps at once: one by one they would
-    cost more than the five per cent that a recording may.
+    Weights are computed when the recorder writes, about once a second, for many steps at once. One by one they would
+    cost more than the five per cent that a recording may cost.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -108,9 +110,9 @@ class Recording(Observer):
         recorder.before_writing = self.settle
 
     def begin(self, ids: Tensor | None, *, fresh: bool) -> None:
-        """See ``Observer``. What a pass begins with is what the pass before has chosen."""
-        # Steps count from the prompt's pass, which chose the first token: that comes in with the next pass. The last
-        # token of all is known to whoever generates, and told with Recorder.close.
+        """See ``Observer``. A pass begins with the token that the previous pass has chosen."""
+        # Steps count from the prompt's pass, which chose the first token. That token comes in with the next pass. Only
+        # the caller knows the last token of all, and passes it to Recorder.close.
         if ids is not None and self._recorder.step < 0:
             if "prompt" not in self._recorder.info:
                 self._recorder.describe(prompt=ids.tolist())
@@ -120,12 +122,12 @@ class Recording(Observer):
         self._recorder.begin()
 
     def choice(self, choice: Choice) -> None:
-        """See ``Observer``. What comes before the first step, as a reader takes up its document, is no part of it."""
+        """See ``Observer``. Choices before the first step, while a reader loads its document, are not part of it."""
         if self._begun and choice.rows and self._recorder.active:
             self._drafts.append((self._recorder.step, choice.draft()))
 
     def settle(self) -> None:
-        """Finish the drafts, and hand the looks to the recorder."""
+        """Finish the drafts, and pass the looks to the recorder."""
         drafts, self._drafts = self._drafts, []
         done: list[tuple[int, Look]] = []
         for kind in dict.fromkeys(type(draft) for _, draft in drafts):
@@ -137,26 +139,26 @@ class Recording(Observer):
 
 
 class Origin:
-    """Where the blocks that a cache retrieves are from: a document, or the cache itself.
+    """The origin of the blocks that a cache retrieves: a document, or the cache itself.
 
-    Blocks of the cache, which no memory has, belong to no document and have the tier "own".
+    Blocks of the cache are in no memory. They belong to no document and have the tier "own".
     """
 
     def __init__(
         self, document: Document | None = None, device: torch.device | None = None, *, stored: int = 0
     ) -> None:
-        """Blocks below ``stored`` are those of ``document``; ``device`` is where the model computes."""
+        """Blocks below ``stored`` belong to ``document``; ``device`` is where the model computes."""
         self.document, self.stored = document, stored
         self.names = [] if document is None else [document.name]
         self._near = TIERS.index("host" if device is None or device.type == "cpu" else "device")
 
     def documents(self, blocks: Array) -> Array:
-        """For each of ``blocks`` where it is from: 0, the document, or -1, no document."""
-        # A document that is read on would have other text under the numbers of the cache's own blocks.
+        """Return the origin of each of ``blocks``: 0 for the document, or -1 for no document."""
+        # If the document grows, its new blocks get the numbers of the cache's own blocks, with another text.
         return np.where((blocks >= 0) & (blocks < self.stored), 0, -1).astype(np.int16)
 
     def tiers(self, layer: int, blocks: Array, held: range = range(0)) -> Array:
-        """Where the states of each of ``blocks`` are now; those of ``held`` are tensors, where the model is."""
+        """Return the tier of each of ``blocks`` now. Those of ``held`` are tensors on the model's device."""
         wanted: list[int] = blocks.ravel().tolist()
         asked = [block for block in {*wanted} if 0 <= block < self.stored and block not in held]
         found = dict.fromkeys(held, self._near) | {-1: -1}
@@ -167,6 +169,6 @@ class Origin:
 
 
 def as_array(x: Tensor) -> Array:
-    """``x`` as an array on the CPU; floating-point numbers as float32."""
+    """Return ``x`` as an array on the CPU; floating-point numbers become float32."""
     array: Array = x.detach().cpu().float().numpy() if x.is_floating_point() else x.detach().cpu().numpy()
     return array

@@ -1,6 +1,6 @@
-"""The passages of documents that an answer was written with: what is quoted before a question, what is told behind it.
+"""Passages of documents: the quotes before a question, and the sources after an answer.
 
-A ``Passage`` is of a block the sentence that fits best, with its line and page, and not the block's begin.
+A ``Passage`` is the best sentence of a block, with its line and page, and not the beginning of the block.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
     from memstore.readers.kinds import Retrieval
 
 EXCERPT_CHARS = 160
-"""Characters of an excerpt at most."""
+"""Most characters of an excerpt."""
 MAX_SOURCES = 8
-"""Sources of an answer, unless said otherwise."""
+"""Default number of sources of an answer."""
 SEPARATOR = "\n\n"
-"""Behind each passage that is quoted."""
+"""The text after each quoted passage."""
 CANDIDATES = 4
-"""So many of the best blocks are looked at for one to quote."""
+"""So many of the best blocks are considered for one quote."""
 REACH_BLOCKS = 2
-"""Blocks before and behind a block in which a paragraph that is quoted may begin and end."""
+"""A quoted paragraph may begin and end so many blocks before and after its block."""
 BLANK = re.compile(r"\n\s*\n|\f")
-"""Between paragraphs."""
+"""The text between paragraphs."""
 BORDER_TOKENS = 256
-"""Tokens before and behind a block in which the sentences at its borders may begin and end."""
+"""Sentences at the borders of a block may begin and end so many tokens before and after it."""
 PAGE = 1 << 14
-"""Tokens of a first page at most: so far it is looked for its end."""
+"""Most tokens of a first page. Its end is searched for within them."""
 SENTENCES = re.compile(r"(?<=\w{3}\.)\s+|(?<=[!?])\s+|(?<=[!?][\"')\u201d\u2019])\s+|(?<=[\u3002\uff01\uff1f])|[\n\f]+")
-"""Where a sentence ends: not behind "Dr." and the like."""
+"""The end of a sentence, but not after "Dr." and the like."""
 
 
 class PassageReader(Protocol):
-    """What is needed of a reader to tell passages of what it has read; a ``Reader`` is one."""
+    """The part of a reader that is needed to return passages; a ``Reader`` has it."""
 
     tokenizer: Any
 
@@ -64,43 +64,43 @@ class PassageReader(Protocol):
 
     @property
     def documents(self) -> list[Document]:
-        """Those that are seen."""
+        """The documents that the model sees."""
 
     @property
     def quoted_blocks(self) -> int:
-        """So many blocks are quoted before a question."""
+        """How many blocks are quoted before a question."""
 
     def search(self, text: Sequence[str], top_k: int) -> list[Match]:
-        """The best blocks for a question, the last of what was said in turn."""
+        """Return the best blocks for a question, the last of the turns in ``text``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """A block that was found, and what in it fits best."""
+    """A retrieved block, with its best sentence."""
 
     document: str
     block: int
     first_token: int
-    """Where the block begins in the document."""
+    """The block's first token in the document."""
     line: int | None
-    """The line of the document's text that ``excerpt`` begins in, from 1; None where blocks before it were dropped."""
+    """The line of the document where ``excerpt`` begins, from 1; None if blocks before it were dropped."""
     page: int | None
     """Its page, from 1; None for a document without pages."""
     score: float | None
-    """How well it was found: by a search, or by the question of an answer. None where nobody had to choose."""
+    """Its score in a search, or for the question of an answer. None if the block needed no choice."""
     attention: float | None
-    """The part of attention that its states had: mean over an answer's tokens, layers and heads; None without an
-    answer, or where only its text was attended to. What a quoted text had is not in it."""
+    """The share of attention on its states: the mean over an answer's tokens, layers and heads. None without an answer,
+    or if only its text was attended to. Attention on quoted text does not count."""
     quoted: bool
-    """Whether a paragraph that it has a part of also stood as text before the question."""
+    """Whether a paragraph that overlaps it also stood as text before the question."""
     excerpt: str
-    """The sentence or line of the block with most of the words, rare ones first, and what follows; on one line."""
+    """The sentence or line of the block with most of the words, rare ones first, and the text after it; on one line."""
     text: str
-    """All of the block."""
+    """The whole text of the block."""
 
 
 def stored(memories: Sequence[Memory], name: str) -> Document | None:
-    """The document ``name`` of the first of ``memories`` that has it; None where none has."""
+    """Return the document ``name`` of the first of ``memories`` that has it, or None."""
     for memory in memories:
         with suppress(NotFound):
             document = memory.document(name)
@@ -112,19 +112,20 @@ def stored(memories: Sequence[Memory], name: str) -> Document | None:
 def quotes(
     reader: PassageReader, said: Sequence[str], about: str, *, session: str | None = None
 ) -> tuple[list[tuple[str, int]], str]:
-    """Of the best blocks for a question as many as ``reader`` quotes, and the text of the paragraphs that fit best.
+    """Return as many of the best blocks for a question as ``reader`` quotes, and the text of their best paragraphs.
 
-    ``said``: what was said in turn, the question last. ``about``: its words, with those of what it refers to.
+    ``said``: the turns so far, the question last. ``about``: the words of the question, and of the text that it refers
+    to.
 
-    Passages stand as ``Retrieval.order`` says, the best one nearest to the question or in order of time. The
-    ``session``, a document that is seen beside, is not quoted, nor is what cannot be read, or is in several memories
-    under one name.
+    Passages are in the order of ``Retrieval.order``: the best one nearest to the question, or by time. The ``session``,
+    a document that is seen beside them, is not quoted. Nor are blocks that cannot be read, or documents whose name is
+    in several memories.
     """
     most, own = reader.quoted_blocks, None if session is None else stored(reader.memories, session)
     candidates = max(most, CANDIDATES) if reader.retrieval.words else most
     try:
         found = reader.search(said, candidates + (0 if own is None else len(own.blocks)))
-    except DamagedError:  # an answer may need none of it, and says so itself if it does
+    except DamagedError:  # the answer may not need it; if it does, the answer raises
         return [], ""
     words, holders = {*asked_words(about)}, {}
     found = [match for match in found if match.document != session][:candidates]
@@ -155,10 +156,11 @@ def quotes(
 
 
 def _telling(found: Mapping[tuple[str, int], set[str]], most: int) -> list[tuple[str, int]]:
-    """``most`` of the blocks ``found``, best first, by the words of the question that their paragraphs have.
+    """Return ``most`` of the blocks ``found``, best first, by the question's words in their paragraphs.
 
-    One that has all those of a better one, and more, comes before it: in lists and tables many blocks are alike, and
-    the name that tells them apart stands elsewhere in the paragraph. A better one without any was found by its meaning.
+    A block with all words of a better one, and more, comes before it. In lists and tables many blocks are alike, and
+    the name that distinguishes them stands elsewhere in the paragraph. A better block without any of the words was
+    found by its meaning, and stays.
     """
     left, chosen = [*found], list[tuple[str, int]]()
     while left and len(chosen) < most:
@@ -174,7 +176,7 @@ def _telling(found: Mapping[tuple[str, int], set[str]], most: int) -> list[tuple
 def _quotes(
     tokenizer: Any, document: Document, best: Sequence[int], words: set[str]
 ) -> Iterator[tuple[list[int], str]]:
-    """Paragraphs of the ``best`` blocks in order, each with those blocks; blocks alone where others are damaged."""
+    """Yield paragraphs of the ``best`` blocks in order, each with those blocks. Near damage, blocks are read alone."""
     near = sorted({block + step for block in best for step in range(-REACH_BLOCKS, REACH_BLOCKS + 1)})
     there = [block for part in document.present(document.blocks) for block in near if block in part]
     for _, run in groupby(enumerate(there), lambda each: each[1] - each[0]):
@@ -191,11 +193,11 @@ def _quotes(
 def _paragraphs(
     tokenizer: Any, document: Document, around: range, best: Sequence[int], words: set[str]
 ) -> Iterator[tuple[list[int], str]]:
-    """For each of the ``best`` blocks: of the paragraphs that it has a part of, those that have most of ``words``.
+    """Yield for each of the ``best`` blocks the paragraphs with most of ``words``, of those that overlap it.
 
-    Each paragraph comes once, with its blocks. The best one is enough if it is as long as the block: what stands beside
-    the right paragraph misleads small models. One that goes on for more than ``REACH_BLOCKS`` before or behind the
-    block is cut one block from it. All is within ``around``.
+    Each paragraph comes once, with its blocks. The best one is enough if it is as long as the block, because text
+    beside the right paragraph misleads small models. A paragraph that goes on for more than ``REACH_BLOCKS`` before or
+    after the block is cut one block from it. Everything is within ``around``.
     """
     ids, size, live = document.tokens(around), document.memory.spec.block_size, document.blocks
     text, ends = _decoded(tokenizer, ids, [size * n for n in range(len(around) + 1)])
@@ -206,7 +208,7 @@ def _paragraphs(
     chosen = dict[tuple[int, int], list[int]]()
     for block in best:
         first, last = begin(block), begin(block + 1)
-        if own := text[first:last].strip():  # what is blank at its borders ends paragraphs too
+        if own := text[first:last].strip():  # blank text at the block's borders also ends paragraphs
             first = text.index(own, first)
             last = first + len(own)
         before = [each.end() for each in BLANK.finditer(text, begin(block - REACH_BLOCKS), first)]
@@ -221,7 +223,7 @@ def _paragraphs(
             chosen.setdefault(span, []).append(block)
     met = list[tuple[int, int, list[int]]]()
     for (start, stop), blocks in sorted(chosen.items()):
-        if met and start <= met[-1][1]:  # of a text without paragraphs
+        if met and start <= met[-1][1]:  # happens in a text without paragraphs
             start, _, others = met.pop()
             blocks = [*others, *blocks]
         met.append((start, stop, blocks))
@@ -230,21 +232,21 @@ def _paragraphs(
 
 
 def _decoded(tokenizer: Any, ids: Tensor, cuts: Sequence[int]) -> tuple[str, list[int]]:
-    """The text of tokens, and where in it those before each of ``cuts`` end."""
+    """Return the text of tokens, and the end of the text before each of ``cuts``."""
     text = str(tokenizer.decode(ids, skip_special_tokens=True))
     parts = (str(tokenizer.decode(ids[:cut], skip_special_tokens=True)) for cut in cuts)
-    # A part that ends inside a character is decoded otherwise at its end, by some tokenizers to more characters.
+    # A part that ends inside a character decodes differently at its end, with some tokenizers to more characters.
     return text, [*accumulate((len(commonprefix([part, text])) for part in parts), max)]  # noqa: RUF071 - of characters
 
 
 def _between(borders: re.Pattern[str], text: str, start: int, stop: int) -> list[tuple[int, int]]:
-    """What lies between the ``borders`` from ``start`` to ``stop``, where it is more than blank."""
+    """Return the spans between the ``borders`` from ``start`` to ``stop`` that are not blank."""
     edges = [(start, start), *(each.span() for each in borders.finditer(text, start, stop)), (stop, stop)]
     return [(end, begin) for (_, end), (begin, _) in pairwise(edges) if text[end:begin].strip()]
 
 
 def _fitting(text: str, spans: Sequence[tuple[int, int]], block: range, words: set[str]) -> list[tuple[int, int]]:
-    """The ``spans`` of ``text`` with most of ``words``, then most of the ``block``, until they are as long as it."""
+    """Return the ``spans`` with most of ``words``, then most of the ``block``, until they are as long as the block."""
     there = {span: words_of(text[slice(*span)]) for span in spans}
     weights = _weights(words, there.values())
 
@@ -260,13 +262,13 @@ def _fitting(text: str, spans: Sequence[tuple[int, int]], block: range, words: s
 
 
 def _weights(words: set[str], texts: Iterable[Sequence[str]]) -> dict[str, float]:
-    """How rare those of ``words`` are that are in ``texts``."""
+    """Return how rare each of ``words`` is in ``texts``, for the words that occur there."""
     counts = Counter(word for each in texts for word in each)
     return {word: math.log(1 + counts.total() / counts[word]) for word in words & counts.keys()}
 
 
 def quoted_in(trace: Trace) -> list[tuple[str, int]]:
-    """The blocks that were quoted before the answer of a trace."""
+    """Return the blocks that were quoted before the answer of a trace."""
     told = trace.info.get("quoted")
     pairs = told if isinstance(told, list) else []
     return [(each[0], each[1]) for each in pairs if isinstance(each, list) and [*map(type, each)] == [str, int]]
@@ -281,7 +283,7 @@ def written_with(
     quoted: Sequence[tuple[str, int]] = (),
     most: int = MAX_SOURCES,
 ) -> list[Passage]:
-    """The passages of an answer: ``quoted`` blocks, then those ``used``, (document, block, part of attention)."""
+    """Return the passages of an answer: ``quoted`` blocks, then those ``used``, as (document, block, attention)."""
     parts = {(document, block): part for document, block, part in used}
     places = [*quoted, *(place for place in parts if place not in quoted)][:most]
     found = passages(reader, [Match(*place, parts.get(place, 0.0)) for place in places], words)
@@ -293,13 +295,13 @@ def written_with(
 
 
 def unsupported(reader: PassageReader, places: Iterable[tuple[str, int]], question: str, answer: str) -> list[str]:
-    """Words of ``answer`` that neither ``question`` nor what stands at ``places`` (document, block) has, in order.
+    """Return words of ``answer`` that are neither in ``question`` nor at ``places`` (document, block), in order.
 
-    Words are the same that begin with the same ``STEM`` letters; words that every text has do not count.
+    Two words are the same if they begin with the same ``STEM`` letters. Words that every text has do not count.
     """
     known = {word[:STEM] for word in words_of(question)}
     for name, block in places:
-        with suppress(DamagedError):  # since it was attended to
+        with suppress(DamagedError):  # damaged since it was attended to
             if document := stored(reader.memories, name):
                 known.update(word[:STEM] for word in words_of(_Surroundings.of(reader.tokenizer, document, block).text))
     words = dict.fromkeys(words_of(answer))
@@ -307,10 +309,10 @@ def unsupported(reader: PassageReader, places: Iterable[tuple[str, int]], questi
 
 
 def passages(reader: PassageReader, matches: Sequence[Match], words: str) -> list[Passage]:
-    """What was found with ``words``, and where it stands; without what is not in the memories any more.
+    """Return the passages of blocks found with ``words``, without blocks that have left the memories.
 
-    The words of question and answer choose what of each block is told. Of several sentences that fit as well the first
-    is told, and where no word is in it what the block begins with.
+    The words of question and answer choose the excerpt of each block. If several sentences fit equally well, the first
+    is taken. If none has any of the words, the excerpt is the beginning of the block.
     """
     documents = {name: stored(reader.memories, name) for name in {match.document for match in matches}}
     found = [(there, match.block, match.score) for match in matches if (there := documents[match.document])]
@@ -353,11 +355,11 @@ class _Surroundings:
 
     text: str
     start: int
-    """Where the block begins in it."""
+    """The block's first character in it."""
     own: str
     """The text of the block alone."""
     sentences: list[_Sentence]
-    """Those that the block has a part of."""
+    """The sentences that overlap the block."""
 
     @classmethod
     def of(cls, tokenizer: Any, document: Document, block: int) -> _Surroundings:
@@ -367,7 +369,7 @@ class _Surroundings:
         part = next((each for each in document.present(near) if block in each), range(block, block + 1))
         try:
             ids = document.tokens(part)
-        except DamagedError:  # beside it, or it is told now
+        except DamagedError:  # the damage is in the blocks beside it, or the next read raises
             part = range(block, block + 1)
             ids = document.tokens(part)
         at = (block - part.start) * size
@@ -378,17 +380,17 @@ class _Surroundings:
         return cls(text, start, own, there)
 
     def counted(self, mark: str, at: int) -> int:
-        """How often ``mark`` comes between the begin of the block and ``at``; below 0 where that lies before it."""
+        """Count ``mark`` between the beginning of the block and ``at``; negative if ``at`` lies before it."""
         return self.text.count(mark, self.start, at) - self.text.count(mark, at, self.start)
 
 
 def whole_characters(text: str) -> str:
-    """The text of a block without the parts of characters that it begins or ends with: tokens may be bytes."""
+    """Strip incomplete characters at both ends of a block's text: tokens may be bytes."""
     return text.strip("\N{REPLACEMENT CHARACTER}")
 
 
 def _excerpt(around: _Surroundings, weights: dict[str, float]) -> tuple[int, str]:
-    """Where what is told of a block begins, and its words on one line."""
+    """Return where the excerpt of a block begins, and its words on one line."""
     if not around.sentences:
         return around.start, ""
     sums = [sum(weights.get(word, 0) for word in {*each.words}) for each in around.sentences]
@@ -397,7 +399,7 @@ def _excerpt(around: _Surroundings, weights: dict[str, float]) -> tuple[int, str
     start, text = first.start, around.text
     if (
         first.stop - start > EXCERPT_CHARS
-    ):  # a part of it, with the rarest of the words or else what the block begins with
+    ):  # a part of it, with the rarest of the words, or else with the beginning of the block
         rare = max({*first.words} & weights.keys(), key=lambda word: (weights[word], word), default="")
         word = re.compile(rf"\b{re.escape(rare)}\b", re.IGNORECASE)
         inside = max(start, around.start)
@@ -416,7 +418,7 @@ def _excerpt(around: _Surroundings, weights: dict[str, float]) -> tuple[int, str
 
 
 def _border(text: str, at: int) -> int:
-    """Where the first word from ``at`` on begins, or ``at`` where that is far."""
+    """Return where the first word from ``at`` on begins, or ``at`` if that is far."""
     found = re.compile(r"(?<!\S)\S").search(text, at, at + EXCERPT_CHARS // 2)
     return found.start() if found else at
 
@@ -428,17 +430,17 @@ def _squeezed(text: str) -> str:
 def _places(
     tokenizer: Any, places: Sequence[tuple[Document, int]]
 ) -> dict[tuple[str, int], tuple[int | None, int | None]]:
-    """The line and page that each block begins in; None behind blocks that are gone, and for pages where none ends."""
+    """Return the line and page where each block begins. Both are None after dropped blocks; pages if none ends."""
     found: dict[tuple[str, int], tuple[int | None, int | None]] = {}
     for name, group in groupby(sorted(places, key=lambda each: (each[0].name, each[1])), lambda each: each[0].name):
         there = list(group)
         document, start, lines, pages = there[0][0], 0, 1, 1
         begins: dict[int, tuple[int, int]] = {}
         stop = min(document.blocks.stop, there[-1][1] + -(-PAGE // document.memory.spec.block_size))
-        with suppress(NotFound, DamagedError):  # nobody knows what was in blocks that were dropped or cannot be read
+        with suppress(NotFound, DamagedError):  # the text of dropped or unreadable blocks is unknown
             for block in (*(block for _, block in there), stop):
                 if block == stop and pages > 1:
-                    break  # else it is to be known whether this is a first page; no token is read twice
+                    break  # else find out whether this is a first page; no token is read twice
                 newlines, feeds = _breaks(tokenizer, document.tokens(range(start, block)))
                 start, lines, pages = block, lines + newlines, pages + feeds
                 begins[block] = lines, pages
@@ -449,9 +451,9 @@ def _places(
 
 
 def _breaks(tokenizer: Any, tokens: torch.Tensor) -> tuple[int, int]:
-    """How often a new line and a new page begin in a text.
+    """Count the new lines and new pages of a text.
 
-    Each token tells, for no character but the whole newline or form feed has its byte.
+    Single tokens are enough: only newline and form feed have these bytes.
     """
     ids, counts = tokens.unique(return_counts=True)
     texts = tokenizer.batch_decode(ids[:, None]) if len(ids) else []

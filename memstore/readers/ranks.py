@@ -1,9 +1,9 @@
-"""A memory that several processes ask together: each holds the landmarks of its share of the blocks, and fetches those.
+"""A memory that several processes search together: each holds the landmarks of its blocks, and fetches those blocks.
 
 All ranks run the same model on the same tokens, and open the same memory to read. Blocks are dealt in runs of ``DEAL``.
-A rank names the best of its own blocks; the best of all are those of the whole memory. Models with caches of their own
-are given a ``SharedDocument``: what a layer of it finds, and the states of what was found, is told to all ranks, and is
-the same as in one process. Stock models attend to their own part (``readers/stock/sharded.py``).
+Each rank names the best of its own blocks. The best of these are the best of the whole memory. Models with their own
+caches get a ``SharedDocument``. All ranks receive what one of its layers finds, and the states of these blocks. The
+result is the same as in one process. Stock models attend to their own part (``readers/stock/sharded.py``).
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from memstore.memory import Document
 from memstore.memory.view import Hits, LayerView
 
 DEAL = 64
-"""Consecutive blocks that go to one rank: neighbours are retrieved together, and lie together in storage."""
+"""Consecutive blocks that go to one rank. Neighbours are retrieved together, and lie together in storage."""
 PATIENCE = timedelta(seconds=60)
-"""After which a rank that says nothing counts as lost."""
+"""A rank that is silent for longer counts as lost."""
 
-# Of our own, since others may wait for half an hour; one for all attachments, since a group's sockets and threads stay.
+# Our own groups, since others may wait for half an hour. All attachments share them: a group's sockets and threads
+# stay.
 _groups: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""By the group that was given."""
+"""The groups by the group that the caller passed."""
 
 
 class Ranks:
-    """The processes of a group, and what they tell each other."""
+    """The processes of a group, and what they exchange."""
 
     def __init__(self, group: Any) -> None:
         """``group``: a process group of ``torch.distributed``, or a ``DeviceMesh`` of one dimension."""
@@ -56,10 +57,10 @@ class Ranks:
         self._device = (
             None if "cpu" in kinds else torch.device(kinds[0], torch.get_device_module(kinds[0]).current_device())
         )
-        """Where tensors have to lie to be told, as NCCL wants it; None: where they are."""
+        """The device on which tensors are exchanged, as NCCL needs it; None: where they are."""
 
     def gathered(self, tensor: Tensor) -> list[Tensor]:
-        """The ``tensor`` of each rank, which have one shape. Raises ``MemstoreError`` where a rank is lost."""
+        """Return the ``tensor`` of each rank; all have one shape. Raises ``MemstoreError`` if a rank is lost."""
         import torch.distributed as dist
 
         told = tensor.to(self._device or tensor.device).contiguous()
@@ -69,15 +70,15 @@ class Ranks:
         return [each.to(tensor.device) for each in found]
 
     def joined(self, tensor: Tensor) -> Tensor:
-        """``gathered``, as one tensor ``[ranks, ...]``, whose gradient each rank gets for its own part.
+        """Return ``gathered`` as one tensor ``[ranks, ...]``. Each rank gets the gradient of its own part.
 
-        The gradient is the sum of what all ranks' losses say: all of them have to run backward.
+        The gradient is the sum over all ranks' losses, so all of them have to run backward.
         """
         joined: Tensor = _Join.apply(tensor, self)  # type: ignore[no-untyped-call]  # torch annotates it in part
         return joined
 
     def summed(self, parts: Tensor) -> Tensor:
-        """The part of this rank of ``parts [ranks, n, ...]``, summed over all ranks: ``[n, ...]``.
+        """Return this rank's part of ``parts [ranks, n, ...]``, summed over all ranks: ``[n, ...]``.
 
         Raises like ``gathered``.
         """
@@ -91,18 +92,18 @@ class Ranks:
 
     @contextmanager
     def _answering(self) -> Iterator[None]:
-        """Say what it means when a collective inside fails."""
+        """Explain the failure of a collective inside the block."""
         try:
             yield
         except RuntimeError as error:
-            _groups.pop(self._given, None)  # what has failed stays failed
+            _groups.pop(self._given, None)  # a failed group stays failed
             raise MemstoreError(
                 f"a rank of the process group was lost, or did not answer within {PATIENCE.seconds} s "
                 f"({' '.join(str(error).split())[:120]}). The memory is whole: start them again, as many as you like"
             ) from error
 
     def agree(self, *numbers: int) -> None:
-        """Raise ``MemstoreError``, on all ranks, unless all say the same ``numbers``."""
+        """Raise ``MemstoreError``, on all ranks, unless all pass the same ``numbers``."""
         told = [each.tolist() for each in self.gathered(torch.tensor(numbers))]
         if any(each != told[0] for each in told):
             raise MemstoreError(
@@ -111,16 +112,16 @@ class Ranks:
             )
 
     def moments(self, scores: Tensor) -> Moments:
-        """Mean and deviation ``[..., 1]`` of the ``scores [..., n]`` of all ranks."""
+        """Return mean and deviation ``[..., 1]`` of the ``scores [..., n]`` of all ranks."""
         wide = scores.double()
-        count = wide.new_full((*wide.shape[:-1], 1), scores.shape[-1])  # a rank may have none
+        count = wide.new_full((*wide.shape[:-1], 1), scores.shape[-1])  # a rank may have no scores
         sums = torch.cat([count, wide.sum(-1, keepdim=True), wide.square().sum(-1, keepdim=True)], -1)
         count, total, squares = torch.stack(self.gathered(sums)).sum(0).split(1, -1)
         mean = total / count
         return Moments(mean.to(scores.dtype), (squares / count - mean.square()).clamp(min=0).sqrt().to(scores.dtype))
 
     def best(self, scores: Tensor, numbers: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-        """The ``top_k`` best of all ranks, by ``scores [..., n]`` of the candidates ``numbers [n]``: as ``choose``."""
+        """Return, like ``choose``, the ``top_k`` best of all ranks, by ``scores [..., n]`` of ``numbers [n]``."""
         places, values = choose(scores, top_k)
         told = scores.new_full((2, *scores.shape[:-1], top_k), -torch.inf, dtype=torch.float64)
         own = values.shape[-1]
@@ -132,7 +133,7 @@ class Ranks:
 
 
 class _Join(torch.autograd.Function):
-    """``Ranks.joined``."""
+    """The gradient of ``Ranks.joined``."""
 
     @staticmethod
     def forward(context: Any, own: Tensor, ranks: Ranks) -> Tensor:
@@ -150,12 +151,12 @@ class _HeldLandmarks:
 
     index: VectorIndex
     edits: int
-    """Of the document, when they were read."""
+    """The edits of the document when the landmarks were read."""
     ids: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
-    """``[n]``, ascending: what it holds."""
+    """``[n]``, ascending: the blocks whose landmarks it holds."""
 
     def add(self, document: Document, layer: int, ids: Tensor) -> None:
-        """Hold the blocks ``ids [n]``, ascending, too."""
+        """Add the blocks ``ids [n]``, ascending."""
         if torch.equal(ids, self.ids):
             return
         new = ids[~torch.isin(ids, self.ids)]
@@ -180,16 +181,16 @@ class Share:
         return sum(len(each.index) for each in self._held.values())
 
     def owners(self, document: Document, blocks: Tensor) -> Tensor:
-        """The rank of each of ``blocks [n]``."""
-        # By the document too: many short ones shall not all be the first rank's.
+        """Return the rank of each of ``blocks [n]``."""
+        # The rank also depends on the document: else many short ones would all belong to the first rank.
         return (blocks.div(DEAL, rounding_mode="floor") + (document.id or 0)) % self.ranks.size
 
     def mine(self, document: Document, blocks: Tensor) -> Tensor:
-        """Which of ``blocks [n]`` are this rank's."""
+        """Return which of ``blocks [n]`` belong to this rank."""
         return self.owners(document, blocks) == self.ranks.rank
 
     def index(self, document: Document, layer: int, ids: Tensor) -> VectorIndex:
-        """An index that holds the full blocks ``ids [n]``, ascending, of a document, and perhaps others."""
+        """Return an index that holds the full blocks ``ids [n]``, ascending, of a document, and perhaps others."""
         name, edits = (document.memory.url, document.id or 0, layer), document.state.edits
         held = self._held.get(name)
         if held is None or held.edits != edits:
@@ -199,7 +200,7 @@ class Share:
 
 
 class SharedDocument(Document):
-    """A document that the ranks search and fetch together. All of them must ask the same, in the same order."""
+    """A document that the ranks search and fetch together. All of them must make the same calls in the same order."""
 
     def __init__(self, whole: Document, share: Share) -> None:
         super().__init__(whole._shared, whole.name, whole.memory, whole.id)
@@ -218,14 +219,14 @@ class SharedDocument(Document):
 
 
 class _SharedLayer(LayerView):
-    """A layer of a ``SharedDocument``: every rank is told what all of them have found, or fetched."""
+    """A layer of a ``SharedDocument``: every rank gets what all ranks have found or fetched."""
 
     def __init__(self, document: Document, layer: int, share: Share) -> None:
         super().__init__(document._handle, layer)
         self._document, self._share = document, share
 
     def search(self, queries: Tensor, top_k: int, *, allowed: range | Tensor | None = None) -> Hits:
-        """See ``LayerView``. Of blocks with equal scores the first are found."""
+        """See ``LayerView``. Among blocks with equal scores, the first ones win."""
         own = self._candidates(allowed)
         own = own[self._share.mine(self._document, own)]
         with own_types():
@@ -250,14 +251,14 @@ class _SharedLayer(LayerView):
         return together.permute(1, 2, 0), ids
 
     def gather(self, blocks: Tensor | Sequence[int], *, device: torch.device | None = None) -> dict[str, Tensor]:
-        """See ``LayerView``: each rank reads its own of ``blocks``."""
+        """See ``LayerView``. Each rank reads its own part of ``blocks``."""
         ids = torch.as_tensor(blocks, dtype=torch.int64).cpu()
         owners = self._share.owners(self._document, ids)
         own = super().gather(ids[owners == self._share.ranks.rank], device=device)
         return dict(zip(own, self._together(list(own.values()), owners), strict=True))
 
     def _candidates(self, allowed: range | Tensor | None) -> Tensor:
-        """Complete blocks ``[n]`` that are there and ``allowed``."""
+        """Return the complete blocks ``[n]`` that exist and are ``allowed``."""
         complete = self._document.complete_blocks
         if isinstance(allowed, range):
             complete = range(max(complete.start, allowed.start), min(complete.stop, allowed.stop))
@@ -266,7 +267,7 @@ class _SharedLayer(LayerView):
         return ids[torch.isin(ids, allowed.cpu())] if isinstance(allowed, Tensor) else ids
 
     def _together(self, own: list[Tensor], owners: Tensor) -> list[Tensor]:
-        """Of every rank its rows ``[n, ...]`` of some tensors, in the order of the ``owners [N]``: ``[N, ...]``."""
+        """Gather every rank's rows ``[n, ...]`` of some tensors, in the order of the ``owners [N]``: ``[N, ...]``."""
         if not len(owners):
             return own
         size, device = self._share.ranks.size, own[0].device
@@ -274,7 +275,7 @@ class _SharedLayer(LayerView):
         for rank in range(size):
             places[owners == rank] = torch.arange(int((owners == rank).sum()))
         most = int(places.max()) + 1
-        # As bytes: one collective for all of them, whatever their types.
+        # As bytes, so one collective is enough for all dtypes.
         rows = [each.contiguous().flatten(1).view(torch.uint8) for each in own]
         told = self._share.ranks.gathered(F.pad(torch.cat(rows, 1), (0, 0, 0, most - len(rows[0]))))
         found = torch.stack(told)[owners.to(device), places.to(device)]

@@ -1,7 +1,7 @@
-"""The contract of every way to a memory: a text is read into it with a model, and the model is asked later.
+"""The contract of all readers: a text is read into a memory with a model, and the model is asked later.
 
-``memstore.attach`` gives a ``Reader`` for each kind of model. A mechanism says how it searches, beside what an
-``Attachment`` asks of it, which opens memories and reads.
+``memstore.attach`` returns a ``Reader`` for each kind of model. A mechanism implements the search, and the methods of
+an ``Attachment``, which opens memories and reads.
 """
 
 from __future__ import annotations
@@ -69,42 +69,42 @@ def attach(
     """Attach a memory to a model, for the length of a ``with`` block.
 
     Inside the block ``reader.read(text)`` reads a text into the memory, and ``model(...)`` and ``model.generate(...)``
-    see it. On leaving the block, also by an exception, the model is what it was before. Nothing is opened, and nobody
-    else is kept from writing, before the block is entered.
+    see it. On leaving the block, also by an exception, the model is as it was before. Before the block is entered,
+    nothing is opened, and other writers are not locked out.
 
     Args:
-        model: a causal LM of transformers whose attention goes through the attention interface, or that brings an index
-            of its own (docs/models.md); or a DRT, a landmark model or a Memorizing Transformer of memstore.models.
-        memory: an open memory, or the path of one, which is opened (and made, if it is not there) for the length of the
-            block. Stock models see several, which are searched together.
-        document: the document, or of a stock model the documents, that calls see; the last one is the one they
-            continue. By default all; for other models the only one.
-        retrieval: how blocks are chosen; by default as the kind of model usually does.
-        tokenizer: if given, it must be the one the memory was made with; strings are read with it, and general text is
-            used to fit the router of a stock model.
+        model: a causal LM of transformers whose attention goes through the attention interface, or that has its own
+            index (docs/models.md). Or a DRT, a landmark model or a Memorizing Transformer of memstore.models.
+        memory: an open memory, or the path of one. A path is opened for the length of the block, and made if it is
+            missing. Stock models see several memories, which are searched together.
+        document: the document that calls see. A stock model can see several, and its calls continue the last one. By
+            default all documents; for other models the only one.
+        retrieval: how blocks are chosen; by default as is usual for the kind of model.
+        tokenizer: if given, it must be the tokenizer that the memory was made with. Strings are read with it, and
+            general text is used to fit the router of a stock model.
         index: the vector index of memories that are opened here, see ``memstore.open``.
         mode: "a" (open, or make), "r" (must exist, only read) or "x" (must not exist), for memories opened here.
-        device: where the index of memories that are opened here lies; by default on the model's GPU, if it is on one.
+        device: the device of the index of memories that are opened here; by default the model's GPU, if it is on one.
         block_size: tokens per block of a memory that is made here; 64 unless the model was trained with another size.
         codec: how a memory that is made here stores complete blocks: "none" (as they are), "int8", "fp8" or "int4".
-            Then what is read is the same however it was interrupted between segments; a text that is read in pieces
-            that end within a segment has states that differ by what the codec loses.
+            With a codec, an interruption between segments does not change the states. A text that is read in pieces
+            that end within a segment has states that differ by the codec's loss.
         window: tokens before a segment or prompt that are attended to directly; a multiple of the block size, 256.
         sink: tokens at the beginning of the document that are always attended to; a multiple of the block size, 64.
         segment: tokens read in one forward pass and stored in one transaction; a multiple of the block size, 256.
         routing_layers: layers of a memory made here whose hidden states are landmarks, with ``share="model"``.
-        router: the file of a router that was trained for the model (``memstore train router``), for a memory made here:
-            it is kept in the memory, and says the layer. Without it: the one that the package has for the model
-            (SmolLM2-135M-Instruct, whatever the weights are rounded to, and what was tuned from it and has nearly its
-            embedding), else, and with "fit", one that is fitted to the beginning of the text. A memory that has one
-            keeps it.
+        router: the file of a router that was trained for the model (``memstore train router``), for a memory made here.
+            It is kept in the memory, and names the layer. Without a file, the package's router for the model is used.
+            (It has one for SmolLM2-135M-Instruct, however the weights are rounded. It also serves models that were
+            tuned from it and have nearly its embedding.) If there is none, or with "fit", a router is fitted to the
+            beginning of the text. A memory with a router keeps it.
         segment_blocks: blocks that a DRT reads and stores together, 512.
-        capacity: the last so many blocks of a document that a landmark model can retrieve; older ones leave.
+        capacity: how many of the last blocks of a document a landmark model can retrieve; older ones are dropped.
         process_group: ranks of ``torch.distributed`` (or a ``DeviceMesh`` of one dimension) that search and attend to a
             memory together, each to its share of the blocks. All call the model alike. Needs ``mode="r"``.
 
-    Which of ``block_size`` to ``capacity``, and which fields of ``retrieval``, a kind of model takes is in
-    docs/models.md; others are refused.
+    docs/models.md lists which of ``block_size`` to ``capacity``, and which fields of ``retrieval``, a kind of model
+    takes. Others are refused.
 
     Raises (the last two on entering the block):
         UnsupportedModel: the model cannot be attached; the message says why.
@@ -145,22 +145,22 @@ class Reader(Attachment):
     """A model with a memory, for the length of a ``with`` block; ``memstore.attach`` makes it.
 
     Nothing is opened, locked or changed before the block. Inside it ``read`` stores texts, and ``model(...)`` and
-    ``model.generate(...)`` go on after the document. What is asked or generated is not stored; append it to keep it.
-    On leaving the block, also by an exception, the model is what it was before. One thread at a time.
+    ``model.generate(...)`` continue the document. Questions and generated text are not stored; append them to keep
+    them. On leaving the block, also by an exception, the model is as it was before. One thread at a time.
     """
 
-    def cache(self, rows: int = 1) -> Any:  # noqa: ARG002 - for those that have one
-        """What a model is given to go on after the document, for ``rows`` continuations at once.
+    def cache(self, rows: int = 1) -> Any:  # noqa: ARG002 - for overrides
+        """Return a cache with which the model continues the document, for ``rows`` continuations at once.
 
-        It is given as ``cache``, or as ``past_key_values`` with a transformers before 5.24. Inside ``record`` what it
-        retrieves is recorded. Raises ``InvalidArgument`` for kinds whose caches are those of transformers.
+        Pass it as ``cache``, or as ``past_key_values`` with a transformers before 5.24. Inside ``record`` its
+        retrievals are recorded. Raises ``InvalidArgument`` for kinds that use the caches of transformers.
         """
         raise InvalidArgument(
             f"a {self.kind.name} needs no cache made beforehand: inside the with block its own caches see the memory"
         )
 
     def _continued(self) -> Document:
-        """The document that a call goes on after, as it is now. Raises where ranks see different ones."""
+        """Return the document that a call continues, in its current state. Raises if ranks see different ones."""
         document = self.document
         if self.share is not None:
             if self.observers:
@@ -169,7 +169,7 @@ class Reader(Attachment):
         return document
 
     def _check_alone(self) -> None:
-        """Raise ``InvalidArgument`` where there are other ranks: what they retrieve is in no one place."""
+        """Raise ``InvalidArgument`` if there are other ranks: their retrieved blocks are not in one place."""
         if self.share is not None:
             raise InvalidArgument(
                 "what several ranks retrieve cannot be searched, watched or asked for: use generate, or attach without "
@@ -177,7 +177,7 @@ class Reader(Attachment):
             )
 
     def prompt(self, text: str) -> Tensor:
-        """The tokens ``[1, T]`` of a question, placed where a model of this kind asks best."""
+        """Return the tokens ``[1, T]`` of a question, placed where a model of this kind asks best."""
         return torch.tensor([self._encoded(text)], dtype=torch.int64, device=self.model.device)
 
     def generate(
@@ -189,15 +189,16 @@ class Reader(Attachment):
         trace: bool = False,
         **options: Any,
     ) -> Any:
-        """``model.generate`` after the document; ``text`` is what comes next: tokens ``[rows, T]``, or a string.
+        """Run ``model.generate`` after the document; ``text`` comes next: tokens ``[rows, T]``, or a string.
 
-        ``query``, as ``search`` takes it, chooses the blocks in place of the last tokens of ``text``: what somebody
-        asks, without the template around it. Its choice is that of ``search``, for all rows; only stock models take
-        one. ``opening``, beside a query: so many tokens of ``text`` come before every question.
-        Where the document's end is not seen (``seeing``) and not all is retrieved, they do not attend to what is, and
-        their states are kept for the next call; not with ``use_cache=False``, or a cache of yours. ``options`` and the
-        result are those of ``model.generate``. With ``trace`` what is retrieved is written to the memory's traces.
-        Raises ``InvalidArgument`` where nothing comes next, and for a trace of beams.
+        ``query``, as in ``search``, chooses the blocks in place of the last tokens of ``text``: the question alone,
+        without the template around it. It chooses the same blocks as ``search``, for all rows. Only stock models take
+        one.
+        ``opening``, beside a query, is the number of tokens of ``text`` that come before every question. If the
+        document's end is not seen (``seeing``) and only a part is retrieved, these tokens do not attend to retrieved
+        blocks. Their states are kept for the next call, but not with ``use_cache=False``, or a cache of yours.
+        ``options`` and the result belong to ``model.generate``. With ``trace`` the retrieved blocks are written to the
+        memory's traces. Raises ``InvalidArgument`` if ``text`` is empty, and for a trace of beams.
         """
         check_options(self.kind, {"query": query, "opening": opening or None})
         if isinstance(text, str):
@@ -209,16 +210,16 @@ class Reader(Attachment):
 
     @property
     def takes_questions(self) -> bool:
-        """Whether a question chooses blocks by itself, whatever prompt it stands in; see ``Retrieval.share``."""
+        """Whether a question alone chooses blocks, whatever prompt it is in; see ``Retrieval.share``."""
         return self.kind.takes("query") and self.retrieval.share == "model"
 
     @property
     def quoted_blocks(self) -> int:
-        """Of so many blocks a paragraph is text before what ``ask`` and ``chat`` are asked; see ``Retrieval.quote``."""
+        """How many blocks are quoted as text before the question of ``ask`` and ``chat``; see ``Retrieval.quote``."""
         return self.retrieval.quote if self.takes_questions else 0
 
     def _query(self, text: str | Sequence[str] | Tokens) -> Query:
-        """Text that chooses blocks as tokens."""
+        """Return a text that chooses blocks, as tokens."""
         said = [text] if isinstance(text, str) else text if _are_words(text) else None
         before = list[int]()
         for each in said or ():
@@ -230,7 +231,7 @@ class Reader(Attachment):
         else:
             asked, (question, answer) = question_in(self.tokenizer, said)
             tokens = torch.tensor(self._encoded(asked))
-            if question:  # its end, as of any question, and what comes first in the answer
+            if question:  # the end of the question, and the beginning of its answer
                 span = self.retrieval.span
                 before = [*self._encoded(question)[-max(1, span // 2) :], *self._encoded(f" {answer}")][:span]
         if not len(tokens):
@@ -239,12 +240,12 @@ class Reader(Attachment):
         return Query(self._checked(tokens).long(), self._checked(torch.tensor(before)).long() if before else None)
 
     @contextmanager
-    def _choosing(self, query: Query | None) -> Iterator[None]:  # noqa: ARG002 - for those that can
-        """Inside, ``query`` chooses blocks for prompts; None: their own tokens do."""
+    def _choosing(self, query: Query | None) -> Iterator[None]:  # noqa: ARG002 - for overrides
+        """Let ``query`` choose blocks for prompts inside the block; with None their own tokens choose."""
         yield
 
-    def _with_opening(self, text: Tensor, opening: int) -> dict[str, Any]:  # noqa: ARG002 - for those that can
-        """Options of ``model.generate`` for a prompt ``[rows, T]`` of which so many tokens come before any question."""
+    def _with_opening(self, text: Tensor, opening: int) -> dict[str, Any]:  # noqa: ARG002 - for overrides
+        """Return options of ``model.generate`` for a prompt ``[rows, T]`` with this many tokens before any question."""
         return {}
 
     def _generate(self, text: Tensor, *, trace: bool, **options: Any) -> Any:
@@ -281,25 +282,26 @@ class Reader(Attachment):
         trace: bool = False,
         **options: Any,
     ) -> Answer:
-        """Ask the model, and get its answer with the blocks that it was written with.
+        """Ask the model, and return its answer with the blocks that it was written with.
 
-        The question is put in the chat template of the tokenizer, behind the paragraph that fits it best
-        (``Retrieval.quote``), and the answer ends where the model ends it, or goes round in circles: the same 4 to 32
-        tokens six times. A model without a template goes on from the question's words, as it does with ``raw``. Nothing
+        The question is put into the chat template of the tokenizer, after the paragraph that fits it best
+        (``Retrieval.quote``). The answer ends when the model ends it, or when it goes round in circles: the same 4 to
+        32 tokens six times. A model without a template continues the question's words, as it does with ``raw``. Nothing
         is stored.
 
         Args:
-            question: a question; with ``raw`` the beginning of what the model is to go on with.
+            question: a question; with ``raw`` the beginning of the text that the model continues.
             raw: leave the chat template out.
-            system: the system prompt; None for none. Not used where there is no template.
-            tail: whether the end of the document is seen without being looked for, which a stock model can do without;
-                by default it is where the model goes on from the question's words.
-            max_tokens: tokens of the answer at most.
+            system: the system prompt; None for none. It is not used without a template.
+            tail: whether the model sees the end of the document without a search. Only a stock model can go without. By
+                default the end is seen if the model continues the question's words.
+            max_tokens: most tokens of the answer.
             tell: called with each piece of the answer as it comes.
-            trace: keep what was retrieved among the memory's traces, for ``memstore trace``.
-            options: of ``model.generate``; the likeliest token is taken unless they say otherwise.
+            trace: keep the retrieved blocks among the memory's traces, for ``memstore trace``.
+            options: options of ``model.generate``; by default the likeliest token is taken.
 
-        Raises ``InvalidArgument`` without a tokenizer, for a question without words, and for more than the model takes.
+        Raises ``InvalidArgument`` without a tokenizer, for a question without words, and if it is too long for the
+        model.
         """
         self._check_alone()
         if self.tokenizer is None:
@@ -318,33 +320,33 @@ class Reader(Attachment):
         with self.seeing(tail=frame is None if tail is None else tail):
             return generate_answer(self, question, prompt, teller, max_tokens=max_tokens, trace=trace, **options)
 
-    # One thread at a time: a loop that awaits these one after the other keeps to it.
+    # One thread at a time. An event loop that awaits these calls one after the other respects this.
 
     async def aread(self, text: str | Chunks, document: str | None = None, **options: Any) -> ReadResult:
-        """``read`` in a thread, so that an event loop goes on meanwhile; await one call before the next."""
+        """Run ``read`` in a thread, so that the event loop is free meanwhile; await one call before the next."""
         return await asyncio.to_thread(self.read, text, document, **options)
 
     async def agenerate(self, text: str | Tensor, **options: Any) -> Any:
-        """``generate`` in a thread, so that an event loop goes on meanwhile; await one call before the next."""
+        """Run ``generate`` in a thread, so that the event loop is free meanwhile; await one call before the next."""
         return await asyncio.to_thread(self.generate, text, **options)
 
     async def aask(self, question: str, **options: Any) -> Answer:
-        """``ask`` in a thread, so that an event loop goes on meanwhile; await one call before the next."""
+        """Run ``ask`` in a thread, so that the event loop is free meanwhile; await one call before the next."""
         return await asyncio.to_thread(self.ask, question, **options)
 
     def chat(self, session: str = "chat", *, system: str | None = CHATTING) -> Conversation:
-        """A conversation that is kept in the memory, under the name ``session``: it goes on where it has ended.
+        """Return a conversation that is kept in the memory, under the name ``session``. It continues where it ended.
 
-        ``say(words)`` gives an ``Answer``. The model sees the session, and the documents given to ``attach``, by
-        default all but other conversations. ``system``: the system prompt of a session that begins. Stock models only.
+        ``say(words)`` returns an ``Answer``. The model sees the session, and the documents given to ``attach``, by
+        default all except other conversations. ``system``: the system prompt of a new session. Stock models only.
 
         Raises ``InvalidArgument`` without a tokenizer, and for other kinds of models.
         """
         return Conversation(self, session, system)
 
     @contextmanager
-    def seeing(self, *, tail: bool) -> Iterator[None]:  # noqa: ARG002 - for those that can do without
-        """Whether calls that begin inside the block see the document's end without looking for it."""
+    def seeing(self, *, tail: bool) -> Iterator[None]:  # noqa: ARG002 - for overrides
+        """Say whether calls that begin inside the block see the document's end without a search."""
         yield
 
     @contextmanager
@@ -358,17 +360,17 @@ class Reader(Attachment):
     ) -> Iterator[Recorder]:
         """Record what the model retrieves, for the length of a ``with`` block, as a trace of the memory.
 
-        Each forward pass is a step: for every layer that retrieved its lists of blocks, their scores, the tiers they
-        came from, and the part of each query head's attention that each block carried for the last token. Read it with
-        ``memory.traces`` or ``memstore trace``::
+        Each forward pass is a step. A step has, for every layer that retrieved, the lists of blocks, their scores, and
+        the tiers they came from. For the last token it has the share of each query head's attention on each block. Read
+        the trace with ``memory.traces`` or ``memstore trace``::
 
             with reader.record(question=question) as recorder:
                 answer = model.generate(prompt)
                 recorder.close(answer[0, prompt.shape[1]:].tolist())
 
-        ``prompt [T]``: the tokens that are given first, where the model does not tell. ``question`` and ``info`` (JSON)
-        are kept with it; ``close`` of the recorder tells the tokens of the answer, the last of which it cannot see.
-        ``traces``: where to write to; those of the memory by default.
+        ``prompt [T]``: the first tokens, if the model does not report them. ``question`` and ``info`` (JSON) are kept
+        with the trace. Pass the tokens of the answer to the recorder's ``close``, because it cannot see the last one.
+        ``traces``: where to write; by default the memory's traces.
 
         Raises ``InvalidArgument`` while another recording runs, and what ``Traces.record`` raises.
         """
@@ -396,17 +398,17 @@ class Reader(Attachment):
 
     @abstractmethod
     def _described(self) -> dict[str, Any]:
-        """What the info of a trace says of the model and of how it retrieves."""
+        """Return the part of a trace's info that describes the model and its retrieval."""
 
     def search(self, text: str | Sequence[str] | Tokens, top_k: int = 8, *, layer: int | None = None) -> list[Match]:
-        """The ``top_k`` blocks that ``text`` finds after the document, best first.
+        """Return the ``top_k`` blocks that ``text`` finds, searching after the document, best first.
 
-        ``text``: tokens ``[n]``, a string, or strings that user and model have said in turn, the question last. Where a
-        question chooses by itself, it is looked for in a string: the user's last words of a rendered conversation, what
-        stands between ``Question:`` and ``Answer:``, the longest question of more than 50 words. If it has a word like
-        "it" or "his", begins with "and", or is "why?" or the like, up to 32 tokens (``Retrieval.span``) of the exchange
-        before it choose with it, each of which counts a fifth.
-        ``layer``: one that retrieves; which ones it may be, and what scores mean, is a matter of the kind. Raises
+        ``text``: tokens ``[n]``, a string, or the turns of user and model as strings, the question last. If questions
+        choose by themselves, the question is found in a string. It is the user's last turn of a rendered conversation,
+        the text between ``Question:`` and ``Answer:``, or the longest question of more than 50 words. A question may
+        refer to the exchange before it, by a word like "it" or "his", by "and" at the beginning, or as a bare "why?".
+        Then up to 32 tokens (``Retrieval.span``) of that exchange choose too, each with a fifth of the weight.
+        ``layer``: a layer that retrieves. Which layers are possible, and what scores mean, depends on the kind. Raises
         ``InvalidArgument`` and ``DamagedError``.
         """
         if top_k < 1:
@@ -422,17 +424,17 @@ class Reader(Attachment):
     def audit(
         self, text: str | Tokens, *, tokens: int | None = None, top_k: int | None = None, progress: bool = False
     ) -> Audit:
-        """What should have been retrieved for ``text`` and what follows, against what was.
+        """Compare the retrieved blocks with the best ones, for ``text`` and the tokens generated after it.
 
         Args:
             text: a question, which the model reads after the document.
-            tokens: steps at most, 8 if None: the question's last token chooses the first one, and so on. For a DRT
-                tokens to generate, by default a block, at the ends of which it chooses.
-            top_k: blocks of a list, or tokens where single ones are retrieved; as many as usual if None.
-            progress: show a progress bar, where it takes long.
+            tokens: most steps, 8 if None: the question's last token chooses the first one, and so on. For a DRT, the
+                tokens to generate, by default a block; it chooses at the ends of blocks.
+            top_k: blocks of a list, or tokens if single tokens are retrieved; None for the usual number.
+            progress: show a progress bar if it takes long.
 
         Raises:
-            UnsupportedModel: a kind that has no audit.
+            UnsupportedModel: this kind of model has no audit.
             InvalidArgument: no question, nothing that could be retrieved, or ``on_error="miss"``.
             DamagedError: a block cannot be read.
         """
@@ -451,7 +453,7 @@ def _are_words(text: object) -> TypeGuard[Sequence[str]]:
 
 
 def _makes_cache(model: Any, options: Mapping[str, Any]) -> bool:
-    """Whether ``model.generate`` with ``options`` makes the cache that it goes on with, as it usually does."""
+    """Whether ``model.generate`` with ``options`` makes its own cache, as it usually does."""
     config = options.get("generation_config") or model.generation_config
     uses, kind = (options.get(name, getattr(config, name)) for name in ("use_cache", "cache_implementation"))
     return uses is not False and kind is None and cache_in(options) is None

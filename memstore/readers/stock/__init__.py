@@ -1,1 +1,1 @@
-"""A memory inside a stock Hugging Face causal LM."""
+"""A memory for a stock Hugging Face causal LM."""

@@ -1,8 +1,8 @@
-"""What memstore has to know of a model, found out by running it once on a few tokens.
+"""What memstore needs to know of a model. It is found out by running the model once on a few tokens.
 
-Nothing here knows a model by name. Every attention layer is run twice, with its own position embeddings and with the
-identity, and the keys are compared: that tells which layers have rotary positions and how they are applied.
-A model that does not fit is refused with the reason.
+No model is known by name. Every attention layer is run twice, with its own position embeddings and with the identity,
+and the keys are compared. That shows which layers have rotary positions and how they are applied. Other models are
+refused with the reason.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 PROBE = "memstore_probe"
 PROBE_TOKENS = 5
 FAR = 1 << 20
-"""A position at which what depends on positions shows."""
+"""A position where every dependence on positions shows."""
 Part = Literal["none", "all", "first", "last"]
 OWN_CACHE = "it keeps what it has read in a cache of its own"
 CosSin = tuple[Tensor, Tensor]
@@ -42,20 +42,20 @@ Table = Callable[[Tensor], CosSin]
 
 @dataclass(frozen=True)
 class LayerRotary:
-    """How one attention layer turns position-free queries and keys into positioned ones."""
+    """How one attention layer rotates position-free queries and keys to their positions."""
 
     part: Part
-    """Which dimensions are rotated: none (the layer has no rotary positions), all that the model's function takes, or
-    the first or last ones."""
+    """The rotated dimensions: none (the layer has no rotary positions), all that the model's function takes, or the
+    first or last ones."""
     apply: Callable[..., Any] | None = None
     """The model's ``apply_rotary_pos_emb``."""
     table: Callable[[Tensor], CosSin] | None = None
     """Cosines and sines ``[B, T, d]`` of positions ``[B, T]``, by the model's rotary module."""
     scales: tuple[Tensor, Tensor] | None = None
-    """Weights ``[D]`` that queries and keys are multiplied with after they are rotated: those of norms (Hunyuan)."""
+    """Weights ``[D]`` that multiply queries and keys after the rotation: those of norms (Hunyuan)."""
 
     def cos_sin(self, positions: Tensor) -> CosSin | None:
-        """Cosines and sines for ``positions [B, T]``; None where the layer has no rotary positions."""
+        """Return cosines and sines for ``positions [B, T]``, or None if the layer has no rotary positions."""
         return None if self.table is None else self.table(positions)
 
     def rotate(self, keys: Tensor, cos_sin: CosSin | None) -> Tensor:
@@ -67,12 +67,12 @@ class LayerRotary:
         return keys if self.scales is None else keys * self.scales[1]
 
     def rotate_in_place(self, keys: Tensor, cos_sin: CosSin) -> None:
-        """Rotate ``keys [B, heads, T, D]`` where they are."""
+        """Rotate ``keys [B, heads, T, D]`` in place."""
         half = keys.shape[1] // 2
         if not half or self.scales is not None:
             keys.copy_(self.rotate(keys, cos_sin))
             return
-        # The model's function takes queries and keys, which need not have as many heads.
+        # The model's function takes queries and keys, which may have different numbers of heads.
         keys[:, :half], keys[:, half:] = self._turn(keys[:, :half], keys[:, half:], cos_sin)
 
     def rotate_pair(self, q: Tensor, k: Tensor, cos_sin: CosSin | None) -> tuple[Tensor, Tensor]:
@@ -109,7 +109,7 @@ class LayerPlan:
     """Its number among the layers that attend, which is its number in the memory."""
     module: nn.Module
     block: nn.Module
-    """The decoder layer around it, whose input are the hidden states."""
+    """The decoder layer around it. Its input are the hidden states."""
     rotary: LayerRotary
     heads: int
     key_heads: int
@@ -123,7 +123,7 @@ class LayerPlan:
 
 @dataclass(frozen=True)
 class Architecture:
-    """All attention layers, in order, and what the whole model has in common."""
+    """All attention layers, in order, and the properties of the whole model."""
 
     name: str
     decoder: nn.Module
@@ -133,7 +133,7 @@ class Architecture:
     max_positions: int
     """Positions the model was trained for."""
     learned_positions: bool
-    """Positions are added to the embeddings (GPT-2, OPT): tokens keep the position they were read at."""
+    """Positions are added to the embeddings (GPT-2, OPT), so tokens keep the position they were read at."""
     positions: str
     """The position encoding in words, for the fingerprint."""
     rotary_border: int | None = None
@@ -141,19 +141,19 @@ class Architecture:
     divided: Any = None
     """The process group that the heads of each layer are divided among; the plans count all of them."""
     scaled_queries: bool = False
-    """Positions scale the queries (Ministral 3), so that the model has to be told them."""
+    """Whether positions scale the queries (Ministral 3). Then the model needs the positions."""
     linear: LinearLayers | None = None
-    """The layers of a hybrid that do not attend, and which of its layers the others are."""
+    """The layers of a hybrid without attention, and which of its layers have attention."""
 
     @property
     def shape(self) -> str:
-        """What a router that was trained for a model fits, in words."""
+        """The model's shape in words. A trained router fits models of the same shape."""
         return f"{self.name} of {len(self.layers)} layers of {self.hidden_size}"
 
 
 @dataclass
 class _ProbedModule:
-    """What the probe saw of one attention module."""
+    """The inputs and states of one attention module during the probe."""
 
     module: nn.Module
     calls: int = 0
@@ -162,7 +162,7 @@ class _ProbedModule:
     values: Tensor = field(default_factory=lambda: torch.empty(0))
     sliding: int | None = None
     mask: Any = None
-    """What the model gave the layer as its mask."""
+    """The mask that the model passed to the layer."""
     inputs: tuple[tuple[Any, ...], dict[str, Any]] = ((), {})
 
 
@@ -173,17 +173,17 @@ def identity(cos_sin: CosSin) -> CosSin:
 
 
 def examine(model: PreTrainedModel) -> Architecture:
-    """Find out how to attach to ``model``. Raises ``UnsupportedModel`` with the reason if it cannot be done."""
+    """Find out how to attach to ``model``. Raises ``UnsupportedModel`` with the reason if that is impossible."""
     try:
         return _examine(model)
     except MemstoreError:
         raise
-    except Exception as error:  # whatever a model of an unknown kind does, the answer is the same
+    except Exception as error:  # an unknown model may raise anything; the answer is the same
         raise _unsupported(model, _why(model, error)) from error
 
 
 def _why(model: PreTrainedModel, error: Exception) -> str:
-    """Why ``error`` came of trying it out, in words where the cause can be found."""
+    """Say why the trial raised ``error``, in words if the cause can be found."""
     if other := _failure(model):
         return f"it does not run on tokens alone ({other})"
     with torch.no_grad(), _probing(model, _values):
@@ -195,11 +195,11 @@ def _why(model: PreTrainedModel, error: Exception) -> str:
 
 
 def _failure(model: PreTrainedModel) -> str:
-    """The error that a few tokens alone end in, empty for none."""
+    """Return the error of a pass over a few tokens alone, or an empty string."""
     try:
         with torch.no_grad():
             _forward_probe(model)
-    except Exception as error:  # noqa: BLE001 - models of an unknown kind fail in every way
+    except Exception as error:  # noqa: BLE001 - unknown models fail in every way
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -208,16 +208,16 @@ def _examine(model: PreTrainedModel) -> Architecture:
     if reason := _comes_and_goes(model):
         raise _unsupported(model, reason)
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    if len(devices) > 1:  # masks, rotations and states of the memory lie on one
+    if len(devices) > 1:  # masks, rotations and states of the memory are on one device
         raise _unsupported(model, f"its weights lie on {' and '.join(devices)}; load it onto one, without device_map")
-    if dividing(model) is not None and _fully_sharded(model):  # a pass that ends early would leave them as they are
+    if dividing(model) is not None and _fully_sharded(model):  # a pass that ends early would leave the weights gathered
         raise UnsupportedModel(
             f"cannot attach a memory to {type(model).__name__}: fully_shard brings its weights together for each "
             "layer that computes. Give each process the whole model, or divide the heads of its layers instead"
         )
     config = model.config.get_text_config(decoder=True)
     cached = _cache_layers(model)
-    # Some bring layers of their own, as where what is generated is forgotten otherwise.
+    # Some models bring cache layers of their own, for example those that would otherwise forget generated tokens.
     if any(type(layer).__module__ != "transformers.cache_utils" for layer in cached):
         raise _unsupported(model, OWN_CACHE)
     seen = _run_probe(model, config)
@@ -225,7 +225,7 @@ def _examine(model: PreTrainedModel) -> Architecture:
     if not seen:
         raise _unsupported(model, "its attention layers do not call the attention interface of transformers")
     once, linear = all(entry.calls == 1 for entry in seen), None
-    if once and any(hasattr(layer, "conv_states") for layer in cached):  # for what is no key and no value
+    if once and any(hasattr(layer, "conv_states") for layer in cached):  # for states that are neither keys nor values
         try:
             with torch.no_grad(), _probing(model, _values):
                 found = find_linear_layers(model, len(seen))
@@ -254,7 +254,7 @@ def _examine(model: PreTrainedModel) -> Architecture:
     mixed = any(entry.sliding is None for entry in seen)
     tables = _rotary_tables(model)
     again: dict[nn.Module, QueriesKeys] = {}
-    with _probing(model, partial(_note_keys, again)):  # once for all layers: a whole model is walked through for it
+    with _probing(model, partial(_note_keys, again)):  # once for all layers: each probe walks the whole model
         layers = tuple(_plan(model, names, i, entry, mixed, tables, again) for i, entry in enumerate(seen))
     if divided is not None:
         layers = tuple(_with_all_heads(model, plan, config, divided.size()) for plan in layers)
@@ -278,7 +278,7 @@ def _examine(model: PreTrainedModel) -> Architecture:
 
 
 def _comes_and_goes(model: nn.Module) -> str:
-    """Why what ``model`` computes with is not all there, in words; empty where it is."""
+    """Say why the weights or tokens of ``model`` are not all there; empty if they are."""
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         return "peft puts tokens of its own before each prompt, and they belong before the document"
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
@@ -288,7 +288,7 @@ def _comes_and_goes(model: nn.Module) -> str:
 
 
 def _cache_layers(model: PreTrainedModel) -> list[Any]:
-    """The layers of a new cache, none where they are of no kind that transformers keeps."""
+    """Return the layers of a new cache, or none if transformers does not know their kind."""
     from transformers import DynamicCache
 
     try:
@@ -306,7 +306,7 @@ def _fully_sharded(model: nn.Module) -> bool:
 def _with_all_heads(model: PreTrainedModel, plan: LayerPlan, config: Any, size: int) -> LayerPlan:
     heads = plan.heads * size, plan.key_heads * size
     groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    if heads != (config.num_attention_heads, groups):  # they are not divided alike
+    if heads != (config.num_attention_heads, groups):  # the heads are not divided alike
         raise _unsupported(
             model, f"its heads cannot be told apart: each of {size} processes has {plan.heads} and {plan.key_heads}"
         )
@@ -355,7 +355,7 @@ def _forward_probe(model: PreTrainedModel) -> None:
 
 @contextmanager
 def _recording(model: nn.Module, seen: dict[nn.Module, _ProbedModule]) -> Iterator[None]:
-    """Note the inputs of every module that turns out to be an attention layer."""
+    """Note the inputs of every module that proves to be an attention layer."""
     inputs: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     handles = [
         module.register_forward_pre_hook(
@@ -384,12 +384,12 @@ def _probing(model: PreTrainedModel, probe: Any, mask: Any = lambda *_, **__: No
             model.train(was_training)
 
 
-# Some models hand their layers a mask with a window and do not name the window beside it. So they are tried once more
-# with a mask that has the window in place of its values, which each layer then shows.
+# Some models pass a mask with a window to their layers and do not name the window. So they run once more with a mask
+# whose values are the window. Each layer then shows its own.
 def _marked_mask(
     *_: Any, q_length: int = 1, kv_length: int = 1, mask_function: Any = None, device: Any = None, **__: Any
 ) -> Tensor:
-    """A mask ``[1, 1, q_length, kv_length]`` whose values are the tokens that ``mask_function`` lets see, 0 for all."""
+    """Return a mask ``[1, 1, q_length, kv_length]`` whose value is the window of ``mask_function``, or 0 for none."""
     window = 0
     if mask_function is not None:
         far = [1 << power for power in range(24)]
@@ -407,12 +407,12 @@ def _marked_mask(
 
 
 def _open_mask(*_: Any, q_length: int = 1, kv_length: int = 1, device: Any = None, **__: Any) -> Tensor:
-    """A mask ``[1, 1, q_length, kv_length]`` that lets see everything."""
+    """Return a mask ``[1, 1, q_length, kv_length]`` that hides nothing."""
     return torch.zeros(1, 1, q_length, kv_length, device=device)
 
 
 def _window_in(model: PreTrainedModel, mask: Any) -> int | None:
-    """The window that ``_marked_mask`` has told a layer, None for none."""
+    """Return the window in a mask of ``_marked_mask``, or None."""
     if mask is None:
         return None
     values: list[float] = mask.unique().tolist() if isinstance(mask, Tensor) and mask.is_floating_point() else []
@@ -423,7 +423,7 @@ def _window_in(model: PreTrainedModel, mask: Any) -> int | None:
 
 @contextmanager
 def implementation(model: PreTrainedModel, name: str, attention: Any, mask: Any) -> Iterator[None]:
-    """Register an attention function under ``name``, let ``model`` use it, and set it back at the end."""
+    """Register an attention function under ``name``, let ``model`` use it, and restore the old one at the end."""
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.utils import logging
 
@@ -431,7 +431,7 @@ def implementation(model: PreTrainedModel, name: str, attention: Any, mask: Any)
     AttentionInterface.register(name, attention)
     AttentionMaskInterface.register(name, mask)
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # a refusal says more than the warning that transformers would print here
+    logging.set_verbosity_error()  # a refusal says more than the warning of transformers
     try:
         model.set_attn_implementation(name)
         base_config: Any = model.base_model.config
@@ -477,7 +477,7 @@ def _plan(
 def _rotary(
     model: PreTrainedModel, index: int, seen: _ProbedModule, tables: list[Table], again: dict[nn.Module, QueriesKeys]
 ) -> LayerRotary:
-    """Run the layer again without positions, and find what turns the one result into the other."""
+    """Run the layer again without positions, and find the rotation between the two results."""
     kwargs = seen.inputs[1]
     given = kwargs.get("position_embeddings")
     positioned = free = (seen.queries, seen.keys)
@@ -496,7 +496,7 @@ def _rotary(
 
 
 def _run_again(again: dict[nn.Module, QueriesKeys], seen: _ProbedModule, **other: Any) -> QueriesKeys:
-    """Queries and keys of a layer that gets what it got in the probe, but for what is ``other``."""
+    """Return queries and keys of a layer with its inputs in the probe, except those in ``other``."""
     args, kwargs = seen.inputs
     with torch.no_grad():
         seen.module(*args, **{**kwargs, **other})
@@ -506,13 +506,13 @@ def _run_again(again: dict[nn.Module, QueriesKeys], seen: _ProbedModule, **other
 def _note_keys(
     again: dict[nn.Module, QueriesKeys], module: nn.Module, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any
 ) -> tuple[Tensor, None]:
-    """An attention function that tells ``again`` its queries and keys."""
+    """An attention function that stores its queries and keys in ``again``."""
     again[module] = (q, k)
     return _values(module, q, k, v)
 
 
 def _values(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, *__: Any, **___: Any) -> tuple[Tensor, None]:  # noqa: ARG001 - as transformers calls it
-    """An attention function by which each token sees itself alone."""
+    """An attention function by which each token attends to itself alone."""
     own = v[:, :, v.shape[2] - q.shape[2] :].repeat_interleave(q.shape[1] // v.shape[1], 1)
     return own.transpose(1, 2).contiguous(), None
 
@@ -520,10 +520,10 @@ def _values(_: nn.Module, q: Tensor, k: Tensor, v: Tensor, *__: Any, **___: Any)
 def _find_rotary(
     tables: list[Table], module: nn.Module, given: CosSin | None, positioned: QueriesKeys, free: QueriesKeys
 ) -> LayerRotary | None:
-    """The rotary of an attention ``module``, or None if it cannot be told. ``tables`` are those of the model.
+    """Return the rotary of an attention ``module``, or None if it cannot be found. ``tables`` belong to the model.
 
-    ``given`` is what the module got as position embeddings for the positions 0..T-1; ``positioned`` and ``free`` are
-    its queries and keys ``[1, heads, T, D]`` with these, and with the identity in their place.
+    ``given``: the position embeddings of the module for the positions 0..T-1. ``positioned`` and ``free``: its queries
+    and keys ``[1, heads, T, D]`` with these, and with the identity instead.
     """
     if given is None or torch.equal(positioned[1], free[1]):
         return LayerRotary("none") if torch.equal(positioned[1], free[1]) else None
@@ -544,7 +544,7 @@ def _find_rotary(
 
 
 def _norm_weights(module: nn.Module, dim: int) -> list[Tensor]:
-    """Weights ``[dim]`` of the norms in an attention ``module``. A norm's length does not change by a rotation."""
+    """Return the weights ``[dim]`` of the norms in an attention ``module``. Rotations do not change a norm's length."""
     weights = (getattr(part, "weight", None) for part in module.modules())
     return [each.detach() for each in weights if isinstance(each, Tensor) and each.shape == (dim,) and each.all()]
 
@@ -552,7 +552,7 @@ def _norm_weights(module: nn.Module, dim: int) -> list[Tensor]:
 def _matches(rotary: LayerRotary, given: CosSin, positioned: QueriesKeys, free: QueriesKeys) -> bool:
     try:
         rotated = rotary.rotate_pair(*free, given)
-    except (RuntimeError, ValueError, TypeError):  # a part of a size that this model's function does not take
+    except (RuntimeError, ValueError, TypeError):  # this model's function does not take parts of this size
         return False
     return all(
         x.shape == y.shape and torch.allclose(x, y, rtol=1e-2, atol=1e-3)
@@ -561,12 +561,12 @@ def _matches(rotary: LayerRotary, given: CosSin, positioned: QueriesKeys, free: 
 
 
 def _matching_table(tables: list[Table], given: CosSin) -> Table | None:
-    """The one of ``tables`` that makes exactly ``given`` for the positions 0..T-1."""
+    """Return the one of ``tables`` whose result for the positions 0..T-1 is exactly ``given``."""
     positions = torch.arange(given[0].shape[1], device=given[0].device)[None]
     for table in tables:
         try:
             made = table(positions)
-        except KeyError:  # a layer type that has no rotary positions
+        except KeyError:  # a layer type without rotary positions
             continue
         if all(x.shape[-1] == y.shape[-1] and torch.equal(x.expand_as(y), y) for x, y in zip(made, given, strict=True)):
             return table
@@ -574,7 +574,7 @@ def _matching_table(tables: list[Table], given: CosSin) -> Table | None:
 
 
 def _rotary_tables(model: PreTrainedModel) -> list[Table]:
-    """Cosines and sines of positions ``[B, T]``, by each rotary module of ``model`` and each of its layer types."""
+    """Return the tables of ``model``: one for each of its rotary modules and each of their layer types."""
     sample = torch.empty(0, dtype=model.dtype, device=model.device)
     found: list[Table] = []
     for rotary in model.modules():
@@ -589,11 +589,11 @@ def _rotary_tables(model: PreTrainedModel) -> list[Table]:
     return found
 
 
-# transformers takes the frequencies of all tokens from the largest position that it is asked for. Stored states of
-# later layers were computed with those of a shorter text, so beyond the border no choice of them is the model's.
+# transformers derives the frequencies of all tokens from the largest position in the call. Stored states of later
+# layers were computed with those of a shorter text. So beyond the border no choice of frequencies matches the model.
 @torch.no_grad()
 def _rotary_border(tables: Iterable[Table | None], device: torch.device) -> int | None:
-    """The positions beyond which ``tables`` turn all tokens otherwise; None where there are none below 2^20."""
+    """Return the position from which ``tables`` rotate all tokens differently, or None if there is none below 2^20."""
     borders = []
     for table in filter(None, tables):
 
@@ -608,7 +608,7 @@ def _rotary_border(tables: Iterable[Table | None], device: torch.device) -> int 
         while other - same > 1:
             middle = (same + other) // 2
             same, other = (middle, other) if torch.equal(near, turned(middle)) else (same, middle)
-        turned(1)  # tables that grow with the positions they see shrink again
+        turned(1)  # tables that grow with the positions shrink again
         borders.append(other)
     return min(borders, default=None)
 
@@ -619,39 +619,39 @@ def _typed_table(rotary: nn.Module, sample: Tensor, layer_type: str, positions: 
 
 
 def _decoder_layer(model: nn.Module, name: str) -> nn.Module:
-    """The module of the layer list that the attention module called ``name`` lies in."""
+    """Return the module of the layer list that contains the attention module ``name``."""
     match = re.match(r"^(.*?\.\d+)\.", name)
     return model.get_submodule(match.group(1)) if match else model.get_submodule(name)
 
 
 def _decoder(model: nn.Module, layer_name: str) -> nn.Module:
-    """The innermost module around ``layer_name`` whose forward takes token ids."""
+    """Return the innermost module around ``layer_name`` whose forward takes token ids."""
     parts = layer_name.split(".")
     around = (model.get_submodule(".".join(parts[:n])) for n in range(len(parts) - 1, -1, -1))
     return next(module for module in around if "input_ids" in inspect.signature(module.forward).parameters)
 
 
 def _learned_positions(model: PreTrainedModel) -> bool:
-    """True if the embeddings differ between positions: the same token twice gives two different states."""
+    """Whether the embeddings differ between positions: the same token twice gives two different states."""
     tokens = torch.ones(1, 2, dtype=torch.long, device=next(model.parameters()).device)
     states = _first_states(model, lambda: model.base_model(input_ids=tokens, use_cache=False))
     return not torch.equal(states[0, 0], states[0, 1])
 
 
 def _takes_positions(model: nn.Module, decoder: nn.Module) -> bool:
-    """True if tokens that are told their positions have the states that they have where they stand."""
+    """Whether tokens with explicit positions get the same states as in their place."""
     if "position_ids" not in inspect.signature(decoder.forward).parameters:
         return False
     tokens = torch.arange(1, PROBE_TOKENS + 1, device=next(model.parameters()).device)[None]
     positions = tokens - 1
     whole = _first_states(model, lambda: decoder(input_ids=tokens, use_cache=False))
     end = _first_states(model, lambda: decoder(input_ids=tokens[:, 2:], position_ids=positions[:, 2:], use_cache=False))
-    # A wrong position changes states by much more than the rounding of another length does.
+    # A wrong position changes states much more than rounding at another length does.
     return torch.allclose(whole[:, 2:], end, rtol=0, atol=0.01 * float(end.abs().max()))
 
 
 def _first_states(model: nn.Module, run: Callable[[], object]) -> Tensor:
-    """The states ``[1, T, hidden]`` that enter the first layer during ``run``."""
+    """Return the states ``[1, T, hidden]`` that enter the first layer during ``run``."""
     states: list[Tensor] = []
     first = next(m for n, m in model.named_modules() if re.search(r"\.\d+$", n))
     hook = first.register_forward_pre_hook(
@@ -666,8 +666,9 @@ def _first_states(model: nn.Module, run: Callable[[], object]) -> Tensor:
 
 
 def _scaled_queries(model: PreTrainedModel, decoder: nn.Module, seen: list[_ProbedModule]) -> bool:
-    """True if queries are longer or shorter at other positions, which rotary ones leave as long as they are."""
-    # Two passes take as long as all else here, so only where a layer asks for more than states, cosines and sines.
+    """Whether the length of queries depends on their positions. Rotary positions do not change it."""
+    # Two passes take as long as everything else here. So they only run if a layer takes more than states, cosines and
+    # sines.
     given = (inspect.signature(each.module.forward).bind(*each.inputs[0], **each.inputs[1]).arguments for each in seen)
     more = any(isinstance(value, Tensor) for each in given for value in [*each.values()][1:])
     if not more or "position_ids" not in inspect.signature(decoder.forward).parameters:
@@ -680,7 +681,7 @@ def _scaled_queries(model: PreTrainedModel, decoder: nn.Module, seen: list[_Prob
 
     tokens = torch.arange(1, PROBE_TOKENS + 1, device=model.device)[None]
     with torch.no_grad(), _probing(model, note):
-        for first in (FAR, 0):  # the near ones last: tables that grow with the positions they see shrink again
+        for first in (FAR, 0):  # the near ones last: tables that grow with the positions shrink again
             decoder(input_ids=tokens, position_ids=tokens - 1 + first, use_cache=False)
     far, near = torch.stack(lengths).unflatten(0, (2, len(seen)))
     queries, keys = ((far - near).abs() > 0.02 * near).any(0).tolist()

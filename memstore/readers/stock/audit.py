@@ -1,13 +1,14 @@
-"""Auditing an attached stock model: the true attention of each layer and query head over every block of its documents.
+"""The audit of an attached stock model: the true attention of each layer and query head to every stored block.
 
-The keys come from the store and are exact. A block that was retrieved stands where it was attended to. One that was not
-is placed where it would have been: with true and clamped positions in its own place; with stingy positions in any of
-the slots, so it gets the mean of what it would get in each. (Attention falls with the distance: one slot for all would
-count for or against what was missed, whatever is in it. As it is, lists chosen at random capture ``K / N``.)
-Queries are those of the model as it ran, with what was retrieved: so an audit says what a layer missed given what the
+The keys come from the store and are exact. A retrieved block stands where it was attended to. Any other block is placed
+where it would have been. True and clamped positions put it in its own place. Stingy positions could put it in any slot,
+so it gets the mean over all slots. (Attention falls with the distance, so a single slot would count for or against
+missed blocks, whatever they contain. With the mean, random lists capture ``K / N``.)
+
+Queries come from the model's run with the retrieved blocks. So an audit says what a layer missed, given what the
 layers below had retrieved. (A second pass with everything retrieved would answer another question, and cost a full
-forward pass.) So with everything retrieved the audit is of the
-model's own attention, and with true positions the first layer's is full attention.
+forward pass.) If everything is retrieved, the audit shows the model's own attention, and with true positions the first
+layer has full attention.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from memstore.readers.stock.visible import Candidates
 READ = 256
 """Blocks whose states are read at once."""
 ASKED = 8
-"""Query tokens that the index is measured with, at most."""
+"""Most query tokens for measuring the index."""
 POSITIONS = {
     "stingy": "retrieved blocks stand in their slots, each of the others has the mean of what it would get in any slot",
     "true": "all blocks stand where they are in the document",
@@ -44,25 +45,25 @@ POSITIONS = {
 
 
 class _LastToken(NamedTuple):
-    """One layer at one step: its last token."""
+    """The last token of one layer at one step."""
 
     states: LayerStates
     query: Tensor
     """``[H, D]`` without position."""
     position: int
     numbers: Tensor
-    """``[H, K]``: the candidates that each head's list has."""
+    """``[H, K]``: the candidates in each head's list."""
     chosen: Tensor
     """``[H, K]``: log-sum-exp of their scores, as the model attended to them."""
     rest: Tensor
-    """``[H]``: that of everything else it attended to."""
+    """``[H]``: log-sum-exp of the scores of all other keys that it attended to."""
     options: dict[str, Any]
     asked: Tensor | None
-    """What an index of its own was asked by: position-free queries ``[H, t, D]``."""
+    """The queries of the layer's own index: position-free, ``[H, t, D]``."""
 
 
 class StockAuditor(Auditor):
-    """What an attached stock model retrieves. It reads every block, so not with ``on_error="miss"``."""
+    """The auditor of an attached stock model. It reads every block, so it refuses ``on_error="miss"``."""
 
     mechanism = "attach"
 
@@ -93,7 +94,7 @@ class StockAuditor(Auditor):
         self._seen.setdefault(choice.layer, []).append(_seen(choice))
 
     def finish(self, *, progress: bool) -> None:
-        """See ``Auditor``: every block is read once, for all steps of a layer."""
+        """See ``Auditor``. Every block is read once, for all steps of a layer."""
         if not self._seen:
             return
         call = self._call
@@ -132,7 +133,7 @@ class StockAuditor(Auditor):
 
 
 def _seen(choice: StockChoice) -> _LastToken:
-    """What a layer attends to with its last token."""
+    """Return what a layer attends to with its last token."""
     states, options, scores = choice.states, choice.options, _last_scores(choice)
     call, chosen = states.call, choice.fetched.chosen
     sink, size, numbers = choice.fetched.start, call.selection.block_size, chosen.numbers[0]
@@ -153,7 +154,7 @@ def _seen(choice: StockChoice) -> _LastToken:
 
 
 def _last_scores(choice: StockChoice) -> Tensor:
-    """Scores ``[H, n]`` of the last token with all keys that its layer attends to."""
+    """Scores ``[H, n]`` of the last token with all keys of its layer."""
     scores = _scores(choice.turned[0, :, -1:], choice.keys[0], choice.options)[:, 0]
     if choice.mask is not None:
         mask = choice.mask[0, :, -1]
@@ -168,7 +169,7 @@ def _scores(queries: Tensor, keys: Tensor, options: dict[str, Any]) -> Tensor:
 
 
 def _block_scores(call: Call, seen: list[_LastToken], advance: Callable[[int], None]) -> Tensor:
-    """Log-sum-exp ``[H, T, N]`` of the scores of each candidate's tokens, where it would stand, for the T steps."""
+    """Log-sum-exp ``[H, T, N]`` of the scores of each candidate's tokens, at the place it would have, for T steps."""
     plan, options, candidates = seen[0].states.plan, seen[0].options, call.candidates
     queries, now = _from_every_slot(call, seen)  # [H, T * V, D], [T * V]
     found = []
@@ -183,17 +184,17 @@ def _block_scores(call: Call, seen: list[_LastToken], advance: Callable[[int], N
         if empty is not None:
             scores = scores.masked_fill(empty.flatten().to(scores.device), -torch.inf)
         by_slot = scores.unflatten(-1, (len(piece), -1)).logsumexp(-1).unflatten(1, (len(seen), -1))
-        # In the first slot alone, lists captured up to three times as much as in the mean of all slots.
+        # With the first slot alone, lists captured up to three times as much as with the mean of all slots.
         found.append((by_slot.logsumexp(2) - math.log(by_slot.shape[2])).cpu())
         advance(len(places))
     return torch.cat(found, -1)
 
 
 def _from_every_slot(call: Call, seen: list[_LastToken]) -> tuple[Tensor, Tensor]:
-    """Queries ``[H, T * V, D]`` at ``V`` positions each, and these positions ``[T * V]``.
+    """Return queries ``[H, T * V, D]`` at ``V`` positions each, and these positions ``[T * V]``.
 
-    Keys are all in the first slot; a query that is moved down by whole slots sees them as if they were in the others,
-    since rotary positions are relative. Where positions are not stingy there is one.
+    All keys are in the first slot. A query that is moved down by whole slots sees them as if they were in other slots,
+    because rotary positions are relative. If positions are not stingy, there is one slot.
     """
     plan, selection = seen[0].states.plan, call.selection
     slots = call.slots if selection.retrieval.positions == "stingy" else 1
@@ -205,7 +206,7 @@ def _from_every_slot(call: Call, seen: list[_LastToken]) -> tuple[Tensor, Tensor
 
 
 def _places(call: Call, candidates: Candidates, numbers: range) -> Tensor:
-    """Positions ``[n * S]`` of candidates that were not retrieved: stingy ones all in the first slot."""
+    """Positions ``[n * S]`` of candidates that were not retrieved; stingy ones are all in the first slot."""
     blocks = candidates.blocks[numbers.start : numbers.stop][None, None]
     selection = call.selection
     placement = place(
@@ -228,7 +229,7 @@ def _keys(candidates: Candidates, numbers: range, layer: int) -> Tensor:
 
 
 def _index_recall(attached: StockReader, call: Call, layer: int, seen: _LastToken) -> float | None:
-    """Mean over the documents of the recall of the index that chose for ``layer``; it has full blocks."""
+    """Mean recall, over the documents, of the index that chose for ``layer``; it holds only full blocks."""
     top_k = seen.numbers.shape[-1]
     recalls = []
     for source, blocks in call.candidates.parts:
@@ -237,7 +238,7 @@ def _index_recall(attached: StockReader, call: Call, layer: int, seen: _LastToke
         else:
             index_layer = attached.selection.index_layers[-1]
             if index_layer not in call.codes:
-                return None  # nobody had to choose
+                return None  # no choice was needed
             queries = call.codes[index_layer][0, -ASKED:, source.memory][None]
         full = range(blocks.start, min(blocks.stop, source.document.complete_blocks.stop))
         recalls.append(index_recall(source.document.layer(index_layer), queries, top_k, [full]))

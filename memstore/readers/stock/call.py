@@ -1,7 +1,7 @@
-"""One sequence of forward passes over one cache: a prompt and its continuation, or a segment being read.
+"""One sequence of forward passes over one cache: a prompt and its continuation, or a segment of a reading.
 
-A ``Call`` has what all layers share: local tokens, where they stand, and what they see of the memory. It has a
-``LayerStates`` for each attention layer, which is the layer of the cache that transformers knows.
+A ``Call`` has what all layers share: local tokens, their positions, and the parts of the memory that they see. For each
+attention layer it has a ``LayerStates``, which is the layer of the cache for transformers.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 
 GATHERED_BYTES = 256 << 20
-"""States that are gathered at once, before layers copy them to where they attend to them."""
+"""Bytes of states that are gathered at once, before layers copy them to their buffers."""
 ROOM = 64
-"""Tokens that a buffer has free when it is made, so that generating does not copy it at every step."""
+"""Free tokens of a new buffer, so that generating does not copy it at every step."""
 
 
 class Call(LocalTokens):
-    """Local tokens, what they see of the memory, and the masks and positions that all layers share."""
+    """Local tokens, the parts of the memory that they see, and the masks and positions that all layers share."""
 
     def __init__(
         self,
@@ -55,10 +55,10 @@ class Call(LocalTokens):
         observers: Sequence[Observer] = (),
         recurrent: Sequence[Tensor] | None = None,
     ) -> None:
-        """``states`` reads those of tokens of ``seen``; without them the call sees no memory.
+        """``states`` reads states of tokens of ``seen``; without it the call sees no memory.
 
-        ``observers`` are told what every layer retrieves. ``recurrent`` is what layers that do not attend go on from,
-        see ``LinearLayers``; without it they have read nothing.
+        ``observers`` get each retrieval of every layer. Layers without attention continue from ``recurrent``, see
+        ``LinearLayers``. Without it they have read nothing.
         """
         super().__init__(selection, seen, seen.candidates if retrieve else Candidates(()))
         self.states, self.reading, self.observers, self.recurrent = states, reading, observers, recurrent
@@ -68,7 +68,7 @@ class Call(LocalTokens):
             raise InvalidArgument("what several ranks retrieve cannot be watched or asked for; use generate")
         self.layers = [LayerStates(self, plan) for plan in selection.architecture.layers]
         self.attending = len(self.layers) - reading
-        """Layers that attend in a forward pass; it may end before the others do."""
+        """Layers that attend in a forward pass. It may end before the other layers attend."""
         self.reset()
 
     def reset(self) -> None:
@@ -77,15 +77,15 @@ class Call(LocalTokens):
         self.prompt = 0
         """Tokens of the prompt."""
         self.opening: Tensor | None = None
-        """Those of the prompt ``[n]`` whose states were there before its pass; see ``Opening``."""
+        """The first tokens ``[n]`` of the prompt, if their states existed before its pass; see ``Opening``."""
         self.chosen_at: int | None = None
         self.last_chosen: CandidateLists | None = None
         self.query: Query | None = None
         self.by_query: CandidateLists | None = None
-        """What ``query`` chooses."""
+        """The blocks that ``query`` chooses."""
         self.codes: dict[int, Tensor] = {}
         self._ahead: dict[tuple[int, int], States] = {}
-        """States of a list that layers further on will ask for."""
+        """States of a list that later layers will need."""
         everything = self.selection.everything(self.candidates)
         self.routed = everything is None
         if everything is not None and self.slots:
@@ -100,25 +100,25 @@ class Call(LocalTokens):
 
     @property
     def fresh(self) -> bool:
-        """Whether its first forward pass has not been."""
+        """Whether its first forward pass is still to come."""
         return self.length == (0 if self.opening is None else len(self.opening))
 
     @property
     def turned(self) -> bool:
-        """Whether the model turns queries and keys to their positions: where nobody wants them as they are."""
+        """Whether the model rotates queries and keys to their positions. False if they are needed without."""
         stays = self.length and self.tokens == 1 and self.selection.retrieval.every == "segment"
         return not (self.reading or self.observers or (self.selection.by_layer and not stays))
 
     def end(self) -> None:
-        """The forward pass has succeeded: its tokens are local tokens now."""
+        """Count the tokens as local tokens after a successful forward pass."""
         self.length += self.tokens
 
     def release(self) -> None:
-        """Let go of the layers, which know the call: nothing runs in it any more, and so memory is free at once."""
+        """Drop the layers, which refer to the call. No pass runs in it any more, so its memory is free at once."""
         self.layers = []
 
     def reorder(self, rows: Tensor) -> None:
-        """Take over the rows that beam search goes on with."""
+        """Keep the rows with which beam search continues."""
         if self.padding is not None:
             self.padding = self.padding.index_select(0, rows)
         self.codes = {layer: codes.index_select(0, rows) for layer, codes in self.codes.items()}
@@ -129,8 +129,8 @@ class Call(LocalTokens):
         """Let every layer from ``from_layer`` on that needs the memory attend to ``chosen``."""
         wanted = [states for states in self.layers[from_layer:] if not states.plan.local]
         for states in wanted:
-            # This notes the tiers of the blocks, before they are brought ahead: after that nearly all would be in host
-            # memory, whoever had to wait for them.
+            # This notes the tiers of the blocks before they are prefetched. After that nearly all would be in host
+            # memory, even those that had to be waited for.
             states.set_chosen(chosen)
         if wanted and self.routed:
             wanted[0].searched = True
@@ -142,12 +142,12 @@ class Call(LocalTokens):
         self.chosen_at = self.length + self.tokens
 
     def attend_only_to(self, chosen: CandidateLists) -> None:
-        """Let every layer attend to ``chosen``, and let nobody choose."""
+        """Let every layer attend to ``chosen``, without any later choice."""
         self.slots, self.routed = chosen.numbers.shape[-1], False
         self.set_chosen(chosen, from_layer=0)
 
     def due(self) -> bool:
-        """True if this forward pass has to choose for all layers: it is a prompt, or ``every`` tokens have passed."""
+        """Whether this forward pass has to choose for all layers: it is a prompt, or ``every`` tokens have passed."""
         if not self.routed or self.selection.by_layer:
             return False
         if self.chosen_at is None or self.tokens > 1:
@@ -156,13 +156,13 @@ class Call(LocalTokens):
         return every != "segment" and self.length + self.tokens - self.chosen_at >= every
 
     def see_hidden(self, layer: int, hidden: Tensor, *, again: bool = False) -> None:
-        """Take the hidden states ``[B, T, hidden]`` that enter ``layer``, one of those that have landmarks.
+        """Take the hidden states ``[B, T, hidden]`` that enter ``layer``, a layer with landmarks.
 
-        ``again`` lets a later layer choose although an earlier one has.
+        ``again`` lets a later layer choose although an earlier one has chosen.
         """
         every = self.selection.retrieval.every
         if not self.reading and self.tokens == 1 and self.chosen_at is not None and every == "segment":
-            return  # the list stays, so nobody will ask for this token's code
+            return  # the list stays, so this token's code is not needed
         codes = self.selection.encode(layer, hidden) if self.reading else self.selection.ask(layer, hidden)
         before = None if self.reading else self.codes.get(layer)
         self.codes[layer] = codes if before is None else torch.cat((before, codes), dim=1)
@@ -185,7 +185,7 @@ class Call(LocalTokens):
         states.chosen_at, states.searched = at, True
 
     def _real(self, row: int, x: Tensor) -> Tensor:
-        """The rows of ``x [n, ...]``, for the last ``n`` local tokens, that are not padding in batch row ``row``."""
+        """Drop padding from ``x [n, ...]``, which has the last ``n`` local tokens of batch row ``row``."""
         if self.padding is None:
             return x
         real = x[self.padding[row, -len(x) :].to(x.device)]
@@ -196,7 +196,7 @@ class Call(LocalTokens):
     def tell(
         self, states: LayerStates, queries: Tensor, turned: Tensor, keys: Tensor, mask: Tensor | None, **options: Any
     ) -> None:
-        """Tell who is watching what a layer attends to; see ``StockChoice``."""
+        """Tell the observers what a layer attends to; see ``StockChoice``."""
         fetched, searched, states.searched = states.fetched, states.searched, False
         if fetched is None or not self.observers:
             return
@@ -212,7 +212,7 @@ class Call(LocalTokens):
     def prefix(
         self, plan: LayerPlan, chosen: CandidateLists | None, tiers: dict[int, str] | None
     ) -> tuple[list[States], Tensor, FetchedList | None]:
-        """What layer ``plan`` attends to of the memory: its parts in order, their positions, and what is retrieved.
+        """Return the parts of the memory that layer ``plan`` attends to, their positions, and the retrieved list.
 
         Keys, not yet rotated, and values of each part are ``[B or 1, heads, n, S, D]``: n runs of S tokens. Positions
         are ``[B or 1, heads or 1, P]``, for all parts together.
@@ -237,7 +237,7 @@ class Call(LocalTokens):
         return parts, positions, FetchedList(fetched, len(sink), tiers, time.perf_counter() - begun, own.void)
 
     def _fetchable(self, chosen: CandidateLists) -> OwnPart:
-        """What is fetched of a list here: all of it, where no other ranks fetch the rest."""
+        """Return the part of a list that is fetched here: all of it, unless other ranks fetch the rest."""
         key = ("own", id(chosen))
         if key not in self.memo:
             own = OwnPart(chosen, torch.empty(0), None)
@@ -263,11 +263,11 @@ class Call(LocalTokens):
         return positions
 
     def _own_positions(self, chosen: CandidateLists, positions: Tensor) -> Tensor:
-        """Of ``positions [B or 1, lists, K * S]`` of a list those of what is fetched here."""
+        """Select from ``positions [B or 1, lists, K * S]`` of a list the positions that are fetched here."""
         if self.sharded is None:
             return positions
         slots, columns = positions.unflatten(-1, (-1, self.selection.block_size)), self._fetchable(chosen).columns
-        if not columns.shape[-1]:  # of no list: what else is seen has the heads that it has without lists
+        if not columns.shape[-1]:  # without a list here, the other parts keep their number of heads
             return positions[:1, :1, :0]
         where = columns.to(slots.device)[..., None].expand(*columns.shape, slots.shape[-1])
         found: Tensor = slots.expand(*columns.shape[:2], -1, -1).gather(2, where).flatten(-2)
@@ -279,7 +279,7 @@ class Call(LocalTokens):
         return keys[None, :, None], values[None, :, None]
 
     def _located(self, chosen: CandidateLists) -> tuple[Tensor, list[tuple[Document, list[int]]]]:
-        """The distinct blocks of all lists, and where ``[B or 1, lists, K]`` each entry of a list is among them."""
+        """Return the place ``[B or 1, lists, K]`` of each list entry among the distinct blocks, and these blocks."""
         key = ("located", id(chosen))
         if key not in self.memo:
             numbers, places = chosen.numbers.unique(return_inverse=True)
@@ -288,18 +288,18 @@ class Call(LocalTokens):
         return places, located
 
     def tiers(self, plan: LayerPlan, chosen: CandidateLists) -> dict[int, str] | None:
-        """Where each candidate of the lists is at the moment; None where nobody is watching."""
+        """Return the current tier of each candidate in the lists, or None without observers."""
         if not self.observers:
             return None
         located = self._located(chosen)[1]
         tiers = [tier for document, blocks in located for tier in document.layer(plan.index).tiers(blocks)]
         return dict(zip(chosen.numbers.unique().tolist(), tiers, strict=True))
 
-    # Only prompts and answers leave blocks out, never reading: what is computed while reading is stored. Of several
-    # lists in a layer those that lost fewer blocks give up their lowest slots, so that all have one length. Damage to
+    # Only prompts and answers leave blocks out, never reading, because reading stores its results. If a layer has
+    # several lists, those that lost fewer blocks give up their lowest slots, so that all have one length. Damage to
     # sink, window or landmarks is always an error.
     def _readable(self, plan: LayerPlan, chosen: CandidateLists) -> tuple[CandidateLists | None, list[States]]:
-        """What there is of the lists in layer ``plan``, and its states; raises where an error is not to be a miss."""
+        """Return the readable part of the lists in layer ``plan``, and its states. Raises if errors are not misses."""
         try:
             return chosen, [self._gathered(plan, chosen)]
         except DamagedError:
@@ -310,7 +310,7 @@ class Call(LocalTokens):
         return (left, [self._gathered(plan, left)]) if left.numbers.numel() else (None, [])
 
     def _lost(self, plan: LayerPlan, chosen: CandidateLists) -> Tensor:
-        """Numbers ``[n]`` of the chosen candidates whose states in layer ``plan`` cannot be read."""
+        """Return the numbers ``[n]`` of chosen candidates whose states in layer ``plan`` cannot be read."""
         lost: list[bool] = []
         for document, blocks in self._located(chosen)[1]:
             sound = set(document.layer(plan.index).sound(blocks))
@@ -319,11 +319,11 @@ class Call(LocalTokens):
         return numbers[torch.tensor(lost)]
 
     def _gathered(self, plan: LayerPlan, chosen: CandidateLists) -> States:
-        """States of the blocks as ``[B, heads, K, S, D]``; heads are the lists where those are more."""
+        """Return states of the blocks as ``[B, heads, K, S, D]``; the heads are the lists if there are more lists."""
         places, located = self._located(chosen)
         keys, values = self._blocks_of(plan, chosen, located)  # [n, G, S, D]
         rows, lists, groups = *chosen.numbers.shape[:2], plan.key_heads
-        if rows == lists == 1:  # a list is in ascending order, so its blocks are what was gathered
+        if rows == lists == 1:  # a list is in ascending order, so its blocks are already in place
             return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
         heads = max(lists, groups)
         head = torch.arange(heads) // (heads // groups)
@@ -331,13 +331,13 @@ class Call(LocalTokens):
         return keys[*pick], values[*pick]
 
     def _blocks_of(self, plan: LayerPlan, chosen: CandidateLists, located: list[tuple[Document, list[int]]]) -> States:
-        """The blocks of a list, with those of later layers that will want them: copies are better few.
+        """Return the blocks of a list, and fetch those of later layers with them: a few large copies are better.
 
-        On a CPU only where nobody has to wait for them: else they are read while the layers before compute.
+        On a CPU this is only done if the blocks are at hand. Otherwise they are read while earlier layers compute.
         """
         if (plan.index, id(chosen)) not in self._ahead:
             later = self.layers[plan.index + 1 : self.attending]
-            # Whatever layer is damaged, all that are gathered with it would be tried again.
+            # If a layer is damaged, all layers that are gathered with it would be tried again.
             together = 1 if ("damaged", id(chosen)) in self.memo else self._layers_at_once(located)
             wanted = [plan.index, *(each.plan.index for each in later if each.stale and each.chosen is chosen)]
             wanted = wanted[:together]
@@ -351,31 +351,31 @@ class Call(LocalTokens):
 
     @staticmethod
     def _layers_at_once(located: list[tuple[Document, list[int]]]) -> int:
-        """In how many layers blocks are gathered together."""
+        """Return for how many layers blocks are gathered together."""
         block = sum(layout.nbytes for layout in plain_layouts(located[0][0].memory.spec))
         return max(1, GATHERED_BYTES // (block * sum(len(blocks) for _, blocks in located)))
 
 
 class CallLayer(CacheLayerMixin):
-    """Base of a layer of a cache whose local tokens lie in a call beside a memory."""
+    """Base of a cache layer whose local tokens are in a call beside a memory."""
 
     call: Any
-    """What holds them: ``length`` is their number."""
+    """The object that holds them; ``length`` is their number."""
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """The same as for beams."""
-        self.reorder_cache(indices)  # type: ignore[arg-type]  # any integers do
+        """Select rows, in the same way as for beams."""
+        self.reorder_cache(indices)  # type: ignore[arg-type]  # any integers work
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the local keys."""
+        """Return length and offset of the local keys."""
         return self.get_seq_length() + query_length, 0
 
     def get_seq_length(self) -> int:
-        """Local tokens so far."""
+        """Return the number of local tokens so far."""
         return int(self.call.length)
 
     def get_max_length(self) -> int:
-        """No limit."""
+        """Return -1: there is no limit."""
         return -1
 
     get_max_cache_shape = get_max_length  # its name in transformers before 5.16
@@ -384,8 +384,8 @@ class CallLayer(CacheLayerMixin):
 class LayerStates(CallLayer):
     """A cache layer of transformers whose beginning comes from the memory.
 
-    Keys and values lie in one buffer ``[B, heads, capacity, D]``: first the prefix (sink, retrieved, direct), then the
-    local tokens, all at the positions they are attended at.
+    Keys and values are in one buffer ``[B, heads, capacity, D]``: first the prefix (sink, retrieved, direct), then the
+    local tokens. All are at the positions where they are attended to.
     """
 
     is_sliding = False
@@ -399,17 +399,17 @@ class LayerStates(CallLayer):
         self.keys = self.values = torch.empty(0)
         self.call, self.plan = call, plan
         self.chosen: CandidateLists | None = None
-        """What is retrieved; None while nothing is."""
+        """The retrieved lists, or None if there are none yet."""
         self.tiers: dict[int, str] | None = None
-        """Where each candidate of ``chosen`` was then; None where nobody was watching."""
+        """The tier of each candidate of ``chosen`` at that time; None without observers."""
         self.searched = False
-        """``chosen`` was searched for since the layer last attended."""
+        """Whether ``chosen`` was searched for since the layer last attended."""
         self.chosen_at = 0
         self.stale = True
         self.prefix = 0
         self.prefix_positions = torch.empty(1, 1, 0, dtype=torch.long)
         self.fetched: FetchedList | None = None
-        """What was fetched of ``chosen``."""
+        """The part of ``chosen`` that was fetched."""
         self.fresh: States | None = None
         """Position-free states of the segment, kept while reading."""
 
@@ -440,7 +440,7 @@ class LayerStates(CallLayer):
         return attend(q, keys, values, mask=mask, **options)
 
     def _fetch_prefix(self, k: Tensor, v: Tensor) -> None:
-        """Fill the beginning of the buffers from the memory, keeping the local tokens after it."""
+        """Fill the beginning of the buffers from the memory, and keep the local tokens after it."""
         local = self.local() if self.is_initialized and self.call.length else None
         parts, self.prefix_positions, self.fetched = self.call.prefix(self.plan, self.chosen, self.tiers)
         heads = max([self.plan.key_heads, *(keys.shape[1] for keys, _ in parts)])
@@ -470,17 +470,17 @@ class LayerStates(CallLayer):
             keys.copy_(rotated.view_as(keys))
 
     def all_states(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Copies of keys and values of the prefix and the local tokens, and the positions of the prefix."""
+        """Return copies of keys and values of the prefix and the local tokens, and the positions of the prefix."""
         used = self.prefix + self.call.length
         return self.keys[:, :, :used].clone(), self.values[:, :, :used].clone(), self.prefix_positions
 
     def begin(self, keys: Tensor, values: Tensor, prefix: Tensor) -> None:
-        """Go on after what ``all_states`` gave for another call, which stays as it is."""
+        """Continue after the ``all_states`` of another call, which does not change."""
         self.keys, self.values, self.prefix_positions, self.prefix = keys, values, prefix, prefix.shape[-1]
         self.is_initialized, self.stale = True, False
 
     def local(self) -> States:
-        """A copy of the states of the local tokens, at their positions."""
+        """Return a copy of the states of the local tokens, at their positions."""
         local = slice(self.prefix, self.prefix + self.call.length)
         return self.keys[:, :, local].clone(), self.values[:, :, local].clone()
 
@@ -503,7 +503,7 @@ class LayerStates(CallLayer):
         self.values[:, :, at : at + v.shape[2]] = self._matching(v, heads)
 
     def _matching(self, x: Tensor, heads: int) -> Tensor:
-        """Repeat key-value heads where every query head has a list of its own."""
+        """Repeat key-value heads if every query head has its own list."""
         return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
     def _grow(self, k: Tensor, v: Tensor, needed: int) -> None:
@@ -512,38 +512,38 @@ class LayerStates(CallLayer):
         self._allocate(k, v, keys.shape[1], needed, max(ROOM, used // 4))
         self.keys[:, :, :used], self.values[:, :, :used] = keys, values
 
-    # What transformers asks of a cache layer. Lengths are those of the local tokens: the memory does not count.
+    # What transformers needs of a cache layer. Lengths count local tokens, not the memory.
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the buffers are made when the prefix is fetched."""
+        """Do nothing: the buffers are made when the prefix is fetched."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> States:
-        """Hand the segment on; it is stored by the attention function, which knows the positions."""
+        """Pass the segment on. The attention function stores it, because it knows the positions."""
         if self.call.selection.ended:
             raise InvalidArgument("this cache belongs to a memory that is no longer attached; start with a new one")
         return key_states, value_states
 
     def crop(self, _tokens_to_remove: int) -> None:
-        """Not possible: what was retrieved for the removed tokens would stay."""
+        """Raise, because blocks retrieved for the removed tokens would stay."""
         raise InvalidArgument(
             "a cache with a memory cannot be cut back, for blocks were chosen by the tokens that would go: generate "
             "without assistant_model and prompt_lookup_num_tokens"
         )
 
     def batch_repeat_interleave(self, _repeats: int) -> None:
-        """Not possible: pass the prompt as often as you want continuations."""
+        """Raise: pass the prompt as often as you want continuations."""
         raise InvalidArgument("a cache with a memory cannot be repeated; pass the prompt once for each continuation")
 
     def reset(self) -> None:
-        """Forget the local tokens and what was retrieved for them."""
-        if self.call.selection.architecture.linear is not None:  # whose layers of the cache cannot go back
+        """Forget the local tokens and the blocks retrieved for them."""
+        if self.call.selection.architecture.linear is not None:  # its layers without attention cannot go back
             raise InvalidArgument("the cache of a hybrid cannot be used again; start with a new one")
         self.chosen, self.fetched, self.stale, self.is_initialized = None, None, True, False
         if self.plan.index == 0:
             self.call.reset()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Take over the rows that beam search goes on with."""
+        """Keep the rows with which beam search continues."""
         if self.is_initialized:
             self.keys, self.values = self.keys.index_select(0, beam_idx), self.values.index_select(0, beam_idx)
         if self.chosen is not None:
@@ -557,7 +557,7 @@ class LayerStates(CallLayer):
 
 
 def _fill(buffer: Tensor, blocks: Tensor) -> None:
-    """Write ``blocks [B or 1, heads, n, S, D]`` to ``buffer [B, heads, n * S, D]``; heads repeat where it has more."""
+    """Write ``blocks [B or 1, heads, n, S, D]`` to ``buffer [B, heads, n * S, D]``; repeat heads if it has more."""
     repeats = buffer.shape[1] // blocks.shape[1]
     blocks = blocks if repeats == 1 else blocks.repeat_interleave(repeats, dim=1)
     buffer.unflatten(2, blocks.shape[2:4]).copy_(blocks)
@@ -570,15 +570,15 @@ class StockChoice(Choice):
     states: LayerStates
     fetched: FetchedList
     searched: bool
-    """With ``share="model"`` the first layer that uses a list tells of the search for it."""
+    """Whether the list was searched for. With ``share="model"`` the first layer that uses a list reports the search."""
     queries: Tensor
-    """``[B, H, T, D]`` without positions."""
+    """``[B, H, T, D]``, without positions."""
     turned: Tensor
-    """``[B, H, T, D]`` at their positions."""
+    """``[B, H, T, D]``, at their positions."""
     keys: Tensor
-    """``[B, heads, n, D]`` at their positions: all that the layer attends to."""
+    """``[B, heads, n, D]`` at their positions: all keys that the layer attends to."""
     mask: Tensor | None
-    """``[B or 1, heads or 1, T, M]``, added for the last ``M`` keys."""
+    """``[B or 1, heads or 1, T, M]``, added to the scores of the last ``M`` keys."""
     options: dict[str, Any]
     """``scale``, ``softcap`` and ``sinks`` of the attention."""
     search_us: float
@@ -591,7 +591,7 @@ class StockChoice(Choice):
 
     @property
     def rows(self) -> Sequence[int]:  # type: ignore[override]  # nobody sets it
-        """See ``Choice``: a forward pass has one segment."""
+        """See ``Choice``. A forward pass has one segment."""
         return range(len(self.queries))
 
     def draft(self) -> _StockDraft:
@@ -603,7 +603,7 @@ class StockChoice(Choice):
             fetched=self.fetched,
             candidates=call.candidates,
             block_size=call.selection.block_size,
-            query=query if query.shape[2] == 1 else query[:, :, -1:].clone(),  # without the rest of the prompt
+            query=query if query.shape[2] == 1 else query[:, :, -1:].clone(),  # drops the rest of the prompt
             keys=self.keys,
             mask=None if self.mask is None else self.mask[:, :, -1:],
             prefix=self.states.prefix,
@@ -616,10 +616,10 @@ class StockChoice(Choice):
 
 @dataclass(eq=False)
 class _StockDraft(Draft):
-    """What one layer has retrieved at one step, for traces: while the model runs, its query and a view of its keys.
+    """The retrieval of one layer at one step, for traces. While the model runs, it is a query and a view of the keys.
 
-    Keys before the end of a step never change, so one matrix product gives the weights of all steps that attend to one
-    list. Computed at every step they would take longer than attention itself; for sixteen steps at once they take a
+    Keys before the end of a step never change. So one matrix product gives the weights of all steps with one list.
+    Computed at every step, the weights would take longer than attention itself. For sixteen steps at once they take a
     quarter of it.
     """
 
@@ -628,22 +628,22 @@ class _StockDraft(Draft):
     candidates: Candidates
     block_size: int
     query: Tensor
-    """``[B, H, 1, D]``, turned: that of the last token."""
+    """``[B, H, 1, D]``: the rotated query of the last token."""
     keys: Tensor
     """``[B, heads, n, D]``"""
     mask: Tensor | None
     """``[B or 1, heads or 1, 1, M]``"""
     prefix: int
-    """Keys of the memory, with which ``keys`` begins: sink, list and window."""
+    """Number of keys of the memory at the beginning of ``keys``: sink, list and window."""
     prompt: int
-    """Keys of the first forward pass, which follow."""
+    """Number of keys of the first forward pass, which follow."""
     options: dict[str, Any]
     search_us: float
     gather_us: float
 
     @classmethod
     def looks(cls, drafts: Sequence[Self]) -> list[list[Look]]:
-        """See ``Draft``; steps that attend to the same fetched list are computed together."""
+        """See ``Draft``. Steps that attend to the same fetched list are computed together."""
         together: dict[FetchedList, list[int]] = {}
         for place, draft in enumerate(drafts):
             together.setdefault(draft.fetched, []).append(place)
@@ -669,7 +669,7 @@ class _StockDraft(Draft):
 
 
 class _Lists(NamedTuple):
-    """What the looks of all steps with one list share, for one row of the batch: ``[lists, K]``, best score first."""
+    """The part of the looks that all steps with one list share, for one batch row: ``[lists, K]``, best score first."""
 
     documents: list[str]
     document: Array
@@ -680,11 +680,11 @@ class _Lists(NamedTuple):
 
 @torch.no_grad()
 def _weights(steps: Sequence[_StockDraft]) -> tuple[Tensor, Tensor]:
-    """The attention that each retrieved block got, best score first, and what went elsewhere.
+    """Return the attention on each retrieved block, best score first, and the attention elsewhere.
 
-    ``[steps, B, H, K]`` and ``[steps, B, H, 4]``, both float32.
+    They are ``[steps, B, H, K]`` and ``[steps, B, H, 4]``, both float32.
     """
-    fetched, keys = steps[0].fetched, steps[-1].keys  # those of the last step include those of all before it
+    fetched, keys = steps[0].fetched, steps[-1].keys  # the keys of the last step include those of all earlier steps
     scale, softcap, sinks = (steps[0].options.get(name) for name in ("scale", "softcap", "sinks"))
     q = torch.cat([step.query for step in steps], dim=2)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -707,13 +707,13 @@ def _weights(steps: Sequence[_StockDraft]) -> tuple[Tensor, Tensor]:
 
 
 def _order(fetched: FetchedList) -> Tensor:
-    """``[B or 1, lists, K]``: the entries of each list, best score first."""
-    # Where nobody had to choose there are no scores to sort by, and the order stays.
+    """Return the entries of each list, best score first: ``[B or 1, lists, K]``."""
+    # Without a choice there are no scores to sort by, and the order stays.
     return fetched.chosen.scores.nan_to_num(0.0).neg().sort(dim=-1, stable=True).indices
 
 
 def _hide(scores: Tensor, steps: Sequence[_StockDraft]) -> None:
-    """Set the scores ``[B, H, steps, n]`` of what a step did not see to -inf."""
+    """Set the scores ``[B, H, steps, n]`` of keys that a step did not see to -inf."""
     for place, each in enumerate(steps):
         keys = each.keys.shape[2]
         if keys < scores.shape[-1]:
@@ -725,7 +725,7 @@ def _hide(scores: Tensor, steps: Sequence[_StockDraft]) -> None:
 
 
 def _lists(draft: _StockDraft) -> list[_Lists]:
-    """The lists of each row of the batch, or of all."""
+    """Return the lists of each batch row, or one for all rows."""
     chosen, tiers = draft.fetched.chosen, draft.fetched.tiers
     order = _order(draft.fetched)
     numbers = chosen.numbers.gather(-1, order)

@@ -1,7 +1,7 @@
-"""The memory's functions in a stock Hugging Face model, and its forward passes while they are there.
+"""The memory's functions in a stock Hugging Face model, and the model's forward passes with them.
 
-Five public pieces of transformers are used and nothing is patched: a registered attention function, a registered mask
-function, a cache made of our layers, and forward hooks on the base model and on its attention layers.
+They patch nothing, and use five public pieces of transformers. These are a registered attention function, a registered
+mask function, a cache of our layers, and forward hooks on the base model and on its attention layers.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ FORWARD: dict[str, str] = {
     "is_causal": "a memory lies before the prompt: attention is causal",
     **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"), _PACKED),
 }
-"""Parameters of ``forward``, and what its layers may be given beside them."""
+"""Parameters of ``forward``, and other arguments that its layers may get."""
 
 _OF_THE_PROMPT = f"{EXACT}; tokens of the document do not count, those of the prompt and the answer do"
 
@@ -109,17 +109,17 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_causal": (True,),
     "penalty_alpha": (0,),
 }
-"""Values beside None and False with which a parameter that is refused does nothing."""
+"""Values besides None and False that switch a refused parameter off."""
 
 
 def check_forward(given: dict[str, Any]) -> None:
-    """Raise ``InvalidArgument`` for what ``forward`` is given and a memory cannot honour."""
+    """Raise ``InvalidArgument`` for arguments of ``forward`` that a memory cannot honour."""
     for name in FORWARD.keys() & given.keys():
         _check("forward", FORWARD, name, given[name])
 
 
 def check_generate(given: dict[str, Any], *configs: Any) -> None:
-    """Raise ``InvalidArgument`` for what ``generate`` is ``given``, or takes from the first of ``configs`` with it."""
+    """Raise ``InvalidArgument`` for options of ``generate``: those ``given``, else of the first config that has any."""
     for name in GENERATE:
         values = (given.get(name), *(getattr(config, name, None) for config in configs if config is not None))
         _check("generate", GENERATE, name, next((value for value in values if value is not None), None))
@@ -134,16 +134,16 @@ def _check(function: str, table: dict[str, str], name: str, value: Any) -> None:
 
 NAME = "memstore"
 QUERY_TOKENS = 1024
-"""Tokens of a query that are computed at most: its last ones."""
+"""Most tokens of a query that are computed: its last ones."""
 _PLANS: WeakKeyDictionary[nn.Module, tuple[Hooks, LayerPlan]] = WeakKeyDictionary()
 
 
 class _PassEnd(Exception):
-    """Ends a forward pass whose first layers were all that was wanted."""
+    """Ends a forward pass after the layers that were needed."""
 
 
 class Hooks:
-    """What runs inside an attached model: one forward pass at a time, each of one ``Call``."""
+    """The functions inside an attached model. It runs one forward pass at a time, each of one ``Call``."""
 
     def __init__(
         self,
@@ -153,27 +153,27 @@ class Hooks:
         new_call: Callable[[], Call],
         observers: Sequence[Observer],
     ) -> None:
-        """``new_call`` makes the call of a prompt; ``observers`` are told when its forward passes begin."""
+        """``new_call`` makes the call of a prompt; ``observers`` get the beginning of its forward passes."""
         self.model, self.architecture, self.selection = model, architecture, selection
         self._new_call, self._observers = new_call, observers
         self._call: Call | None = None
         self._next: Call | None = None
         self._thread: int | None = None  # the thread that is in a forward pass
         self._loose: Call | None = None  # a call without a cache, which ends with its forward pass
-        self._states_only = False  # the last layer's output is not wanted
+        self._states_only = False  # the last layer's output is not needed
         self._tap: dict[int, Tensor] | None = None
         base: Any = model.base_model
         self._config = base.config.get_text_config(decoder=True)
         self.weights = WeightCheck(model)
-        self._given_mask: Any = None  # what the base model was given, where it makes masks for a decoder within
+        self._given_mask: Any = None  # the mask for the base model, if that makes masks for a decoder inside
         self.heads = None if architecture.divided is None else _DividedHeads(architecture.divided)
         self.query: Query | None = None
-        """What chooses blocks for prompts, if not their own tokens."""
+        """The text that chooses blocks for prompts, if their own tokens do not."""
         self.stopping: Callable[[], bool] = lambda: False
-        """Asked in every layer that attends, but not while an answer is generated."""
+        """Called in every layer that attends, but not while an answer is generated."""
 
     def install(self, stack: ExitStack) -> None:
-        """Put them into the model, until ``stack`` is closed."""
+        """Put the functions into the model, until ``stack`` is closed."""
         plans = self.architecture.layers
         check_free(self.model)
         stack.callback(self._end)
@@ -192,9 +192,9 @@ class Hooks:
         _before(stack, decoder, self._before_forward)
         stack.callback(decoder.register_forward_hook(_uncompiled(self._after_forward), always_call=True).remove)
 
-    # An attribute of this model, before its class's: pipelines and adapters call it too.
+    # An attribute of this model, in front of its class's method: pipelines and adapters call it too.
     def _generate_checked(self, stack: ExitStack) -> None:
-        """Let ``model.generate`` refuse what a memory cannot honour before anything is computed."""
+        """Let ``model.generate`` refuse options that a memory cannot honour before anything is computed."""
         model: Any = self.model
         if not hasattr(model, "generate"):
             return
@@ -218,10 +218,10 @@ class Hooks:
     def forward(self, call: Call, tokens: Tensor, *, logits: bool = False, whole: bool = False) -> Tensor | None:
         """Run ``tokens [T]``, or rows ``[n, T]``, of ``call`` through the model; logits ``[..., T, vocabulary]``.
 
-        Without ``logits`` it ends with what the last layer stores; ``whole``: that layer attends too.
+        Without ``logits`` the pass ends when the last layer's states are there; with ``whole`` that layer attends too.
         """
         outer = (self._next, self._states_only, self._thread)  # a query is computed before the pass of its prompt
-        linear = self.architecture.linear  # layers that do not attend may come after the last one that does
+        linear = self.architecture.linear  # layers without attention may come after the last one with it
         self._next, self._states_only = call, not (logits or whole or linear)
         try:
             ids = to_device([tokens], self.model.device)[0]
@@ -242,7 +242,7 @@ class Hooks:
         return None
 
     def log_probability(self, call: Call, rows: Tensor, begin: int) -> Tensor:
-        """Mean log probability ``[n]`` of the tokens of ``rows [n, T]`` from ``begin`` on; ``call`` is released."""
+        """Mean log probability ``[n]`` of the tokens of ``rows [n, T]`` from ``begin`` on. It releases ``call``."""
         try:
             logits = self.forward(call, rows, logits=True)
         finally:
@@ -252,21 +252,21 @@ class Hooks:
         return told.gather(-1, wanted).mean((1, 2))
 
     def hidden_states(self, tokens: Tensor, layers: Sequence[int]) -> dict[int, Tensor]:
-        """Hidden states ``[n, hidden]`` that enter ``layers`` for ``tokens [n]`` on their own, without the memory."""
+        """Hidden states ``[n, hidden]`` that enter ``layers`` for ``tokens [n]`` alone, without the memory."""
         tapped = self._tapped(Call(self.selection, reading=True), tokens)
         return {layer: tapped[layer] for layer in layers}
 
     def asking(self, tokens: Tensor) -> dict[int, Tensor]:
         """Position-free queries ``[H, T, D]`` by which each layer would choose blocks for the prompt ``tokens [T]``.
 
-        Where layers choose for themselves. It leaves no trace.
+        For models whose layers choose for themselves. It leaves no trace.
         """
         call = self._new_call()
         call.observers = ()
         return self._tapped(call, tokens)
 
     def _tapped(self, call: Call, tokens: Tensor) -> dict[int, Tensor]:
-        """What layers are given for the ``tokens [n]`` of ``call``, which is released."""
+        """Return the inputs of layers for the ``tokens [n]`` of ``call``, and release the call."""
         self._tap = {}
         try:
             self.forward(call, tokens)
@@ -284,7 +284,7 @@ class Hooks:
         given = dict(inspect.signature(module.forward).bind_partial(*args).arguments) | kwargs
         self._check_model(given)
         if isinstance(given.get("attention_mask"), dict) and self.model.base_model is not self.architecture.decoder:
-            given["attention_mask"] = self._given_mask  # the base model made one for each kind of layer
+            given["attention_mask"] = self._given_mask  # the base model made one mask for each kind of layer
         inputs = given["input_ids"] if given.get("input_ids") is not None else given["inputs_embeds"]
         call = self._next if self._next is not None else self._call_of(given, len(inputs))
         tokens = inputs.shape[1]
@@ -313,7 +313,7 @@ class Hooks:
         return (), given
 
     def check_weights(self) -> None:
-        """Raise ``InvalidArgument`` where weights have changed since the memory was attached; it waits for a device."""
+        """Raise ``InvalidArgument`` if weights have changed since the memory was attached. It waits for the device."""
         if changed := self.weights.changed():
             raise InvalidArgument(
                 f"{changed} since the memory was attached, so its states are another model's: leave the block and "
@@ -321,7 +321,7 @@ class Hooks:
             )
 
     def _check_model(self, given: dict[str, Any]) -> None:
-        """Raise ``InvalidArgument`` where this pass would do something else than the model alone does."""
+        """Raise ``InvalidArgument`` if this pass would differ from a pass of the model alone."""
         config = self._config
         if config._attn_implementation != NAME:
             raise InvalidArgument(
@@ -337,9 +337,9 @@ class Hooks:
             )
 
     def _positions(self, given: dict[str, Any], call: Call, inputs: Tensor, padding: Tensor | None) -> Tensor | None:
-        """The caller's positions of the new tokens ``[B or 1, T]``, from the first local token; None: as they come.
+        """Return the caller's positions ``[B or 1, T]``, counted from the first local token, or None for the usual.
 
-        Raises ``InvalidArgument`` for positions that mean something else to transformers than where a token stands.
+        Raises ``InvalidArgument`` for positions that mean something else to transformers than the place of a token.
         """
         told: Tensor | None = given.get("position_ids")
         if told is None:
@@ -349,7 +349,7 @@ class Hooks:
                     "differently: give position_ids too"
                 )
             return None
-        if told.dim() == 3 and bool((told == told[:1]).all()):  # of text, height and width, where there is text alone
+        if told.dim() == 3 and bool((told == told[:1]).all()):  # of text, height and width, but there is only text
             told = told[0]
         rows, tokens = inputs.shape[:2]
         if told.dim() != 2 or told.shape[0] not in (1, rows) or told.shape[1] != tokens or told.is_floating_point():
@@ -358,9 +358,9 @@ class Hooks:
                 f"{told.dtype} of shape {list(told.shape)}"
             )
         if tokens == 1 and not call.fresh and told.device.type != "cpu":
-            return told  # to look at it is to wait for the device, at each token
+            return told  # a check would wait for the device, at each token
         usual = torch.arange(call.length, call.length + tokens, device=told.device)
-        if bool((told == usual).all()):  # what models make where nobody gives any
+        if bool((told == usual).all()):  # the default positions of models
             return None
         if given.get("attention_mask") is None and not _wants_cache(self.model, given) and cache_in(given) is None:
             raise InvalidArgument(
@@ -372,9 +372,9 @@ class Hooks:
         return told
 
     def _after_forward(self, _module: nn.Module, _inputs: object, output: object) -> None:
-        """End the pass; without an output it has failed, and its tokens do not count."""
+        """End the pass. Without an output it has failed, and its tokens do not count."""
         if self._thread != threading.get_ident():
-            return  # this one was turned away
+            return  # this pass was refused
         if self._call is not None and output is not None:
             self._call.end()
         self._call = None
@@ -387,20 +387,20 @@ class Hooks:
 
     @property
     def _attending(self) -> int:
-        """Layers that attend in the pass that begins; it ends before the others do."""
+        """Layers that attend in the pass that begins. It ends before the other layers attend."""
         if self._tap is not None and not self.selection.by_layer:
             return self.selection.index_layers[-1]
         return len(self.architecture.layers) - self._states_only
 
-    # One forward pass at a time: a second thread is told so.
+    # One forward pass at a time: a second thread gets an error.
     def _claim(self) -> None:
-        """What a pass knows of itself is kept here, so there can be one at a time."""
+        """Reserve the hooks for this thread. They hold the state of a pass, so there can be only one."""
         if self._thread not in (None, threading.get_ident()):
             raise InvalidArgument("another thread is using this attached model; let them take turns")
         self._thread = threading.get_ident()
 
     def _call_of(self, given: dict[str, Any], rows: int) -> Call:
-        """The call that a pass over ``rows`` belongs to, by its cache; a new one where that is empty or missing."""
+        """Return the call of a pass over ``rows``, by its cache, or a new one if the cache is empty or missing."""
         cache = cache_in(given)
         ours = next((layer for layer in cache.layers if isinstance(layer, LayerStates)), None) if cache else None
         if ours is not None:
@@ -413,32 +413,32 @@ class Hooks:
         if cache is not None:
             _take_over(cache, call, rows)
             finalize(cache, call.release)
-        elif wanted or self.architecture.linear is not None:  # whose states lie in a cache during a single pass too
+        elif wanted or self.architecture.linear is not None:  # its states lie in a cache even during a single pass
             given.pop("past_key_values", None)
             given[CACHE] = cache_of(call, rows)
         if cache is None and not wanted:
             self._loose = call
         return call
 
-    # On its own, as the texts that routers are fitted to: then the same question chooses the same blocks wherever it
-    # stands. Seeing the document's end finds no more (docs/notes/questions.md).
+    # The query is encoded alone, like the texts that routers are fitted to. So the same question chooses the same
+    # blocks in every prompt. With the document's end in view it finds no more (docs/notes/questions.md).
     def query_states(self, tokens: Tensor, layer: int) -> Tensor:
-        """What the query ``tokens [n]`` chooses blocks by in ``layer``: hidden states ``[n, hidden]``.
+        """Return the states by which the query ``tokens [n]`` chooses in ``layer``: hidden states ``[n, hidden]``.
 
-        The last ``Retrieval.span`` of them choose. Those that they see before them are bounded, for time and memory.
+        The last ``Retrieval.span`` of them choose. The number of earlier tokens is bounded, for time and memory.
         """
         tokens = tokens[-QUERY_TOKENS:]
         states = self.hidden_states(tokens, self.selection.index_layers)[layer]
-        return states[1:] if len(states) > 1 else states  # a first token is unlike all others
+        return states[1:] if len(states) > 1 else states  # a first token differs from all others
 
     def query_codes(self, query: Query, layer: int) -> Tensor:
-        """Codes ``[t, memories, dim]`` of what is asked, each as long as its token counts."""
+        """Return codes ``[t, memories, dim]`` of a query. The length of each is the weight of its token."""
         span = self.selection.retrieval.span
         parts = ((self.query_states(tokens, layer)[-span:], weight) for tokens, weight in query.parts)
         return torch.cat([weight * self.selection.ask(layer, states[None])[0] for states, weight in parts])
 
     def _choose_by_query(self, call: Call, query: Query) -> None:
-        """Let ``call`` attend to what ``query`` chooses, also at later choices of the same generation."""
+        """Let ``call`` attend to the blocks that ``query`` chooses, also at later choices of the same generation."""
         if call.query is not query:
             layer = self.selection.index_layers[-1]
             with own_types():  # as a search does
@@ -464,17 +464,18 @@ class Hooks:
 
 
 class _DividedHeads:
-    """What processes tell each other of their heads, where torch has divided layers among them (tensor parallelism).
+    """The exchange of heads between processes, if torch has divided layers among them (tensor parallelism).
 
-    A layer asks a memory with all its heads, and has stored all of them. So before attention each process is told the
-    heads of the others, and goes on with its own part of what attention gives. Each opens the memory for itself.
+    A layer searches a memory with all its heads, and has stored all of them. So before attention each process gets the
+    heads of the others. After attention it continues with its own part of the output. Each process opens the memory for
+    itself.
     """
 
     def __init__(self, group: Any) -> None:
         self._ranks = Ranks(group)
 
     def whole(self, parts: Iterable[Tensor]) -> list[Tensor]:
-        """All heads of each of ``parts [B, heads, T, D]``, in one collective. Raises as ``Ranks.gathered``."""
+        """Return all heads of each of ``parts [B, heads, T, D]``, in one collective. Raises as ``Ranks.gathered``."""
         parts = list(parts)
         told = self._ranks.gathered(torch.cat([part.transpose(1, 2).flatten(2) for part in parts], -1))
         sizes = [part.shape[1] * part.shape[3] for part in parts]
@@ -485,12 +486,12 @@ class _DividedHeads:
         ]
 
     def own(self, out: Tensor) -> Tensor:
-        """Of all heads of ``out [B, H, T, D]`` those of this process."""
+        """Return this process's heads of ``out [B, H, T, D]``."""
         return out.chunk(self._ranks.size, 1)[self._ranks.rank]
 
 
 def check_free(model: nn.Module) -> None:
-    """Raise ``InvalidArgument`` where ``model`` has a memory, and so cannot be given one, or be tried out for one."""
+    """Raise ``InvalidArgument`` if ``model`` has a memory: it cannot get a second one, or be examined for one."""
     if any(module in _PLANS for module in model.modules()):
         raise InvalidArgument("this model has a memory attached already; leave that block first")
 
@@ -498,7 +499,7 @@ def check_free(model: nn.Module) -> None:
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **kwargs: Any
 ) -> tuple[Tensor, None]:
-    """The attention function that transformers calls: states arrive without positions, and only of the segment."""
+    """The attention function for transformers. Its inputs are states of the segment only, without positions."""
     hooks, plan = _PLANS[module]
     call = hooks._call
     assert call is not None, "attention ran outside of a forward pass of the base model"
@@ -523,7 +524,7 @@ def _attention(
 
 
 def _real(call: Call, ids: Tensor) -> Tensor:
-    """The tokens of the first row of ``ids [B, T]`` that are not padding."""
+    """Return the tokens of the first row of ``ids [B, T]`` that are not padding."""
     return ids[0] if call.padding is None else ids[0][call.padding[0, -ids.shape[1] :].to(ids.device)]
 
 
@@ -534,19 +535,19 @@ def _before(stack: ExitStack, module: nn.Module, hook: Callable[..., Any]) -> No
 
 # A compiled model calls the memory's functions uncompiled: one graph break per layer.
 def _uncompiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What the memory does depends on what is in it, which a compiler cannot see: it is called, not compiled."""
+    """Call ``function`` uncompiled: its work depends on the contents of the memory, which a compiler cannot see."""
     disabled: Callable[..., Any] = torch.compiler.disable(function)
     return disabled
 
 
 def _no_mask(*_: Any, **__: Any) -> None:
-    """The mask function: masks are made by the call, which knows what is visible."""
+    """The mask function. It returns no mask, because the call makes masks and knows what is visible."""
 
 
 def _without_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Hand an attention layer the position embeddings of the memory; or some that leave queries and keys as they are.
+    """Give an attention layer the memory's position embeddings, or some that leave queries and keys unchanged.
 
-    Without positions they are wanted where they are stored, searched with, or looked at.
+    They stay unchanged if they are stored, searched with, or observed without positions.
     """
     hooks, plan = _PLANS[module]
     given, call = kwargs.get("position_embeddings"), hooks._call
@@ -557,9 +558,9 @@ def _without_positions(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 def _padding(mask: Any, call: Call, tokens: int) -> Tensor | None:
-    """``[B, local tokens]``, True on tokens that are attended to; None where all are.
+    """Return ``[B, local tokens]``, True on tokens that are attended to, or None if all are.
 
-    ``mask [B, n]`` is that of the caller: of the new tokens, of all local tokens, or of the document before these too.
+    ``mask [B, n]`` is that of the caller: of the new tokens, of all local tokens, or of these and the document before.
     """
     total = call.length + tokens
     if mask is None:
@@ -590,7 +591,7 @@ def _padding(mask: Any, call: Call, tokens: int) -> Tensor | None:
 
 
 def _has_hole(mask: Tensor) -> bool:
-    """Whether a row of ``mask [B, n]`` has masked tokens between others."""
+    """Whether a row of ``mask [B, n]`` has masked tokens between visible ones."""
     return bool(((mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0].long() > 1).any())
 
 
@@ -600,7 +601,7 @@ def _wants_cache(model: PreTrainedModel, given: dict[str, Any]) -> bool:
 
 
 def cache_of(call: Call, rows: int = 1) -> Cache:
-    """A cache of transformers that goes on with ``call``."""
+    """Return a cache of transformers that continues ``call``."""
     from transformers import DynamicCache
 
     cache = DynamicCache()
@@ -610,7 +611,7 @@ def cache_of(call: Call, rows: int = 1) -> Cache:
 
 
 def _take_over(cache: Cache, call: Call, rows: int) -> None:
-    """Let the (still empty) cache that transformers made hold our layers, and those that do not attend beside them."""
+    """Put our layers, and layers without attention beside them, into the (still empty) cache of transformers."""
     if type(cache).__name__ != "DynamicCache" or getattr(cache, "offloading", False):
         kind = "an offloaded cache" if getattr(cache, "offloading", False) else type(cache).__name__
         raise InvalidArgument(f"an attached model needs a plain dynamic cache, got {kind}")

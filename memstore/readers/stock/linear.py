@@ -1,7 +1,7 @@
-"""Layers of a hybrid that do not attend: linear attention, state spaces, convolutions.
+"""Layers of a hybrid without attention: linear attention, state spaces, convolutions.
 
-Each keeps one state of all that was read and goes on from it. transformers runs them with its own layers of a cache,
-which stand beside ours. Here their states are carried between such caches and lists of tensors, which a memory stores.
+Each has one state of all tokens so far and continues from it. transformers runs them with its own cache layers, which
+stand beside ours. This file copies their states between such caches and lists of tensors, which a memory stores.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 FIRST, TOKENS = 7, 12
-"""Tokens of the probe: of its first part, and in all."""
+"""Tokens of the probe: of its first part, and in total."""
 NOISE = 0.2
-"""How much of what states are worth may be lost where they are handed on: roundings, in types of few bits."""
+"""How much of the states' effect may be lost when they are passed on: rounding, in dtypes of few bits."""
 
 
 class Slot(NamedTuple):
-    """Where one state lies in a cache."""
+    """The place of one state in a cache."""
 
     layer: int
     number: int
@@ -36,20 +36,20 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class LinearLayers:
-    """The layers that do not attend, and how their states lie in a cache."""
+    """The layers without attention, and where their states are in a cache."""
 
     config: Any
-    """The model's."""
+    """The model's configuration."""
     attending: tuple[int, ...]
-    """Numbers of the other layers, that attend."""
+    """Numbers of the other layers, which have attention."""
     slots: tuple[Slot, ...]
     layouts: tuple[Layout, ...]
-    """Of the state in each slot, of one row."""
+    """The layout of the state in each slot, for one row."""
 
     def layers(self, attending: Sequence[Any], states: Sequence[Tensor] | None, rows: int) -> list[Any]:
-        """Layers of a cache: ``attending`` in their places, and others that go on from ``states`` in ``rows`` rows.
+        """Return the layers of a cache: ``attending`` in their places, the others with ``states``, in ``rows`` rows.
 
-        Without ``states`` they have read nothing.
+        Without ``states`` the others have read nothing.
         """
         made = _empty(self.config)
         for place, layer in zip(self.attending, attending, strict=True):
@@ -64,16 +64,16 @@ class LinearLayers:
         return made
 
     def states(self, layers: Sequence[Any]) -> list[Tensor]:
-        """The states in the layers of a cache of one row, which the next pass over that cache changes."""
+        """Return the states in a cache of one row. The next pass over the cache changes them."""
         return [state[0] for state in states_in(layers, self.slots)]
 
 
 def find_linear_layers(model: PreTrainedModel, attending: int) -> LinearLayers | str:
-    """The layers of ``model`` that do not attend, where ``attending`` others do; or why it cannot go on from states.
+    """Return the layers of ``model`` without attention, if ``attending`` others have it; or say why that is impossible.
 
-    It is tried: tokens that see themselves alone where they attend, read in two parts with nothing between these but
-    the states, come out as they do in one; and otherwise without the states of either kind. Positions begin anew in
-    the second part: a layer must not know any.
+    The function tries it out, with each token attending only to itself. A text is read in two parts that share only the
+    states. The result must be the same as in one part, but different without the states of either kind. In the second
+    part positions begin at 0 again, so a layer must not depend on them.
     """
     tokens = torch.arange(1, TOKENS + 1, device=model.device)[None]
     tokens = tokens % int(model.config.get_text_config(decoder=True).vocab_size)
@@ -90,7 +90,7 @@ def find_linear_layers(model: PreTrainedModel, attending: int) -> LinearLayers |
     found = LinearLayers(model.config, places, slots, tuple(to_record(state[0]).layout for state in states))
 
     def lost(kinds: set[str]) -> float:
-        """How far the second part is from what it is in the whole, without the states of ``kinds``."""
+        """Return how far the second part is from the whole, without the states of ``kinds``."""
         given = [state * (slot.kind not in kinds) for slot, state in zip(slots, found.states(first), strict=True)]
         unread = _empty(model.config)
         layers = found.layers([unread[place] for place in places], given, 1)
@@ -101,12 +101,12 @@ def find_linear_layers(model: PreTrainedModel, attending: int) -> LinearLayers |
 
 
 def _run(model: PreTrainedModel, tokens: Tensor, layers: list[Any]) -> Tensor:
-    """The states ``[1, T, hidden]`` that ``tokens [1, T]`` come out with."""
+    """Return the last states ``[1, T, hidden]`` of ``tokens [1, T]``."""
     return model.base_model(input_ids=tokens, use_cache=True, **{CACHE: cache_with(layers)})[0]  # type: ignore[no-any-return]
 
 
 def cache_with(layers: list[Any]) -> Any:
-    """A cache of transformers with these layers."""
+    """Return a cache of transformers with these layers."""
     from transformers import DynamicCache
 
     cache = DynamicCache()
@@ -115,14 +115,14 @@ def cache_with(layers: list[Any]) -> Any:
 
 
 def _empty(config: Any) -> list[Any]:
-    """The layers of a new cache."""
+    """Return the layers of a new cache."""
     from transformers import DynamicCache
 
     return list(DynamicCache(config=config).layers)
 
 
 def slots_in(layers: Sequence[Any]) -> list[Slot]:
-    """The states that there are."""
+    """Return the slots that hold a state."""
     found = []
     for place, layer in enumerate(layers):
         for number in getattr(layer, "conv_states", ()):
@@ -134,6 +134,6 @@ def slots_in(layers: Sequence[Any]) -> list[Slot]:
 
 
 def states_in(layers: Sequence[Any], slots: Sequence[Slot]) -> list[Tensor]:
-    """The states in ``slots``, with a row for each of the batch."""
+    """Return the states in ``slots``, with a row for each row of the batch."""
     kinds = {"conv": "conv_states", "recurrent": "recurrent_states"}
     return [getattr(layers[slot.layer], kinds[slot.kind])[slot.number] for slot in slots]

@@ -1,4 +1,4 @@
-"""A stock Hugging Face causal LM with a memory: what is stored of it, what its calls see, and how it is searched."""
+"""A stock Hugging Face causal LM with a memory: what is stored, what its calls see, and how it is searched."""
 
 from __future__ import annotations
 
@@ -48,31 +48,32 @@ BLOCK_SIZE = 64
 CODE_DIM = 256
 """Dimensions of the codes that route for all layers; one bit each."""
 SAMPLE_TOKENS = 2048
-"""Tokens of the document, and as many of general text: a document that repeats itself must not decide alone."""
+"""Tokens of the document, and as many of general text. A document that repeats itself must not decide alone."""
 ASKED = "\n\nQuestion: "
-"""Between a block and the query whose likelihood is asked for."""
+"""The text between a block and the query whose likelihood is computed."""
 AT_ONCE = 16
-"""Blocks that a query is read behind at a time, at most."""
+"""At most so many blocks are followed by the query in one pass."""
 TOKENS_AT_ONCE = 1024
-"""Tokens of all these rows: each gets a logit for every word of the vocabulary, three times over."""
+"""Tokens of all these rows. Each gets a logit for every word of the vocabulary, three times over."""
 ROUTERS = Path(__file__).parents[2] / "models" / "shipped" / "routers"
 """Routers that come with the package."""
 TELLING = slice(100, None, 1000)
-"""Rows of an embedding that tell which model it is; the first ones are often those of unused tokens."""
+"""Rows of an embedding that identify the model; the first ones often belong to unused tokens."""
 ALIKE = 0.2
-"""How far these may be from a router's, as a part of their norm: sixteen steps a weight take 0.13 of it."""
+"""Largest distance of these rows from a router's, relative to their norm. Rounding weights to sixteen steps takes
+0.13."""
 SUB_BLOCKS = 16
-"""Mean keys per block where every layer chooses for itself."""
+"""Mean keys per block if every layer chooses for itself."""
 ROUTING_DEPTH = 0.27
-"""How deep in the model blocks are chosen. Deep enough to know what a token is about, early enough that the layers that
-read what was retrieved come after it."""
+"""The depth in the model where blocks are chosen, from 0 to 1. It is deep enough to know what a token is about. It is
+early enough that the layers that use the retrieved blocks come after it."""
 
 
 class StockReader(Reader):
     """A stock causal LM with a memory.
 
     Inside the ``with`` block its calls see the first ``sink`` tokens of the document, the last ``window`` tokens, and
-    the blocks retrieved for what is asked.
+    the blocks retrieved for the question.
     """
 
     kind = STOCK
@@ -96,7 +97,7 @@ class StockReader(Reader):
         router: str | Path | None = None,
         **shared: Any,
     ) -> None:
-        """See ``memstore.attach``; ``shared`` is what all kinds take."""
+        """See ``memstore.attach``; ``shared`` has the options of all kinds."""
         if isinstance(model, nn.Module):
             check_free(model)
         self.architecture = examine(model)
@@ -129,7 +130,7 @@ class StockReader(Reader):
 
     @classmethod
     def default_retrieval(cls, model: Any, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003 - see ``Reader``
-        """See ``Reader``: a memory without a router has landmarks of every layer."""
+        """See ``Reader``. A memory without a router has landmarks of every layer."""
         return Retrieval() if made is None or made.key_dtype == "bit" else Retrieval(share="group")
 
     def _fingerprint(self, block_size: int) -> Fingerprint:
@@ -184,7 +185,7 @@ class StockReader(Reader):
         self.block_size = spec.block_size
         self.selection = self._selection(spec)
         self.selection.likelihood = self._likelihood
-        self._held_of = ([], None)  # what was found in a memory that has been closed since
+        self._held_of = ([], None)  # results for a memory that has been closed since
         self.hooks = Hooks(self.model, self.architecture, self.selection, self._new_call, self.observers)
         self.hooks.stopping = lambda: self.stopping()
 
@@ -214,23 +215,23 @@ class StockReader(Reader):
 
     @property
     def documents(self) -> list[Document]:
-        """The documents that calls of the model attend to; the last one is the one that they continue."""
+        """The documents that the model's calls attend to. They continue the last one."""
         return [source.document for source in self._sources()]
 
     def _sources(self) -> list[AttachedDocument]:
-        """The documents attached, as they are now."""
+        """The attached documents in their current state."""
         return self._kept("sources", self._found)
 
     def _everything(self) -> Candidates:
-        """All that is stored of them."""
+        """All stored blocks of these documents."""
         return self._kept("everything", lambda: everything(self._sources()))
 
     def _kept(self, what: str, find: Callable[[], T]) -> T:
-        """What ``find`` finds, which is found once a commit: to ask each of thousands of documents takes a while."""
+        """Return the result of ``find``, kept until the next commit: asking thousands of documents takes a while."""
         now = [memory.version for memory in self.memories], self.names
         if now != self._held_of:
             self._held_of, self._held = now, {}
-            if self._borrowed:  # another process may have read into a memory that was empty
+            if self._borrowed:  # another process may have read into an empty memory
                 self._load_routers()
         if what not in self._held:
             self._held[what] = find()
@@ -254,11 +255,11 @@ class StockReader(Reader):
 
     @property
     def quoted_blocks(self) -> int:
-        """See ``Reader``. Learned positions end soon; what is quoted would take those of a conversation."""
+        """See ``Reader``. Learned positions are few, and quoted text would take those of a conversation."""
         return 0 if self.architecture.learned_positions else super().quoted_blocks
 
     def _new_call(self) -> Call:
-        """What a prompt sees."""
+        """Return the call of a new prompt."""
         found = self._kept(f"tail {self._tail}", self._visible)
         if found is None:
             return Call(self.selection)
@@ -273,14 +274,14 @@ class StockReader(Reader):
         return Call(self.selection, seen, states.read, observers=self.observers, recurrent=recurrent)
 
     def _recurrent(self, document: Document) -> Sequence[Tensor] | None:
-        """What layers that do not attend go on from, at the end of the document that is continued."""
+        """Return the states of layers without attention at the end of the continued document."""
         now = {"window": self.window, "sink": self.sink, "segment": self.segment}
         then = document.reading or {}
         sizes = {name: then.get(name, size) for name, size in now.items()}
         return recurrent_at_end(self.hooks, document, self.memory.spec, **sizes).states
 
     def _visible(self) -> tuple[AttachedDocument, VisibleParts] | None:
-        """The document that is continued, and what is seen; None where nothing is stored."""
+        """Return the document that is continued, and the visible parts; None if nothing is stored."""
         sources = [source for source in self._sources() if source.state.tokens]
         if not sources:
             return None
@@ -291,7 +292,7 @@ class StockReader(Reader):
             )
         window = self.window if self._tail else None
         seen = visible(sources, self.block_size, tokens=tokens, start=tokens, sink=self.sink, window=window)
-        if window is None:  # then all is searched, as it is by a search
+        if window is None:  # all blocks are searched then, as in ``search``
             seen = replace(seen, candidates=self._everything())
         return sources[-1], seen
 
@@ -315,25 +316,25 @@ class StockReader(Reader):
         if len(text) > 1 or self._tail or self.share is not None or self.architecture.linear is not None:
             return {}
         call = self._new_call()
-        if not call.routed:  # a list of all there is would be the same for every question: the whole prompt sees it
+        if not call.routed:  # a list of all blocks is the same for every question: the whole prompt sees it
             return {}
-        held: dict[str, Opening] = self._kept("opening", dict)  # the last one
+        held: dict[str, Opening] = self._kept("opening", dict)  # holds only the last one
         tokens = text[0, :opening]
         if not held or not torch.equal(held["last"].tokens, tokens):
             held["last"] = Opening.computed(self.hooks, self._new_call(), tokens)
         held["last"].begin(call)
         return {CACHE: cache_of(call)}
 
-    # Sachan et al. 2022 write each passage into a prompt; here its states are attended to as they are stored.
+    # Sachan et al. 2022 write each passage into a prompt. Here the query attends to its stored states.
     def _likelihood(self, candidates: Candidates, numbers: Tensor, query: Tensor) -> Tensor:
-        """Mean log probability ``[n]`` of the tokens of ``query [t]`` behind each of the candidates ``numbers [n]``."""
+        """Mean log probability ``[n]`` of the tokens of ``query [t]`` after each of the candidates ``numbers [n]``."""
         own = next(source for source in reversed(self._sources()) if source.state.tokens)
         tokens, found = own.state.tokens, list[Tensor]()
         seen = visible([own], self.block_size, tokens=tokens, start=tokens, sink=self.sink, window=None)
         states = DocumentStates(own.document, self.block_size, self.memory.spec.layers, self.model.device)
         lead = torch.tensor([] if self.tokenizer is None else encode(self.tokenizer, ASKED), dtype=torch.int64)
         asked = torch.cat((lead, query.cpu()[-QUERY_TOKENS:]))
-        begin = max(len(lead), 1)  # what the first token of all follows is not known
+        begin = max(len(lead), 1)  # the very first token has nothing before it that predicts it
 
         def likely(some: Tensor) -> Tensor:
             call = Call(self.selection, replace(seen, candidates=candidates), states.read)
@@ -342,9 +343,9 @@ class StockReader(Reader):
             return self.hooks.log_probability(call, asked.expand(len(some), -1), begin)
 
         for some in numbers.split(max(1, min(AT_ONCE, TOKENS_AT_ONCE // len(asked)))):
-            with noting_left_out() as lost:  # the answer tells of what it attends to itself
+            with noting_left_out() as lost:  # the answer reports what it leaves out itself
                 told = likely(some)
-                if lost:  # lists have one length, so where one has lost its block the others gave up theirs
+                if lost:  # lists have one length: if one has lost its block, the others gave up theirs
                     told = torch.cat([likely(one) for one in some.split(1)])
             found.append(told)
         return torch.cat(found)
@@ -357,14 +358,14 @@ class StockReader(Reader):
 
     @property
     def _step(self) -> int:
-        # Lists are chosen by the tokens before a segment; but layers that choose for themselves ask with all tokens of
-        # the segment, so for them whole segments are reused.
+        # Lists are chosen by the tokens before a segment. But layers that choose for themselves search with all tokens
+        # of the segment, so they reuse only whole segments.
         return self.segment // self.block_size if self.selection.by_layer else 1
 
     def _reading(self, *, retrieve: bool) -> dict[str, Any]:
         sizes = {"window": self.window, "sink": self.sink, "segment": self.segment, "retrieve": retrieve}
         options = {**asdict(self.retrieval), **sizes}
-        # The first five concern prompts, the others landmark models.
+        # The first five are for prompts, the others for landmark models.
         for elsewhere in ("every", "words", "rerank", "quote", "on_error", "share_tokens", "threshold"):
             del options[elsewhere]
         return options
@@ -385,9 +386,9 @@ class StockReader(Reader):
         sizes = {"window": self.window, "sink": self.sink, "segment": self.segment}
         after = recurrent_at_end(self.hooks, job.document, self.memory.spec, **sizes)
         reading = SegmentReading(self.hooks, job, self.memory.spec, after, **sizes)
-        # Blocks of the segment before may be retrieved already, where the window is shorter than a segment.
+        # If the window is shorter than a segment, blocks of the previous segment may be retrieved already.
         ahead = self.window >= self.segment
-        hybrid = self.architecture.linear is not None  # the last one keeps what the next call goes on from
+        hybrid = self.architecture.linear is not None  # the last segment stores states for the next call
         pieces = ending(segments) if hybrid else ((segment, False) for segment in segments)
         for made in pipelined(pieces, lambda each: reading.compute(each[0], last=each[1]), reading.commit, ahead=ahead):
             yield len(made.tokens)
@@ -406,7 +407,7 @@ class StockReader(Reader):
 
     def _load_routers(self) -> None:
         self._uncalibrated = self._borrowed = False
-        """Whether the memory that is read into has no router yet, and whether any has none."""
+        """Whether the memory that is read into has no router yet, and whether any memory has none."""
         if self.selection.by_layer:
             return
         for layer in self.selection.index_layers:
@@ -416,12 +417,12 @@ class StockReader(Reader):
             self._borrowed |= any(arrays is None for arrays in stored)
             any_of_them = next((arrays for arrays in stored if arrays is not None), None)
             if any_of_them is not None:
-                # A memory without a router is empty; any router will do for the nothing that is in it.
+                # A memory without a router is empty, so any router works for it.
                 routers = [Router.from_arrays(arrays or any_of_them, *sizes) for arrays in stored]
                 self.selection.routers[layer] = [router.to(self.model.device) for router in routers]
 
     def _keep_trained(self, layer: int, router: Router) -> None:
-        """Codes are compared with those of the memory's own router, so a memory never changes it."""
+        """Store a trained router. Codes fit only the router of their memory, so a memory never changes it."""
         name, arrays = _stored_name(layer), router.to_arrays()
         stored = self.memory.get_arrays(name)
         if stored is None:
@@ -434,7 +435,7 @@ class StockReader(Reader):
             )
 
     def calibrate(self, tokens: Tensor) -> None:
-        """Store the model's router, unless the memory has one: the package's for it, or one fitted to ``tokens``."""
+        """Store a router, unless the memory has one: the package's for this model, or one fitted to ``tokens``."""
         if not self._uncalibrated:
             return
         for layer, router in (self._shipped() or self.fitted(tokens)).items():
@@ -442,7 +443,7 @@ class StockReader(Reader):
         self._load_routers()
 
     def _router_of(self, path: str | Path) -> TrainedRouter:
-        """What is in the file ``path``. Raises as ``TrainedRouter.read``, or ``ForeignMemory`` for another model."""
+        """Read a router's file. Raises as ``TrainedRouter.read``, or ``ForeignMemory`` for another model's router."""
         found = TrainedRouter.read(path, self.architecture.hidden_size, _code_dim(self.architecture))
         if found.model != self.architecture.shape:
             raise ForeignMemory(
@@ -451,10 +452,10 @@ class StockReader(Reader):
             )
         return found
 
-    # By the embedding, which is nearly the same whatever the weights are rounded to, and where the last layers are left
-    # out. A model that was tuned from this one, but so that its embedding stayed near, gets the router too.
+    # The embedding identifies the model. It is nearly the same for all roundings of the weights, and if the last layers
+    # are left out. A model that was tuned from this one with nearly the same embedding gets the router too.
     def _shipped(self) -> dict[int, Router] | None:
-        """The router that comes with the package for a model with this embedding and layer, or None."""
+        """Return the package's router for a model with this embedding and layer, or None."""
         path = ROUTERS / f"{self.architecture.name}-{self.architecture.hidden_size}.safetensors"
         if self._fits or not path.is_file():
             return None
@@ -467,13 +468,13 @@ class StockReader(Reader):
         return {found.layer: found.router} if alike else None
 
     def fitted(self, tokens: Tensor) -> dict[int, Router]:
-        """The routers of a memory whose first text begins with ``tokens [n]``, by layer; none is kept."""
+        """Return the routers of a memory whose first text begins with ``tokens [n]``, by layer. It stores nothing."""
         layers = self.selection.index_layers
         hidden: dict[int, list[Tensor]] = {layer: [] for layer in layers}
         for sample in router_samples(tokens, self.tokenizer, self._vocabulary):
             for segment in sample.split(self.segment):
                 for layer, states in self.hooks.hidden_states(segment, layers).items():
-                    # A first token is unlike all others.
+                    # A first token differs from all others.
                     hidden[layer].append(states[1:] if len(states) > 1 else states)
         dim = self.memory.spec.key_dim
         return {layer: Router.fit(torch.cat(parts).float().cpu(), dim) for layer, parts in hidden.items()}
@@ -490,13 +491,13 @@ class StockReader(Reader):
             self._tail = before
 
     def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
-        """They are scored as for an answer, also those at the ends of a document, which an answer sees anyway."""
+        """Score blocks as for an answer, also those at the ends of a document, which an answer sees anyway."""
         layer = check_layer(self.memory, layer)
         candidates = self._everything()
         if not len(candidates):
             return []
         scores = self._prompt_scores(query, layer, candidates)
-        at, best = choose(scores, top_k)  # of equal ones those that an answer would take
+        at, best = choose(scores, top_k)  # among equal scores, the same blocks as for an answer
         values, order = best.sort(descending=True, stable=True)
         at = at[order]
         names, document, blocks = candidates.named(at)
@@ -504,7 +505,7 @@ class StockReader(Reader):
         return [Match(names[place], block, score) for place, block, score in found]
 
     def _prompt_scores(self, query: Query, layer: int, candidates: Candidates) -> Tensor:
-        """Scores ``[N]`` that ``query`` gives to ``candidates`` in ``layer``."""
+        """Score ``candidates`` in ``layer`` by ``query``: ``[N]``."""
         selection, options = self.selection, self.retrieval
         if not selection.by_layer:
             return selection.routed(candidates, layer, self.hooks.query_codes(query, layer), query).cpu()
@@ -515,14 +516,14 @@ class StockReader(Reader):
 
 
 def router_samples(tokens: Tensor, tokenizer: Any, vocabulary: int) -> list[Tensor]:
-    """What a router is fitted to, each ``[n]``: the beginning of the document ``tokens``, and general text."""
+    """Return the texts that fit a router, each ``[n]``: the beginning of the document ``tokens``, and general text."""
     general = general_sample(tokenizer, vocabulary)
-    # A shorter beginning would make the router depend on how the text is cut into calls.
+    # With a shorter beginning the router would depend on how the text is cut into calls.
     return [tokens[:SAMPLE_TOKENS], general] if len(tokens) >= SAMPLE_TOKENS else [general]
 
 
 def general_sample(tokenizer: Any, vocabulary: int) -> Tensor:
-    """Tokens of English prose that every Python carries, its language reference; random ids without a tokenizer."""
+    """Return tokens of English prose that every Python has, its language reference; without a tokenizer, random ids."""
     text = "" if tokenizer is None else _language_reference()
     if not text:
         return torch.randint(vocabulary, (SAMPLE_TOKENS,), generator=torch.Generator().manual_seed(0))
@@ -539,17 +540,17 @@ def _language_reference() -> str:
 
 
 def _code_dim(architecture: Architecture) -> int:
-    """Dimensions of the codes of a model: whole bytes of bits."""
+    """Return the dimensions of a model's codes: whole bytes of bits."""
     return min(CODE_DIM, architecture.hidden_size // 8 * 8)
 
 
 def _stored_name(layer: int) -> str:
-    """Under which name the router of ``layer`` is kept in the memory."""
+    """Return the name of the router of ``layer`` in the memory."""
     return f"router/{layer}"
 
 
 def _fingerprint(model: PreTrainedModel, architecture: Architecture, tokenizer: Any, block_size: int) -> Fingerprint:
-    """The fingerprint of states that ``model`` computes."""
+    """Return the fingerprint of states that ``model`` computes."""
     first = architecture.layers[0]
     return fingerprint_of(
         model,
@@ -568,7 +569,7 @@ def _spec(
     routing_layers: tuple[int, ...] | None,
     codec: str,
 ) -> MemorySpec:
-    """The spec of a new memory for a model: what is stored of a block, and which landmarks it has."""
+    """Return the spec of a new memory for a model: what is stored of a block, and its landmarks."""
     layers, size = architecture.layers, fingerprint.block_size
     if len({(plan.key_heads, plan.head_dim, plan.value_dim) for plan in layers}) > 1:
         raise InvalidArgument(f"the layers of {architecture.name} have key-value states of different shapes")
@@ -603,13 +604,13 @@ def _spec(
 
 
 def embedding_rows(model: PreTrainedModel) -> Tensor:
-    """Rows of a model's embedding that tell which model it is: ``[n, hidden]``, float32."""
+    """Return the rows of a model's embedding that identify the model: ``[n, hidden]``, float32."""
     weight: Tensor = model.get_input_embeddings().weight  # type: ignore[assignment]  # a module's attribute
     return weight[TELLING].detach().cpu().float()
 
 
 def usual_routing_layer(layers: int) -> int:
-    """The layer that chooses blocks for all ``layers`` of a model, unless it is told otherwise."""
+    """Return the default layer that chooses blocks for all ``layers`` of a model."""
     return min(layers - 1, max(1, round(layers * ROUTING_DEPTH)))
 
 

@@ -1,9 +1,9 @@
-"""Reading a text into a memory, segment by segment, each one transaction; and the opening of a prompt, read once.
+"""Reading a text into a memory, with one transaction per segment; and the opening of a prompt, read once.
 
 A segment is a fixed stretch of the document, ``[i * segment, (i + 1) * segment)``. Its tokens see the sink, the window
 before the segment, the segment up to themselves, and blocks chosen by the last tokens before the segment. All of that
-depends on the position in the document alone: reading in one go, in pieces, or one token at a time, with or without
-closing the memory in between, computes the same states.
+depends only on the position in the document. So reading computes the same states in one go, in pieces, or one token at
+a time, even if the memory is closed in between.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from memstore.readers.stock.visible import AttachedDocument, DocumentStates, Sta
 
 
 class _SegmentStates(NamedTuple):
-    """What a segment adds to the document."""
+    """The states that a segment adds to the document."""
 
     tokens: Tensor
     blocks: list[tuple[Tensor, Tensor]]
     """Keys and values of each layer, ``[n, G, S, D]``, from the incomplete last block on."""
     landmarks: dict[int, Tensor]
     recurrent: Sequence[Tensor]
-    """What layers that do not attend remember now, where it is to be kept."""
+    """States of layers without attention after the segment, if they are to be stored."""
     arrived: Callable[[], None]
-    """Waits until all of it is in host memory."""
+    """Waits until all states are in host memory."""
 
 
 class SegmentReading:
@@ -56,7 +56,7 @@ class SegmentReading:
         sink: int,
         segment: int,
     ) -> None:
-        """``after``: what it goes on from, mostly that of the document's end."""
+        """``after``: the states of layers without attention to continue from, usually at the document's end."""
         hooks.check_weights()
         self.hooks, self.job, self.document, self.spec = hooks, job, job.document, spec
         self.window, self.sink, self.segment = window, sink, segment
@@ -86,7 +86,7 @@ class SegmentReading:
             codes.extend(to_device([kept], self.hooks.model.device)[0], at=first)
 
     def compute(self, tokens: Tensor, *, last: bool = True) -> _SegmentStates:
-        """Read the next ``tokens [T]``, which lie within one segment; ``last``: no other one follows for now."""
+        """Read the next ``tokens [T]``, which lie within one segment; ``last``: no other segment follows now."""
         self._read(tokens.long())
         made = self._made(tokens.long(), last=last)
         self.tokens += len(tokens)
@@ -104,7 +104,7 @@ class SegmentReading:
         )
         options: dict[str, Any] = {"reading": True, "retrieve": self.job.retrieve, "recurrent": self.recurrent}
         call = Call(self.selection, seen, self.states.read, **options)
-        with along([tokens], self.hooks.model.device) as there:  # with what the index takes up before it is searched
+        with along([tokens], self.hooks.model.device) as there:  # along with the data of the index, before the search
             if call.routed and not self.selection.by_layer:
                 self._choose(call, begin)
         logits = self.hooks.forward(call, there()[0], logits=self._scores(len(tokens)))
@@ -113,8 +113,8 @@ class SegmentReading:
         self.recurrent = call.recurrent
         call.release()
 
-    # Lists come from the tokens before the segment, not from its own: strictly causal, so a perplexity measured while
-    # reading is honest, and a text gives the same states however it is cut. Layers that choose for themselves have no
+    # Lists come from the tokens before the segment, not from its own. This is strictly causal, so a perplexity measured
+    # while reading is honest. A text gives the same states however it is cut. Layers that choose for themselves have no
     # stored queries and use the segment's own.
     def _choose(self, call: Call, begin: int) -> None:
         layer = self.selection.index_layers[0]
@@ -123,7 +123,7 @@ class SegmentReading:
         call.set_chosen(chosen, from_layer=self.selection.first_layer)
 
     def _keep(self, call: Call) -> None:
-        """Keep the states of the segment, rounded to what is stored of them."""
+        """Keep the states of the segment, rounded to what is stored."""
         for layer, states in enumerate(call.layers):
             assert states.fresh is not None
             keys, values = (x[0].detach() for x in states.fresh)
@@ -132,7 +132,7 @@ class SegmentReading:
             recent.extend(call.codes[layer][0, :, 0], at=self.tokens)
 
     def _made(self, tokens: Tensor, *, last: bool) -> _SegmentStates:
-        """States of all layers as blocks, and landmarks, from the incomplete last block on."""
+        """Return states of all layers as blocks, and landmarks, from the incomplete last block on."""
         size, layers = self.spec.block_size, self.spec.index_layers
         stretch = range(self.tokens // size * size, self.tokens + len(tokens))
         states = [self.states.read(layer, stretch) for layer in range(self.spec.layers)]
@@ -153,11 +153,11 @@ class SegmentReading:
         of_index = dict(zip(layers, copies[count:marks], strict=True))
         return _SegmentStates(tokens, of_layers, of_index, copies[marks:], arrived)
 
-    # With a codec reading goes on with what the memory gives back of complete blocks, so a text that was interrupted
-    # between segments ends in the same states, bit for bit. One that is read in pieces that end within a segment has
-    # states that differ by what the codec loses.
+    # With a codec, reading continues with complete blocks as the memory returns them. So a text that was interrupted
+    # between segments ends in the same states, bit for bit. A text that is read in pieces that end within a segment has
+    # states that differ by the codec's loss.
     def _settle(self, blocks: list[tuple[Tensor, Tensor]], new: int) -> None:
-        """Go on with what the memory will give back of complete blocks: who resumes here has nothing else."""
+        """Replace complete blocks by what the memory will return: a resumed reading has nothing else."""
         if self.spec.codec == "none":
             return
         first = self.tokens // self.spec.block_size
@@ -168,7 +168,7 @@ class SegmentReading:
             self.states.replace(layer, as_tokens(stored["k"]), as_tokens(stored["v"]), at=at)
 
     def commit(self, made: _SegmentStates) -> None:
-        """Store it, in one transaction."""
+        """Store the segment in one transaction."""
         options, self.job.options = self.job.options, None
         made.arrived()
         with self.document.append(made.tokens, reading=options) as batch:
@@ -180,7 +180,7 @@ class SegmentReading:
     def _scores(self, new: int) -> bool:
         return (
             self.job.score_from is not None and self.tokens + new >= self.job.score_from
-        )  # its last logits predict the first token after it
+        )  # its last logits predict the next token
 
     def _score(self, tokens: Tensor, logits: Tensor | None) -> None:
         if logits is None or self.job.score_from is None:
@@ -195,17 +195,17 @@ class SegmentReading:
 
 
 class _RecurrentStates(NamedTuple):
-    """What layers that do not attend remember of the first tokens of a document."""
+    """States of layers without attention after the first tokens of a document."""
 
     tokens: int
     states: Sequence[Tensor] | None
-    """As ``LinearLayers`` has them; None where they have read nothing, or there are none."""
+    """In the form of ``LinearLayers``. None if they have read nothing, or if there are no such layers."""
 
 
 def recurrent_at_end(hooks: Hooks, document: Document, spec: MemorySpec, **sizes: int) -> _RecurrentStates:
-    """That of a document: as it is kept, or computed again from the last that is, by reading what lies behind it.
+    """Return the states of layers without attention at a document's end, as stored, or computed from the last stored.
 
-    Raises ``InvalidArgument`` where not all of that is there any more.
+    Raises ``InvalidArgument`` if blocks needed for this are lost.
     """
     tokens = len(document)
     if hooks.architecture.linear is None:
@@ -223,22 +223,22 @@ def recurrent_at_end(hooks: Hooks, document: Document, spec: MemorySpec, **sizes
     job = Job(document, None, (document.reading or {}).get("retrieve", True))
     reading = SegmentReading(hooks, job, spec, after, **sizes)
     rest = document.tokens(behind)[after.tokens - begin * spec.block_size :]
-    with own_types():  # whoever asks may do so in others
+    with own_types():  # the caller may use other dtypes
         for segment in segments(iter([rest]), after.tokens, reading.segment):
             reading.compute(segment)
     return _RecurrentStates(tokens, reading.recurrent)
 
 
 def _last_kept(document: Document, device: torch.device) -> _RecurrentStates:
-    """The last that is kept and whole."""
+    """Return the last stored states that are undamaged."""
     for place in reversed(document.recurrent_places()):
-        with suppress(DamagedError, NotFound):  # verify names it; what was lost is computed again
+        with suppress(DamagedError, NotFound):  # verify reports the damage; lost states are computed again
             return _RecurrentStates(place, to_device(document.recurrent(place), device))
     return _RecurrentStates(0, None)
 
 
 def ending(segments: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:
-    """Each of ``segments``, and whether it is the last one; that before an error is."""
+    """Yield each of ``segments``, and whether it is the last one. Before an error, a segment counts as the last."""
     before: Tensor | None = None
     try:
         for segment in segments:
@@ -254,9 +254,10 @@ def ending(segments: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:
 
 
 class _RecentStates(DocumentStates):
-    """States of the last tokens of a document, where the model is; what is older comes from the store.
+    """States of the last tokens of a document, on the model's device. Older states come from the store.
 
-    They lie in buffers with room for twice as many tokens as are kept: those move to the front when a buffer is full.
+    The buffers have room for twice as many tokens as are kept. When a buffer is full, the kept tokens move to its
+    front.
     """
 
     def __init__(
@@ -266,21 +267,21 @@ class _RecentStates(DocumentStates):
         self.keep, self.dtype = keep, getattr(torch, spec.dtype)
         self.start: dict[int, int] = {}
         self.count: dict[int, int] = {}
-        """Of each layer, the first token whose states are kept, and how many follow it."""
+        """For each layer, the first token whose states are kept, and the number of kept tokens."""
         self.buffers: dict[int, States] = {}
 
     def read(self, layer: int, tokens: range) -> States:
         if layer in self.start and tokens.start >= self.start[layer]:
             return self._piece(layer, tokens.start - self.start[layer], len(tokens))
         if tokens not in self._there:
-            # What is asked for again and again is the sink; anything else here is asked for once, after reopening.
+            # Only the sink is read again and again. Anything else is read once here, after reopening.
             if len(self._there) > 1:
                 self._there.clear()
             self._there[tokens] = self._read(range(self.layers), tokens)
         return self._there[tokens][layer]
 
     def load(self, tokens: int) -> int:
-        """Fetch the states of the last tokens of a document of ``tokens`` tokens; the first of those tokens."""
+        """Load the states of the last tokens of a document of ``tokens`` tokens; return the first of them."""
         first = max(self.document.blocks.start, (tokens - self.keep) // self.block_size) * self.block_size
         if first < tokens:
             for layer, states in enumerate(self._read(range(self.layers), range(first, tokens))):
@@ -288,7 +289,7 @@ class _RecentStates(DocumentStates):
         return first
 
     def extend(self, layer: int, keys: Tensor, values: Tensor, *, at: int) -> None:
-        """Add states ``[G, n, D]`` of the tokens from ``at`` on, rounded to what is stored of them."""
+        """Add states ``[G, n, D]`` of the tokens from ``at`` on, rounded to what is stored."""
         if layer not in self.buffers:
             self.start[layer], self.count[layer] = at, 0
             self.buffers[layer] = self._buffer(keys), self._buffer(values)
@@ -296,13 +297,13 @@ class _RecentStates(DocumentStates):
             excess = (self.count[layer] - self.keep) // self.block_size * self.block_size
             self.start[layer] += excess
             self.count[layer] -= excess
-            kept = [x.clone() for x in self._piece(layer, excess, self.count[layer])]  # they may overlap their place
+            kept = [x.clone() for x in self._piece(layer, excess, self.count[layer])]  # may overlap their new place
             self._put(layer, 0, *kept)
         self._put(layer, self.count[layer], keys, values)
         self.count[layer] += keys.shape[1]
 
     def replace(self, layer: int, keys: Tensor, values: Tensor, *, at: int) -> None:
-        """Put states ``[G, n, D]`` in the place of those of the tokens from ``at`` on."""
+        """Replace the states of the tokens from ``at`` on by ``[G, n, D]``."""
         self._put(layer, at - self.start[layer], keys, values)
 
     @property
@@ -341,8 +342,8 @@ class _RecentCodes:
         self.start, self.codes = self.start + excess, codes[excess:]
 
     def read(self, tokens: range) -> Tensor:
-        """Codes ``[n, dim]`` of ``tokens``, as far as they are kept."""
-        first = max(0, tokens.start)  # the beginning of a document has fewer tokens than choose together
+        """Return the codes ``[n, dim]`` of ``tokens`` that are kept."""
+        first = max(0, tokens.start)  # at the beginning of a document there are fewer tokens than choose together
         assert self.codes is not None
         assert first >= self.start, "codes were asked for that are not kept"
         return self.codes[first - self.start : tokens.stop - self.start]
@@ -350,32 +351,32 @@ class _RecentCodes:
 
 @dataclass(frozen=True, eq=False)
 class Opening:
-    """The first tokens of prompts, and their states: what a template and a system prompt say before every question.
+    """The first tokens of prompts, and their states: the template and system prompt before every question.
 
-    That says nothing of what is wanted, so it attends to the sink and to itself, and not to what is retrieved. Its
-    states are then the same for every question, and are kept until something is committed: of the prompt of a short
-    question they are more than half.
+    They say nothing about the question, so they attend to the sink and to themselves, and not to retrieved blocks.
+    Their states are then the same for every question, and are kept until the next commit. They are more than half of
+    the prompt of a short question.
     """
 
     tokens: Tensor
     """``[n]``"""
     states: list[tuple[Tensor, Tensor, Tensor]]
-    """Of each layer: keys, at the positions that they are attended at, and values ``[1, G, P + n, D]``, with those of
-    the sink before them; and the positions of the sink ``[1, 1, P]``."""
+    """For each layer: keys, at their positions, and values ``[1, G, P + n, D]``, after those of the sink; and the
+    sink's positions ``[1, 1, P]``."""
 
     @classmethod
     def computed(cls, hooks: Hooks, call: Call, tokens: Tensor) -> Opening:
-        """That of the prompts that begin with ``tokens [n]``, by ``call``, which is released."""
+        """Compute the opening of prompts that begin with ``tokens [n]``, by ``call``, which is released."""
         call.observers, call.routed = (), False
         try:
-            with own_types():  # whoever asks next may ask in others
+            with own_types():  # the next caller may use other dtypes
                 hooks.forward(call, tokens, whole=True)
             return cls(tokens, [layer.all_states() for layer in call.layers])
         finally:
             call.release()
 
     def begin(self, call: Call) -> None:
-        """Let ``call`` go on after it."""
+        """Let ``call`` continue after the opening."""
         call.length, call.opening = len(self.tokens), self.tokens
         for layer, states in zip(call.layers, self.states, strict=True):
             layer.begin(*states)

@@ -1,18 +1,18 @@
-"""Which blocks a call attends to, and where they are placed: options, routers and words of one attached model.
+"""The blocks that a call attends to, and their positions: options, routers and words of one attached model.
 
-States find what is meant, words find names and numbers: on questions of people they fail at different ones. So where
-somebody asks in words, a block's score for a query is that of its states plus ``Retrieval.words`` times BM25's of the
-words that both have, as far as that is above a fifth of what all words of the query are worth. A question in other
-words, which shares "which" and "her" with some block and nothing else, is left to the states.
+States find meanings, words find names and numbers: on people's questions they fail at different ones. So for a query in
+words, a block's score has two parts. The score of its states is added to ``Retrieval.words`` times a BM25 score of the
+common words. Only the part above a fifth of the worth of all query words counts. A question in other words may share
+only "which" and "her" with some block. It is left to the states.
 
-States are stored without positions; positions are applied when blocks are fetched. What a query sees is, in this order,
+States are stored without positions; positions are applied when blocks are fetched. A query sees, in this order,
 
     sink | retrieved blocks | direct tokens (the window) | local tokens (the segment itself)
 
-``stingy`` gives these consecutive positions from 0 on, however long the document is (after section 3.2.1 of Mohtashami
-& Jaggi 2023), one slot of ``block_size`` positions for each retrieved block. ``true`` gives every token its place in
-the document; it is exact while the document is shorter than what the model was trained for. ``clamped`` is ``true``,
-moved down so that the local tokens start at ``limit`` at most, with everything that would come before 0 at position 0.
+``stingy`` gives these consecutive positions from 0 on, however long the document is. Each retrieved block has one slot
+of ``block_size`` positions (after section 3.2.1 of Mohtashami & Jaggi 2023). ``true`` gives every token its place in
+the document. It is exact while the document is shorter than the model's training length. ``clamped`` is ``true``, moved
+down so that the local tokens start at ``limit`` at most. Tokens that would come before 0 are at position 0.
 """
 
 from __future__ import annotations
@@ -43,39 +43,40 @@ if TYPE_CHECKING:
     from memstore.memory import Document
 
 LEAST = 0.2
-"""Share of what the words of a query are worth that a block must have more of."""
+"""A block's words must have more than this share of the worth of all query words."""
 OWN = 0.25
-"""Part of the vote that a block has by its own words; the rest is that of the better pair with a neighbour."""
+"""Share of the vote for a block's own words. The rest is for the better pair with a neighbour."""
 RANKS = 20
-"""Of reciprocal ranks: how little the first few places differ."""
+"""In reciprocal ranks: a higher number makes the first few places more alike."""
 UNKNOWN = -1
 """A word that no block has."""
 AT_ONCE = 1024
 """Blocks that are decoded at a time."""
 MEMOS = 1024
-"""Positions and rotations of lists of blocks kept before all are made anew; a small ``every`` alone makes that many."""
+"""Most positions and rotations of lists that are kept. Then all are made again. Only a small ``every`` makes so
+many."""
 _NO_WORDS = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(frozen=True, eq=False)
 class CandidateLists:
-    """The lists that are attended to: one for each row of the batch, or one for all."""
+    """The lists of blocks that layers attend to: one for each row of the batch, or one for all."""
 
     numbers: Tensor
     """``[B or 1, lists, K]`` numbers of candidates, ascending in each list."""
     slots: Tensor
-    """``[B or 1, lists, K]``: the slot that each takes with stingy positions."""
+    """``[B or 1, lists, K]``: the slot of each block with stingy positions."""
     scores: Tensor
-    """``[B or 1, lists, K]`` float32: by what they were chosen; NaN where nobody had to choose."""
+    """``[B or 1, lists, K]`` float32: the scores of the choice; NaN if no choice was needed."""
 
     def same(self, other: CandidateLists) -> bool:
-        """True if ``other`` is the same blocks in the same slots."""
+        """Whether ``other`` has the same blocks in the same slots."""
         return torch.equal(self.numbers, other.numbers) and torch.equal(self.slots, other.slots)
 
     def without(self, lost: Tensor) -> CandidateLists:
-        """Lists without the candidates ``lost [n]``; those that lose fewer also give up their lowest slots.
+        """Return lists without the candidates ``lost [n]``. Lists that lose fewer also give up their lowest slots.
 
-        So all lists have one length. The slots that are left stay where they are.
+        So all lists have one length. The other slots stay where they are.
         """
         bad = torch.isin(self.numbers, lost)
         most = int(bad.sum(-1).max())
@@ -83,7 +84,7 @@ class CandidateLists:
         return CandidateLists(*(each.gather(-1, order) for each in (self.numbers, self.slots, self.scores)))
 
     def rows(self, rows: Tensor) -> CandidateLists:
-        """Those of the given rows; itself where it serves all rows."""
+        """Return the lists of the given rows, or itself if it serves all rows."""
         if len(self.numbers) == 1:
             return self
         return CandidateLists(*(each.index_select(0, rows) for each in (self.numbers, self.slots, self.scores)))
@@ -91,22 +92,22 @@ class CandidateLists:
 
 @dataclass(eq=False)
 class FetchedList:
-    """What a layer has of a list, once it has fetched the states."""
+    """A list in a layer, after its states are fetched."""
 
     chosen: CandidateLists
-    """What could be read of it."""
+    """The readable part of the list."""
     start: int
-    """The key at which the retrieved blocks begin, which follow each other."""
+    """The key at which the retrieved blocks begin; they are consecutive."""
     tiers: dict[int, str] | None
-    """Where each candidate was when it was chosen; None where nobody was watching."""
+    """The tier of each candidate when it was chosen; None without observers."""
     gather_seconds: float
-    """Time it took."""
+    """Seconds that fetching took."""
     void: Tensor | None = None
-    """``[B or 1, lists, K]``: True where a list was filled up with what it does not attend to."""
+    """``[B or 1, lists, K]``: True where a list was filled up with blocks that it does not attend to."""
 
 
 class Selection:
-    """Chooses candidates by number; knows nothing of states and positions."""
+    """The choice of candidates by number. It does not use states and positions."""
 
     def __init__(
         self,
@@ -119,59 +120,59 @@ class Selection:
         self.architecture, self.retrieval, self.block_size = architecture, retrieval, block_size
         self.index_layers = tuple(index_layers)
         self.routers: dict[int, list[Router]] = {}
-        """Of each routing layer, one for each memory."""
+        """For each routing layer, one router for each memory."""
         self.words = words
         self.short = ShortDocuments()
         self.likelihood: Callable[[Candidates, Tensor, Tensor], Tensor] | None = None
-        """How likely a query is behind each of some candidates."""
+        """Returns how likely a query is after each of some candidates."""
         self._last: tuple[Retrieval, ReferenceType[Candidates], list[Tensor], Tensor] | None = None
-        """Of the last query of words: how it chose, among what, its codes and the tokens of its parts, the scores."""
+        """For the last query of words: options, candidates, its codes and the tokens of its parts, and the scores."""
         self.search_seconds = 0.0
-        """Time spent on choosing since a layer told who watches what it chose."""
+        """Time spent on choosing since a layer last reported to the observers."""
         self.ended = False
-        """The memory has been taken out of the model."""
+        """Whether the memory has been taken out of the model."""
 
     @property
     def by_layer(self) -> bool:
-        """True if every layer chooses for itself."""
+        """Whether every layer chooses for itself."""
         return self.retrieval.share != "model"
 
     @property
     def first_layer(self) -> int:
-        """The first layer that attends to a routed list: the layers before the routing one see sink and window only."""
+        """The first layer that attends to a routed list. Layers before the routing layer see sink and window only."""
         return self.index_layers[0]
 
     @property
     def position_limit(self) -> int:
-        """The last clamped position at which local tokens may start: a quarter of the trained range is left to them."""
+        """The last clamped position where local tokens may start. A quarter of the trained range is left to them."""
         return self.architecture.max_positions * 3 // 4
 
     def slots(self, candidates: Candidates) -> int:
-        """Blocks in a list over ``candidates``."""
+        """Return the number of blocks in a list over ``candidates``."""
         top_k = self.retrieval.top_k
         return len(candidates) if top_k == "all" else min(top_k, len(candidates))
 
     def everything(self, candidates: Candidates) -> CandidateLists | None:
-        """All candidates as one list if a list holds them all, else None: then somebody has to choose."""
+        """Return all candidates as one list if they fit into one, else None: then a choice is needed."""
         if self.slots(candidates) < len(candidates):
             return None
         numbers = torch.arange(len(candidates))[None, None]
         return CandidateLists(numbers, numbers, torch.full(numbers.shape, float("nan")))
 
     def encode(self, layer: int, hidden: Tensor) -> Tensor:
-        """Codes ``[B, T, memories, dim]`` of hidden states ``[B, T, hidden]``, to be stored."""
+        """Return codes ``[B, T, memories, dim]`` of hidden states ``[B, T, hidden]``, to be stored."""
         return torch.stack([router.encode(hidden.detach()) for router in self.routers[layer]], dim=2)
 
     def ask(self, layer: int, hidden: Tensor) -> Tensor:
-        """The same of a query: a code is as long as its token counts."""
+        """Return codes of a query. The length of a code is the weight of its token."""
         return torch.stack([router.ask(hidden.detach()) for router in self.routers[layer]], dim=2)
 
     def route(
         self, candidates: Candidates, layer: int, rows: Sequence[Tensor], query: Query | None = None
     ) -> CandidateLists:
-        """One list for all layers from each row's query codes ``[t, memories, dim]``, all of which choose together.
+        """Choose one list for all layers from each row's query codes ``[t, memories, dim]``, which choose together.
 
-        ``query``: its tokens, where they are words that somebody asks with; see ``Retrieval.words``.
+        ``query``: its tokens, if somebody asks in words; see ``Retrieval.words``.
         """
         begun = time.perf_counter()
         lists = [self._route_row(candidates, layer, codes, query) for codes in rows]
@@ -187,7 +188,7 @@ class Selection:
     def _route_row(
         self, candidates: Candidates, layer: int, codes: Tensor, query: Query | None
     ) -> tuple[Tensor, Tensor]:
-        # Words may lift any block, so where they vote every block is scored.
+        # Words may lift any block. So if words vote, every block is scored.
         every = query is not None and (self.retrieval.words or self.retrieval.rerank)
         found = None if every else self._pruned(candidates, layer, codes)
         if found is None:
@@ -195,13 +196,13 @@ class Selection:
         numbers, best = found
         return numbers[None], best[None]
 
-    # Two looks choose 0.96 of the eight blocks that all scores choose among a million codes: another answer now and
-    # then, so it is asked for by name (`codes:pruned`). The heirs of the best k blocks are the only heirs that can be
-    # among the best k. Several documents are scored in full, since mean and deviation are taken over all.
+    # Two looks choose 0.96 of the eight blocks that all scores choose among a million codes. The answer differs now and
+    # then, so this index must be named (`codes:pruned`). Only heirs of the best k blocks can be among the best k.
+    # Several documents are scored in full, because mean and deviation are taken over all.
     def _pruned(self, candidates: Candidates, layer: int, codes: Tensor) -> tuple[Tensor, Tensor] | None:
-        """As ``choose`` of ``routed``, by an index that need not score every block; None where that cannot be.
+        """Choose as ``choose`` of ``routed`` does, by an index that need not score every block; None if impossible.
 
-        Such an index knows one run of full blocks and one group of query tokens.
+        Such an index takes one run of full blocks and one group of query tokens.
         """
         parts = [(source, blocks) for source, blocks in candidates.parts if blocks]
         if len(parts) != 1 or candidates.incomplete:
@@ -214,10 +215,10 @@ class Selection:
         return best_inherited(scores, ids - blocks.start, len(blocks), top_k)
 
     def routed(self, candidates: Candidates, layer: int, codes: Tensor, query: Query | None = None) -> Tensor:
-        """Scores ``[N]`` of the candidates for query codes ``[t, memories, dim]``, and the words of ``query``."""
+        """Score the candidates by query codes ``[t, memories, dim]``, and by the words of ``query``: ``[N]``."""
         options = self.retrieval
         asked = [] if query is None else [codes, *(tokens for tokens, _ in query.parts)]
-        if asked and self._last is not None:  # an answer asks what was asked for its quote
+        if asked and self._last is not None:  # an answer repeats the query of its quote
             how, among, same, found = self._last
             alike = how == options and among() is candidates and len(same) == len(asked)
             if alike and all(map(torch.equal, same, asked)):
@@ -235,7 +236,7 @@ class Selection:
         return found
 
     def _reranked(self, candidates: Candidates, scores: Tensor, query: Tensor) -> Tensor:
-        """Scores ``[N]`` of which the best are reciprocal ranks, see ``Retrieval.rerank``; the others are below."""
+        """Replace the best scores ``[N]`` by reciprocal ranks, see ``Retrieval.rerank``; the others stay below."""
         assert self.likelihood is not None, "a reader can tell"
         best = scores.topk(min(self.retrieval.rerank, len(scores))).indices
         numbers, order = best.cpu().sort()
@@ -247,7 +248,7 @@ class Selection:
     def choose_in_layer(
         self, candidates: Candidates, plan: LayerPlan, rows: Sequence[Tensor], *, whole: bool
     ) -> CandidateLists:
-        """The layer's own lists from each row's queries ``[H, t, D]``.
+        """Choose the layer's own lists from each row's queries ``[H, t, D]``.
 
         ``whole`` lets all query tokens choose; otherwise the last ``span`` do.
         """
@@ -264,14 +265,15 @@ class Selection:
 
 
 def units_and_weights(codes: Tensor, candidates: Candidates) -> tuple[list[Tensor], Tensor]:
-    """A query's codes ``[t, memories, dim]`` with length 1, ``[1, t, dim]`` for each memory, and their lengths ``[t]``.
+    """Return a query's codes with length 1, ``[1, t, dim]`` for each memory, and their lengths ``[t]``.
 
-    Routers of several memories may differ: then a token counts as much as those of the candidates say on average.
+    ``codes`` are ``[t, memories, dim]``. Routers of several memories may differ. Then a token's weight is the mean over
+    the memories of the candidates.
     """
     lengths = codes.norm(dim=-1, keepdim=True)
     units = codes / lengths.clamp(min=1e-12)
     asked = sorted({source.memory for source, blocks in candidates.parts if blocks})
-    weights = torch.stack([lengths[:, memory, 0] for memory in asked]).mean(0)  # a list of numbers would be copied
+    weights = torch.stack([lengths[:, memory, 0] for memory in asked]).mean(0)  # indexing with a list would copy
     return [each[None] for each in units.unbind(1)], weights
 
 
@@ -284,48 +286,49 @@ class _DocumentRun(NamedTuple):
 
     state: _State
     digest: str | None
-    """Of the document when it was in this state; None where it is not known."""
+    """The digest of the document in this state; None if it is unknown."""
     stop: int
-    """The first block that is not complete."""
+    """The first incomplete block."""
     words: Tensor
-    """Of the complete blocks."""
+    """The words of the complete blocks."""
     of: Tensor
-    """The block of each."""
+    """The block of each word."""
     tokens: int
     last: Tensor
-    """The words of the block that is not complete, when the document had so many ``tokens``."""
+    """The words of the incomplete block, when the document had so many ``tokens``."""
 
     def goes_on(self, state: _State, digest: str | None) -> bool:
-        """Whether a document in ``state`` begins with these: it has grown at most, or was opened again as it was."""
+        """Whether a document in ``state`` begins with these words: it has grown, or was opened again unchanged."""
         same = digest is not None and (self.digest, self.state[-1]) == (digest, state[-1])
         return self.state == state or same
 
 
 class DocumentWords:
-    """The words of the documents that a reader sees. One thread at a time, as the reader.
+    """The words of the documents that a reader sees. One thread at a time, like the reader.
 
-    An answer often stands in the block beside the one that has the question's words, so most of the vote is that of a
-    block together with its neighbour. And a word is its first letters here, for "settlers" asks for "settled" too.
+    An answer often stands in the block beside the block with the question's words. So most of the vote is that of a
+    block together with its neighbour. Words count by their first letters, because "settlers" should also find
+    "settled".
 
-    Token ids are stored with the blocks, so nothing else is: the words of a document are read off when the first query
-    comes, in about a second for a million tokens, and those of new blocks as they come. An edit starts anew. What was
-    read outlives the opening of a memory, for a chat opens it for each turn, but counts only for the same complete
-    blocks. An index lives as long as the candidates that it is of.
+    Token ids are stored with the blocks, so nothing else is stored. The words of a document are decoded when the first
+    query comes, in about a second for a million tokens. Words of new blocks are decoded as they come. After an edit,
+    all words of the document are decoded again. Decoded words are kept when a memory is closed, because a chat opens it
+    for each turn. But they count only for the same complete blocks. An index is kept as long as its candidates.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Without a tokenizer every token is a word of its own."""
+        """Without a tokenizer, every token is a word of its own."""
         self._tokenizer = tokenizer
         self._numbers: defaultdict[str, int] = defaultdict(count().__next__)
         self._runs: dict[tuple[int, str], _DocumentRun] = {}
         self._indexes: WeakKeyDictionary[Candidates, tuple[WordIndex, WordIndex]] = WeakKeyDictionary()
 
     def score(self, candidates: Candidates, query: Query) -> Tensor:
-        """What the words of ``query`` add to the scores of the candidates: ``[N]``, at least 0."""
+        """Return what the words of ``query`` add to the scores of the candidates: ``[N]``, at least 0."""
         return sum((weight * self._score(candidates, tokens) for tokens, weight in query.parts), torch.zeros(()))
 
     def _score(self, candidates: Candidates, tokens: Tensor) -> Tensor:
-        own, pairs = self._index(candidates)  # first, for it learns words
+        own, pairs = self._index(candidates)  # first, because it learns words
         words = self._words(tokens)
         after = pairs.score(words, least=LEAST)
         before = F.pad(after[:-1], (1, 0)).where(candidates.consecutive(), 0)
@@ -338,7 +341,7 @@ class DocumentWords:
         return torch.tensor([self._numbers.get(word[:STEM], UNKNOWN) for word in words], dtype=torch.int64)
 
     def _index(self, candidates: Candidates) -> tuple[WordIndex, WordIndex]:
-        """Of the candidates, and of each of them together with the one that follows it in its document."""
+        """Return an index of the candidates, and one of each candidate together with the next one in its document."""
         index = self._indexes.get(candidates)
         if index is None:
             words, of, first = [_NO_WORDS], [_NO_WORDS], 0
@@ -355,7 +358,7 @@ class DocumentWords:
         return index
 
     def _run(self, source: AttachedDocument, blocks: range) -> tuple[Tensor, Tensor]:
-        """The words of ``blocks``, in their order, and the block of each."""
+        """Return the words of ``blocks``, in order, and the block of each word."""
         if not blocks:
             return _NO_WORDS, _NO_WORDS
         document, entry = source.document, source.state
@@ -397,14 +400,14 @@ class DocumentWords:
 
 @dataclass(frozen=True)
 class _Placement:
-    """Positions of everything that comes before the local tokens."""
+    """Positions of all tokens before the local tokens."""
 
     sink: Tensor
     """``[1, 1, sink tokens]``"""
     retrieved: Tensor
     """``[B or 1, heads or 1, K * S]``"""
     local_start: int
-    """Position of the first local token; direct tokens are placed right before it."""
+    """Position of the first local token. Direct tokens are placed right before it."""
 
 
 def place(
@@ -420,7 +423,7 @@ def place(
     """Place ``sink`` and ``direct`` (ranges of token numbers) and the retrieved ``blocks [B, heads, K]``.
 
     ``slots [B, heads, K]`` says which of the K slots each block takes (stingy positions only).
-    ``limit`` is the highest position that the local tokens may start at, for ``clamped``.
+    ``limit`` is the highest position where the local tokens may start, for ``clamped``.
     """
     device = slots.device
     within = torch.arange(block_size, device=device)
@@ -438,7 +441,7 @@ def place(
 
 
 class LocalTokens:
-    """The local tokens of a call: how many there are, their positions, and their masks. All layers share them."""
+    """The local tokens of a call: their number, their positions, and their masks. All layers share them."""
 
     def __init__(self, selection: Selection, seen: VisibleParts, candidates: Candidates) -> None:
         self.selection, self.seen, self.candidates = selection, seen, candidates
@@ -447,18 +450,18 @@ class LocalTokens:
         self.start_again()
 
     def start_again(self) -> None:
-        """Stand without local tokens."""
+        """Drop all local tokens."""
         self.length = 0
         self.tokens = 0
         self.padding: Tensor | None = None
         self.memo: dict[object, Any] = {}
-        """What is known of a list of blocks; it holds the list, so that its id is not used again."""
+        """Results for a list of blocks. It also holds the list, so that its id is not used again."""
         self._step_memo: dict[object, Any] = {}
 
     def stand(self, tokens: int, padding: Tensor | None, device: torch.device, positions: Tensor | None = None) -> None:
         """Take the places of ``tokens`` new tokens; ``padding [B, local tokens]`` is True on real tokens.
 
-        ``positions [B or 1, tokens]`` are counted from the first local token; without them each token comes one after
+        ``positions [B or 1, tokens]`` are counted from the first local token. Without them, each token comes one after
         the token before it.
         """
         self.tokens, self.padding, self.device = tokens, padding, device
@@ -469,7 +472,7 @@ class LocalTokens:
         self._check_last(counted=padding is None and positions is None)
 
     def placement(self, chosen: CandidateLists | None) -> _Placement:
-        """The positions of what is seen of the memory, with the list ``chosen``."""
+        """Return the positions of the visible memory, with the list ``chosen``."""
         key = ("placement", id(chosen))
         if key not in self.memo:
             blocks = slots = torch.zeros(1, 1, self.slots, dtype=torch.long, device=self.device)
@@ -490,14 +493,14 @@ class LocalTokens:
         return placement
 
     def _where(self, chosen: CandidateLists) -> list[Tensor]:
-        """Blocks and slots of a list on the device."""
+        """Return blocks and slots of a list, on the device."""
         key = ("where", id(chosen))
         if key not in self.memo:
             self.memo[key] = (chosen, *to_device(self.numbered(chosen), self.device))
         return list(self.memo[key][1:])
 
     def numbered(self, chosen: CandidateLists) -> list[Tensor]:
-        """Blocks and slots of a list, in host memory."""
+        """Return blocks and slots of a list, in host memory."""
         return [self.candidates.blocks[chosen.numbers], chosen.slots]
 
     @property
@@ -506,14 +509,14 @@ class LocalTokens:
         return self.placement(None).local_start
 
     def _local_places(self) -> Tensor:
-        """Places of the new tokens, ``[B or 1, T]``."""
+        """Return the places of the new tokens, ``[B or 1, T]``."""
         return self._all_local_places(self.length + self.tokens)[:, -self.tokens :]
 
     def _all_local_places(self, count: int) -> Tensor:
-        """Places of the first ``count`` local tokens ``[B or 1, n]``, which need not be there yet.
+        """Return the places of the first ``count`` local tokens ``[B or 1, n]``, which may still be missing.
 
-        A row begins at its first real token, so that rows of a batch stand as they would alone. What is masked after
-        it keeps its place, as in transformers.
+        A row begins at its first real token, so rows of a batch stand as they would alone. Tokens that are masked after
+        it keep their place, as in transformers.
         """
         places = torch.arange(count, device=self.device)[None]
         if self.padding is not None:
@@ -521,14 +524,14 @@ class LocalTokens:
         return self.start + places
 
     def _check_last(self, *, counted: bool) -> None:
-        """Raise ``InvalidArgument`` where the model has no such positions; ``counted``: they follow each other."""
+        """Raise ``InvalidArgument`` if the model has no such positions; ``counted``: they are consecutive."""
         architecture = self.selection.architecture
         learned, border = architecture.learned_positions, architecture.rotary_border
         border = architecture.max_positions if learned else border
-        # What no memory is behind may be turned in any way: the model alone would turn it so.
+        # Without a memory any rotation is allowed: the model alone would rotate the same way.
         if border is None or not (learned or self.start or self.candidates):
             return
-        # Positions that are not counted have to be fetched from the device.
+        # Positions that are not consecutive have to be fetched from the device.
         last = self.start + self.length + self.tokens - 1 if counted else int(self.positions.max())
         if last < border:
             return
@@ -541,9 +544,9 @@ class LocalTokens:
         )
 
     def prefix_cos_sin(self, rotary: LayerRotary, positions: Tensor, rows: int) -> CosSin | None:
-        """Cosines and sines for ``positions [B or 1, heads or 1, n]``, shared by the layers that have the same table.
+        """Return cosines and sines for ``positions [B or 1, heads or 1, n]``, shared by layers with the same table.
 
-        Where heads differ, rows and heads become one dimension.
+        If heads differ, rows and heads become one dimension.
         """
         key = ("prefix", rotary.table, id(positions))
         if key not in self.memo:
@@ -554,7 +557,7 @@ class LocalTokens:
         return cos_sin
 
     def local_cos_sin(self, rotary: LayerRotary) -> CosSin | None:
-        """Cosines and sines of the new tokens."""
+        """Return cosines and sines of the new tokens."""
         if rotary.table not in self._step_memo:
             self._step_memo[rotary.table] = rotary.cos_sin(self.positions)
         cos_sin: CosSin | None = self._step_memo[rotary.table]
@@ -563,10 +566,10 @@ class LocalTokens:
     def mask(
         self, dtype: torch.dtype, sliding: int | None, fetched: FetchedList | None, prefix: Tensor
     ) -> Tensor | None:
-        """Additive mask ``[B or 1, heads or 1, T, M]`` for the last ``M`` keys of a layer; None where all are visible.
+        """Additive mask ``[B or 1, heads or 1, T, M]`` for the last ``M`` keys of a layer; None if all are visible.
 
-        The memory is visible to every token, unless a sliding window ends within it or a block is not full. The layer
-        attends to the list ``fetched``; its keys begin with those at the positions ``prefix [B or 1, heads or 1, P]``.
+        Every token sees the memory, unless a sliding window ends within it or a block is not full. The layer attends to
+        the list ``fetched``. Its keys begin with those at the positions ``prefix [B or 1, heads or 1, P]``.
         """
         empty = self._empty(fetched)
         if self.tokens == 1 and self.padding is None and sliding is None and empty is None:
@@ -589,7 +592,7 @@ class LocalTokens:
         return mask
 
     def _empty(self, fetched: FetchedList | None) -> Tensor | None:
-        """``[B or 1, lists, 1, n]``: where the first ``n`` keys of a layer have no token, or None."""
+        """``[B or 1, lists, 1, n]``: where the first ``n`` keys of a layer have no token; None if all have one."""
         if fetched is None or not (self.candidates.incomplete or fetched.void is not None):
             return None
         chosen, start, void = fetched.chosen, fetched.start, fetched.void
@@ -606,7 +609,7 @@ class LocalTokens:
         return empty_keys
 
     def _visible_local(self, count: int) -> Tensor:
-        """``[B or 1, 1, T, count]``: causal, without padding (a token always sees itself, so that no row is empty)."""
+        """``[B or 1, 1, T, count]``: causal, without padding. A token always sees itself, so no row is empty."""
         rows = torch.arange(self.length, self.length + self.tokens, device=self.device)[:, None]
         columns = torch.arange(count, device=self.device)
         causal = (columns <= rows)[None, None]
@@ -615,7 +618,7 @@ class LocalTokens:
         return (causal & self.padding[:, None, None, :]) | (columns == rows)
 
     def _within(self, prefix: Tensor, sliding: int, count: int) -> Tensor:
-        """``[B or 1, heads or 1, T, P + count]``: less than ``sliding`` places back, wherever positions were given."""
+        """``[B or 1, heads or 1, T, P + count]``: less than ``sliding`` places back, even if positions were given."""
         local = self._all_local_places(count)
         batch = max(len(local), len(prefix))
         keys = torch.cat((prefix.expand(batch, -1, -1), local[:, None].expand(batch, prefix.shape[1], -1)), dim=-1)

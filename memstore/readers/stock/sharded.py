@@ -1,9 +1,9 @@
-"""How a stock model searches and attends to a memory together with other ranks: each has a share of the blocks.
+"""How a stock model and other ranks search and attend to a memory together: each has a share of the blocks.
 
-A rank scores its own blocks, and names its best; the best of all are those of the whole memory. It fetches the states
-of its own winners alone and attends to them; the first rank also attends to everything else. Partial results are merged
-by their log-sum-exp in one collective for each layer: exact up to the order of sums. Scores are standardised over all
-blocks, so the ranks add up their moments first.
+A rank scores its own blocks, and names its best. The best of these are the best of the whole memory. Each rank fetches
+the states of its own winners alone and attends to them. The first rank also attends to everything else. Partial results
+are merged by their log-sum-exp, in one collective for each layer. This is exact up to the order of sums. Scores are
+standardised over all blocks, so the ranks first add up their moments.
 """
 
 from __future__ import annotations
@@ -35,37 +35,37 @@ from memstore.readers.stock.visible import (
 
 @dataclass(eq=False)
 class OwnPart:
-    """What this rank fetches of lists that all ranks have chosen."""
+    """The part of the chosen lists that this rank fetches."""
 
     chosen: CandidateLists
-    """``[B or 1, lists, n]``: its own candidates; short lists are filled up."""
+    """``[B or 1, lists, n]``: this rank's own candidates; short lists are filled up."""
     columns: Tensor
-    """``[B or 1, lists, n]``: where they stand in the whole lists."""
+    """``[B or 1, lists, n]``: their columns in the whole lists."""
     void: Tensor | None
-    """``[B or 1, lists, n]``: True where a list was filled up; None where none was."""
+    """``[B or 1, lists, n]``: True where a list was filled up; None if none was."""
 
 
 class _Scores(NamedTuple):
     scores: Tensor
     """``[H, T, n]`` float32"""
     numbers: Tensor
-    """``[n]``: of the candidates, ascending."""
+    """``[n]``: the numbers of the candidates, ascending."""
     own: Tensor
-    """``[n]``: False for those that only precede a run of this rank's."""
+    """``[n]``: False for candidates that only precede a run of this rank's blocks."""
 
 
 class ShardedSelection(Selection):
-    """Chooses as ``Selection`` does, together with the other ranks."""
+    """A ``Selection`` that chooses together with the other ranks."""
 
     def __init__(self, share: Share, *options: Any) -> None:
-        """``options`` are those of ``Selection``."""
+        """Take a rank's share, and the ``options`` of ``Selection``."""
         super().__init__(*options)
         self.share, self.ranks = share, share.ranks
         self.last = ShortDocuments()
         """The last blocks of short documents."""
 
     def own_part(self, candidates: Candidates, chosen: CandidateLists) -> OwnPart:
-        """What this rank fetches of ``chosen``."""
+        """Return this rank's part of ``chosen``."""
         mine = self._owners(candidates)[chosen.numbers] == self.ranks.rank
         most = int(mine.sum(-1).max())
         columns = (~mine).long().sort(dim=-1, stable=True).indices[..., :most]
@@ -76,7 +76,7 @@ class ShardedSelection(Selection):
         return OwnPart(CandidateLists(numbers.where(~void, numbers[~void][0]), slots, scores), columns, void)
 
     def _owners(self, candidates: Candidates) -> Tensor:
-        """The rank of each candidate, ``[N]``."""
+        """Return the rank of each candidate, ``[N]``."""
         parts = [
             self.share.owners(source.document, torch.arange(blocks.start, blocks.stop))
             for source, blocks in candidates.parts
@@ -119,14 +119,14 @@ class ShardedSelection(Selection):
         return self._chosen(found, 0.0)
 
     def _scored(self, candidates: Candidates, layer: int, queries: Sequence[Tensor]) -> _Scores:
-        """Scores of this rank's candidates, and of the one before each run of them."""
+        """Score this rank's candidates, and the one before each run of them."""
         parts, stop = [], 0
         for source, blocks in candidates.parts:
             stop += len(blocks)
             ids = torch.arange(blocks.start, blocks.stop)
             own = self.share.mine(source.document, ids)
             wanted = own.clone()
-            wanted[:-1] |= own[1:]  # a block passes some of its score on to the one after it
+            wanted[:-1] |= own[1:]  # a block passes some of its score on to the next one
             ids, own = ids[wanted], own[wanted]
             last = len(ids) and int(ids[-1]) == blocks.stop - 1
             tokens = candidates.incomplete.get(stop - 1) if last else None
@@ -139,14 +139,14 @@ class ShardedSelection(Selection):
     def _scores_of(
         self, source: AttachedDocument, layer: int, ids: Tensor, part: ShortDocument, queries: Tensor, *, short: bool
     ) -> Tensor:
-        """Scores ``[H, T, n]`` of the blocks ``ids [n]`` of a ``part``; ``short``: as those of short documents."""
+        """Score the blocks ``ids [n]`` of a ``part``: ``[H, T, n]``; ``short``: as blocks of short documents."""
         full, scores = ids if part.tokens is None else ids[:-1], [queries.new_empty(*queries.shape[:2], 0)]
         if len(full):
             scores.append(self.share.index(source.document, layer, full).score(queries, allowed=full)[0])
         if part.tokens is not None:
             last = part._replace(blocks=part.blocks[-1:])
             spec = last.document.memory.spec
-            if short:  # in the type that an index keeps
+            if short:  # in the dtype of an index
                 scores.append(self.last.score(source.memory, layer, (last,), queries))
             else:
                 keys = last.document.layer(layer).landmarks(last.blocks)[0]
@@ -157,10 +157,10 @@ class ShardedSelection(Selection):
 def attend_together(
     ranks: Ranks, fetched: range, q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, **options: Any
 ) -> Tensor:
-    """Attention over what all ranks have fetched, and once over everything else.
+    """Attend to the blocks that all ranks have fetched, and once to everything else.
 
-    As ``attend``: ``q [B, H, T, D]``, and this rank's ``keys, values [B, heads, n, D]``, of which it has ``fetched``
-    some as its part of the lists.
+    Like ``attend``: ``q [B, H, T, D]``, and this rank's ``keys, values [B, heads, n, D]``. Its part of the lists has
+    the keys in the range ``fetched``.
     """
     mask = None if mask is None else whole_mask(mask, q.shape[1], keys.shape[2])
     if ranks.rank:

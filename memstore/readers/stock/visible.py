@@ -1,4 +1,4 @@
-"""What a call sees of the documents: sink, candidates for retrieval, and direct tokens."""
+"""The parts of documents that a call sees: sink, candidates for retrieval, and direct tokens."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 States = tuple[Tensor, Tensor]
 """Position-free keys and values."""
 SHORT = 64
-"""Blocks of a document up to which it is scored with others."""
+"""A document with at most so many blocks is scored together with others."""
 
 
 @dataclass(frozen=True, eq=False)
 class AttachedDocument:
-    """A document, and the number of the memory that it is in."""
+    """A document, and the number of its memory."""
 
     document: Document
     memory: int
@@ -39,11 +39,11 @@ class AttachedDocument:
 
     @property
     def state(self) -> DocumentState:
-        """Its entry, as it was when it was asked for first: who sees thousands of documents asks each of them once."""
+        """The document's entry at the first access. A reader of thousands of documents reads each entry once."""
         return self._located[0]
 
     def present(self, blocks: range) -> list[range]:
-        """``blocks`` without those that were dropped, in pieces."""
+        """Return ``blocks`` without dropped ones, in pieces."""
         return self.state.present(blocks)
 
 
@@ -51,8 +51,8 @@ class AttachedDocument:
 class Candidates:
     """The blocks that may be retrieved, numbered 0..N-1 over one or several documents.
 
-    What follows from them is found out once: a reader keeps them from one question to the next, until something is
-    committed.
+    Their properties are computed once. A reader keeps the candidates from one question to the next, until the next
+    commit.
     """
 
     parts: tuple[tuple[AttachedDocument, range], ...]
@@ -66,7 +66,7 @@ class Candidates:
 
     @cached_property
     def incomplete(self) -> dict[int, int]:
-        """How many tokens the candidates have that are not full: the last blocks of documents."""
+        """Tokens of each candidate that is not full, by its number: the last blocks of documents."""
         found, number = {}, -1
         for source, blocks in self.parts:
             number += len(blocks)
@@ -77,7 +77,7 @@ class Candidates:
         return found
 
     def empty(self, numbers: Tensor, block_size: int) -> Tensor | None:
-        """``[..., S]``: True where the candidates ``numbers [...]`` have no token; None where they are full."""
+        """``[..., S]``: True where the candidates ``numbers [...]`` have no token; None if they are full."""
         tokens = [self.incomplete.get(number, block_size) for number in numbers.ravel().tolist()]
         if all(count == block_size for count in tokens):
             return None
@@ -85,46 +85,46 @@ class Candidates:
 
     @cached_property
     def memories(self) -> int:
-        """How many memories the candidates are of, at least: one more than the highest number."""
+        """One more than the highest memory number of the candidates."""
         return 1 + max((source.memory for source, _ in self.parts), default=0)
 
     @cached_property
     def _stops(self) -> Tensor:
-        """For each part the number of the first candidate behind it."""
+        """For each part, the number of the first candidate after it."""
         return torch.tensor([len(blocks) for _, blocks in self.parts], dtype=torch.int64).cumsum(0)
 
     @cached_property
     def _shifts(self) -> Tensor:
-        """For each part what makes the number of a candidate of it the number of its block."""
+        """For each part, the difference between the number of a block and that of its candidate."""
         starts = torch.tensor([blocks.start for _, blocks in self.parts], dtype=torch.int64)
         lengths = torch.tensor([len(blocks) for _, blocks in self.parts], dtype=torch.int64)
         return starts - (self._stops - lengths)
 
     def _parts_of(self, numbers: Tensor) -> Tensor:
-        """Which part each of the candidates ``numbers [...]`` is in."""
+        """Return the part of each of the candidates ``numbers [...]``."""
         return torch.searchsorted(self._stops, numbers, right=True)
 
     def locate(self, number: int) -> tuple[Document, int]:
-        """Document and block of candidate ``number``."""
+        """Return document and block of candidate ``number``."""
         ((document, (block,)),) = self.located(torch.tensor([number]))
         return document, block
 
     def named(self, numbers: Tensor) -> tuple[list[str], Tensor, Tensor]:
-        """Names of the documents of the candidates ``numbers``; and which of the names, and the block, of each."""
+        """Return the documents' names, and for each of ``numbers`` the place of its document's name, and its block."""
         part = self._parts_of(numbers)
-        parts, of = part.unique(return_inverse=True)  # a few of thousands
+        parts, of = part.unique(return_inverse=True)  # often few of thousands
         places: dict[str, int] = {}
         of_part = [places.setdefault(self.parts[each][0].document.name, len(places)) for each in parts.tolist()]
         return list(places), torch.tensor(of_part, dtype=torch.int64)[of], numbers + self._shifts[part]
 
     @cached_property
     def blocks(self) -> Tensor:
-        """Block id of every candidate, ``[N]``."""
+        """The block id of every candidate, ``[N]``."""
         numbers = torch.arange(len(self))
         return numbers + self._shifts[self._parts_of(numbers)]
 
     def consecutive(self, device: torch.device | None = None) -> Tensor:
-        """``[N]``: True where a candidate directly follows the one before it in the same document."""
+        """``[N]``: True where a candidate directly follows the previous one in the same document."""
         if len(self.parts) > 1:
             return self._follows if device is None else to_device([self._follows], device)[0]
         follows = torch.ones(len(self), dtype=torch.bool, device=device)
@@ -137,9 +137,9 @@ class Candidates:
         return torch.cat([torch.zeros(min(1, len(self)), dtype=torch.bool), parts[1:] == parts[:-1]])
 
     def score(self, layer: int, queries: Sequence[Tensor], short: ShortDocuments) -> Tensor:
-        """Best inner product of each query with each candidate's landmarks, ``[H, T, N]``, where the index is.
+        """Best inner product of each query with each candidate's landmarks, ``[H, T, N]``, on the device of the index.
 
-        ``queries[m] [H, T, D]`` are those for the landmarks of memory ``m``: each memory has a router of its own.
+        ``queries[m] [H, T, D]`` are the queries for memory ``m``, because each memory has its own router.
         """
         index = self.parts[0][0].document.layer(layer).index
         queries = [each.to(None if index is None else index.device) for each in queries]
@@ -165,7 +165,7 @@ class Candidates:
 
     @cached_property
     def _scored_as(self) -> tuple[list[tuple[AttachedDocument, range, range]], dict[int, tuple[Tensor, ShortParts]]]:
-        """Parts that are scored by themselves, with their blocks and numbers; and by memory those scored together."""
+        """Parts that are scored alone, with their blocks and numbers; and by memory, parts that are scored together."""
         alone: list[tuple[AttachedDocument, range, range]] = []
         together: dict[int, tuple[list[int], list[ShortDocument]]] = {}
         dense = [source.document.memory.index_capabilities.dense for source, _ in self.parts[:1]]
@@ -184,7 +184,7 @@ class Candidates:
         return alone, {memory: (torch.tensor(at), tuple(parts)) for memory, (at, parts) in together.items()}
 
     def located(self, numbers: Tensor) -> list[tuple[Document, list[int]]]:
-        """The candidates ``numbers [n]`` (ascending) as blocks of documents."""
+        """Return the candidates ``numbers [n]`` (ascending) as blocks of documents."""
         parts, sizes = self._parts_of(numbers).unique_consecutive(return_counts=True)
         runs = numbers.split(sizes.tolist())
         return [
@@ -203,7 +203,7 @@ def best_of(landmarks: Tensor, queries: Tensor) -> Tensor:
 def gather(
     located: Sequence[tuple[Document, list[int]]], layers: Sequence[int], device: torch.device
 ) -> Iterator[States]:
-    """Keys and values ``[n, G, S, D]`` of blocks of documents in each of ``layers``, on ``device``."""
+    """Return keys and values ``[n, G, S, D]`` of blocks of documents in each of ``layers``, on ``device``."""
     for states in zip(*(document.gather(layers, blocks, device=device) for document, blocks in located), strict=True):
         if len(states) == 1:
             yield states[0]["k"], states[0]["v"]
@@ -219,10 +219,10 @@ class VisibleParts:
     """Tokens at the beginning of the document, always attended to."""
     candidates: Candidates
     direct: range
-    """The tokens right before the call, always attended to: the window, and what came after it was set."""
+    """The tokens right before the call, always attended to: the window, and the tokens after the window was set."""
 
     def direct_for(self, sliding: int | None) -> range:
-        """The direct tokens of a layer that sees ``sliding`` tokens back and needs no memory."""
+        """Return the direct tokens of a layer that sees ``sliding`` tokens back and needs no memory."""
         return self.direct if sliding is None else range(max(0, self.direct.stop - sliding), self.direct.stop)
 
 
@@ -230,16 +230,16 @@ NOTHING = VisibleParts(range(0), Candidates(()), range(0))
 
 
 class _Distinct:
-    """Blocks of documents, each once: what a fork shares with another document would have twice the attention."""
+    """Distinct blocks of documents. A block that a fork shares with another document would get twice the attention."""
 
     def __init__(self) -> None:
         self._there: dict[tuple[int, int], list[range]] = {}
-        """By memory and owner, the blocks that were found so far."""
+        """For each memory and owner, the blocks so far."""
         self._ends: dict[tuple[int, str, int], set[bytes]] = {}
-        """By memory, digest and number of tokens, the tokens of last blocks that are not full."""
+        """For each memory, digest and number of tokens, the tokens of incomplete last blocks."""
 
     def of(self, source: AttachedDocument) -> list[range]:
-        """The blocks of ``source`` that no document before it has."""
+        """Return the blocks of ``source`` that no earlier document has."""
         state, places = source._located
         if places is None:
             return []
@@ -253,9 +253,9 @@ class _Distinct:
             found[-1] = found[-1][:-1]
         return merged(found)
 
-    # A fork copies the last block where that is not full, so its owner says nothing.
+    # A fork copies an incomplete last block, so its owner says nothing.
     def _ends_alike(self, source: AttachedDocument) -> bool:
-        """Whether ``source`` ends with a block that is not full, and a document before it is the same text."""
+        """Whether ``source`` ends with an incomplete block, and an earlier document has the same text."""
         state, size = source.state, source.document.memory.spec.block_size
         if state.digest is None or not state.tokens % size or not state.present(range(state.blocks - 1, state.blocks)):
             return False
@@ -266,7 +266,7 @@ class _Distinct:
 
 
 def everything(sources: Sequence[AttachedDocument], beside: AttachedDocument | None = None) -> Candidates:
-    """All blocks of ``sources``, each once, without those that the document ``beside`` them has too."""
+    """All blocks of ``sources``, each once, without the blocks of the document ``beside`` them."""
     distinct = _Distinct()
     if beside is not None:
         distinct.of(beside)
@@ -276,15 +276,15 @@ def everything(sources: Sequence[AttachedDocument], beside: AttachedDocument | N
 def visible(
     sources: Sequence[AttachedDocument], block_size: int, *, tokens: int, start: int, sink: int, window: int | None
 ) -> VisibleParts:
-    """What a call sees that continues the last of ``sources`` after ``tokens`` tokens.
+    """Return the parts that a call sees when it continues the last of ``sources`` after ``tokens`` tokens.
 
-    ``start`` is the token from which the window is counted back: ``tokens`` for a prompt, the beginning of the segment
-    while reading, so that the same tokens are seen however a segment is cut into calls. ``window=None``: nothing is
-    continued, so the last document is searched like the others.
+    The window is counted back from token ``start``: ``tokens`` for a prompt, the beginning of the segment while
+    reading. So the same tokens are seen however a segment is cut into calls. ``window=None``: nothing is continued, so
+    the last document is searched like the others.
     """
     own = sources[-1]
     first = own.state.first * block_size
-    if window is None:  # its sink is attended to as well, but does not say where an answer is from
+    if window is None:  # its sink is attended to too, but is not the source of an answer
         return VisibleParts(range(first, min(first + sink, tokens)), everything(sources), range(tokens, tokens))
     others = everything(sources[:-1], beside=own)
     window_start = (start - window) // block_size * block_size
@@ -303,7 +303,7 @@ class DocumentStates:
         self._there: dict[range, list[States]] = {}
 
     def prefetch(self, layers: Sequence[LayerPlan], seen: VisibleParts) -> None:
-        """Bring ahead what ``layers`` will ask for of sink and window, where each read waits for a network."""
+        """Prefetch what ``layers`` need of sink and window, if each read waits for a network."""
         if self.document.reads_ahead == 1:
             return
         for plan in layers:
@@ -315,8 +315,8 @@ class DocumentStates:
         return range(tokens.start // self.block_size, -(-tokens.stop // self.block_size))
 
     def read(self, layer: int, tokens: range) -> States:
-        """Keys and values ``[G, n, D]`` of ``tokens``, which lie in stored blocks."""
-        if tokens not in self._there:  # of all layers at once, and once: copies are better few
+        """Return keys and values ``[G, n, D]`` of ``tokens``, which lie in stored blocks."""
+        if tokens not in self._there:  # all layers at once, and only once: a few large copies are better
             self._there[tokens] = self._read(range(self.layers), tokens)
         return self._there[tokens][layer]
 
@@ -329,12 +329,12 @@ class DocumentStates:
 
 
 def as_tokens(blocks: Tensor) -> Tensor:
-    """Blocks ``[n, G, S, D]`` as one run of tokens ``[G, n * S, D]``."""
+    """Return blocks ``[n, G, S, D]`` as one run of tokens ``[G, n * S, D]``."""
     return blocks.transpose(0, 1).flatten(1, 2)
 
 
 def as_blocks(tokens: Tensor, block_size: int) -> Tensor:
-    """A run of tokens ``[G, n, D]`` as blocks ``[ceil(n / S), G, S, D]``, the last one padded with zeros."""
+    """Return a run of tokens ``[G, n, D]`` as blocks ``[ceil(n / S), G, S, D]``, the last one padded with zeros."""
     if missing := -tokens.shape[1] % block_size:
         tokens = torch.nn.functional.pad(tokens, (0, 0, 0, missing))
     blocks: Tensor = tokens.unflatten(1, (-1, block_size))
@@ -346,23 +346,23 @@ class ShortDocument(NamedTuple):
 
     document: Document
     edits: int
-    """Number of truncations: while it stays the same, the landmarks of full blocks do."""
+    """Number of truncations. While it stays the same, so do the landmarks of full blocks."""
     blocks: range
     tokens: int | None
-    """How many the last block has, where it is not full."""
+    """Tokens of the last block, if it is not full."""
 
 
 ShortParts = tuple[ShortDocument, ...]
 Key = tuple[int | None, int, range, int | None]
-"""While it stays the same, the landmarks of a document do."""
+"""While the key stays the same, so do the landmarks of a document."""
 
 
 class ShortDocuments:
-    """Documents of few blocks, scored together: their landmarks lie side by side, so that one product scores them all.
+    """Documents of few blocks, scored together. Their landmarks lie side by side, so one product scores them all.
 
-    Each document has an index of its own, which is asked once for a question. For thousands of short notes that would
-    be thousands of products of a few rows. What is held here is the landmarks that those indexes would hold; a document
-    that has changed is read again, the others are kept. One thread at a time, as the reader.
+    Each document has its own index, which is searched once for a question. For thousands of short notes that would be
+    thousands of products of a few rows. This class holds the landmarks that those indexes would hold. A changed
+    document is read again, the others are kept. One thread at a time, like the reader.
     """
 
     def __init__(self) -> None:
@@ -371,10 +371,10 @@ class ShortDocuments:
     def score(self, memory: int, layer: int, parts: ShortParts, queries: Tensor) -> Tensor:
         """Best inner product ``[H, T, n]`` of ``queries [H, T, D]`` with the landmarks of each block of ``parts``.
 
-        ``memory`` is the number of the one that they are in. As the exact index does, in the type that it keeps.
+        ``memory`` is the number of their memory. It computes like the exact index, in the dtype of that index.
         """
         spec = parts[0].document.memory.spec
-        # Of a token each, so that those of a block that is not full are signs too.
+        # Landmarks of one token each, so those of an incomplete block are signs too.
         alone = spec.key_dtype == "bit" and spec.keys_per_block == spec.block_size
         signs = alone and queries.device.type == "cpu" and problem() is None
         keys = self._keys(memory, layer, parts, signs=signs).to(queries.device)
@@ -388,7 +388,7 @@ class ShortDocuments:
         return best.reshape(*queries.shape[:2], -1)
 
     def _keys(self, memory: int, layer: int, parts: ShortParts, *, signs: bool) -> Tensor:
-        """``[G, n, P, D]``, or with ``signs`` the words ``[G, n, ...]`` of ``PackedSigns``."""
+        """Return ``[G, n, P, D]``, or with ``signs`` the words ``[G, n, ...]`` of ``PackedSigns``."""
         of, known, keys = self._held.get((memory, layer, signs), ((), (), torch.empty(0)))
         if of is not parts:
             names = tuple((each.document.id, each.edits, each.blocks, each.tokens) for each in parts)
@@ -406,14 +406,14 @@ class ShortDocuments:
 
 
 def _starts(lengths: Sequence[int]) -> list[int]:
-    """Where runs of these lengths begin that follow each other."""
+    """Return the starts of consecutive runs with these lengths."""
     stops = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
     starts: list[int] = (stops - torch.tensor(lengths, dtype=torch.int64)).tolist()
     return starts
 
 
 def _read(part: ShortDocument, layer: int, *, signs: bool) -> Tensor:
-    """Landmarks of a document's blocks, as an index keeps them: see ``ShortDocuments._keys``."""
+    """Read the landmarks of a document's blocks, in the form of an index: see ``ShortDocuments._keys``."""
     spec = part.document.memory.spec
     keys = part.document.layer(layer).landmarks(part.blocks)  # [n, G, P, D]
     if part.tokens is not None:
@@ -424,10 +424,10 @@ def _read(part: ShortDocument, layer: int, *, signs: bool) -> Tensor:
 
 
 def incomplete_landmarks(landmarks: Tensor, tokens: int, block_size: int) -> Tensor:
-    """Landmarks ``[G, P, D]`` of a block of which there are ``tokens`` tokens.
+    """Correct landmarks ``[G, P, D]`` of a block that has only ``tokens`` tokens.
 
-    A landmark is the mean of a part of its block, taken over the places without tokens too, which are zeros. A part
-    without any token has the landmark of the first.
+    A landmark is the mean over a part of its block, including places without tokens, which are zeros. A part without
+    any token has the landmark of the first part.
     """
     size = block_size // landmarks.shape[1]
     filled = (tokens - size * torch.arange(landmarks.shape[1])).clamp(0, size)
