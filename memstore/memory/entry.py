@@ -661,7 +661,7 @@ class Histories:
                 del self._groups[first]
 
     def _place(self, group: list[int], text: bytes, read: ReadHashes, size: int) -> tuple[int, tuple[int, int]]:
-        """Where the history ``text`` stands in ``group``; and the most blocks that any has, and minus that document."""
+        """Return the place of the history ``text`` in ``group``; and (most shared blocks, minus the document)."""
         low, high, best = 0, len(group), (0, 0)
         while low < high:
             middle = (low + high) // 2

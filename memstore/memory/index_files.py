@@ -171,7 +171,7 @@ class IndexFiles:
         }
 
     def _history(self, source: LayerLandmarks, stop: int) -> str | None:
-        """The hash of all tokens before block ``stop``; None for documents without: of those only samples are known."""
+        """Return the hash of all tokens before block ``stop``; None without one, so only samples can be compared."""
         known = stop and source.state.digest is not None
         return source.history.hashes(source.places, range(stop - 1, stop)).hex() if known else None
 

@@ -335,7 +335,7 @@ def beginning(fingerprint: Fingerprint, reading: Mapping[str, Any] | None) -> by
 
 
 def chain(start: bytes, tokens: Bytes) -> Bytes:
-    """Hashes uint8 ``[n, HASH_BYTES]`` of complete blocks ``tokens [n, bytes]`` that come after hash ``start``."""
+    """Return hashes uint8 ``[n, HASH_BYTES]`` of complete blocks ``tokens [n, bytes]`` after the hash ``start``."""
     hashes = bytearray()
     for row in tokens:
         start = hashed(start + row.tobytes())
