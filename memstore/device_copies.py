@@ -111,7 +111,7 @@ def to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]
 
 
 def numbers(values: Sequence[int], device: torch.device) -> Tensor:
-    """``values`` as int64 ``[n]`` on ``device``; a single one needs no copy."""
+    """Return ``values`` as int64 ``[n]`` on ``device``; a single one needs no copy."""
     if len(values) == 1:
         return torch.full((1,), values[0], dtype=torch.int64, device=device)
     return to_device([torch.tensor(values, dtype=torch.int64)], device)[0]

@@ -121,7 +121,7 @@ def maybe(inner: Check) -> Check:
 
 
 def array(inner: Check, most: int) -> Check:
-    """Accept a list of up to ``most`` values, each of which passes ``inner``."""
+    """Accept a list of up to ``most`` values that all pass ``inner``."""
 
     def check(value: Any, at: str) -> None:
         if not isinstance(value, list | tuple) or len(value) > most:

@@ -1,7 +1,7 @@
 """Folders of this user, and safe access to our files inside a folder from anybody: no link is followed.
 
 A memory may come from an archive, or lie in a folder that others can write to. A link in it leads wherever its maker
-likes: LMDB would write its lock table over the file behind ``lock.mdb``, and a clean-up would delete the files behind
+likes. LMDB would write its lock table over the file behind ``lock.mdb``, and a clean-up would delete the files behind
 ``blocks``. The folder of a memory may itself be a link, because its user chose that. Inside the folder no link is
 followed. A link, a pipe, a device, or a folder in place of a file is refused, not repaired.
 """

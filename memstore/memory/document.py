@@ -165,10 +165,9 @@ class Document:
         """Add ``tokens [t]`` and their states in one transaction, committed when the body of ``with`` ends.
 
         See ``Append``. After an exception in the body nothing is written. Without tokens there is nothing to put or to
-        write. ``reading`` is a JSON object with everything else that the states depend on, beside the model and the
-        tokens, such as options. It is stored with the document, and a later append must pass the same one: see
-        ``reuse``. Raises ``InvalidArgument``, ``ReadOnlyMemory``, and when the body ends also ``StoreFull`` and
-        ``DamagedError``.
+        write. The JSON object ``reading`` holds everything else that the states depend on, such as options. It is
+        stored with the document, and a later append must pass the same one: see ``reuse``. Raises ``InvalidArgument``,
+        ``ReadOnlyMemory``, and when the body ends also ``StoreFull`` and ``DamagedError``.
         """
         from memstore.memory.append import Append, as_tokens
 
@@ -265,7 +264,7 @@ class Document:
         return self._shared.store.capabilities.reads_ahead
 
     def views(self) -> list[LayerView]:
-        """The layers used so far."""
+        """Return the layers used so far."""
         with self._lock:
             return list(self._views.values())
 
@@ -356,8 +355,8 @@ class Document:
         """Let a new document begin with blocks of ``tokens [t]`` that the memory holds already, under any name.
 
         The document becomes a fork of the one that ``Memory.known`` finds, at a multiple of ``step`` blocks. Returns
-        the number of tokens that it has now and that need not be read; 0 if no block is known or the document is not
-        new. Raises ``InvalidArgument``, ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
+        the number of tokens that it has now and that need not be read. It is 0 if no block is known or the document is
+        not new. Raises ``InvalidArgument``, ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
         """
         self._shared.check_writable()
         with self._shared.writing:

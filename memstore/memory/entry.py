@@ -2,15 +2,15 @@
 
 A document writes under a number of its own, its *home*. A fork shares the first blocks of another document. Its home is
 a *branch* of the parent's home, and every block below the branch lies with the parent. A home always stays a branch of
-the same parent. So the branch is stored once, for the home and not for each document that shares blocks, and a chain of
-forks takes space in proportion to its links. If a document rewrites blocks that others use, or blocks before its home,
-it moves to another home. Nothing is counted: which blocks are in use follows from the entries of all documents in one
-tree of homes. They are read when something is to be deleted (``usage.py``).
+the same parent. So the branch is stored once for the home, and not for each document that shares blocks. The space of a
+chain of forks grows only with its links. If a document rewrites blocks that others use, or blocks before its home, it
+moves to another home. Nothing is counted: which blocks are in use follows from the entries of all documents in one tree
+of homes. They are read when something is to be deleted (``usage.py``).
 
-Entries are stored by number. Reading all of them for every name, text or query would slow each down as documents are
-added, so an open store keeps the entries that it has read. They belong to one commit, the last that it has seen. It
-knows the changes of its own commits (``committing``). After a commit by another writer, or one without ``committing``,
-it reads entries again on use and looks for new names.
+Entries are stored by number. Reading all of them for every name, text or query would become slower with each document.
+So an open store keeps the entries that it has read. They belong to one commit, the last that it has seen. It knows the
+changes of its own commits (``committing``). After a commit by another writer, or one without ``committing``, it reads
+entries again on use and looks for new names.
 """
 
 from __future__ import annotations
@@ -93,11 +93,11 @@ class DocumentState:
             )
 
     def live(self) -> range:
-        """All live blocks."""
+        """Return all live blocks."""
         return range(self.first, self.blocks)
 
     def complete(self, block_size: int) -> range:
-        """Live blocks that are full."""
+        """Return live blocks that are full."""
         return range(self.first, max(self.first, self.tokens // block_size))
 
     @property
@@ -213,12 +213,12 @@ class Address:
 
     @property
     def entry(self) -> Key:
-        """Return the key of its DOCUMENTS entry."""
+        """The key of its DOCUMENTS entry."""
         return Key(Table.DOCUMENTS, self.id)
 
     @property
     def branch(self) -> Key:
-        """Return the key of its branch, if it is a home that shares blocks."""
+        """The key of its branch, if it is a home that shares blocks."""
         return Key(Table.META, self.id)
 
     def tokens(self, block: int) -> Key:

@@ -2,7 +2,7 @@
 
 An export is a folder with ``manifest.json`` and files in the safetensors format, each with consecutive blocks of one
 document. The manifest has the length and the SHA-256 of every file. ``docs/export.md`` lists the names of the tensors
-and the content of the manifest. Blocks are written as they are stored, each verified on the way, a few at a time, so a
+and the content of the manifest. Blocks are written as they are stored, a few at a time, each verified on the way. So a
 memory of any size needs little host memory. Everything is written to a folder beside the target, which gets its final
 name when the last byte is on the disk. So an export exists as a whole or not at all.
 

@@ -1,9 +1,9 @@
 """Indexes kept beside the store, in the folder ``index`` of a memory, and used only if they match it.
 
-For each document, layer and kind of index there are two files: the index, written by its ``save``, and a JSON file that
-says what it was made from. Both are put in place whole, the JSON file last. Their name contains the digest of the JSON
-content, so readers find a matching pair or none. A file that is missing, stale, damaged or from another memory is
-ignored, and the index is built from the store.
+For each document, layer and kind of index there are two files. One is the index, written by its ``save``. The other is
+a JSON file that says what it was made from. Both are put in place whole, the JSON file last. Their name contains the
+digest of the JSON content, so readers find a matching pair or none. A file that is missing, stale, damaged or from
+another memory is ignored, and the index is built from the store.
 """
 
 from __future__ import annotations

@@ -54,15 +54,18 @@ def open_memory(
     """Open the memory at ``url``, or create it; this is ``memstore.open``.
 
     ``url`` is a path, ``zarr:PATH`` (a folder whose old blocks are Zarr arrays), ``ram:`` (gone when closed) or
-    ``ram:NAME`` (one memory per name, until the process ends). ``mode`` is "a" (open, or create if there is a spec),
-    "r" (must exist, only read) or "x" (must not exist). ``index`` is the vector index that finds blocks: "exact",
-    "faiss:IVF1024,Flat", "auto", ...; see docs/indexes.md. ``host_bytes`` of host memory cache the blocks that are used
-    often (by default 64 MiB for a memory on disk; 0 for none), ``device_bytes`` those on the accelerator ``device``.
-    Indexes lie there too if they can ("exact", "auto", "faiss" if it was built for GPUs); without ``device`` they are
-    searched on the CPU. ``max_bytes`` and ``when_full``, if given, become the memory's: see ``Memory.limit``. ``key``
-    opens an encrypted memory, and encrypts a new one: a file, or a function that returns 32 bytes. Without it, the file
-    in the environment variable ``MEMSTORE_KEY_FILE`` is used, for an encrypted memory, or a new one other than
-    ``ram:``.
+    ``ram:NAME`` (one memory per name, until the process ends). The ``mode`` is "a" (open, or create if there is a
+    spec), "r" (must exist, only read) or "x" (must not exist). The vector ``index`` finds blocks: "exact",
+    "faiss:IVF1024,Flat", "auto", ...; see docs/indexes.md.
+
+    Blocks that are used often are cached in ``host_bytes`` of host memory (by default 64 MiB for a memory on disk; 0
+    for none), and in ``device_bytes`` on the accelerator ``device``. Indexes lie there too if they can ("exact",
+    "auto", "faiss" if it was built for GPUs). Without ``device`` they are searched on the CPU. If ``max_bytes`` and
+    ``when_full`` are given, they become the memory's: see ``Memory.limit``.
+
+    The ``key`` opens an encrypted memory, and encrypts a new one: a file, or a function that returns 32 bytes. Without
+    it, the file in the environment variable ``MEMSTORE_KEY_FILE`` is used, for an encrypted memory, or a new one other
+    than ``ram:``.
 
     Raises ``NotFound``, ``NotAMemory``, ``ForeignMemory`` (a model or layout other than ``spec``, or a newer format),
     ``WrongKey``, ``MemoryInUse`` (another process writes), ``ReadOnlyMemory``, ``InvalidArgument`` or ``DamagedError``.

@@ -168,7 +168,7 @@ class Runs:
     """Rows of one table and layer: run ``r`` of an owner holds blocks ``r * length`` up to the last one in use.
 
     A run starts at its first block, even if that block has left the memory. A row that was never written is zeros, and
-    no live block ever reads it. Only the first run of a branch starts at the branch, ``Home.base``: in a chain of forks
+    no live block ever reads it. Only the first run of a branch starts at the branch, ``Home.base``. In a chain of forks
     many blocks come before it, and each fork would store zeros for them.
     """
 

@@ -1,9 +1,8 @@
 """Search a memory from outside a model: by vectors, or by the landmark of a block.
 
-Every complete block is scored exactly, as an index would: by the inner products of queries with its keys, of which the
-best counts for each query. Several heads or queries search together, and a block's score is the mean over them. Models
-search in their own ways, see ``search`` of the result of ``memstore.attach`` and of the readers. All of them return the
-same kind of match.
+Every complete block is scored exactly, as an index would. Its score is the best inner product of a query with its keys.
+Several heads or queries search together, and the score is the mean over them. Models search in their own ways, see
+``search`` of the result of ``memstore.attach`` and of the readers. All of them return the same kind of match.
 """
 
 from __future__ import annotations

@@ -264,7 +264,7 @@ class Handle:
 
     @property
     def places(self) -> Places:
-        """Return the places of its values; only for a stored document."""
+        """The places of its values; only for a stored document."""
         state = self.current()
         assert self.id is not None
         return self.shared.places(self.id, state)

@@ -279,7 +279,10 @@ def token_layout(tokens: int) -> Layout:
 
 
 def run_layout(spec: MemorySpec, blocks: int) -> Layout:
-    """Layout of a run of ``blocks`` blocks: ``[blocks, G, P, D]``, or ``[blocks, G, P, D/8]`` uint8 for bits."""
+    """Return the layout of a run of ``blocks`` blocks: ``[blocks, G, P, D]``, or for bits ``[blocks, G, P, D/8]``.
+
+    The layout of bits is uint8.
+    """
     bits = spec.key_dtype == "bit"
     numbers = spec.key_dim // 8 if bits else spec.key_dim
     return Layout("uint8" if bits else spec.key_dtype, (blocks, spec.key_heads, spec.keys_per_block, numbers))

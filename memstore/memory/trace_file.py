@@ -1,13 +1,13 @@
 """The parts of a trace, and the file of all traces.
 
 The file is SQLite's, ``traces.sqlite`` beside a memory. It is not part of the store. So a memory that is open for
-reading can be traced, a fault in the file never harms the memory, and deleting it loses only the traces. Its journal is
+reading can be traced, and a fault in the file never harms the memory. Deleting it loses only the traces. Its journal is
 a write-ahead log, so that other processes can read everything recorded up to a moment ago. Memories without a folder
 have one connection to a database in host memory.
 
-A step is one compressed value: a count, the lists of documents, a head of fixed length for each look, then the arrays
-field by field. Equal lists of blocks in many layers then lie near each other and take hardly any space. Weights are
-stored in float16, which rounds a sum of weights by less than 0.0005.
+A step is one compressed value: a count, the lists of documents, and a head of fixed length for each look. Then come the
+arrays field by field. Equal lists of blocks in many layers then lie near each other and take hardly any space. Weights
+are stored in float16, which rounds a sum of weights by less than 0.0005.
 """
 
 from __future__ import annotations

@@ -191,7 +191,7 @@ def traces_of(store: BlockStore, folder: Path | None, url: str, *, identity: byt
     """Return the traces of the memory on ``store``: beside it in ``folder``, or in host memory.
 
     In host memory they live as long as the store. Traces of an encrypted memory in a folder live as long as any opening
-    of it in this process; ``identity`` tells it from earlier memories in that folder.
+    of it in this process. Its ``identity`` tells it from earlier memories in that folder.
     """
     if folder is not None and identity is None:
         return Traces(folder, url)

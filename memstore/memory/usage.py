@@ -1,8 +1,8 @@
 """Usage of blocks by documents, and so which blocks may be deleted when some documents change.
 
-Documents that share blocks have homes in one tree (``entry.py``). The blocks in use at a home follow from below: the
-blocks of the document that writes there, and the earlier blocks that the trees of its branches use. So a change moves
-up from a home to its parents, and stops at the first one that stays the same.
+Documents that share blocks have homes in one tree (``entry.py``). A home's blocks are used by the document that writes
+there, and by the documents of its branches. So a change moves up from a home to its parents, and stops at the first one
+that stays the same.
 """
 
 from __future__ import annotations

@@ -169,7 +169,7 @@ class Check:
 
     @property
     def orphans(self) -> list[int]:
-        """Return numbers that have token ids and no document."""
+        """Numbers that have token ids and no document."""
         return sorted({owner for table, owner, _ in self._seen if table == Table.TOKENS and owner not in self._owners})
 
     @cached_property

@@ -93,7 +93,7 @@ class LayerView:
         return self.index.nbytes if self.index else 0
 
     def search(self, queries: Tensor, top_k: int, *, allowed: range | Tensor | None = None) -> Hits:
-        """The ``top_k`` complete blocks for each of ``queries [H, T, D]``, among ``allowed`` (a range or int64 ids).
+        """Return the ``top_k`` complete blocks for each of ``queries [H, T, D]``. ``allowed`` is a range or int64 ids.
 
         Query head ``h`` of ``H`` uses key head ``h // (H // G)``. Raises ``InvalidArgument``, ``DamagedError``.
         """
