@@ -206,7 +206,7 @@ class Memory:
             self.document(document).layer(layer).prefetch(wanted)
 
     def known(self, tokens: Tokens, *, reading: Mapping[str, Any] | None = None) -> tuple[Document, int] | None:
-        """Return the document that shares most first blocks with ``tokens [t]``, and their number; None without any.
+        """Return the document that shares most first blocks with ``tokens [t]``, and their number, or None.
 
         It is found by the hashes of histories: it was computed with the same ``reading``, and its first blocks hold
         these tokens. Documents whose first blocks have left are skipped. Raises ``InvalidArgument``.
@@ -378,12 +378,12 @@ class Memory:
     def repair(self, *, dry_run: bool = False, drop_blocks: bool = False) -> RepairOutcome:
         """Repair the findings of ``verify``, and verify again.
 
-        Return the repairs of each document, and the remaining faults.
+        Return the repairs of each document, and remaining faults.
 
         A document with damaged values is truncated to its longest sound prefix. Values without a reference are removed.
         A lost entry of a document is rebuilt from its token ids. With ``drop_blocks`` a document loses only its damaged
         blocks: see ``repair.py``. ``dry_run`` changes nothing and reports the first round of repairs. Raises
-        ``DamagedError`` if the tree around the values is damaged, so that nothing can be changed in place (``memstore
+        ``DamagedError`` if the tree around the values is damaged, so that no repair in place is possible (``memstore
         repair --to`` then saves all readable data), ``ReadOnlyMemory``.
         """
         from memstore.memory.repair import Repair
@@ -396,9 +396,7 @@ class Memory:
                 self._shared.catalog.clear()
 
     def stats(self) -> dict[str, Any]:
-        """Return sizes, without reading any states.
-
-        ``bytes`` are payloads as stored, before headers and rounding to pages.
+        """Return sizes, without reading any states. ``bytes`` are payloads before headers and rounding to pages.
 
         Blocks that documents share count for each of them, but once in ``bytes``.
         """

@@ -197,7 +197,7 @@ class Deletion:
         """Roots of the trees whose documents were all read."""
 
     def forget(self, numbers: Collection[int]) -> Batch:
-        """Return the batch that deletes documents, without blocks that others use; earlier deletions come first.
+        """Return the batch that deletes documents, but no blocks that others use. Earlier deletions come first.
 
         The facts about them are deleted too, see ``NamedValues.forget``.
         """

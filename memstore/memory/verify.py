@@ -1,8 +1,8 @@
 """Check every value of a memory in one pass, then check that the values agree with each other.
 
-Run as ``python -m memstore.memory.verify PATH``, it prints one JSON object per finding and a last one, ``{"done":
-true}``. ``Memory.verify`` runs it in this way, because damage to the tree around the values can kill the process that
-walks it. For example, a page number past the end of the map is a bus error, not an exception.
+Run as ``python -m memstore.memory.verify PATH``, it prints one JSON object per finding and ``{"done": true}`` at the
+end. ``Memory.verify`` runs it in this way, because damage to the tree around the values can kill the process that walks
+it. For example, a page number past the end of the map is a bus error, not an exception.
 """
 
 from __future__ import annotations
