@@ -112,7 +112,7 @@ def find(path: Path, kind: int = stat.S_IFREG) -> os.stat_result | None:
 
 
 def check_single(folder: Path, *names: str) -> None:
-    """Raise ``ReadOnlyMemory`` if one of the files has hard links: they are written in place."""
+    """Raise ``ReadOnlyMemory`` if one of the files, which are written in place, has other hard links."""
     for name in names:
         if not is_single(folder / name):
             raise ReadOnlyMemory(

@@ -599,8 +599,8 @@ ReadHashes = Callable[[Places, range], bytes]
 class Histories:
     """The documents of a store sorted by their histories, so documents with the same beginning are neighbours.
 
-    So a text is compared with only a few documents. If no document has its first block, there are none; otherwise a
-    binary search picks them. Documents whose first blocks have left, or without a digest, are left out.
+    So a text is compared with only a few documents: those in a binary search, or none if its first block is unknown.
+    Documents whose first blocks have left, or without a digest, are left out.
     """
 
     def __init__(

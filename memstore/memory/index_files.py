@@ -223,7 +223,7 @@ def remove(path: Path) -> None:
 
 
 def _files(folder: Path | None, names: re.Pattern[str]) -> list[Path]:
-    """Return our files in the folder ``index`` that match, sorted; other files there belong to their owner."""
+    """Return our files in the folder ``index`` that match, sorted; any other files belong to their owner."""
     if folder is None:
         return []
     found = next(paths.walk(folder.parent, folder.name), None)

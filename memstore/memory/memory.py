@@ -383,8 +383,8 @@ class Memory:
         A document with damaged values is truncated to its longest sound prefix. Values without a reference are removed.
         A lost entry of a document is rebuilt from its token ids. With ``drop_blocks`` a document loses only its damaged
         blocks: see ``repair.py``. ``dry_run`` changes nothing and reports the first round of repairs. Raises
-        ``DamagedError`` if the tree around the values is damaged, so that no repair in place is possible (``memstore
-        repair --to`` then saves all readable data), ``ReadOnlyMemory``.
+        ``ReadOnlyMemory``, and ``DamagedError`` if the tree around the values is damaged, so that no repair in place is
+        possible. Then ``memstore repair --to`` saves all readable data.
         """
         from memstore.memory.repair import Repair
 
