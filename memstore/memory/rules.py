@@ -300,7 +300,7 @@ class Retention:
         self._commit(rules, batch, forgetting(), overdue, document)
 
     def expire(self, forget: Forget) -> list[str]:
-        """Forget every document whose time is over, in one transaction, for any earlier clock; return their names."""
+        """Forget every expired document in one transaction, without doubting the clock; return their names."""
         rules, now = self.rules(), utc()
         return self._commit(replace(rules, clock=now), Batch(), forget, rules.expired(now)) if rules.expires else []
 
