@@ -1,7 +1,7 @@
-"""memstore gives a transformer a memory it can search, and that outlives the process.
+"""memstore gives a transformer a searchable memory that outlives the process.
 
-``memstore.open`` opens a memory, ``memstore.attach`` puts one into a model. Importing this package loads nothing heavy:
-every name is fetched when it is first used.
+``memstore.open`` opens a memory, ``memstore.attach`` attaches one to a model. Importing this package loads nothing
+heavy: every name is imported on first use.
 """
 
 from __future__ import annotations

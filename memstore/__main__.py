@@ -1,14 +1,14 @@
-"""The command ``memstore``, also as ``python -m memstore``: where it starts, before anything of it is loaded.
+"""The entry point of the command ``memstore``, also as ``python -m memstore``. It runs before anything else is loaded.
 
-Ctrl-C counts from the first moment on. Met in the middle of an import, it may come out as any error, long after; and
-extension modules end the process where their initialisation is interrupted. So as long as one of these loads, Ctrl-C
-waits. In the callback of a weak reference or in ``__del__`` Python prints it and throws it away; there it comes again,
+Ctrl-C works from the first moment on. If it interrupts an import, any error may surface, even much later. Extension
+modules end the process if their initialisation is interrupted. So while one of these loads, Ctrl-C waits. In the
+callback of a weak reference or in ``__del__``, Python prints the interrupt and drops it. There we raise it again,
 unless the process is about to end anyway.
 
-The process is left without taking Python down, which takes a second where a model was loaded. Before it takes away a
-million objects one by one, Python waits for threads, runs what ``atexit`` was given (stores are closed there) and
-writes what is still to be written. All that is done here in the same order; the objects go with the process. The two
-functions for it are those that ``multiprocessing`` ends its children with.
+The process ends without Python's shutdown, which takes a second once a model was loaded. Before Python deletes a
+million objects one by one, it waits for threads, runs the ``atexit`` functions (which close stores) and flushes its
+output. All that is done here in the same order, and the objects go with the process. ``multiprocessing`` ends its
+children with the same two functions.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ import threading
 from types import FrameType
 
 MISSING = 3
-"""The exit code for what is not there."""
+"""The exit code if something is missing."""
 FRAGILE = ("numpy", "torch")
 PATIENCE = 0.05
-"""Seconds after which it is tried again."""
+"""Seconds until the next try."""
 
 _pressed: list[bool] = []
 
 
-# Nothing heavy is imported here, so that Ctrl-C while the rest is loaded ends in one line. An interrupted import may
-# surface as any error later, so once Ctrl-C was pressed every error is that.
+# Nothing heavy is imported here: Ctrl-C while the rest is loaded then ends in one line. An interrupted import may
+# surface as any error later. So after Ctrl-C, every error counts as an interrupt.
 def run() -> int:
-    """Run the command line; the exit code.
+    """Run the command line and return the exit code.
 
-    Loading it takes a moment, in which Ctrl-C is to end it in one line as at any other time. It owns the process: once
-    all is said, Ctrl-C ends it without a word.
+    Loading takes a moment, in which Ctrl-C must end the command in one line, as at any other time. The command line
+    owns the process: after its output is complete, Ctrl-C ends it silently.
     """
     listen()
     try:
@@ -55,14 +55,17 @@ def run() -> int:
 
 
 def main() -> int:
-    """The program ``memstore``: run the command line and leave; the exit code where Python is to end the process."""
+    """Run the command line and end the process. Return the exit code if Python must end the process."""
     code = run()
     leave(code)
     return code
 
 
 def listen() -> None:
-    """From here on ``pressed`` tells; Ctrl-C raises ``KeyboardInterrupt`` as always, if need be a moment later."""
+    """Record Ctrl-C for ``pressed`` from now on.
+
+    It raises ``KeyboardInterrupt`` as always, if necessary a moment later.
+    """
 
     def note(number: int, frame: FrameType | None) -> None:
         _pressed.append(True)
@@ -101,13 +104,13 @@ def pressed() -> bool:
 def loading() -> bool:
     """Whether a module that must not be interrupted is being imported."""
     specs = (getattr(sys.modules.get(name), "__spec__", None) for name in FRAGILE)
-    return any(getattr(spec, "_initializing", False) for spec in specs)  # what the import system itself goes by
+    return any(getattr(spec, "_initializing", False) for spec in specs)  # the import system itself uses this flag
 
 
 def leave(code: int) -> None:
-    """End this process with the exit status ``code``. It returns where Python has to end it, with all it does then.
+    """End this process with the exit status ``code``. Return only if Python has to end it, with its full shutdown.
 
-    Never call it in a process that is somebody else's: what follows the call, also ``finally``, is not run.
+    Never call it in a process that belongs to someone else: code after the call does not run, not even ``finally``.
     """
     if _watched():
         return
@@ -117,13 +120,13 @@ def leave(code: int) -> None:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.flush()
-    except (OSError, ValueError):  # Python tells it, and has an exit status of its own for it
+    except (OSError, ValueError):  # Python reports it, with an exit status of its own
         return
     os._exit(code)
 
 
 def _watched() -> bool:
-    """Whether a debugger, a profiler, coverage, ``python -i`` or ``-X dev`` goes on after the command's end."""
+    """Whether a debugger, a profiler, coverage, ``python -i`` or ``-X dev`` continues after the command's end."""
     monitoring = getattr(sys, "monitoring", None)  # from Python 3.12 on
     tools = () if monitoring is None else map(monitoring.get_tool, range(6))
     flags = sys.flags.inspect or sys.flags.interactive or sys.flags.dev_mode

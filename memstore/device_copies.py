@@ -1,6 +1,6 @@
-"""Work beside the model: copies between host memory and a GPU, threads, and types that are not the model's.
+"""Work beside the model: copies between host memory and a GPU, threads, and dtypes other than the model's.
 
-Many tensors are copied at once, by way of pinned memory, while both sides go on working.
+Many tensors are copied at once through pinned memory, while the CPU and the GPU go on working.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import Tensor
 from memstore.errors import InvalidArgument
 
 ALIGNED = 16
-"""Bytes: every tensor begins at a multiple, so that it can be seen in its own type."""
+"""Alignment in bytes: every tensor begins at a multiple, so it can be viewed in its own dtype."""
 
 
 def device_of(device: object) -> torch.device:
-    """The device that ``device`` names; that of a GPU has its number. Raises ``InvalidArgument``."""
+    """Return the device that ``device`` names; a GPU has its number. Raises ``InvalidArgument``."""
     try:
-        chosen = torch.device(device)  # type: ignore[call-overload]  # that is what is tried
+        chosen = torch.device(device)  # type: ignore[call-overload]  # this call tests the argument
     except (RuntimeError, TypeError) as error:
         raise InvalidArgument(f"device must be a device of torch such as 'cpu' or 'cuda:0', not {device!r}.") from error
     assert isinstance(chosen, torch.device)
@@ -34,9 +34,9 @@ def device_of(device: object) -> torch.device:
 
 
 def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """The tensors on ``device``: those of the host go to a GPU in one copy, without gaps between their rows.
+    """Return the tensors on ``device``: host tensors go to a GPU in one copy, without gaps between their rows.
 
-    Nobody waits: PyTorch hands out the same pinned memory again, but only when the GPU has read it.
+    The call does not wait. PyTorch reuses the same pinned memory, but only after the GPU has read it.
     """
     if device.type != "cuda":
         return [each.to(device) for each in tensors]
@@ -61,14 +61,14 @@ def to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
 
 
 class _Transfer:
-    """What goes to ``device`` with the next copy."""
+    """The tensors that go to ``device`` with the next copy."""
 
     def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
         self.tensors, self.device = list(tensors), device
         self.moved: list[Tensor] | None = None
 
     def there(self) -> list[Tensor]:
-        """The tensors on the device; they are copied now if nothing was."""
+        """Return the tensors on the device. Copy them now if no other copy took them along."""
         if self.moved is None:
             self.moved = to_device(self.tensors, self.device)
         return self.moved
@@ -79,9 +79,9 @@ _along: ContextVar[_Transfer | None] = ContextVar("along", default=None)
 
 @contextmanager
 def along(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Callable[[], list[Tensor]]]:
-    """Inside, the next copy to ``device`` takes ``tensors``, which lie in host memory, with it.
+    """Inside the block, let the next copy to ``device`` take ``tensors`` along, which lie in host memory.
 
-    Call what is given after the block for the tensors there.
+    After the block, call the yielded function to get the tensors on the device.
     """
     waiting = _Transfer(tensors, device)
     token = _along.set(waiting)
@@ -92,9 +92,9 @@ def along(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Callable[
 
 
 def to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
-    """Contiguous copies of the tensors in host memory, and what waits until they are there.
+    """Return contiguous copies of the tensors in host memory, and a function that waits for them.
 
-    From a GPU it is one copy, beside whatever is computed next.
+    From a GPU it is one copy, which runs beside the next computations.
     """
     if not tensors or tensors[0].device.type != "cuda":
         return [each.clone(memory_format=torch.contiguous_format) for each in tensors], lambda: None
@@ -111,27 +111,27 @@ def to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]
 
 
 def numbers(values: Sequence[int], device: torch.device) -> Tensor:
-    """``values`` as int64 ``[n]`` on ``device``; a single one needs no copy."""
+    """Return ``values`` as int64 ``[n]`` on ``device``; a single one needs no copy."""
     if len(values) == 1:
         return torch.full((1,), values[0], dtype=torch.int64, device=device)
     return to_device([torch.tensor(values, dtype=torch.int64)], device)[0]
 
 
 def from_each(first: Tensor, count: int, device: torch.device) -> Tensor:
-    """``count`` numbers from each of ``first [B]`` (int64, in host memory) on: ``[B, count]`` on ``device``."""
+    """Return ``[B, count]`` on ``device``: ``count`` numbers from each of ``first [B]`` (int64, in host memory) on."""
     rows = first[:1] if alike(first) else first
     starts = numbers(rows.tolist(), device)[:, None]
     return (starts + torch.arange(count, device=device)).expand(len(first), -1)
 
 
 def alike(rows: Tensor) -> bool:
-    """Whether ``rows [B]``, in host memory, are all the same number."""
+    """Whether ``rows [B]``, in host memory, all hold one number."""
     return len(rows) < 2 or bool((rows == rows[0]).all())
 
 
 @contextmanager
 def _beside(device: torch.device) -> Iterator[torch.cuda.Stream]:
-    """A stream of its own for copies, after what was asked for so far."""
+    """Return a separate stream for copies, which begins after the work queued so far."""
     stream = _streams.setdefault(device, torch.cuda.Stream(device)) if device not in _streams else _streams[device]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
@@ -146,7 +146,7 @@ def _length(tensors: Sequence[Tensor]) -> int:
 
 
 def _parts(buffer: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Pieces of ``buffer [bytes]``, contiguous tensors of the types and shapes of ``like``."""
+    """Split ``buffer [bytes]`` into contiguous tensors with the dtypes and shapes of ``like``."""
     start = 0
     for each in like:
         length = math.prod(each.shape) * each.itemsize
@@ -156,7 +156,7 @@ def _parts(buffer: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
 
 @contextmanager
 def own_types() -> Iterator[None]:
-    """Inside, operations of this thread compute in the types of their tensors."""
+    """Inside, let operations of this thread compute in the dtypes of their tensors."""
     with ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
@@ -165,19 +165,19 @@ def own_types() -> Iterator[None]:
 
 
 def background_workers(count: int) -> ThreadPoolExecutor:
-    """Threads that work beside the model, such as one that commits; each computes with one thread of torch.
+    """Return threads that work beside the model, for example to commit. Each computes with one thread of torch.
 
-    Torch would give each of them as many OpenMP workers as the model has. With more workers than cores they sleep after
-    every operation instead of waiting for the next, and the model takes twice as long; so these get none.
+    Torch would give each of them as many OpenMP workers as the model has. With more workers than cores, workers sleep
+    after every operation instead of waiting for the next, and the model takes twice as long. So these threads get none.
     """
     threads = torch.get_num_threads()
     workers = ThreadPoolExecutor(count, "memstore", initializer=_work_alone)
     for started in [workers.submit(time.sleep, 0.001) for _ in range(count)]:
         started.result()
-    torch.set_num_threads(threads)  # the workers have set the default of threads yet to come as well
+    torch.set_num_threads(threads)  # the workers have also changed the default of future threads
     return workers
 
 
 def _work_alone() -> None:
-    torch.get_num_threads()  # reads the default, which would else be read later and undo the next line
+    torch.get_num_threads()  # reads the default now; read later, it would undo the next line
     torch.set_num_threads(1)

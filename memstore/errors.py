@@ -1,6 +1,6 @@
-"""Every error that memstore raises on purpose, and how names from outside are shown in messages.
+"""Every error that memstore raises on purpose, and how messages show names from outside.
 
-One base class; each subclass is also the natural built-in.
+All have one base class; each subclass is also the natural built-in.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class MemstoreError(Exception):
 
     Attributes:
         code: the kind of error, a word that stays the same, such as ``"damaged"``.
-        memory: path or url of the memory that the error is about; None where it is about none, or not known.
-        remedy: ``"restore"``: nothing helps but a copy. ``"repair"``: the message names its own command. ``"limit"``:
-            the limit of the memory is reached, not that of the disk. None: what the kind of error suggests.
+        memory: path or url of the memory that the error is about; None if it is about none, or unknown.
+        remedy: ``"restore"``: only a copy helps. ``"repair"``: the message names its own command. ``"limit"``:
+            the limit of the memory is reached, not that of the disk. None: see the kind of error.
     """
 
     code: ClassVar[str] = "failed"
@@ -34,12 +34,12 @@ class MemstoreError(Exception):
         self.remedy = remedy
 
     def facts(self) -> dict[str, str]:
-        """``code``, and ``memory`` and ``remedy`` where they are known, as programs are told them."""
+        """Return ``code``, and ``memory`` and ``remedy`` if they are known, for programs."""
         told = {"code": self.code, "memory": self.memory, "remedy": self.remedy}
         return {name: value for name, value in told.items() if value is not None}
 
     def reworded(self, message: str) -> Self:
-        """The same error with another message."""
+        """Return the same error with another message."""
         return type(self)(message, memory=self.memory, remedy=self.remedy)
 
 
@@ -63,20 +63,20 @@ class NotAMemory(MemstoreError, ValueError):
 
 
 class ForeignMemory(MemstoreError, ValueError):
-    """The memory belongs to another model, another layout or a newer format: its states are not used."""
+    """The memory belongs to another model, another layout or a newer format. Its states are not used."""
 
     code = "foreign"
 
 
 class WrongKey(MemstoreError, PermissionError):
-    """The memory is encrypted, and no key or another one was given; or a key was given for one that is not."""
+    """The memory is encrypted and the key is missing or wrong; or a key was given for a memory without encryption."""
 
     code = "wrong-key"
     __str__ = Exception.__str__
 
 
 class DamagedError(MemstoreError, OSError):
-    """A stored value is not what was written. Nothing of it was used."""
+    """A stored value has changed since it was written. None of it was used."""
 
     code = "damaged"
     __str__ = Exception.__str__
@@ -90,19 +90,19 @@ class MemoryInUse(MemstoreError, BlockingIOError):
 
 
 class ReadOnlyMemory(MemstoreError, PermissionError):
-    """The memory, or the folder it lies in, cannot be written."""
+    """The memory, or its folder, cannot be written."""
 
     code = "read-only"
     __str__ = Exception.__str__
 
     @classmethod
     def opened(cls, memory: str | PathLike[str]) -> Self:
-        """The error for writing to a ``memory`` that this process has open for reading."""
+        """Return the error for writing to a ``memory`` that this process has open for reading."""
         return cls(f"memory {memory} is open for reading; open it with mode='a' to write", memory=memory)
 
 
 class StoreFull(MemstoreError, OSError):
-    """The disk or the quota is full. What was committed before stands."""
+    """The disk or the quota is full. Everything committed before is safe."""
 
     code = "full"
     __str__ = Exception.__str__
@@ -115,11 +115,11 @@ class UnsupportedModel(MemstoreError, TypeError):
 
 
 class BrokenOff(MemstoreError):
-    """What was running was told to stop: nobody waits for it. What was committed stays."""
+    """The work was cancelled, because nobody waits for its result. Commits made so far stay."""
 
 
 class DifferentRun(MemstoreError, FileExistsError):
-    """The folder holds a training run with other settings: nothing of it was touched."""
+    """The folder holds a training run with other settings. Nothing in it was changed."""
 
     code = "different-run"
     __str__ = Exception.__str__
@@ -133,7 +133,7 @@ class TrainingDiverged(MemstoreError, ArithmeticError):
 
 @contextmanager
 def opening(memory: str | PathLike[str]) -> Iterator[None]:
-    """Errors inside are about ``memory``, whichever of its parts they name; but bad arguments are about none."""
+    """Let errors inside name ``memory``, whichever of its parts they name. Errors about bad arguments name none."""
     try:
         yield
     except MemstoreError as error:
@@ -143,21 +143,21 @@ def opening(memory: str | PathLike[str]) -> Iterator[None]:
 
 
 def first_line(error: Exception) -> str:
-    """What an error of another library says, as far as it goes into a line of ours; its kind where it says nothing."""
+    """Return the first line of another library's error, shortened to fit; its kind if the message is empty."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def printable(text: str) -> str:
-    """``text`` that somebody else wrote, with control, format and other invisible characters spelled out as in Python.
+    """Return foreign ``text`` with control, format and other invisible characters escaped as in Python.
 
-    Spaces, newlines and tabs stay. What is left never moves, reverses, hides or breaks the text around it, neither on a
+    Spaces, newlines and tabs stay. The result never moves, reverses, hides or breaks the text around it, neither on a
     terminal nor on a page.
     """
     return text if text.isprintable() else "".join(c if _shows(c) else _spelled(c) for c in text)
 
 
 def on_one_line(names: Iterable[str]) -> str:
-    """Names that somebody else wrote, ``printable`` and on one line."""
+    """Return foreign names, ``printable`` and on one line."""
     return ", ".join(printable(name).translate(_BREAKS) for name in sorted(names))
 
 

@@ -1,8 +1,8 @@
-"""Values as they come from disk: their types and bounds, before anything is done with them.
+"""Checks of JSON values from disk: their types and bounds, before they are used.
 
-Checksums say that a value is what was written, not that whoever wrote it meant well. A number of 10**18 tokens would
-be believed and counted to, a text would be added to a number. So every JSON value of a memory, an export or an index is
-compared with a schema, made of the functions here, where it is read.
+Checksums show that a value is unchanged, not that its writer meant well. A number of 10**18 tokens would be believed
+and counted to, and a text would be added to a number. So every JSON value of a memory, an export or an index is
+compared with a schema when it is read. The functions here build these schemas.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from typing import Any, NoReturn
 from memstore.errors import DamagedError, InvalidArgument
 
 Check = Callable[[Any, str], None]
-"""Raises ``UnfitValue`` for a value, found at the place in words, that is not as it should be."""
+"""Raises ``UnfitValue`` if a value does not fit; the second argument says in words where the value stands."""
 
 LARGEST = 2**63 - 1
 MAX_JSON_BYTES = 16 * 1024 * 1024
-"""Length of one JSON value of a memory."""
+"""Largest length of one JSON value of a memory."""
 MAX_JSON_VALUES = 4 * 1024 * 1024
-"""Values in one JSON value, about: an empty list takes three bytes of text, and thirty times that in memory."""
+"""Most values in one JSON value, roughly: an empty list takes three bytes of text, and thirty times that in memory."""
 MAX_DEPTH = 100
-"""Levels of lists and objects within each other."""
+"""Most levels of nested lists and objects."""
 
 
 class UnfitValue(ValueError):
-    """A value that no memstore writes; the message says where it is and what was expected there."""
+    """A value that no memstore writes. The message says where it stands and what was expected."""
 
 
 def parse(raw: bytes, what: str, most_bytes: int = MAX_JSON_BYTES) -> Any:
-    """The JSON value in ``raw``. Raises ``DamagedError``, which calls it ``what``."""
+    """Return the JSON value in ``raw``. Raises ``DamagedError``, whose message calls it ``what``."""
     try:
         return _parsed(raw, most_bytes)
-    except ValueError as error:  # also for what is not UTF-8
+    except ValueError as error:  # also for bytes that are not UTF-8
         reason = " ".join(str(error).split())[:200]
         raise DamagedError(f"{what} is damaged: {reason}; restore it from a copy", remedy="restore") from None
 
 
 def check_storable(raw: bytes, check: Check, what: str) -> None:
-    """Raise ``InvalidArgument``, which calls it ``what``, for JSON that would be refused where it is read."""
+    """Raise ``InvalidArgument``, which calls it ``what``, for JSON that a reader would refuse."""
     try:
         check(_parsed(raw, MAX_JSON_BYTES), "")
     except ValueError as error:
@@ -62,7 +62,7 @@ def _parsed(raw: bytes, most_bytes: int) -> Any:
 
 
 def check_depth(value: Any) -> None:
-    """Raise ``UnfitValue`` where lists and objects lie in one another more than ``MAX_DEPTH`` times."""
+    """Raise ``UnfitValue`` if lists and objects are nested more than ``MAX_DEPTH`` levels deep."""
     level: list[Any] = [value]
     for _ in range(MAX_DEPTH + 1):
         inner = [each for each in level if isinstance(each, dict | list)]
@@ -73,7 +73,7 @@ def check_depth(value: Any) -> None:
 
 
 def fit(value: Any, check: Check, what: str) -> Any:
-    """``value``, which is as ``check`` wants it. Raises ``DamagedError``, which calls it ``what``."""
+    """Return ``value`` if it passes ``check``. Raises ``DamagedError``, whose message calls it ``what``."""
     try:
         check(value, "")
     except UnfitValue as error:
@@ -82,7 +82,7 @@ def fit(value: Any, check: Check, what: str) -> Any:
 
 
 def whole(least: int = 0, most: int = LARGEST) -> Check:
-    """A whole number from ``least`` to ``most``."""
+    """Accept a whole number from ``least`` to ``most``."""
 
     def check(value: Any, at: str) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
@@ -92,7 +92,7 @@ def whole(least: int = 0, most: int = LARGEST) -> Check:
 
 
 def number(most: float) -> Check:
-    """A number that is not negative."""
+    """Accept a number from 0 to ``most``."""
 
     def check(value: Any, at: str) -> None:
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value <= most:
@@ -102,26 +102,26 @@ def number(most: float) -> Check:
 
 
 def text(most: int) -> Check:
-    """A text of up to ``most`` characters."""
+    """Accept a text of up to ``most`` characters."""
 
     def check(value: Any, at: str) -> None:
         if not isinstance(value, str) or len(value) > most:
             _unfit(at, f"a text of up to {most:,} characters", value)
         try:
             value.encode()
-        except UnicodeEncodeError:  # half of a character, as JSON can say it
+        except UnicodeEncodeError:  # half of a character, which JSON allows
             _unfit(at, "a text of whole characters", value)
 
     return check
 
 
 def maybe(inner: Check) -> Check:
-    """Null, or what ``inner`` wants."""
+    """Accept null, or a value that passes ``inner``."""
     return lambda value, at: None if value is None else inner(value, at)
 
 
 def array(inner: Check, most: int) -> Check:
-    """A list of up to ``most`` values, each as ``inner`` wants it."""
+    """Accept a list of up to ``most`` values that all pass ``inner``."""
 
     def check(value: Any, at: str) -> None:
         if not isinstance(value, list | tuple) or len(value) > most:
@@ -133,7 +133,7 @@ def array(inner: Check, most: int) -> Check:
 
 
 def row(*inner: Check) -> Check:
-    """A list of as many values as there are checks, each as its check wants it."""
+    """Accept a list with one value for each check, in their order."""
 
     def check(value: Any, at: str) -> None:
         if not isinstance(value, list | tuple) or len(value) != len(inner):
@@ -145,7 +145,7 @@ def row(*inner: Check) -> Check:
 
 
 def ranges(most: int) -> Check:
-    """A list of pairs ``[start, stop]`` that are not empty, ascend and end at ``most``."""
+    """Accept a list of pairs ``[start, stop]`` that are not empty, ascend and end at ``most`` or before."""
 
     def check(value: Any, at: str) -> None:
         array(row(whole(0, most), whole(0, most)), most)(value, at)
@@ -157,7 +157,7 @@ def ranges(most: int) -> Check:
 
 
 def members(inner: Check, most: int) -> Check:
-    """An object of up to ``most`` members of any names, each as ``inner`` wants it."""
+    """Accept an object of up to ``most`` members with any names; each value passes ``inner``."""
 
     def check(value: Any, at: str) -> None:
         if not isinstance(value, Mapping) or len(value) > most:
@@ -169,7 +169,7 @@ def members(inner: Check, most: int) -> Check:
 
 
 def table(optional: Mapping[str, Check] | None = None, /, **required: Check) -> Check:
-    """An object with the members ``required``, each as its check wants it, and perhaps ``optional`` or unknown ones."""
+    """Accept an object with all members ``required``. ``optional`` members are checked too, unknown ones are not."""
     wanted = {**(optional or {}), **required}
 
     def check(value: Any, at: str) -> None:
@@ -185,7 +185,7 @@ def table(optional: Mapping[str, Check] | None = None, /, **required: Check) -> 
 
 
 def anything(value: Any, at: str) -> None:
-    """Whatever JSON can say."""
+    """Accept any JSON value."""
 
 
 def _unfit(at: str, expected: str, value: Any) -> NoReturn:
@@ -200,6 +200,6 @@ _DECODER = json.JSONDecoder(parse_constant=_no_number)
 
 
 def check_whole(name: str, value: object, least: int, most: int) -> None:
-    """``value`` must be a whole number from ``least`` to ``most``: no text, no float, no bool."""
+    """Require a whole number from ``least`` to ``most`` as ``value``: no text, no float, no bool."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise InvalidArgument(f"{name} must be a whole number from {least:,} to {most:,}, not {value!r}.")

@@ -1,4 +1,4 @@
-"""Names of a package that are imported when they are first asked for: each brings libraries of its own."""
+"""Lazy imports of a package's names: each is imported on first use, because it brings its own libraries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def lazy(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of ``package``, whose names ``homes`` are in its modules; ``module:name`` renames one."""
+    """Return the ``__getattr__`` of ``package``. ``homes`` maps names to modules; ``module:name`` renames one."""
 
     def __getattr__(name: str) -> Any:  # noqa: N807 - what a module calls it
         if name not in homes:

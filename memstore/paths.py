@@ -1,9 +1,9 @@
-"""Folders of this user, and files of ours inside a folder that may come from anybody, reached without following a link.
+"""Folders of this user, and safe access to our files inside a folder from anybody: no link is followed.
 
-A memory may be unpacked from an archive, or lie where others write, and a link in it leads wherever its maker likes:
-LMDB would write its lock table over the file behind ``lock.mdb``, and cleaning up would delete the files behind
-``blocks``. The folder of a memory may be a link itself (that is its user's own choice); inside of it none is followed.
-A name is refused, not repaired, where it is a link, a pipe, a device, or a folder in place of a file.
+A memory may come from an archive, or lie in a folder that others can write to. A link in it leads wherever its maker
+likes. LMDB would write its lock table over the file behind ``lock.mdb``, and a clean-up would delete the files behind
+``blocks``. The folder of a memory may itself be a link, because its user chose that. Inside the folder no link is
+followed. A link, a pipe, a device, or a folder in place of a file is refused, not repaired.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LINUX = {
 }
 
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""Error numbers that say that there is no room."""
+"""Error numbers that mean that no room is left."""
 
 FILES = (
     "data.mdb",
@@ -48,9 +48,9 @@ FILES = (
 FOLDERS = ("tail", "blocks", "index")
 _OURS = dict.fromkeys(FILES, stat.S_IFREG) | dict.fromkeys(FOLDERS, stat.S_IFDIR)
 RIGHTS = 0o666
-"""What a new file is made with; the system takes the umask of its user from it."""
+"""The mode of a new file, before the system applies the user's umask."""
 
-_DEEPEST = 3  # folders below ``blocks``: an array, its chunks, and one to spare
+_DEEPEST = 3  # levels below ``blocks``: an array, its chunks, and one to spare
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -62,13 +62,13 @@ _KINDS = {
 
 
 def cache_folder() -> Path:
-    """``$MEMSTORE_CACHE``, or memstore's folder in the user's cache directory. It need not exist."""
+    """Return ``$MEMSTORE_CACHE``, or memstore's folder in the user's cache directory. It need not exist."""
     chosen = os.environ.get(CACHE_VARIABLE)
     return Path(chosen).expanduser() if chosen else user_folder("cache")
 
 
 def user_folder(purpose: Purpose) -> Path:
-    """Memstore's folder among those where this system keeps what programs need for a ``purpose``. It need not exist."""
+    """Return memstore's folder for a ``purpose``, at this system's usual place. It need not exist."""
     if sys.platform == "win32":
         local = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData/Local") / "memstore" / "memstore"
         return local / "Cache" if purpose == "cache" else local
@@ -80,12 +80,12 @@ def user_folder(purpose: Purpose) -> Path:
 
 
 def check_names(folder: Path) -> None:
-    """Raise ``NotAMemory`` where a name of ours in the folder of a memory is no file, or no folder, of its own.
+    """Raise ``NotAMemory`` if a name of ours in a memory's folder is not a real file or folder.
 
-    Raises ``ReadOnlyMemory`` where its names cannot be read.
+    Raises ``ReadOnlyMemory`` if the names cannot be read.
     """
     try:
-        # Each opening does this; a look for each name, most of which are not there, takes seven times as long.
+        # Each opening does this. A separate look-up of each name, most of which are missing, takes seven times as long.
         with os.scandir(folder) as entries:
             for entry in entries:
                 kind = _OURS.get(entry.name)
@@ -102,7 +102,7 @@ def check_names(folder: Path) -> None:
 
 
 def find(path: Path, kind: int = stat.S_IFREG) -> os.stat_result | None:
-    """What is at ``path``, None where nothing is. Raises ``NotAMemory`` unless it is of this kind, and ``OSError``."""
+    """Return the status of ``path``, None if it is missing. Raises ``NotAMemory`` for another kind, and ``OSError``."""
     try:
         facts = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -112,7 +112,7 @@ def find(path: Path, kind: int = stat.S_IFREG) -> os.stat_result | None:
 
 
 def check_single(folder: Path, *names: str) -> None:
-    """Raise ``ReadOnlyMemory`` where one of the files, which are written in place, is also there under other names."""
+    """Raise ``ReadOnlyMemory`` if one of the files, which are written in place, has other hard links."""
     for name in names:
         if not is_single(folder / name):
             raise ReadOnlyMemory(
@@ -124,22 +124,22 @@ def check_single(folder: Path, *names: str) -> None:
 
 
 def is_single(path: Path) -> bool:
-    """Whether nothing is at ``path``, or a file without another name than those of ``part_of``."""
+    """Whether ``path`` is free, or a file without names other than those of ``part_of``."""
     while (facts := find(path)) is not None and facts.st_nlink > 1:
         with os.scandir(path.parent) as entries:
             parts = sum(is_part_of(entry.name, path.name) and entry.inode() == facts.st_ino for entry in entries)
-        if (now := find(path)) is not None and now.st_nlink == facts.st_nlink:  # else one went in between
+        if (now := find(path)) is not None and now.st_nlink == facts.st_nlink:  # else a name went meanwhile
             return facts.st_nlink == 1 + parts
     return True
 
 
 def part_of(file: Path) -> Path:
-    """A new name beside ``file``, under which it is made. It has both for a moment, or where its maker was killed."""
+    """Return a new temporary name beside ``file``. The file has both for a moment, or if its writer was killed."""
     return file.with_name(f"{file.name}.{secrets.token_hex(4)}")
 
 
 def is_part_of(name: str, file: str) -> bool:
-    """Whether ``name`` is one that ``part_of`` gives to a file called ``file``."""
+    """Whether ``name`` is a temporary name that ``part_of`` gives to a file called ``file``."""
     return re.fullmatch(re.escape(file) + r"\.[0-9a-f]{8}", name) is not None
 
 
@@ -155,11 +155,11 @@ def _check(path: Path, facts: os.stat_result, kind: int) -> None:
 
 @contextmanager
 def opened_folder(root: Path, name: str = "", *, make: bool = False) -> Iterator[int]:
-    """A descriptor of the folder ``name`` below ``root``; ``make`` makes what is missing, durably.
+    """Yield a descriptor of the folder ``name`` below ``root``; ``make`` creates missing folders, durably.
 
-    Raises ``NotAMemory`` where a part of ``name`` is no folder, and ``OSError``.
+    Raises ``NotAMemory`` if a part of ``name`` is no folder, and ``OSError``.
     """
-    # Each folder is opened relative to the one above it, so nobody can exchange one on the way for a link.
+    # Each folder is opened relative to its parent, so nobody can replace one on the way by a link.
     handle, place = os.open(root, _FOLDER), root
     try:
         for part in filter(None, name.split("/")):
@@ -177,10 +177,13 @@ def opened_folder(root: Path, name: str = "", *, make: bool = False) -> Iterator
 
 
 def open_file(root: Path, name: str, flags: int) -> int:
-    """A descriptor of the file ``name`` below ``root``. Raises ``NotAMemory`` where it is no file, and ``OSError``."""
+    """Return a descriptor of the file ``name`` below ``root``.
+
+    Raises ``NotAMemory`` for another kind, and ``OSError``.
+    """
     above, _, last = name.rpartition("/")
     with opened_folder(root, above) as folder:
-        # Opening a pipe can wait for ever, and opening a device can do anything: so it is looked at first.
+        # Opening a pipe can wait for ever, and opening a device can do anything. So the kind is checked first.
         with suppress(FileNotFoundError):
             _check(root / name, os.stat(last, dir_fd=folder, follow_symlinks=False), stat.S_IFREG)
         handle = os.open(last, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, RIGHTS, dir_fd=folder)
@@ -193,7 +196,7 @@ def open_file(root: Path, name: str, flags: int) -> int:
 
 
 def read(root: Path, name: str, most: int | None = None) -> bytes:
-    """The content of the file ``name`` below ``root``; of a larger one than ``most`` bytes, one byte more than that.
+    """Return the content of the file ``name`` below ``root``, at most ``most + 1`` bytes of it.
 
     Raises ``NotAMemory`` and ``OSError``.
     """
@@ -202,15 +205,15 @@ def read(root: Path, name: str, most: int | None = None) -> bytes:
 
 
 def write(root: Path, name: str, parts: Sequence[memoryview | bytes], *, durable: bool = True) -> None:
-    """Write the file ``name`` below ``root``: whole, in place of what has that name, or not at all.
+    """Write the file ``name`` below ``root`` as a whole, replacing an old one, or not at all.
 
-    Makes the folders on the way. Raises ``NotAMemory`` and ``OSError``.
+    Makes missing folders. Raises ``NotAMemory`` and ``OSError``.
     """
     above, _, last = name.rpartition("/")
     part = f".{last}.part"
     with opened_folder(root, above, make=True) as folder:
         with suppress(FileNotFoundError):
-            os.unlink(part, dir_fd=folder)  # of a process that was killed; a link goes, and not what it leads to
+            os.unlink(part, dir_fd=folder)  # left by a killed process; a link's target stays
         try:
             with os.fdopen(new_file(part, folder), "wb") as file:
                 for piece in parts:
@@ -228,7 +231,7 @@ def write(root: Path, name: str, parts: Sequence[memoryview | bytes], *, durable
 
 
 def new_file(path: str | Path, folder: int | None = None) -> int:
-    """A descriptor, to read and write, of a file that was not there before, nor a link. Raises ``OSError``."""
+    """Return a descriptor, to read and write, of a file with a new name. Raises ``OSError`` if the name is taken."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, RIGHTS, dir_fd=folder)
 
 
@@ -239,24 +242,24 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove(root: Path, name: str) -> None:
-    """Remove the file ``name`` below ``root``, if it is there. Raises ``NotAMemory`` and ``OSError``."""
+    """Remove the file ``name`` below ``root``, if it exists. Raises ``NotAMemory`` and ``OSError``."""
     above, _, last = name.rpartition("/")
     with suppress(FileNotFoundError), opened_folder(root, above) as folder:
         os.unlink(last, dir_fd=folder)
 
 
 def walk(root: Path, name: str, *, bottom_up: bool = False) -> Iterator[tuple[str, list[str], list[str], int]]:
-    """Each folder from ``name`` on: its own name below ``root``, those of folders and files in it, a descriptor.
+    """Yield each folder from ``name`` on: its name below ``root``, its folders, its files, and a descriptor.
 
-    What lies deeper than anything of ours is left out. Links are listed and not followed. Nothing where there is no
-    such folder. Raises ``NotAMemory`` and ``OSError``.
+    Folders deeper than any of ours are left out. Links are listed and not followed. Yields nothing if the folder is
+    missing. Raises ``NotAMemory`` and ``OSError``.
     """
     with suppress(FileNotFoundError), opened_folder(root, name.rpartition("/")[0]) as folder:
         find(root / name, stat.S_IFDIR)
         yield from _walk(folder, name, bottom_up, _DEEPEST)
 
 
-# os.fwalk goes as deep as somebody has nested folders, and ends in a RecursionError.
+# os.fwalk follows any depth of nested folders, and ends in a RecursionError.
 def _walk(above: int, name: str, bottom_up: bool, levels: int) -> Iterator[tuple[str, list[str], list[str], int]]:
     handle = os.open(name.rpartition("/")[2], _FOLDER | os.O_NOFOLLOW, dir_fd=above)
     try:
@@ -267,7 +270,7 @@ def _walk(above: int, name: str, bottom_up: bool, levels: int) -> Iterator[tuple
         if not bottom_up:
             yield name, folders, files, handle
         for folder in folders if levels else ():
-            with suppress(OSError):  # a link, or gone meanwhile
+            with suppress(OSError):  # a link, or removed meanwhile
                 yield from _walk(handle, f"{name}/{folder}", bottom_up, levels - 1)
         if bottom_up:
             yield name, folders, files, handle
@@ -276,7 +279,7 @@ def _walk(above: int, name: str, bottom_up: bool, levels: int) -> Iterator[tuple
 
 
 def shortage(code: int | None, folder: Path) -> MemstoreError | None:
-    """The error for an error number that says that this process lacks something, and nothing of the disk; else None."""
+    """Return the error if ``code`` means that this process lacks a resource other than disk space; otherwise None."""
     match code:
         case errno.EMFILE | errno.ENFILE:
             what, remedy = "too many files are open", "close some, or raise the limit (ulimit -n)"
@@ -292,12 +295,12 @@ def shortage(code: int | None, folder: Path) -> MemstoreError | None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Bytes that this user can still write to the file system of ``folder``, a quota included where it says so."""
+    """Return the bytes that this user can still write to the file system of ``folder``, with the quota if known."""
     facts = os.statvfs(folder)
     return facts.f_bavail * facts.f_frsize
 
 
 def python_module(name: str) -> list[str]:
-    """The beginning of a command that runs the module ``name``."""
-    # With -m alone the working directory comes first in sys.path: a file xxhash.py of somebody else would be run there.
+    """Return the beginning of a command that runs the module ``name``."""
+    # With -m alone the working directory comes first in sys.path: a foreign file xxhash.py there would be run.
     return [sys.executable, "-P", "-m", name]

@@ -1,4 +1,4 @@
-"""The line on standard error that says how far a long work is."""
+"""The progress line on standard error for long work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UPDATE_SECONDS = 0.1
 def progress_bar(
     name: str, done: int, total: int | None, show: bool, verb: str = "reading"
 ) -> Iterator[Callable[[int], None]]:
-    """A line on standard error, which is told how many tokens more are done. ``total``: None if nobody knows."""
+    """Show progress on standard error; call the result with the tokens just done. ``total``: None if unknown."""
     shown = on_one_line([name])
     begun = told = time.perf_counter()
     read = width = 0
@@ -30,7 +30,7 @@ def progress_bar(
             part = f" of {total:,}"
             left = f", {max(0, total - done - read) / speed:,.0f} s left" if speed else ""
         line = f"{verb} {shown} {done + read:,}{part} tokens, {speed:,.0f} tokens/s{left}"
-        sys.stderr.write(line.ljust(width) + end)  # spaces over what is left of a longer line
+        sys.stderr.write(line.ljust(width) + end)  # spaces overwrite the rest of a longer line
         sys.stderr.flush()
         width = len(line)
 

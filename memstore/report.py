@@ -1,6 +1,7 @@
-"""What a command reports, how it is shown to people and programs, and the numbers of tokens that it is given.
+"""Reports of commands, how they are shown to people and programs, and parsing of token counts.
 
-Rich tables on a terminal, aligned plain text anywhere else, CSV for programs. Nothing here needs the command line.
+People see rich tables on a terminal, and aligned plain text anywhere else. Programs get CSV. Nothing here needs the
+command line.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class Report:
     """The outcome of a verb."""
 
     data: Mapping[str, Any]
-    """What ``--json`` prints."""
+    """The data that ``--json`` prints."""
     text: Callable[[Page], None]
-    """Writes the same for people."""
+    """Writes the same data for people."""
     exit_code: int = 0
 
 
@@ -36,29 +37,29 @@ class Page:
         self._rich = sys.stdout.isatty()
 
     def line(self, text: str = "") -> None:
-        """One paragraph, or an empty line."""
+        """Write one paragraph, or an empty line."""
         print(printable(text))
 
     def facts(self, facts: Mapping[str, object]) -> None:
-        """Names and values below each other."""
+        """Write names and values below each other."""
         width = max(map(len, facts), default=0)
         for name, value in facts.items():
             print(f"{name:<{width}}  {cell(value)}")
 
     def excerpt(self, text: str, length: int = 72) -> str:
-        """The beginning of ``text``, of at most ``length`` characters, for the cell of a table."""
+        """Return the beginning of ``text`` for a table cell, at most ``length`` characters."""
         words = " ".join(text.split())
         return words if len(words) <= length else words[: length - 1] + "…"
 
     def brief(self, shown: str, value: object) -> object:  # noqa: ARG002 - for programs
-        """What people see of ``value`` in the cell of a table: ``shown``."""
+        """Return ``shown``, which people see in a table cell in place of ``value``."""
         return shown
 
     def sheet(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """A table for programs, where people see something else."""
+        """Keep a table for programs, while people see something else."""
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, empty: str = "") -> None:
-        """One row below the other; numbers are aligned to the right. ``empty`` is said where there are no rows."""
+        """Write a table; numbers are aligned to the right. Without rows, write ``empty``."""
         if empty and not rows:
             self.line(empty)
             return
@@ -67,15 +68,15 @@ class Page:
         (_rich_table if self._rich else _plain_table)(columns, cells, numeric)
 
     def records(self, rows: Sequence[Mapping[str, Any]], columns: Sequence[str] = ()) -> None:
-        """A table of these columns of ``rows``, or of all, whose names are told as words."""
+        """Write a table of ``rows``, with these ``columns`` or all; column names become words."""
         columns = columns or list(rows[0])
         heads = [column.replace("_per_", "/").replace("_", " ") for column in columns]
         self.table(heads, [[row[column] for column in columns] for row in rows])
 
 
-# A new verb has CSV without a word: its first table before formatting, else its facts, else its JSON, flattened.
+# A new verb gets CSV for free: its first table before formatting, else its facts, else its flattened JSON.
 class Sheet(Page):
-    """Takes what a verb shows to people, and writes its table as CSV."""
+    """A page that collects a verb's output and writes its table as CSV."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,31 +84,31 @@ class Sheet(Page):
         self._facts: dict[str, object] = {}
 
     def line(self, text: str = "") -> None:
-        """Words are for people."""
+        """Ignore text, which is for people."""
 
     def excerpt(self, text: str, length: int = 72) -> str:  # noqa: ARG002 - for people
-        """All of it."""
+        """Return the whole text."""
         return text
 
     def brief(self, shown: str, value: object) -> object:  # noqa: ARG002 - for people
-        """The value itself."""
+        """Return the value itself."""
         return value
 
     def facts(self, facts: Mapping[str, object]) -> None:
-        """Keep them, in case there is no table."""
+        """Keep the facts, in case no table follows."""
         self._facts |= facts
 
     def sheet(self, rows: Sequence[Mapping[str, object]]) -> None:
-        """Keep it, if there is anything."""
+        """Keep the table, if it has rows."""
         if rows:
             self.table(list(rows[0]), [list(row.values()) for row in rows])
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[object]], *, empty: str = "") -> None:  # noqa: ARG002 - for people
-        """Keep it as it is; without rows its head stands alone."""
+        """Keep the table as it is; without rows, only its header is printed."""
         self._tables.append((columns, rows))
 
     def write(self, data: Mapping[str, Any]) -> None:
-        """Print the first table; where there was none the facts, and without those what ``data`` says."""
+        """Print the first table; if none was kept, the facts; if those are missing too, ``data``."""
         facts = self._facts or dict(flattened(data))
         columns, rows = self._tables[0] if self._tables else (("name", "value"), list(facts.items()))
         writer = csvlib.writer(sys.stdout)
@@ -116,7 +117,7 @@ class Sheet(Page):
 
 
 def json_text(value: object) -> str:
-    """A value as JSON, of which half characters, as in names of files that are no UTF-8, are escaped."""
+    """Return a value as JSON. Half characters, as in file names that are not UTF-8, are escaped."""
     text = jsonlib.dumps(value, ensure_ascii=False)
     try:
         text.encode()
@@ -126,7 +127,7 @@ def json_text(value: object) -> str:
 
 
 def field(value: object) -> str:
-    """A value as programs read it in CSV: numbers as they are, nothing for None, lists as JSON."""
+    """Return a value for CSV: numbers as they are, nothing for None, lists as JSON."""
     match value:
         case None:
             return ""
@@ -139,7 +140,7 @@ def field(value: object) -> str:
 
 
 def flattened(numbers: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested mappings as one: ``{"bytes": {"blocks": 1}}`` gives ``"bytes blocks", 1``."""
+    """Yield nested mappings as flat pairs: ``{"bytes": {"blocks": 1}}`` gives ``"bytes blocks", 1``."""
     for name, value in numbers.items():
         label = f"{prefix}{name}".replace("_", " ")
         if isinstance(value, Mapping):
@@ -149,7 +150,7 @@ def flattened(numbers: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def cell(value: object) -> str:
-    """A value as people read it."""
+    """Return a value as people read it."""
     match value:
         case None:
             return "-"
@@ -163,12 +164,12 @@ def cell(value: object) -> str:
 
 
 def counted(number: int, thing: str) -> str:
-    """``1 token``, ``2 tokens``."""
+    """Return a number with its noun: ``1 token``, ``2 tokens``."""
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def _numbers(column: Sequence[object]) -> bool:
-    """Whether a column holds numbers, and nothing else where there is something."""
+    """Whether all filled cells of a column are numbers."""
     return any(isinstance(each, int | float) for each in column) and all(
         each is None or each == "" or isinstance(each, int | float) for each in column
     )
@@ -199,13 +200,13 @@ def _rich_table(columns: Sequence[str], cells: Sequence[Sequence[str]], numeric:
 
 
 def token_count(text: str) -> int | None:
-    """Tokens that ``512``, ``8K`` (8,192) or ``1M`` mean; None for any other text."""
+    """Return the number of tokens that ``512``, ``8K`` (8,192) or ``1M`` means; None for any other text."""
     match = re.fullmatch(r"\s*([0-9]+)([kKmM]?)\s*", text, re.ASCII)
     return None if match is None else int(match[1]) << {"": 0, "k": 10, "m": 20}[match[2].lower()]
 
 
 def tokens_of(option: str, text: str | None, least: int) -> int | None:
-    """Tokens that ``text`` says for ``option``; None where it was not given. Raises ``InvalidArgument``."""
+    """Return the number of tokens in ``text``, the value of ``option``; None without it. Raises ``InvalidArgument``."""
     if text is None:
         return None
     count = token_count(text)
@@ -215,7 +216,7 @@ def tokens_of(option: str, text: str | None, least: int) -> int | None:
 
 
 def token_counts(option: str, text: str, *, least: int, such_as: str, what: str) -> list[int]:
-    """``64K,1M`` or ``65536,1048576`` -> numbers of tokens, in that order. Raises ``InvalidArgument``."""
+    """Parse ``64K,1M`` or ``65536,1048576`` into numbers of tokens, in that order. Raises ``InvalidArgument``."""
     counts = []
     for part in text.split(","):
         count = token_count(part)
@@ -228,7 +229,7 @@ def token_counts(option: str, text: str, *, least: int, such_as: str, what: str)
 
 
 def listed(option: str, text: str, read: Callable[[str], T], hint: str) -> list[T]:
-    """What ``read`` makes of each part of ``text`` between commas; its ``ValueError`` is an ``InvalidArgument``."""
+    """Apply ``read`` to each part of ``text`` between commas. Turn its ``ValueError`` into ``InvalidArgument``."""
     try:
         return [read(part.strip()) for part in text.split(",")]
     except ValueError:

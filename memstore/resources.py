@@ -1,4 +1,4 @@
-"""Peak memory of a process, told apart: what it allocated itself, and pages of mapped files that the kernel keeps."""
+"""Peak memory of a process in two parts: its own allocations, and pages of mapped files that the kernel keeps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INTERVAL = 0.02
 
 
 class PeakMemory:
-    """Watches this process from a thread of its own, for the length of a ``with`` block."""
+    """Watches the memory of this process from its own thread during a ``with`` block."""
 
     def __init__(self) -> None:
         self.anonymous_bytes = 0
@@ -48,7 +48,7 @@ class PeakMemory:
 
 
 def memory_in_use() -> tuple[int, int]:
-    """Anonymous and resident bytes of this process."""
+    """Return the anonymous and resident bytes of this process."""
     if not STATUS.exists():
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
         return peak, peak
@@ -61,12 +61,12 @@ def _kilobytes(field: str) -> int:
 
 
 def disk_bytes(folder: Path) -> int:
-    """Bytes that the files in ``folder`` take on disk."""
+    """Return the bytes that the files in ``folder`` take on disk."""
     return sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
 
 
 def hardware() -> dict[str, object]:
-    """What a measurement was made on."""
+    """Return the hardware that a measurement ran on."""
     import platform
 
     import torch

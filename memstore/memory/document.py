@@ -19,7 +19,7 @@ from memstore.memory.spec import MemorySpec, token_layout
 from memstore.memory.usage import Deletion
 from memstore.store.records import Batch
 
-if TYPE_CHECKING:  # documents are listed and forgotten without PyTorch, which takes seconds to load
+if TYPE_CHECKING:  # listing and forgetting work without PyTorch, which takes seconds to load
     import torch
     from torch import Tensor
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:  # documents are listed and forgotten without PyTorch, which t
 
 
 class Container(Protocol):
-    """The memory that a document is in, as far as a document needs it: see ``Memory``, which is one."""
+    """The part of a memory that a document needs. ``Memory`` implements it."""
 
     @property
     def spec(self) -> MemorySpec:
@@ -37,30 +37,30 @@ class Container(Protocol):
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """Its path or url."""
 
     @property
     def index_capabilities(self) -> IndexCapabilities:
-        """What its vector indexes can do."""
+        """The abilities of its vector indexes."""
 
     def document(self, name: str) -> Document:
-        """A document of it."""
+        """Return a document of it."""
 
     def known(self, tokens: Tokens, *, reading: Mapping[str, Any] | None = None) -> tuple[Document, int] | None:
-        """The document that holds most first blocks of ``tokens``, and how many."""
+        """Return the document that shares most first blocks with ``tokens``, and their number."""
 
     def facts(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-        """Everything that is stored in it under names: JSON values, and arrays."""
+        """Return everything that is stored in it by name: JSON values, and arrays."""
 
 
 class Document:
-    """Made by ``Memory.document(name)``. Everything here sees what other threads and processes have committed.
+    """A document, made by ``Memory.document(name)``. It sees the commits of other threads and processes.
 
     One thread may append while others search and gather. Raises ``NotFound`` once the document was forgotten.
     """
 
     def __init__(self, shared: SharedStore, name: str, memory: Container, number: int | None = None) -> None:
-        """``number`` is that of a document that is known to be there."""
+        """Pass the ``number`` of a document that is known to exist."""
         self.name = name
         self._shared = shared
         self._memory = memory
@@ -71,19 +71,19 @@ class Document:
     def __repr__(self) -> str:
         try:
             return f"Document({self.name!r}, {len(self)} tokens in {self.n_blocks} blocks)"
-        except MemstoreError:  # closed, forgotten or damaged; whoever uses it will hear which
+        except MemstoreError:  # closed, forgotten or damaged; using it raises the error
             return f"Document({self.name!r}, not available)"
 
     def __len__(self) -> int:
         return self._handle.current().tokens
 
     def __bool__(self) -> bool:
-        # A document without tokens is a document all the same.
+        # A document without tokens is still a document.
         return True
 
     @property
     def memory(self) -> Container:
-        """The memory that it is in."""
+        """The memory that contains it."""
         return self._memory
 
     @property
@@ -94,16 +94,16 @@ class Document:
 
     @property
     def state(self) -> DocumentState:
-        """Its entry at the last commit: lengths, and what was cut or dropped."""
+        """Its entry at the last commit: lengths, cuts and drops."""
         return self._handle.current()
 
     def is_number(self, number: int) -> bool:
-        """Whether it is, or was, the document ``number``."""
+        """Whether its number is, or was, ``number``."""
         return self._handle.id == number
 
     @property
     def gone(self) -> bool:
-        """Whether it was forgotten, by whoever."""
+        """Whether any writer has forgotten it."""
         if self._handle.id is None:
             return False
         try:
@@ -119,13 +119,13 @@ class Document:
 
     @property
     def expires(self) -> datetime | None:
-        """When it may be forgotten, in UTC; None: never."""
+        """The time after which it may be forgotten, in UTC; None: never."""
         when = self._shared.retention.rules().expires.get(self._handle.id or 0)
         return None if when is None else datetime.fromtimestamp(when, UTC)
 
     @property
     def n_blocks(self) -> int:
-        """One more than the last block, incomplete or not; blocks that have left are counted."""
+        """One more than the last block, complete or not; blocks that have left are counted."""
         return self._handle.current().blocks
 
     @property
@@ -140,34 +140,34 @@ class Document:
 
     @property
     def dropped(self) -> list[range]:
-        """Blocks that were damaged and that a repair has dropped: they cannot be found or gathered any more."""
+        """Damaged blocks that a repair has dropped: they cannot be found or gathered any more."""
         return self._handle.current().gaps
 
     def present(self, blocks: range) -> list[range]:
-        """``blocks`` without those that were dropped, in pieces."""
+        """Return ``blocks`` without dropped ones, as a list of ranges."""
         return self._handle.current().present(blocks)
 
     @property
     def digest(self) -> str | None:
         """Hash of the model, ``reading``, and the tokens of all complete blocks, in hexadecimal digits.
 
-        Documents with the same digest have the same complete blocks. None where nothing was read yet, and for a
-        document begun by a version of memstore that kept no digests.
+        Documents with the same digest have the same complete blocks. None before anything was read, and for a document
+        that began in a version of memstore without digests.
         """
         return self._handle.current().digest
 
     @property
     def reading(self) -> dict[str, Any] | None:
-        """What was given to the first ``append``: how the states were computed."""
+        """The ``reading`` of the first ``append``: how the states were computed."""
         return deepcopy(self._handle.current().reading)
 
     def append(self, tokens: Tokens, *, reading: Mapping[str, Any] | None = None) -> Append:
-        """Add ``tokens [t]`` and their states, in one transaction when the body of ``with`` is left.
+        """Add ``tokens [t]`` and their states in one transaction, committed when the body of ``with`` ends.
 
-        See ``Append``. An exception in the body writes nothing. Without tokens there is nothing to put or to write.
-        ``reading`` is whatever the states depend on beside the model and the tokens, such as options, as a JSON object;
-        it is kept with the document, and another one later is refused: see ``reuse``.
-        Raises ``InvalidArgument``, ``ReadOnlyMemory``, and on leaving also ``StoreFull`` and ``DamagedError``.
+        See ``Append``. After an exception in the body nothing is written. Without tokens there is nothing to put or to
+        write. The JSON object ``reading`` holds everything else that the states depend on, such as options. It is
+        stored with the document, and a later append must pass the same one: see ``reuse``. Raises ``InvalidArgument``,
+        ``ReadOnlyMemory``, and when the body ends also ``StoreFull`` and ``DamagedError``.
         """
         from memstore.memory.append import Append, as_tokens
 
@@ -175,12 +175,12 @@ class Document:
         return Append(self._shared, self._handle.current(), as_tokens(tokens), reading, self._commit)
 
     def tokens(self, block: int | range | None = None) -> Tensor:
-        """Token ids ``[n]`` int64 of one block, or of a range of blocks.
+        """Return token ids ``[n]`` int64 of one block, or of a range of blocks.
 
-        Without a block: of all live ones, -1 in those that a repair has dropped.
+        Without a block, return those of all live blocks, with -1 in dropped ones.
 
-        Raises ``NotFound`` for a block that is not there, ``InvalidArgument`` for what is neither a whole number nor a
-        range of step 1, and ``DamagedError``.
+        Raises ``NotFound`` for a missing block, ``InvalidArgument`` unless ``block`` is a whole number or a range of
+        step 1, and ``DamagedError``.
         """
         if isinstance(block, bool) or not isinstance(block, int | range | None) or getattr(block, "step", 1) != 1:
             raise InvalidArgument(f"block must be a whole number, a range of step 1 or None, not {block!r}.")
@@ -195,7 +195,7 @@ class Document:
                 raise NotFound(state.gap_message(lost[0].start))
             try:
                 tokens = self._read_tokens(state, wanted).long()
-                # Several reads are several moments; whole blocks change by truncations only, and those are counted.
+                # The reads happen at different moments. Whole blocks change only by truncations, which are counted.
                 if self._handle.current().edits == state.edits:
                     return tokens
             except (NotFound, DamagedError) as error:
@@ -204,7 +204,7 @@ class Document:
                     raise DamagedError(f"document {self.name!r}, tokens: {error}. Run verify.") from error
 
     def layer(self, layer: int) -> LayerView:
-        """One layer of this document. Raises ``InvalidArgument``."""
+        """Return one layer of this document. Raises ``InvalidArgument``."""
         self._shared.check_layer(layer)
         with self._lock:
             if layer not in self._views:
@@ -214,7 +214,7 @@ class Document:
             return self._views[layer]
 
     def gather(self, layers: Sequence[int], blocks: Sequence[int], *, device: torch.device) -> list[dict[str, Tensor]]:
-        """The states of ``blocks [K]`` in each of ``layers``, in one copy: see ``LayerView.gather``."""
+        """Return the states of ``blocks [K]`` in each of ``layers``, in one copy: see ``LayerView.gather``."""
         from memstore.memory.view import gathered
 
         return gathered([self.layer(layer) for layer in layers], blocks, device)
@@ -222,7 +222,7 @@ class Document:
     def gather_each(
         self, layers: Sequence[int], lists: Sequence[Sequence[int]], *, device: torch.device | None = None
     ) -> dict[str, Tensor]:
-        """The states of a list of complete blocks in each of ``layers``, one behind the other, in one copy.
+        """Return the states of each layer's own complete blocks, layer after layer, in one copy.
 
         See ``LayerView.gather``.
         """
@@ -231,7 +231,7 @@ class Document:
         return gathered_each([self.layer(layer) for layer in layers], lists, device)
 
     def at_hand(self, layers: Sequence[int], blocks: Sequence[int]) -> bool:
-        """Whether ``blocks [K]`` in each of ``layers`` are in host memory, so that nobody waits for them."""
+        """Whether ``blocks [K]`` in each of ``layers`` are in host memory, so a gather does not wait."""
         from memstore.memory.view import at_hand
 
         return at_hand([self.layer(layer) for layer in layers], blocks)
@@ -243,16 +243,16 @@ class Document:
         prefetch([self.layer(layer) for layer in layers], blocks)
 
     def recurrent_places(self, first: int = 0) -> list[int]:
-        """After how many of its tokens, ``first`` at least, its recurrent state is kept, ascending."""
+        """Return the token counts after which a recurrent state is kept, at least ``first``, ascending."""
         state = self._handle.current()
         if self._handle.id is None or not self._shared.spec.recurrent:
             return []
         return kept_recurrent(self._shared.store, self._handle.id, state.tokens, first=first)
 
     def recurrent(self, tokens: int) -> list[Tensor]:
-        """What layers that do not attend remember of its first ``tokens`` tokens; one of ``recurrent_places``.
+        """Return the recurrent states after the first ``tokens`` tokens, which must be one of ``recurrent_places``.
 
-        As ``spec.recurrent`` says. Raises ``NotFound`` where it is not kept, and ``DamagedError``.
+        Their layout is ``spec.recurrent``. Raises ``NotFound`` if they are not kept, and ``DamagedError``.
         """
         if self._handle.id is None or not 0 < tokens <= self._handle.current().tokens:
             raise NotFound(f"document {self.name!r} has no recurrent state after {tokens} tokens.")
@@ -260,11 +260,11 @@ class Document:
 
     @property
     def reads_ahead(self) -> int:
-        """Reads that are best under way at once: 1, or more where each waits for a network."""
+        """Best number of reads to run at once: 1, or more if each waits for a network."""
         return self._shared.store.capabilities.reads_ahead
 
     def views(self) -> list[LayerView]:
-        """The layers that were asked for so far."""
+        """Return the layers used so far."""
         with self._lock:
             return list(self._views.values())
 
@@ -291,12 +291,12 @@ class Document:
                 view.index.cut(before, after)
 
     def fork(self, name: str, n_blocks: int | None = None) -> Document:
-        """A new document ``name`` that begins with what this one holds now, or with its blocks below ``n_blocks``.
+        """Make a new document ``name`` that begins with all current blocks of this one, or those below ``n_blocks``.
 
-        Whole blocks are shared, only an incomplete last one is copied, so a fork takes the same short time at any size.
-        From then on the two are independent: appending to, truncating or forgetting one leaves the other as it is. The
-        new one is not pinned and has no time to live, whatever this one has.
-        Raises ``InvalidArgument``, ``ReadOnlyMemory``, ``StoreFull``, ``NotFound`` and ``DamagedError``.
+        Whole blocks are shared and only an incomplete last one is copied, so a fork takes the same short time at any
+        size. From then on the two are independent: appending to, truncating or forgetting one leaves the other
+        unchanged. The new document is not pinned and has no time to live, even if this one has. Raises
+        ``InvalidArgument``, ``ReadOnlyMemory``, ``StoreFull``, ``NotFound`` and ``DamagedError``.
         """
         from memstore.memory.append import forking
 
@@ -314,9 +314,9 @@ class Document:
         return child
 
     def begin(self, first: int, reading: Mapping[str, Any] | None) -> None:
-        """Store a new document that has nothing in it yet, of which blocks below ``first`` have left already.
+        """Store a new empty document whose blocks below ``first`` count as having left.
 
-        Raises ``InvalidArgument`` where it is stored already, and ``ReadOnlyMemory``.
+        Raises ``InvalidArgument`` if it is stored already, and ``ReadOnlyMemory``.
         """
         self._shared.check_writable()
         with self._shared.writing:
@@ -331,9 +331,10 @@ class Document:
             self._shared.commit(batch, {number: state})
 
     def pass_over(self, blocks: int) -> None:
-        """Go on ``blocks`` blocks later: those between are dropped ones, as in a document that this one is copied from.
+        """Skip ``blocks`` blocks and mark them as dropped, as in the document that this one is copied from.
 
-        Raises ``InvalidArgument`` where the last block is incomplete, or nothing is stored yet, ``ReadOnlyMemory``.
+        Raises ``InvalidArgument`` if the last block is incomplete or the document is not stored yet,
+        ``ReadOnlyMemory``.
         """
         self._shared.check_writable()
         with self._shared.writing:
@@ -346,16 +347,16 @@ class Document:
             self._shared.commit(batch, {places.number: after})
 
     def located(self) -> tuple[DocumentState, Places | None]:
-        """Its entry, and where its blocks lie; None before its first append."""
+        """Return its entry and the places of its blocks; None as places before its first append."""
         state = self._handle.current()
         return state, None if self._handle.id is None else self._shared.places(self._handle.id, state)
 
     def reuse(self, tokens: Tokens, *, reading: Mapping[str, Any] | None = None, step: int = 1) -> int:
-        """Let a new document begin with the blocks of ``tokens [t]`` that the memory holds already, under any name.
+        """Let a new document begin with blocks of ``tokens [t]`` that the memory holds already, under any name.
 
-        It becomes a fork of the document that ``Memory.known`` finds, at a multiple of ``step`` blocks. Returns the
-        number of tokens that it has now and that need not be read; 0 where nothing is known, and for a document that
-        is not new. Raises ``InvalidArgument``, ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
+        The document becomes a fork of the one that ``Memory.known`` finds, at a multiple of ``step`` blocks. Returns
+        the number of tokens that it has now and that need not be read. It is 0 if no block is known or the document is
+        not new. Raises ``InvalidArgument``, ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
         """
         self._shared.check_writable()
         with self._shared.writing:
@@ -365,29 +366,29 @@ class Document:
             return len(found[0].fork(self.name, blocks))
 
     def pin(self) -> None:
-        """Never evict it and never let it expire; ``Memory.forget`` still forgets it. Stored with the memory.
+        """Keep it from being evicted or expired; ``Memory.forget`` still works. Stored with the memory.
 
-        Raises ``NotFound`` for a document that has nothing in it yet, ``ReadOnlyMemory``.
+        Raises ``NotFound`` for an empty document, ``ReadOnlyMemory``.
         """
         self._change(lambda rules, number: replace(rules, pinned=rules.pinned | {number}))
 
     def unpin(self) -> None:
-        """Undo ``pin``. A time to live that is over by now counts from the next append on."""
+        """Undo ``pin``. If its time to live is over by now, the next append may forget it."""
         self._change(lambda rules, number: replace(rules, pinned=rules.pinned - {number}))
 
     def expire(self, seconds: float | None) -> None:
-        """Let it be forgotten ``seconds`` from now; None: never. Stored with the memory.
+        """Allow it to be forgotten ``seconds`` from now; None: never. Stored with the memory.
 
-        It happens with the first append to another document after that time, or with ``Memory.expire``; until then the
-        document is as it was, also for readers. Raises ``NotFound`` for a document that has nothing in it yet,
-        ``InvalidArgument``, ``ReadOnlyMemory``.
+        That happens with the first append to another document after that time, or with ``Memory.expire``. Until then
+        the document stays unchanged, also for readers. Raises ``NotFound`` for an empty document, ``InvalidArgument``,
+        ``ReadOnlyMemory``.
         """
         self._change(lambda rules, number: rules.expiring(number, seconds))
 
     def _change(self, change: Callable[[Rules[int], int], Rules[int]]) -> None:
         self._shared.check_writable()
         with self._shared.writing:
-            self._handle.current()  # which finds its number, or that it was forgotten
+            self._handle.current()  # finds its number, or that it was forgotten
             number = self._handle.id
             if number is None:
                 raise NotFound(f"document {self.name!r} has nothing in it yet; append to it first.")
@@ -414,7 +415,7 @@ class Document:
             self._handle.committed(number, append.after)
 
     def _read_tokens(self, state: DocumentState, blocks: range) -> Tensor:
-        """Token ids ``[n]`` int32 of ``blocks``, of which only the document's last may be incomplete."""
+        """Return token ids ``[n]`` int32 of ``blocks``; only the document's last block may be incomplete."""
         import torch
 
         if not blocks or self._handle.id is None:
@@ -438,7 +439,7 @@ class Document:
 
 
 def _offsets(parts: list[range], blocks: range) -> Tensor:
-    """Where ``parts`` lie within ``blocks``."""
+    """Return the positions of ``parts`` within ``blocks``."""
     import torch
 
     return torch.tensor([block - blocks.start for part in parts for block in part], dtype=torch.int64)

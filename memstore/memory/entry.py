@@ -1,16 +1,16 @@
-"""What a store knows of its documents: their entries, where their values lie, their names, and how they begin.
+"""The store's records of its documents: entries, places of values, names, and first blocks.
 
-A document writes under a number of its own, its *home*. A fork shares the first blocks of another document: its home
-is a *branch* of that one's home, and every block below the branch lies where the parent has it. What a home is a branch
-of never changes. So it is stored once, for the home and not for each document that shares blocks, and a chain of forks
-takes as much as its links are many. A document that writes again what others use, or what lies before its home,
-moves to another home. Nothing is counted: what is in use follows from the entries of the documents of one tree of
-homes, read when something is to be deleted (``usage.py``).
+A document writes under a number of its own, its *home*. A fork shares the first blocks of another document. Its home is
+a *branch* of the parent's home, and every block below the branch lies with the parent. A home always stays a branch of
+the same parent. So the branch is stored once for the home, and not for each document that shares blocks. The space of a
+chain of forks grows only with its links. If a document rewrites blocks that others use, or blocks before its home, it
+moves to another home. Nothing is counted: which blocks are in use follows from the entries of all documents in one tree
+of homes. They are read when something is to be deleted (``usage.py``).
 
-Entries are stored by number. To read all of them for every name, every text or every question would make each as slow
-as there are documents, so an open store remembers what it has read. What it remembers is of one commit, the last that
-it has seen. Of its own commits it knows what they changed (``committing``); where anybody else has committed, or
-somebody without saying so, entries are read again as they are asked for, and new names are looked for.
+Entries are stored by number. Reading all of them for every name, text or query would become slower with each document.
+So an open store keeps the entries that it has read. They belong to one commit, the last that it has seen. It knows the
+changes of its own commits (``committing``). After a commit by another writer, or one without ``committing``, it reads
+entries again on use and looks for new names.
 """
 
 from __future__ import annotations
@@ -32,59 +32,59 @@ from memstore.store.records import MAX_DOCUMENT, MAX_ITEM, Bytes, Key, Record, T
 HEADER = Key(Table.META)
 """JSON ``{"format", "library", "spec", "blocks_per_run"}``, written once."""
 NEXT_DOCUMENT = Key(Table.META, item=1)
-"""JSON ``{"next_document": n}``: numbers of documents are never used twice."""
+"""JSON ``{"next_document": n}``: document numbers are never used twice."""
 NEXT_DOCUMENT_VALUE = table(next_document=whole(0, MAX_DOCUMENT + 1))
 KEEPING = Key(Table.META, item=2)
-"""JSON, only where there is a limit or another rule: see ``rules.py``."""
+"""JSON, only if there is a limit or another rule: see ``rules.py``."""
 FIRST_NAMED = Key(Table.META, item=16)
-"""From here on: arrays and facts under names, see ``NamedValues``."""
+"""The first key of named arrays and facts, see ``NamedValues``."""
 
 NAMED_VALUE = table(kind=text(20), name=text(10_000))
 HASH_BYTES = 16
 HASHES_PER_RUN = 240
-"""Of the history of a document, see ``rows.py``: a run, which every append rewrites, takes one page of 4 KiB."""
+"""Hashes of a document's history in one run, see ``rows.py``. Every append rewrites a run, which takes a 4 KiB page."""
 MOST_SPANS = 2**16
 LONGEST_NAME = 511
-"""Bytes of the name of a document."""
+"""Most bytes of a document's name."""
 MOST_HELD = 64 << 20
-"""Bytes of histories that are held, so that texts are compared with documents that were compared before."""
+"""Most bytes of histories kept in memory, so that later comparisons of texts and documents need not read them."""
 
-_catalogs: WeakKeyDictionary[BlockStore, ref[Catalog]] = WeakKeyDictionary()  # which refer to their stores
+_catalogs: WeakKeyDictionary[BlockStore, ref[Catalog]] = WeakKeyDictionary()  # catalogs refer to their stores
 _guard = threading.Lock()
 _ALWAYS = ("name", "tokens", "blocks", "first", "edits", "state")
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentState:
-    """The DOCUMENTS entry: lengths of one document at one commit."""
+    """The DOCUMENTS entry: the state of one document at one commit."""
 
     name: str
     tokens: int = 0
-    """Tokens ever appended (and not truncated), those of blocks that have left included."""
+    """Tokens appended and not truncated, including those in blocks that have left."""
     blocks: int = 0
     """One more than the last block, which may be incomplete."""
     first: int = 0
-    """First live block; those before it have left, because of ``capacity``."""
+    """First live block. Earlier ones have left, because of ``capacity``."""
     edits: int = 0
     """Number of truncations and drops. While it stays the same, complete blocks never change."""
     state: str = "live"
-    """Room for other states in later versions."""
+    """Reserved for other states in later versions."""
     branch: tuple[int, int] | None = None
-    """``(parent, stop)``: blocks below ``stop`` lie where the home ``parent`` has them."""
+    """``(parent, stop)``: blocks below ``stop`` lie with the home ``parent``."""
     spans: tuple[tuple[int, int, int], ...] = ()
-    """``(owner, start, stop)``, ascending from block 0 on: what earlier versions wrote in place of a branch."""
+    """``(owner, start, stop)``, ascending from block 0: earlier versions wrote this in place of a branch."""
     home: int | None = None
-    """The number under which the blocks after these lie; None: the document's own."""
+    """The number under which the blocks after the shared ones lie; None: the document's own."""
     digest: str | None = None
-    """Hash of the history of all complete blocks, see ``rows.py``; None where it was never computed."""
-    # Part of the history: text that was read in another way has other states, and must not be taken for the same.
+    """Hash of the history of all complete blocks, see ``rows.py``; None if it was never computed."""
+    # Part of the history: the same text read with other options has other states and must not count as the same.
     reading: dict[str, Any] | None = None
-    """What the states depend on beside fingerprint and tokens, in the words of whoever computed them."""
+    """Everything that the states depend on beside fingerprint and tokens, as the model's reader describes it."""
     dropped: tuple[tuple[int, int], ...] = ()
-    """``(start, stop)``: complete blocks that were damaged and are gone, ascending."""
+    """``(start, stop)``: complete blocks that were damaged and are dropped, ascending."""
 
     def check(self) -> None:
-        """Raise ``DamagedError`` for numbers that cannot be those of a document."""
+        """Raise ``DamagedError`` for numbers that no document can have."""
         ends = [0, *(stop for _, _, stop in self.spans)]
         if self.first > self.blocks or [start for _, start, _ in self.spans] != ends[:-1] or ends != sorted(set(ends)):
             raise DamagedError(
@@ -93,38 +93,41 @@ class DocumentState:
             )
 
     def live(self) -> range:
-        """All live blocks."""
+        """Return all live blocks."""
         return range(self.first, self.blocks)
 
     def complete(self, block_size: int) -> range:
-        """Live blocks that are full."""
+        """Return live blocks that are full."""
         return range(self.first, max(self.first, self.tokens // block_size))
 
     @property
     def gaps(self) -> list[range]:
-        """The blocks that were damaged and are gone."""
+        """The damaged blocks that were dropped."""
         return [range(start, stop) for start, stop in self.dropped]
 
     def present(self, blocks: range | None = None) -> list[range]:
-        """``blocks``, or all that are live, without the gaps."""
+        """Return ``blocks``, or all live ones, without the gaps."""
         blocks = self.live() if blocks is None else blocks
         if self.dropped:
             return lacking(blocks, self.gaps)
         return [blocks] if blocks else []
 
     def gap_message(self, block: int) -> str:
-        """What to say to whoever wants a block in a gap."""
+        """Return the message for access to a block in a gap."""
         return f"document {self.name!r}: block {block} was damaged, and a repair has dropped it; the others are whole."
 
     def grown(self, tokens: int, block_size: int, capacity: int | None) -> DocumentState:
-        """After an append of ``tokens`` tokens."""
+        """Return the state after an append of ``tokens`` tokens."""
         total = self.tokens + tokens
         blocks = -(-total // block_size)
         first = self.first if capacity is None else max(self.first, blocks - capacity)
         return replace(self, tokens=total, blocks=blocks, first=first)
 
     def cut(self, blocks: int, block_size: int) -> DocumentState:
-        """After a truncation to ``blocks``. Where they lie may have to change too, see ``append.truncation``."""
+        """Return the state after a truncation to ``blocks``.
+
+        The places may have to change too, see ``append.truncation``.
+        """
         tokens = min(self.tokens, blocks * block_size)
         first = min(self.first, blocks)
         return replace(
@@ -137,16 +140,16 @@ class DocumentState:
         )
 
     def passed_over(self, blocks: int, block_size: int) -> DocumentState:
-        """With ``blocks`` blocks more, all of them dropped."""
+        """Return the state with ``blocks`` more blocks, all of them dropped."""
         tokens, stop = self.tokens + blocks * block_size, self.blocks + blocks
         return replace(self, tokens=tokens, blocks=stop, dropped=(*self.dropped, (self.blocks, stop)), digest=None)
 
     def dropped_below(self, blocks: int) -> tuple[tuple[int, int], ...]:
-        """``dropped``, as far as it concerns the first ``blocks`` blocks."""
+        """Return the part of ``dropped`` within the first ``blocks`` blocks."""
         return tuple((start, min(stop, blocks)) for start, stop in self.dropped if start < blocks)
 
     def to_record(self) -> Record:
-        """As stored: what not every document has is left out, so that plain entries stay as they always were."""
+        """Return the record to store. It leaves out optional values, so plain entries have their original form."""
         values = {each.name: (getattr(self, each.name), each.default) for each in fields(self)}
         return Record.from_json(
             {name: value for name, (value, default) in values.items() if name in _ALWAYS or value != default}
@@ -154,11 +157,11 @@ class DocumentState:
 
     @classmethod
     def from_record(cls, record: Record) -> DocumentState:
-        """The inverse of ``to_record``. Raises ``DamagedError`` and ``ForeignMemory``."""
+        """Invert ``to_record``. Raises ``DamagedError`` and ``ForeignMemory``."""
         return _state(record.payload.tobytes())
 
 
-@lru_cache(256)  # each use after a commit reads the entry again, which is mostly what it was
+@lru_cache(256)  # each use after a commit reads the entry again, usually unchanged
 def _state(entry: bytes) -> DocumentState:
     values = fit(parse(entry, "the entry of a document"), ENTRY, "the entry of a document")
     if unknown := values.keys() - _FIELDS:
@@ -178,7 +181,7 @@ _FIELDS = frozenset(each.name for each in fields(DocumentState))
 _NUMBER, _BLOCK = whole(0, MAX_DOCUMENT), whole(0, MAX_ITEM)
 _SPANS = array(row(_NUMBER, _BLOCK, _BLOCK), MOST_SPANS)
 BRANCH = table({"parent": _NUMBER, "stop": _BLOCK, "spans": _SPANS}, document=_NUMBER)
-"""What is stored of a home that is a branch."""
+"""Schema of the stored branch of a home."""
 READING = members(anything, 1000)
 ENTRY = table(
     {
@@ -199,40 +202,40 @@ ENTRY = table(
 
 
 NAMED = table(name=text(LONGEST_NAME))
-"""What finds a document needs of its entry."""
+"""Schema of the entry's part that name look-up needs."""
 
 
 @dataclass(frozen=True)
 class Address:
-    """Keys of the values that lie under number ``id``, which is a document's or the home that a document moved to."""
+    """Keys of the values under number ``id``, which is a document's or the home that a document moved to."""
 
     id: int
 
     @property
     def entry(self) -> Key:
-        """Of its DOCUMENTS entry."""
+        """The key of its DOCUMENTS entry."""
         return Key(Table.DOCUMENTS, self.id)
 
     @property
     def branch(self) -> Key:
-        """Of where the blocks before its own lie, if it is a home that shares some."""
+        """The key of its branch, if it is a home that shares blocks."""
         return Key(Table.META, self.id)
 
     def tokens(self, block: int) -> Key:
-        """Of the token ids of a block."""
+        """Return the key of a block's token ids."""
         return Key(Table.TOKENS, self.id, 0, block)
 
     def block(self, layer: int, block: int) -> Key:
-        """Of the states of a block."""
+        """Return the key of a block's states."""
         return Key(Table.BLOCKS, self.id, layer, block)
 
     def recurrent(self, tokens: int) -> Key:
-        """Of the recurrent state of a document after so many tokens, see ``rows.py``."""
+        """Return the key of a document's recurrent state after so many tokens, see ``rows.py``."""
         return Key(Table.RECURRENT, self.id, 0, tokens)
 
 
 def stored_state(store: BlockStore, document: int) -> DocumentState | None:
-    """The entry of a document; None where there is none. Raises ``DamagedError`` and ``ForeignMemory``."""
+    """Return the entry of a document, None if it is missing. Raises ``DamagedError`` and ``ForeignMemory``."""
     records = store.get(Address(document).entry)
     return None if records is None else DocumentState.from_record(records[0])
 
@@ -245,10 +248,10 @@ class Piece(NamedTuple):
 
 
 class Home:
-    """A number under which blocks lie from ``start`` on; those before it lie ``below``.
+    """A number under which blocks lie from ``start`` on; earlier ones lie in the home ``below``.
 
-    Homes of one tree share what is below them. ``jump`` leads to one further below, so far that any block is found in
-    as many steps as the number of homes has digits (the numbers of a skew binary system).
+    Homes of one tree share the homes below them. ``jump`` leads to a home further below. With these jumps, finding a
+    block takes as many steps as the number of homes has digits (a skew binary number system).
     """
 
     __slots__ = ("below", "depth", "jump", "listed", "number", "root", "start")
@@ -258,7 +261,7 @@ class Home:
         self.start = start
         self.below = below
         self.listed = listed
-        """Whether only the spans of an entry say what is below, so that no other home can refer to it."""
+        """Whether only the spans of an entry describe the homes below, so no other home can refer to it."""
         self.depth: int = 0 if below is None else below.depth + 1
         self.root: int = number if below is None else below.root
         self.jump: Home = self if below is None else below
@@ -271,7 +274,7 @@ class Home:
         return 0 if self.below is None or self.below.listed else self.start
 
     def at(self, block: int) -> Home:
-        """The home that a block lies at."""
+        """Return the home that contains a block."""
         home = self
         while home.start > block:
             assert home.below is not None
@@ -279,7 +282,7 @@ class Home:
         return home
 
     def pieces(self, blocks: range) -> Iterator[Piece]:
-        """``blocks`` from the last to the first, cut where the home changes."""
+        """Yield ``blocks`` from the last to the first, split at each change of home."""
         stop, home = blocks.stop, self
         while stop > blocks.start:
             home = home.at(stop - 1)
@@ -289,7 +292,7 @@ class Home:
 
 
 class Homes:
-    """The homes of one store, each read once: what a home is a branch of never changes."""
+    """The homes of one store, each read once, because their branches never change."""
 
     def __init__(self, store: BlockStore) -> None:
         self._store = store
@@ -297,7 +300,7 @@ class Homes:
         self._documents: dict[int, int] = {}
 
     def at(self, number: int) -> Home:
-        """The home ``number``; one that is a branch of nothing where nothing is said of it. Raises ``DamagedError``."""
+        """Return the home ``number``; without a stored branch, it is the root of a tree. Raises ``DamagedError``."""
         chain: list[tuple[int, int]] = []
         met = set[int]()
         while number not in self._known:
@@ -319,15 +322,15 @@ class Homes:
         return self._known[number]
 
     def of(self, number: int, state: DocumentState) -> Home:
-        """The home of document ``number``. Raises ``DamagedError``."""
+        """Return the home of document ``number``. Raises ``DamagedError``."""
         home = number if state.home is None else state.home
         if state.branch is None:
             return listed(home, state.spans)
         parent, stop = state.branch
-        return _joined(home, stop, self.at(parent))  # not noted: it may not be stored yet
+        return _joined(home, stop, self.at(parent))  # not kept: it may not be stored yet
 
     def documents(self) -> dict[int, tuple[Home, int]]:
-        """Every home of which something is stored, and the number of the document that it was made for."""
+        """Return every home with a stored branch, and the number of the document that it was made for."""
         keys = self._store.keys(Address(1).branch, Key(Table.META, MAX_DOCUMENT))
         numbers = [key.document for key in keys if key == Address(key.document).branch]
         homes = {number: self.at(number) for number in numbers}
@@ -347,7 +350,7 @@ def _joined(number: int, stop: int, below: Home) -> Home:
 
 
 def listed(number: int, spans: Sequence[Sequence[int]]) -> Home:
-    """The home ``number``, and before it what ``spans`` list: see ``DocumentState.spans``."""
+    """Return the home ``number``, with the places of earlier blocks from ``spans``: see ``DocumentState.spans``."""
     below, stop = None, 0
     for owner, start, stop in spans:  # noqa: B007 - the last one
         below = Home(owner, start, below, listed=True)
@@ -355,7 +358,7 @@ def listed(number: int, spans: Sequence[Sequence[int]]) -> Home:
 
 
 class Places:
-    """Where the blocks of document ``number`` lie, which writes at the home ``node``."""
+    """The places of the blocks of document ``number``, which writes at the home ``node``."""
 
     def __init__(self, number: int, state: DocumentState, node: Home) -> None:
         self.node = node
@@ -365,7 +368,7 @@ class Places:
         self.start = self.node.start
         """The first block that lies at home, whether it exists or not."""
         self.whole = max([self.start, *(stop for _, stop in state.dropped)])
-        """The first block from which on all blocks lie at home, and none was dropped."""
+        """The first block from which on all blocks lie at home and none was dropped."""
         self._state = state
 
     @property
@@ -374,47 +377,47 @@ class Places:
         return Address(self.number).entry
 
     def owner(self, block: int) -> int:
-        """The number under which a block lies."""
+        """Return the number under which a block lies."""
         return self.node.at(block).number
 
     def pieces(self, blocks: range) -> list[Piece]:
-        """``blocks`` in order, cut where the owner changes."""
+        """Return ``blocks`` in order, split at each change of owner."""
         return list(self.node.pieces(blocks))[::-1]
 
     def present(self, blocks: range) -> list[Piece]:
-        """``blocks`` without those that were dropped, cut where the owner changes."""
+        """Return ``blocks`` without dropped ones, split at each change of owner."""
         return [piece for part in self._state.present(blocks) for piece in self.pieces(part)]
 
     def branch(self, number: int, stop: int) -> Home:
-        """The home ``number`` of a document that shares all blocks below ``stop``."""
+        """Return the home ``number`` of a document that shares all blocks below ``stop``."""
         return Home(number, stop, self.node.at(stop - 1)) if stop else Home(number)
 
     def tokens(self, block: int) -> Key:
-        """Key of the token ids of a block."""
+        """Return the key of a block's token ids."""
         return Address(self.owner(block)).tokens(block)
 
     def all_tokens(self, blocks: range) -> list[Key]:
-        """Keys of the token ids of blocks."""
+        """Return the keys of the token ids of ``blocks``."""
         return self._keys(Table.TOKENS, 0, blocks)
 
     def block(self, layer: int, block: int) -> Key:
-        """Key of the states of a block."""
+        """Return the key of a block's states."""
         return Address(self.owner(block)).block(layer, block)
 
     def all_blocks(self, layer: int, blocks: range) -> list[Key]:
-        """Keys of the states of blocks."""
+        """Return the keys of the states of ``blocks``."""
         return self._keys(Table.BLOCKS, layer, blocks)
 
     def _keys(self, table: Table, layer: int, blocks: range) -> list[Key]:
-        """Keys of the values of blocks in ``table``."""
+        """Return the keys in ``table`` for ``blocks``."""
         return [Key(table, owner, layer, block) for owner, part in self.pieces(blocks) for block in part]
 
 
 class Catalog:
     """The documents of one store. Safe to use from several threads.
 
-    Two facts hold whoever else writes: numbers only grow, so a new document has a number behind all that were looked
-    at, and a document keeps its name. Only a repair makes documents of numbers that were looked at before; it calls
+    Two facts hold even if others write. Numbers only grow, so a new document has a higher number than all seen before.
+    And a document keeps its name. Only a repair creates documents under numbers that were seen before; it calls
     ``clear``.
     """
 
@@ -425,28 +428,28 @@ class Catalog:
         self.clear()
 
     def clear(self) -> None:
-        """Know nothing any more."""
+        """Discard everything it has read."""
         with self._lock:
             self._names: dict[int, str] = {}
             self._numbers: dict[str, int] = {}
             self.homes = Homes(self._store)
-            """Where documents have blocks that they share."""
+            """The homes of the documents' blocks."""
             self.listing: set[int] = set()
-            """Documents of which only their entry says where their blocks lie: see ``DocumentState.spans``."""
+            """Documents whose places stand only in their entry: see ``DocumentState.spans``."""
             self._next = 0
-            """Documents below this number were looked at."""
+            """Documents below this number were read."""
             self.version = -1
-            """The commit that what is below is of."""
+            """The commit that the attributes below belong to."""
             self._committing = False
-            """Whether the next commit may be one that is about to be told of."""
+            """Whether the next commit may be our own, whose changes follow."""
             self._states: dict[int, DocumentState | None] = {}
             """Entries that were read or written."""
             self._whole = False
-            """Whether ``_names`` are all that there are."""
+            """Whether ``_names`` is complete."""
             self._beginnings: Histories | None = None
 
     def state(self, number: int) -> DocumentState | None:
-        """The entry of a document, None where there is none. Raises ``DamagedError`` and ``ForeignMemory``."""
+        """Return the entry of a document, None if it is missing. Raises ``DamagedError`` and ``ForeignMemory``."""
         with self._lock:
             if not self._look():
                 return stored_state(self._store, number)
@@ -455,11 +458,11 @@ class Catalog:
             return self._states[number]
 
     def places(self, number: int, state: DocumentState) -> Places:
-        """Where the blocks of a document lie. Raises ``DamagedError``."""
+        """Return the places of a document's blocks. Raises ``DamagedError``."""
         return Places(number, state, self.homes.of(number, state))
 
     def beginnings(self) -> Histories:
-        """Which documents begin with which blocks, at this moment. Raises ``DamagedError``."""
+        """Return the current index of documents by their first blocks. Raises ``DamagedError``."""
         with self._lock:
             self._look()
             if self._beginnings is None:
@@ -468,7 +471,7 @@ class Catalog:
             return self._beginnings
 
     def find(self, name: str) -> int | None:
-        """The number of the document ``name``; None if there is none. Raises ``DamagedError``."""
+        """Return the number of the document ``name``; None if it is missing. Raises ``DamagedError``."""
         with self._lock:
             number = self._numbers.get(name)
             if number is not None:
@@ -480,14 +483,14 @@ class Catalog:
             return self._numbers.get(name)
 
     def names(self) -> dict[int, str]:
-        """Number -> name of every document, in the order they were made. Raises ``DamagedError``."""
+        """Return number -> name of every document, in the order they were made. Raises ``DamagedError``."""
         with self._lock:
             known = self._look()
             if not (known and self._whole):
                 self._read_new()
                 numbers = self.numbers()
                 for number in numbers:
-                    if number not in self._names:  # a repair has made it
+                    if number not in self._names:  # made by a repair
                         self._add(number, self._store.get(Address(number).entry))
                 for number in self._names.keys() - set(numbers):
                     self._remove(number)
@@ -496,21 +499,21 @@ class Catalog:
             return dict(self._names)
 
     def known(self) -> Collection[int]:
-        """Numbers of the documents as a writer knows them: nobody else writes, so what it forgets is all that goes."""
+        """Return the document numbers that a writer knows: nobody else writes, so only its own deletions count."""
         with self._lock:
             self._read_new()
             return set(self._names)
 
     def numbers(self) -> list[int]:
-        """Numbers of the documents, in the order they were made, as they are stored now. Raises ``DamagedError``."""
+        """Return the document numbers as stored now, in the order they were made. Raises ``DamagedError``."""
         keys = self._store.keys(Address(0).entry, Address(MAX_DOCUMENT).entry)
         return [self._number(key) for key in keys]
 
     @contextmanager
     def committing(self) -> Iterator[dict[int, DocumentState | None]]:
-        """For whoever holds the right to write: inside is one commit, and what is put in the mapping it has changed.
+        """Take the changes of one commit; the caller has the right to write. Fill the mapping inside the block.
 
-        That is the new entries by the numbers of their documents, None for those that are gone.
+        It maps the numbers of changed documents to their new entries, or None if they are gone.
         """
         changed: dict[int, DocumentState | None] = {}
         with self._lock:
@@ -526,13 +529,13 @@ class Catalog:
                 self._states[number] = state
                 if state is None:
                     self._remove(number)
-                else:  # also of one that was there: it may have moved to a home that its entry alone tells of
+                else:  # also for old documents: one may have moved to a home described only in its entry
                     self._note(number, state.name, lists=_lists(state))
             if self._beginnings is not None:
                 self._beginnings.changed(changed)
 
     def _look(self) -> bool:
-        """Take notice of commits that nobody has told of. False where another thread is about to tell of the last."""
+        """Notice commits without ``committing``. Return False while another thread is about to report the last one."""
         version = self._store.version()
         if version != self.version:
             if self._committing:
@@ -542,7 +545,7 @@ class Catalog:
 
     def _number(self, key: Key) -> int:
         if key.layer or key.item:
-            # A look for the document would not find it, and say that there is none.
+            # A look-up of the document would not find it, and report it as missing.
             raise DamagedError(
                 f"memory {self._url}: the entry of document {key.document} lies under a damaged key; run verify"
             )
@@ -551,7 +554,7 @@ class Catalog:
     def _remove(self, number: int) -> None:
         name = self._names.pop(number, None)
         self.listing.discard(number)
-        # Another document may have the name by now.
+        # Another document may have taken the name by now.
         if name is not None and self._numbers.get(name) == number:
             del self._numbers[name]
 
@@ -562,7 +565,7 @@ class Catalog:
 
     def _add(self, number: int, records: Sequence[Record] | None) -> None:
         if records:
-            # Whoever uses the document checks the rest of its entry.
+            # The rest of the entry is checked when the document is used.
             entry = fit(records[0].to_json(), NAMED, "the entry of a document")
             lists = bool(entry.get("spans")) or (entry.get("home") is not None and entry.get("branch") is None)
             self._note(number, entry["name"], lists=lists)
@@ -579,7 +582,7 @@ def _lists(state: DocumentState) -> bool:
 
 
 def catalog_of(store: BlockStore, url: str) -> Catalog:
-    """The catalog of ``store``: one for all memories on it, so that what one forgets no other has to notice."""
+    """Return the one catalog of ``store``, which all its memories share, so they all see what one of them forgets."""
     with _guard:
         there = _catalogs.get(store)
         catalog = None if there is None else there()
@@ -590,15 +593,14 @@ def catalog_of(store: BlockStore, url: str) -> Catalog:
 
 
 ReadHashes = Callable[[Places, range], bytes]
-"""Gives the stored hashes of blocks, one after the other."""
+"""Returns the stored hashes of blocks, one after the other."""
 
 
 class Histories:
-    """The documents of a store in the order of their histories: one that begins as a text does stands beside it.
+    """The documents of a store sorted by their histories, so documents with the same beginning are neighbours.
 
-    So a text is compared with a few documents, however many there are: with none where no other has its first block,
-    else with those that a search by halves meets. Documents whose first blocks have left, or that have no digest, are
-    not among them.
+    So a text is compared with only a few documents: those in a binary search, or none if its first block is unknown.
+    Documents whose first blocks have left, or without a digest, are left out.
     """
 
     def __init__(
@@ -606,23 +608,24 @@ class Histories:
         state: Callable[[int], DocumentState | None],
         places: Callable[[int, DocumentState], Places],
     ) -> None:
-        """``state`` and ``places`` are those of a document as it is now."""
+        """``state`` and ``places`` return those of a document as it is now."""
         self._state, self._places = state, places
         self._changed: dict[int, None] = {}
         self._first: dict[int, bytes] = {}
         self._groups: dict[bytes, list[int]] = {}
-        """Hash of the first block -> documents that begin with it, in the order of their histories."""
+        """Hash of the first block -> documents that begin with it, sorted by history."""
         self._held: dict[int, bytes] = {}
-        """Histories that were read, of documents that others begin like."""
+        """Histories already read, of documents that share a beginning."""
 
     def changed(self, documents: Iterable[int]) -> None:
-        """These documents are new, others than they were, or gone."""
+        """Take note that these documents are new, changed or gone."""
         self._changed.update(dict.fromkeys(documents))
 
     def find(self, read: ReadHashes, hashes: Bytes, size: int) -> tuple[int, int] | None:
-        """A document that has most first blocks of the history ``hashes [n, HASH_BYTES]``, and how many.
+        """Return a document that has most first blocks of the history ``hashes [n, HASH_BYTES]``, and their number.
 
-        None where none has the first. ``size`` is the number of tokens in a block; damaged documents are left out.
+        None if no document has the first block. ``size`` is the number of tokens in a block. Damaged documents are left
+        out.
         """
         for document in self._changed:
             self._remove(document)
@@ -643,10 +646,10 @@ class Histories:
             place = 0
             if group := self._groups.get(first):
                 place = self._place(group, self._history(document, read, size), read, size)[0]
-            # Not into ``group``: where all in it were damaged, it is no more.
+            # Not into ``group``: if all its documents were damaged, it has been removed.
             self._groups.setdefault(first, []).insert(place, document)
         except DamagedError:
-            return  # verify names it; here it only means that nothing of this document is used
+            return  # verify reports it; here the document is just not used
         self._first[document] = first
 
     def _remove(self, document: int) -> None:
@@ -658,7 +661,7 @@ class Histories:
                 del self._groups[first]
 
     def _place(self, group: list[int], text: bytes, read: ReadHashes, size: int) -> tuple[int, tuple[int, int]]:
-        """Where the history ``text`` stands in ``group``; and the most blocks that any has, and minus that document."""
+        """Return the place of the history ``text`` in ``group``; and (most shared blocks, minus the document)."""
         low, high, best = 0, len(group), (0, 0)
         while low < high:
             middle = (low + high) // 2
@@ -676,7 +679,7 @@ class Histories:
         return low, best
 
     def _history(self, document: int, read: ReadHashes, size: int) -> bytes:
-        """The hashes of all complete blocks of a document, one after the other. Raises ``DamagedError``."""
+        """Return the hashes of all complete blocks of a document, one after the other. Raises ``DamagedError``."""
         if document not in self._held:
             if sum(map(len, self._held.values())) > MOST_HELD:
                 self._held.clear()
@@ -686,7 +689,7 @@ class Histories:
 
 
 def _agreeing(one: bytes, other: bytes) -> int:
-    """How many first blocks two histories have in common: each hash says everything before it."""
+    """Return the number of first blocks that two histories share; each hash covers everything before it."""
 
     def differs(block: int) -> bool:
         part = slice(block * HASH_BYTES, (block + 1) * HASH_BYTES)
@@ -696,12 +699,12 @@ def _agreeing(one: bytes, other: bytes) -> int:
 
 
 def common(one: range, other: range) -> range:
-    """What two ranges of blocks have in common; here and below each has step 1."""
+    """Return the intersection of two ranges of blocks; here and below each has step 1."""
     return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
 def lacking(expected: range, there: Iterable[range]) -> list[range]:
-    """What is in ``expected`` and in none of ``there``."""
+    """Return the parts of ``expected`` that are in none of ``there``."""
     gaps, start = [], expected.start
     for part in sorted(there, key=lambda part: part.start):
         gaps.append(range(start, min(part.start, expected.stop)))
@@ -711,7 +714,7 @@ def lacking(expected: range, there: Iterable[range]) -> list[range]:
 
 
 def merged(parts: Iterable[range]) -> list[range]:
-    """Ranges in order, those that touch each other as one."""
+    """Return ranges in order, with adjacent ones merged."""
     found: list[range] = []
     for part in sorted((part for part in parts if part), key=lambda part: part.start):
         if found and part.start <= found[-1].stop:

@@ -1,17 +1,17 @@
-"""A memory as files that need no memstore to be read, and back: safetensors, and a manifest in JSON; or one table.
+"""Exports of a memory that need no memstore to be read, and imports: safetensors with a JSON manifest, or a table.
 
-An export is a folder with ``manifest.json``, which has the length and the SHA-256 of every file, and files in the
-safetensors format, each with consecutive blocks of one document. ``docs/export.md`` has the names of the tensors, and
-of what stands in the manifest. Blocks go out as they are stored, each verified on the way, a few at a time, so a memory
-of any size needs little host memory. Everything is written to a folder beside the target, which gets its name when the
-last byte is on the disk: an export is there as a whole or not at all.
+An export is a folder with ``manifest.json`` and files in the safetensors format, each with consecutive blocks of one
+document. The manifest has the length and the SHA-256 of every file. ``docs/export.md`` lists the names of the tensors
+and the content of the manifest. Blocks are written as they are stored, a few at a time, each verified on the way. So a
+memory of any size needs little host memory. Everything is written to a folder beside the target, which gets its final
+name when the last byte is on the disk. So an export exists as a whole or not at all.
 
-A document that is imported is put together under a name of its own and gets its real one in a single transaction, once
-all of it is there: it is seen as a whole or not at all. What was put together before an interruption is used by the
-next run.
+An imported document is built under a temporary name. It gets its real name in a single transaction, once it is
+complete, so readers see it as a whole or not at all. After an interruption, the next run continues from the finished
+part.
 
-The table has a row for each block, in Parquet: what data frames and SQL can look through. It holds what is known of
-blocks, not their states: where they are, their tokens and text, and how long their vectors are.
+The table has a row for each block, in Parquet, for data frames and SQL. It holds facts about blocks, not their states:
+their places, tokens and text, and the lengths of their vectors.
 """
 
 from __future__ import annotations
@@ -58,21 +58,24 @@ from memstore.store.records import MAX_ITEM
 FORMAT, VERSION = "memstore-export", 1
 NAME = "manifest.json"
 MOST_BYTES = 64 * 1024 * 1024
-"""Of the manifest."""
+"""Most bytes of the manifest."""
 MOST_FILE_BYTES = 256 * 1024 * 1024
-"""Of any other file, unless one block is larger. A file with holes can be of any length, and it is read whole."""
+"""Most bytes of any other file, unless one block is larger.
+
+A file is read whole, and one with holes can be very long.
+"""
 FILE_BYTES = 64 << 20
-"""Blocks in one file, and in one transaction when they are imported; at least one block of all layers."""
+"""Bytes of blocks in one file, and in one transaction of an import; at least one block of all layers."""
 FACTS = "facts.safetensors"
 FILE = re.compile(r"facts\.safetensors|document-\d{4,}-\d{6,}\.safetensors")
 _LOCK = "export.lock"
-"""Marks a folder that an export is being written to, so that what an end of the process left behind can be removed."""
+"""Marks a folder of an export in progress, so that the rest of a killed export can be removed."""
 _BLOCK = whole(0, MAX_ITEM)
 _MOST = 10_000_000
 _ENTRY = table(
     {"blocks": maybe(row(_BLOCK, _BLOCK)), "tokens": whole(0, 2**53)}, name=text(100), nbytes=whole(), sha256=text(64)
 )
-"""A file: its blocks, from the first to one more than the last (null: it is of the memory itself), and their tokens."""
+"""Schema of a file: its blocks, as first and last plus one (null for the memory itself), and its number of tokens."""
 HEAD = table(format=text(100), version=whole(0), library=text(1000), sha256=text(100))
 MANIFEST = table(
     {"rules": anything},
@@ -95,12 +98,12 @@ MANIFEST = table(
 )
 
 Values = dict[str, Any]
-"""What the manifest says: of all, of a document, or of a file."""
+"""Content of the manifest: in total, of a document, or of a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExportResult:
-    """What ``export_memory`` wrote."""
+    """The result of ``export_memory``."""
 
     documents: int
     tokens: int
@@ -113,12 +116,13 @@ class ExportResult:
 def export_memory(
     source: str | Path | Memory, folder: str | Path, *, documents: Sequence[str] | None = None, progress: bool = False
 ) -> ExportResult:
-    """Write the memory at ``source``, or the ``documents`` named, to the new ``folder``.
+    """Write the memory at ``source``, or the named ``documents``, to the new ``folder``.
 
-    Documents that share blocks share them in the export too. Pins and times to live go along, and the limit with the
-    whole memory. While a document grows, what was there at first is written. Raises ``InvalidArgument`` where something
-    is at ``folder``, ``NotFound``, ``DamagedError`` where the memory is damaged, ``StoreFull``, ``MemoryInUse`` where
-    another process exports to the same place, and ``OSError``; nothing is left at ``folder`` then.
+    Documents that share blocks share them in the export too. Pins and times to live are exported, and the limit with
+    the whole memory. If a document grows during the export, its state at the start is written. Raises
+    ``InvalidArgument`` if ``folder`` exists, ``NotFound``, ``DamagedError`` if the memory is damaged, ``StoreFull``,
+    ``MemoryInUse`` if another process exports to the same place, and ``OSError``. After an error nothing is left at
+    ``folder``.
     """
     if not isinstance(source, Memory):
         with open_memory(source, mode="r") as memory:
@@ -148,7 +152,7 @@ def export_memory(
         if rules != Rules[str]():
             manifest["rules"] = rules.to_dict()
         signed = json.dumps({**manifest, "sha256": _digest(manifest)}, indent=1, ensure_ascii=False)
-        # Half of a character, as the path of a file can have, is no UTF-8; with a backslash it is JSON.
+        # Half of a character, possible in a file's path, is not UTF-8. With a backslash it is JSON.
         content = signed.encode("utf-8", "backslashreplace")
         _put(place, NAME, content)
     files = _files(manifest)
@@ -165,18 +169,18 @@ def _chosen(memory: Memory, documents: Sequence[str] | None) -> list[Document]:
 
 
 def _files(manifest: Values) -> list[Values]:
-    """All files, the manifest itself excepted."""
+    """Return all files except the manifest itself."""
     facts = manifest["facts"]
     return [*([] if facts is None else [facts]), *(file for each in manifest["documents"] for file in each["files"])]
 
 
 @contextmanager
 def _made(folder: Path) -> Iterator[Path]:
-    """A folder to write to that becomes ``folder`` when all went well, and is gone when it did not."""
+    """Yield a folder to write to. It becomes ``folder`` on success, and is removed after an error."""
     if folder.exists() or folder.is_symlink():
         raise InvalidArgument(f"{folder} exists already; name a new folder for the export.")
     place = folder.with_name(f"{folder.name}.incomplete")
-    # One that was killed before it had its lock has left an empty folder.
+    # A process that was killed before it had its lock has left an empty folder.
     if paths.find(place, stat.S_IFDIR) and not paths.find(place / _LOCK) and any(place.iterdir()):
         raise InvalidArgument(f"{place}, where the export is written first, exists already; remove or rename it.")
     place.mkdir(parents=True, exist_ok=True)
@@ -210,14 +214,14 @@ def _made(folder: Path) -> Iterator[Path]:
 
 
 def _clear(place: Path) -> None:
-    """Remove what an export writes, and nothing else."""
+    """Remove the files of an export, and nothing else."""
     for path in place.iterdir():
         if path.name == NAME or FILE.fullmatch(path.name):
             path.unlink()
 
 
 def _put(folder: Path, name: str, content: bytes) -> None:
-    """Write a file, which is on the disk then."""
+    """Write a file durably."""
     with os.fdopen(paths.new_file(folder / name), "wb") as file:
         file.write(content)
         file.flush()
@@ -225,7 +229,7 @@ def _put(folder: Path, name: str, content: bytes) -> None:
 
 
 def _write(folder: Path, name: str, tensors: dict[str, Tensor], blocks: range | None = None, tokens: int = 0) -> Values:
-    """Write tensors as a safetensors file; what the manifest says of it."""
+    """Write tensors as a safetensors file and return its entry for the manifest."""
     from safetensors.torch import save
 
     content = save({key: tensor.contiguous() for key, tensor in tensors.items()})
@@ -236,7 +240,7 @@ def _write(folder: Path, name: str, tensors: dict[str, Tensor], blocks: range | 
 
 
 class _Pieces:
-    """One document, cut into files."""
+    """One document, split into files."""
 
     def __init__(
         self,
@@ -287,9 +291,9 @@ class _Pieces:
         self._write(tensors, blocks)
 
     def _write_last(self, block: int, expected: int) -> int:
-        """Write the incomplete last block, if there is one; tokens of the document then.
+        """Write the incomplete last block, if there is one, and return the document's tokens then.
 
-        It may grow while it is read, and be complete in the end.
+        The block may grow while it is read, and even become complete.
         """
         size = self._spec.block_size
         while expected > block * size:
@@ -323,14 +327,17 @@ class _Pieces:
 
 
 def block_bytes(spec: MemorySpec) -> int:
-    """Bytes of one block of all layers in an export, with its tokens and landmarks: at most."""
+    """Return the most bytes that one block of all layers takes in an export, with its tokens and landmarks."""
     states = max(sum(layout.nbytes for layout in layouts) for layouts in (plain_layouts(spec), block_layouts(spec)))
     landmarks = run_layout(spec, 1).nbytes
     return spec.layers * states + len(spec.index_layers) * landmarks + token_layout(spec.block_size).nbytes
 
 
 def stored_names(codec: str, fields: Sequence[str], layouts: int) -> list[str]:
-    """Names of what is stored of complete blocks: ``k``, or with a codec ``k.0``, ``k.1``, ... in its order."""
+    """Return the names of a complete block's stored tensors: ``k``, or with a codec ``k.0``, ``k.1``, ...
+
+    in its order.
+    """
     if codec == "none":
         return list(fields)
     each = layouts // len(fields)
@@ -338,7 +345,7 @@ def stored_names(codec: str, fields: Sequence[str], layouts: int) -> list[str]:
 
 
 def _read_manifest(folder: Path) -> tuple[MemorySpec, Rules[str], Values]:
-    """What the export in ``folder`` says of itself, of which every file is there in its full length.
+    """Return the manifest of the export in ``folder``, after checking that every file has its full length.
 
     Raises ``NotFound``, ``NotAMemory`` for a folder without an export, ``DamagedError``, and ``ForeignMemory`` for an
     export of a newer version.
@@ -372,7 +379,7 @@ def _read_manifest(folder: Path) -> tuple[MemorySpec, Rules[str], Values]:
 
 
 def _content(folder: Path, file: Values) -> bytes:
-    """The content of a file of an export. Raises ``DamagedError`` where it is not what was written."""
+    """Return the content of a file of an export. Raises ``DamagedError`` if it has changed."""
     try:
         content = paths.read(folder, file["name"], file["nbytes"])
     except OSError as error:
@@ -387,7 +394,7 @@ def _content(folder: Path, file: Values) -> bytes:
 
 
 def _damaged(folder: Path, file: Values, what: str) -> DamagedError:
-    """The error for a file that does not hold what it should."""
+    """Return the error for a file with wrong content."""
     return DamagedError(
         f"the export {folder} is damaged: {file['name']}: {what}. Nothing of it was used. Restore it from a copy, or "
         "export again.",
@@ -428,26 +435,26 @@ _UNFINISHED = " (unfinished import)"
 
 @dataclass(frozen=True, kw_only=True)
 class ImportResult:
-    """What ``import_memory`` did."""
+    """The result of ``import_memory``."""
 
     documents: int
-    """Documents of the export, all of which the memory has now."""
+    """Number of documents in the export; the memory has all of them now."""
     tokens: int
     """Tokens in them."""
     imported_tokens: int
-    """Tokens that were imported; the others were there already."""
+    """Tokens that were imported; the others existed already."""
 
 
 def import_memory(
     folder: str | Path, target: str | Path, *, progress: bool = False, key: KeySource | None = None
 ) -> ImportResult:
-    """Put the export in ``folder`` into the memory at ``target``, which is made if there is none.
+    """Import the export in ``folder`` into the memory at ``target``, which is created if it does not exist.
 
-    Documents that the memory has already, with the same content, are left as they are, so an import that was
-    interrupted can be run again. Rules come along as with a copy, see ``Memory.take_rules``. ``key`` is that of the
-    memory, as for ``memstore.open``. Raises ``NotFound``, ``NotAMemory`` and ``DamagedError`` for an export that is not
-    there or not whole (before anything is written, where files are missing or cut), ``ForeignMemory`` for a memory of
-    another model, ``InvalidArgument`` where another text has the name of a document, and ``StoreFull``.
+    Documents that the memory already has with the same content stay unchanged, so an interrupted import can be run
+    again. Rules are imported like those of a copy, see ``Memory.take_rules``. ``key`` is that of the memory, as for
+    ``memstore.open``. Raises ``NotFound``, ``NotAMemory`` and ``DamagedError`` if the export is missing or incomplete
+    (before anything is written, if files are missing or cut), ``ForeignMemory`` for a memory of another model,
+    ``InvalidArgument`` if another text has the name of a document, and ``StoreFull``.
     """
     place = Path(folder)
     spec, rules, manifest = _read_manifest(place)
@@ -467,14 +474,14 @@ def import_memory(
             for entry in manifest["documents"]:
                 before = done
                 _import(place, entry, memory, count)
-                advance(sum(file["tokens"] for file in entry["files"]) - (done - before))  # those that were there
+                advance(sum(file["tokens"] for file in entry["files"]) - (done - before))  # those it already had
         memory.take_rules(rules, made, names)
     tokens = sum(document["tokens"] for document in manifest["documents"])
     return ImportResult(documents=len(names), tokens=tokens, imported_tokens=done)
 
 
 def _take_facts(folder: Path, manifest: Values, memory: Memory) -> None:
-    """Store what belongs to the memory itself and that it lacks. Raises ``ForeignMemory`` for other arrays there."""
+    """Store the memory's own facts and arrays that it lacks. Raises ``ForeignMemory`` if its arrays differ."""
     tensors = {} if manifest["facts"] is None else _tensors(folder, manifest["facts"])
     try:
         arrays = {
@@ -494,7 +501,7 @@ def _import(folder: Path, entry: Values, memory: Memory, count: Callable[[int], 
                 f"memory {memory.url} has another document {entry['name']!r} than the export {folder}: forget that one "
                 "first, or import into another memory."
             )
-        if begun.id is not None:  # it was complete when the last run ended
+        if begun.id is not None:  # it is complete since the last run
             memory.forget(staged)
         return
     if begun.id is not None and not _begins(folder, entry, begun):
@@ -526,7 +533,7 @@ def _begin(entry: Values, memory: Memory, document: Document) -> None:
 
 
 def _begins(folder: Path, entry: Values, document: Document) -> bool:
-    """Whether a document holds the first of an export's files, or all of them, and nothing else."""
+    """Whether a document consists of exactly the first few files of an export, or all of them."""
     if document.reading != entry["reading"] or document.blocks.start != entry["first"]:
         return False
     size = document.memory.spec.block_size
@@ -536,14 +543,14 @@ def _begins(folder: Path, entry: Values, document: Document) -> bool:
     if len(document) not in {begun, *ends}:
         return False
     if len(document) == entry["tokens"] and document.digest is not None and document.digest == entry["digest"]:
-        files = entry["files"][-1:]  # the digest is of complete blocks
+        files = entry["files"][-1:]  # the digest covers only complete blocks
     else:
         files = entry["files"]
     return all(_holds(folder, file, document) for file in files)
 
 
 def _holds(folder: Path, file: Values, document: Document) -> bool:
-    """Whether a document has the token ids of a file, as far as it goes."""
+    """Whether a document has the token ids of a file, or ends before it."""
     blocks = range(file["blocks"][0], min(file["blocks"][1], document.n_blocks))
     if not blocks:
         return True
@@ -553,7 +560,7 @@ def _holds(folder: Path, file: Values, document: Document) -> bool:
 
 
 def _differ(one: str | None, other: str | None) -> bool:
-    """Whether two digests are known and not the same."""
+    """Whether two digests are both known and differ."""
     return None not in (one, other) and one != other
 
 
@@ -567,7 +574,7 @@ def _append(folder: Path, file: Values, document: Document, count: Callable[[int
     complete = file["tokens"] // size
     names = stored_names(spec.codec, list(spec.fields), len(block_layouts(spec)))
     try:
-        if document.n_blocks < blocks.start:  # those between were dropped from the document long ago
+        if document.n_blocks < blocks.start:  # the blocks between were dropped from the document
             document.pass_over(blocks.start - document.n_blocks)
         with document.append(tensors["tokens"]) as batch:
             for layer in range(spec.layers):
@@ -603,7 +610,7 @@ def _staging_name(name: str) -> str:
 
 
 ROWS = 1024
-"""Blocks that are read at a time; their states of one layer are held."""
+"""Blocks that are read at a time; their states of one layer are in memory together."""
 
 Decode = Callable[[list[int]], str]
 
@@ -616,12 +623,12 @@ def export_table(
     decode: Decode | None = None,
     progress: bool = False,
 ) -> int:
-    """Write a row for each block of a memory, or of the ``documents`` named, to the new Parquet ``file``; rows written.
+    """Write a row for each block of a memory, or of the named ``documents``, to the new Parquet ``file``.
 
-    Columns: document, block, first_token, tokens (their number), complete, token_ids, text (what ``decode`` makes of
-    them, null without it), and for each field of the states, and for landmarks, the mean Euclidean norm of its vectors
-    over all layers: k_norm, v_norm, landmark_norm. Raises ``NotFound`` without the package pyarrow, ``InvalidArgument``
-    where something is at ``file``, ``DamagedError``, ``StoreFull``; nothing is left then.
+    Returns the number of rows. Columns: document, block, first_token, tokens (their number), complete, token_ids, text
+    (the output of ``decode``, null without it), and for each field of the states, and for landmarks, the mean Euclidean
+    norm of its vectors over all layers: k_norm, v_norm, landmark_norm. Raises ``NotFound`` without the package pyarrow,
+    ``InvalidArgument`` if ``file`` exists, ``DamagedError``, ``StoreFull``; after an error nothing is left.
     """
     try:
         import pyarrow as pa
@@ -633,7 +640,7 @@ def export_table(
         raise InvalidArgument(f"{path} exists already; name a new file for the table.")
     chosen = _chosen(memory, documents)
     schema, rows = _schema(memory, pa), 0
-    # Of numbers with a NaN no reader may trust statistics, and DuckDB 2.0 does: it skips rows that a filter wants.
+    # No reader may trust statistics of numbers with a NaN, but DuckDB 2.0 does: it skips rows that a filter wants.
     exact = [field.name for field in schema if not pa.types.is_floating(field.type)]
     unfinished = path.with_name(f"{path.name}.incomplete")
     try:
@@ -676,7 +683,7 @@ def _schema(memory: Memory, pa: Any) -> Any:
 
 
 def _groups(memory: Memory, document: Document, decode: Decode | None) -> Iterator[list[dict[str, Any]]]:
-    """Rows of consecutive blocks; an incomplete last block has a group of its own."""
+    """Yield rows of consecutive blocks; an incomplete last block has a group of its own."""
     state, size = document.located()[0], memory.spec.block_size
     complete = state.complete(size)
     parts = [*document.present(complete), *document.present(range(complete.stop, state.blocks))]
@@ -701,7 +708,7 @@ def _groups(memory: Memory, document: Document, decode: Decode | None) -> Iterat
 
 
 def _norms(memory: Memory, document: Document, blocks: range, tokens: int) -> dict[str, Tensor]:
-    """Mean norms ``[n]`` over all layers; ``tokens`` is the number of them in each block."""
+    """Return mean norms ``[n]`` over all layers; each block has ``tokens`` tokens."""
     spec, sums = memory.spec, dict[str, list[Tensor]]()
     for layer in range(spec.layers):
         view = document.layer(layer)
@@ -709,7 +716,7 @@ def _norms(memory: Memory, document: Document, blocks: range, tokens: int) -> di
         if layer in spec.index_layers:
             vectors["landmark_norm"] = view.landmarks(blocks)
         for name, each in vectors.items():
-            # What fills an incomplete block up is no vector of a token.
+            # The padding of an incomplete block holds no vectors of tokens.
             own = each[..., :tokens, :] if each.dim() > 2 and each.shape[-2] == spec.block_size else each
             sums.setdefault(name, []).append(own.float().norm(dim=-1).flatten(1).mean(1))
     return {name: torch.stack(each).mean(0) for name, each in sums.items()}

@@ -1,9 +1,9 @@
-"""Indexes kept beside the store, in the folder ``index`` of a memory, and believed only if they fit it.
+"""Indexes kept beside the store, in the folder ``index`` of a memory, and used only if they match it.
 
-For each document, layer and kind of index there are two files: the index, as its ``save`` writes it, and a JSON file
-that says what it was made from. Both are put in place whole, the JSON file last, and their name has the digest of what
-it says; so readers meet a pair that belongs together, or none. Whatever is missing, stale, damaged or of another
-memory is left aside, and the index is built from the store.
+For each document, layer and kind of index there are two files. One is the index, written by its ``save``. The other is
+a JSON file that says what it was made from. Both are put in place whole, the JSON file last. Their name contains the
+digest of the JSON content, so readers find a matching pair or none. A file that is missing, stale, damaged or from
+another memory is ignored, and the index is built from the store.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from memstore.memory.rows import HistoryRuns, Runs, byte_rows
 from memstore.memory.spec import MemorySpec
 from memstore.store.records import MAX_DOCUMENT, MAX_ITEM
 
-if TYPE_CHECKING:  # who lists what is kept needs no PyTorch
+if TYPE_CHECKING:  # listing the kept indexes needs no PyTorch
     from torch import Tensor
 
     from memstore.index import VectorIndex
 
 FORMAT = 2
 SAMPLES = 16
-"""Blocks whose landmarks are compared, evenly spaced, before a file is used: that of the same text, read otherwise."""
+"""Evenly spaced blocks whose landmarks are compared before use: a file may be of the same text, read otherwise."""
 FOLDER = "index"
 
 _STEM = r"\d+-\d+-[0-9a-f]{8}-[0-9a-f]{16}"
 _TOLD = re.compile(rf"({_STEM})\.json")
 _INDEX = re.compile(rf"({_STEM})\.index")
-# A process that was killed while it saved leaves a part, or what safetensors makes of it first, a .tmp.
+# A process that was killed while saving leaves a part, or the temporary file of safetensors, a .tmp.
 _UNFINISHED = re.compile(rf"{_STEM}(\.index\.\d+)?\.partial|\.{_STEM}\.json\.part|\.tmp[0-9A-Za-z]{{6}}")
 
 _log = logging.getLogger("memstore.index")
@@ -65,10 +65,10 @@ ABOUT = table(
 
 
 class LayerLandmarks(NamedTuple):
-    """What an index of one layer is made from."""
+    """The source of an index: one layer of a document."""
 
     number: int
-    """Of the document."""
+    """Number of the document."""
     layer: int
     state: DocumentState
     landmarks: Runs
@@ -77,23 +77,25 @@ class LayerLandmarks(NamedTuple):
 
 
 class IndexFiles:
-    """The files of one memory; in ``folder`` None nothing is kept."""
+    """The index files of one memory; if ``folder`` is None, nothing is kept."""
 
     def __init__(self, folder: Path | None, spec: MemorySpec, kind: str, *, writable: bool) -> None:
         self._folder = folder
         self._memory_spec = spec
         self._kind = kind
         self.writable = writable and folder is not None
-        """Whether ``save`` keeps anything."""
+        """Whether ``save`` keeps files."""
 
     @cached_property
     def _spec(self) -> str:
         return _digest(self._memory_spec.to_dict())
 
     def load(self, index: VectorIndex, source: LayerLandmarks, blocks: range) -> tuple[range, Mapping[str, Any]] | None:
-        """Fill ``index`` from a file and say which of the complete ``blocks`` it holds, and its facts; None: from none.
+        """Fill ``index`` from a file.
 
-        It may hold blocks before them, which have left since.
+        Return which of the complete ``blocks`` it holds, and its facts; None without a file.
+
+        It may hold earlier blocks, which have left since.
         """
         for path in self._files(source.number, source.layer):
             about = _read(path)
@@ -112,7 +114,7 @@ class IndexFiles:
         return None
 
     def save(self, index: VectorIndex, source: LayerLandmarks, blocks: range, facts: Mapping[str, Any]) -> None:
-        """Keep ``index``, which holds ``blocks``, in place of what was kept. Raises ``OSError`` and ``NotAMemory``."""
+        """Keep ``index``, which holds ``blocks``, in place of an older file. Raises ``OSError`` and ``NotAMemory``."""
         if self._folder is None or not self.writable:
             return
         with paths.opened_folder(self._folder.parent, FOLDER, make=True):
@@ -127,7 +129,7 @@ class IndexFiles:
             remove(path)
 
     def sweep(self, state_of: Callable[[int], DocumentState | None]) -> None:
-        """Remove the files of documents that are gone or were truncated, of all kinds, and what was left unfinished.
+        """Remove all kinds of files of deleted or truncated documents, and unfinished ones.
 
         They hold landmarks that were forgotten.
         """
@@ -143,7 +145,7 @@ class IndexFiles:
                 path.unlink(missing_ok=True)
 
     def told(self) -> Iterator[Mapping[str, Any]]:
-        """What every file says of itself, of whatever kind its index is, with ``file_bytes``."""
+        """Yield the facts in every JSON file, for all kinds of index, with ``file_bytes``."""
         for path in _files(self._folder, _TOLD):
             about, index = _read(path), path.with_suffix(".index")
             if about is not None and index.exists():
@@ -169,12 +171,12 @@ class IndexFiles:
         }
 
     def _history(self, source: LayerLandmarks, stop: int) -> str | None:
-        """The hash of all tokens before block ``stop``; None for documents without: of those only samples are known."""
+        """Return the hash of all tokens before block ``stop``; None without one, so only samples can be compared."""
         known = stop and source.state.digest is not None
         return source.history.hashes(source.places, range(stop - 1, stop)).hex() if known else None
 
     def _fits(self, about: Mapping[str, Any], source: LayerLandmarks, blocks: range) -> bool:
-        """Whether the landmarks of a file are those of the store, of blocks that are complete now."""
+        """Whether the landmarks of a file match the store's, for blocks that are complete now."""
         try:
             held = range(about["first"], about["stop"])
             if not held or held.stop > blocks.stop or held.stop <= blocks.start or held.start > blocks.start:
@@ -189,14 +191,14 @@ class IndexFiles:
 
 
 def folder_of(path: Path | None) -> Path | None:
-    """Where indexes of a memory in the folder ``path`` are kept."""
+    """Return the folder for indexes of a memory in the folder ``path``."""
     return None if path is None else path / FOLDER
 
 
 def damaged(folder: Path | None) -> Iterator[tuple[Path, str]]:
-    """Files in ``folder`` that say of an index what it was made from, where it or they are damaged, and what is wrong.
+    """Yield the JSON files of damaged indexes in ``folder``, and the fault; either of the two files may be damaged.
 
-    What an index of another package writes only that package can check.
+    An index of another package can be checked only by that package.
     """
     for path in _files(folder, _TOLD):
         about = _read(path)
@@ -209,19 +211,19 @@ def damaged(folder: Path | None) -> Iterator[tuple[Path, str]]:
 
                 files.load(path.with_suffix(".index"), {})
         except (DamagedError, NotFound, NotAMemory) as error:
-            if path.exists():  # else a writer has put another in its place
+            if path.exists():  # otherwise a writer has replaced it
                 yield path, str(error)
 
 
 def remove(path: Path) -> None:
-    """Remove an index, which will be built anew; ``path`` is the file that says what it was made from."""
+    """Remove an index, which will be built again; ``path`` is its JSON file."""
     for file in (path, path.with_suffix(".index")):
-        with suppress(IsADirectoryError):  # a folder of that name is not ours
+        with suppress(IsADirectoryError):  # a folder with that name is not ours
             file.unlink(missing_ok=True)
 
 
 def _files(folder: Path | None, names: re.Pattern[str]) -> list[Path]:
-    """The files of ours in the folder ``index`` with such names, in order; what else lies there is its owner's."""
+    """Return our files in the folder ``index`` that match, sorted; any other files belong to their owner."""
     if folder is None:
         return []
     found = next(paths.walk(folder.parent, folder.name), None)
@@ -229,7 +231,7 @@ def _files(folder: Path | None, names: re.Pattern[str]) -> list[Path]:
 
 
 def _spread(blocks: range) -> list[int]:
-    """Up to ``SAMPLES`` of ``blocks``, the first and the last among them."""
+    """Return up to ``SAMPLES`` of ``blocks``, including the first and the last."""
     if len(blocks) <= SAMPLES:
         return list(blocks)
     return [blocks[(len(blocks) - 1) * place // (SAMPLES - 1)] for place in range(SAMPLES)]
@@ -245,10 +247,10 @@ def _digest(value: Any) -> str:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """What a file says of itself, if it can be read and its name is that of what it says."""
+    """Return the content of a JSON file, if it can be read and matches the file's name."""
     try:
         raw = paths.read(path.parent.parent, f"{FOLDER}/{path.name}", MOST_BYTES)
         about = fit(parse(raw, str(path), MOST_BYTES), ABOUT, str(path))
-    except (OSError, ValueError):  # NotAMemory, for a link, is one
+    except (OSError, ValueError):  # NotAMemory, for a link, is an OSError
         return None
     return about if path.stem.endswith(_digest(about)) else None

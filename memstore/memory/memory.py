@@ -27,7 +27,7 @@ from memstore.store.contract import Compaction, Progress
 from memstore.store.encrypted import EncryptedStore
 from memstore.store.encryption_keys import KeySource, read_key
 
-if TYPE_CHECKING:  # a memory is opened, listed and changed without PyTorch, which takes seconds to load
+if TYPE_CHECKING:  # opening, listing and changing a memory work without PyTorch, which takes seconds to load
     import torch
     from torch import Tensor
 
@@ -54,19 +54,21 @@ def open_memory(
     """Open the memory at ``url``, or create it; this is ``memstore.open``.
 
     ``url`` is a path, ``zarr:PATH`` (a folder whose old blocks are Zarr arrays), ``ram:`` (gone when closed) or
-    ``ram:NAME`` (one memory per name, until the process ends).
-    ``mode`` is "a" (open, or create if there is a spec), "r" (must exist, only read) or "x" (must not exist).
-    ``index`` is the vector index that finds blocks: "exact", "faiss:IVF1024,Flat", "auto", ...; see docs/indexes.md.
-    ``host_bytes`` of host memory keep the blocks that are asked for often (64 MiB for a memory on disk unless said;
-    0 for none), ``device_bytes`` those on the accelerator ``device``. Indexes lie there too where they can ("exact",
-    "auto", "faiss" where it was built for GPUs); without ``device`` they are searched on the CPU.
-    ``max_bytes`` and ``when_full``, where given, become the memory's: see ``Memory.limit``.
-    ``key`` is that of an encrypted memory, and encrypts a new one: a file, or a function that gives 32 bytes. Without
-    it the file that the environment names (``MEMSTORE_KEY_FILE``), for what is encrypted, or new and not ``ram:``.
+    ``ram:NAME`` (one memory per name, until the process ends). The ``mode`` is "a" (open, or create if there is a
+    spec), "r" (must exist, only read) or "x" (must not exist). The vector ``index`` finds blocks: "exact",
+    "faiss:IVF1024,Flat", "auto", ...; see docs/indexes.md.
 
-    Raises ``NotFound``, ``NotAMemory``, ``ForeignMemory`` (another model or layout than ``spec`` says, or a newer
-    format), ``WrongKey``, ``MemoryInUse`` (another process writes), ``ReadOnlyMemory``, ``InvalidArgument`` or
-    ``DamagedError``.
+    Blocks that are used often are cached in ``host_bytes`` of host memory (by default 64 MiB for a memory on disk; 0
+    for none), and in ``device_bytes`` on the accelerator ``device``. Indexes lie there too if they can ("exact",
+    "auto", "faiss" if it was built for GPUs). Without ``device`` they are searched on the CPU. If ``max_bytes`` and
+    ``when_full`` are given, they become the memory's: see ``Memory.limit``.
+
+    The ``key`` opens an encrypted memory, and encrypts a new one: a file, or a function that returns 32 bytes. Without
+    it, the file in the environment variable ``MEMSTORE_KEY_FILE`` is used, for an encrypted memory, or a new one other
+    than ``ram:``.
+
+    Raises ``NotFound``, ``NotAMemory``, ``ForeignMemory`` (a model or layout other than ``spec``, or a newer format),
+    ``WrongKey``, ``MemoryInUse`` (another process writes), ``ReadOnlyMemory``, ``InvalidArgument`` or ``DamagedError``.
     """
     opened = open_store(url, mode, None if spec is None else blank(spec), key)
     try:
@@ -81,7 +83,7 @@ def open_memory(
                 "another index."
             )
         if index != "exact":
-            shared.new_index().close()  # so that one that cannot be made is an error now, not at the first search
+            shared.new_index().close()  # so that an unusable index is an error now, not at the first search
         if spec is not None:
             check_same(spec, shared)
         if max_bytes is not None or when_full is not None:
@@ -94,7 +96,7 @@ def open_memory(
 
 
 class Memory:
-    """Documents of one model. Made by ``memstore.open``; closed by ``close`` or by leaving ``with``."""
+    """Documents of one model. Made by ``memstore.open``; closed by ``close`` or at the end of ``with``."""
 
     def __init__(self, shared: SharedStore, opened: OpenStore) -> None:
         self._shared = shared
@@ -126,42 +128,42 @@ class Memory:
 
     @property
     def url(self) -> str:
-        """Where it is."""
+        """Its path or url."""
         return self._shared.url
 
     @property
     def mode(self) -> str:
-        """How it was opened: "a", "r" or "x"."""
+        """The mode it was opened with: "a", "r" or "x"."""
         return self._shared.mode
 
     @property
     def version(self) -> int:
-        """A number that grows with every commit, also those of other processes."""
+        """A number that grows with every commit of any process."""
         return self._shared.store.version()
 
     @property
     def index(self) -> str:
-        """Kind of its vector indexes, as it was opened with."""
+        """The kind of its vector indexes, as given to ``memstore.open``."""
         return self._shared.index
 
     @property
     def index_capabilities(self) -> IndexCapabilities:
-        """What the vector indexes of this memory can do."""
+        """The abilities of its vector indexes."""
         return self._shared.capabilities
 
     @property
     def traces(self) -> Traces:
-        """What was recorded while models were generating, beside the memory; see ``Reader.record`` and others."""
+        """Records of generations, kept beside the memory; see ``Reader.record`` and others."""
         return self._traces
 
     def documents(self) -> list[Document]:
-        """All documents that have something in them, in the order they were made."""
+        """Return all non-empty documents, in the order they were made."""
         return [self._document(name, number) for number, name in self._shared.catalog.names().items()]
 
     def document(self, name: str) -> Document:
-        """The document ``name``; a new one, stored at its first append, if there is none.
+        """Return the document ``name``. If it is missing, return a new one, stored at its first append.
 
-        Raises ``InvalidArgument`` for a bad name, and ``NotFound`` where nothing can be made (mode "r").
+        Raises ``InvalidArgument`` for a bad name, and ``NotFound`` if it is missing and cannot be made (mode "r").
         """
         check_name(name)
         document = self._document(name)
@@ -172,9 +174,9 @@ class Memory:
         return document
 
     def forget(self, name: str) -> None:
-        """Delete a document, everything of it that no fork uses, and what is known of it, in one transaction.
+        """Delete a document, its blocks that no fork uses, and the facts about it, in one transaction.
 
-        That is which file it was, and of a conversation (``chat/SESSION``) who said what. Its traces go after it.
+        Those facts are its file, and the turns of a conversation (``chat/SESSION``). Its traces are deleted afterwards.
 
         Raises ``NotFound``, ``ReadOnlyMemory`` and ``DamagedError``.
         """
@@ -193,7 +195,7 @@ class Memory:
         self._forget_traces([name])
 
     def _forget_traces(self, documents: Sequence[str]) -> None:
-        """Delete the traces of conversations that were forgotten. Raises ``DamagedError``, ``ReadOnlyMemory``."""
+        """Delete the traces of forgotten conversations. Raises ``DamagedError``, ``ReadOnlyMemory``."""
         for name in documents:
             for trace in self._traces.of_conversation(name) if name.startswith(CHAT) else ():
                 self._traces.remove(trace.number)
@@ -204,10 +206,10 @@ class Memory:
             self.document(document).layer(layer).prefetch(wanted)
 
     def known(self, tokens: Tokens, *, reading: Mapping[str, Any] | None = None) -> tuple[Document, int] | None:
-        """The document that holds most first blocks of ``tokens [t]``, and how many; None if there is none.
+        """Return the document that shares most first blocks with ``tokens [t]``, and their number, or None.
 
-        Found by the hashes of histories: the document was computed with the same ``reading``, and its first blocks
-        hold these tokens. A document whose first blocks have left is not looked at. Raises ``InvalidArgument``.
+        It is found by the hashes of histories: it was computed with the same ``reading``, and its first blocks hold
+        these tokens. Documents whose first blocks have left are skipped. Raises ``InvalidArgument``.
         """
         from memstore.memory.append import as_tokens
 
@@ -221,11 +223,11 @@ class Memory:
     def limit(self, max_bytes: int | None, when_full: WhenFull | None = None) -> None:
         """Cap the memory at ``max_bytes`` (compare ``stats()["used_bytes"]``); None removes the cap.
 
-        It is stored with the memory and holds for every append of every writer. ``when_full`` says what an append does
-        that there is no room for: "refuse" raises ``StoreFull``; "evict-oldest-document" and "evict-least-read" forget
-        whole documents, the first made or the least gathered from first, never pinned ones nor the one that is appended
-        to, and log it. They go in the transaction of the append: where all of them are not enough, none of them goes.
-        None leaves it as it is. What is stored already stays until the next append. Raises
+        It is stored with the memory and applies to every append of every writer. ``when_full`` says what happens to an
+        append that does not fit. "refuse" raises ``StoreFull``. "evict-oldest-document" and "evict-least-read" forget
+        whole documents, starting with the oldest or the least gathered, and log it. They never forget pinned documents
+        or the one being appended to. The evictions are part of the append's transaction: if all of them are not enough,
+        none happens. None keeps the current setting. Stored data stays until the next append. Raises
         ``InvalidArgument``, ``ReadOnlyMemory``.
         """
         self._shared.check_writable()
@@ -233,41 +235,41 @@ class Memory:
             self._shared.retention.change(lambda rules: rules.limited(max_bytes, when_full or rules.when_full))
 
     def rules(self) -> Rules[str]:
-        """Limit, pins and times to live, by the names of documents."""
+        """Return limit, pins and times to live, by document name."""
         return self._shared.retention.rules().renamed(self._shared.catalog.names())
 
     def take_rules(self, rules: Rules[str], made: Collection[str], copied: Collection[str]) -> None:
-        """Let rules of another memory hold here too, once the documents ``copied`` from it are all here.
+        """Apply rules of another memory here too, once all documents ``copied`` from it are here.
 
-        They hold for those that were ``made`` here; others keep the rules that they have. A memory that never had rules
-        and holds nothing else than what was copied is a copy as a whole, and takes all rules, the limit among them.
+        They apply to documents that were ``made`` here; others keep their own rules. If this memory never had rules and
+        holds only copied documents, it is a copy as a whole and takes all rules, including the limit.
         """
         self._shared.check_writable()
         with self._shared.writing:
             names = self._shared.catalog.names()
             whole = not self._shared.retention.ruled and set(names.values()) <= set(copied)
-            # Elsewhere the limit would evict what nobody meant.
+            # In any other memory, the limit would evict documents unexpectedly.
             taken = rules if whole else rules.only(made).limited(None, "refuse")
             if taken != Rules[str]():
                 numbers = {name: number for number, name in names.items()}
                 self._shared.retention.change(lambda mine: mine.joined(taken.renamed(numbers)))
 
     def expire(self) -> list[str]:
-        """Forget every document whose time to live is over and that is not pinned, in one transaction; their names.
+        """Forget every unpinned document whose time to live is over, in one transaction; return their names.
 
-        Appends do so by themselves, but only while the clock is plausible: not behind the last append, nor more than 30
-        days ahead of it. This call trusts the clock. Raises ``ReadOnlyMemory``.
+        Appends do the same, but only while the clock is plausible: not before the last append, nor more than 30 days
+        after it. This call trusts the clock. Raises ``ReadOnlyMemory``.
         """
         self._shared.check_writable()
         with self._shared.writing:
             return self._shared.retention.expire(Deletion(self._shared).forget)
 
     def compact(self, progress: Progress | None = None) -> Compaction:
-        """Erase from the file what was forgotten, truncated or has left, and give its space back to the disk.
+        """Erase forgotten and truncated data, and blocks that have left, and give the space back to the disk.
 
-        Works in place, beside readers; appends wait. ``progress`` is told how many bytes of how many are done. Returns
-        the bytes taken before and after. Raises ``MemoryInUse`` where somebody goes on reading what is to be erased,
-        ``DamagedError`` where the file is not understood in every detail, ``ReadOnlyMemory``.
+        Works in place, beside readers; appends wait. ``progress`` takes the bytes done and the total. Returns the bytes
+        taken before and after. Raises ``MemoryInUse`` if a reader still uses data to be erased, ``DamagedError`` if any
+        detail of the file is unknown, ``ReadOnlyMemory``.
         """
         self._shared.check_writable()
         with self._shared.writing:
@@ -280,9 +282,9 @@ class Memory:
         return isinstance(self._shared.store, EncryptedStore)
 
     def change_key(self, key: KeySource) -> None:
-        """Wrap the keys of all documents under another key of the memory, whole or not at all; no value is written.
+        """Wrap the keys of all documents with another key of the memory, whole or not at all; no value is rewritten.
 
-        ``key`` as for ``memstore.open``. Raises ``InvalidArgument`` for a memory that is not encrypted,
+        ``key`` as for ``memstore.open``. Raises ``InvalidArgument`` for a memory without encryption,
         ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
         """
         self._shared.check_writable()
@@ -293,11 +295,11 @@ class Memory:
             store.table.change_key(read_key(key))
 
     def build_indexes(self, progress: Progress | None = None) -> None:
-        """Build the index of every layer that has landmarks, of every document, and keep them beside the store.
+        """Build the indexes of every document, for each layer with landmarks, and keep them beside the store.
 
-        Whoever opens the memory next with the same ``index`` finds them there and searches at once. An approximate
-        index is measured against the truth, which ``stats`` tells. ``progress`` is told how many layers of how many are
-        done. Raises ``ReadOnlyMemory``, ``DamagedError``, ``StoreFull``, ``OSError``.
+        The next opening with the same ``index`` finds them and can search at once. The recall of an approximate index
+        is measured and shown in ``stats``. ``progress`` takes the layers done and the total. Raises ``ReadOnlyMemory``,
+        ``DamagedError``, ``StoreFull``, ``OSError``.
         """
         self._shared.check_writable()
         layers = [(each, layer) for each in self.documents() for layer in self.spec.index_layers]
@@ -320,53 +322,53 @@ class Memory:
             progress(len(layers), len(layers))
 
     def put_arrays(self, name: str, arrays: dict[str, Tensor]) -> None:
-        """Store tensors of the memory itself under ``name``, replacing what was there, in one transaction."""
+        """Store tensors of the memory itself under ``name``, replacing older ones, in one transaction."""
         self._shared.check_writable()
         self._shared.named.put_arrays(name, arrays)
 
     def get_arrays(self, name: str) -> dict[str, Tensor] | None:
-        """What ``put_arrays`` stored, or None."""
+        """Return the tensors from ``put_arrays``, or None."""
         return self._shared.named.get_arrays(name)
 
     def put_info(self, name: str, value: Any) -> None:
-        """Store a small JSON value of the memory itself under ``name``, replacing what was there; None takes it away.
+        """Store a small JSON value of the memory itself under ``name``, replacing an older one; None removes it.
 
-        What stands under ``file/DOCUMENT`` and ``said/SESSION/NUMBER`` goes with its document: see ``forget``.
+        Values under ``file/DOCUMENT`` and ``said/SESSION/NUMBER`` are deleted with their document: see ``forget``.
         """
         self._shared.check_writable()
         self._shared.named.put_info(name, value)
 
     def model_info(self) -> dict[str, Any]:
-        """What is told of the model that read: the object under the name "model", empty where there is none."""
+        """Return the facts about the model that read: the object named "model", empty if it is missing."""
         told = self.get_info("model")
         return told if isinstance(told, dict) else {}
 
     def get_info(self, name: str) -> Any:
-        """What ``put_info`` stored, or None."""
+        """Return the value from ``put_info``, or None."""
         return self._shared.named.get_info(name)
 
     def infos(self, beginning: str = "") -> dict[str, Any]:
-        """What ``put_info`` stored under names that begin so, by name."""
+        """Return the values from ``put_info`` whose names begin with this prefix, by name."""
         return self._shared.named.infos(beginning)
 
     def facts(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-        """Everything that ``put_info`` and ``put_arrays`` stored, by name."""
+        """Return everything from ``put_info`` and ``put_arrays``, by name."""
         return self._shared.named.all()
 
     def put_facts(self, info: Mapping[str, Any], arrays: Mapping[str, Mapping[str, Tensor]], source: str) -> None:
         """Store those JSON values and arrays, by name, that the memory lacks; they come from ``source``.
 
-        Raises ``ForeignMemory`` where it has other arrays under a name: states go with the arrays of their memory, such
+        Raises ``ForeignMemory`` if it has other arrays under a name: states belong to the arrays of their memory, such
         as its router.
         """
         self._shared.check_writable()
         self._shared.named.put_missing(info, arrays, source)
 
     def verify(self) -> list[Finding]:
-        """Read and check every stored value, and whether all of them fit together. Nothing is changed.
+        """Read and check every stored value, and check that all of them fit together. Nothing is changed.
 
-        Returns what is wrong; an empty list is a clean memory. A memory on disk is read by a child process, so that
-        damage that makes LMDB crash is a finding like any other.
+        Returns the faults; an empty list means a clean memory. A child process reads a memory on disk, so damage that
+        makes LMDB crash is an ordinary finding.
         """
         if on_disk(self.url):
             store = self._shared.store
@@ -374,13 +376,15 @@ class Memory:
         return verify.check(self._shared.store)
 
     def repair(self, *, dry_run: bool = False, drop_blocks: bool = False) -> RepairOutcome:
-        """Put right what ``verify`` finds, and verify again: what was done, document by document, and what is left.
+        """Repair the findings of ``verify``, and verify again.
 
-        A document with damaged values is truncated to its longest sound prefix, values that nothing refers to are
-        removed, a lost entry of a document is written again from its token ids. With ``drop_blocks`` a document loses
-        its damaged blocks alone: see ``repair.py``. ``dry_run`` changes nothing and tells what would be done first.
-        Raises ``DamagedError`` where the tree around the values is damaged, so that nothing can be changed in place
-        (``memstore repair --to`` saves what can be read then), ``ReadOnlyMemory``.
+        Return the repairs of each document, and remaining faults.
+
+        A document with damaged values is truncated to its longest sound prefix. Values without a reference are removed.
+        A lost entry of a document is rebuilt from its token ids. With ``drop_blocks`` a document loses only its damaged
+        blocks: see ``repair.py``. ``dry_run`` changes nothing and reports the first round of repairs. Raises
+        ``ReadOnlyMemory``, and ``DamagedError`` if the tree around the values is damaged, so that no repair in place is
+        possible. Then ``memstore repair --to`` saves all readable data.
         """
         from memstore.memory.repair import Repair
 
@@ -392,9 +396,9 @@ class Memory:
                 self._shared.catalog.clear()
 
     def stats(self) -> dict[str, Any]:
-        """Sizes, without reading any states. ``bytes`` are payloads as stored, before headers and rounding to pages.
+        """Return sizes, without reading any states. ``bytes`` are payloads before headers and rounding to pages.
 
-        Blocks that documents share count for each of them, and once in ``bytes``.
+        Blocks that documents share count for each of them, but once in ``bytes``.
         """
         states = [(number, self._shared.state(number)) for number in self._shared.catalog.numbers()]
         live = [(state, state.present()) for _, state in states if state is not None]
@@ -442,18 +446,18 @@ class Memory:
             for index in (view.index for view in views if view.index is not None):
                 try:
                     index.close()
-                except (MemstoreError, OSError) as error:  # it can always be built again
+                except (MemstoreError, OSError) as error:  # the index can always be built again
                     _log.warning("An index of memory %s was not kept: %s", self.url, error)
-        finally:  # whatever an index of somebody else raises, the memory is not left locked
+        finally:  # the lock is released even if a foreign index raises
             self._shared.blocks.close()
             _close(self._opened)
 
     def _sweep(self) -> None:
-        """Remove index files of what is not there any more."""
+        """Remove index files whose documents are gone."""
         self._shared.index_files.sweep(self._shared.state)
 
     def _indexes(self) -> list[dict[str, Any]]:
-        """What there is to tell of each index: those of this process, and those that are kept."""
+        """Return the facts about each index, both in this process and on disk."""
         with self._lock:
             built = [
                 {"document": document.name, "index": self._shared.index, **facts}
@@ -494,10 +498,10 @@ class Memory:
         }
 
     def _document(self, name: str, number: int | None = None) -> Document:
-        """``number`` says that it is there, and which one it is."""
+        """Return the document; ``number`` means that it exists under this number."""
         with self._lock:
             document = self._documents.get(name)
-            # One that another process forgot may be there again, as another document of the same name.
+            # After another process forgot a document, another one may have the same name.
             if document is None or (document.gone if number is None else not document.is_number(number)):
                 document = self._documents[name] = Document(self._shared, name, self, number)
             return document
@@ -507,7 +511,7 @@ class Memory:
 
 
 def check_name(name: object) -> None:
-    """Raise ``InvalidArgument`` for what no document can be called."""
+    """Raise ``InvalidArgument`` for a name that no document can have."""
     try:
         good = isinstance(name, str) and 1 <= len(name.encode()) <= LONGEST_NAME
     except UnicodeEncodeError:

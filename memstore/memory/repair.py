@@ -1,14 +1,14 @@
-"""Make a damaged memory sound again: by what ``verify`` finds, never by guessing.
+"""Repair a damaged memory by the findings of ``verify``, never by guessing.
 
-Of a document with damaged, missing or unfitting values the longest sound prefix stays, or, where that is asked for,
-everything but the damaged blocks. Where a document's entry is damaged, everything else of it still says how long it is,
-so only its name is lost. Values that nothing refers to go. Whatever cannot be put right is left as it is, and named.
+A document with damaged, missing or wrong values keeps its longest sound prefix or, on request, everything but the
+damaged blocks. If its entry is damaged, its other values still show its length, so only its name is lost. Values
+without a reference are removed. Faults beyond repair stay, and are reported.
 
-A dropped block is named in the document's entry. It cannot be found, gathered or rewritten; the blocks behind it keep
-their numbers and their states, which were computed when it was whole. Blocks at the end of a document are cut off
-instead, so that whoever reads on begins with whole ones. The hash of a history is a chain over all tokens, which are
-not all there any more: a document with dropped blocks gives its digest up. No text is ever taken for its text, and its
-token ids are checked by their checksums alone. The same happens where only hashes are damaged; then no block is lost.
+A dropped block is listed in the document's entry. It cannot be found, gathered or rewritten. Later blocks keep their
+numbers and their states, which were computed while it was whole. Blocks at the end of a document are cut off instead,
+so a further reading starts with whole blocks. The hash of a history is a chain over all tokens. With dropped blocks
+some of them are missing, so the document loses its digest. It is never matched with another text, and its token ids are
+checked only by their checksums. The same happens if only hashes are damaged; then no block is lost.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ from memstore.memory.verify import Check, Finding
 from memstore.store.records import MAX_ITEM, MAX_LAYER, Batch, Key, Record, Table
 
 Cure = Callable[[list[Finding], bool], "Iterable[RepairStep]"]
-_ROUNDS = 5  # what is put right first can show what else is wrong: an entry, then the blocks it refers to
-_UNREADABLE = (DamagedError, LookupError, TypeError, ValueError)  # of JSON that is damaged, or not what it should be
+_ROUNDS = 5  # a repair can reveal more faults: first an entry, then the blocks it refers to
+_UNREADABLE = (DamagedError, LookupError, TypeError, ValueError)  # raised by damaged or unexpected JSON
 # Numbers of documents are never used twice: a lost next number is set this far past the last one known.
-_FIRST_AGAIN = 1000  # numbers left out where nobody knows which one was used last
+_FIRST_AGAIN = 1000  # numbers to skip if the last used one is unknown
 
 
 @dataclass(frozen=True, kw_only=True)
 class RepairStep:
-    """One thing that a repair did, or would do."""
+    """One step of a repair, done or planned."""
 
     message: str
     document: str | None = None
-    """Name of the document, where there is one."""
+    """Name of the document, if there is one."""
     tokens_lost: int = 0
-    """Tokens of the document that are gone."""
+    """Number of the document's tokens that are lost."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +65,7 @@ class RepairOutcome:
 
     steps: list[RepairStep]
     left: list[Finding]
-    """What is still wrong; after a dry run, everything that is."""
+    """Remaining faults; after a dry run, all of them."""
 
 
 class Repair:
@@ -79,7 +79,7 @@ class Repair:
         self._verify = verify
 
     def run(self, *, dry_run: bool, drop_blocks: bool = False) -> RepairOutcome:
-        """Repair as far as that is possible. Raises ``DamagedError`` where not even the keys can be walked."""
+        """Repair as much as possible. Raises ``DamagedError`` if even the keys cannot be walked."""
         cure = self._drops if drop_blocks else self._truncations
         findings, steps = self._verify(), list[RepairStep]()
         for _ in range(_ROUNDS):
@@ -98,7 +98,7 @@ class Repair:
         return RepairOutcome(steps=steps, left=findings)
 
     def _round(self, findings: list[Finding], cure: Cure, dry_run: bool) -> list[RepairStep]:
-        """Put right what does not depend on anything else that is wrong."""
+        """Repair the faults that do not depend on others."""
         check = Check(self._shared.store)
         check.run()
         batch = Batch()
@@ -115,7 +115,7 @@ class Repair:
         return [*steps, *self._indexes(findings, dry_run), *cure(findings, dry_run)]
 
     def _numbers(self, batch: Batch, check: Check) -> Iterator[RepairStep]:
-        """The number of the next document."""
+        """Restore the number of the next document."""
         last = max(check.numbers, default=0)
         try:
             if self._shared.next_document() > last:
@@ -126,7 +126,7 @@ class Repair:
         yield RepairStep(message=f"the number of the next document was lost; it will be {last + _FIRST_AGAIN}")
 
     def _rules(self, batch: Batch) -> Iterator[RepairStep]:
-        """Limits and pins: where they are damaged there are none."""
+        """Remove damaged limits and pins."""
         try:
             self._shared.retention.rules()
         except _UNREADABLE:
@@ -135,10 +135,10 @@ class Repair:
             yield RepairStep(message="the limit, pins and times to live were damaged and are gone; set them anew")
 
     def _entries(self, batch: Batch, check: Check) -> Iterator[RepairStep]:
-        """Entries of documents that are damaged: all but the name follows from the token ids.
+        """Rebuild damaged entries of documents: all but the name follows from the token ids.
 
-        What such a document shared with others, or wrote under another number, stood in its entry alone. So all token
-        ids that no sound entry refers to become documents, one for each number under which there are some.
+        Shared blocks, and blocks under another number, were listed only in the entry. So all token ids without a sound
+        entry become documents, one for each number that has some.
         """
         if not check.damaged_entries:
             return
@@ -147,7 +147,7 @@ class Repair:
             name = next(name for n in count(number) if (name := f"recovered-{n}") not in names)
             names.add(name)
             entry = Address(number).entry
-            batch.delete(entry, entry._replace(layer=MAX_LAYER, item=MAX_ITEM))  # where it may have come to lie
+            batch.delete(entry, entry._replace(layer=MAX_LAYER, item=MAX_ITEM))  # its possible places
             state = told_by_tokens(self._shared, number, name)
             if state is None:
                 yield RepairStep(
@@ -159,9 +159,9 @@ class Repair:
                 yield RepairStep(message=message, document=name)
 
     def _branches(self, batch: Batch, check: Check) -> Iterator[RepairStep]:
-        """What homes are branches of: the entry of the document that writes there says it too.
+        """Restore the branches of homes from the entry of the document that writes there.
 
-        Where there is no such document any more, the blocks that others share through it cannot be found.
+        If that document is gone, the blocks that others share through it cannot be found.
         """
         for number, facts in check.lost_branches().items():
             state = check.documents[number]
@@ -179,24 +179,24 @@ class Repair:
                 )
 
     def _unknown(self, batch: Batch, unknown: list[tuple[Key, Key]]) -> Iterator[RepairStep]:
-        """Values that nothing refers to, and recurrent states that are damaged."""
+        """Remove values without a reference, and damaged recurrent states."""
         for first, last in unknown:
             batch.delete(first, last)
         if unknown:
             yield RepairStep(message=f"values that no document needs were removed, in {len(unknown)} places")
 
     def _indexes(self, findings: list[Finding], dry_run: bool) -> Iterator[RepairStep]:
-        """Kept indexes that are damaged: they are built anew, so they go."""
+        """Remove damaged kept indexes, which are built again."""
         if all(finding.kind != "index" for finding in findings):
-            return  # to find out again which ones would mean to read them all
+            return  # finding the damaged ones again would read them all
         for path, _ in damaged(folder_of(folder(self._shared.url))):
             if not dry_run:
                 remove(path)
             yield RepairStep(message=f"the kept index {path.stem} was damaged; it is built anew where it is wanted")
 
-    # Repair cuts instead of patching: every block was computed from those before it.
+    # Repair cuts instead of patching, because every block was computed from the earlier ones.
     def _truncations(self, findings: list[Finding], dry_run: bool) -> Iterator[RepairStep]:
-        """Cut each document where its first unsound block is."""
+        """Cut each document at its first unsound block."""
         size = self._shared.spec.block_size
         ends: dict[str, int] = {}
         for finding in findings:
@@ -212,7 +212,7 @@ class Repair:
             yield RepairStep(message=message, document=name, tokens_lost=lost)
 
     def _drops(self, findings: list[Finding], dry_run: bool) -> Iterator[RepairStep]:
-        """Take out of each document its unsound blocks, at its end by cutting it."""
+        """Remove the unsound blocks of each document; cut it if they are at its end."""
         shared, size, batch = self._shared, self._shared.spec.block_size, Batch()
         blocks, hashes = defaultdict[str, list[range]](list), defaultdict[str, list[range]](list)
         for finding in findings:
@@ -244,19 +244,19 @@ class Repair:
 
 
 def _lost(finding: Finding) -> bool:
-    """Whether a document has lost what was found wrong: recurrent states are computed again."""
+    """Whether a finding means lost blocks; recurrent states can be computed again."""
     return finding.kind != "unknown" and finding.table != Table.RECURRENT.name.lower()
 
 
 def _tokens(state: DocumentState, block_size: int) -> int:
-    """How many tokens there are in the blocks of a document."""
+    """Return the number of tokens in the blocks of a document."""
     missing = -state.tokens % block_size if state.live() else 0
     return sum(map(len, state.present())) * block_size - missing
 
 
-# All documents that use a run of hashes are told that it is damaged, so nobody needs what is left of it.
+# A finding names all documents that use a damaged run of hashes, so nobody needs the rest of it.
 def _without_hashes(batch: Batch, places: Places, state: DocumentState, lost: list[range]) -> DocumentState:
-    """Take damaged hashes away, and with them the digest of a document that uses them."""
+    """Remove damaged hashes, and the digest of each document that uses them."""
     for owner, part in (piece for blocks in lost for piece in places.pieces(blocks)):
         first, last = part.start // HASHES_PER_RUN, (part.stop - 1) // HASHES_PER_RUN
         batch.delete(Key(Table.HISTORY, owner, 0, first), Key(Table.HISTORY, owner, 0, last))
@@ -266,25 +266,25 @@ def _without_hashes(batch: Batch, places: Places, state: DocumentState, lost: li
 
 
 def _without_blocks(shared: SharedStore, places: Places, before: DocumentState, lost: list[range]) -> DocumentState:
-    """A document once ``lost`` blocks are gone. Raises ``DamagedError``."""
+    """Return a document's state without the ``lost`` blocks. Raises ``DamagedError``."""
     parts = merged([*before.gaps, *(common(part, before.live()) for part in lost)])
     gone, end = tuple((part.start, part.stop) for part in parts), before.blocks
     if gone and gone[-1][1] == end:
         end, gone = max(gone[-1][0], before.first), gone[:-1]
-    # The hash of a history is a chain over tokens that are not all there any more.
+    # The hash of a history is a chain over all tokens, and some are missing now.
     digest = None if gone else shared.history.digest(places, before, end, shared.spec)
     return replace(before.cut(end, shared.spec.block_size), dropped=gone, digest=digest)
 
 
 # All documents that share a damaged block drop it together, in one transaction.
 def _dropping(shared: SharedStore, before: Mapping[int, DocumentState], after: Mapping[int, DocumentState]) -> Batch:
-    """What takes the lost blocks of documents away. Raises ``DamagedError``."""
+    """Return the batch that removes the lost blocks of documents. Raises ``DamagedError``."""
     batch, fresh = Batch(), shared.next_document()
     changes: dict[int, tuple[DocumentState, Home]] = {}
     for number, state in after.items():
         places = shared.places(number, before[number])
         changes[number] = state, places.node
-        if state.blocks < places.start:  # what it writes next does not lie where these blocks lay
+        if state.blocks < places.start:  # its next blocks lie elsewhere
             changes[number] = moved(batch, number, places, state, fresh)
             fresh += 1
     if fresh > shared.next_document():
@@ -293,19 +293,19 @@ def _dropping(shared: SharedStore, before: Mapping[int, DocumentState], after: M
     return batch
 
 
-# The token ids say everything of an entry but the name. A gap in them is blocks that were dropped; to end the document
-# there would delete all that lies behind.
+# The token ids determine the whole entry except the name. A gap means dropped blocks. Ending the document
+# there would delete all later blocks.
 def told_by_tokens(shared: SharedStore, number: int, name: str) -> DocumentState | None:
-    """The state of a document whose entry is lost, from the blocks that have token ids. Raises ``DamagedError``.
+    """Rebuild the state of a document whose entry is lost, from its stored token ids. Raises ``DamagedError``.
 
-    Where some lie behind a gap, the blocks between were dropped.
+    If blocks follow a gap, those in the gap were dropped.
     """
     address, size = Address(number), shared.spec.block_size
     items = [key.item for key in shared.store.keys(address.tokens(0), address.tokens(MAX_ITEM))]
     if not items:
         return None
     length = _length_of(shared, address, items[-1])
-    if length is None:  # the block is cut off next; where it lies far behind the others, its place is what is damaged
+    if length is None:  # the block is cut off next; if it lies far behind the others, its key is damaged
         length, items[-1:] = size, [items[-2] + 1 if len(items) > 1 else items[-1]]
     gaps = tuple((item + 1, after) for item, after in pairwise(items) if after > item + 1)
     first, last = items[0], items[-1]
@@ -313,7 +313,7 @@ def told_by_tokens(shared: SharedStore, number: int, name: str) -> DocumentState
 
 
 def _length_of(shared: SharedStore, address: Address, block: int) -> int | None:
-    """How many token ids a block has; None where they are damaged."""
+    """Return the number of a block's token ids; None if they are damaged."""
     try:
         records = shared.store.get(address.tokens(block))
     except DamagedError:

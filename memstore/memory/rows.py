@@ -1,27 +1,27 @@
-"""Rows that a store keeps for blocks, and what else it keeps of tensors: bytes, encoded blocks, recurrent states.
+"""Rows that a store keeps for blocks, and other stored tensors: bytes, encoded blocks, recurrent states.
 
-Blocks are encoded once, when they are complete. An incomplete last block is stored as it is, whatever the codec, and
-read again when it grows. So no state is ever encoded twice, and errors do not add up. Which of the two a block is
-follows from the entry of its document.
+Blocks are encoded once, when they are complete. An incomplete last block is stored without a codec and read again when
+it grows. So no state is ever encoded twice, and errors do not add up. The entry of a document shows which form a block
+has.
 
-Landmarks and the hashes of histories are short rows, one per block, in runs of consecutive blocks, of which only the
-last is ever rewritten. Landmarks are stored as they are, in bfloat16, or as signs of one bit each: 1 means that a
-number is not negative. Bit 0 of byte 0 belongs to the first number (little-endian). It is decoded to +1 and -1, so that
-an inner product with a query counts agreeing signs.
+Landmarks and the hashes of histories are short rows, one per block, in runs of consecutive blocks. Only the last run is
+ever rewritten. Landmarks are stored with their dtype, in bfloat16, or as signs of one bit each: 1 means that a number
+is not negative. Bit 0 of byte 0 belongs to the first number (little-endian). A bit is decoded to +1 or -1, so that an
+inner product with a query counts agreeing signs.
 
 The history of a document is a chain of hashes over its tokens, one for each complete block. The hash before the first
-block says which model computed the states, and how it read: ``h = H(fingerprint, reading)``. That of a block says
-everything up to its end: ``h[i] = H(h[i - 1], tokens of block i)``. So where the hashes of two blocks are equal, their
-whole histories are, and with them their states: blocks are found by hash and shared.
+block covers the model that computed the states, and the options of its reading: ``h = H(fingerprint, reading)``. That
+of a block covers everything up to its end: ``h[i] = H(h[i - 1], tokens of block i)``. If the hashes of two blocks are
+equal, their whole histories are equal, and so are their states. So blocks are found by hash and shared.
 
-Linear attention, state spaces and convolutions keep a state of a fixed size, whatever they have read. To go on after a
-document it is needed at its end; where a document was cut or forked, at some place before. It can always be computed
-again from an earlier one and the tokens between, at the worst from none and all tokens. So none has to be there, and
-only as many are kept as take a quarter of what blocks take. They lie under the number of the document itself: a fork
-gets a copy of the last one that it needs, and nothing is shared.
+Linear attention, state spaces and convolutions keep a state of fixed size, for any number of tokens. Continuing a
+document needs the state at its end; after a cut or a fork, at some earlier place. A state can always be computed again
+from an earlier one and the tokens between, at worst from all tokens. So each state is optional, and those that are kept
+take about a quarter of the space of the blocks. They lie under the number of the document itself. A fork gets a copy of
+the last one that it needs, and shares none.
 
-PyTorch is loaded where rows are read or written: the child process of `verify`, which does neither, starts in a tenth
-of the time.
+PyTorch is loaded only to read or write rows. The child process of `verify` does neither, and so starts in a tenth of
+the time.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _PIECE_BYTES = 2 << 20
-"""Bytes of rows that are read at a time: they stay in the processor's cache until they are where they belong."""
+"""Bytes of rows read at a time, so that they stay in the processor's cache until they are copied to their place."""
 _TYPES = tuple(name for name in ITEM_BYTES if name != "json")
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a record as torch calls it."""
+    """Return the torch dtype of a record's dtype."""
     import torch
 
     dtype: torch.dtype = getattr(torch, name)
@@ -59,7 +59,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def byte_rows(tensor: Tensor) -> Bytes:
-    """``[n, ...]`` -> uint8 ``[n, bytes]``; a view where the tensor is contiguous and on the CPU."""
+    """Convert ``[n, ...]`` to uint8 ``[n, bytes]``; a view if the tensor is contiguous and on the CPU."""
     import torch
 
     rows = tensor.detach().cpu().contiguous()
@@ -70,7 +70,7 @@ def byte_rows(tensor: Tensor) -> Bytes:
 
 
 def to_record(tensor: Tensor) -> Record:
-    """The tensor as a record. Raises ``InvalidArgument`` for a dtype that a store does not know."""
+    """Return the tensor as a record. Raises ``InvalidArgument`` for a dtype that a store does not know."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in _TYPES:
         raise InvalidArgument(f"a memory keeps {', '.join(_TYPES)}, not {tensor.dtype}; convert the tensor first.")
@@ -78,7 +78,7 @@ def to_record(tensor: Tensor) -> Record:
 
 
 def from_record(record: Record) -> Tensor:
-    """The tensor in a record, whose bytes it shares."""
+    """Return the tensor in a record; it shares the record's bytes."""
     import torch
 
     dtype = torch_dtype(record.layout.dtype)
@@ -88,7 +88,7 @@ def from_record(record: Record) -> Tensor:
 
 
 def read_rows(store: BlockStore, keys: Sequence[Key], layouts: Sequence[Layout]) -> list[Tensor]:
-    """The values under ``keys``, verified: ``[len(keys), *shape]`` for each of ``layouts``.
+    """Return the verified values under ``keys``: ``[len(keys), *shape]`` for each of ``layouts``.
 
     Raises ``NotFound`` or ``DamagedError``, which names the key.
     """
@@ -96,7 +96,7 @@ def read_rows(store: BlockStore, keys: Sequence[Key], layouts: Sequence[Layout])
 
 
 def encode_landmarks(landmarks: Tensor, key_dtype: str) -> Tensor:
-    """``[n, G, P, D]`` floating point -> as stored."""
+    """Convert ``[n, G, P, D]`` floating point to the stored form."""
     import torch
 
     if key_dtype != "bit":
@@ -106,7 +106,7 @@ def encode_landmarks(landmarks: Tensor, key_dtype: str) -> Tensor:
 
 
 def decode_landmarks(stored: Tensor, key_dtype: str) -> Tensor:
-    """As stored -> ``[n, G, P, D]`` float32."""
+    """Convert the stored form to ``[n, G, P, D]`` float32."""
     import torch
 
     if key_dtype != "bit":
@@ -116,18 +116,18 @@ def decode_landmarks(stored: Tensor, key_dtype: str) -> Tensor:
 
 
 def index_dtype(key_dtype: str) -> torch.dtype:
-    """What an index should keep of landmarks: +1 and -1 are exact in bfloat16."""
+    """Return the dtype in which an index should keep landmarks: +1 and -1 are exact in bfloat16."""
     return torch_dtype("float32" if key_dtype == "float32" else "bfloat16")
 
 
 def finite(tensor: Tensor) -> bool:
-    """Whether all numbers are numbers: no NaN, no infinity."""
-    # A sum takes a twentieth of ``isfinite`` and has whatever is none; it may also overflow by itself, which is rare.
+    """Whether no value is NaN or infinite."""
+    # A sum takes a twentieth of the time of ``isfinite`` and passes on NaN and infinity. It rarely overflows itself.
     return math.isfinite(float(tensor.sum())) or all(math.isfinite(float(end)) for end in tensor.aminmax())
 
 
 def encode_blocks(spec: MemorySpec, states: Mapping[str, Tensor]) -> list[Tensor]:
-    """Finite states ``[n, *shape]`` of every field -> what is stored, ``[n, ...]`` for each of ``block_layouts``."""
+    """Encode finite states ``[n, *shape]`` of every field as ``[n, ...]`` for each of ``block_layouts``."""
     if spec.codec == "none":
         return [states[name] for name in spec.fields]
     from memstore.store.codecs import LOSSY
@@ -136,8 +136,8 @@ def encode_blocks(spec: MemorySpec, states: Mapping[str, Tensor]) -> list[Tensor
 
 
 def decode_block_rows(spec: MemorySpec, rows: Sequence[Tensor]) -> dict[str, Tensor]:
-    """What is stored of ``n`` complete blocks, ``[n, ...]`` for each of ``block_layouts`` -> states ``[n, *shape]``."""
-    if spec.codec == "none":  # nothing to decode, and gathers are fast enough to feel it
+    """Decode ``n`` stored complete blocks, ``[n, ...]`` for each of ``block_layouts``, to states ``[n, *shape]``."""
+    if spec.codec == "none":  # nothing to decode, and a noticeable cost in a fast gather
         return dict(zip(spec.fields, rows, strict=True))
     from memstore.store.codecs import LOSSY
 
@@ -150,32 +150,32 @@ def decode_block_rows(spec: MemorySpec, rows: Sequence[Tensor]) -> dict[str, Ten
 
 
 def as_stored(spec: MemorySpec, states: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """States ``[n, *shape]`` of complete blocks as the memory will give them back."""
+    """Return states ``[n, *shape]`` of complete blocks as the memory will return them after storage."""
     return decode_block_rows(spec, encode_blocks(spec, states))
 
 
 def no_states(spec: MemorySpec) -> dict[str, Tensor]:
-    """The fields of no block at all: ``[0, *shape]`` each."""
+    """Return the fields of zero blocks: ``[0, *shape]`` each."""
     return dict(zip(spec.fields, empty_rows(plain_layouts(spec)), strict=True))
 
 
 def read_last_block(store: BlockStore, spec: MemorySpec, key: Key) -> dict[str, Tensor]:
-    """The fields of an incomplete last block, ``[1, *shape]`` each. Raises ``NotFound`` or ``DamagedError``."""
+    """Return the fields of an incomplete last block, ``[1, *shape]`` each. Raises ``NotFound`` or ``DamagedError``."""
     return dict(zip(spec.fields, read_rows(store, [key], plain_layouts(spec)), strict=True))
 
 
 class Runs:
     """Rows of one table and layer: run ``r`` of an owner holds blocks ``r * length`` up to the last one in use.
 
-    A run starts at its first block, also where that block has left the memory: a row that was never written is zeros,
-    and no live block ever reads it. Only the first run of a branch starts at the branch, ``Home.base``: of the blocks
-    before it there are many in a chain of forks, and each fork would store zeros for them.
+    A run starts at its first block, even if that block has left the memory. A row that was never written is zeros, and
+    no live block ever reads it. Only the first run of a branch starts at the branch, ``Home.base``. In a chain of forks
+    many blocks come before it, and each fork would store zeros for them.
     """
 
     def __init__(
         self, store: BlockStore, table: Table, layer: int, length: int, layout: Callable[[int], Layout]
     ) -> None:
-        """``layout(n)`` is that of ``n`` rows."""
+        """``layout(n)`` returns the layout of ``n`` rows."""
         self._store = store
         self._table = table
         self._layer = layer
@@ -183,7 +183,7 @@ class Runs:
         self._layout = layout
 
     def read(self, places: Places, blocks: range) -> Iterator[tuple[range, Tensor]]:
-        """Pieces of ``blocks`` with their rows ``[n, ...]``. Raises ``DamagedError``."""
+        """Yield pieces of ``blocks`` with their rows ``[n, ...]``. Raises ``DamagedError``."""
         for owner, part in places.pieces(blocks):
             step = self._length * max(1, _PIECE_BYTES // self._layout(self._length).nbytes)
             base, start = places.node.at(part.start).base, part.start - part.start % self._length
@@ -194,7 +194,7 @@ class Runs:
                 start = stop
 
     def _rows(self, owner: int, run: int, rows: int) -> Tensor:
-        """The first ``rows`` from the start of a run on: whole runs at once, and what is left of the last."""
+        """Return the first ``rows`` from the start of a run: whole runs at once, and the rest from the last run."""
         import torch
 
         keys = [self._key(owner, number) for number in range(run, run + -(-rows // self._length))]
@@ -208,11 +208,11 @@ class Runs:
 
         try:
             return read_rows(self._store, keys, [self._layout(self._length)])[0].flatten(0, 1)
-        except (DamagedError, NotFound):  # one by one, to find the words for the first that is not as it should be
+        except (DamagedError, NotFound):  # one by one, so the error names the first faulty run
             return torch.cat([self._stored(key, self._length) for key in keys])
 
     def write(self, batch: Batch, places: Places, first_block: int, rows: Tensor, first_live: int) -> None:
-        """Put ``rows [n, ...]`` of blocks ``first_block ...``, which lie at home, and what shares a run with them.
+        """Put ``rows [n, ...]`` of blocks ``first_block ...``, which lie at home; rewrite the runs that contain them.
 
         Runs whose blocks are all before ``first_live`` are left out. Raises ``DamagedError``.
         """
@@ -231,9 +231,11 @@ class Runs:
             start, run = stop, run + 1
 
     def release(self, batch: Batch, owner: int, base: int, gap: range, used: Sequence[range]) -> None:
-        """Delete what nobody uses any more: rows of ``gap``, next to those that are ``used``. Raises ``DamagedError``.
+        """Delete rows that are not in use any more: those of ``gap``, next to the ``used`` ones.
 
-        A run that is used loses the rows behind the last one in use; those before it stay. ``base`` is the owner's.
+        Raises ``DamagedError``.
+
+        A run in use loses the rows after the last one in use; earlier ones stay. ``base`` is the owner's.
         """
         first, last = gap.start // self._length, (gap.stop - 1) // self._length
         if stop := self._stop(first, used):
@@ -246,7 +248,7 @@ class Runs:
             batch.delete(self._key(owner, first), self._key(owner, last))
 
     def _stop(self, run: int, used: Sequence[range]) -> int:
-        """One more than the last block of a run that is in use; 0 where none is."""
+        """Return one more than the last block of a run that is in use; 0 without any."""
         start, stop = run * self._length, (run + 1) * self._length
         return max((min(part.stop, stop) for part in used if part.start < stop and part.stop > start), default=0)
 
@@ -256,7 +258,7 @@ class Runs:
             batch.put(key, to_record(self._stored(key, rows)))
 
     def _head(self, key: Key, begin: int, rows: int, first: int) -> Tensor:
-        """The first ``rows`` of a run, block ``begin`` on; zeros for those before ``first`` that are not there."""
+        """Return the first ``rows`` of a run, from block ``begin``; zeros for missing ones before ``first``."""
         if begin + rows > first:
             return self._stored(key, rows)
         import torch
@@ -292,7 +294,7 @@ class LandmarkRuns(Runs):
         self._key_dtype = spec.key_dtype
 
     def read(self, places: Places, blocks: range) -> Iterator[tuple[range, Tensor]]:
-        """Pieces of ``blocks`` with their landmarks ``[n, G, P, D]`` float32. Raises ``DamagedError``."""
+        """Yield pieces of ``blocks`` with their landmarks ``[n, G, P, D]`` float32. Raises ``DamagedError``."""
         for piece, rows in super().read(places, blocks):
             yield piece, decode_landmarks(rows, self._key_dtype)
 
@@ -308,11 +310,14 @@ class HistoryRuns(Runs):
         super().__init__(store, Table.HISTORY, 0, HASHES_PER_RUN, lambda rows: Layout("uint8", (rows, HASH_BYTES)))
 
     def hashes(self, places: Places, blocks: range) -> bytes:
-        """The stored hashes of ``blocks``, of everything up to the end of each. Raises ``DamagedError``."""
+        """Return the stored hashes of ``blocks``, each over everything up to its block's end.
+
+        Raises ``DamagedError``.
+        """
         return b"".join(rows.numpy().tobytes() for _, rows in self.read(places, blocks))
 
     def digest(self, places: Places, state: DocumentState, block: int, spec: MemorySpec) -> str | None:
-        """The digest of a document that is cut before ``block``; None where it is not known (any more).
+        """Return the digest of a document after a cut before ``block``; None if it is unknown (by now).
 
         Hashes of blocks that have left may be gone with them. Raises ``DamagedError``.
         """
@@ -325,12 +330,12 @@ class HistoryRuns(Runs):
 
 
 def beginning(fingerprint: Fingerprint, reading: Mapping[str, Any] | None) -> bytes:
-    """The hash before the first block."""
+    """Return the hash before the first block."""
     return hashed(json.dumps([fingerprint.to_dict(), reading], sort_keys=True).encode())
 
 
 def chain(start: bytes, tokens: Bytes) -> Bytes:
-    """Hashes uint8 ``[n, HASH_BYTES]`` of complete blocks ``tokens [n, bytes]`` that come after hash ``start``."""
+    """Return hashes uint8 ``[n, HASH_BYTES]`` of complete blocks ``tokens [n, bytes]`` after the hash ``start``."""
     hashes = bytearray()
     for row in tokens:
         start = hashed(start + row.tobytes())
@@ -339,9 +344,9 @@ def chain(start: bytes, tokens: Bytes) -> Bytes:
 
 
 def broken(blocks: range, stored: Iterable[bytes], tokens: Bytes, start: bytes | None) -> Iterator[int]:
-    """The ``blocks`` of which the stored hash does not follow from the one before it and ``tokens [n, bytes]``.
+    """Return the ``blocks`` whose stored hash does not follow from the previous one and ``tokens [n, bytes]``.
 
-    ``start`` is the hash before the first of them; None, where it is not known, passes the first block.
+    ``start`` is the hash before the first of them. None means that it is unknown; then the first block passes.
     """
     for block, found, row in zip(blocks, stored, tokens, strict=True):
         if start is not None and hashed(start + row.tobytes()) != found:
@@ -350,18 +355,18 @@ def broken(blocks: range, stored: Iterable[bytes], tokens: Bytes, start: bytes |
 
 
 def hashed(content: bytes) -> bytes:
-    """BLAKE2b of 16 bytes."""
+    """Return a BLAKE2b hash of 16 bytes."""
     return blake2b(content, digest_size=HASH_BYTES).digest()
 
 
 def kept_recurrent(store: BlockStore, number: int, last: int, *, first: int = 0) -> list[int]:
-    """The places of a document, in tokens from ``first`` to ``last``, of which the state is kept; ascending."""
+    """Return the places in a document, from ``first`` to ``last`` tokens, whose recurrent state is kept; ascending."""
     address = Address(number)
     return [key.item for key in store.keys(address.recurrent(first), address.recurrent(last))]
 
 
 def read_recurrent(store: BlockStore, layouts: Sequence[Layout], number: int, place: int) -> list[Tensor]:
-    """The state after the first ``place`` tokens of a document. Raises ``NotFound`` and ``DamagedError``."""
+    """Return the state after the first ``place`` tokens of a document. Raises ``NotFound`` and ``DamagedError``."""
     key = Address(number).recurrent(place)
     records = store.get(key)
     if records is None:
@@ -374,9 +379,9 @@ def read_recurrent(store: BlockStore, layouts: Sequence[Layout], number: int, pl
 def put_recurrent(
     batch: Batch, store: BlockStore, number: int, before: int, states: Mapping[int, Sequence[Record]], step: int
 ) -> None:
-    """Store states by their places, which are behind the first ``before`` tokens of a document.
+    """Store states by their places, which come after the first ``before`` tokens of a document.
 
-    The last one that was there goes, unless it lies ``step`` tokens or more behind the one before it.
+    The last earlier one is deleted, unless it lies at least ``step`` tokens after the one before it.
     """
     there = kept_recurrent(store, number, before)
     if states and there and there[-1] - (there[-2] if len(there) > 1 else 0) < step:
@@ -386,6 +391,6 @@ def put_recurrent(
 
 
 def cut_recurrent(batch: Batch, number: int, tokens: int) -> None:
-    """Delete the states of a document behind its first ``tokens`` tokens."""
+    """Delete the states of a document after its first ``tokens`` tokens."""
     address = Address(number)
     batch.delete(address.recurrent(tokens + 1), address.recurrent(MAX_ITEM))

@@ -1,8 +1,8 @@
-"""What a memory keeps and what it lets go: its limit, pinned documents, times to live, and how often each was read.
+"""Rules for keeping and forgetting: the memory's limit, pinned documents, times to live, and how often each was read.
 
-All of it lies in one value of META, which exists only where something of it was asked for. So a memory that has no
-limit and no rules is as it always was. There documents stand under their numbers, which are others in every memory;
-what goes along when a memory is copied or exported stands under their names.
+All rules lie in one value of META, which exists only if somebody has set one. So a memory without rules is unchanged.
+That value uses document numbers, which differ between memories. Rules that are copied or exported with a memory use
+document names.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from memstore.store.records import (
     describe,
 )
 
-if TYPE_CHECKING:  # it needs torch, and a check of a memory, which reads rules, does not
+if TYPE_CHECKING:  # it needs torch, but a check of a memory reads rules without torch
     from memstore.store.cache import BlockCache
 
 K = TypeVar("K", int, str)
 J = TypeVar("J", int, str)
 
 WhenFull = Literal["refuse", "evict-oldest-document", "evict-least-read"]
-"""What an append does that the limit has no room for: fail, or forget other documents, oldest or least read first."""
+"""What an append does if it exceeds the limit: fail, or forget other documents, oldest or least read first."""
 
 DAY = 24 * 3600.0
 LONGEST = 1000 * 366 * DAY
-"""Seconds that a time to live may be at most: what a calendar can tell, and long enough."""
+"""Longest time to live in seconds: within the range of a calendar, and long enough."""
 LATEST = 9999 * 365 * DAY
-"""Seconds of UTC since 1970 that a calendar can tell."""
+"""Latest time in a calendar, in seconds of UTC since 1970."""
 BELIEVED = 30 * DAY
-"""Seconds between two writes that a clock is believed without being asked; see ``Rules.believes``."""
+"""Longest plausible time between two writes, in seconds; see ``Rules.believes``."""
 
 _log = logging.getLogger("memstore")
 _NO_ROOM = "the limit had no room for it"
@@ -60,27 +60,27 @@ STORED = table(
     reads=array(row(_NUMBER, whole()), _MOST),
     clock=number(LATEST),
 )
-"""The value in the store."""
+"""Schema of the value in the store."""
 EXPORTED = table(
     max_bytes=maybe(whole(1)),
     when_full=text(64),
     pinned=array(text(LONGEST_NAME), _MOST),
     expires=members(number(LATEST), _MOST),
 )
-"""What an export says."""
+"""Schema of the value in an export."""
 
 Forget = Callable[[Collection[int]], Batch]
-"""What takes documents away, once those that it was asked for before are gone."""
+"""Returns the batch that removes documents, applied after the batches of earlier calls."""
 Forgetting = Callable[[], Forget]
-"""Gives it, which is made for one commit."""
+"""Makes a ``Forget`` for one commit."""
 
 
 def utc() -> float:
-    """Now, in seconds of UTC since 1970."""
+    """Return the current time, in seconds of UTC since 1970."""
     return time.time()
 
 
-# One value of META, not the entries of documents: a fork does not inherit a pin, and an open append does not clash with
+# One value of META, not the entries of documents: a fork does not inherit a pin, and an open append never clashes with
 # one.
 @dataclass(frozen=True, kw_only=True)
 class Rules(Generic[K]):
@@ -90,16 +90,16 @@ class Rules(Generic[K]):
     """The most that ``BlockStore.used_bytes`` may be after an append. None: no limit."""
     when_full: WhenFull = "refuse"
     pinned: frozenset[K] = frozenset()
-    """Documents that are neither evicted nor expire."""
+    """Documents that are never evicted or expired."""
     expires: Mapping[K, float] = field(default_factory=dict, hash=False)
-    """Document -> when it may be forgotten, in seconds of UTC since 1970."""
+    """Document -> time after which it may be forgotten, in seconds of UTC since 1970."""
     reads: Mapping[K, int] = field(default_factory=dict, hash=False)
-    """Document -> how many blocks of it were gathered, in all layers; counted where the least read are evicted."""
+    """Document -> number of its gathered blocks, in all layers; counted if the least read are evicted."""
     clock: float = 0.0
-    """When a writer last looked at the times, in seconds of UTC since 1970."""
+    """Time when a writer last checked the times to live, in seconds of UTC since 1970."""
 
     def limited(self, max_bytes: int | None, when_full: WhenFull) -> Self:
-        """With another limit. Raises ``InvalidArgument``."""
+        """Return rules with another limit. Raises ``InvalidArgument``."""
         if max_bytes is not None:
             check_whole("max_bytes", max_bytes, 1, 2**63 - 1)
         if when_full not in get_args(WhenFull):
@@ -107,7 +107,10 @@ class Rules(Generic[K]):
         return replace(self, max_bytes=max_bytes, when_full=when_full)
 
     def expiring(self, document: K, seconds: float | None) -> Self:
-        """With another time to live of a document, from now on; None: for ever. Raises ``InvalidArgument``."""
+        """Return rules with another time to live for a document, from now on; None: for ever.
+
+        Raises ``InvalidArgument``.
+        """
         now, times = utc(), {other: when for other, when in self.expires.items() if other != document}
         if seconds is not None:
             if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < LONGEST:
@@ -125,7 +128,7 @@ class Rules(Generic[K]):
         return replace(self, reads=totals)
 
     def only(self, documents: Collection[K]) -> Self:
-        """Without what it says of other documents than these."""
+        """Return the rules for these documents alone."""
         return replace(
             self,
             pinned=self.pinned.intersection(documents),
@@ -134,7 +137,7 @@ class Rules(Generic[K]):
         )
 
     def renamed(self, names: Mapping[K, J]) -> Rules[J]:
-        """Limit, pins and times to live of the documents that have ``names``; how often they were read stays behind."""
+        """Return limit, pins and times to live of the documents that have ``names``, without the counts of reads."""
         return Rules[J](
             max_bytes=self.max_bytes,
             when_full=self.when_full,
@@ -142,39 +145,42 @@ class Rules(Generic[K]):
             expires={names[each]: when for each, when in self.expires.items() if each in names},
         )
 
-    # In one transaction at the end of a copy, so that a time to live cannot take a document away while others are still
-    # to be made of it.
+    # In one transaction at the end of a copy, so that no document expires while others are still
+    # to be forked from it.
     def joined(self, other: Rules[K]) -> Self:
-        """With what ``other`` says: of its documents, and of the limit if it has one. Raises ``InvalidArgument``."""
+        """Return rules with those of ``other`` for its documents, and its limit if it has one.
+
+        Raises ``InvalidArgument``.
+        """
         clock = utc() if other.expires else self.clock
         pinned, expires = self.pinned | other.pinned, {**self.expires, **other.expires}
         joined = replace(self, pinned=pinned, expires=expires, clock=clock)
         limit = other.max_bytes, other.when_full
         return joined if limit == (None, "refuse") else joined.limited(*limit)
 
-    # A clock behind the last append, or more than 30 days ahead of it, is not believed by appends: they warn once and
+    # Appends do not trust a clock behind the last append, or more than 30 days ahead of it: they warn once and
     # forget nothing.
     def believes(self, now: float) -> bool:
-        """Whether a write may forget what has expired by ``now`` without being asked.
+        """Whether a write may forget documents expired by ``now`` by itself.
 
-        A clock that was set wrong must not empty a memory. So a write trusts it only where it is not behind the last
-        write that looked, and at most thirty days ahead; ``Memory.expire``, which somebody calls, always does.
+        A wrong clock must not empty a memory. So a write trusts it only if it is not behind the last write that
+        checked, and at most thirty days ahead. ``Memory.expire``, an explicit call, always trusts it.
         """
         return self.clock <= now <= self.clock + BELIEVED
 
     def expired(self, now: float) -> list[K]:
-        """Documents whose time is over and that are not pinned, in their order."""
+        """Return unpinned documents whose time is over, in their order."""
         return sorted(each for each, when in self.expires.items() if when <= now and each not in self.pinned)
 
     def victims(self, documents: Collection[K], spared: K) -> list[K]:
-        """Documents to evict, first one first: neither pinned ones, nor ``spared``, which is being written."""
+        """Return documents to evict, in this order: neither pinned ones nor ``spared``, which is being written."""
         if self.when_full == "refuse":
             return []
-        free = sorted(set(documents) - self.pinned - {spared})  # the first made first, also among the least read
+        free = sorted(set(documents) - self.pinned - {spared})  # oldest first, also among the least read
         return free if self.when_full == "evict-oldest-document" else sorted(free, key=lambda n: self.reads.get(n, 0))
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values, without how often documents were read: what ``EXPORTED`` describes, for names."""
+        """Return JSON values without the counts of reads: the form of ``EXPORTED``, by names."""
         return {
             "max_bytes": self.max_bytes,
             "when_full": self.when_full,
@@ -183,13 +189,13 @@ class Rules(Generic[K]):
         }
 
     def to_record(self) -> Record:
-        """As stored: what ``STORED`` describes, for numbers."""
+        """Return the record to store: the form of ``STORED``, by numbers."""
         pairs = {"expires": sorted(self.expires.items()), "reads": sorted(self.reads.items())}
         return Record.from_json({**self.to_dict(), **pairs, "clock": self.clock})
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], schema: Check = EXPORTED) -> Self:
-        """The inverse of ``to_dict``, or, with ``STORED``, of ``to_record``.
+        """Invert ``to_dict`` or, with ``STORED``, ``to_record``.
 
         Raises ``ForeignMemory`` for rules that this version does not know, and ``DamagedError``.
         """
@@ -204,15 +210,15 @@ class Rules(Generic[K]):
 
 
 def read_rules(store: BlockStore) -> Rules[int]:
-    """The rules of the memory on ``store``. Raises ``DamagedError`` or ``ForeignMemory``."""
+    """Return the rules of the memory on ``store``. Raises ``DamagedError`` or ``ForeignMemory``."""
     records = store.get(KEEPING)
     return Rules() if records is None else Rules.from_dict(records[0].to_json(), STORED)
 
 
-# Rules that cannot be found are not taken for none, or a memory would forget what is pinned: a flipped bit in the tree
+# Missing rules do not count as none, or a memory would forget pinned documents: a flipped bit in the tree
 # moves a value without touching it.
 def lost_keys(store: BlockStore) -> list[Key]:
-    """Keys of META under which another key's value lies, where there seem to be no rules: it may be them."""
+    """Return META keys with another key's value, if the rules are missing: one of these may be the rules."""
     if store.get(KEEPING) is not None:
         return []
     keys = store.keys(Key(Table.META), Key(Table.META, MAX_DOCUMENT, MAX_LAYER, MAX_ITEM))
@@ -229,7 +235,10 @@ def _misplaced(store: BlockStore, key: Key) -> bool:
 
 
 class Retention:
-    """The rules of an open memory, and commits that obey them. Who calls what writes holds ``SharedStore.writing``."""
+    """The rules of an open memory, and commits that obey them.
+
+    Callers of writing methods hold ``SharedStore.writing``.
+    """
 
     def __init__(
         self,
@@ -239,7 +248,7 @@ class Retention:
         cache: BlockCache,
         forgotten: Iterable[Callable[[Sequence[str]], None]],
     ) -> None:
-        """Each of ``forgotten`` is told the names of documents that were forgotten, once they are."""
+        """``forgotten`` are called with the names of documents after they were forgotten."""
         self._store = store
         self._url = url
         self._catalog = catalog
@@ -248,12 +257,12 @@ class Retention:
         self._warned = False
         self._sure = False
         self.evicted = 0
-        """Documents forgotten for the limit since the memory was opened."""
+        """Number of documents evicted for the limit since the memory was opened."""
         self.expired = 0
-        """Documents forgotten because their time was over, since the memory was opened."""
+        """Number of documents expired since the memory was opened."""
 
     def rules(self) -> Rules[int]:
-        """As they are stored now. Raises ``DamagedError`` or ``ForeignMemory``."""
+        """Return the rules as stored now. Raises ``DamagedError`` or ``ForeignMemory``."""
         if not self._sure:
             if lost := lost_keys(self._store):
                 raise DamagedError(
@@ -265,7 +274,7 @@ class Retention:
 
     @property
     def ruled(self) -> bool:
-        """Whether anybody has ever made a rule, also one that was taken back."""
+        """Whether a rule was ever made, even if it was taken back."""
         return self._store.get(KEEPING) is not None
 
     def change(self, change: Callable[[Rules[int]], Rules[int]]) -> None:
@@ -273,9 +282,9 @@ class Retention:
         self._commit(change(self.rules()), Batch())
 
     def write(self, batch: Batch, document: int, forgetting: Forgetting) -> None:
-        """Commit an append to ``document``, and what the rules ask for, in one transaction.
+        """Commit an append to ``document``, and the changes that the rules require, in one transaction.
 
-        Raises ``StoreFull`` where the limit has no room, and what ``BlockStore.write`` raises.
+        Raises ``StoreFull`` if the limit is exceeded, and the errors of ``BlockStore.write``.
         """
         rules = self.rules()
         if rules == Rules():
@@ -291,7 +300,7 @@ class Retention:
         self._commit(rules, batch, forgetting(), overdue, document)
 
     def expire(self, forget: Forget) -> list[str]:
-        """Forget every document whose time is over, in one transaction, whatever the clock was before; their names."""
+        """Forget every expired document in one transaction, without doubting the clock; return their names."""
         rules, now = self.rules(), utc()
         return self._commit(replace(rules, clock=now), Batch(), forget, rules.expired(now)) if rules.expires else []
 
@@ -303,9 +312,9 @@ class Retention:
         overdue: Collection[int] = (),
         document: int | None = None,
     ) -> list[str]:
-        """Commit ``batch``, the rules, and that ``overdue`` documents go; the names of these.
+        """Commit ``batch``, the rules, and the deletion of ``overdue`` documents; return their names.
 
-        Where a ``document`` is appended to, the limit holds: others are evicted.
+        If a ``document`` is appended to, the limit applies: others are evicted.
         """
         there = self._catalog.known()
         overdue = [each for each in overdue if each in there]
@@ -313,7 +322,7 @@ class Retention:
         if overdue and forget:
             _add(batch, forget(overdue))
         rest = [each for each in there if each not in overdue]
-        # Counted in the process and stored with its next write; a reader in mode "r" cannot store any.
+        # Counted in the process and stored with its next write; a reader in mode "r" cannot store counts.
         reads = self._cache.take_counts() if rules.when_full == "evict-least-read" else {}
         rules = rules.read(reads)
         if document is None or rules.expires or reads:
@@ -334,7 +343,7 @@ class Retention:
         return names
 
     def _write_within(self, max_bytes: int, batch: Batch, victims: list[int], forget: Forget) -> list[int]:
-        """The documents that had to go."""
+        """Write within the limit; return the documents that had to be evicted."""
         names: list[str] = []
 
         def evictions() -> Iterator[Batch]:
@@ -350,7 +359,7 @@ class Retention:
     def _name(self, document: int) -> str:
         try:
             state = self._catalog.state(document)
-        except MemstoreError:  # damaged: it can go all the same
+        except MemstoreError:  # damaged: it can still be deleted
             state = None
         return f"number {document}" if state is None else state.name
 
@@ -370,12 +379,12 @@ class Retention:
         try:
             for told in self._forgotten:
                 told(names)
-        except MemstoreError as error:  # what was appended is stored all the same
+        except MemstoreError as error:  # the append is stored anyway
             _log.warning("memory %s: traces of what was forgotten are still there: %s", self._url, error)
 
 
 def _add(batch: Batch, other: Batch) -> None:
-    """Let ``batch`` do what ``other`` does too, after what it does itself: in a batch deletions come first."""
+    """Add the changes of ``other`` to ``batch``, to be applied after its own: in a batch deletions come first."""
     kept = [put for put in batch.puts if not any(first <= put[0] <= last for first, last in other.deletes)]
     batch.deletes += other.deletes
     batch.puts = kept + other.puts

@@ -1,11 +1,11 @@
-"""Save what can still be read of a memory that cannot be repaired in place, into a new one.
+"""Save all readable data of a memory that cannot be repaired in place, into a new memory.
 
-Where the tree around the values is damaged, reading can end the process that reads. So a child process reads, block by
-block, and says before each what it is at. When it dies, the next one goes on behind that block. A block is saved if
-its token ids, its states in all layers and its landmarks are there and pass their checksums; any other is lost, and the
-document in the new memory says so as it does of dropped blocks. Nothing is guessed; the damaged memory is only read.
+If the tree around the values is damaged, reading can end the reading process. So a child process reads, block by block,
+and announces each block before it starts. When the child dies, the next one continues after that block. A block is
+saved if its token ids, its states in all layers and its landmarks exist and pass their checksums. Any other block is
+lost, and the new memory lists it as dropped. Nothing is guessed. The damaged memory is only read.
 
-Run as ``python -m memstore.memory.salvage`` it takes one JSON object on standard input, and prints one per line.
+Run as ``python -m memstore.memory.salvage``, it takes one JSON object on standard input, and prints one per line.
 """
 
 from __future__ import annotations
@@ -40,34 +40,34 @@ from memstore.store.cache import empty_rows
 from memstore.store.encryption_keys import KeySource, MasterKey, read_key
 
 _MOST_CRASHES = 1000
-_PATIENCE = 300  # seconds for one block: a tree whose pages lead in a circle is walked for ever
-_WHOLE = -1  # in the place of a block: the entry of a document
-_LISTING, _FACTS, _RULES = (0, 0), (0, 1), (0, 2)  # what else a child can be at, in the place of (document, block)
+_PATIENCE = 300  # seconds for one block: walking a tree whose pages form a circle never ends
+_WHOLE = -1  # in place of a block: the entry of a document
+_LISTING, _FACTS, _RULES = (0, 0), (0, 1), (0, 2)  # other steps of a child, in place of (document, block)
 
 At = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
 class SavedDocument:
-    """What was saved of one document."""
+    """The result for one document."""
 
     document: str
     tokens: int
-    """How many of its tokens the new memory has."""
+    """Number of its tokens in the new memory."""
     tokens_lost: int
-    """How many it had beside them, in blocks of which not everything could be read."""
+    """Number of its other tokens, in blocks that could not be read completely."""
     message: str
-    """The same in words, and why."""
+    """The result in words, with the reason."""
 
 
-# The tree is asked, not the file: pages that LMDB has freed hold forgotten documents and older states, whose checksums
-# are right too. A child reads and may die; after 1,000 deaths it is given up.
+# The tree is read, not the raw file: pages that LMDB freed hold forgotten documents and older states, whose
+# checksums are right too. A child reads and may die; after 1,000 deaths the salvage gives up.
 def salvage(source: str | Path, target: str | Path, *, key: KeySource | None = None) -> list[SavedDocument]:
-    """Save what can be read of the memory at ``source`` into a new one at ``target``, document by document.
+    """Save all readable data of the memory at ``source`` into a new one at ``target``, document by document.
 
     Documents that shared blocks share none in the new memory. ``key``, as for ``memstore.open``, is that of both.
-    Raises ``InvalidArgument`` where something is at ``target``, ``DamagedError`` where not even the header can be read,
-    ``StoreFull`` and whatever opening raises.
+    Raises ``InvalidArgument`` if ``target`` exists, ``DamagedError`` if even the header cannot be read, ``StoreFull``,
+    and the errors of opening a memory.
     """
     master = None if key is None else read_key(key)
     skip, again = set[At](), False
@@ -91,7 +91,7 @@ def salvage(source: str | Path, target: str | Path, *, key: KeySource | None = N
 
 
 def main() -> None:
-    """What the child does."""
+    """Run the child."""
     order = json.load(sys.stdin)
     try:
         key = None if order["key"] is None else MasterKey(bytes.fromhex(order["key"]))
@@ -133,7 +133,7 @@ def _named_if_lost(what: str) -> Iterator[None]:
 
 
 def _numbers(old: SharedStore, skip: set[At]) -> Iterator[int]:
-    """Numbers of the documents: those of the keys, or, where these cannot be walked, all that were ever given."""
+    """Return document numbers from the keys or, if these cannot be walked, all numbers ever given."""
     if _begin(_LISTING, skip):
         first, last = Address(0).entry, Address(2**32 - 2).entry
         yield from sorted({key.document for key in old.store.keys(first, last)})
@@ -151,11 +151,11 @@ class _Rescue:
         self._skip = skip
         self._size = old.spec.block_size
         self._lost: list[str] = []
-        """Why blocks were lost."""
+        """Reasons for lost blocks."""
         self._waiting: list[_Block] = []
 
     def run(self) -> dict[str, Any]:
-        """Save it; what ``SavedDocument`` says of it."""
+        """Save the document; return the content of its ``SavedDocument``."""
         state = self._state() if _begin((self._number, _WHOLE), self._skip) else None
         if state is None:
             message = f"document number {self._number} is lost: its entry, and with it its name, cannot be read"
@@ -193,7 +193,7 @@ class _Rescue:
             self._lost.append(f"block {block}: {error}")
             self._flush(target)
             return
-        if target.n_blocks + len(self._waiting) < block:  # those between are lost, or were dropped long ago
+        if target.n_blocks + len(self._waiting) < block:  # the blocks between are lost, or were dropped before
             self._flush(target)
             target.pass_over(block - target.n_blocks)
         self._waiting.append(found)
@@ -201,7 +201,7 @@ class _Rescue:
             self._flush(target)
 
     def _recurrent(self, state: DocumentState, block: int) -> dict[int, list[Tensor]]:
-        """The recurrent states in a block, by their places; those that are damaged can be computed again."""
+        """Return the recurrent states in a block, by place; damaged ones are skipped, as they can be computed again."""
         found, spec, store = dict[int, list[Tensor]](), self._old.spec, self._old.store
         if not spec.recurrent:
             return found
@@ -243,7 +243,7 @@ class _Rescue:
 
 @dataclass(frozen=True)
 class _Block:
-    """All that is stored of one block."""
+    """All stored values of one block."""
 
     ids: Tensor
     """``[t]`` int32"""
@@ -252,7 +252,7 @@ class _Block:
     landmarks: Mapping[int, Tensor]
     """Layer -> ``[1, G, P, D]`` float32"""
     recurrent: dict[int, list[Tensor]] = field(default_factory=dict)
-    """Place of the document, in tokens -> the recurrent state there."""
+    """Place in the document, in tokens -> the recurrent state there."""
 
     @property
     def nbytes(self) -> int:
@@ -271,14 +271,14 @@ def _read(old: SharedStore, places: Places, state: DocumentState, block: int) ->
 
 
 def _stacked(old: SharedStore, blocks: list[_Block], layer: int) -> list[Tensor]:
-    """``[n, ...]`` for each layout of complete blocks."""
+    """Return ``[n, ...]`` for each layout of complete blocks."""
     if not blocks:
         return empty_rows(block_layouts(old.spec))
     return [torch.stack([block.states[i][layer] for block in blocks]) for i in range(len(blocks[0].states))]
 
 
 def _begin(at: At, skip: set[At]) -> bool:
-    """Say what is to be read next; False where reading it has ended a process before."""
+    """Announce the next read; return False if it has ended a process before."""
     if at in skip:
         return False
     say({"at": at})

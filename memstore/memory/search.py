@@ -1,8 +1,8 @@
-"""Searching a memory from outside of a model: by vectors, or by the landmark of a block.
+"""Search a memory from outside a model: by vectors, or by the landmark of a block.
 
-Every complete block is scored exactly, as an index would: by the inner products of queries with its keys, the best of
-them for each query. Several heads or queries ask together, and a block's score is their mean. Models ask in their own
-ways, see ``search`` of what ``memstore.attach`` gives and of their readers; what is found is the same kind of thing.
+Every complete block is scored exactly, as an index would. Its score is the best inner product of a query with its keys.
+Several heads or queries search together, and the score is the mean over them. Models search in their own ways, see
+``search`` of the result of ``memstore.attach`` and of the readers. All of them return the same kind of match.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from memstore.memory.memory import Memory
 from memstore.memory.spec import MemorySpec
 
 AT_ONCE = 1 << 22
-"""Scores held at a time, 4 bytes each: a memory of single tokens has many keys in a block, all of which may ask."""
+"""Most scores in memory at a time, 4 bytes each: the landmark of a block can have many keys, and each is a query."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """A block that was found."""
+    """A retrieved block."""
 
     document: str
     block: int
@@ -34,10 +34,10 @@ class Match:
 
 
 def search_vectors(documents: Sequence[Document], queries: Tensor, top_k: int, *, layer: int) -> list[Match]:
-    """The ``top_k`` blocks of ``documents`` that ``queries [H, T, D]`` find in ``layer``, best first.
+    """Return the ``top_k`` blocks of ``documents`` for ``queries [H, T, D]`` in ``layer``, best first.
 
-    ``D`` is the size of a key and ``H`` a multiple of the key heads: head ``h`` looks at key head ``h * G // H``. The
-    score is the mean over heads and ``T``. Raises ``InvalidArgument`` and ``DamagedError``.
+    ``D`` is the size of a key and ``H`` a multiple of the key heads: head ``h`` uses key head ``h * G // H``. The score
+    is the mean over heads and ``T``. Raises ``InvalidArgument`` and ``DamagedError``.
     """
     for document in documents:
         _check(document.memory.spec, queries, top_k)
@@ -45,7 +45,7 @@ def search_vectors(documents: Sequence[Document], queries: Tensor, top_k: int, *
 
 
 def search_block(document: Document, block: int, top_k: int, *, layer: int, among: Sequence[Document]) -> list[Match]:
-    """The ``top_k`` blocks in ``among`` that the landmark of a block finds in ``layer``: its neighbours, best first.
+    """Return the ``top_k`` blocks in ``among`` for the landmark of a block in ``layer``: its neighbours, best first.
 
     The block itself is left out. Raises ``NotFound``, ``InvalidArgument`` and ``DamagedError``.
     """
@@ -55,7 +55,7 @@ def search_block(document: Document, block: int, top_k: int, *, layer: int, amon
 
 
 def best(scored: Iterable[tuple[Document, Tensor, Tensor]], top_k: int) -> list[Match]:
-    """The ``top_k`` best of documents, their blocks ``[N]`` and the scores ``[N]`` of these, best first."""
+    """Return the ``top_k`` best matches from documents, their blocks ``[N]`` and these blocks' scores ``[N]``."""
     found: list[Match] = []
     for document, blocks, scores in scored:
         values, at = scores.topk(min(top_k, len(scores)))
@@ -65,7 +65,7 @@ def best(scored: Iterable[tuple[Document, Tensor, Tensor]], top_k: int) -> list[
 
 
 def check_layer(memory: Memory, layer: int | None) -> int:
-    """``layer``, or the last one that has landmarks. Raises ``InvalidArgument`` for one without."""
+    """Return ``layer``, by default the last one with landmarks. Raises ``InvalidArgument`` for one without."""
     layers = memory.spec.index_layers
     if not layers:
         raise InvalidArgument("this memory has no landmarks in any layer: there is nothing to search.")
@@ -88,11 +88,11 @@ def _check(spec: MemorySpec, queries: Tensor, top_k: int) -> None:
 
 
 def _scored(document: Document, queries: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-    """All complete blocks ``[N]``, and the mean of their scores over heads and queries ``[N]``."""
+    """Return all complete blocks ``[N]``, and their mean scores over heads and queries ``[N]``."""
     view, there = document.layer(layer), document.complete_blocks
     total, blocks = torch.zeros(len(there)), torch.empty(0, dtype=torch.int64)
     for piece in queries.split(max(1, AT_ONCE // max(1, len(queries) * len(there))), dim=1):
-        scores, blocks = view.score(piece, allowed=there)  # fixed, for somebody may append meanwhile
+        scores, blocks = view.score(piece, allowed=there)  # fixed, because another thread may append meanwhile
         total[blocks - there.start] += scores.sum(1).mean(0)
     return blocks, total[blocks - there.start] / queries.shape[1]
 

@@ -1,6 +1,6 @@
-"""What the parts of one open memory share: the store, the entry of each document, and values under names.
+"""The common parts of one open memory: the store, the entry of each document, and named values.
 
-Named values are arrays and facts of the memory itself; they lie in the table META behind the header.
+Named values are arrays and facts of the memory itself; they lie in the table META after the header.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from memstore.store.cache import BlockCache
 from memstore.store.contract import BlockStore
 from memstore.store.records import MAX_ITEM, Batch, Key, Layout, Record, Table
 
-if TYPE_CHECKING:  # a memory is opened, listed and changed without PyTorch, which takes seconds to load
+if TYPE_CHECKING:  # opening, listing and changing a memory work without PyTorch, which takes seconds to load
     from concurrent.futures import Executor
 
     import torch
@@ -51,9 +51,9 @@ _LAST_NAMED = Key(Table.META, item=MAX_ITEM)
 ARRAYS = table(arrays=array(text(1000), 254))
 
 CHAT = "chat/"
-"""Before the name of a conversation: its document."""
+"""Prefix in the name of a conversation's document."""
 OF_DOCUMENT = ("file/", "reading/")
-"""Before a document's name: JSON values about it."""
+"""Prefixes for the names of JSON values about a document; its name follows."""
 
 _locks: WeakKeyDictionary[BlockStore, threading.RLock] = WeakKeyDictionary()
 _guard = threading.Lock()
@@ -61,32 +61,32 @@ _guard = threading.Lock()
 
 @dataclass(frozen=True, eq=False)
 class SharedStore:
-    """A store, how to read it, and the lock that writers of this process hold."""
+    """A store, the settings for reading it, and the lock for writers of this process."""
 
     store: BlockStore
     spec: MemorySpec
     url: str
     mode: str
     index: str
-    """Kind of the vector indexes."""
+    """The kind of the vector indexes."""
     run_length: int
     """Blocks whose landmarks are stored together."""
     folder: Path | None
-    """Where its files lie, if it has any."""
+    """The folder of its files, if it has any."""
     blocks: BlockCache
-    """Reads blocks, from memory where they are there."""
+    """Reads blocks, from its cache in memory if possible."""
     catalog: Catalog
     """Names and numbers of the documents."""
     device: torch.device | None
-    """Where indexes lie that can lie on an accelerator; None: on the CPU."""
+    """The device of indexes that can lie on an accelerator; None: the CPU."""
 
     @classmethod
     def opened(
         cls, store: BlockStore, url: str, mode: str, index: str, folder: Path | None, budgets: Mapping[str, Any]
     ) -> SharedStore:
-        """What belongs to the memory on ``store``, whose files lie in ``folder``; ``budgets`` as for ``BlockCache``.
+        """Return the shared parts for ``store``, whose files lie in ``folder``; ``budgets`` as for ``BlockCache``.
 
-        Raises what ``read_header`` does, and ``InvalidArgument``.
+        Raises the errors of ``read_header``, and ``InvalidArgument``.
         """
         header, catalog = read_header(store, url), catalog_of(store, url)
         blocks = BlockCache(store, block_layouts(header.spec), partial(_readers, store), **budgets)
@@ -98,7 +98,7 @@ class SharedStore:
         return cls(store, header.spec, url, mode, index, header.blocks_per_run, folder, blocks, catalog, device)
 
     def __reduce__(self) -> NoReturn:
-        # For pickle and copy alike: two memories on one store would close it for one another.
+        # This refuses both pickle and copy: two memories on one store would close it for each other.
         raise InvalidArgument(
             f"the open memory {self.url} cannot be copied or sent to another process; send its url, and open it in the "
             "worker: memstore.open(url, mode='r')",
@@ -107,18 +107,18 @@ class SharedStore:
 
     @property
     def writing(self) -> threading.RLock:
-        """Held while a batch is composed and written; one for all memories on the same store."""
+        """Lock to hold while a batch is composed and written; one for all memories on the same store."""
         with _guard:
             return _locks.setdefault(self.store, threading.RLock())
 
     @cached_property
     def forgotten(self) -> list[Callable[[Sequence[str]], None]]:
-        """Each is told the names of documents that the rules have forgotten."""
+        """Functions called with the names of documents that the rules have forgotten."""
         return []
 
     @cached_property
     def retention(self) -> Retention:
-        """Commits appends as the memory's rules want it."""
+        """Commits appends and applies the memory's rules."""
         return Retention(self.store, self.url, self.catalog, self.blocks, self.forgotten)
 
     @cached_property
@@ -127,7 +127,7 @@ class SharedStore:
         return IndexFiles(folder_of(self.folder), self.spec, self.index, writable=not self.read_only)
 
     def places(self, number: int, state: DocumentState) -> Places:
-        """Where the blocks of a document lie. Raises ``DamagedError``."""
+        """Return the places of a document's blocks. Raises ``DamagedError``."""
         return self.catalog.places(number, state)
 
     @property
@@ -136,7 +136,7 @@ class SharedStore:
         return block_layouts(self.spec)
 
     def runs(self, layer: int) -> LandmarkRuns:
-        """The stored landmarks of one layer."""
+        """Return the stored landmarks of one layer."""
         return LandmarkRuns(self.store, self.spec, layer, self.run_length)
 
     @cached_property
@@ -151,7 +151,7 @@ class SharedStore:
 
     @cached_property
     def index_device(self) -> torch.device:
-        """Where indexes lie: on a GPU that was asked for, where they can."""
+        """The device for indexes: a requested GPU, if they can lie there."""
         import torch
 
         cpu = torch.device("cpu")
@@ -159,7 +159,7 @@ class SharedStore:
         return device if device.type != "cuda" or lies_on_devices(self.index) else cpu
 
     def new_index(self) -> VectorIndex:
-        """An empty index for one layer of a document."""
+        """Return an empty index for one layer of a document."""
         import torch
 
         from memstore.kernels.best_signs import problem
@@ -180,7 +180,7 @@ class SharedStore:
 
     @cached_property
     def capabilities(self) -> IndexCapabilities:
-        """What its indexes can do. Raises ``InvalidArgument`` for an unknown kind."""
+        """The abilities of its indexes. Raises ``InvalidArgument`` for an unknown kind."""
         known = capabilities_of(self.index)
         if known is None:
             index = self.new_index()
@@ -189,8 +189,8 @@ class SharedStore:
         return known
 
     def state(self, document: int) -> DocumentState | None:
-        """The DOCUMENTS entry of a document. Raises ``DamagedError``."""
-        # Between the two looks a writer may have forgotten it, and its bytes with it.
+        """Return the DOCUMENTS entry of a document. Raises ``DamagedError``."""
+        # Between the two reads a writer may have forgotten it and erased its bytes.
         for look in (self.catalog.state, partial(stored_state, self.store)):
             state = look(document)
             if state is None or self._room.holds(state):
@@ -207,16 +207,16 @@ class SharedStore:
         return Room(self.store, self.spec)
 
     def commit(self, batch: Batch, changed: Mapping[int, DocumentState | None] | None = None) -> None:
-        """Write ``batch``, and tell the catalog. For whoever holds ``writing``.
+        """Write ``batch``, and update the catalog. The caller holds ``writing``.
 
-        ``changed`` are new entries by the numbers of their documents, None for those that are gone.
+        ``changed`` maps document numbers to new entries, or None if they are gone.
         """
         with self.catalog.committing() as told:
             self.store.write(batch)
             told.update(changed or {})
 
     def next_document(self) -> int:
-        """The number that the next new document gets. Raises ``DamagedError``."""
+        """Return the number for the next new document. Raises ``DamagedError``."""
         records = self.store.get(NEXT_DOCUMENT)
         if records is not None:
             told = fit(records[0].to_json(), NEXT_DOCUMENT_VALUE, "the number of the next document")
@@ -227,11 +227,11 @@ class SharedStore:
 
     @property
     def read_only(self) -> bool:
-        """Whether nothing may be written: it was opened like that, or its files cannot be."""
+        """Whether nothing may be written: because of its mode, or because its files are read-only."""
         return self.mode == "r" or self.store.read_only
 
     def check_writable(self) -> None:
-        """Raise ``ReadOnlyMemory`` where nothing may be written."""
+        """Raise ``ReadOnlyMemory`` if nothing may be written."""
         if self.read_only:
             raise ReadOnlyMemory.opened(self.url)
 
@@ -241,18 +241,18 @@ class SharedStore:
 
 
 def next_document_record(number: int) -> Record:
-    """The record under ``NEXT_DOCUMENT``."""
+    """Return the record to store under ``NEXT_DOCUMENT``."""
     return Record.from_json({"next_document": number})
 
 
 def not_found(name: str, url: str, names: list[str]) -> NotFound:
-    """The error for a document that does not exist."""
+    """Return the error for a missing document."""
     shown = ", ".join(repr(known) for known in names[:10]) + (f" and {len(names) - 10:,} more" * (len(names) > 10))
     return NotFound(f"memory {url} has no document {name!r}; it has {shown or 'none'}.")
 
 
 class Handle:
-    """Knows the number of a document once it has one, and reads its entry again after every commit."""
+    """Keeps the number of a document once it has one, and reads its entry again after every commit."""
 
     def __init__(self, shared: SharedStore, name: str, number: int | None = None) -> None:
         self.shared = shared
@@ -260,21 +260,21 @@ class Handle:
         self.id = shared.catalog.find(name) if number is None else number
         """Number of the document; None before its first append."""
         self._seen: tuple[int, DocumentState] | None = None
-        """The version of the store when its entry was read last, and what that said."""
+        """The store's version at the last read of its entry, and that entry."""
 
     @property
     def places(self) -> Places:
-        """Where its values lie; only for a document that has some."""
+        """The places of its values; only for a stored document."""
         state = self.current()
         assert self.id is not None
         return self.shared.places(self.id, state)
 
     def current(self) -> DocumentState:
-        """The state at the last commit of whoever; reads the store only if something was committed since.
+        """Return the state at the last commit of any writer. The store is read only after a new commit.
 
-        Raises ``NotFound`` where the document was forgotten, and ``DamagedError``.
+        Raises ``NotFound`` if the document was forgotten, and ``DamagedError``.
         """
-        # The version is read first: a commit between the two reads only makes the next call look again.
+        # The version is read first: a commit between the two reads only makes the next call read again.
         version = self.shared.store.version()
         seen = self._seen
         if seen is None or seen[0] != version:
@@ -282,9 +282,9 @@ class Handle:
         return seen[1]
 
     def committed(self, number: int, state: DocumentState) -> None:
-        """Note what this process has just written; to be called by who holds the right to write."""
+        """Take over the state that this process has just written; the caller has the right to write."""
         self.id = number
-        # The catalog was told of the commit, and nobody else can have committed since: nothing need be read back.
+        # The catalog has the changes of the commit, and nobody else can have committed since. So nothing is read back.
         self._seen = self.shared.catalog.version, state
 
     def _load(self) -> DocumentState:
@@ -301,9 +301,9 @@ class Handle:
 
 
 def owner_of(fact: str) -> str | None:
-    """The document that a JSON value of this name is about, and is forgotten with; None for what is about none.
+    """Return the document that a JSON value is about and is forgotten with, from the value's name; None without one.
 
-    ``file/DOCUMENT`` is which file it is, ``reading/DOCUMENT`` how it was read (as earlier versions noted it), and
+    ``file/DOCUMENT`` is its file, ``reading/DOCUMENT`` the options of its reading (from earlier versions), and
     ``said/SESSION/NUMBER`` a turn of the conversation whose document is ``chat/SESSION``.
     """
     kind, slash, name = fact.partition("/")
@@ -314,9 +314,9 @@ def owner_of(fact: str) -> str | None:
 
 
 def about(fact: str, document: str) -> str | None:
-    """The name of what ``fact`` says, of ``document`` and not of its owner; itself where it has none.
+    """Return the name of ``fact`` with ``document`` in place of its owner; the same name if it has no owner.
 
-    None for a turn of a conversation where ``document`` is none.
+    None for a turn of a conversation if ``document`` is not one.
     """
     if owner_of(fact) is None:
         return fact
@@ -328,10 +328,10 @@ def about(fact: str, document: str) -> str | None:
 
 
 class NamedValues:
-    """Values under names. The first record of each is JSON ``{"kind", "name", ...}``, tensors follow it.
+    """Named values. The first record of each is JSON ``{"kind", "name", ...}``; tensors follow it.
 
-    Their numbers are never used twice, or an open memory would take one for what was there before. So where the last
-    of them goes, a value without a name holds its place.
+    Their numbers are never used twice, or an open memory would confuse a new value with an old one. So if the last one
+    is deleted, a value without a name takes its place.
     """
 
     def __init__(self, shared: SharedStore) -> None:
@@ -340,12 +340,12 @@ class NamedValues:
         """Kind and name -> key of the values below ``_next``."""
         self._next = FIRST_NAMED.item
         self._unread: dict[Key, DamagedError] = {}
-        """Values below ``_next`` whose names are not known, for they are damaged."""
+        """Damaged values below ``_next``, whose names are unknown."""
         self._lock = threading.Lock()
 
     def put_arrays(self, name: str, arrays: dict[str, Tensor]) -> None:
-        """Store tensors under ``name``, replacing what was there, in one transaction."""
-        from memstore.index.contract import check_tensor  # imports PyTorch, which who writes none needs not
+        """Store tensors under ``name``, replacing older ones, in one transaction."""
+        from memstore.index.contract import check_tensor  # imports PyTorch, needed only to write arrays
 
         if not isinstance(arrays, dict):
             raise InvalidArgument(f"arrays must be tensors by their names, not {type(arrays).__name__}.")
@@ -355,14 +355,14 @@ class NamedValues:
         self._put("arrays", name, {"arrays": list(arrays)}, records)
 
     def get_arrays(self, name: str) -> dict[str, Tensor] | None:
-        """The tensors under ``name``, or None."""
+        """Return the tensors under ``name``, or None."""
         found = self._find("arrays", name)
         if found is None:
             return None
         return _arrays(head_of(found[1]), found[1])
 
     def put_info(self, name: str, value: Any) -> None:
-        """Store a small JSON value under ``name``, replacing what was there; None takes it away."""
+        """Store a small JSON value under ``name``, replacing an older one; None removes it."""
         if value is None:
             with self._shared.writing:
                 batch = Batch()
@@ -377,25 +377,25 @@ class NamedValues:
         self._put("info", name, {"value": value}, [])
 
     def get_info(self, name: str) -> Any:
-        """The JSON value under ``name``, or None."""
+        """Return the JSON value under ``name``, or None."""
         found = self._find("info", name)
         return None if found is None else head_of(found[1])["value"]
 
     def infos(self, beginning: str) -> dict[str, Any]:
-        """All JSON values whose names begin so, by name."""
+        """Return all JSON values whose names begin with this prefix, by name."""
         keys = [key for name, key in self._infos().items() if name.startswith(beginning)]
-        if self._unread:  # one of these may begin so
+        if self._unread:  # one of these may have the prefix
             raise next(iter(self._unread.values()))
         heads = [head_of(records) for key in keys if (records := self._shared.store.get(key)) is not None]
         return {head["name"]: head["value"] for head in heads if head["name"]}
 
     def forget(self, batch: Batch, document: str) -> None:
-        """Let ``batch`` delete what is known of a document; see ``owner_of``."""
+        """Let ``batch`` delete the facts about a document; see ``owner_of``."""
         said = [name for name in self._infos() if owner_of(name) == document] if document.startswith(CHAT) else []
         self._remove(batch, [*(kind + document for kind in OF_DOCUMENT), *said])
 
     def all(self) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
-        """All JSON values and all arrays, by their names."""
+        """Return all JSON values and all arrays, by their names."""
         info: dict[str, Any] = {}
         arrays: dict[str, dict[str, Tensor]] = {}
         for key in self._keys():
@@ -412,9 +412,9 @@ class NamedValues:
         return info, arrays
 
     def put_missing(self, info: Mapping[str, Any], arrays: Mapping[str, Mapping[str, Tensor]], source: str) -> None:
-        """Store those of ``info`` and ``arrays``, which come from ``source``, whose names are not there.
+        """Store the ``info`` and ``arrays`` from ``source`` whose names are missing here.
 
-        In one transaction. Raises ``ForeignMemory`` where there are other arrays under a name.
+        All in one transaction. Raises ``ForeignMemory`` if a name has other arrays.
         """
         facts = [(_head("info", name, {"value": value}),) for name, value in info.items()]
         tensors = (
@@ -442,7 +442,7 @@ class NamedValues:
         if not isinstance(name, str) or not name:
             raise InvalidArgument(f"the name of a fact must be a text that is not empty, not {name!r}.")
         head = _head(kind, name, facts)
-        # A value that nobody could read would keep everybody from all the others.
+        # An unreadable value would block access to all the others.
         for check in (NAMED_VALUE, INFO if kind == "info" else ARRAYS):
             check_storable(head.payload.tobytes(), check, f"the value under the name {reprlib.repr(name)}")
         with self._shared.writing:
@@ -452,13 +452,13 @@ class NamedValues:
             self._shared.commit(batch)
 
     def _infos(self) -> dict[str, Key]:
-        """Names of the JSON values, and where they lie."""
+        """Return the names and keys of the JSON values."""
         self._read_new()
         with self._lock:
             return {name: key for (kind, name), key in self._known.items() if kind == "info" and name}
 
     def _remove(self, batch: Batch, names: Iterable[str]) -> None:
-        """Let ``batch`` delete the JSON values of these names, as far as they are there."""
+        """Let ``batch`` delete the JSON values with these names, if they exist."""
         self._read_new()
         gone = [key for name in names if (key := self._known.get(("info", name))) is not None]
         if not gone:
@@ -482,13 +482,13 @@ class NamedValues:
         return None
 
     def _read_new(self) -> None:
-        """Note the names of values that were stored since: they lie behind all others."""
+        """Read the names of new values, which lie after all others."""
         with self._lock:
             try:
                 for key, records in self._shared.store.walk(Key(Table.META, item=self._next), _LAST_NAMED):
                     self._note(key, head_of(records))
                 unread = list(self._unread)
-            except DamagedError:  # which one, each by itself tells
+            except DamagedError:  # reading one by one shows which
                 unread = [*self._unread, *self._keys(self._next)]
             for key in unread:
                 try:
@@ -509,7 +509,7 @@ class NamedValues:
 
 
 def head_of(records: tuple[Record, ...]) -> dict[str, Any]:
-    """What a named value says of itself. Raises ``DamagedError``."""
+    """Return the head of a named value. Raises ``DamagedError``."""
     head: dict[str, Any] = fit(records[0].to_json(), NAMED_VALUE, "a named value")
     if head["kind"] == "info":
         return fit(head, INFO, f"the value under the name {head['name']!r}")  # type: ignore[no-any-return]
@@ -532,7 +532,7 @@ def _contents(records: tuple[Record, ...]) -> list[tuple[Layout, bytes]]:
 
 
 def _readers(store: BlockStore) -> Executor:
-    """Threads that bring blocks ahead."""
+    """Return threads that read blocks ahead."""
     from memstore.device_copies import background_workers
 
     return background_workers(store.capabilities.reads_ahead)

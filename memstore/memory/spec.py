@@ -1,4 +1,4 @@
-"""The layout of a memory: what must agree before stored states are used again, and what follows for its values."""
+"""The layout of a memory: conditions for using stored states again, and the layouts of stored values."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from memstore.store.records import MAX_DIMENSIONS, Batch, Layout, Record
 
 @dataclass(frozen=True, kw_only=True)
 class Fingerprint:
-    """Identity of whatever makes the states of a memory: states of one are noise to another.
+    """Identity of the model that makes the states of a memory: another model cannot use them.
 
     Attributes:
         architecture: Kind and sizes of the model, such as ``llama/30x3x64`` (layers, key-value heads, head size).
         weights: Digest of the weights.
-        tokenizer: Digest of the tokenizer; None where it is unknown, which agrees with everything.
+        tokenizer: Digest of the tokenizer; None if it is unknown, which agrees with everything.
         positions: Position encoding of the model, such as ``rope``.
-        layout: What a block holds, such as ``kv``: keys before position encoding, and values.
+        layout: Content of a block, such as ``kv``: keys before position encoding, and values.
         dtype: Element type that the model computed in.
         block_size: Tokens per block.
     """
@@ -39,17 +39,17 @@ class Fingerprint:
     block_size: int
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """What differs between this model and the ``other``, which is the memory's; one phrase each."""
+        """Return the differences between this model and the ``other``, which is the memory's; one phrase each."""
         known = other if None not in (self.tokenizer, other.tokenizer) else replace(other, tokenizer=self.tokenizer)
         return _differences(self, known)
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Fingerprint:
-        """The inverse of ``to_dict``. Raises what ``MemorySpec.from_dict`` does."""
+        """Invert ``to_dict``. Raises the errors of ``MemorySpec.from_dict``."""
         check_names("fingerprint", values, {field.name for field in fields(cls)})
         fit(values, FINGERPRINT, "the fingerprint of a memory")
         return cls(**values)
@@ -63,7 +63,7 @@ FINGERPRINT = table(
 
 
 def check_names(what: str, values: Mapping[str, Any], known: set[str]) -> None:
-    """Raise ``ForeignMemory`` unless ``values`` has the ``known`` names and no others."""
+    """Raise ``ForeignMemory`` unless ``values`` has exactly the ``known`` names."""
     if unknown := set(values) - known:
         raise ForeignMemory(
             f"a newer memstore wrote this memory: its {what} has {on_one_line(unknown)}; upgrade memstore"
@@ -80,12 +80,12 @@ KEY_DTYPES = ("float32", "bfloat16", "bit")
 CODECS = ("none", "int8", "fp8", "int4")
 MOST_LAYERS = 2**16
 MOST_NUMBERS = 2**29
-"""In the states, or the landmarks, of one block of one layer: 2 GiB of float32, near what a store can hold in one."""
+"""Most numbers in the states, or the landmarks, of one block of one layer: 2 GiB of float32, near a store's limit."""
 
 MOST_RECORDS = 255
-"""In one value."""
+"""Most records in one value."""
 RECURRENT_SHARE = 4
-"""Blocks take so many times what the recurrent states take that are kept beside them."""
+"""Blocks take this many times the space of the recurrent states kept beside them."""
 
 MOST_SIZE = 2**31
 _SIZE = whole(1, MOST_SIZE)
@@ -121,10 +121,10 @@ class MemorySpec:
         dtype: Element type of the fields as stored: float32, float16 or bfloat16.
         key_dtype: Element type of the landmarks as stored: float32, bfloat16, or bit (the signs, one bit each).
         capacity: Blocks per document; the oldest leave when there are more. None: no limit.
-        codec: How complete blocks are stored: none (as they are), int8, fp8 or int4, see ``memstore.store.codecs``.
-        recurrent: Element type and shape of each tensor that layers which do not attend go on from; none for most
-            models.
-        fingerprint: What must agree before the states are reused.
+        codec: Codec of complete blocks: none (unchanged), int8, fp8 or int4, see ``memstore.store.codecs``.
+        recurrent: Element type and shape of each recurrent state, for layers without attention; most models have
+            none.
+        fingerprint: Identity that must agree before the states are used again.
     """
 
     layers: int
@@ -158,17 +158,17 @@ class MemorySpec:
         self._check_recurrent()
 
     def differences(self, other: MemorySpec) -> list[str]:
-        """What differs between this spec and the ``other``, which is the memory's; the fingerprint first."""
+        """Return the differences between this spec and the ``other``, which is the memory's; the fingerprint first."""
         found = self.fingerprint.differences(other.fingerprint)
         found += _differences(self, replace(other, fingerprint=self.fingerprint))
-        return list(dict.fromkeys(found))  # block_size and dtype stand in both
+        return list(dict.fromkeys(found))  # both contain block_size and dtype
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Return JSON values."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
-        # A list of pairs, for the order of the fields is the order of the records and must survive sorted JSON.
+        # A list of pairs, because the order of the fields is the order of the records and must survive sorted JSON.
         values["fields"] = [[name, list(shape)] for name, shape in self.fields.items()]
-        # Those that have none are what they always were, and older versions know no others.
+        # Specs without recurrent states keep their original form, the only one that older versions know.
         values["recurrent"] = [[dtype, list(shape)] for dtype, shape in self.recurrent]
         if not self.recurrent:
             del values["recurrent"]
@@ -176,9 +176,10 @@ class MemorySpec:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> MemorySpec:
-        """The inverse of ``to_dict``.
+        """Invert ``to_dict``.
 
-        Raises ``ForeignMemory`` for what this version does not know, ``DamagedError`` for what none can have written.
+        Raises ``ForeignMemory`` for values that this version does not know, ``DamagedError`` for ones that no version
+        writes.
         """
         fit(values, members(anything, 100), "the spec of a memory")
         values = {"recurrent": [], **values}
@@ -196,7 +197,7 @@ class MemorySpec:
 
     @property
     def token_bytes(self) -> int:
-        """What the fields of a token take in all layers, without a codec."""
+        """Bytes of a token's fields in all layers, without a codec."""
         return self._block_bytes // self.block_size
 
     @property
@@ -235,7 +236,7 @@ def _differences(ours: Any, theirs: Any) -> list[str]:
 
 
 def _check_shapes(what: str, shapes: Iterable[tuple[int, ...]]) -> None:
-    """Raise ``InvalidArgument`` for shapes of one block of one layer that nothing can have."""
+    """Raise ``InvalidArgument`` for impossible shapes of one block of one layer."""
     numbers = 0
     for shape in shapes:
         for size in shape:
@@ -253,48 +254,51 @@ def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 BELIEVED_BYTES = 1024 * 1024
-"""What a document may say that it takes before that is compared with the size of the store."""
+"""Size of a document, from its entry, up to which it is not compared with the size of the store."""
 RUN_BYTES = 64 * 1024
-"""Landmarks are stored in runs of consecutive blocks of about this size, so that opening a memory reads few values."""
+"""Approximate size of a run of landmarks, so that opening a memory reads few values."""
 
 
 def block_layouts(spec: MemorySpec) -> list[Layout]:
-    """Layouts of a complete block of one layer, in the order of the records: what the codec stores of each field."""
+    """Return the layouts of a complete block of one layer, in record order: the codec's output for each field."""
     if spec.codec == "none":
         return plain_layouts(spec)
-    from memstore.store.codecs import LOSSY  # which needs torch, and a check of a memory should not
+    from memstore.store.codecs import LOSSY  # needs torch, but a check of a memory should not
 
     return [layout for shape in spec.fields.values() for layout in LOSSY[spec.codec].layouts(spec.dtype, shape)]
 
 
 def plain_layouts(spec: MemorySpec) -> list[Layout]:
-    """Layouts of an incomplete last block, which no codec touches: each field as it is."""
+    """Return the layouts of an incomplete last block, which is stored without a codec."""
     return [Layout(spec.dtype, shape) for shape in spec.fields.values()]
 
 
 def token_layout(tokens: int) -> Layout:
-    """Layout of the token ids of a block that holds ``tokens``."""
+    """Return the layout of the token ids of a block that holds ``tokens``."""
     return Layout("int32", (tokens,))
 
 
 def run_layout(spec: MemorySpec, blocks: int) -> Layout:
-    """Layout of a run of ``blocks`` blocks: ``[blocks, G, P, D]``, or ``[blocks, G, P, D/8]`` uint8 for bits."""
+    """Return the layout of a run of ``blocks`` blocks: ``[blocks, G, P, D]``, or for bits ``[blocks, G, P, D/8]``.
+
+    The layout of bits is uint8.
+    """
     bits = spec.key_dtype == "bit"
     numbers = spec.key_dim // 8 if bits else spec.key_dim
     return Layout("uint8" if bits else spec.key_dtype, (blocks, spec.key_heads, spec.keys_per_block, numbers))
 
 
 class Room:
-    """Whether a store is large enough for what an entry says that a document has, each block of which lies in it once.
+    """Checks whether a store is large enough for the blocks in a document's entry, each stored once.
 
-    Otherwise whoever counts to the entry's numbers, or makes room for its blocks, could be kept busy for ever.
+    Without this check, a false entry could make memstore count, or make room for blocks, for ever.
     """
 
     def __init__(self, store: BlockStore, spec: MemorySpec) -> None:
         self._store = store
         self._block_size = spec.block_size
         self._bytes = spec.layers * sum(layout.nbytes for layout in block_layouts(spec))
-        # What this very process wrote need not be doubted.
+        # Data that this process wrote itself is trusted.
         self._believed = BELIEVED_BYTES if store.capabilities.durable else math.inf
 
     def holds(self, state: DocumentState) -> bool:
@@ -303,24 +307,24 @@ class Room:
         full = len(state.complete(self._block_size))
         needed = self._bytes * max(full - sum(stop - start for start, stop in state.dropped), len(state.live()) - full)
         if needed > self._believed:
-            # Twice, so that a document that grows is not compared with the store at each append.
+            # Twice, so that a growing document is not compared with the store at each append.
             self._believed = max(self._believed, 2 * self._store.used_bytes())
         return needed <= self._believed
 
 
 def blocks_per_run(spec: MemorySpec) -> int:
-    """Blocks whose landmarks are stored together; a new memory writes the number down."""
+    """Return the number of blocks whose landmarks are stored together; a new memory stores this number."""
     return max(1, RUN_BYTES // run_layout(spec, 1).nbytes)
 
 
 FORMAT = 1
 MOST_RUN_BYTES = 64 * 1024 * 1024
-"""Far more than ``RUN_BYTES`` ever was: what a run that holds several blocks may take."""
+"""Most bytes of a run with several blocks, far more than ``RUN_BYTES`` ever was."""
 FACTS = table(format=whole(1), library=text(1000), spec=anything, blocks_per_run=whole(1, 2**31))
 
 
 class Header(NamedTuple):
-    """What the header says."""
+    """The content of the header."""
 
     spec: MemorySpec
     blocks_per_run: int
@@ -328,7 +332,7 @@ class Header(NamedTuple):
 
 
 def blank(spec: MemorySpec) -> NewMemory:
-    """What makes an empty store a memory with this spec."""
+    """Return the batch that makes an empty store a memory with this spec."""
     batch = Batch()
     values = {"format": FORMAT, "library": __version__, "spec": spec.to_dict(), "blocks_per_run": blocks_per_run(spec)}
     batch.put(HEADER, Record.from_json(values))
@@ -336,7 +340,7 @@ def blank(spec: MemorySpec) -> NewMemory:
 
 
 def read_header(store: BlockStore, url: str) -> Header:
-    """Raises ``NotAMemory``, ``ForeignMemory`` or ``DamagedError``."""
+    """Read and check the header. Raises ``NotAMemory``, ``ForeignMemory`` or ``DamagedError``."""
     try:
         records = store.get(HEADER)
     except DamagedError as error:

@@ -1,13 +1,13 @@
-"""What a trace is made of, and the file it lies in.
+"""The parts of a trace, and the file of all traces.
 
-The file is SQLite's, ``traces.sqlite`` beside a memory. It is no part of the store: a memory that is open for reading
-can be traced, what is wrong with the file never harms the memory, and whoever deletes it loses the traces alone. Its
-journal is a write-ahead log, so that other processes read what was recorded up to a moment ago. Memories without a
-folder have one connection to a database in host memory.
+The file is SQLite's, ``traces.sqlite`` beside a memory. It is not part of the store. So a memory that is open for
+reading can be traced, and a fault in the file never harms the memory. Deleting it loses only the traces. Its journal is
+a write-ahead log, so that other processes can read everything recorded up to a moment ago. Memories without a folder
+have one connection to a database in host memory.
 
-A step is one compressed value: a count, the lists of documents, a head of fixed length for each look, then the arrays
-field by field, so that the same lists of blocks in many layers lie near each other and take hardly any space. Weights
-are kept in float16, which rounds a sum of weights by less than 0.0005.
+A step is one compressed value: a count, the lists of documents, and a head of fixed length for each look. Then come the
+arrays field by field. Equal lists of blocks in many layers then lie near each other and take hardly any space. Weights
+are stored in float16, which rounds a sum of weights by less than 0.0005.
 """
 
 from __future__ import annotations
@@ -34,15 +34,17 @@ from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreEr
 from memstore.json_checks import array, fit, parse, text
 
 MOST_BYTES = 256 * 1024 * 1024
-"""Of what is recorded of one step, unpacked."""
+"""Most bytes of one recorded step, unpacked."""
 
 Array = npt.NDArray[Any]
 
 TIERS = ("device", "host", "disk", "own")
-"""Where states were when they were asked for; "own" are tensors of the call itself, which were never stored."""
+"""The tiers of states at the time of a gather; "own" are tensors of the call itself, which were never stored."""
 ELSEWHERE = ("sink", "window", "question", "answer")
-"""What attention goes to beside what was retrieved: of the document its sink and its window; of the call the tokens
-of its first forward pass, and those that came after. What is left of 1 went to none of these."""
+"""Targets of attention beside the retrieved blocks; the rest of 1 went to other tokens.
+
+The document has a sink and a window. The call has the tokens of its first forward pass, and the later ones.
+"""
 
 _COUNTS = struct.Struct("<II")  # looks, bytes of JSON
 _HEAD = struct.Struct("<IIHIHIBff")  # layer, row, number of its documents, R, H, K, which of _OPTIONAL, search, gather
@@ -60,41 +62,44 @@ _OPTIONAL = ("offsets", "elsewhere")
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Look:
-    """What one layer retrieved at one step, for one row of the batch: ``R`` lists of ``K``, for ``H`` query heads."""
+    """The retrieval of one layer at one step, for one row of the batch: ``R`` lists of ``K``, for ``H`` query heads."""
 
     layer: int
     row: int
     documents: Sequence[str]
-    """Names that ``document`` points into."""
+    """Document names that ``document`` indexes."""
     document: Array
     """``[R, K]`` int16: index into ``documents``, -1 for none. Query head ``h`` uses list ``h * R // H``."""
     blocks: Array
-    """``[R, K]`` int64: block ids, best score first; -1 where there are fewer."""
+    """``[R, K]`` int64: block ids, best score first; -1 for missing entries."""
     offsets: Array | None = None
-    """``[R, K]`` int64: the token within the block, where single tokens are retrieved."""
+    """``[R, K]`` int64: the token within the block, if single tokens are retrieved."""
     scores: Array
-    """``[R, K]`` float32: comparable within a list; NaN where nobody had to choose."""
+    """``[R, K]`` float32: comparable within a list; NaN if there was no choice."""
     weights: Array
-    """``[H, K]`` float32: the part of the layer's attention that each entry carried for the step's last token, after
-    local attention was merged in; for grouped cross attention the weights of the blocks. NaN where unknown."""
+    """``[H, K]`` float32: each entry's share of the layer's attention, for the step's last token.
+
+    It is measured after local attention was merged in. For grouped cross attention: the weights of the blocks. NaN if
+    unknown.
+    """
     tiers: Array
-    """``[R, K]`` int8: index into ``TIERS``, where the states were when they were asked for; -1 for none."""
+    """``[R, K]`` int8: index into ``TIERS``, the tier of the states at the time of the gather; -1 for none."""
     elsewhere: Array | None = None
-    """``[H, 4]`` float32: the part of attention that went to each of ``ELSEWHERE``. None where that is not known."""
+    """``[H, 4]`` float32: the share of attention for each of ``ELSEWHERE``. None if unknown."""
     search_us: float = 0.0
-    """Microseconds of searching; 0 where another layer or an earlier step had searched."""
+    """Microseconds of searching; 0 if another layer or an earlier step did the search."""
     gather_us: float = 0.0
-    """Microseconds of gathering; 0 where the states were there from an earlier step."""
+    """Microseconds of gathering; 0 if an earlier step has gathered the states."""
 
     @property
     def fetched(self) -> bool:
-        """Whether the states were brought for this step: those of a list that stays are there from the step before."""
+        """Whether the states were fetched for this step; an unchanged list keeps them from the step before."""
         return self.gather_us > 0
 
     def by_list(self, head: int | None = None) -> tuple[Array, Array]:
-        """Lists ``[n]``, and the weights ``[n, K]`` that all query heads of each give it, or ``head`` alone.
+        """Return lists ``[n]``, and the summed weights ``[n, K]`` of each list's query heads, or those of ``head``.
 
-        What is unknown counts as nothing. There is no list for a head that the layer does not have.
+        Unknown weights count as zero. A head that the layer does not have gives no list.
         """
         weights, of_head = np.nan_to_num(self.weights), self.by_head()
         if head is not None:
@@ -103,7 +108,7 @@ class Look:
         return lists, np.add.reduceat(weights, np.searchsorted(of_head, lists), axis=0)
 
     def by_head(self) -> Array:
-        """``[H]``: the list that each query head uses."""
+        """Return ``[H]``: the list that each query head uses."""
         heads = len(self.weights)
         lists: Array = np.arange(heads) * len(self.blocks) // max(1, heads)
         return lists
@@ -111,20 +116,20 @@ class Look:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
-    """One forward pass: what was retrieved for it, and the token that it chose."""
+    """One forward pass: its retrieved blocks, and the token that it chose."""
 
     number: int
-    """0 is the pass over the prompt, which chose the first token."""
+    """0 is the prefill pass, which chose the first token."""
     token: int | None
-    """Id of the token that this step chose for the first row; None if nothing went on from it."""
+    """Id of the token that this step chose for the first row; None if no step followed."""
     seconds: float
-    """Since the trace began."""
+    """Seconds since the trace began."""
     looks: Sequence[Look]
-    """Empty where nothing was retrieved, and where they had to leave for later ones."""
+    """Empty if nothing was retrieved, or if the looks were removed to make room for later ones."""
 
 
 def encode(looks: Sequence[Look]) -> bytes:
-    """The bytes that ``decode`` reads."""
+    """Return the bytes for ``decode``."""
     lists = {tuple(look.documents): None for look in looks}
     places = {names: place for place, names in enumerate(lists)}
     names = json.dumps(list(lists)).encode()
@@ -139,7 +144,7 @@ def encode(looks: Sequence[Look]) -> bytes:
 
 
 def decode(data: bytes) -> list[Look]:
-    """The looks in ``data``. Raises ``ValueError`` for what ``encode`` has not written."""
+    """Return the looks in ``data``. Raises ``ValueError`` for bytes that are not from ``encode``."""
     try:
         unpacking = zlib.decompressobj()
         plain = unpacking.decompress(data, MOST_BYTES)
@@ -192,9 +197,9 @@ VERSION = 2
 """Version 1 is the same without ``Look.elsewhere``."""
 _ROOM = 64 << 10  # bytes; a log and its table begin with half of that
 WAIT = 5.0
-"""Seconds to wait for another process that writes."""
+"""Seconds to wait for another writing process."""
 
-# SQLite keeps its journal in memory until the file has a log: so a file "-journal" is never ours.
+# SQLite keeps its journal in memory until the file has a log. So a file "-journal" is never ours.
 _TABLES = f"""
 PRAGMA journal_mode = MEMORY;
 PRAGMA auto_vacuum = INCREMENTAL;
@@ -211,13 +216,13 @@ COMMIT;
 
 
 MOST_VALUE_BYTES = 64 * 1024 * 1024
-"""Of one text or blob."""
+"""Most bytes of one text or blob."""
 MOST_TURNS = 1000
-"""Times 100,000 steps of SQLite's machine, for all that a connection is asked: some seconds."""
+"""Most work for all queries of a connection, in units of 100,000 steps of SQLite's machine: some seconds."""
 
 
 def _schema(connection: sqlite3.Connection) -> set[tuple[str, str, str]]:
-    """Type, name and text of all that is defined."""
+    """Return type, name and text of all definitions."""
     rows = connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
     return {(str(kind), str(name), " ".join(str(sql).split())) for kind, name, sql in rows}
 
@@ -233,7 +238,7 @@ class TraceFile:
     """Opens the traces of one memory. Safe to use from several threads."""
 
     def __init__(self, folder: Path | None, url: str) -> None:
-        """``folder`` is that of the memory; None keeps the traces in host memory. Nothing is opened or made yet."""
+        """``folder`` is that of the memory; None keeps the traces in host memory. Opens and creates nothing yet."""
         self.path = None if folder is None else folder / NAME
         self._url = url
         self._lock = threading.RLock()
@@ -242,7 +247,7 @@ class TraceFile:
 
     @contextmanager
     def reading(self) -> Iterator[sqlite3.Connection | None]:
-        """A connection for queries, None where nothing was ever recorded. Errors come as ours."""
+        """Yield a connection for queries, None if nothing was ever recorded. SQLite's errors are raised as ours."""
         with self._explained():
             if self.path is None:
                 with self._lock:
@@ -255,7 +260,7 @@ class TraceFile:
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
-        """A transaction of whoever has called ``acquire``. Errors come as ours, and undo it."""
+        """Run a transaction after ``acquire``. SQLite's errors are raised as ours, and undo it."""
         with self._explained(), self._lock:
             assert self._connection is not None, "writing without acquire"
             self._connection.execute("BEGIN IMMEDIATE")
@@ -267,14 +272,14 @@ class TraceFile:
             self._connection.execute("COMMIT")
 
     def acquire(self) -> None:
-        """Open the file for writing, and make it where there is none, until as many calls of ``release``."""
+        """Open the file for writing, and create it if it is missing. Each call needs a ``release``."""
         with self._explained(), self._lock:
             if self._connection is None:
                 self._connection = self._open_to_write()
             self._users += 1
 
     def release(self) -> None:
-        """Close the file unless somebody else of this process is writing."""
+        """Close the file unless another part of this process is writing."""
         with self._lock:
             self._users -= 1
             if self._connection is not None and self.path is not None and not self._users:
@@ -282,14 +287,14 @@ class TraceFile:
                 self._connection = None
 
     def shrink(self) -> None:
-        """Give what was deleted back to the disk, where nobody is reading; for whoever has called ``acquire``."""
+        """Give deleted space back to the disk unless somebody is reading. Call ``acquire`` first."""
         with self._explained(), self._lock:
             assert self._connection is not None, "shrinking without acquire"
             self._connection.execute("PRAGMA incremental_vacuum").fetchall()
             self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
 
     def explained(self, error: Exception) -> MemstoreError:
-        """What ``error``, of SQLite or of decoding, means for somebody who looks at traces."""
+        """Return our error for ``error``, from SQLite or from decoding."""
         if not isinstance(error, sqlite3.OperationalError) or "no such" in str(error) or "malformed" in str(error):
             return DamagedError(
                 f"the traces of memory {self._url} are damaged ({error}). The memory itself does not need them: "
@@ -305,7 +310,7 @@ class TraceFile:
         }
         code = "_".join(getattr(error, "sqlite_errorname", "").split("_")[:2])
         kind = kinds.get(code, MemstoreError)
-        # On a full disk SQLite fails wherever it happens to want room: for the log, or for what it shares.
+        # On a full disk SQLite fails wherever it needs room: for the log, or for its shared memory.
         if (
             self.path is not None
             and code in ("SQLITE_IOERR", "SQLITE_CANTOPEN")
@@ -339,7 +344,7 @@ class TraceFile:
                 connection.executescript(_TABLES)
             elif version < VERSION:
                 connection.execute(f"PRAGMA user_version = {VERSION}")
-            connection.set_progress_handler(None, 0)  # its tables are ours, and it may live long
+            connection.set_progress_handler(None, 0)  # its tables are ours, and it may stay open for long
         except BaseException:
             connection.close()
             raise
@@ -348,14 +353,14 @@ class TraceFile:
         return connection
 
     def _exists(self, path: Path) -> bool:
-        """Whether there is a file. Raises ``NotAMemory`` where SQLite would follow a link: it opens by path.
+        """Whether the file exists. Raises ``NotAMemory`` if SQLite would follow a link, because it opens by path.
 
-        Raises ``DamagedError`` where a journal lies beside it.
+        Raises ``DamagedError`` if a journal lies beside it.
         """
         for end in ("-wal", "-shm"):
             paths.find(path.with_name(path.name + end))
         journal = path.with_name(path.name + "-journal")
-        # A journal can name any file by its path, which SQLite then reads and deletes. Ours is a log, which names none.
+        # A journal can name any file by its path, which SQLite then reads and deletes. Our log names none.
         if paths.find(journal) is not None:
             raise DamagedError(
                 f"{journal} is not memstore's, and SQLite would do what it says to other files. The memory itself does "
@@ -365,7 +370,7 @@ class TraceFile:
         return paths.find(path) is not None
 
     def _open_to_read(self, path: Path) -> sqlite3.Connection:
-        """Where the folder cannot be written, what a writer has left in the log cannot be read either."""
+        """Open for reading. In a read-only folder, data that a writer left in the log cannot be read."""
         try:
             return self._opened(f"{path.absolute().as_uri()}?mode=ro")
         except sqlite3.OperationalError:
@@ -381,8 +386,8 @@ class TraceFile:
         return connection
 
     def _version(self, connection: sqlite3.Connection) -> int:
-        """The version of the file, 0 where it is empty. Raises ``ForeignMemory`` for a newer one."""
-        # Whoever made the file may have put a view in place of a table, or rows that lead back to themselves.
+        """Return the version of the file, 0 if it is empty. Raises ``ForeignMemory`` for a newer one."""
+        # A hostile file may have a view in place of a table, or rows that refer to themselves.
         connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_VALUE_BYTES)
         turns = itertools.count()
         connection.set_progress_handler(lambda: next(turns) > MOST_TURNS, 100_000)
@@ -401,7 +406,7 @@ class TraceFile:
 
 
 def make_room(connection: Any, current: int, max_bytes: int) -> None:
-    """Let the oldest other traces leave until at most ``max_bytes`` are taken, then the oldest looks of this one."""
+    """Remove the oldest other traces until at most ``max_bytes`` are taken, then the oldest looks of this one."""
     taken = dict(connection.execute("SELECT number, bytes FROM traces ORDER BY number").fetchall())
     excess = sum(taken.values()) - max_bytes
     for number, nbytes in taken.items():
@@ -410,7 +415,7 @@ def make_room(connection: Any, current: int, max_bytes: int) -> None:
             excess -= nbytes
     if excess <= 0:
         return
-    # Looks leave, tokens stay: so steps count on, and the answer is whole however little of it is explained.
+    # Looks are removed, tokens stay: so steps keep their numbers, and the answer stays whole even without explanation.
     oldest = "SELECT number, length(looks) FROM steps WHERE trace = ? AND looks IS NOT NULL ORDER BY number"
     gone, freed = [], 0
     for step, nbytes in connection.execute(oldest, [current]):
@@ -423,6 +428,6 @@ def make_room(connection: Any, current: int, max_bytes: int) -> None:
 
 
 def delete(connection: Any, number: int) -> bool:
-    """Delete a trace; whether there was one."""
+    """Delete a trace; return whether it existed."""
     connection.execute("DELETE FROM steps WHERE trace = ?", [number])
     return bool(connection.execute("DELETE FROM traces WHERE number = ?", [number]).rowcount)

@@ -1,7 +1,7 @@
-"""Traces: records of what was retrieved while a model was generating, step by step, kept beside the memory.
+"""Traces: records of the blocks retrieved during a generation, step by step, kept beside the memory.
 
-A mechanism writes one through a ``Recorder``; ``memstore trace`` and the pictures read it. ``trace_file.py`` has
-the file, and what a step is made of.
+A mechanism writes one through a ``Recorder``; ``memstore trace`` and the pictures read it. ``trace_file.py`` has the
+file, and the parts of a step.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from memstore.store.contract import BlockStore
 __all__ = ["ELSEWHERE", "KEPT", "MAX_BYTES", "TIERS", "Look", "Recorder", "Step", "Trace", "Traces"]
 
 KEPT = "kept"
-"""Beside ``TIERS``: what a step did not have to bring, for it was there from the step before."""
+"""Beside ``TIERS``: entries that a step did not fetch, because the step before had them."""
 MAX_BYTES = 64 << 20
-"""Bytes that the traces of a memory take: the oldest traces leave first, then the oldest looks of the one in hand."""
+"""Most bytes of a memory's traces: the oldest traces are removed first, then the oldest looks of the current one."""
 INTERVAL = 1.0
-"""Seconds after which steps that are over are written: what is put off until then is cheaper for many steps at once."""
+"""Seconds between writes of finished steps: the delayed work is cheaper for many steps at once."""
 
 _log = logging.getLogger("memstore")
 _in_memory: WeakKeyDictionary[BlockStore, Traces] = WeakKeyDictionary()
@@ -42,11 +42,11 @@ _guard = threading.Lock()
 
 
 class Trace:
-    """What was recorded of one generation. ``info`` is of the moment it was asked for, steps are read when asked for.
+    """The record of one generation. ``info`` shows the moment of reading it; steps are read on use.
 
     ``info`` has ``mechanism`` ("attach", "landmark", "drt", "knn"), ``model``, ``documents``, ``question``, ``prompt``
     (token ids), ``layers``, ``heads``, ``top_k``, ``block_size``, ``started`` (ISO 8601), ``ended``, ``version``, and
-    of a turn ``conversation``: its ``document``, and the tokens that it had before (``start``).
+    for a turn ``conversation``: its ``document``, and its number of earlier tokens (``start``).
     """
 
     def __init__(self, file: TraceFile, number: int, info: Mapping[str, Any]) -> None:
@@ -59,7 +59,7 @@ class Trace:
         return f"Trace({self.number}, {self.info.get('mechanism')!r}, started {self.info.get('started')})"
 
     def __len__(self) -> int:
-        """Steps so far."""
+        """Return the number of steps so far."""
         with self._file.reading() as connection:
             if connection is None:
                 return 0
@@ -67,11 +67,11 @@ class Trace:
             return count
 
     def steps(self, start: int = 0, stop: int | None = None) -> list[Step]:
-        """The steps from number ``start`` on, up to ``stop``. Raises ``DamagedError``."""
+        """Return the steps from number ``start`` on, up to ``stop``. Raises ``DamagedError``."""
         return list(self._steps(start, stop))
 
     def tokens(self) -> list[int | None]:
-        """The token that each step chose."""
+        """Return the token that each step chose."""
         with self._file.reading() as connection:
             if connection is None:
                 return []
@@ -79,15 +79,15 @@ class Trace:
             return [token for (token,) in rows]
 
     def used(self, *, layer: int | None = None, head: int | None = None) -> list[tuple[str, int, float]]:
-        """The blocks that were retrieved, as (document, block, weight), most weight first.
+        """Return the retrieved blocks, as (document, block, weight), most weight first.
 
-        Weights are means over all steps, layers and query heads, or over those of ``layer`` and ``head`` alone; where
-        a block was not retrieved it had none.
+        Weights are means over all steps, layers and query heads, or only over those of ``layer`` and ``head``. A step
+        without the block counts as zero.
         """
         return most_weight(self._steps(0, None), layer=layer, head=head)
 
     def steps_using(self, document: str, block: int) -> list[tuple[int, float]]:
-        """The steps that retrieved a block, as (number, weight): means over layers and query heads."""
+        """Return the steps that retrieved a block, as (number, weight): means over layers and query heads."""
         using = []
         for step in self._steps(0, None):
             found = {(name, number): weight for name, number, weight in most_weight([step])}
@@ -120,14 +120,14 @@ class Traces:
     """The traces of one memory: ``Memory.traces``. Safe to use from several threads."""
 
     def __init__(self, folder: Path | None, url: str) -> None:
-        """``folder`` is that of the memory; None keeps the traces in host memory, as long as this object lives."""
+        """``folder`` is that of the memory; None keeps the traces in host memory for the life of this object."""
         self._file = TraceFile(folder, url)
         self._url = url
         self.max_bytes = MAX_BYTES
-        """Bytes of looks that are kept by recorders made from now on."""
+        """Most bytes of looks that new recorders keep."""
 
     def list(self) -> builtins.list[Trace]:
-        """All traces, oldest first. Raises ``DamagedError``."""
+        """Return all traces, oldest first. Raises ``DamagedError``."""
         with self._file.reading() as connection:
             if connection is None:
                 return []
@@ -135,19 +135,19 @@ class Traces:
         return [self._trace(*row) for row in rows]
 
     def get(self, number: int) -> Trace:
-        """The trace ``number``. Raises ``NotFound``, ``DamagedError``."""
+        """Return the trace ``number``. Raises ``NotFound``, ``DamagedError``."""
         for trace in self.list():
             if trace.number == number:
                 return trace
         raise self._missing(number)
 
     def last(self) -> Trace | None:
-        """The latest trace, None where there is none."""
+        """Return the latest trace, None if there is none."""
         traces = self.list()
         return traces[-1] if traces else None
 
     def of_conversation(self, document: str, start: int | None = None) -> builtins.list[Trace]:
-        """The traces of a conversation, oldest first; with ``start`` of the turn before which it had so many tokens."""
+        """Return a conversation's traces, oldest first; with ``start``, those of the turn after so many tokens."""
         told = [(trace, trace.info.get("conversation")) for trace in self.list()]
         return [
             trace
@@ -156,7 +156,7 @@ class Traces:
         ]
 
     def remove(self, number: int) -> None:
-        """Delete a trace, down to its bytes in the file. Raises ``NotFound``, ``ReadOnlyMemory``."""
+        """Delete a trace and erase its bytes in the file. Raises ``NotFound``, ``ReadOnlyMemory``."""
         self.get(number)
         self._file.acquire()
         try:
@@ -170,7 +170,7 @@ class Traces:
     def record(self, **info: Any) -> Recorder:
         """Begin a trace with these facts, JSON; use the recorder as a context manager.
 
-        Raises ``ReadOnlyMemory`` where the folder cannot be written, ``DamagedError``, ``StoreFull``.
+        Raises ``ReadOnlyMemory`` if the folder cannot be written, ``DamagedError``, ``StoreFull``.
         """
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         return Recorder(self._file, {**info, "started": now, "version": __version__}, self.max_bytes)
@@ -188,21 +188,21 @@ class Traces:
 
 
 def traces_of(store: BlockStore, folder: Path | None, url: str, *, identity: bytes | None) -> Traces:
-    """The traces of the memory on ``store``: beside it in ``folder``, or in host memory.
+    """Return the traces of the memory on ``store``: beside it in ``folder``, or in host memory.
 
-    There they are kept for as long as the store; those of an encrypted memory in a folder, which ``identity`` tells
-    from others that lay there, for as long as an opening of it lives in this process.
+    In host memory they live as long as the store. Traces of an encrypted memory in a folder live as long as any opening
+    of it in this process. Its ``identity`` tells it from earlier memories in that folder.
     """
     if folder is not None and identity is None:
         return Traces(folder, url)
     with _guard:
-        if folder is not None and identity is not None:  # each opening has a store of its own
+        if folder is not None and identity is not None:  # each opening has its own store
             return _of_encrypted.setdefault((folder.resolve(), identity), Traces(None, url))
         return _in_memory.setdefault(store, Traces(None, url))
 
 
 def counted(step: Step) -> list[int]:
-    """How many entries of its lists a step had from each of ``TIERS``, and how many were kept from the step before."""
+    """Count the entries of a step's lists that came from each of ``TIERS``, and those kept from the step before."""
     counts, own = [0] * (len(TIERS) + 1), TIERS.index("own")
     for look in step.looks:
         tiers = look.tiers[(look.blocks >= 0) & (look.tiers >= 0) & (look.tiers < len(TIERS))]
@@ -212,9 +212,9 @@ def counted(step: Step) -> list[int]:
 
 
 def elsewhere(looks: Iterable[Look], *, head: int | None = None) -> Array | None:
-    """``[4]``: the part of attention that went to each of ``ELSEWHERE``, the mean of all query heads, or of ``head``.
+    """Return ``[4]``: the attention for each of ``ELSEWHERE``, as the mean of all query heads, or for ``head``.
 
-    None where it is not known.
+    None if it is unknown.
     """
     parts = [look.elsewhere if head is None or look.elsewhere is None else look.elsewhere[head:][:1] for look in looks]
     known = [part for part in parts if part is not None]
@@ -227,7 +227,10 @@ def elsewhere(looks: Iterable[Look], *, head: int | None = None) -> Array | None
 def most_weight(
     steps: Iterable[Step], *, layer: int | None = None, head: int | None = None
 ) -> list[tuple[str, int, float]]:
-    """The blocks that ``steps`` retrieved, as (document, block, weight), most weight first; see ``Trace.used``."""
+    """Return the blocks that ``steps`` retrieved, as (document, block, weight), most weight first.
+
+    See ``Trace.used``.
+    """
     names: dict[str, int] = {}
     found: list[tuple[Array, Array, Array]] = []
     heads = 0
@@ -251,9 +254,9 @@ def most_weight(
 
 
 def best_looks(looks: Iterable[Look]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Of each (document, block): its best ``score``, and its ``tier``, ``offset`` and ``layer`` in the look with it.
+    """Return for each (document, block) its best ``score``, and the ``tier``, ``offset`` and ``layer`` of that look.
 
-    What is not known, or was not to be chosen, is None.
+    Unknown values are None, and so is a score without a choice.
     """
     best: dict[tuple[str, int], dict[str, Any]] = {}
     for look in looks:
@@ -276,9 +279,9 @@ def best_looks(looks: Iterable[Look]) -> dict[tuple[str, int], dict[str, Any]]:
 
 
 def best_scores(steps: Iterable[Step]) -> dict[tuple[str, int], float]:
-    """The best score by which each (document, block) was chosen; without those that nobody had to choose.
+    """Return the best score of each chosen (document, block), leaving out blocks that were retrieved without a choice.
 
-    ``steps`` begin with a trace's first one: where a list stayed from one step to the next, nothing was chosen.
+    ``steps`` begin with a trace's first one: a list that stayed from one step to the next was not chosen again.
     """
     chosen = (look for step in steps for look in step.looks if look.fetched or not step.number)
     return {of: look["score"] for of, look in best_looks(chosen).items() if look["score"] is not None}
@@ -294,10 +297,10 @@ class _PendingStep:
 
 
 class Recorder:
-    """Records one trace: ``begin`` a step, tell the ``look`` of each layer, and the ``token`` that came of it.
+    """Records one trace: ``begin`` a step, add the ``look`` of each layer, and the ``token`` that it chose.
 
-    Steps are written about once a second, and the rest when the ``with`` block is left. What cannot be written is
-    logged once and ends the recording: a model that answers is not stopped by a disk that is full.
+    Steps are written about once a second, and the rest at the end of the ``with`` block. A failed write is logged once
+    and ends the recording, so a full disk does not stop a model's answer.
     """
 
     def __init__(self, file: TraceFile, info: dict[str, Any], max_bytes: int) -> None:
@@ -309,7 +312,7 @@ class Recorder:
         self._recording = True
         self._encoded_last: tuple[list[Look], bytes | None] = ([], None)
         self.before_writing: Callable[[], None] | None = None
-        """Called before steps are written: a mechanism that puts off computing what it looked at does so now."""
+        """Called before steps are written, so that a mechanism computes its delayed looks."""
         file.acquire()
         try:
             with file.writing() as connection:
@@ -327,21 +330,21 @@ class Recorder:
 
     @property
     def step(self) -> int:
-        """Number of the step that ``begin`` began last; -1 before the first."""
+        """Number of the latest step; -1 before the first ``begin``."""
         return self._first + len(self._steps) - 1
 
     @property
     def active(self) -> bool:
-        """Whether anything is still written: it is not closed, and writing has not failed."""
+        """Whether steps are still written: the recorder is open, and no write has failed."""
         return self._recording
 
     @property
     def info(self) -> dict[str, Any]:
-        """What the trace says of itself so far."""
+        """The facts about the trace so far."""
         return self._info
 
     def describe(self, **info: Any) -> None:
-        """Add to the trace's ``info`` what was not known when it began; JSON."""
+        """Add facts to the trace's ``info`` that were unknown at its start; JSON."""
         self._info |= info
         if self._recording:
             text = json.dumps(self._info)
@@ -349,7 +352,7 @@ class Recorder:
             self._write(statement, [[text, len(text), self.number]])
 
     def begin(self) -> None:
-        """A forward pass begins: a new step."""
+        """Begin a new step for a forward pass."""
         if not self._recording:
             return
         now = time.perf_counter()
@@ -359,19 +362,19 @@ class Recorder:
         self._steps.append(_PendingStep(now - self._begun))
 
     def look(self, look: Look, *, step: int | None = None) -> None:
-        """What a layer retrieved, at the step that began last, or at an earlier ``step`` that is not written yet."""
+        """Add the retrieval of a layer, for the latest step, or for an earlier unwritten ``step``."""
         if self._recording:
             step = self.step if step is None else step
             assert self._first <= step <= self.step, "the step is written already, or has not begun"
             self._steps[step - self._first].looks.append(look)
 
     def token(self, token_id: int) -> None:
-        """The id of the token that the step before chose, told before the next one begins."""
+        """Record the id of the token that the latest step chose, before the next one begins."""
         if self._recording and self._steps:
             self._steps[-1].token = token_id
 
     def close(self, tokens: Sequence[int] | None = None) -> None:
-        """Write what is left, and end the trace; ``tokens``, where given, are those that the steps chose, in order.
+        """Write the remaining steps, and end the trace; ``tokens``, if given, are the tokens of the steps, in order.
 
         Closing twice is allowed.
         """
@@ -404,7 +407,7 @@ class Recorder:
             self._give_up(error)
 
     def _encoded(self, looks: list[Look]) -> bytes | None:
-        """What the file has of a step; steps that use a list again have the very same looks."""
+        """Return a step in the file's form; steps that use a list again have the same looks."""
         if looks != self._encoded_last[0]:
             self._encoded_last = (looks, encode(looks) if looks else None)
         return self._encoded_last[1]
@@ -417,7 +420,7 @@ class Recorder:
             self._give_up(error)
 
     def _give_up(self, error: MemstoreError) -> None:
-        # Traces.record raises, for nothing has begun then; from there on the answer matters more than its trace.
+        # Traces.record raises, because nothing has begun yet. After that the answer matters more than its trace.
         _log.warning("trace %d is not recorded any further: %s", self.number, error)
         self._stop()
 

@@ -1,9 +1,9 @@
-"""From the url of a memory to its store: a path, ``zarr:PATH``, ``zarr+s3://...``, ``ram:``, or another package's.
+"""Stores by the url of a memory: a path, ``zarr:PATH``, ``zarr+s3://...``, ``ram:``, or another package's.
 
-The shards of a memory in object storage (``zarr+s3://bucket/prefix``, and what else ``obstore`` can reach) lie where
-the url says. Documents, tokens, landmarks, recent blocks and the manifest change with every commit, so they stay in a
-folder of a local disk, the *tail*: ``?tail=PATH`` behind the url names it, and without that it lies among the user's
-data, under a hash of the url. The two belong together; neither is a memory without the other.
+The shards of a memory in object storage (``zarr+s3://bucket/prefix``, and all others that ``obstore`` supports) lie at
+the url. Documents, tokens, landmarks, recent blocks and the manifest change with every commit, so they stay in a folder
+of a local disk, the *tail*. ``?tail=PATH`` after the url names it. By default it lies among the user's data, under a
+hash of the url. The two belong together; neither is a memory without the other.
 """
 
 from __future__ import annotations
@@ -52,25 +52,25 @@ if TYPE_CHECKING:
 
 
 SCHEMES = ("s3", "s3a", "gs", "az", "abfs", "abfss", "file")
-"""What may stand behind ``zarr+``."""
+"""Schemes allowed after ``zarr+``."""
 
 
 class _Remote(NamedTuple):
-    """The two places of such a memory."""
+    """The two places of a memory in object storage."""
 
     shards: str
-    """Url that ``obstore`` understands."""
+    """Url for ``obstore``."""
     tail: Path
     """Folder on a local disk."""
 
 
 def is_remote(url: str | Path) -> bool:
-    """Whether a url is one of these."""
+    """Whether a url means object storage."""
     return str(url).startswith("zarr+")
 
 
 def remote_places(url: str) -> _Remote:
-    """Where the parts of the memory at ``url`` lie. Raises ``InvalidArgument``."""
+    """Return the places of the memory at ``url``. Raises ``InvalidArgument``."""
     parts = urlsplit(url.removeprefix("zarr+"))
     options = parse_qs(parts.query, keep_blank_values=True)
     if parts.scheme not in SCHEMES or not (parts.netloc or parts.path.strip("/")) or parts.fragment:
@@ -85,7 +85,7 @@ def remote_places(url: str) -> _Remote:
 
 
 def open_shards(remote: _Remote, *, read_only: bool) -> BucketObjects | Path:
-    """The shards as a folder, or as objects in a bucket, to which ``obstore`` looks for the keys.
+    """Return the shards as a folder, or as objects in a bucket, for which ``obstore`` finds the credentials.
 
     Raises ``InvalidArgument``.
     """
@@ -119,19 +119,19 @@ _named: dict[str, BlockStore] = {}
 
 
 class NewMemory(NamedTuple):
-    """What a store needs to become a new memory."""
+    """The data that makes a store a new memory."""
 
     batch: Batch
-    """The first batch; the memory must exist with all of it, or not at all."""
+    """The first batch, committed as a whole or not at all."""
     block_bytes: int
     """Bytes of one block of one layer, a hint for packing small blocks."""
     token_bytes: int = 0
-    """Bytes of the token ids of one block, for the same; 0 where nobody says."""
+    """Bytes of the token ids of one block, for the same purpose; 0 if unknown."""
     key: MasterKey | None = None
-    """Under which the memory is encrypted; None: it is not. For what memstore itself brings."""
+    """The key of an encrypted memory; None: no encryption. For memstore's own stores."""
 
     def first(self, folder: Path) -> Batch:
-        """The first batch as a memory in ``folder`` stores it, whose keys lie there then."""
+        """Return the first batch as a memory in ``folder`` stores it; the keys of an encrypted one are put there."""
         return self.batch if self.key is None else sealed(self.batch, KeyTable.create(folder, self.key))
 
 
@@ -144,10 +144,10 @@ class OpenStore(NamedTuple):
 
 
 def open_store(url: str | Path, mode: Mode, blank: NewMemory | None, key: KeySource | None = None) -> OpenStore:
-    """Open the store at ``url``, or make one from ``blank`` where ``mode`` and ``blank`` allow it.
+    """Open the store at ``url``, or make one from ``blank`` if ``mode`` and ``blank`` allow it.
 
-    ``key`` is that of an encrypted memory; without it the one of the environment, where there is one. Raises
-    ``NotFound``, ``NotAMemory``, ``InvalidArgument``, ``WrongKey`` and whatever the store raises.
+    ``key`` opens an encrypted memory; the default is the environment's key, if set. Raises ``NotFound``,
+    ``NotAMemory``, ``InvalidArgument``, ``WrongKey`` and the errors of the store.
     """
     given = None if key is None else read_key(key)
     if blank is not None and (given or on_disk(url)):
@@ -163,8 +163,8 @@ def open_store(url: str | Path, mode: Mode, blank: NewMemory | None, key: KeySou
 
 
 def _unlocked(store: BlockStore, url: str | Path, key: MasterKey | None) -> BlockStore:
-    """``store`` as it is read: through its keys, if it is encrypted. Raises ``WrongKey``."""
-    if isinstance(store, EncryptedStore):  # one of a name, in host memory
+    """Return ``store`` for reading: through its keys, if it is encrypted. Raises ``WrongKey``."""
+    if isinstance(store, EncryptedStore):  # a named one in host memory
         store.table.check(key)
         return store
     place = folder(url)
@@ -185,7 +185,7 @@ def _unlocked(store: BlockStore, url: str | Path, key: MasterKey | None) -> Bloc
 
 
 def _is_encrypted(store: BlockStore, folder: Path | None) -> bool:
-    """Whether the values of a memory's ``store`` are ciphertext; its header, the first value of META, tells."""
+    """Whether the values of ``store`` are ciphertext, which its header, the first value of META, shows."""
     try:
         header = store.get(Key(Table.META))
     except DamagedError:
@@ -194,13 +194,13 @@ def _is_encrypted(store: BlockStore, folder: Path | None) -> bool:
 
 
 def check_key_used(urls: Sequence[str | Path]) -> None:
-    """Raise ``WrongKey`` where memories lie at all of ``urls``, and none is encrypted: a key would do nothing there."""
+    """Raise ``WrongKey`` if all ``urls`` have memories without encryption: a key would have no effect."""
     if urls and all(map(_is_plain, urls)):
         raise _needs_no_key(urls[0])
 
 
 def _is_plain(url: str | Path) -> bool:
-    """Whether a memory lies there that is not encrypted. What cannot be opened is told by whoever uses it."""
+    """Whether a memory without encryption exists there. Errors of opening are left to the later use."""
     place = folder(url)
     if place is None or os.path.lexists(place / KEYS_NAME):
         return False
@@ -227,7 +227,7 @@ def _open(url: str | Path, mode: Mode, blank: NewMemory | None) -> OpenStore:
         raise InvalidArgument(f"mode must be 'a' (open or create), 'r' (read) or 'x' (create), not {mode!r}.")
     if mode == "x" and blank is None:
         raise InvalidArgument("mode 'x' creates a memory, which needs a spec; pass spec=MemorySpec(...).")
-    if url in ("", "zarr:"):  # which pathlib would take for the folder that one is in
+    if url in ("", "zarr:"):  # pathlib would read it as the working directory
         raise InvalidArgument(f"the path of the memory is empty: {str(url)!r}. Name a folder; the one you are in is ./")
     scheme = _SCHEME.match(url) if isinstance(url, str) else None
     if scheme is None:
@@ -250,10 +250,10 @@ def _open(url: str | Path, mode: Mode, blank: NewMemory | None) -> OpenStore:
 
 
 def opened(store: BlockStore, url: str, mode: Mode, blank: NewMemory | None) -> OpenStore:
-    """A store of another package that makes what it lacks when it is opened: as a memory, in every mode.
+    """Return a store of another package, which creates missing parts when opened, as a memory in every mode.
 
-    Nothing was ever committed where ``store.version()`` is 0. It is closed where this raises ``NotFound`` or
-    ``InvalidArgument``.
+    If ``store.version()`` is 0, nothing was ever committed. The store is closed before ``NotFound`` or
+    ``InvalidArgument`` is raised.
     """
     with ExitStack() as refused:
         refused.callback(store.close)
@@ -268,15 +268,15 @@ def opened(store: BlockStore, url: str, mode: Mode, blank: NewMemory | None) -> 
 
 
 def open_unchecked(url: str | Path, key: MasterKey | None = None) -> BlockStore:
-    """The store at ``url``, to be read even if the tree around its values is damaged: reading may end the process.
+    """Return the store at ``url``, for reading even if the tree around its values is damaged: that may end the process.
 
-    Raises like ``open_store``.
+    Raises the errors of ``open_store``.
     """
     return _unlocked(open_locked(url), url, key)
 
 
 def open_locked(url: str | Path) -> BlockStore:
-    """The same as it lies there: ciphertext, where the memory is encrypted."""
+    """Return the store without decryption: ciphertext, if the memory is encrypted."""
     with opening(url):
         if is_path(url):
             from memstore.store.lmdb.store import LmdbStore
@@ -297,24 +297,24 @@ def is_path(url: str | Path) -> bool:
 
 
 def on_disk(url: str | Path) -> bool:
-    """Whether other processes of this machine can open ``url`` for reading with what memstore itself brings."""
+    """Whether other processes of this machine can open ``url`` for reading, with memstore's own stores."""
     return is_path(url) or str(url).startswith("zarr:") or is_remote(url)
 
 
 def folder(url: str | Path) -> Path | None:
-    """The folder of a memory on disk, of one in object storage that of its tail; None where there is none."""
+    """Return the folder of a memory on disk, or the tail's for object storage; None without one."""
     if is_remote(url):
         return remote_places(str(url)).tail
     return Path(str(url).removeprefix("zarr:")) if on_disk(url) else None
 
 
 class OpenFolder:
-    """The folder of an open memory: one that comes to lie there later is another memory."""
+    """The folder of an open memory. If another folder takes its place later, that is another memory."""
 
     def __init__(self, url: str) -> None:
         self._folder = folder(url)
         self._open: int | None = None
-        if self._folder is not None and self._folder.is_dir():  # a reader of object storage may have none
+        if self._folder is not None and self._folder.is_dir():  # a reader of object storage may have no folder
             self._open = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
 
     def __enter__(self) -> Self:
@@ -326,7 +326,7 @@ class OpenFolder:
             self._open = None
 
     def check(self) -> None:
-        """Raise ``NotFound`` where the memory is no longer there, before one is made in its place."""
+        """Raise ``NotFound`` if the memory's folder is gone, before a new one is made in its place."""
         if self._folder is None or self._open is None:
             return
         with suppress(FileNotFoundError, NotADirectoryError):
@@ -407,7 +407,7 @@ def _open_remote(url: str, mode: Mode, blank: NewMemory | None, **options: Any) 
 def _elsewhere(
     url: str, mode: Mode, blank: NewMemory | None, shards: BucketObjects | Path, tail: Path
 ) -> tuple[Mode, Path]:
-    """How, and in which folder, to open a memory whose tail is not on this computer: what was published, to read."""
+    """Return how, and in which folder, to open the published form of a memory whose tail is on another computer."""
     if isinstance(shards, Path):
         if mode == "r" or blank is None:
             raise NotFound(
@@ -437,9 +437,9 @@ def _open_folder(
     exists: Callable[[], bool],
     **options: Any,
 ) -> OpenStore:
-    """Open a store in a folder, or make one; ``exists`` says whether there is one, finished or not.
+    """Open a store in a folder, or make one; ``exists`` says whether the folder has one, finished or not.
 
-    ``options`` are those of ``kind``.
+    ``options`` are for ``kind``.
     """
     if mode == "r":
         return OpenStore(kind.open(folder, read_only=True, url=url, **options))
@@ -451,23 +451,23 @@ def _open_folder(
                 raise
     if blank is None:
         if folder.exists():
-            return OpenStore(kind.open(folder, url=url, **options))  # which says what the path is instead
+            return OpenStore(kind.open(folder, url=url, **options))  # its error says what the path is instead
         raise _missing(url, mode)
     more = 0 if blank.key is None else OVERHEAD
-    # LMDB rounds values up to pages of 4 KiB, so small blocks share values of 32 to 64 KiB.
+    # LMDB rounds values up to pages of 4 KiB. So small blocks share values of 32 to 64 KiB.
     options["blocks_per_value"] = max(1, (48 << 10) // (blank.block_bytes + more))
     options["tokens_per_value"] = _tokens_per_value(blank.token_bytes and blank.token_bytes + more)
     return OpenStore(kind.create(folder, batch=partial(blank.first, folder), url=url, **options))
 
 
 def _has_tail(folder: Path) -> bool:
-    # Not of Path: names that are too long are for the store to complain about.
+    # Not Path.exists: the store reports names that are too long.
     return os.path.exists(folder / "tail" / "data.mdb")  # noqa: PTH110
 
 
 def _tokens_per_value(token_bytes: int) -> int:
-    # One page of 4 KiB beside the tree. In the tree itself, where small values lie, token ids would be most of it, and
-    # opening a memory looks at all of that; more than a page, and the append of one block would write them all anew.
+    # One page of 4 KiB beside the tree. Small values lie in the tree itself. There, token ids would be most of it, and
+    # opening a memory reads all of it. With more than a page, an append of one block would rewrite them all.
     from memstore.store.records import HEADER_BYTES, padding
 
     return max(1, (4096 - 16) // (HEADER_BYTES + token_bytes + padding(token_bytes))) if token_bytes else 1

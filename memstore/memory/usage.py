@@ -1,8 +1,8 @@
-"""Which blocks documents use, and so what may be deleted when some of them change.
+"""Usage of blocks by documents, and so which blocks may be deleted when some documents change.
 
-Documents that share blocks have homes in one tree (``entry.py``). What is used at a home follows from below: the
-blocks of the document that writes there, and what the trees of its branches use of the blocks before them. So a change
-is followed from a home to the ones it is a branch of, only as far as it changes anything.
+Documents that share blocks have homes in one tree (``entry.py``). A home's blocks are used by the document that writes
+there, and by the documents of its branches. So a change moves up from a home to its parents, and stops at the first one
+that stays the same.
 """
 
 from __future__ import annotations
@@ -15,53 +15,53 @@ from memstore.memory.entry import Address, DocumentState, Home, Piece, common, l
 from memstore.memory.rows import cut_recurrent
 from memstore.store.records import MAX_ITEM, Batch
 
-if TYPE_CHECKING:  # it needs torch, and a check of a memory, which counts what is used, does not
+if TYPE_CHECKING:  # it needs torch, but a check of a memory counts the blocks in use without torch
     from memstore.memory.shared import SharedStore
 
 
 @dataclass
 class _Node:
-    """A home that some document uses blocks of."""
+    """A home with blocks that some document uses."""
 
     home: Home
     listed: list[Piece]
-    """What lies before it, where that is not a node of its own."""
+    """The places of earlier blocks that have no node of their own."""
     document: int | None = None
     """The document that writes here."""
     own: list[range] = field(default_factory=list)
     """The blocks of that document."""
     used: list[range] = field(default_factory=list)
-    """The blocks that it and the documents of all branches use, wherever they lie."""
+    """The blocks that it and the documents of all branches use, at any home."""
     branches: dict[int, _Node] = field(default_factory=dict)
 
     @property
     def before(self) -> list[range]:
-        """Those of the blocks used that lie before this home."""
+        """The used blocks before this home."""
         return clipped(self.used, range(self.home.start))
 
     def gather(self) -> None:
-        """Find out ``used``."""
+        """Compute ``used``."""
         self.used = merged([*self.own, *(part for branch in self.branches.values() for part in branch.before)])
 
 
 class Usage:
-    """Which blocks lie in use under which number, of the documents that were put."""
+    """Which blocks under which number the added documents use."""
 
     def __init__(self) -> None:
         self._nodes: dict[int, _Node] = {}
         self._listing: dict[int, list[_Node]] = {}
         """Number -> homes that list it in their spans."""
         self._earlier: dict[int, list[range]] = {}
-        """What was used of each number that has changed since ``settle``."""
+        """For each number that has changed since ``settle``, the blocks in use before."""
         self.unused: list[int] = []
-        """Homes that no document uses any more since ``settle``."""
+        """Homes that no document has used since ``settle``."""
 
     def owners(self) -> list[int]:
-        """All numbers under which anything is used."""
+        """Return all numbers with blocks in use."""
         return sorted({*self._nodes, *self._listing})
 
     def used(self, owner: int) -> list[range]:
-        """The blocks in use that lie under a number."""
+        """Return the blocks in use under a number."""
         node = self._nodes.get(owner)
         parts = [] if node is None else clipped(node.used, range(node.home.start, MAX_ITEM + 1))
         for user in self._listing.get(owner, ()):
@@ -71,13 +71,13 @@ class Usage:
         return parts
 
     def put(self, document: int, home: Home, blocks: Sequence[range]) -> None:
-        """Let a document use ``blocks`` from ``home`` on; without any, it still has its home there."""
+        """Let a document use ``blocks`` from ``home`` on; without blocks, its home still counts as used."""
         node = self._node(home)
         node.document = document
         self._set(node, list(blocks))
 
     def remove(self, document: int, home: Home) -> None:
-        """A document that was put is gone, or moves to another home."""
+        """Remove a document that is gone or moves to another home."""
         node: _Node | None = self._nodes.get(home.number)
         if node is None or node.document != document:
             return
@@ -94,13 +94,13 @@ class Usage:
                 del node.branches[number]
 
     def settle(self) -> None:
-        """What is used now is what there is."""
+        """Take the current usage as the starting point."""
         self._earlier, self.unused = {}, []
 
     def freed(self) -> Iterator[tuple[int, list[range], list[range]]]:
-        """Number, blocks that are not used any more since ``settle``, and those that still are.
+        """Yield a number, its blocks that are not in use any more since ``settle``, and those that still are.
 
-        Whatever may lie behind the last block that was in use is freed with it.
+        Everything after the last block that was in use is freed with it.
         """
         for owner, earlier in self._earlier.items():
             now = self.used(owner)
@@ -111,7 +111,7 @@ class Usage:
                 yield owner, gaps, now
 
     def documents(self, owner: int, blocks: range) -> Iterator[tuple[int, range]]:
-        """The documents that use any of ``blocks`` under a number, and the first to the last of these."""
+        """Yield the documents that use any of ``blocks`` under a number, and which of them."""
         node = self._nodes.get(owner)
         waiting = [] if node is None else [(node, common(blocks, range(node.home.start, MAX_ITEM + 1)))]
         for user in self._listing.get(owner, ()):
@@ -128,17 +128,17 @@ class Usage:
             ]
 
     def base(self, owner: int) -> int:
-        """The block that the first run of rows of a number begins with."""
+        """Return the first block of a number's first run of rows."""
         node = self._nodes.get(owner)
         return 0 if node is None else node.home.base
 
     def own(self, owner: int) -> int | None:
-        """The document that writes under a number."""
+        """Return the document that writes under a number."""
         node = self._nodes.get(owner)
         return None if node is None else node.document
 
     def _node(self, home: Home) -> _Node:
-        """The node of a home; the nodes before it are made too."""
+        """Return the node of a home, and make its missing parents too."""
         new: list[_Node] = []
         at: Home | None = home
         while at is not None and at.number not in self._nodes:
@@ -175,14 +175,16 @@ class Usage:
 
 
 def clipped(parts: Sequence[range], to: range) -> list[range]:
-    """Those of ``parts`` that lie within ``to``."""
+    """Return the parts of ``parts`` within ``to``."""
     return [part for each in parts if (part := common(each, to))]
 
 
 class Deletion:
-    """What is deleted when documents change, one after the other. Raises ``DamagedError`` where it cannot be known.
+    """Deletions that follow from changes of documents, one after the other.
 
-    Of documents ``changed``, what their new entry says is what they use.
+    Raises ``DamagedError`` if usage is unknown.
+
+    Documents in ``changed`` use the blocks of their new entries.
     """
 
     def __init__(self, shared: SharedStore, changed: Mapping[int, DocumentState] | None = None) -> None:
@@ -190,14 +192,14 @@ class Deletion:
         self._changed = changed or {}
         self._usage = Usage()
         self._homes: dict[int, Home] = {}
-        """Those of the documents that were read."""
+        """Homes of the documents that were read."""
         self._roots: set[int] = set()
-        """Roots of the trees all of whose documents were read."""
+        """Roots of the trees whose documents were all read."""
 
     def forget(self, numbers: Collection[int]) -> Batch:
-        """What takes documents away, and nothing that others use, once those forgotten before are gone.
+        """Return the batch that deletes documents, but no blocks that others use. Earlier deletions come first.
 
-        What is known of them goes too, see ``NamedValues.forget``.
+        The facts about them are deleted too, see ``NamedValues.forget``.
         """
         batch = Batch()
         for number in numbers:
@@ -214,7 +216,7 @@ class Deletion:
         return batch
 
     def change(self, batch: Batch, changes: Mapping[int, tuple[DocumentState, Home]]) -> None:
-        """Delete what documents do not use any more once they have these states and homes; entries are put too."""
+        """Delete blocks that documents do not use with their new states and homes; put the new entries too."""
         for number in changes:
             self._read(number)
         self._usage.settle()
@@ -229,7 +231,7 @@ class Deletion:
         self._release(batch)
 
     def used_by_others(self, number: int) -> list[range]:
-        """The blocks under the home of a document that others use."""
+        """Return the blocks under a document's home that others use."""
         self._read(number)
         home, blocks = self._homes[number], (self._shared.state(number) or DocumentState(name="")).present()
         self._usage.put(number, home, [])
@@ -238,7 +240,7 @@ class Deletion:
         return others
 
     def _read(self, number: int) -> None:
-        """Put a document, and all whose homes are of the same tree: no others can share blocks with it."""
+        """Add a document, and all documents with homes in the same tree: no others can share blocks with it."""
         state = self._shared.state(number) or DocumentState(name="")
         home = self._shared.catalog.homes.of(number, state)
         if home.root not in self._roots:
@@ -254,7 +256,7 @@ class Deletion:
         everything = catalog.known()
         homes = self._shared.catalog.homes.documents()
         if catalog.listing or any(home.below is not None and home.below.listed for home, _ in homes.values()):
-            return everything  # an entry with spans tells of no tree
+            return everything  # an entry with spans does not name its tree
         return {root, *(document for home, document in homes.values() if home.root == root)}
 
     def _put(self, number: int) -> None:
@@ -272,7 +274,7 @@ class Deletion:
 
 
 def release(batch: Batch, shared: SharedStore, owner: int, base: int, gap: range, used: Sequence[range]) -> None:
-    """Delete everything of the blocks ``gap`` under a number, next to those ``used``. Raises ``DamagedError``."""
+    """Delete all values of the blocks ``gap`` under a number, next to the ``used`` ones. Raises ``DamagedError``."""
     address, first, last = Address(owner), gap.start, gap.stop - 1
     batch.delete(address.tokens(first), address.tokens(last))
     for layer in range(shared.spec.layers):

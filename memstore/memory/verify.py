@@ -1,8 +1,8 @@
-"""Check every value of a memory: one pass over all of them, then what they say about each other.
+"""Check every value of a memory in one pass, then check that the values agree with each other.
 
-Run as ``python -m memstore.memory.verify PATH`` it prints one JSON object per finding and a last one,
-``{"done": true}``. ``Memory.verify`` runs it like that, since damage to the tree around the values can kill the process
-that walks it (a page number that points past the end of the map is a bus error, not an exception).
+Run as ``python -m memstore.memory.verify PATH``, it prints one JSON object per finding and ``{"done": true}`` at the
+end. ``Memory.verify`` runs it in this way, because damage to the tree around the values can kill the process that walks
+it. For example, a page number past the end of the map is a bus error, not an exception.
 """
 
 from __future__ import annotations
@@ -55,33 +55,38 @@ from memstore.store.encryption_keys import MasterKey, key_of_environment, lacks_
 from memstore.store.records import MAX_DOCUMENT, MAX_ITEM, Key, Layout, Record, ScannedValue, Table
 
 _UNREADABLE = (DamagedError, LookupError, TypeError, ValueError)
-_MOST = 1000  # findings; a memory with more has one cause, and a list without end helps nobody
+_MOST = 1000  # findings; more of them have one cause, and an endless list helps nobody
 _ATTEMPTS = 5
 DONE = {"done": True}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One thing that is wrong with a memory."""
+    """One fault of a memory."""
 
     kind: str
-    """``damaged`` (a value is not what was written), ``missing``, ``unknown`` (nothing refers to it), ``mismatch``
-    (whole, but not what belongs there), ``index`` (the file of an index is damaged: it is built anew, and nothing is
-    lost), or ``crash`` (the tree around the values is damaged, or the check could not go on)."""
+    """The kind of fault: ``damaged``, ``missing``, ``unknown``, ``mismatch``, ``index`` or ``crash``.
+
+    A ``damaged`` value has changed, and nothing refers to an ``unknown`` one. A ``mismatch`` is intact, but wrong for
+    its place. With ``index``, an index file is damaged: it is built again, and nothing is lost. With ``crash``, the
+    tree around the values is damaged, or the check could not continue.
+    """
     message: str
-    """What was expected and what was found."""
+    """The expected value, and the one found."""
     document: str | None = None
-    """Name of the document, where there is one."""
+    """Name of the document, if there is one."""
     layer: int | None = None
     block: int | None = None
-    """The block, or the first one of those concerned."""
+    """The affected block, or the first of several."""
     tokens: tuple[int, int] | None = None
-    """Positions in the document that are concerned, first and last, both included."""
+    """Affected positions in the document, first and last, both included."""
     table: str | None = None
-    """What was found wrong of a document: its ``tokens``, ``blocks``, ``landmarks``, ``history``, or a ``recurrent``
-    state, which can be computed again."""
+    """The faulty part of a document: ``tokens``, ``blocks``, ``landmarks``, ``history``, or ``recurrent``.
+
+    A ``recurrent`` state can be computed again.
+    """
     remedy: str | None = None
-    """``"restore"`` or ``"repair"``, as in ``MemstoreError.remedy``; None: what ``memstore repair`` does."""
+    """``"restore"`` or ``"repair"``, as in ``MemstoreError.remedy``; None: ``memstore repair`` handles it."""
 
 
 @dataclass
@@ -97,42 +102,42 @@ class _Items:
             self.ranges.append(range(item, item + 1))
 
     def outside(self, expected: list[range]) -> list[range]:
-        """What was seen and is not in ``expected``."""
+        """Return the items that were seen and are not in ``expected``."""
         return [extra for seen in self.ranges for extra in lacking(seen, expected)]
 
 
 class Check:
-    """One check of one store. Raises ``MemstoreError`` only where the header cannot be read."""
+    """One check of one store. Raises ``MemstoreError`` only if the header cannot be read."""
 
     def __init__(self, store: BlockStore) -> None:
         self._store = store
         self._header: Header = read_header(store, "this one")
         self._room = Room(store, self._header.spec)
         self.documents: dict[int, DocumentState] = {}
-        """What the entries say that are sound, by the documents' numbers."""
+        """Document number -> its sound entry."""
         self.damaged_entries: set[int] = set()
-        """Numbers of the documents whose entries are not."""
+        """Numbers of the documents with damaged entries."""
         self.damaged_branches: set[int] = set()
-        """Homes of which something is stored that cannot be read."""
+        """Homes whose stored branch cannot be read."""
         self.branches: dict[int, Any] = {}
-        """What is stored of homes, by their numbers."""
+        """Home number -> its stored branch."""
         self.numbers: set[int] = set()
-        """Numbers under which any value lies."""
+        """Numbers that have any values."""
         self.unknown: list[tuple[Key, Key]] = []
-        """First and last key of what nothing refers to, or what is damaged and nothing needs.
+        """First and last keys of values without a reference, and of damaged values that nothing needs.
 
-        Means little while there are damaged entries.
+        Unreliable while there are damaged entries.
         """
         self._homes = Homes(store)
         self._places: dict[int, Home] = {}
         self._layers: dict[tuple[Table, int], set[int]] = {}
-        """Layers of which values of a table lie under a number."""
+        """Table and number -> layers that have values."""
         self._seen: dict[tuple[Table, int, int], _Items] = {}
         self._complete, self._incomplete = block_layouts(self._header.spec), plain_layouts(self._header.spec)
         self._findings: list[Finding] = []
 
     def run(self) -> list[Finding]:
-        """All findings, values first, at most a thousand."""
+        """Return all findings, values first, at most a thousand."""
         for finding in self._all():
             self._findings.append(finding)
             if len(self._findings) == _MOST:
@@ -164,12 +169,12 @@ class Check:
 
     @property
     def orphans(self) -> list[int]:
-        """Numbers under which token ids lie that no document uses."""
+        """Numbers that have token ids and no document."""
         return sorted({owner for table, owner, _ in self._seen if table == Table.TOKENS and owner not in self._owners})
 
     @cached_property
     def _usage(self) -> Usage:
-        """What documents use. The entries come before everything else, so all of them are known."""
+        """The blocks that documents use. Entries come before all other values, so all are known."""
         usage = Usage()
         for number, state in self.documents.items():
             usage.put(number, self._home(number), state.present())
@@ -177,7 +182,7 @@ class Check:
 
     @cached_property
     def _hashed(self) -> Usage:
-        """Blocks of which a document needs the hashes: complete ones, of those that have a digest."""
+        """The blocks whose hashes a document needs: complete ones, in documents with a digest."""
         usage, size = Usage(), self._header.spec.block_size
         for number, state in self.documents.items():
             whole = 0 if state.digest is None else state.tokens // size
@@ -185,7 +190,7 @@ class Check:
         return usage
 
     def _home(self, number: int) -> Home:
-        """Where a document writes. One whose branch is damaged has lost the blocks that it shares."""
+        """Return the home of a document. If its branch is damaged, the shared blocks are lost."""
         if number not in self._places:
             state = self.documents[number]
             try:
@@ -196,7 +201,7 @@ class Check:
 
     @cached_property
     def _owners(self) -> dict[int, list[range]]:
-        """The blocks that are in use under each number."""
+        """Number -> its blocks in use."""
         usage = self._usage
         return {owner: usage.used(owner) for owner in {*self.documents, *usage.owners()}}
 
@@ -209,7 +214,7 @@ class Check:
         if key.table != Table.META:
             self.numbers.add(key.document)
         if key.table not in (Table.META, Table.DOCUMENTS):
-            # A damaged value is there all the same: it is reported once, as damaged, and not as missing too.
+            # A damaged value still exists: it is reported once, as damaged, and not as missing too.
             self._seen.setdefault((key.table, key.document, key.layer), _Items()).add(key.item)
             self._layers.setdefault((key.table, key.document), set()).add(key.layer)
         damage = scanned.damage
@@ -220,7 +225,7 @@ class Check:
                 problem = self._problem(key, scanned.records)
             except (KeyError, TypeError, ValueError, MemstoreError) as error:
                 problem = f"its content makes no sense ({error})"
-        if problem is not None and key.document > MAX_DOCUMENT:  # of the tree as a whole: see ``BlockStore.scan``
+        if problem is not None and key.document > MAX_DOCUMENT:  # a fault of the whole tree: see ``BlockStore.scan``
             yield Finding(kind="crash", message=problem, remedy=None if damage is None else damage.remedy)
         elif problem is not None:
             if key.table == Table.DOCUMENTS:
@@ -232,10 +237,10 @@ class Check:
             yield from self._named(kind, key, problem)
 
     def _problem(self, key: Key, records: tuple[Record, ...]) -> str | None:
-        """What is wrong with a whole value, by itself and by the entry of its document."""
+        """Return the fault of an intact value, by itself or against the entry of its document."""
         layouts = [record.layout for record in records]
         if key.table not in (Table.META, Table.DOCUMENTS, Table.RECURRENT) and not self._used(key):
-            return None  # that nobody uses it is a finding of its own
+            return None  # an unused value is a finding of its own
         match key.table:
             case Table.META:
                 return self._meta_problem(key, records)
@@ -254,7 +259,7 @@ class Check:
             case Table.RECURRENT:
                 return _differs(layouts, list(self._header.spec.recurrent))
             case Table.HISTORY:
-                # A document without a digest may have left its hashes here.
+                # A document that lost its digest may have left its hashes here.
                 least, most = self._rows_of(key), self._rows_of(key, Table.LANDMARKS)
                 rows = min(max(least, layouts[0].shape[0]), most)
                 return _differs(layouts, [Layout("uint8", (rows, HASH_BYTES))])
@@ -281,7 +286,7 @@ class Check:
         return None if len(records) == expected else f"{head['name']!r} has {len(records)} records, not {expected}"
 
     def _layouts_of(self, key: Key, found: list[Layout]) -> list[Layout]:
-        """What a block should be: no codec touches it while it is incomplete."""
+        """Return the expected layouts of a block: while incomplete, it is stored without a codec."""
         if key.document not in self.documents:
             return self._incomplete if found == self._incomplete else self._complete
         complete = self._tokens_of(key) == self._header.spec.block_size
@@ -289,13 +294,13 @@ class Check:
 
     def _tokens_of(self, key: Key) -> int:
         size, writer = self._header.spec.block_size, self._usage.own(key.document)
-        # Whoever shares a block shares it whole: only the last block of the document that writes here is not.
+        # Shared blocks are complete. Only the last block of the document that writes here can be incomplete.
         return size if writer is None else max(0, min(size, self.documents[writer].tokens - key.item * size)) or size
 
     def _rows_of(self, key: Key, table: Table | None = None) -> int:
-        """Rows of a run: up to the last block in use. 0 for hashes of which none has to be there.
+        """Return the rows of a run, up to the last block in use; 0 for hashes that nobody needs.
 
-        ``table`` counts as if the run were one of it.
+        ``table`` counts as if the run belonged to it.
         """
         run = self._blocks_of(key, 1)
         used = (self._hashes_of if (table or key.table) == Table.HISTORY else self._owners).get(key.document, [])
@@ -303,7 +308,7 @@ class Check:
         return max((blocks.stop - start for blocks in clipped(used, run)), default=0)
 
     def _length(self, table: Table) -> int:
-        """Blocks in one item of a table."""
+        """Return the number of blocks in one item of a table."""
         return {Table.LANDMARKS: self._header.blocks_per_run, Table.HISTORY: HASHES_PER_RUN}.get(table, 1)
 
     def _blocks_of(self, key: Key, items: int) -> range:
@@ -319,7 +324,7 @@ class Check:
         return any(common(part, blocks) for part in self._owners.get(key.document, []))
 
     def _contradictions(self, state: DocumentState) -> Iterator[str]:
-        """What the numbers of an entry cannot be, beside what ``DocumentState.check`` has looked at."""
+        """Yield contradictions in an entry, beside those that ``DocumentState.check`` finds."""
         size, full = self._header.spec.block_size, state.tokens // self._header.spec.block_size
         if -(-state.tokens // size) != state.blocks:
             yield f"{state.tokens} tokens do not make blocks {state.first} to {state.blocks} of {size}"
@@ -333,7 +338,7 @@ class Check:
             yield f"the blocks that are said to be dropped, {told}, are not blocks of the document"
 
     def _branches(self) -> Iterator[Finding]:
-        """What is stored of homes, which is what entries say of them too."""
+        """Compare the stored branches of homes with the entries."""
         for number, expected in self.lost_branches().items():
             message = f"expected {json.dumps(expected)} of home {expected['document']}, found another value or none"
             yield Finding(kind="mismatch", message=message, document=self.documents[number].name)
@@ -342,7 +347,7 @@ class Check:
             self.unknown.append((Address(home).branch, Address(home).branch))
 
     def lost_branches(self) -> dict[int, dict[str, int]]:
-        """Number of a document -> what should be stored of its home and is not."""
+        """Return document number -> the branch that its home lacks."""
         lost = {}
         for number, state in self.documents.items():
             if state.branch is not None:
@@ -352,7 +357,7 @@ class Check:
         return lost
 
     def _owned(self, owner: int) -> Iterator[Finding]:
-        """What lies under one number, and what should."""
+        """Compare the values under one number with the expected ones."""
         spec, blocks = self._header.spec, self._owners[owner]
         yield from self._compare(Table.TOKENS, owner, 0, blocks)
         for layer in range(spec.layers):
@@ -373,7 +378,7 @@ class Check:
     def _compare(
         self, table: Table, owner: int, layer: int, blocks: list[range], *, allowed: list[range] | None = None
     ) -> Iterator[Finding]:
-        """Compare the items that are there with those that ``blocks`` need; ``allowed`` blocks may have them."""
+        """Compare the existing items with those that ``blocks`` need; ``allowed`` blocks may have them too."""
         length, seen = self._length(table), self._seen.get((table, owner, layer), _Items())
         needed = [_items_of(part, length) for part in blocks]
         for gap in {gap: None for part in needed for gap in lacking(part, seen.ranges)}:
@@ -387,7 +392,7 @@ class Check:
             yield self._finding("unknown", key, what, self._blocks_of(key, len(extra)), self.documents.get(owner))
 
     def _next_document(self) -> Iterator[Finding]:
-        """A new document, or home, must not get a number that was used before."""
+        """Check that a new document, or home, cannot get a number that was used before."""
         last = max(self.numbers, default=0)
         try:
             records = self._store.get(NEXT_DOCUMENT)
@@ -395,14 +400,14 @@ class Check:
             if last < following:
                 return
         except (MemstoreError, LookupError, TypeError, ValueError):
-            return  # damaged, which is reported already
+            return  # damaged, and reported already
         message = f"the next document would get number {following}, and there are documents up to number {last}"
         yield Finding(kind="mismatch", message=message)
 
     def _named(self, kind: str, key: Key, message: str, items: int = 1) -> Iterator[Finding]:
-        """A finding about ``items`` values from ``key`` on for each document that uses any of them."""
+        """Yield a finding about ``items`` values from ``key`` on, for each document that uses any of them."""
         blocks = self._blocks_of(key, items)
-        if key.document > MAX_DOCUMENT:  # not of a memory but of its store, which says so
+        if key.document > MAX_DOCUMENT:  # a value of the store itself, which reports it
             yield Finding(kind=kind, message=message)
         elif key.table in (Table.META, Table.DOCUMENTS):
             yield Finding(kind=kind, message=f"{key.table.name} {key.document or key.item}: {message}")
@@ -415,7 +420,7 @@ class Check:
             yield self._finding(kind, key, message, blocks, self.documents.get(key.document))
 
     def _finding(self, kind: str, key: Key, message: str, blocks: range, state: DocumentState | None) -> Finding:
-        """In the words of a user: document, layer, block, tokens."""
+        """Return a finding in the words of a user: document, layer, block, tokens."""
         name, size = None if state is None else state.name, self._header.spec.block_size
         place = f"document {name!r}, layer {key.layer}, {key.table.name.lower()} of block {blocks.start}"
         return Finding(
@@ -429,7 +434,7 @@ class Check:
         )
 
     def _histories(self) -> Iterator[Finding]:
-        """Compute the hashes of all documents again, those of shared blocks once."""
+        """Compute the hashes of all documents again, those of shared blocks only once."""
         checked: dict[int, list[range]] = {}
         for number, state in self.documents.items():
             if state.digest is None:
@@ -439,8 +444,8 @@ class Check:
             for owner, blocks in places.node.pieces(complete):
                 new = lacking(blocks, checked.get(owner, []))
                 if not new and not state.first:
-                    break  # whoever had these checked, had those before them checked too
-                # Where there are no tokens that was found already; there may be no end of such blocks.
+                    break  # once these are checked, the earlier ones are too
+                # Missing tokens were reported already, and the number of such blocks may be huge.
                 there = self._seen.get((Table.TOKENS, owner, 0), _Items()).ranges
                 gaps += [part for gap in new for seen in there if (part := common(gap, seen))]
                 if not state.first:
@@ -459,13 +464,13 @@ class Check:
             start = self._hash_before(state, places, blocks.start) if known else None
             wrong = list(broken(blocks, self._hashes(places, blocks), ids, start))
         except (DamagedError, NotFound):
-            return  # found already, as damaged or missing
+            return  # reported already, as damaged or missing
         for block in wrong:
             message = "the token ids, or the hash, are not those that the history of the document has here"
             yield from self._named("mismatch", Key(Table.TOKENS, places.owner(block), 0, block), message)
 
     def _digest(self, state: DocumentState, places: Places, complete: range) -> Iterator[Finding]:
-        """Compare the digest in the entry with the last hash that is stored."""
+        """Compare the digest in the entry with the last stored hash."""
         if not complete and state.first:
             return
         try:
@@ -477,14 +482,14 @@ class Check:
             yield Finding(kind="mismatch", message=message, document=state.name)
 
     def _hash_before(self, state: DocumentState, places: Places, block: int) -> bytes:
-        """The stored hash of everything before ``block``. Raises ``DamagedError``."""
+        """Return the stored hash of everything before ``block``. Raises ``DamagedError``."""
         if not block:
             return beginning(self._header.spec.fingerprint, state.reading)
         (found,) = self._hashes(places, range(block - 1, block))
         return found
 
     def _hashes(self, places: Places, blocks: range) -> Iterator[bytes]:
-        """The stored hashes of ``blocks``. Raises ``DamagedError``."""
+        """Return the stored hashes of ``blocks``. Raises ``DamagedError``."""
         for owner, part in places.pieces(blocks):
             for run, together in groupby(part, lambda block: block // HASHES_PER_RUN):
                 records = self._store.get(Key(Table.HISTORY, owner, 0, run))
@@ -497,7 +502,7 @@ class Check:
 
 
 def _items_of(blocks: range, length: int) -> range:
-    """The items of ``length`` blocks that hold ``blocks``."""
+    """Return the items that hold ``blocks``, with ``length`` blocks each."""
     return range(blocks.start // length, -(-blocks.stop // length)) if blocks else range(0)
 
 
@@ -515,7 +520,7 @@ def _items(table: Table, items: range, what: str) -> str:
 
 
 def check(store: BlockStore) -> list[Finding]:
-    """Check a store in this process. Never raises ``MemstoreError``: what stops the check is a finding."""
+    """Check a store in this process. Never raises ``MemstoreError``: an error that stops the check is a finding."""
     findings: list[Finding] = []
     for _ in range(_ATTEMPTS):
         version = store.version()
@@ -523,20 +528,20 @@ def check(store: BlockStore) -> list[Finding]:
             findings = Check(store).run()
         except MemstoreError as error:
             return [Finding(kind="damaged", message=str(error), remedy=error.remedy)]
-        # A writer may have moved on in the middle: then values of different commits were compared.
+        # A writer may have committed in the middle: then values of different commits were compared.
         if not findings or store.version() == version:
             return findings
     return findings
 
 
 def check_ciphertext(store: BlockStore, keys: Path) -> list[Finding]:
-    """Check what needs no key of an encrypted memory: every checksum, and that no number lacks its key."""
+    """Check an encrypted memory without its key: every checksum, and that every number has its wrapped key."""
     findings, owners = [], set[int]()
     try:
         for scanned in store.scan():
             if scanned.damage is None:
                 owners.add(scanned.key.document)
-            else:  # of the tree, it is told under a number of the store's own
+            else:  # a fault of the tree, reported under one of the store's own numbers
                 findings.append(Finding(kind="damaged", message=str(scanned.damage), remedy=scanned.damage.remedy))
         lost = sorted(owners - owners_told(keys))
     except MemstoreError as error:
@@ -545,11 +550,11 @@ def check_ciphertext(store: BlockStore, keys: Path) -> list[Finding]:
 
 
 def damaged_indexes(url: str) -> list[Finding]:
-    """What is wrong with the indexes that are kept beside a memory on disk."""
+    """Find faults of the indexes kept beside a memory on disk."""
     path = folder(url)
     if path is None or not os.path.lexists(path / "index"):
         return []
-    # Indexes need torch, and a check of a memory without any starts in a tenth of the time without it.
+    # Indexes need torch. Without it, a check of a memory that has none starts in a tenth of the time.
     from memstore.memory.index_files import damaged, folder_of
 
     found = damaged(folder_of(path))
@@ -559,7 +564,7 @@ def damaged_indexes(url: str) -> list[Finding]:
 def in_child(path: str, key: MasterKey | None = None) -> list[Finding]:
     """Check the memory in folder ``path`` in a child process, whose crash is a finding too.
 
-    Of an encrypted one without ``key``, here or in the environment, what needs none.
+    Without ``key``, here or in the environment, an encrypted memory gets only the checks that need none.
     """
     lines, crash = lines_of_child(_command(path), "" if key is None else key.raw.hex())
     findings = [_from_json(line) for line in lines]
@@ -577,9 +582,9 @@ def _command(path: str) -> list[str]:
 
 
 def lines_of_child(command: list[str], order: str = "") -> tuple[list[dict[str, Any]], str | None]:
-    """The JSON objects that a child process says, one per line, and, if it ends before its last line, how that was."""
+    """Yield the JSON objects that a child prints, one per line; if it ends before its last line, also how it ended."""
     child = subprocess.run(command, input=order, capture_output=True, text=True, check=False)  # noqa: S603 - our own
-    # A child that was killed may have left half a line: only whole ones count.
+    # A killed child may have left half a line: only whole ones count.
     lines = [json.loads(line) for line in child.stdout.splitlines(keepends=True) if line.endswith("}\n")]
     if not child.returncode and DONE in lines:
         return [line for line in lines if line != DONE], None
@@ -590,7 +595,7 @@ def lines_of_child(command: list[str], order: str = "") -> tuple[list[dict[str, 
 
 
 def say(line: Mapping[str, object]) -> None:
-    """What a child says to ``lines_of_child``."""
+    """Print a line for ``lines_of_child``."""
     sys.stdout.write(json.dumps(line) + "\n")
     sys.stdout.flush()
 
@@ -603,7 +608,7 @@ def _from_json(line: dict[str, Any]) -> Finding:
 def main(path: str, key: MasterKey | None) -> None:
     """Check the memory at ``path`` (a folder, or ``zarr:`` and one) and print the findings."""
     try:
-        store = open_unchecked(path, key)  # a scan says more of a damaged tree than that it is damaged
+        store = open_unchecked(path, key)  # a scan finds more details of a damaged tree
     except WrongKey as error:
         findings = [Finding(kind="damaged", message=str(error))]
         if (key or key_of_environment()) is None and (keys := folder(path)):

@@ -1,4 +1,4 @@
-"""One layer of a document, as an attention layer sees it: search, then gather; and the index that is searched."""
+"""One layer of a document for an attention layer: search, then gather; and the index that is searched."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from memstore.store.contract import Progress
 
 T = TypeVar("T")
 TOP_K = 8
-"""Best blocks that the recall of an index is measured with."""
+"""Number of best blocks in the measurement of an index's recall."""
 LOGGED = 64
-"""Queries that are remembered, or taken from the keys where nobody has searched yet."""
+"""Number of recent queries to keep, or of keys to use as queries before any search."""
 WORTH_KEEPING = 1 << 14
-"""Keys of a head from which on an index is kept when its memory is closed; fewer are built faster than found."""
+"""Fewest keys per head for which an index is kept when its memory is closed; smaller ones are faster to build."""
 
-# Context variables, because blocks are searched for, and left out, deep inside of a model's attention.
+# Context variables, because blocks are searched for, and left out, deep inside a model's attention.
 _left_out: ContextVar[dict[tuple[str, int], str] | None] = ContextVar("left_out", default=None)
 _watcher: ContextVar[Progress | None] = ContextVar("watcher", default=None)
 
 
 @contextmanager
 def noting_left_out() -> Iterator[dict[tuple[str, int], str]]:
-    """Blocks that this thread has to leave out inside, as (document, block), and why."""
+    """Collect the blocks that this thread leaves out inside, as (document, block), and the reason."""
     noted: dict[tuple[str, int], str] = {}
     token = _left_out.set(noted)
     try:
@@ -51,7 +51,7 @@ def noting_left_out() -> Iterator[dict[tuple[str, int], str]]:
 
 @contextmanager
 def watched(progress: Progress) -> Iterator[None]:
-    """Inside, searches of this thread tell ``progress`` how many blocks of how many they have put into an index.
+    """Inside, let searches of this thread call ``progress`` with the blocks added to an index and their total.
 
     ``ask`` and ``search`` draw a bar from it.
     """
@@ -63,7 +63,7 @@ def watched(progress: Progress) -> Iterator[None]:
 
 
 class Hits(NamedTuple):
-    """Blocks found, best first; block -1 with score -inf where there are fewer than ``top_k``."""
+    """Retrieved blocks, best first; block -1 with score -inf if there are fewer than ``top_k``."""
 
     scores: Tensor
     """``[H, T, top_k]`` float32"""
@@ -82,18 +82,18 @@ class LayerView:
         self._name = handle.name
         self._layer = layer
         self.index = _LayerIndex(handle, layer) if layer in self._shared.spec.index_layers else None
-        """The index of this layer, or None where it has no landmarks."""
+        """The index of this layer, or None if it has no landmarks."""
 
     def __repr__(self) -> str:
         return f"LayerView({self._name!r}, layer {self._layer})"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of host memory that the index of this layer holds."""
+        """Bytes of host memory for the index of this layer."""
         return self.index.nbytes if self.index else 0
 
     def search(self, queries: Tensor, top_k: int, *, allowed: range | Tensor | None = None) -> Hits:
-        """The ``top_k`` complete blocks for each of ``queries [H, T, D]``, among ``allowed`` (a range or int64 ids).
+        """Return the ``top_k`` complete blocks for each of ``queries [H, T, D]``. ``allowed`` is a range or int64 ids.
 
         Query head ``h`` of ``H`` uses key head ``h // (H // G)``. Raises ``InvalidArgument``, ``DamagedError``.
         """
@@ -101,25 +101,25 @@ class LayerView:
             return Hits(*index.search(queries, top_k, allowed))
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The score of every complete block: ``([H, T, N] float32, blocks [N])``.
+        """Return the score of every complete block: ``([H, T, N] float32, blocks [N])``.
 
-        Raises ``InvalidArgument`` where the index cannot score every block, and ``DamagedError``.
+        Raises ``InvalidArgument`` if the index cannot score every block, and ``DamagedError``.
         """
         with self._searching() as index:
             return index.score(queries, allowed)
 
     def route(self, queries: Tensor, top_k: int, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The ``top_k`` complete blocks for the query tokens ``[T, D]`` together: ``(scores [n], blocks [n])``.
+        """Return the ``top_k`` complete blocks for the query tokens ``[T, D]`` together: ``(scores [n], blocks [n])``.
 
-        Only where ``Memory.index_capabilities.routes``. Raises ``DamagedError``.
+        Only if ``Memory.index_capabilities.routes``. Raises ``DamagedError``.
         """
         with self._searching() as index:
             return index.route(queries, top_k, allowed)
 
-    # What comes back may be strided views of one buffer: the fields of a block lie beside each other as they were read
-    # or cached. Whoever needs contiguous tensors makes a copy.
+    # The results may be strided views of one buffer: the fields of a block lie beside each other as they were read
+    # or cached. Copy them if you need contiguous tensors.
     def gather(self, blocks: Tensor | Sequence[int], *, device: torch.device | None = None) -> dict[str, Tensor]:
-        """The states of ``blocks [K]``: one tensor ``[K, *shape]`` per field, verified, on ``device`` (None: the CPU).
+        """Return states of ``blocks [K]``: one tensor ``[K, *shape]`` per field, verified, on ``device`` (None: CPU).
 
         Raises ``NotFound`` for a block that is not in the document, and ``DamagedError``; both name the block.
         """
@@ -131,10 +131,10 @@ class LayerView:
         return states
 
     def rows(self, tokens: Tensor) -> Tensor:
-        """What is stored of single ``tokens [n]``, ascending: ``[n, ...]`` of the one field, verified, on the CPU.
+        """Return stored rows of single ``tokens [n]``, ascending: ``[n, ...]`` of the one field, verified, on the CPU.
 
-        For memories whose blocks have one field, ``[block_size, ...]``, and no codec. A store that can reads no more
-        of a block than that. Raises ``InvalidArgument``, and like ``gather``.
+        For memories whose blocks have one field, ``[block_size, ...]``, and no codec. If the store can, it reads only
+        these rows of a block. Raises ``InvalidArgument``, and the errors of ``gather``.
         """
         spec = self._shared.spec
         if len(spec.fields) != 1 or spec.codec != "none":
@@ -151,14 +151,14 @@ class LayerView:
         return found
 
     def _count(self, blocks: Sequence[int]) -> None:
-        """Note that ``blocks`` were gathered."""
+        """Count ``blocks`` as gathered."""
         if blocks and self._handle.id is not None:
             self._shared.blocks.count(self._handle.id, len(blocks))
 
     def stored(self, blocks: Tensor | Sequence[int]) -> list[Tensor]:
-        """Complete ``blocks [K]`` as the store has them, verified: ``[K, ...]`` for each of ``block_layouts``.
+        """Return complete ``blocks [K]`` in stored form, verified: ``[K, ...]`` for each of ``block_layouts``.
 
-        For ``Append.put_stored`` of a memory with the same codec. Raises like ``gather``.
+        For ``Append.put_stored`` of a memory with the same codec. Raises the errors of ``gather``.
         """
         ids = _as_ids(blocks)
 
@@ -167,13 +167,13 @@ class LayerView:
         )
 
     def tiers(self, blocks: Tensor | Sequence[int]) -> list[str]:
-        """Where each of ``blocks [K]`` is at the moment: "device", "host" or "disk". It does not count as a use."""
+        """Return the current tier of each of ``blocks [K]``: "device", "host" or "disk". It does not count as a use."""
         return self._shared.blocks.where(self._refs(_as_ids(blocks), self._handle.current()))
 
     def checksums(self, blocks: Tensor | Sequence[int]) -> list[tuple[int, ...]]:
-        """Checksums of the states of ``blocks [K]`` as the store has them: equal where they are the same, bit for bit.
+        """Return the stored checksums of the states of ``blocks [K]``; identical states have equal checksums.
 
-        Comparable between memories of one layout and codec. Raises like ``gather``.
+        Comparable between memories of one layout and codec. Raises the errors of ``gather``.
         """
         ids = _as_ids(blocks)
 
@@ -183,16 +183,16 @@ class LayerView:
 
         return self._steadily(ids, read)
 
-    # An error met while reading ahead is dropped, and met again, with its name, by whoever asks for the block.
+    # An error while reading ahead is dropped. The later gather of the block raises it again, with the block's name.
     def prefetch(self, blocks: Tensor | Sequence[int]) -> None:
-        """Let a thread bring ``blocks`` into host memory while something else computes; returns at once.
+        """Let a thread bring ``blocks`` into host memory during other computations; return at once.
 
-        Whatever cannot be brought, because it is not there or damaged, is an error of the ``gather`` that asks for it.
+        If a block is missing or damaged, the later ``gather`` of it raises the error.
         """
         prefetch([self], blocks)
 
     def sound(self, blocks: Sequence[int]) -> list[int]:
-        """Those of ``blocks`` that can be read; each of the others is counted, and logged the first time."""
+        """Return the readable ones of ``blocks``. The others are counted, and logged the first time."""
         good = []
         for block in blocks:
             try:
@@ -205,7 +205,7 @@ class LayerView:
         return good
 
     def landmarks(self, blocks: range) -> Tensor:
-        """Landmarks of ``blocks``: ``[n, G, P, D]`` float32, also of an incomplete last block.
+        """Return landmarks of ``blocks``: ``[n, G, P, D]`` float32, also of an incomplete last block.
 
         Raises ``NotFound`` for a block that is not in the document, and ``DamagedError``, which names the blocks.
         """
@@ -222,7 +222,7 @@ class LayerView:
             except DamagedError as error:
                 self._check_live(blocks)  # they may have left in the meantime
                 raise self._blame_landmarks(blocks, error) from error
-            if self._unmoved(state, blocks)():  # else the runs may be of different moments
+            if self._unmoved(state, blocks)():  # otherwise the runs may be from different moments
                 return landmarks
 
     def _read_landmarks(self, blocks: range) -> Tensor:
@@ -231,7 +231,7 @@ class LayerView:
 
     @contextmanager
     def _searching(self) -> Iterator[_LayerIndex]:
-        """The index; damaged landmarks that it meets are named."""
+        """Yield the index; name damaged landmarks in its errors."""
         index = self._searchable()
         try:
             yield index
@@ -245,11 +245,11 @@ class LayerView:
         return self.index
 
     def _refs(self, blocks: Sequence[int], state: DocumentState, layers: Sequence[int] = ()) -> BlockRefs:
-        """Of ``blocks`` of this layer, or in each of ``layers``, layer by layer."""
-        number = self._handle.id or 0  # of a document that has no number yet, no block is wanted
+        """Return references to ``blocks`` of this layer or, layer by layer, of each of ``layers``."""
+        number = self._handle.id or 0  # a document without a number has no blocks to read
         if state.branch or state.spans:
             owners = list(map(self._shared.places(number, state).owner, blocks))
-        else:  # most documents, and a gather from memory would feel it to ask where its blocks lie
+        else:  # most documents; looking up places would slow a gather from memory
             owners = [number if state.home is None else state.home] * len(blocks)
         of_each, times = [self._layer] * len(blocks), 1
         if layers:
@@ -257,14 +257,14 @@ class LayerView:
         return BlockRefs(number, state.edits, of_each, blocks, owners * times, self._stop(state))
 
     def _stop(self, state: DocumentState) -> int:
-        """Blocks from here on are not complete."""
+        """Return the first block that is not complete."""
         return max(state.first, state.tokens // self._shared.spec.block_size)
 
     def _unmoved(self, state: DocumentState, blocks: Sequence[int]) -> Callable[[], bool]:
-        """Whether ``blocks`` are still what they were when the document was in ``state``, all of them.
+        """Return a check that ``blocks`` are all unchanged since the document was in ``state``.
 
-        Complete blocks are until it is truncated. An incomplete one is until the document grows, and others may leave
-        when it does: its new states beside their old ones would be of no moment at all.
+        Complete blocks stay unchanged until a truncation. An incomplete one changes when the document grows, and others
+        may then leave. Its new states with their old ones would mix two moments.
         """
         stop = self._stop(state)
         grows = stop < state.blocks and bool(blocks) and max(blocks) >= stop
@@ -272,7 +272,7 @@ class LayerView:
         def unmoved() -> bool:
             try:
                 now = self._handle.current()
-            except MemstoreError:  # forgotten, or closed
+            except MemstoreError:  # forgotten or closed
                 return False
             return now.edits == state.edits and (not grows or now.tokens == state.tokens)
 
@@ -290,7 +290,7 @@ class LayerView:
         return state
 
     def _blame(self, blocks: list[int], error: Exception) -> Exception:
-        """Find the block that could not be read: the error for it, by the names that a user knows."""
+        """Return the error for the block that could not be read, by the names that a user knows."""
         self._check_live(blocks)  # they may have left in the meantime
         for block in blocks:
             try:
@@ -305,7 +305,7 @@ class LayerView:
         return DamagedError(f"document {self._name!r}, layer {self._layer}: {error}")
 
     def _blame_landmarks(self, blocks: range, error: DamagedError) -> DamagedError:
-        """The error for the first of ``blocks`` whose landmarks cannot be read, and those stored together with it."""
+        """Return the error for the first of ``blocks`` with unreadable landmarks, and those stored together with it."""
         length = self._shared.run_length
         for run in range(blocks.start // length, -(-blocks.stop // length)):
             piece = range(max(run * length, blocks.start), min((run + 1) * length, blocks.stop))
@@ -320,7 +320,7 @@ class LayerView:
         return DamagedError(f"document {self._name!r}, layer {self._layer}: {error}")
 
     def _steadily(self, blocks: list[int], read: Callable[[DocumentState], T]) -> T:
-        """What ``read`` gives for ``blocks``, again where the document changed in between; names what is damaged."""
+        """Return the result of ``read`` for ``blocks``; repeat it if the document changes, and name damaged blocks."""
         while True:
             state = self._check_live(blocks)
             try:
@@ -337,7 +337,7 @@ class LayerView:
         refs, unmoved = self._refs(blocks, state), self._unmoved(state, blocks)
         if not blocks or spec.codec == "none" or max(blocks) < refs.stop:
             return decode_block_rows(spec, cache.read(refs, unmoved, device))
-        # The incomplete last block is among them: it lies there as it was put, whatever the codec.
+        # The incomplete last block is among them; it is stored without the codec.
         complete = [place for place, block in enumerate(blocks) if block < refs.stop]
         states = decode_block_rows(spec, cache.read(refs.only(complete), unmoved, device))
         last = read_last_block(self._shared.store, spec, next(key for key in refs.keys if key.item >= refs.stop))
@@ -366,14 +366,14 @@ def _as_ids(blocks: Tensor | Sequence[int]) -> list[int]:
 def gathered(
     views: Sequence[LayerView], blocks: Tensor | Sequence[int], device: torch.device
 ) -> list[dict[str, Tensor]]:
-    """``gather`` of the same ``blocks`` of several layers of a document, in one copy."""
+    """Run ``gather`` for the same ``blocks`` of several layers of a document, in one copy."""
     device, ids = device_of(device), _as_ids(blocks)
     found = _together(views, ids, device) if len(views) > 1 and ids else None
     return [view.gather(ids, device=device) for view in views] if found is None else found
 
 
 def _together(views: Sequence[LayerView], blocks: list[int], device: torch.device) -> list[dict[str, Tensor]] | None:
-    """None where a layer has to be asked by itself: for a block that is not coded yet, or to say which is damaged."""
+    """Gather in one copy. None if layers need separate reads: for a block without codec, or to name a damaged one."""
     first, shared, count = views[0], views[0]._shared, len(blocks)
     state = first._check_live(blocks)
     if shared.spec.codec != "none" and max(blocks) >= first._stop(state):
@@ -391,9 +391,9 @@ def _together(views: Sequence[LayerView], blocks: list[int], device: torch.devic
 def gathered_each(
     views: Sequence[LayerView], lists: Sequence[Sequence[int]], device: torch.device | None = None
 ) -> dict[str, Tensor]:
-    """``gather`` of complete blocks, a list of its own for each layer of a document, in one copy: one behind the other.
+    """Gather complete blocks, with a separate list for each layer of a document, in one copy, layer after layer.
 
-    They are not kept in host memory where the store is near. Raises what ``LayerView.gather`` does.
+    They are not cached in host memory if the store is near. Raises the errors of ``LayerView.gather``.
     """
     ids, first = [block for each in lists for block in each], views[0]
     device, shared = None if device is None else device_of(device), first._shared
@@ -402,7 +402,7 @@ def gathered_each(
     refs = first._refs(ids, state)._replace(layers=layers)
     try:
         rows = shared.blocks.read(refs, first._unmoved(state, ids), device, keep=False)
-    except (StaleBlocks, DamagedError, NotFound):  # one by one, to say which it is
+    except (StaleBlocks, DamagedError, NotFound):  # one by one, to name the faulty one
         parts = [view.gather(each, device=device) for view, each in zip(views, lists, strict=True)]
         return {name: torch.cat([part[name] for part in parts]) for name in shared.spec.fields}
     first._count(ids)
@@ -418,7 +418,7 @@ def at_hand(views: Sequence[LayerView], blocks: Sequence[int]) -> bool:
 
 
 def prefetch(views: Sequence[LayerView], blocks: Tensor | Sequence[int]) -> None:
-    """``LayerView.prefetch`` of the same ``blocks`` of several layers of a document."""
+    """Run ``LayerView.prefetch`` for the same ``blocks`` of several layers of a document."""
     if not views or not views[0]._shared.blocks.prefetches:
         return
     first, shared = views[0], views[0]._shared
@@ -431,7 +431,7 @@ def prefetch(views: Sequence[LayerView], blocks: Tensor | Sequence[int]) -> None
 
 
 def cannot_score(index: str) -> str:
-    """What to say to somebody who wants every block scored by an index that only finds the best."""
+    """Return the error message for scoring every block with an index that only finds the best."""
     return (
         f"the index {index!r} finds the best blocks and cannot score all of them, as attached models, lists that heads "
         "or tokens share, and searches by vectors need: open the memory with index='exact' (nothing stored changes)."
@@ -439,10 +439,10 @@ def cannot_score(index: str) -> str:
 
 
 class _LayerIndex:
-    """Taken from its file or built from the store at the first search; later ones add what was committed since.
+    """Loaded from its file or built from the store at the first search; later searches add new commits.
 
-    The store is the only truth, so this works the same whoever wrote: this thread, another one, or another process.
-    A lock lets one thread in at a time, since an index cannot be searched while it changes.
+    The store is the only truth, so it works for any writer: this thread, another one, or another process. A lock lets
+    one thread in at a time, because an index cannot be searched while it changes.
     """
 
     def __init__(self, handle: Handle, layer: int) -> None:
@@ -452,7 +452,7 @@ class _LayerIndex:
         self._index: VectorIndex | None = None
         self._edits = -1
         self._held = range(0)
-        self._dropped: list[range] = []  # blocks within ``_held`` that are not there
+        self._dropped: list[range] = []  # missing blocks within ``_held``
         self._kept = range(0)
         self._queries: deque[Tensor] = deque(maxlen=LOGGED)
         self._measured: Mapping[str, Any] = {}
@@ -464,7 +464,7 @@ class _LayerIndex:
 
     @property
     def device(self) -> torch.device:
-        """Where it lies; asking it from elsewhere takes copies."""
+        """Its device; queries from another one are copied."""
         return self._handle.shared.index_device
 
     def search(self, queries: Tensor, top_k: int, allowed: range | Tensor | None) -> SearchResult:
@@ -473,11 +473,11 @@ class _LayerIndex:
             index = self._synced()
             found = index.search(queries, top_k, allowed=allowed)
             if queries.shape[1] and not index.capabilities.exact:
-                self._queries.append(queries[:, -1:].detach().cpu().clone())  # to measure recall with
+                self._queries.append(queries[:, -1:].detach().cpu().clone())  # for measuring recall
             return found
 
     def score(self, queries: Tensor, allowed: range | Tensor | None) -> tuple[Tensor, Tensor]:
-        """Score all blocks that are complete and committed now. Raises ``InvalidArgument`` where the index cannot."""
+        """Score all blocks that are complete and committed now. Raises ``InvalidArgument`` if the index cannot."""
         with self._lock, own_types():
             index = self._synced()
             if not index.capabilities.dense:
@@ -491,9 +491,9 @@ class _LayerIndex:
             return self._synced().route(queries.to(self.device), top_k, allowed=allowed)
 
     def build(self) -> None:
-        """Bring the index up to the last commit, let it finish, measure it, and keep it beside the store.
+        """Update the index to the last commit, let it finish, measure it, and keep it beside the store.
 
-        Raises ``DamagedError`` where landmarks cannot be read, and ``OSError`` where there is no room.
+        Raises ``DamagedError`` if landmarks cannot be read, and ``OSError`` if the disk is full.
         """
         with self._lock, own_types():
             index = self._synced()
@@ -503,7 +503,7 @@ class _LayerIndex:
             self._keep_file()
 
     def close(self) -> None:
-        """Keep an index that has grown since it was kept, where files are kept, and let go of it."""
+        """Keep an index that has grown since it was last kept, if files are kept, and release it."""
         with self._lock:
             index, self._index = self._index, None
             if index is None:
@@ -520,14 +520,14 @@ class _LayerIndex:
                 index.close()
 
     def drop(self) -> None:
-        """Let go of the index of a document that was forgotten, which is not kept."""
+        """Release the index of a forgotten document without keeping it."""
         with self._lock:
             if self._index is not None:
                 self._index.close()
                 self._index = None
 
     def facts(self) -> dict[str, Any] | None:
-        """What there is to tell of the index; None before the first search."""
+        """Return the facts about the index; None before the first search."""
         with self._lock:
             if self._index is None:
                 return None
@@ -552,7 +552,7 @@ class _LayerIndex:
             self._kept = self._held
 
     def cut(self, before: DocumentState, after: DocumentState) -> None:
-        """A truncation of this process: drop its blocks here too, which is cheaper than building again."""
+        """Drop the blocks that this process truncated, which is cheaper than a new build."""
         with self._lock:
             if self._index is not None and self._edits == before.edits:
                 self._keep(range(min(self._held.start, after.blocks), min(self._held.stop, after.blocks)))
@@ -564,7 +564,7 @@ class _LayerIndex:
             try:
                 index = self._catch_up(state)
             except DamagedError:
-                # What was to be read may have been truncated, or have left, since.
+                # The blocks to read may have been truncated, or have left, since.
                 if self._handle.current() == state:
                     raise
                 continue
@@ -577,7 +577,7 @@ class _LayerIndex:
             self._index, self._edits = self._renewed(), state.edits
             self._held, self._dropped = range(complete.start, complete.start), state.gaps
             self._load(complete)
-        self._dropped = state.gaps  # a copy passes over the blocks that its source lacks, without an edit
+        self._dropped = state.gaps  # a copy skips the blocks that its source lacks, without an edit
         self._keep(range(max(self._held.start, complete.start), self._held.stop))
         if complete.stop <= self._held.stop:
             return self._index
@@ -600,16 +600,16 @@ class _LayerIndex:
             self._held, facts = loaded
             self._kept = self._held
             self._measured = {name: facts[name] for name in facts if name.startswith("recall")}
-        elif len(self._index):  # what it took from a file was not what the file promised
+        elif len(self._index):  # the file did not hold the blocks that it listed
             self._index = self._renewed()
 
-    # What takes another index's place closes it: a collection in Milvus outlives the process that forgot it.
+    # Close an index before replacing it: a collection in Milvus outlives the process that forgot it.
     def _renewed(self) -> VectorIndex:
         self.drop()
         return self._handle.shared.new_index()
 
     def _keep(self, blocks: range) -> None:
-        """Drop what is not in ``blocks``; an empty range stays where it is, so that new blocks follow it."""
+        """Drop blocks outside ``blocks``; an empty range keeps its position, so that new blocks follow it."""
         assert self._index is not None
         before = range(self._held.start, min(blocks.start, self._held.stop))
         after = range(max(blocks.stop, before.stop, self._held.start), self._held.stop)
@@ -620,17 +620,17 @@ class _LayerIndex:
 
 
 def recall(index: VectorIndex, source: LayerLandmarks, blocks: range, logged: Sequence[Tensor]) -> dict[str, Any]:
-    """Share of the true best eight of ``blocks`` that ``index`` finds: JSON values for ``memstore stats``.
+    """Measure the share of the true best eight of ``blocks`` that ``index`` finds: JSON values for ``memstore stats``.
 
-    ``logged`` are queries ``[H, 1, D]`` of the last searches. Without them keys of the index are its queries, which is
-    easier than real ones: the answer says which of the two it was.
+    ``logged`` are queries ``[H, 1, D]`` of the last searches. Without them, keys of the index serve as queries, which
+    are easier than real ones. The result says which of the two it was.
     """
     alike = [queries for queries in logged if queries.shape == logged[-1].shape]
     queries = torch.cat(alike, 1).float() if alike else _keys(source, blocks)
     found = index.search(queries, TOP_K).scores
     truth = _truth(source, blocks, queries)
     there = truth > -torch.inf
-    # Any of several equal blocks is right, so scores are compared, and float32 sums in another order agree.
+    # Any of several equal blocks is right, so scores are compared. Float32 sums in another order count as equal.
     last = torch.where(there, truth, torch.inf).amin(2, keepdim=True)
     hits = (found >= last - 1e-5 * last.abs()) & there
     share = float(hits.sum() / there.sum().clamp(min=1))
@@ -638,14 +638,14 @@ def recall(index: VectorIndex, source: LayerLandmarks, blocks: range, logged: Se
 
 
 def _keys(source: LayerLandmarks, blocks: range) -> Tensor:
-    """The first key of some blocks: ``[G, T, D]``."""
+    """Return the first key of some blocks: ``[G, T, D]``."""
     some = [blocks[len(blocks) * place // LOGGED] for place in range(min(LOGGED, len(blocks)))]
     rows = [next(iter(source.landmarks.read(source.places, range(b, b + 1))))[1] for b in dict.fromkeys(some)]
     return torch.cat(rows)[:, :, 0].transpose(0, 1).contiguous()
 
 
 def _truth(source: LayerLandmarks, blocks: range, queries: Tensor) -> Tensor:
-    """Best scores by brute force, a piece of the store at a time: ``[H, T, TOP_K]``, -inf where there are fewer."""
+    """Return the best scores by brute force, one piece of the store at a time: ``[H, T, TOP_K]``, padded with -inf."""
     best = torch.full((*queries.shape[:2], TOP_K), -torch.inf)
     for _, keys in source.landmarks.read(source.places, blocks):
         heads = keys.repeat_interleave(len(queries) // keys.shape[1], 1)  # [n, H, P, D]
