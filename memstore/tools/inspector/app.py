@@ -102,7 +102,7 @@ class Inspector:
         """Load the tokenizer in a thread, so that it is ready for the first text."""
 
         def load() -> None:
-            with contextlib.suppress(MemstoreError):  # the memory may be closed; a later request for text gets the error
+            with contextlib.suppress(MemstoreError):  # the memory may be closed; later requests get the error
                 _ = self._words.missing
 
         threading.Thread(target=load, name="tokenizer", daemon=True).start()
