@@ -93,7 +93,7 @@ class Maker:
 def _needles(
     *, hay: str = "manual", keys: int = 1, values: int = 1, asked: int = 1, codes: str = ""
 ) -> Callable[[Maker, random.Random], RulerSample]:
-    """Needles: ``keys`` of them with ``values`` each, ``asked`` of which are asked for; ``codes``: what is a uuid."""
+    """Make a task: ``keys`` needles with ``values`` each, ``asked`` of them asked for; ``codes``: the uuid parts."""
 
     def make(maker: Maker, chance: random.Random) -> RulerSample:
         names = _names(chance, "key" in codes)
