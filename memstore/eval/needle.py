@@ -45,8 +45,8 @@ class Reply:
 
     tokens: list[int]
     found: tuple[NeedleScore, ...]
-    """For each needle to find, the score in its group of upper layers (of a landmark model: in the layer that ranked it
-    best); empty without scores."""
+    """For each needle to find, the score in its group of upper layers. For a landmark model it is the layer that ranked
+    the needle best. Empty without scores."""
     layers: tuple[LayerScore, ...] = ()
     """The scores of each layer of a landmark model; empty if the needle was among the local tokens."""
 

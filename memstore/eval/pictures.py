@@ -44,7 +44,7 @@ def new_figure(width: float, height: float, *, title: str, caption: str) -> Any:
 
 
 def drawable(text: str, *, longest: int | None = None, lines: bool = False) -> str:
-    """``text`` as a label: on one line unless ``lines``, no formulas, and nothing that the font has no letter for."""
+    """``text`` as a label: on one line unless ``lines``, without formulas and without letters that the font lacks."""
     if longest is not None and len(text) > longest:
         text = text[: longest - 1] + "…"
     return "".join(_drawn(letter, lines=lines) for letter in text)

@@ -1,8 +1,8 @@
 """Behaviour of a store of key-value states when its disk, its power or its files fail: ``memstore torture``.
 
 It works for any store, in a few lines: a ``Subject`` appends blocks of states, cuts them off and reads them back. Its
-history follows from a seed, so every block that is read can be told from every other: blocks of the last commit, blocks
-of an earlier commit, and blocks that nobody wrote. Only the store's answers in a new process count.
+history follows from a seed, so no two blocks are equal. A block that is read belongs to the last commit, to an earlier
+one, or to none. Only the store's answers in a new process count.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class History:
 
 @dataclass
 class _Observation:
-    """The result of a new process: for each block its number, -1 if nobody wrote it, or the error."""
+    """The result of a new process: for each block its number, -1 if no commit wrote it, or the error."""
 
     blocks: list[int | str] = field(default_factory=list)
     error: str = ""

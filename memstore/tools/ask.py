@@ -98,10 +98,10 @@ def ask(
     """Ask the model that read a memory.
 
     The question is put into the model's chat template, behind the paragraph that fits it best. The answer is printed as
-    it is written. Below it are the blocks that it was written with, each with its line in the document: the quoted
-    block, and those with most of the model's attention. An answer that repeats itself (the same 4 to 32 tokens six
-    times) is ended. A model without a chat template continues the question's words; --raw does the same with any model.
-    --trace also records, beside the memory, which blocks each token was written with.
+    it is written. Below it are its sources, each with its line in the document: the quoted block, and the blocks with
+    most of the model's attention. An answer that repeats itself (the same 4 to 32 tokens six times) is ended. A model
+    without a chat template continues the question's words. With --raw every model does so. With --trace the blocks of
+    each token are also recorded, beside the memory.
 
     Example:
 

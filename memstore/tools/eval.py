@@ -200,11 +200,11 @@ def perplexity(
 ) -> Report:
     """Compare perplexity with the memory and with less of it.
 
-    For a DRT or a HiLS model, the same last tokens are scored after contexts of each length: once with the whole
-    context in a memory, and once by the same weights with retrieval off. A landmark model gives the paper's two tables,
-    by length and by granularity. With a context-miss token it also gives the table of cut-offs: all tokens of pieces of
-    each length, from the same text. A Memorizing Transformer, or a stock model with a memory of tokens, scores a text
-    as a document, or each .txt file of a folder. It is scored with memories of each size, as a whole and by position.
+    For a DRT or a HiLS model, the same last tokens are scored after contexts of each length. The whole context is in a
+    memory, or retrieval is off. A landmark model gives the paper's two tables, by length and by granularity. With a
+    context-miss token it also gives the table of cut-offs: all tokens of pieces of each length, from the same text. A
+    Memorizing Transformer, or a stock model with a memory of tokens, scores a text as a document, or each .txt file of
+    a folder. It is scored with memories of each size, as a whole and by position.
 
     Example:
 
@@ -321,9 +321,9 @@ def lookup(
 ) -> Report:
     """Show which words a model looks up in its memory: names that it read far back.
 
-    Every word is sorted by its last place in the text: out of reach of all windows, or of a segment of a stock model
-    (far), within it (near), or nowhere (new). Each kind is scored with and without the memory. For the far words that
-    gain most, the retrieved tokens are shown.
+    Every word is sorted by its last place in the text. Far is out of reach of all windows, or of a stock model's
+    segment. Near is within it, and new words have no earlier place. Each kind is scored with and without the memory.
+    For the far words that gain most, the retrieved tokens are shown.
 
     Example:
 

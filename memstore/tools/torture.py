@@ -52,8 +52,8 @@ def torture(
     """Kill, fill, flip, truncate: see what a store serves afterwards.
 
     One process writes a store, a fault happens, and another process reads the store. Each served block is compared with
-    the history: the last commit (right), a wrong block, or a committed block that is lost without an error. A damaged
-    store should raise an error. The last column is the share of blocks that could still be read then.
+    the history. It can come from the last commit (right), be wrong, or be lost without an error. A damaged store should
+    raise an error. The last column is the share of blocks that could still be read then.
 
     The exit code is 1 if anything was lost, torn or wrong, a process was ended, or a store could not be tried. For a
     store of your own give module:Class, a subclass of memstore.testing.torture.Subject (open, append, cut, read) that

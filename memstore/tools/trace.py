@@ -54,7 +54,7 @@ def trace(
 
     For every token you see the blocks with most weight. Beside each is the piece of its text that fits the answer so
     far, or its beginning. The weight is the block's share of the model's attention, as a mean of all layers and heads
-    that retrieve. --json also gives the whole record: lists, scores, tiers and times of every layer.
+    that retrieve. With --json you get the whole record: lists, scores, tiers and times of every layer.
 
     Record an answer with: memstore ask MEMORY QUESTION --trace.
 

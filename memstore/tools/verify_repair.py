@@ -67,8 +67,8 @@ Dropped = dict[str, list[tuple[int, int]]]
 def _checked(memory: str) -> tuple[bool, list[dict[str, Any]], int | None, int | None, Dropped]:
     """Check a memory.
 
-    Return whether it can be opened, the findings, its numbers of documents and tokens (None for an encrypted memory
-    without its key), and the first and last blocks of the gaps in documents.
+    Return whether it can be opened, the findings, and its numbers of documents and tokens (None if the key is missing).
+    Also return the first and last blocks of the gaps in documents.
     """
     try:
         opened = memstore.open(memory, mode="r")

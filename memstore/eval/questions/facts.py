@@ -1,8 +1,8 @@
 """Invented facts, hidden in a manual, each asked in three ways: how much of finding is matching words?
 
-The manual is Python's language reference, which every Python carries. A fact is asked in its ``own`` words (the
-beginning of its sentence, as for needles), in a ``plain`` question with some of them, and in ``other`` words. Such a
-question shares no content word with the fact. All three ways of a fact are in the same half.
+The manual is Python's language reference, which every Python carries. A fact is asked in its ``own`` words: the
+beginning of its sentence, as for needles. It is also asked in a ``plain`` question with some of these words, and in
+``other`` words. Such a question shares no content word with the fact. All three ways of a fact are in the same half.
 """
 
 from __future__ import annotations

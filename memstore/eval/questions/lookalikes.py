@@ -1,4 +1,4 @@
-"""Look-alikes: eight sentences of one form hidden in a manual, which differ in two words; one is asked for.
+"""Look-alikes: eight sentences of one form, hidden in a manual, differ in two words. One is asked for.
 
 The right block is easily found, and so are the wrong ones. So the measure is whether the model takes the answer from
 the right one. All sentences of a form are in the same half.

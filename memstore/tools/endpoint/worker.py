@@ -191,7 +191,7 @@ class Worker:
             job.left.set()
         if isinstance(result, Exception):
             raise result
-        return result  # type: ignore[no-any-return]  # what work returns
+        return result  # type: ignore[no-any-return]  # the result of work
 
     def stop(self) -> None:
         """Cancel the current answer, and tell everybody who waits that the server ends."""
@@ -216,7 +216,7 @@ class Worker:
             except (MemstoreError, Refusal) as error:
                 done = error
                 self._attach(None)
-            except Exception as error:  # noqa: BLE001 - told to whoever asked; the others are still to be generate_answer
+            except Exception as error:  # noqa: BLE001 - the client gets the error; the other requests are still answered
                 done = Mistake(error)
                 self._attach(None)
             job.tell(done)

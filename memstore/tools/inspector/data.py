@@ -120,7 +120,7 @@ def overview(memory: Memory, write_token: str | None) -> dict[str, Any]:
 
 
 def texts(memory: Memory, words: Words) -> dict[str, Any]:
-    """Return why text is missing (None if it is available), and whether several documents can be asked together."""
+    """Return why text is missing (None if it is available), and whether a question can cover several documents."""
     return {"missing": words.missing, "several": takes_several(memory)}
 
 

@@ -108,8 +108,8 @@ def trace(
 ) -> dict[str, Any]:
     """Return the facts of a trace, and its steps from ``start`` to before ``stop``.
 
-    Each step has the text of its token, its attention by block (of ``layer`` and ``head``, or the mean of all), the
-    number of entries from each of ``TIERS``, and microseconds. Raises ``NotFound``, ``DamagedError`` and
+    Each step has the text of its token and its attention by block (of ``layer`` and ``head``, or the mean of all). It
+    also has the number of entries from each of ``TIERS``, and microseconds. Raises ``NotFound``, ``DamagedError`` and
     ``InvalidArgument``.
     """
     found = memory.traces.get(trace)
