@@ -78,7 +78,7 @@ def save_picture(figure: Any, path: Path) -> None:
         figure.savefig(drawn, dpi=150, format=kind)
     try:
         if kind == "png":
-            Image.open(drawn).convert("L").save(path, format=kind, optimize=True)  # half the bytes of colours
+            Image.open(drawn).convert("L").save(path, format=kind, optimize=True)  # half the bytes of colour pictures
         else:
             path.write_bytes(drawn.getvalue())
     except PermissionError:

@@ -56,7 +56,7 @@ def _drawn(letter: str, *, lines: bool) -> str:
     if not letter.isprintable():
         return letter.encode("unicode_escape", "backslashreplace").decode()
     if letter == "$":
-        return r"\$"  # else two of them are a formula
+        return r"\$"  # otherwise two of them make a formula
     return letter if _in_font(letter) else "□"
 
 
@@ -136,10 +136,14 @@ Block = tuple[str, int]
 def heat(trace: Trace, *, words: Sequence[str] | None = None, layer: int | None = None, head: int | None = None) -> Any:
     """Draw generated tokens by blocks, weight as ink. The blocks with most weight have rows of their own, in order.
 
-    Args: trace: of one generation. words: the text of each step's token, if it is known. layer: the weights of this
-    layer alone, else the mean over layers. head: the weights of this query head alone, else the mean over heads.
+    Args:
+        trace: of one generation.
+        words: the text of each step's token, if it is known.
+        layer: the weights of this layer alone, else the mean over layers.
+        head: the weights of this query head alone, else the mean over heads.
 
-    Raises: InvalidArgument: nothing was retrieved.
+    Raises:
+        InvalidArgument: nothing was retrieved.
     """
     steps = _steps(trace)
     by_step = [{(name, at): w for name, at, w in most_weight([step], layer=layer, head=head)} for step in steps]

@@ -128,7 +128,7 @@ def fork(body: Callable[[Say], None], patience: int = PATIENCE) -> _Child:
         signal.alarm(WAITING * patience)
         body(lambda line: _tell(say, line))
         code = 0
-    except BaseException as error:  # noqa: BLE001 - the parent hears of everything
+    except BaseException as error:  # noqa: BLE001 - the parent gets every error
         sys.settrace(None)
         place = traceback.extract_tb(error.__traceback__)[-1]
         words = " ".join(str(error).split())

@@ -130,7 +130,7 @@ class History:
 
     def _step(self, step: int, blocks: int) -> tuple[int, int]:
         """Return how many blocks stay, and how many are added. Only one of the two changes."""
-        rng = random.Random(f"{self.seed} {step}")  # noqa: S311 - what is done is to be repeatable
+        rng = random.Random(f"{self.seed} {step}")  # noqa: S311 - the choices must be repeatable
         if blocks > 8 and rng.random() < 0.25:
             return rng.randrange(blocks // 2, blocks), 0
         return blocks, rng.randint(1, 4)
@@ -229,7 +229,7 @@ def look(make: Make, history: History, folder: Path) -> _Observation:
             for block in range(len(subject)):
                 try:
                     blocks.append(digests.get(_digest(subject.read(block)), -1))
-                except Exception as error:  # noqa: BLE001 - whatever a store refuses with
+                except Exception as error:  # noqa: BLE001 - any error of a store
                     blocks.append(_told(error))
             say(json.dumps(blocks))
         except Exception as error:  # noqa: BLE001
@@ -454,7 +454,7 @@ def torture(make: Make, fault: str, rounds: int, seed: int = 0, folder: Path | N
     place = Path(folder or tempfile.gettempdir()) / f"memstore-torture-{secrets.token_hex(8)}"
     try:
         place.mkdir(mode=0o700)
-        rng = random.Random(f"{seed} {fault}")  # noqa: S311 - what is done is to be repeatable
+        rng = random.Random(f"{seed} {fault}")  # noqa: S311 - the choices must be repeatable
         outcome = FAULTS[fault](make, place, rounds, rng)
     finally:
         with suppress(FileNotFoundError):  # it could not be made; a folder that cannot be removed raises

@@ -64,7 +64,7 @@ def chat(
 
     In Python: memstore.readers.reader.Reader.chat, of what memstore.attach gives.
     """
-    from memstore.memory.urls import OpenFolder  # help comes without numpy
+    from memstore.memory.urls import OpenFolder  # help starts without numpy
 
     with waiting("loading the model", show=True):
         use_threads(threads)

@@ -200,11 +200,12 @@ def perplexity(
 ) -> Report:
     """Compare perplexity with the memory and with less of it.
 
-    For a DRT or a HiLS model, the same last tokens are scored after contexts of each length. The whole context is in a
-    memory, or retrieval is off. A landmark model gives the paper's two tables, by length and by granularity. With a
-    context-miss token it also gives the table of cut-offs: all tokens of pieces of each length, from the same text. A
-    Memorizing Transformer, or a stock model with a memory of tokens, scores a text as a document, or each .txt file of
-    a folder. It is scored with memories of each size, as a whole and by position.
+    For a DRT or a HiLS model, the same last tokens are scored after contexts of each length. The same weights score
+    them twice: with the whole context in a memory, and with retrieval off. A landmark model gives the paper's two
+    tables, by length and by granularity. With a context-miss token it also gives the table of cut-offs: all tokens of
+    pieces of each length, from the same text. A Memorizing Transformer, or a stock model with a memory of tokens,
+    scores a text as a document, or each .txt file of a folder. It is scored with memories of each size, as a whole and
+    by position.
 
     Example:
 

@@ -114,7 +114,7 @@ class _QuestionSetting:
         if self.picture is not None:
             check_picture(self.picture)
         sets = load()
-        asked = {each.name: each.of(self.half, self.questions) for each in sets}  # type: ignore[arg-type]  # it checks
+        asked = {each.name: each.of(self.half, self.questions) for each in sets}  # type: ignore[arg-type]  # of checks it
         import memstore
         from memstore.eval.questions import recall
         from memstore.eval.questions.answers import answers

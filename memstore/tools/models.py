@@ -128,7 +128,7 @@ def _libraries() -> Any:
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Switch garbage collection off."""
+    """Run the body without garbage collection."""
     before = gc.isenabled()
     gc.disable()
     try:

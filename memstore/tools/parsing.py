@@ -1,9 +1,9 @@
 """The text of HTML, PDF, EPUB and mail.
 
 Anybody may have written such a file. A small one can unpack to gigabytes, keep a parser busy for ever, or lead it to
-any error. So it is parsed in a process of its own, with little memory and little time. ``python -P -m
-memstore.tools.parsing FILE [ENCODING]`` prints its text. On standard error it prints the parts that had to be left out,
-a line each.
+any error. So it is parsed in a process of its own, with little memory and little time:
+``python -P -m memstore.tools.parsing FILE [ENCODING]``. It prints the text, and on standard error the parts that had to
+be left out, a line each.
 """
 
 from __future__ import annotations

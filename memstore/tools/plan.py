@@ -70,7 +70,7 @@ class Contents:
             return None
 
     def read_by(self, model: str | None) -> bool:
-        """Check whether ``model`` read the contents. None, no name, passes."""
+        """Check whether ``model`` read the contents; None fits any model."""
         return model is None or lasting_name(model) == self.model
 
 
@@ -297,7 +297,7 @@ def _bytes_per_token(spec: MemorySpec, codec: str) -> float:
 
 
 def _seconds_per_token(reader: Reader) -> float:
-    """Estimate the seconds per token: its largest weight is multiplied once, and the others cost as much per byte."""
+    """Estimate the seconds per token: its largest weight is multiplied once, and the others cost as much per number."""
     import torch
 
     weights = [each for name, each in reader.model.named_parameters() if each.dim() == 2 and "embed" not in name]

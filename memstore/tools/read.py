@@ -188,7 +188,7 @@ def _once(options: Options, noted: Mapping[str, str], load: Callable[[str, str],
     if known is not None and (
         options.top_k is not None or options.dtype not in (None, known.dtype) or not known.read_by(options.model)
     ):
-        known = replace(known, files={})  # compare everything with a reading under other options, which is then refused
+        known = replace(known, files={})  # every file is compared with its stored reading, and refused
     lost = gone(known, found, folders)
     alone = options.one_file and not options.watch  # a watch reads a half-written file next time
     plan = plan_of(found, known, options.document, encoding=options.encoding, alone=alone, gone=lost)

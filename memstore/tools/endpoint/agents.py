@@ -49,7 +49,7 @@ Documents = Annotated[
 
 @dataclass(frozen=True)
 class Receipt:
-    """What was stored."""
+    """The result of storing a text."""
 
     document: str
     new_tokens: int
@@ -129,7 +129,7 @@ class Agents(MCPServer[Any]):
         most: Annotated[int, Field(ge=1, le=MOST_PASSAGES, description="Passages at most.")] = 5,
         documents: Documents = None,
     ) -> list[Passage]:
-        """Find the passages of the memory that a question or a few words call up, best first, with their scores."""
+        """Find the passages of the memory that fit a question or a few words, best first, with their scores."""
 
         def work(reader: Reader, _: QueuedJob) -> list[Passage]:
             self._look_into(reader, documents)
@@ -145,7 +145,7 @@ class Agents(MCPServer[Any]):
         documents: Documents = None,
         max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS, description="Length of the answer at most.")] = 256,
     ) -> AnswerWithPassages:
-        """Let the model that read the memory answer a question from it, and tell the passages that it used."""
+        """Let the model that read the memory answer a question from it, and list the passages that it used."""
 
         def work(reader: Reader, job: QueuedJob) -> AnswerWithPassages:
             self._look_into(reader, documents)
@@ -174,7 +174,7 @@ class Agents(MCPServer[Any]):
             Text, Field(description="The document at whose end it is written; a new name begins one.")
         ] = NOTES,
     ) -> Receipt:
-        """Store a text in the memory, where it can be found from now on, by other conversations too."""
+        """Store a text in the memory, where later questions and other conversations find it."""
 
         def work(reader: Reader, _: QueuedJob) -> Receipt:
             _check_place(reader, document)
