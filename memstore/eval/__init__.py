@@ -1,1 +1,1 @@
-"""Measuring whether a memory gives back what was put into it."""
+"""Measuring how well a memory gives back what it stores."""

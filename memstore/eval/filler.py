@@ -1,4 +1,4 @@
-"""What needles are hidden in: tokens of real texts, from any place on, and whether some had to come twice."""
+"""Filler for haystacks: tokens of real texts, from any place on, and how often they repeat."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from memstore.errors import InvalidArgument, NotFound
 from memstore.eval.needles import prose_text
 
 PIECE = 1 << 16
-"""Characters that are tokenised as one."""
+"""Characters that are tokenised as one text."""
 BATCH = 32
-"""Pieces that are tokenised at a time."""
+"""Texts that are tokenised at a time."""
 OWN_TEXTS = "Python's language reference and library, on which recipes train too"
 
 Tokens = NDArray[np.int64]
 
 
 class Filler:
-    """A long text as tokens, two or four bytes each. After its last token comes its first again."""
+    """A long text as tokens, two or four bytes each. After its last token it begins again."""
 
     def __init__(self, tokens: NDArray[Any], name: str) -> None:
         if not len(tokens):
@@ -39,14 +39,14 @@ class Filler:
         return f"Filler({self.name!r}, {len(self):,} tokens)"
 
     def take(self, start: int, count: int) -> Tokens:
-        """``count`` tokens from place ``start`` on; any number of them, also more than there are."""
+        """Return ``count`` tokens from place ``start`` on; ``count`` may exceed the length of the text."""
         start %= len(self)
         if start + count <= len(self):
             return self.tokens[start : start + count].astype(np.int64)
         return self.tokens.take(np.arange(start, start + count), mode="wrap").astype(np.int64)
 
     def repeats(self, count: int) -> int:
-        """How often ``count`` tokens in a row begin this text anew beyond its first time; 0: no token comes twice."""
+        """Return how often ``count`` consecutive tokens begin this text again; 0: no token repeats."""
         return max(0, -(-count // len(self)) - 1)
 
 
@@ -57,10 +57,10 @@ def load_filler(
     at_most: int,
     advance: Callable[[int], None] = lambda tokens: None,  # noqa: ARG005 - nobody listens
 ) -> Filler:
-    """Up to ``at_most`` tokens of ``files``, one after the other; without files, of texts that every Python carries.
+    """Load up to ``at_most`` tokens of ``files``, one after the other; by default texts that every Python carries.
 
-    ``advance`` hears of every token. Raises ``NotFound`` for a file that is not there, ``InvalidArgument`` for one that
-    is empty or no text.
+    ``advance`` hears of every token. Raises ``NotFound`` if a file is missing, ``InvalidArgument`` if it is empty or no
+    text.
     """
     name = ", ".join(path.name for path in files) if files else OWN_TEXTS
     pieces = (piece for path in files for piece in _file(path)) if files else _own_texts()
@@ -76,16 +76,16 @@ def load_filler(
 
 
 def check_files(files: Sequence[Path]) -> None:
-    """Raise for a file that is not there or does not begin as text: before anything else is done."""
+    """Raise if a file is missing or does not begin as text, before any other work."""
     for path in files:
         next(_file(path), None)
 
 
 def encoded_pieces(tokenizer: Any, pieces: Iterable[str]) -> Iterator[list[int]]:
-    """Token ids of each of ``pieces``."""
+    """Yield the token ids of each of ``pieces``."""
     pieces = iter(pieces)
     while batch := list(islice(pieces, BATCH)):
-        # Names of control tokens in a text are text.
+        # Names of control tokens in a text count as text.
         yield from tokenizer(batch, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
@@ -99,7 +99,7 @@ def _own_texts() -> Iterator[str]:
 
 
 def _file(path: Path) -> Iterator[str]:
-    """The text in ``path``, piece by piece, each up to the end of a line where lines are not too long."""
+    """Yield the text in ``path`` in pieces, each up to the end of a line if lines are not too long."""
     some = False
     try:
         with path.open(encoding="utf-8-sig") as file:

@@ -1,4 +1,4 @@
-"""What a model makes of a needle: its answer, and how clearly the needle's block stood out from all others."""
+"""A model's result on a needle: its answer, and how clearly the needle's block stood out from all others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from memstore.readers.caches import CACHE
 
 WIDE = 64
-"""Best blocks among which the needle is looked for, however few the model takes."""
+"""Best blocks among which the needle is searched, even if the model takes fewer."""
 
 
 @dataclass(frozen=True)
@@ -20,52 +20,52 @@ class NeedleScore:
     """How one needle was retrieved at the end of the question."""
 
     margin: float | None
-    """Score of the needle's block minus that of the best other; None where there is no other. For a needle that is not
-    among the ``WIDE`` best the score of the last of them stands in: the margin is at most this."""
+    """Score of the needle's block minus that of the best other; None without another block. If the needle is not among
+    the ``WIDE`` best, the score of the last of them stands in: the margin is at most this."""
     weight: float
-    """What the model gave the needle's blocks, of 1."""
+    """The model's weight on the needle's blocks; all weights sum to 1."""
 
 
 @dataclass(frozen=True)
 class LayerScore:
-    """How one layer of a landmark model saw the needle, in the head that ranked it best."""
+    """How one layer of a landmark model ranked the needle, in the head that ranked it best."""
 
     layer: int
     rank: int
     """Blocks in memory whose landmark weighed more than that of the needle's best block."""
     margin: float | None
-    """Score of the needle's best block minus that of the best other; None where there is no other."""
+    """Score of the needle's best block minus that of the best other; None without another block."""
     weight: float
-    """Of the softmax over all landmarks in memory, what the needle's blocks have."""
+    """Share of the needle's blocks in the softmax over all landmarks in memory."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What the model said, and what it retrieved for it."""
+    """The model's answer, and what it retrieved for it."""
 
     tokens: list[int]
     found: tuple[NeedleScore, ...]
-    """For each needle that had to be found what its group of upper layers retrieved (of a landmark model: the layer
-    that saw it best); none without scores."""
+    """For each needle to find, the score in its group of upper layers. For a landmark model it is the layer that ranked
+    the needle best. Empty without scores."""
     layers: tuple[LayerScore, ...] = ()
-    """What each layer of a landmark model saw; none where the needle was among the local tokens."""
+    """The scores of each layer of a landmark model; empty if the needle was among the local tokens."""
 
     @classmethod
     def of_layers(cls, tokens: list[int], layers: Sequence[LayerScore]) -> Reply:
-        """One whose needle is told by the layer that saw it best."""
+        """Make a reply whose needle is scored by the layer that ranked it best."""
         best = min(layers, key=lambda each: (each.rank, -each.weight), default=None)
         found = () if best is None else (NeedleScore(best.margin, best.weight),)
         return cls(tokens, found, tuple(layers))
 
 
 def needle_blocks(place: range, tokens_per_block: int) -> range:
-    """The blocks that a needle at ``place`` lies in."""
+    """Return the blocks that contain a needle at ``place``."""
     return range(place.start // tokens_per_block, (place.stop - 1) // tokens_per_block + 1)
 
 
 def greedy(model: Any, past: Any, logits: Tensor, count: int) -> list[int]:
-    """``count`` tokens after ``logits [1, T, vocab]``, each the likeliest, by a model that goes on with ``past``."""
-    words, tokens = model.config.get_text_config(decoder=True).vocab_size, list[int]()  # no landmark is said
+    """Generate ``count`` tokens after ``logits [1, T, vocab]``, always the likeliest; the model continues ``past``."""
+    words, tokens = model.config.get_text_config(decoder=True).vocab_size, list[int]()  # excludes landmark tokens
     while True:
         tokens.append(int(logits[0, -1, :words].argmax()))
         if len(tokens) == count:
@@ -75,7 +75,7 @@ def greedy(model: Any, past: Any, logits: Tensor, count: int) -> list[int]:
 
 
 def layer_found(layer: int, weights: Tensor, own: Tensor) -> LayerScore:
-    """Of ``weights [H, N]`` on landmarks, those of the needle being ``own [N]``: by the head that ranks it best."""
+    """Score the needle's landmarks ``own [N]`` in ``weights [H, N]``, by the head that ranks it best."""
     mine, others = weights[:, own], weights[:, ~own]
     ranks = (others > mine.amax(1, keepdim=True)).sum(1)
     shares = mine.sum(1)

@@ -1,6 +1,6 @@
 """Needles in haystacks: sentences hidden in long texts, and the questions that ask for them.
 
-The filler haystack is that of the landmark paper (Mohtashami & Jaggi 2023, appendix B: grass, sky and sun), with
+The filler haystack comes from the landmark paper (Mohtashami & Jaggi 2023, appendix B: grass, sky and sun), with
 several labelled pass keys instead of one. The prose haystack is Python's own language reference, which every Python
 carries.
 """
@@ -43,7 +43,7 @@ MONTHS = ("January", "March", "April", "June", "July", "August", "October", "Dec
 
 @dataclass(frozen=True)
 class Needle:
-    """A sentence to hide, the beginning of the answer to ask with, and the answer."""
+    """A sentence to hide, the beginning of the answer as a question, and the answer."""
 
     kind: str
     sentence: str
@@ -52,11 +52,11 @@ class Needle:
 
     @property
     def prompt(self) -> str:
-        """What follows the document when it is asked."""
+        """Return the question that follows the document."""
         return f"\n\nQuestion: {self.question}\nAnswer: {self.sentence.split(self.answer)[0].rstrip()}"
 
     def found_in(self, text: str) -> bool:
-        """True if the generated ``text`` begins with the whole answer."""
+        """Check whether the generated ``text`` begins with the whole answer."""
         pattern = rf"(?:(?:a|an|the) )?{re.escape(self.answer)}\b"
         return re.match(pattern, text.strip(), re.IGNORECASE) is not None
 
@@ -94,7 +94,7 @@ FIVE_KINDS = ("name", "ingredient", "animal", "place", "number")
 
 
 def passkeys(count: int, rng: random.Random) -> list[Needle]:
-    """Pass keys of five digits, each of another person: one text can hide several."""
+    """Make pass keys of five digits, each of another person, so that one text can hide several."""
     found = []
     for name in rng.sample(NAMES, count):
         key = f"{rng.randrange(10_000, 100_000)}"
@@ -104,7 +104,7 @@ def passkeys(count: int, rng: random.Random) -> list[Needle]:
 
 
 def prose_needles(kinds: Iterable[str], rng: random.Random) -> list[Needle]:
-    """One needle of each of ``kinds``, with a random answer."""
+    """Make one needle of each of ``kinds``, with a random answer."""
     by_kind, found = {each[0]: each for each in KINDS}, list[Needle]()
     for kind in kinds:
         _, sentence, question, known = by_kind[kind]
@@ -114,12 +114,12 @@ def prose_needles(kinds: Iterable[str], rng: random.Random) -> list[Needle]:
 
 
 def filler_text(characters: int) -> str:
-    """The landmark paper's filler, at least ``characters`` long."""
+    """Return the landmark paper's filler, at least ``characters`` long."""
     return FILLER_START + FILLER * (characters // len(FILLER) + 1)
 
 
 def topics() -> list[str]:
-    """Python's language reference, topic by topic. Raises ``NotFound`` where this Python has none."""
+    """Return Python's language reference, topic by topic. Raises ``NotFound`` if this Python has none."""
     try:
         from pydoc_data.topics import topics as texts
     except ImportError:  # some distributions of Python leave it out
@@ -130,7 +130,7 @@ def topics() -> list[str]:
 
 
 def prose_text(rng: random.Random | None = None) -> str:
-    """Python's language reference; ``rng`` shuffles the order of its topics."""
+    """Return Python's language reference; ``rng`` shuffles the order of its topics."""
     texts = topics()
     if rng is not None:
         rng.shuffle(texts)
@@ -139,16 +139,16 @@ def prose_text(rng: random.Random | None = None) -> str:
 
 @dataclass(frozen=True)
 class Haystack:
-    """Token ids of a text with needles in it."""
+    """Token ids of a text with needles."""
 
     tokens: list[int]
     needles: list[Needle]
     positions: list[int]
-    """Token at which each needle begins."""
+    """First token of each needle."""
 
 
 def hide(text: str, needles: Sequence[Needle], tokenizer: Any, tokens: int, rng: random.Random) -> Haystack:
-    """Hide ``needles`` in the first ``tokens`` tokens of ``text``, each at a random sentence end of its share of it."""
+    """Hide ``needles`` in the first ``tokens`` tokens of ``text``, each at a random sentence end in its own part."""
     characters = round(len(text) * min(1.0, 1.1 * tokens / max(1, _estimate(text, tokenizer))))
     hay: list[int] = tokenizer(text[:characters], add_special_tokens=False)["input_ids"]
     hidden: list[list[int]] = [tokenizer(f" {n.sentence} ", add_special_tokens=False)["input_ids"] for n in needles]
@@ -172,7 +172,7 @@ def hide(text: str, needles: Sequence[Needle], tokenizer: Any, tokens: int, rng:
 
 
 def _sentence_end(ends: Sequence[int], first: int, wanted: int, last: int) -> int:
-    """The next of ``ends`` from ``wanted`` on, else the last one before it, else ``wanted`` itself."""
+    """Return the next of ``ends`` from ``wanted`` on, else the last one before it, else ``wanted`` itself."""
     after = bisect_left(ends, wanted)
     if after < len(ends) and ends[after] <= last:
         return ends[after]
@@ -180,6 +180,6 @@ def _sentence_end(ends: Sequence[int], first: int, wanted: int, last: int) -> in
 
 
 def _estimate(text: str, tokenizer: Any) -> int:
-    """Roughly how many tokens ``text`` has, from its beginning."""
+    """Estimate the tokens of ``text`` from its beginning."""
     sample = text[:20_000]
     return round(len(tokenizer(sample, add_special_tokens=False)["input_ids"]) * len(text) / max(1, len(sample)))

@@ -1,4 +1,4 @@
-"""The options of measuring, for the command line. Nothing here needs PyTorch."""
+"""Options of measurements for the command line. This module does not need PyTorch."""
 
 from __future__ import annotations
 

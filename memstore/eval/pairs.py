@@ -1,7 +1,7 @@
-"""Prompts and their answers, from a JSON Lines file, aligned with blocks; what a model answers, and how well.
+"""Prompts and answers from a JSON Lines file, aligned with blocks; a model's own answers, and their scores.
 
-Trained on them, the loss is on the answers alone. Answers are judged by exact match, and ROUGE by the package
-``rouge_score``.
+In training on pairs, only the answers count for the loss. Answers are scored by exact match, and by ROUGE with the
+package ``rouge_score``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ ROUGE = ("rouge1", "rouge2", "rougeL")
 
 
 class _Pair(NamedTuple):
-    """Token ids of a prompt, aligned, and of what is to follow it."""
+    """Token ids of an aligned prompt, and of its answer."""
 
     prompt: list[int]
     answer: list[int]
 
 
 def read_pairs(path: Path, *, prompt: str = "prompt", answer: str = "answer") -> list[tuple[str, str]]:
-    """The pairs of texts in ``path``, one JSON object a line; ``prompt`` and ``answer`` name its fields.
+    """Read the pairs of texts in ``path``, one JSON object a line; ``prompt`` and ``answer`` name its fields.
 
     Raises ``NotFound`` without the file, and ``InvalidArgument`` for a line that is no such object.
     """
@@ -55,7 +55,7 @@ def _pair(value: Any, where: str, prompt: str, answer: str) -> tuple[str, str]:
 def encode_pairs(
     pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, tokens_per_block: int
 ) -> list[_Pair]:
-    """Pairs as tokens: prompts are aligned with blocks, answers end with the end-of-text token."""
+    """Encode pairs as tokens: prompts are aligned with blocks, answers end with the end-of-text token."""
     filler = filler_token(tokenizer)
     end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
     prompts = tokenizer([prompt for prompt, _ in pairs], add_special_tokens=False, verbose=False)["input_ids"]
@@ -67,7 +67,7 @@ def encode_pairs(
 
 
 def collate_pairs(pairs: list[_Pair]) -> dict[str, Tensor]:
-    """A batch, filled up at the end, where a causal model cannot see it; so it needs no mask."""
+    """Make a batch, padded at the end. A causal model does not see the padding, so it needs no mask."""
     width = max(len(pair.prompt) + len(pair.answer) for pair in pairs)
     ids = torch.zeros(len(pairs), width, dtype=torch.int64)
     labels = torch.full_like(ids, IGNORED)
@@ -79,16 +79,16 @@ def collate_pairs(pairs: list[_Pair]) -> dict[str, Tensor]:
 
 
 def align(prompt: Sequence[int], tokens_per_block: int, filler: int) -> list[int]:
-    """``prompt`` with as many ``filler`` tokens in front that its last token is the first of a block.
+    """Put ``filler`` tokens before ``prompt`` until its last token is the first of a block.
 
-    A block retrieves for the *next* block. So the question has to stand in complete blocks, all but its last token, and
-    the answer is written with what those blocks retrieved.
+    A block retrieves for the *next* block. So the question has to stand in complete blocks, except for its last token.
+    The answer is then written with the blocks that those blocks retrieved.
     """
     return [filler] * ((1 - len(prompt)) % tokens_per_block) + list(prompt)
 
 
 def filler_token(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token to fill up with: a newline, or the last piece of one."""
+    """Return the token for padding: a newline, or the last piece of one."""
     ids: list[int] = tokenizer("\n", add_special_tokens=False)["input_ids"]
     if ids:
         return ids[-1]
@@ -96,7 +96,7 @@ def filler_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def rouge_scorer() -> Any:
-    """The scorer, with the stemmer that papers use. Raises ``NotFound`` without its package."""
+    """Return the scorer, with the stemmer that papers use. Raises ``NotFound`` without its package."""
     try:
         from rouge_score.rouge_scorer import RougeScorer
     except ModuleNotFoundError:
@@ -113,9 +113,9 @@ def generate_answers(
     max_tokens: int = 64,
     advance: Callable[[int], None] = lambda tokens: None,  # noqa: ARG005 - nobody listens
 ) -> list[str]:
-    """What the model says after each prompt, always the likeliest token, to its end or ``max_tokens``.
+    """Generate an answer to each prompt, always the likeliest token, to its end or ``max_tokens``.
 
-    Prompts are aligned as they are in training: their last token is the first of a block.
+    Prompts are aligned as in training: their last token is the first of a block.
     """
     answers = []
     for pair in encode_pairs(list(pairs), tokenizer, model.config.tokens_per_block):
@@ -133,7 +133,7 @@ def generate_answers(
 
 
 def judged(pairs: Sequence[tuple[str, str]], answers: Sequence[str]) -> list[dict[str, Any]]:
-    """Each answer with its measures: ``exact``, and the F measures of ROUGE-1, 2 and L."""
+    """Return each answer with its scores: ``exact``, and the F measures of ROUGE-1, 2 and L."""
     scorer = rouge_scorer()
     judged = []
     for (prompt, expected), answer in zip(pairs, answers, strict=True):
@@ -145,5 +145,5 @@ def judged(pairs: Sequence[tuple[str, str]], answers: Sequence[str]) -> list[dic
 
 
 def means(judged: Sequence[dict[str, Any]]) -> dict[str, float]:
-    """The mean of each measure."""
+    """Return the mean of each score."""
     return {name: round(fmean(each[name] for each in judged), 4) for name in ("exact", *ROUGE)}

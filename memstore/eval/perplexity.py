@@ -25,19 +25,19 @@ Bare = Callable[[Any, Tensor, int], Tensor]
 
 @dataclass(frozen=True)
 class PerplexityRow:
-    """One length."""
+    """The result for one length."""
 
     length: int
-    """Tokens, the scored ones among them."""
+    """Tokens, including the scored ones."""
     scored: int
-    """Tokens scored in all samples together."""
+    """Scored tokens in all samples together."""
     window: float
     """Perplexity of the same weights with retrieval off."""
     memory: float
-    """Perplexity with all that came before in a memory."""
+    """Perplexity with all earlier tokens in a memory."""
 
     def to_dict(self) -> dict[str, Any]:
-        """As ``--json`` prints it."""
+        """Return the row as ``--json`` prints it."""
         return {
             "length": self.length,
             "scored": self.scored,
@@ -57,10 +57,10 @@ def perplexity(
     samples: int = 4,
     advance: Callable[[int], None] = lambda tokens: None,  # noqa: ARG005 - nobody listens
 ) -> list[PerplexityRow]:
-    """Perplexity of ``scored`` tokens at each of ``samples`` places of ``tokens [n]``, for contexts of all ``lengths``.
+    """Measure perplexity of ``scored`` tokens at ``samples`` places of ``tokens [n]``, for contexts of all ``lengths``.
 
-    The places are the same for all lengths, so rows differ by their context alone. Raises ``InvalidArgument`` for a
-    text that is too short, or a length without room for what is scored.
+    The places are the same for all lengths, so rows differ by their context alone. Raises ``InvalidArgument`` if the
+    text is too short, or a length has no room for the scored tokens.
     """
     _check(len(tokens), lengths, scored, samples)
     ends = places(len(tokens), max(lengths), samples)
@@ -77,21 +77,21 @@ def perplexity(
 
 
 def places(tokens: int, longest: int, samples: int) -> list[int]:
-    """Where samples end: evenly from the first place with a whole context to the end of the text."""
+    """Return the ends of the samples, evenly from the first place with a whole context to the end of the text."""
     if samples == 1:
         return [tokens]
     return sorted({longest + round(number * (tokens - longest) / (samples - 1)) for number in range(samples)})
 
 
 def after_memory(model: Any, text: Tensor, scored: int, place: str = "ram:") -> Tensor:
-    """The losses of the last ``scored`` tokens of ``text [n]``, all before them being in a memory at ``place``."""
+    """Return losses of the last ``scored`` tokens of ``text [n]``, with all earlier ones in a memory at ``place``."""
     with memstore.attach(model, place) as reader:
         reader.read(text[: -scored - 1], reuse=False)
         return losses(model, reader.cache(), text[-scored - 1 :])
 
 
 def after_cache(model: Any, cache: Any, text: Tensor, scored: int, reach: int) -> Tensor:
-    """The same with those before them in ``cache``; at most ``reach`` of them, from where a block begins."""
+    """Return the same losses with the earlier tokens in ``cache``: at most ``reach``, from a block's beginning."""
     size = model.config.tokens_per_block
     context = text[max(0, len(text) - scored - 1 - reach) // size * size : len(text) - scored - 1]
     with torch.no_grad():
@@ -102,7 +102,7 @@ def after_cache(model: Any, cache: Any, text: Tensor, scored: int, reach: int) -
 
 @torch.no_grad()
 def losses(model: Any, cache: Any, text: Tensor) -> Tensor:
-    """The loss of each token of ``text [n + 1]`` but the first, after what is in ``cache``: ``[n]``."""
+    """Return the loss ``[n]`` of each token of ``text [n + 1]`` except the first, after the tokens in ``cache``."""
     found, ids = [], text[None].to(model.device)
     step = PIECE_BLOCKS * model.config.tokens_per_block
     for start in range(0, len(text) - 1, step):
@@ -133,7 +133,7 @@ def _check(tokens: int, lengths: Sequence[int], scored: int, samples: int) -> No
 
 
 def by_context(bare: Bare) -> Callable[..., Report]:
-    """What a kind of model makes of the last tokens of a text; see ``Evaluation.perplexity``."""
+    """Make the perplexity measurement of a kind of model; see ``Evaluation.perplexity``."""
 
     def measured(
         model: Any,

@@ -1,4 +1,4 @@
-"""Pictures of what evaluations find, which can be read in black and white: a heat map of needles, bars of shares."""
+"""Pictures of results, readable in black and white: a heat map of needles, bars of shares."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from memstore.eval.run import CellResult
 
 BINS = 5
-"""Rows of the picture where depths are random."""
+"""Rows of the picture if depths are random."""
 SUFFIXES = (".png", ".svg")
 Cell = tuple[int, int]
 """Right answers, and samples."""
 Bars = Mapping[str, Mapping[str, float]]
-"""Shares from 0 to 1: for each group of bars, those of each name."""
+"""Shares from 0 to 1 by name, for each group of bars."""
 GREYS = ("0.2", "0.6", "0.85", "0.4", "0.75", "0.95")
 
 
@@ -33,7 +33,7 @@ def check_picture(path: Path) -> None:
 
 
 def draw_picture(rows: Sequence[CellResult], path: Path, *, title: str, caption: str) -> None:
-    """Write the heat map of ``rows`` to ``path``, as its ending says. Needs matplotlib."""
+    """Write the heat map of ``rows`` to ``path``, in the format of its ending. Needs matplotlib."""
     lengths = sorted({row.length for row in rows})
     labels, cells = _cells(rows, lengths)
     # 1.2 by 0.55 inches a cell, and room for labels.
@@ -52,7 +52,7 @@ def draw_picture(rows: Sequence[CellResult], path: Path, *, title: str, caption:
 
 
 def draw_bars(panels: Mapping[str, Bars], path: Path, *, title: str, caption: str) -> None:
-    """Write bars to ``path``, as its ending says, each panel's under its words. Needs matplotlib."""
+    """Write bars to ``path``, in the format of its ending, each panel's under its title. Needs matplotlib."""
     heights = [sum(len(shares) + 1 for shares in groups.values()) for groups in panels.values()]
     size = 8.0, 1.6 + 0.19 * sum(heights) + 0.6 * len(panels)  # inches
     figure = figure_class()(figsize=size, layout="constrained")
@@ -66,16 +66,19 @@ def draw_bars(panels: Mapping[str, Bars], path: Path, *, title: str, caption: st
 
 
 def save_picture(figure: Any, path: Path) -> None:
-    """Write a figure of greys to ``path``, as its ending says. Raises ``ReadOnlyMemory`` where that is not allowed."""
+    """Write a grey figure to ``path``, in the format of its ending.
+
+    Raises ``ReadOnlyMemory`` if that is not allowed.
+    """
     import matplotlib
     from PIL import Image
 
     kind, drawn = path.suffix[1:].lower(), io.BytesIO()
-    with matplotlib.rc_context({"svg.fonttype": "none"}):  # words stay words
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
         figure.savefig(drawn, dpi=150, format=kind)
     try:
         if kind == "png":
-            Image.open(drawn).convert("L").save(path, format=kind, optimize=True)  # half the bytes of colours
+            Image.open(drawn).convert("L").save(path, format=kind, optimize=True)  # half the bytes of colour pictures
         else:
             path.write_bytes(drawn.getvalue())
     except PermissionError:
@@ -83,7 +86,7 @@ def save_picture(figure: Any, path: Path) -> None:
 
 
 def tokens_label(tokens: int) -> str:
-    """``64K`` and ``1M`` for powers of two, else the number."""
+    """Format powers of two as ``64K`` and ``1M``, other numbers in full."""
     for unit, name in ((1 << 20, "M"), (1 << 10, "K")):
         if tokens % unit == 0:
             return f"{tokens // unit}{name}"
@@ -91,7 +94,7 @@ def tokens_label(tokens: int) -> str:
 
 
 def _cells(rows: Sequence[CellResult], lengths: Sequence[int]) -> tuple[list[str], list[list[Cell]]]:
-    """Labels of the picture's rows, and what is in each cell: a row for each depth, or for a fifth of random ones."""
+    """Return the labels of the picture's rows, and their cells: a row for each depth, or for a fifth of random ones."""
     found: dict[tuple[float, int], list[bool]] = {}
     for row in rows:
         for each in row.outcomes:
@@ -142,7 +145,7 @@ def _draw_bars(axes: Any, groups: Bars) -> None:
 
 
 def figure_class() -> Any:
-    """``matplotlib.figure.Figure``, or an error that says how to get it."""
+    """Return ``matplotlib.figure.Figure``, or raise an error that says how to install it."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:

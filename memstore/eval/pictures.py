@@ -1,7 +1,7 @@
-"""Pictures of what is in a memory and of what was retrieved from it: each function returns a matplotlib figure.
+"""Pictures of a memory and of the blocks retrieved from it. Each function returns a matplotlib figure.
 
 All are readable in black and white: amounts are shades of grey, kinds have hatches or markers. Texts of documents on an
-axis are shown as they are, and never taken for formulas.
+axis are shown unchanged, and never taken for formulas.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ Numbers = npt.NDArray[np.floating[Any]]
 WIDEST = 11.0
 """Inches."""
 PER_INCH = 18
-"""Letters of a caption."""
+"""Letters of a caption, at most."""
 
 
-# Nothing hangs on a colour that a printer or an eye does not have; grey files are half as large.
+# No meaning depends on a colour that a printer or an eye may lack. Grey files are also half as large.
 def new_figure(width: float, height: float, *, title: str, caption: str) -> Any:
-    """An empty figure of so many inches, at least 5 by 2.5, with its title above and its caption below."""
+    """Make an empty figure of the given inches, at least 5 by 2.5, with its title above and its caption below."""
     width, height = min(WIDEST, max(5.0, width)), max(2.5, height)
     lines = textwrap.wrap(caption, int(width * PER_INCH))
     figure = figure_class()(figsize=(width, height + 0.13 * len(lines)), layout="constrained")
@@ -44,7 +44,7 @@ def new_figure(width: float, height: float, *, title: str, caption: str) -> Any:
 
 
 def drawable(text: str, *, longest: int | None = None, lines: bool = False) -> str:
-    """``text`` as a label: on one line unless ``lines``, no formulas, and nothing that the font has no letter for."""
+    """``text`` as a label: on one line unless ``lines``, without formulas and without letters that the font lacks."""
     if longest is not None and len(text) > longest:
         text = text[: longest - 1] + "…"
     return "".join(_drawn(letter, lines=lines) for letter in text)
@@ -56,7 +56,7 @@ def _drawn(letter: str, *, lines: bool) -> str:
     if not letter.isprintable():
         return letter.encode("unicode_escape", "backslashreplace").decode()
     if letter == "$":
-        return r"\$"  # else two of them are a formula
+        return r"\$"  # otherwise two of them make a formula
     return letter if _in_font(letter) else "□"
 
 
@@ -68,7 +68,7 @@ def _in_font(letter: str) -> bool:
 
 
 def count_axis(axis: Any) -> None:
-    """Whole numbers with commas."""
+    """Write whole numbers with commas on an axis."""
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     axis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
@@ -76,19 +76,19 @@ def count_axis(axis: Any) -> None:
 
 
 def bins(count: int, most: int) -> list[range]:
-    """``range(count)`` in at most ``most`` parts of nearly equal length, none of them empty."""
+    """Cut ``range(count)`` into at most ``most`` parts of nearly equal length, none of them empty."""
     number = min(count, most)
     edges = [count * place // number for place in range(number + 1)] if number else [0]
     return [range(start, stop) for start, stop in pairwise(edges)]
 
 
 def pooled(values: Numbers, parts: list[range]) -> Numbers:
-    """Means of ``values [..., n]`` over parts of the last dimension: ``[..., len(parts)]``."""
+    """Return means of ``values [..., n]`` over parts of the last dimension: ``[..., len(parts)]``."""
     return np.stack([values[..., part.start : part.stop].mean(-1) for part in parts], -1)
 
 
 def ink(figure: Any, axes: Any, cells: Numbers, label: str, **options: Any) -> None:
-    """Draw ``cells [rows, columns]`` in shades of grey, more being darker, with a scale beside them."""
+    """Draw ``cells [rows, columns]`` in shades of grey, larger values darker, with a scale beside them."""
     largest = float(np.nanmax(cells)) if cells.size and not np.isnan(cells).all() else 1.0
     limits = {"vmin": 0.0, "vmax": largest or 1.0} | options
     axes.set_facecolor("white")
@@ -102,7 +102,7 @@ def _scale(bar: Any, label: str) -> None:
 
 
 def separate(axes: Any, rows: int, columns: int) -> None:
-    """Thin lines between cells, where there are few enough to tell them apart."""
+    """Draw thin lines between cells, if the cells are few enough to tell them apart."""
     if rows <= 80:
         axes.set_yticks([row - 0.5 for row in range(1, rows)], minor=True)
     if columns <= 80:
@@ -111,14 +111,14 @@ def separate(axes: Any, rows: int, columns: int) -> None:
     axes.tick_params(which="minor", length=0)
 
 
-# Of traces: which blocks each generated token used, where they came from, how clearly they were chosen.
+# Traces: which blocks each generated token used, where they came from, how clearly they were chosen.
 
 ROWS = 32
-"""Blocks that have a row of their own."""
+"""Blocks with a row of their own, at most."""
 COLUMNS = 400
-"""Steps that have a column of their own; more are put together."""
+"""Steps with a column of their own, at most; more are pooled."""
 WORDS = 72
-"""Steps under which their token can be written."""
+"""Steps up to which their tokens are written below."""
 SHADES = {
     "device": ("white", ""),
     "host": ("0.75", ""),
@@ -126,21 +126,21 @@ SHADES = {
     "own": ("white", "////"),
     KEPT: ("white", ".."),
 }
-"""Grey and hatch of each tier: the darker, the further away. What was kept came from nowhere."""
+"""Grey and hatch of each tier: the farther away, the darker. Kept blocks were not fetched."""
 
 Block = tuple[str, int]
 
 
-# Rows are the 32 blocks with most weight, not positions in the document: a token uses a handful of 300,000 blocks,
-# which would be less than a pixel each. What is left is one row with the largest of the others, on the same scale.
+# Rows are the 32 blocks with most weight, not positions in the document. A token uses a few of 300,000 blocks, so each
+# would be thinner than a pixel. The last row shows the largest of the other blocks, on the same scale.
 def heat(trace: Trace, *, words: Sequence[str] | None = None, layer: int | None = None, head: int | None = None) -> Any:
-    """Generated tokens by blocks, weight as ink. Blocks with most weight have rows of their own, in order.
+    """Draw generated tokens by blocks, weight as ink. The blocks with most weight have rows of their own, in order.
 
     Args:
         trace: of one generation.
-        words: the text of each step's token, where it is known.
+        words: the text of each step's token, if it is known.
         layer: the weights of this layer alone, else the mean over layers.
-        head: those of this query head alone, else the mean over heads.
+        head: the weights of this query head alone, else the mean over heads.
 
     Raises:
         InvalidArgument: nothing was retrieved.
@@ -172,9 +172,9 @@ def heat(trace: Trace, *, words: Sequence[str] | None = None, layer: int | None 
 
 
 def tiers(trace: Trace) -> Any:
-    """Blocks that each step looked at, by the tier that they were brought from, or kept from the step before.
+    """Draw the blocks of each step by the tier that they were fetched from, or kept from the step before.
 
-    Raises ``InvalidArgument`` for none.
+    Raises ``InvalidArgument`` if there are none.
     """
     steps = _steps(trace)
     counts = np.array([counted(step) for step in steps], float).T
@@ -205,10 +205,10 @@ def tiers(trace: Trace) -> Any:
 
 
 def margins(trace: Trace, *, layer: int | None = None) -> Any:
-    """By how much the best block of each list led the second one and the last one, step by step.
+    """Draw by how much the best block of each list led the second one and the last one, step by step.
 
-    A trace holds the scores of what was retrieved alone; how far the next block was behind is told by an audit, and by
-    ``document_margins``. Raises ``InvalidArgument`` where no list has two blocks.
+    A trace holds only the scores of retrieved blocks. An audit, or ``document_margins``, shows how far behind the next
+    block was. Raises ``InvalidArgument`` if no list has two blocks.
     """
     steps = _steps(trace)
     leads = [_leads(step.looks, layer) for step in steps]
@@ -248,9 +248,9 @@ def _steps(trace: Trace) -> list[Step]:
 
 
 def _rows(by_step: list[dict[Block, float]]) -> tuple[list[Block], Numbers, int]:
-    """The blocks with rows of their own, cells ``[rows, steps]``, and how many blocks the last row stands for.
+    """Return the blocks with rows of their own, cells ``[rows, steps]``, and how many blocks the last row stands for.
 
-    That row has the weight of one of them, the largest at each step, so that the scale is the same for all rows.
+    At each step that row has the weight of its largest block, so that the scale is the same for all rows.
     """
     total: dict[Block, float] = {}
     for weights in by_step:
@@ -268,7 +268,7 @@ def _rows(by_step: list[dict[Block, float]]) -> tuple[list[Block], Numbers, int]
 
 
 def _leads(looks: Sequence[Look], layer: int | None) -> Numbers:
-    """``[lists, 2]``: score of the best block of each list, minus that of the second and of the last one."""
+    """Return ``[lists, 2]``: score of the best block of each list, minus that of the second and of the last one."""
     leads = []
     for look in (look for look in looks if layer in (None, look.layer)):
         for scores, there in zip(look.scores, look.document >= 0, strict=True):
@@ -309,27 +309,27 @@ def _means(layer: int | None, head: int | None) -> str:
 
 
 def _caption(trace: Trace) -> str:
-    """What was generated: the model, the mechanism, the question."""
+    """Return the caption of a generation: the model, the mechanism, the question."""
     info = trace.info
     question = " ".join(str(info.get("question") or "").split())
     asked = f" asked “{question[-100:]}”" if question else ""
     return f"Trace {trace.number}: {info.get('model') or 'a model'} ({info.get('mechanism')}){asked}."
 
 
-# Of a document's landmarks: how alike its blocks are, and how clearly a search would tell them apart.
+# Landmarks of a document: how alike its blocks are, and how clearly a search would tell them apart.
 
 CELLS = 160
-"""Cells on a side, at most: more blocks are put together."""
+"""Cells on a side, at most: more blocks are pooled."""
 ASKING = 512
-"""Blocks that ask for the margins, at most."""
+"""Blocks that act as queries for the margins, at most."""
 
 
-# The mean of all products of two groups is the product of their means: no pair is ever looked at, and 300,000 blocks
-# are read once.
+# The mean of all products of two groups is the product of their means. So no pair is computed, and 300,000 blocks are
+# read once.
 def similarity(document: Document, *, layer: int | None = None) -> Any:
-    """Cosines of the landmarks of every two blocks; the mean of all pairs where a cell stands for several blocks.
+    """Draw the cosine of the landmarks of every two blocks, or the mean of all pairs if a cell has several blocks.
 
-    ``layer``: one that has landmarks, by default the last. Raises ``InvalidArgument`` for another, or for no blocks.
+    ``layer``: one that has landmarks, by default the last. Raises ``InvalidArgument`` for another, or without blocks.
     """
     layer = _layer(document, layer)
     blocks = document.complete_blocks
@@ -359,9 +359,9 @@ def similarity(document: Document, *, layer: int | None = None) -> Any:
 
 
 def document_margins(document: Document, *, layer: int | None = None, top_k: int = 8) -> Any:
-    """How clearly a search with a block's own landmark tells the ``top_k`` best other blocks from the next ones.
+    """Draw how clearly a search with a block's landmark tells the ``top_k`` best other blocks from the next ones.
 
-    By exact search. Raises ``InvalidArgument`` where there are too few blocks.
+    The search is exact. Raises ``InvalidArgument`` if there are too few blocks.
     """
     layer = _layer(document, layer)
     blocks = document.complete_blocks
@@ -411,7 +411,7 @@ def _layer(document: Document, layer: int | None) -> int:
 
 
 def _cosines(document: Document, layer: int, parts: list[range]) -> Numbers:
-    """Mean cosine of every two parts of the blocks. A mean of products is a product of means: no pair is looked at."""
+    """Return the mean cosine of every two parts of the blocks, as a product of means: no pair is computed."""
     first = document.complete_blocks.start
     view, rows = document.layer(layer), []
     for part in parts:
@@ -428,7 +428,7 @@ def _cosines(document: Document, layer: int, parts: list[range]) -> Numbers:
 
 
 def _range(cells: Numbers) -> tuple[float, float]:
-    """Shades that show what differs, whatever all landmarks have in common."""
+    """Return a range of shades that shows the differences, not what all landmarks share."""
     off = cells[~np.eye(len(cells), dtype=bool)]
     if not len(off):
         return 0.0, 1.0
@@ -437,7 +437,7 @@ def _range(cells: Numbers) -> tuple[float, float]:
 
 
 def _best_others(document: Document, layer: int, asking: list[int], count: int) -> Numbers:
-    """The best ``count`` scores of other blocks for each that asks, ``[n, count]``, best first."""
+    """Return the best ``count`` scores of other blocks for each block in ``asking``, ``[n, count]``, best first."""
     view = document.layer(layer)
     queries = torch.cat([view.landmarks(range(block, block + 1)).mean(2) for block in asking])  # [n, G, D]
     best = torch.full((len(asking), count), -torch.inf)
@@ -451,14 +451,14 @@ def _best_others(document: Document, layer: int, asking: list[int], count: int) 
     return numbers
 
 
-# Of an audit: captured mass and recall, by layer and head.
+# Audits: captured mass and recall, by layer and head.
 
 WRITTEN = 64
-"""Cells up to which their number is written into them."""
+"""Cells up to which each shows its number."""
 
 
 def audit_picture(audit: Audit) -> Any:
-    """Captured mass and recall of each layer and head in shades, and their means over heads as lines.
+    """Draw captured mass and recall of each layer and head in shades, and their means over heads as lines.
 
     Raises ``InvalidArgument`` for an audit without a layer.
     """
@@ -489,7 +489,7 @@ def audit_picture(audit: Audit) -> Any:
 
 
 def _table(rows: list[torch.Tensor]) -> Numbers:
-    """``[layers, H]``; NaN where a layer has fewer heads."""
+    """Return ``[layers, H]``, with NaN if a layer has fewer heads."""
     most = max(map(len, rows))
     return np.array([[*row.tolist(), *[float("nan")] * (most - len(row))] for row in rows])
 

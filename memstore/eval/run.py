@@ -1,9 +1,9 @@
 """Needle tasks over lengths and depths: every sample is read into a memory, asked, and forgotten again.
 
 With ``reuse`` the samples of one length share their filler. They are asked in the order of their first needles, the
-last one first; the document is cut before the block in which the next sample's first needle begins, and read on from
-there. What is kept are the very tokens that the next haystack begins with, and a block depends on nothing after it, so
-the memory is that of a whole reading. It saves half of the reading where needles lie anywhere.
+last one first. The document is cut before the block in which the next sample's first needle begins, and read on from
+there. The kept tokens are exactly the beginning of the next haystack. A block depends on nothing after it, so the
+memory equals that of a whole reading. This saves half of the reading if needles lie anywhere.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ BLOCK_SIZE = 64
 
 @dataclass(frozen=True, kw_only=True)
 class TaskPlan:
-    """What to measure. Raises ``InvalidArgument`` for what cannot be."""
+    """A plan of measurements. Raises ``InvalidArgument`` for impossible ones."""
 
     task: str
     """One of ``TASKS``."""
     lengths: Sequence[int]
     """Tokens of a haystack."""
     depths: Sequence[float] | None = None
-    """Where the needle is, from 0 to 1, a row for each; random if None."""
+    """Depths of the needle from 0 to 1, a row for each; random if None."""
     samples: int = 20
     """Samples of each row."""
     seed: int = 0
-    """Chooses needles, places and filler."""
+    """Seed of needles, places and filler."""
     reuse: bool = False
-    """Whether to keep what two haystacks of a length begin with in common."""
+    """Whether to keep the common beginning of two haystacks of one length."""
     options: dict[str, int] = field(default_factory=dict)
-    """Of the task, such as ``digits``."""
+    """Options of the task, such as ``digits``."""
 
     @property
     def places(self) -> Sequence[float | None]:
-        """The depth of each row of a length; None: random."""
+        """Return the depth of each row of a length; None: random."""
         return [None] if self.depths is None else self.depths
 
     def __post_init__(self) -> None:
@@ -72,7 +72,7 @@ class TaskPlan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One sample."""
+    """The result of one sample."""
 
     depth: float
     expected: list[int]
@@ -83,11 +83,11 @@ class Outcome:
 
     @property
     def correct(self) -> bool:
-        """Whether the answer is the expected one, whole."""
+        """Check whether the answer is the expected one, whole."""
         return self.reply.tokens == self.expected
 
     def to_dict(self, decode: Callable[[list[int]], str]) -> dict[str, Any]:
-        """What was wanted, and what came."""
+        """Return the expected and the given answer, and the scores."""
         return {
             "depth": round(self.depth, 4),
             "expected": decode(self.expected),
@@ -105,17 +105,17 @@ class CellResult:
     """None: random."""
     outcomes: tuple[Outcome, ...]
     repeats: int
-    """How often the filler had to begin anew within a haystack."""
+    """How often the filler had to begin again within a haystack."""
     peak_bytes: int = 0
-    """Most anonymous memory of the process while the samples of this length were read and asked."""
+    """Peak of the process's anonymous memory, in bytes, while the samples of this length were read and asked."""
 
     @property
     def accuracy(self) -> float:
-        """Part of the samples with the whole answer right."""
+        """Return the share of the samples with the whole answer right."""
         return fmean(outcome.correct for outcome in self.outcomes)
 
     def layers(self) -> list[dict[str, Any]]:
-        """How each layer of a landmark model saw the needle, over all samples in which it was in memory."""
+        """Return how each layer of a landmark model ranked the needle, over all samples that had it in memory."""
         seen: dict[int, list[LayerScore]] = {}
         for outcome in self.outcomes:
             for found in outcome.reply.layers:
@@ -123,7 +123,7 @@ class CellResult:
         return [_layer(number, found) for number, found in sorted(seen.items())]
 
     def to_dict(self, decode: Callable[[list[int]], str] = str) -> dict[str, Any]:
-        """As ``--json`` prints it; a second needle to be found, by a second group, has names of its own."""
+        """Return the row as ``--json`` prints it. A second needle, found by a second group, has keys of its own."""
         read, seconds = (sum(getattr(each, name) for each in self.outcomes) for name in ("tokens_read", "read_seconds"))
         hops = max(len(outcome.reply.found) for outcome in self.outcomes)
         row: dict[str, Any] = {
@@ -156,7 +156,7 @@ def evaluate(
     memory: Memory,
     advance: Advance = lambda tokens: None,  # noqa: ARG005 - nobody listens
 ) -> Iterator[CellResult]:
-    """The rows of ``plan``, each as soon as it is there. ``memory`` holds one haystack at a time.
+    """Yield the rows of ``plan``, each as soon as it is measured. ``memory`` holds one haystack at a time.
 
     ``advance`` hears of every token read. Raises ``InvalidArgument`` for a length that is too short, before reading.
     """
@@ -182,7 +182,7 @@ def check_lengths(plan: TaskPlan, tokenizer: Any, tokens_per_block: int) -> None
 
 
 def draw(plan: TaskPlan, length: int, tokenizer: Any, filler: Filler, tokens_per_block: int) -> list[list[Sample]]:
-    """The samples of each row of one length; the same for the same plan and filler."""
+    """Make the samples of each row of one length; the same plan and filler give the same samples."""
     phrases = Phrases(tokenizer)
     shared = random.Random(f"{plan.seed}/{length}").randrange(len(filler)) if plan.reuse else None
 
@@ -203,10 +203,10 @@ def _outcomes(
     reuse: bool,
     advance: Advance,
 ) -> dict[int, Outcome]:
-    """What became of each sample, by its ``id``."""
+    """Return the outcome of each sample, by its ``id``."""
     outcomes: dict[int, Outcome] = {}
     order = sorted(samples, key=lambda sample: -sample.first) if reuse else samples
-    _forget(memory, name)  # of a run that was interrupted
+    _forget(memory, name)  # left by an interrupted run
     try:
         for sample in order:
             begun = time.perf_counter()
@@ -225,7 +225,7 @@ def _outcomes(
 
 
 def _cut(reader: Any, tokens: int) -> None:
-    """Let nothing be left but the whole blocks of the first ``tokens``."""
+    """Cut the document to the whole blocks of its first ``tokens``."""
     keep = min(tokens, len(reader)) // block_tokens(reader.model)
     if len(reader):
         reader.document.truncate(keep)
@@ -258,28 +258,28 @@ def _layer(number: int, found: Sequence[LayerScore]) -> dict[str, Any]:
 
 
 def _mean_and_least(values: Iterable[float | None]) -> tuple[float | None, float | None]:
-    """Of those that there are."""
+    """Return mean and minimum of the known values."""
     known = [value for value in values if value is not None]
     return (round(fmean(known), 4), round(min(known), 4)) if known else (None, None)
 
 
 def block_tokens(model: Any) -> int:
-    """Tokens of a block that ``model`` was trained with; of a new memory where it was trained with none."""
+    """Return ``model``'s block size in tokens from its training, or the one of a new memory if it has none."""
     return int(getattr(model.config, "tokens_per_block", BLOCK_SIZE))
 
 
 def past_of(reader: Any) -> Any:
-    """What a model goes on with after the document of ``reader``; None where calls see it by themselves."""
+    """Return the cache with which a model continues the document of ``reader``; None if calls see it by themselves."""
     return None if type(reader).cache is Reader.cache else reader.cache()
 
 
 def memory_spec(model: Any, tokenizer: Any) -> MemorySpec:
-    """The spec of a memory for ``model``. Raises ``InvalidArgument`` for one without retrieval."""
+    """Return the spec of a memory for ``model``. Raises ``InvalidArgument`` for one without retrieval."""
     return memstore.attach(model, "ram:", tokenizer=tokenizer).spec()
 
 
 def ask(model: Any, cache: Any, sample: Sample) -> Reply:
-    """The answer to ``sample`` after the haystack in ``cache``."""
+    """Answer ``sample`` after the haystack in ``cache``."""
     kind = kind_of(model)
     question = evaluation_of(kind).ask
     if question is None:

@@ -1,16 +1,17 @@
-"""Needle tasks in tokens: what is hidden in a haystack, where, what is asked, and the whole answer.
+"""Needle tasks in tokens: hidden needles and their places, the question, and the whole answer.
 
-The formats are those of the GCA paper's data (Hu et al. 2025), the last of them after RULER (Hsieh et al. 2024):
+The formats follow the GCA paper's data (Hu et al. 2025), and the last of them RULER (Hsieh et al. 2024):
 
 - passkey: ``|The passkey is:12345|``, asked with ``|What is the passkey? The passkey is:`` -> ``12345|``
 - two hops: ``|DEF12->34|`` and ``|DEF34->56|``, and a second chain that nobody asks for; asked with
   ``|The path from12is:`` -> ``34,56|``
-- several needles: ``|One of the special magic numbers for 12345 is 67890|``, each for another name, of which one is
+- several needles: ``|One of the special magic numbers for 12345 is 67890|``, each for another name; one of them is
   asked for with ``|The value of 12345is:`` -> ``67890|``
 
-One deviation: every question ends with a colon, the first token of its block. A block retrieves for the *next* one, so
-the rest of the question stands in complete blocks and the answer is written with what the last of them retrieved. (In
-the paper's data the word "is" stands there.) An answer counts if it is whole: all digits, and the bar that closes it.
+There is one deviation: every question ends with a colon, the first token of its block. A block retrieves for the *next*
+one. So the rest of the question stands in complete blocks, and the answer is written with what the last of them
+retrieved. (In the paper's data the word "is" stands there.) An answer counts if it is whole: all digits, and the bar
+that closes it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ CHUNK = 1 << 16
 
 
 class Phrases:
-    """Token ids of the phrases that needles are made of. Raises ``InvalidArgument`` where a digit is several tokens."""
+    """Token ids of the phrases in needles. Raises ``InvalidArgument`` if a digit is several tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -42,49 +43,49 @@ class Phrases:
         self._digits = [ids[0] for ids in digits]
 
     def __call__(self, text: str) -> list[int]:
-        """The ids of ``text``."""
+        """Return the ids of ``text``."""
         if text not in self._known:
             self._known[text] = list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         return self._known[text]
 
     def numbers(self, rng: random.Random, count: int, digits: int) -> list[list[int]]:
-        """``count`` different numbers of so many digits."""
+        """Draw ``count`` different numbers of ``digits`` digits."""
         chosen = rng.sample(range(10**digits), count)
         return [[self._digits[int(digit)] for digit in f"{number:0{digits}}"] for number in chosen]
 
 
 @dataclass(frozen=True)
 class Riddle:
-    """What is hidden and what is asked, before it has a place."""
+    """Needles, question and answer, before they have places."""
 
     needles: list[list[int]]
     question: list[int]
-    """Its last token will be the first of a block."""
+    """The question; its last token will be the first of a block."""
     answer: list[int]
     hops: list[int]
-    """The needles that have to be found, each with the help of the one before; the first has the depth of a sample."""
+    """The needles to find, each with the help of the one before. The first has the depth of a sample."""
 
 
 def passkey(phrases: Phrases, rng: random.Random, *, digits: int = 5) -> Riddle:
-    """One number."""
+    """Make a riddle with one number."""
     (key,) = phrases.numbers(rng, 1, digits)
     needle = phrases("|The passkey is:") + key + phrases("|")
     return Riddle([needle], phrases("|What is the passkey? The passkey is:"), key + phrases("|"), [0])
 
 
 def link(phrases: Phrases, a: list[int], b: list[int]) -> list[int]:
-    """The needle that leads from ``a`` to ``b``."""
+    """Make the needle that leads from ``a`` to ``b``."""
     return phrases("|DEF") + a + phrases("->") + b + phrases("|")
 
 
 def path(phrases: Phrases, chain: Sequence[list[int]]) -> tuple[list[int], list[int]]:
-    """What is asked about a chain of two links, ``start, middle, end``, and the answer."""
+    """Make the question about a chain of two links, ``start, middle, end``, and its answer."""
     start, middle, end = chain
     return phrases("|The path from") + start + phrases("is:"), middle + phrases(",") + end + phrases("|")
 
 
 def two_hop(phrases: Phrases, rng: random.Random, *, digits: int = 2, chains: int = 2) -> Riddle:
-    """A chain of two links, and others of noise."""
+    """Make a chain of two links, and other chains as noise."""
     names = phrases.numbers(rng, 3 * chains, digits)
     each = [names[first : first + 3] for first in range(0, len(names), 3)]
     links = [link(phrases, a, b) for chain in each for a, b in pairwise(chain)]
@@ -92,7 +93,7 @@ def two_hop(phrases: Phrases, rng: random.Random, *, digits: int = 2, chains: in
 
 
 def multi_needle(phrases: Phrases, rng: random.Random, *, needles: int = 4, digits: int = 5) -> Riddle:
-    """Numbers for several names, of which one is asked for."""
+    """Make numbers for several names, and ask for one of them."""
     hidden, asked = named_numbers(phrases, rng, needles, digits)
     return Riddle(hidden, *asked[0], [0])
 
@@ -100,7 +101,7 @@ def multi_needle(phrases: Phrases, rng: random.Random, *, needles: int = 4, digi
 def named_numbers(
     phrases: Phrases, rng: random.Random, needles: int, digits: int
 ) -> tuple[list[list[int]], list[tuple[list[int], list[int]]]]:
-    """Needles with a number for a name each, and for each what is asked and the answer."""
+    """Make needles with a number for a name each, and a question and an answer for each."""
     names, values = phrases.numbers(rng, needles, digits), phrases.numbers(rng, needles, digits)
     hidden, asked = list[list[int]](), list[tuple[list[int], list[int]]]()
     for name, value in zip(names, values, strict=True):
@@ -117,31 +118,31 @@ class Sample:
     """A riddle in a haystack of ``length`` tokens, and the prompt that follows it."""
 
     length: int
-    """Tokens of the haystack, needles among them."""
+    """Tokens of the haystack, including the needles."""
     depth: float
-    """Where the first needle to be found was wanted: 0 at the beginning, 1 at the end."""
+    """Wanted place of the first needle to find: 0 at the beginning, 1 at the end."""
     start: int
-    """Where in the filler the haystack begins."""
+    """Place in the filler at which the haystack begins."""
     needles: tuple[tuple[int, list[int]], ...]
-    """Place and tokens of each, by place."""
+    """Place and tokens of each needle, by place."""
     prompt: list[int]
     """Filler, then the question."""
     answer: list[int]
     hops: tuple[range, ...]
-    """Places of the needles that have to be found, in that order."""
+    """Places of the needles to find, in that order."""
 
     @property
     def first(self) -> int:
-        """Place of the first needle: what is before it is filler alone."""
+        """Place of the first needle; only filler precedes it."""
         return self.needles[0][0]
 
     @property
     def filler_tokens(self) -> int:
-        """Tokens of filler in the haystack."""
+        """Return the tokens of filler in the haystack."""
         return self.length - sum(len(ids) for _, ids in self.needles)
 
     def haystack(self, filler: Filler, first: int = 0) -> Iterator[Tokens]:
-        """The haystack's tokens from place ``first`` on, in chunks."""
+        """Yield the haystack's tokens from place ``first`` on, in chunks."""
         place = 0
         for chunk in self._parts(filler):
             place += len(chunk)
@@ -175,10 +176,10 @@ def plant(
     depth: float | None = None,
     start: int | None = None,
 ) -> Sample:
-    """Hide ``riddle`` in ``length`` tokens: the needle to be found first at ``depth``, the others anywhere.
+    """Hide ``riddle`` in ``length`` tokens: the first needle to find at ``depth``, the others anywhere.
 
-    A depth says the place to a block's width, so that needles lie at any place of a block. Without ``depth`` and
-    ``start`` (of the filler) they are random. Raises ``InvalidArgument`` for a length that is too short.
+    A depth fixes the place only to a block's width, so that needles lie at any place of a block. By default ``depth``
+    and ``start`` (in the filler) are random. Raises ``InvalidArgument`` for a length that is too short.
     """
     check_room(riddle, length, tokens_per_block)
     depth = rng.random() if depth is None else depth
@@ -203,10 +204,10 @@ def plant(
 
 
 def _before(question: Sequence[int], length: int, filler: Filler, place: int, tokens_per_block: int) -> list[int]:
-    """Filler before the question, so that its last token is the first of a block that all needles are far enough from.
+    """Return filler before the question, so that its last token begins a block far enough behind all needles.
 
-    The block that retrieves for the answer, the last one of the question, finds blocks before itself alone; so it must
-    begin after the haystack.
+    The last block of the question retrieves for the answer, and finds only earlier blocks. So it must begin after the
+    haystack.
     """
     asked = len(question) - 1
     count = -(length + asked) % tokens_per_block

@@ -1,4 +1,4 @@
-"""Conformance suite of vector indexes: subclass ``IndexTests`` and say how to make one."""
+"""Conformance suite of vector indexes: subclass ``IndexTests`` and override ``make``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memstore.index.contract import SearchResult, VectorIndex
 
 
 def brute_force(ids: Tensor, keys: Tensor, queries: Tensor, k: int) -> SearchResult:
-    """The definition of a search: sort all blocks by score, then by id. ``ids [n]``, ``keys [n, G, P, D]``."""
+    """Define a search: sort all blocks by score, then by id. ``ids [n]``, ``keys [n, G, P, D]``."""
     heads, length, _ = queries.shape
     keys = keys.repeat_interleave(heads // keys.shape[1], 1).double()
     best, offsets = torch.einsum("htd,nhpd->htnp", queries.double(), keys).max(-1)
@@ -31,13 +31,13 @@ def brute_force(ids: Tensor, keys: Tensor, queries: Tensor, k: int) -> SearchRes
 
 
 def small_integers(*shape: int, seed: int = 0) -> Tensor:
-    """Numbers whose products are exact in every type, so that results must be equal and ties are common."""
+    """Return numbers with exact products in every type, so that results must be equal and ties are common."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(-2, 3, shape, generator=generator).float()
 
 
 def assert_found(found: SearchResult, expected: SearchResult) -> None:
-    """Equal scores and ids; offsets only have to point at a key with the best score, so they are not compared."""
+    """Check for equal scores and ids. Offsets may point at any key with the best score, so they are not compared."""
     torch.testing.assert_close(found.scores, expected.scores, rtol=0, atol=0)
     assert torch.equal(found.ids, expected.ids)
     assert found.scores.dtype == torch.float32
@@ -46,29 +46,29 @@ def assert_found(found: SearchResult, expected: SearchResult) -> None:
 
 
 class IndexTests(ABC):
-    """What every index must do. An index that is not exact is only asked what does not depend on its recall."""
+    """The contract of every index. An approximate index only runs checks that do not depend on its recall."""
 
     @abstractmethod
     def make(self, *, key_heads: int, key_dim: int, keys_per_block: int) -> VectorIndex:
-        """A new, empty index."""
+        """Make a new, empty index."""
 
     def keys(self, *shape: int, seed: int = 0) -> Tensor:
-        """Keys of a ``shape`` that it takes, of whole numbers."""
+        """Make keys of a ``shape`` that the index takes, of whole numbers."""
         return small_integers(*shape, seed=seed)
 
     def best_keys(self, *shape: int) -> Tensor:
-        """Keys of a ``shape`` that score higher than any of ``keys`` for a query of ones."""
+        """Make keys of a ``shape`` that score higher than any of ``keys`` for a query of ones."""
         return torch.full(shape, 27.0)
 
     def filled(self, n: int, *, heads: int = 2, dim: int = 8, per_block: int = 3) -> tuple[VectorIndex, Tensor, Tensor]:
-        """An index with blocks ``2, 4, ..., 2n``, their ids and their keys."""
+        """Make an index with blocks ``2, 4, ..., 2n``; return it with their ids and their keys."""
         index = self.make(key_heads=heads, key_dim=dim, keys_per_block=per_block)
         ids, keys = 2 * torch.arange(1, n + 1), self.keys(n, heads, per_block, dim)
         index.add(ids, keys)
         return index, ids, keys
 
     def check(self, index: VectorIndex, ids: Tensor, keys: Tensor, queries: Tensor, k: int) -> None:
-        """A search over all blocks returns what it must, and all of it where the index is exact."""
+        """Check a search over all blocks: true results, and all of them if the index is exact."""
         found, expected = index.search(queries, k), brute_force(ids, keys, queries, k)
         if index.capabilities.exact:
             assert_found(found, expected)

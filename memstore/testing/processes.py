@@ -1,8 +1,8 @@
-"""Children that are forked, report through a pipe, and end as they may; and the ways in which they are ended.
+"""Forked children that report through a pipe, and the ways to end them.
 
-A fork starts in a millisecond, where a new interpreter would import for two seconds. So whoever forks must have one
-thread only, and no memory open. A child may have a file system of a few megabytes, in a mount namespace of its own: it
-goes when the child does.
+A fork starts in a millisecond; a new interpreter would import for two seconds. A process that forks must have only one
+thread, and no open memory. A child may have a file system of a few megabytes, in a mount namespace of its own. It
+disappears with the child.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-PATIENCE = 60  # seconds that a child may compute until it counts as hanging; SIGPROF then ends it
-WAITING = (
-    10  # times as long it may take by the clock, which goes on where a machine is busy or halted; then SIGALRM does
-)
-_TRACE_ME, _SINGLE_STEP, _SYSCALL = 0, 9, 24  # of <sys/ptrace.h>
-_PARENT_DEATH_SIGNAL = 1  # of <sys/prctl.h>
+PATIENCE = 60  # seconds of processor time until a child counts as hanging; then SIGPROF ends it
+WAITING = 10  # times as long by the clock, which continues on a busy or halted machine; then SIGALRM ends the child
+_TRACE_ME, _SINGLE_STEP, _SYSCALL = 0, 9, 24  # from <sys/ptrace.h>
+_PARENT_DEATH_SIGNAL = 1  # from <sys/prctl.h>
 
 Say = Callable[[str], None]
 
@@ -34,18 +32,18 @@ class Ending:
     """How a child ended."""
 
     lines: list[str]
-    """What it said; a line that was cut short is left out."""
+    """Lines that it reported, without an incomplete last one."""
     code: int
     """Exit status, or the negative number of a signal."""
 
     @property
     def crashed(self) -> bool:
-        """Whether a signal ended it that nobody sent."""
+        """Check whether it was ended by a signal that nobody sent."""
         return self.code < 0 and not self.hung
 
     @property
     def hung(self) -> bool:
-        """Whether it ran out of patience."""
+        """Check whether it ran out of time."""
         return self.code in (-signal.SIGALRM, -signal.SIGPROF)
 
     @property
@@ -62,7 +60,7 @@ class _Child:
     _heard: bytes = field(default=b"", init=False)
 
     def wait(self) -> Ending:
-        """Hear everything until its end. Where the waiting is interrupted, the child ends too."""
+        """Read all lines until its end. If the waiting is interrupted, the child ends too."""
         with self.ending_with_us():
             while piece := os.read(self.pipe, 1 << 16):
                 self._heard += piece
@@ -71,7 +69,7 @@ class _Child:
 
     @contextmanager
     def ending_with_us(self) -> Iterator[None]:
-        """End the child where what is inside is interrupted: it would go on writing what is being cleared away."""
+        """End the child if the body is interrupted. It would otherwise write into files that are being removed."""
         try:
             yield
         except BaseException:
@@ -81,14 +79,14 @@ class _Child:
             raise
 
     def hear(self, line: str) -> None:
-        """Wait until it has said this line, or has ended."""
+        """Wait until it has reported this line, or has ended."""
         while f"\n{line}\n" not in "\n" + self._heard.decode(errors="replace") and (
             piece := os.read(self.pipe, 1 << 16)
         ):
             self._heard += piece
 
     def reap(self, status: int) -> Ending:
-        """The ending, once ``waitpid`` has told its status."""
+        """Return the ending, once ``waitpid`` has returned its status."""
         while piece := os.read(self.pipe, 1 << 16):
             self._heard += piece
         os.close(self.pipe)
@@ -100,13 +98,13 @@ class _Child:
 
 
 def fork(body: Callable[[Say], None], patience: int = PATIENCE) -> _Child:
-    """Run ``body`` in a child; what it raises is reported as ``error: ...`` with exit status 1.
+    """Run ``body`` in a child. Its error is reported as ``error: ...`` with exit status 1.
 
-    On Linux it ends with its parent.
+    On Linux the child ends with its parent.
     """
     hear, say = os.pipe()
     sys.stdout.flush()
-    # Held back meanwhile: what runs in Python around a fork swallows an interruption, or nobody knew the child yet.
+    # Signals are held back here: Python's fork can swallow an interruption, and the child is not known yet.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
         pid = os.fork()
@@ -122,15 +120,15 @@ def fork(body: Callable[[Say], None], patience: int = PATIENCE) -> _Child:
     os.close(hear)
     code = 1
     try:
-        if sys.platform == "linux":  # it may be stopped, and nobody else would know of it
+        if sys.platform == "linux":  # the child may be stopped, and nobody else would know of it
             _libc.prctl(_PARENT_DEATH_SIGNAL, signal.SIGKILL)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # what its parent does then is not for it to do
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the child must not run its parent's handler
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         signal.setitimer(signal.ITIMER_PROF, patience)
         signal.alarm(WAITING * patience)
         body(lambda line: _tell(say, line))
         code = 0
-    except BaseException as error:  # noqa: BLE001 - the parent hears of everything
+    except BaseException as error:  # noqa: BLE001 - the parent gets every error
         sys.settrace(None)
         place = traceback.extract_tb(error.__traceback__)[-1]
         words = " ".join(str(error).split())
@@ -154,7 +152,7 @@ _libc.ptrace.restype = ctypes.c_long
 
 
 def may_trace() -> bool:
-    """Whether ptrace works here."""
+    """Check whether ptrace works here."""
     return step_through(lambda say: say("a system call"), 1, 0).code == -signal.SIGKILL
 
 
@@ -190,14 +188,14 @@ def step_through(body: Callable[[Say], None], calls: int, instructions: int, *, 
     return child.reap(status)
 
 
-_NEW_NAMESPACE, _NEW_USER = 0x20000, 0x10000000  # of <linux/sched.h>
-_PRIVATE = 1 << 18 | 1 << 14  # of <linux/mount.h>: nothing done here is seen outside, for all mounts below
+_NEW_NAMESPACE, _NEW_USER = 0x20000, 0x10000000  # from <linux/sched.h>
+_PRIVATE = 1 << 18 | 1 << 14  # from <linux/mount.h>: changes stay invisible outside, for all mounts below
 
 
 def mount_small_disk(folder: Path, nbytes: int) -> None:
-    """Give ``folder`` a file system of its own, seen by this process alone. Raises ``OSError`` where forbidden."""
+    """Mount a new file system on ``folder``, seen by this process alone. Raises ``OSError`` if that is forbidden."""
     user, group = os.getuid(), os.getgid()
-    if user:  # a user who is root of a namespace of his own may mount there
+    if user:  # a user may mount in a namespace where that user is root
         _do(_libc.unshare(_NEW_USER | _NEW_NAMESPACE))
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"0 {user} 1")
@@ -210,7 +208,7 @@ def mount_small_disk(folder: Path, nbytes: int) -> None:
 
 @cache
 def may_mount() -> bool:
-    """Whether this process may make such a file system."""
+    """Check whether this process may mount such a file system."""
     with tempfile.TemporaryDirectory() as folder:
         return run(lambda _: mount_small_disk(Path(folder), 1 << 20)).code == 0
 

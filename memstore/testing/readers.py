@@ -1,4 +1,4 @@
-"""What every reader promises, as tests: whoever adds a kind of model subclasses ``ReaderTests`` with one of its models.
+"""The contract of every reader, as tests. For a new kind of model, subclass ``ReaderTests`` with one of its models.
 
 ::
 
@@ -42,41 +42,41 @@ class ReaderTests(ABC):
     """The contract of ``Reader``."""
 
     options: ClassVar[dict[str, Any]] = {}
-    """Of ``attach``."""
+    """Options of ``attach``."""
     length: ClassVar[int] = 300
-    """Tokens of a text: enough that something is retrieved."""
+    """Tokens of a text: enough for a retrieval."""
     unit: ClassVar[int] = 1
-    """Tokens: cut at a multiple of them, a text in pieces has the states of the whole text."""
+    """Tokens. Cut at a multiple of them, a text in pieces has the states of the whole text."""
     tolerance: ClassVar[float] = 1e-4
-    """By how much logits may differ where the same text was cut in other places."""
+    """Allowed difference of logits if the same text was cut in other places."""
 
     ragged: ClassVar[bool] = True
     """Whether a batch may have rows of different lengths."""
 
     kind: ClassVar[Kind | None] = None
-    """The kind whose reader is tried; None: whichever the model's is."""
+    """The kind whose reader is tested; None: the model's own kind."""
 
     @abstractmethod
     def model(self, seed: int = 0) -> Any:
-        """A small model in evaluation mode, whose weights ``seed`` decides."""
+        """Make a small model in evaluation mode, with weights from ``seed``."""
 
     def attach(self, model: Any, memory: Any, **options: Any) -> Reader:
-        """``memstore.attach`` with the options of this suite."""
+        """Call ``memstore.attach`` with the options of this suite."""
         return memstore.attach(model, memory, **{"document": "text", **self.options, **options})
 
     def text(self, model: Any, seed: int = 0) -> Tensor:
-        """Random tokens ``[length]``."""
+        """Return random tokens ``[length]``."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(3, model.config.vocab_size, (self.length,), generator=generator)
 
     @torch.no_grad()
     def asked(self, reader: Reader) -> Tensor:
-        """Logits of a question, by a plain call of the model."""
+        """Return the logits of a question, by a plain call of the model."""
         logits: Tensor = reader.model(self.text(reader.model, 1)[None, :9]).logits
         return logits.clone()
 
     def answer(self, place: str) -> Tensor:
-        """What a process answers that has only this class and the memory."""
+        """Answer in a process that has only this class and the memory."""
         with self.attach(self.model(), place, mode="r") as reader:
             return self.asked(reader)
 
@@ -264,7 +264,7 @@ class ReaderTests(ABC):
             assert 0 <= shares.min() <= shares.max() <= 1 + 1e-5
             assert len(reader) == self.length, "what is asked is not stored"
 
-    # What is refused
+    # Refusals
 
     def test_words_need_a_tokenizer(self) -> None:
         with self.attach(self.model(), "ram:") as reader:
@@ -278,7 +278,7 @@ class ReaderTests(ABC):
         with pytest.raises(ForeignMemory, match="weights"):
             self.attach(self.model(seed=1), tmp_path / "m").open()
         with memstore.open(tmp_path / "m", mode="a"):
-            pass  # whoever was refused keeps nobody from writing
+            pass  # a refused reader must not hold the lock
 
     def test_damaged_states_are_not_answered_from(self, tmp_path: Path) -> None:
         model = self.model()
@@ -327,7 +327,7 @@ class ReaderTests(ABC):
             with pytest.raises(ReadOnlyMemory, match="mode='r'"):
                 reader.append(text[:2])
             before = self.asked(reader)
-        with reader:  # the same one once more
+        with reader:  # the same reader again
             assert torch.equal(self.asked(reader), before)
 
     def test_tokens_that_cannot_be_are_refused_before_anything_is_stored(self) -> None:
@@ -364,7 +364,7 @@ class ReaderTests(ABC):
     def test_options_of_other_kinds_are_refused_by_name(self) -> None:
         model = self.model()
         kind = kind_of(model)
-        known = inspect.signature(memstore.attach).parameters  # the other options are of Reader.read and ask
+        known = inspect.signature(memstore.attach).parameters  # the other options belong to Reader.read and ask
         for name in (name for name in OPTIONS if not kind.takes(name) and name in known):
             with pytest.raises(InvalidArgument, match=f"{name} is for"):
                 self.attach(model, "ram:", **{name: 16})
@@ -373,7 +373,7 @@ class ReaderTests(ABC):
                 with pytest.raises(InvalidArgument, match=f"Retrieval.{name} is for"):
                     self.attach(model, "ram:", retrieval=replace(memstore.Retrieval(), **{name: value}))
 
-    # Before the block and after it
+    # Before and after the block
 
     def test_nothing_is_opened_before_the_block(self, tmp_path: Path) -> None:
         model = self.model()
@@ -401,7 +401,7 @@ class ReaderTests(ABC):
 
 
 def _processes(module: str) -> Any:
-    """Where new processes come from: where there are fork servers, one that has imported ``module`` and more."""
+    """Return the start method of new processes: a fork server, if available, that has imported ``module`` and more."""
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
@@ -417,5 +417,5 @@ def _answer_elsewhere(suite: type[ReaderTests], place: str, saved: str) -> None:
 
 
 def hooks(model: Any) -> int:
-    """Hooks in all modules of ``model``."""
+    """Count the hooks in all modules of ``model``."""
     return sum(len(module._forward_pre_hooks) + len(module._forward_hooks) for module in model.modules())

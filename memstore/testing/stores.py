@@ -8,7 +8,7 @@
 
     TestMyMachine = MyMachine.TestCase
 
-``open_store`` makes the store at ``path`` or opens the one that is there. Every test gets a store of its own. The
+``open_store`` opens the store at ``path``, or makes it if it does not exist. Every test gets a store of its own. The
 machine checks it against a dict: Hypothesis finds short sequences of changes after which the two disagree.
 """
 
@@ -32,7 +32,7 @@ from memstore.store.contract import document_ranges
 from memstore.store.records import MAX_DOCUMENT, MAX_ITEM, MAX_LAYER
 
 LAYOUTS = (Layout("float32", (2, 5)), Layout("bfloat16", (3,)))
-"""Two records per value: 40 bytes, and 6 bytes, which no alignment suits."""
+"""Two records per value: 40 bytes, and 6 bytes, which fit no alignment."""
 
 LARGE = 1 << 19
 
@@ -41,18 +41,18 @@ BLOCKS = (Key(Table.BLOCKS), Key(Table.BLOCKS, 2**32 - 2, 2**32 - 1, 2**32 - 1))
 
 
 def block(item: int, *, document: int = 1, layer: int = 0) -> Key:
-    """Key of a block."""
+    """Return the key of a block."""
     return Key(Table.BLOCKS, document, layer, item)
 
 
 def value(seed: int) -> tuple[Record, ...]:
-    """Records of ``LAYOUTS`` with bytes that follow from ``seed``."""
+    """Return records of ``LAYOUTS`` with bytes that follow from ``seed``."""
     random = np.random.default_rng(seed)
     return tuple(Record(layout, random.integers(0, 256, layout.nbytes, np.uint8)) for layout in LAYOUTS)
 
 
 def rows(count: int) -> list[np.ndarray[tuple[int, ...], np.dtype[np.uint8]]]:
-    """Places for ``count`` values, filled with a pattern that no test stores."""
+    """Make rows for ``count`` values, filled with a pattern that no test stores."""
     return [np.full((count, layout.nbytes), 0xA5, np.uint8) for layout in LAYOUTS]
 
 
@@ -65,29 +65,29 @@ def put_blocks(store: BlockStore, items: range, **where: int) -> None:
 
 
 def large(document: int) -> Batch:
-    """A block of ``LARGE`` bytes, more than a store needs beside its values."""
+    """Make a block of ``LARGE`` bytes, more than a store needs beside its values."""
     payload = np.full(LARGE, document, np.uint8)
     return Batch(puts=[(block(0, document=document), (Record(Layout("uint8", (LARGE,)), payload),))])
 
 
 def evictions(documents: Iterable[int]) -> Iterator[Batch]:
-    """What takes documents away, one after the other."""
+    """Yield batches that delete documents, one after the other."""
     return (Batch(deletes=document_ranges(document)) for document in documents)
 
 
 def same(found: tuple[Record, ...] | None, expected: tuple[Record, ...]) -> bool:
-    """Whether two values have equal layouts and bytes."""
+    """Check whether two values have equal layouts and bytes."""
     return found is not None and [(record.layout, record.payload.tobytes()) for record in found] == [
         (record.layout, record.payload.tobytes()) for record in expected
     ]
 
 
 class StoreTests(ABC):
-    """What every block store must do."""
+    """The contract of every block store."""
 
     @abstractmethod
     def open_store(self, path: Path) -> BlockStore:
-        """Make the store at ``path`` or open the one that is there."""
+        """Open the store at ``path``, or make it if it does not exist."""
 
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[BlockStore]:
@@ -105,7 +105,7 @@ class StoreTests(ABC):
                 assert same(store.get(key), (record,))
 
     def test_checksums_tell_values_apart(self, store: BlockStore) -> None:
-        """Equal where the records are, whatever the key; different where one bit is."""
+        """They are equal if the records are, for any key, and different if one bit is."""
         keys = [Key(Table.BLOCKS, document, 0, item) for document in (1, 2) for item in range(5)]
         batch = Batch()
         for key in keys:
@@ -126,7 +126,7 @@ class StoreTests(ABC):
         assert records[0].to_json() == facts
 
     def test_read_fills_rows_in_the_order_asked(self, store: BlockStore) -> None:
-        """Rows follow the keys given, not the order on disk; a key may be asked for twice."""
+        """Rows follow the given keys, not the order on disk. A key may occur twice."""
         put_blocks(store, range(20))
         wanted = [17, 3, 3, 0, 19]
         out = rows(len(wanted))
@@ -178,7 +178,7 @@ class StoreTests(ABC):
             assert same(store.get(Key(table, 1, 2, 3)), value(table))
 
     def test_largest_key(self, store: BlockStore) -> None:
-        """Documents and layers have 32 bits, items 64; the last document is the store's own."""
+        """Documents and layers have 32 bits, items 64. The last document belongs to the store."""
         store.write(Batch(puts=[(BLOCKS[1], value(1))]))
         assert same(store.get(BLOCKS[1]), value(1))
         with pytest.raises(InvalidArgument, match="does not fit"):
@@ -223,7 +223,7 @@ class StoreTests(ABC):
         assert store.version() == before
 
     def test_deletes_come_before_puts(self, store: BlockStore) -> None:
-        """In one batch, whatever the order it was filled in; of two puts the later one stands."""
+        """This holds in one batch, in any order of filling. The later of two puts wins."""
         put_blocks(store, range(4))
         batch = Batch()
         batch.put(block(2), *value(100))
@@ -235,7 +235,7 @@ class StoreTests(ABC):
 
     @pytest.mark.parametrize(("first", "last"), [(0, 0), (3, 3), (5, 18), (0, 7), (8, 15), (13, 40), (7, 8), (9, 4)])
     def test_range_deletes_keep_the_rest(self, store: BlockStore, first: int, last: int) -> None:
-        """Also where the ends of the range lie among blocks that are stored together."""
+        """This also holds if the ends of the range lie among blocks that are stored together."""
         put_blocks(store, range(21))
         put_blocks(store, range(21), layer=1)
         store.write(Batch(deletes=[(block(first), block(last))]))
@@ -265,7 +265,7 @@ class StoreTests(ABC):
         assert out[0][1].tobytes() == value(3)[0].payload.tobytes()
 
     def test_copies_do_not_alias(self, store: BlockStore) -> None:
-        """Neither what was handed in nor what was handed out is the store's memory."""
+        """Neither the records of a put nor those of a read share the store's memory."""
         records = value(1)
         store.write(Batch(puts=[(block(0), records)]))
         records[0].payload[:] = 0
@@ -287,7 +287,7 @@ class StoreTests(ABC):
         assert same(found[4].records, value(1))
 
     def test_a_walk_meets_what_keys_names(self, store: BlockStore) -> None:
-        """Keys and records of a range, also one that cuts through what is stored together."""
+        """It meets keys and records of a range, also of one that cuts through blocks stored together."""
         for layer in (0, 1, 2):
             put_blocks(store, range(12), layer=layer)
         for first, last in [(0, 9), (2, 5), (7, 20)]:
@@ -330,7 +330,10 @@ class StoreTests(ABC):
         assert store.size_bytes() >= before + payload.size
 
     def test_what_is_deleted_is_not_counted_as_used(self, store: BlockStore) -> None:
-        """A limit on bytes goes by it: otherwise everything would be evicted, and there would still be no room."""
+        """A limit on bytes uses this number.
+
+        Otherwise everything would be evicted, and there would still be no room.
+        """
         empty = store.used_bytes()
         store.write(large(0))
         assert store.used_bytes() >= empty + LARGE
@@ -347,7 +350,7 @@ class StoreTests(ABC):
         assert store.write_within(Batch(), limit, evictions(range(1, 4))) == 0
 
     def test_a_batch_that_a_limit_has_no_room_for_is_not_there(self, store: BlockStore) -> None:
-        """Whatever is evicted, and where nothing may be; the store goes on."""
+        """This holds whatever is evicted, and if nothing may be. The store continues to work."""
         store.write(large(0))
         for limit, victims in ((store.used_bytes() + LARGE // 2, range(0)), (LARGE // 2, range(1))):
             with pytest.raises(StoreFull, match="has no room"):
@@ -394,7 +397,7 @@ class StoreTests(ABC):
         again.close()
 
     def test_closing_twice(self, store: BlockStore) -> None:
-        """The second time nothing happens; using a closed store is an error that says so."""
+        """The second time nothing happens. Using a closed store raises an error that says so."""
         store.close()
         store.close()
         with pytest.raises(InvalidArgument, match="closed"):
@@ -405,7 +408,7 @@ class StoreTests(ABC):
 
 ITEMS = 24
 OTHER = (Layout("uint8", (7,)),)
-"""Layout of what is now and then put in the place of a value of ``LAYOUTS``."""
+"""Layout that sometimes replaces a value of ``LAYOUTS``."""
 
 documents = st.integers(1, 2)
 layers = st.integers(0, 1)
@@ -449,14 +452,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(key=keys, count=st.integers(1, 6), seed=seeds)
     def put(self, key: Key, count: int, seed: int) -> None:
-        """Consecutive items, wherever they lie."""
+        """Put consecutive items at any place."""
         self._write(
             Batch(puts=[(key._replace(item=key.item + number), value(seed + number)) for number in range(count)])
         )
 
     @rule(document=documents, layer=layers, count=st.integers(1, 9), seed=seeds)
     def append(self, document: int, layer: int, count: int, seed: int) -> None:
-        """Blocks after the last one, as a document grows; the last one is written again."""
+        """Append blocks after the last one, as a document grows; the last one is written again."""
         there = [key.item for key in self.expected if key[:3] == (Table.BLOCKS, document, layer)]
         start = max(there, default=0)
         self._write(
@@ -474,7 +477,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(document=documents, layer=layers, item=items, count=st.integers(0, 9), seed=seeds)
     def truncate_and_append(self, document: int, layer: int, item: int, count: int, seed: int) -> None:
-        """In one batch: the end of a layer goes, and other blocks take its place."""
+        """Replace the end of a layer by other blocks, in one batch."""
         first = Key(Table.BLOCKS, document, layer, item)
         batch = Batch(deletes=[(first, first._replace(item=MAX_ITEM))])
         for number in range(count):
@@ -483,7 +486,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(document=documents, layer=layers, item=items)
     def leave(self, document: int, layer: int, item: int) -> None:
-        """The oldest blocks go, as when a document has reached its capacity."""
+        """Delete the oldest blocks, as when a document has reached its capacity."""
         last = Key(Table.BLOCKS, document, layer, item)
         self._write(Batch(deletes=[(last._replace(item=0), last)]))
 
@@ -494,7 +497,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def read(self, data: st.DataObject) -> None:
-        """Any keys of one kind, in any order, twice if need be."""
+        """Read any keys of one kind, in any order, possibly twice."""
         there = sorted(key for key, records in self.expected.items() if len(records) == len(LAYOUTS))
         if not there:
             return
@@ -507,7 +510,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(key=keys)
     def get(self, key: Key) -> None:
-        """One value, or None; to read what is not there is an error."""
+        """Get one value, or None; reading a missing key is an error."""
         found = self.opened.get(key)
         if key in self.expected:
             assert same(found, self.expected[key]), key
@@ -533,7 +536,7 @@ class StoreMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.durable)
     @rule()
     def crash(self) -> None:
-        """Go on with the files as they are now, which is what a process that is killed now leaves behind."""
+        """Continue with a copy of the files as they are now: the state after a process is killed."""
         after = self.path.with_name(str(int(self.path.name) + 1))
         if self.path.is_dir():
             shutil.copytree(self.path, after)

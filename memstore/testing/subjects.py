@@ -1,4 +1,4 @@
-"""What ``memstore torture`` knows by name: memories of both stores, and the ways in which states are saved by hand."""
+"""Subjects that ``memstore torture`` knows by name: memories of both stores, and usual ways to save states by hand."""
 
 from __future__ import annotations
 
@@ -66,12 +66,12 @@ class _LmdbMemory(Subject):
 
     @staticmethod
     def files(folder: Path) -> list[Path]:
-        """Neither LMDB's lock, nor what says who writes, nor the space that is kept for deleting."""
+        """Return all files except LMDB's lock, the writer's mark, and the space that is reserved for deleting."""
         return [file for file in Subject.files(folder) if not file.name.startswith(("lock.mdb", "writer.", "reserve"))]
 
 
 class _ZarrMemory(_LmdbMemory):
-    """A memory in Zarr, whose shards are so small that there are some."""
+    """A memory in Zarr, with shards small enough that the test fills some."""
 
     name = f"memstore {memstore.__version__}, Zarr"
 
@@ -85,7 +85,7 @@ class _ZarrMemory(_LmdbMemory):
 
 
 class _BucketMemory(_ZarrMemory):
-    """The same in object storage, here one that is a folder; what is not in shards yet lies beside it."""
+    """The same in object storage, here a folder. Values that are not in shards yet lie beside it."""
 
     name = f"memstore {memstore.__version__}, object storage"
 
@@ -95,7 +95,7 @@ class _BucketMemory(_ZarrMemory):
 
 
 class _TorchFile(Subject):
-    """All blocks in one file, saved anew by ``torch.save`` after each change, as in most examples."""
+    """All blocks in one file, saved again by ``torch.save`` after each change, as in most examples."""
 
     name = f"torch.save {torch.__version__}"
 
@@ -127,7 +127,7 @@ class _TorchFile(Subject):
 
 
 class _SafetensorsFile(_TorchFile):
-    """The same in a file of safetensors."""
+    """The same in a safetensors file."""
 
     name = f"safetensors {safetensors.__version__}"
 
@@ -139,7 +139,7 @@ class _SafetensorsFile(_TorchFile):
 
 
 class _ReplacedTorchFile(_TorchFile):
-    """The same as ``_TorchFile``, written beside the old file, synced, and put in its place: as careful as it gets."""
+    """The same as ``_TorchFile``, but carefully: written beside the old file, synced, and renamed over it."""
 
     name = f"torch.save {torch.__version__}, synced and renamed"
 
@@ -153,7 +153,7 @@ class _ReplacedTorchFile(_TorchFile):
 
 
 class ArrayFiles(Subject):
-    """A file of NumPy for each block."""
+    """One NumPy file for each block."""
 
     name = f"numpy.save {np.__version__}, a file a block"
 
@@ -186,4 +186,4 @@ SUBJECTS: dict[str, type[Subject]] = {
     "safetensors": _SafetensorsFile,
     "numpy": ArrayFiles,
 }
-"""By the name that the command knows them by."""
+"""Subjects by the name on the command line."""

@@ -1,8 +1,8 @@
-"""What a store of key-value states does when its disk, its power or its files fail: ``memstore torture``.
+"""Behaviour of a store of key-value states when its disk, its power or its files fail: ``memstore torture``.
 
-For any store, in a few lines: a ``Subject`` appends blocks of states, cuts them off and reads them back. Its history
-follows from a seed, so that every block that is read can be told from every other: those that were committed last,
-those of an earlier commit, and those that nobody wrote. What is looked at is only what it serves, in a new process.
+It works for any store, in a few lines: a ``Subject`` appends blocks of states, cuts them off and reads them back. Its
+history follows from a seed, so no two blocks are equal. A block that is read belongs to the last commit, to an earlier
+one, or to none. Only the store's answers in a new process count.
 """
 
 from __future__ import annotations
@@ -39,67 +39,67 @@ from memstore.testing.processes import (
 
 States = npt.NDArray[np.float32]
 SHAPE = (2, 2, 16, 32)
-"""Of a block: keys and values, heads, tokens, head size; 8 KiB."""
+"""Shape of a block: keys and values, heads, tokens, head size; 8 KiB."""
 STEPS = 24
 """Commits of a whole history."""
 COPIES = 8
-"""Last commits after which a copy is kept: what a page is brought back from."""
+"""Last commits after which a copy is kept. Older pages are restored from these copies."""
 SAME = 8
 """Rounds of damage to one history."""
 PAGE = 4096
-"""Bytes that a disk writes at once: what is exchanged, or brought back."""
+"""Bytes that a disk writes at once: the size of a swapped or restored page."""
 DISK_BYTES = 8 << 20
-"""Of the disk that fills."""
+"""Bytes of the disk that is filled."""
 
 
 class UntriedStore(RuntimeError):
-    """The store cannot be tried: it does not work, or has no files."""
+    """The store cannot be tested: it does not work, or has no files."""
 
 
 class Subject(ABC):
     """A store under test: the blocks of one text, in order. Each change is committed when its call returns."""
 
     name = "store"
-    """What the report calls it, with its version."""
+    """Name in the report, with the version."""
 
     @abstractmethod
     def __init__(self, folder: Path) -> None:
-        """Open the store in ``folder``, or make it. What is damaged may be refused here, by any exception."""
+        """Open the store in ``folder``, or make it. Damage may be refused here, by any exception."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """How many blocks there are."""
+        """Return the number of blocks."""
 
     @abstractmethod
     def append(self, states: States) -> None:
-        """Add blocks ``[n, *SHAPE]`` of float32 behind the others."""
+        """Append blocks ``[n, *SHAPE]`` of float32."""
 
     @abstractmethod
     def cut(self, blocks: int) -> None:
-        """Keep the first ``blocks`` alone."""
+        """Keep only the first ``blocks``."""
 
     @abstractmethod
     def read(self, block: int) -> States:
-        """Block number ``block``, bit for bit; what is damaged is refused by any exception."""
+        """Read block number ``block``, bit for bit. Damage is refused by any exception."""
 
     def close(self) -> None:  # noqa: B027 - most have nothing open
-        """Let go of files."""
+        """Close all files."""
 
     @staticmethod
     def files(folder: Path) -> list[Path]:
-        """The files that hold what is stored, and that are damaged: all of them, unless a subclass knows better."""
+        """Return the files that hold stored data and get damaged: all of them, unless a subclass overrides this."""
         return [file for file in sorted(folder.rglob("*")) if file.is_file() and file.stat().st_size]
 
 
-# Its blocks are known by their numbers, which no two steps share: an older block is not the one in its place now.
+# Its blocks are known by their numbers, which no two steps share: an older block never equals its successor.
 @dataclass(frozen=True)
 class History:
-    """All that is done to a subject: it follows from the seed."""
+    """All changes of a subject. They follow from the seed."""
 
     seed: int
 
     def states(self, steps: int = STEPS) -> list[tuple[int, ...]]:
-        """The blocks that there are after 0, 1, ... ``steps`` commits, by number."""
+        """Return the numbers of the existing blocks after 0, 1, ... ``steps`` commits."""
         found: list[tuple[int, ...]] = [()]
         for step in range(steps):
             kept, added = self._step(step, len(found[-1]))
@@ -107,7 +107,7 @@ class History:
         return found
 
     def do(self, subject: Subject, step: int, blocks: int) -> None:
-        """Commit number ``step``, on top of ``blocks`` blocks."""
+        """Make commit number ``step``, on top of ``blocks`` blocks."""
         kept, added = self._step(step, blocks)
         if kept < blocks:
             subject.cut(kept)
@@ -119,18 +119,18 @@ class History:
 
     @property
     def writes_over(self) -> bool:
-        """Whether, near the end, blocks are cut off and others put in their place: older pages are then wrong ones."""
+        """Check whether blocks near the end are cut off and replaced by others: older pages are then wrong ones."""
         *before, last, end = [len(state) for state in self.states()][-5:]
         return end > last and any(size > after for size, after in pairwise([*before, last]))
 
     def digests(self) -> dict[bytes, int]:
-        """Digest of a block -> its number."""
+        """Map the digest of each block to its number."""
         numbers = {number for state in self.states() for number in state}
         return {_digest(self.block(number)): number for number in numbers}
 
     def _step(self, step: int, blocks: int) -> tuple[int, int]:
-        """How many blocks stay, and how many come: one of the two changes."""
-        rng = random.Random(f"{self.seed} {step}")  # noqa: S311 - what is done is to be repeatable
+        """Return how many blocks stay, and how many are added. Only one of the two changes."""
+        rng = random.Random(f"{self.seed} {step}")  # noqa: S311 - the choices must be repeatable
         if blocks > 8 and rng.random() < 0.25:
             return rng.randrange(blocks // 2, blocks), 0
         return blocks, rng.randint(1, 4)
@@ -138,16 +138,16 @@ class History:
 
 @dataclass
 class _Observation:
-    """What a new process read: of each block its number, -1 for one that nobody wrote, or the error."""
+    """The result of a new process: for each block its number, -1 if no commit wrote it, or the error."""
 
     blocks: list[int | str] = field(default_factory=list)
     error: str = ""
-    """Why nothing could be read."""
+    """Reason if nothing could be read."""
     ended: str = ""
-    """How the process ended, where a signal ended it."""
+    """How the process ended, if a signal ended it."""
 
     def verdict(self, states: Sequence[tuple[int, ...]], under_way: tuple[int, ...] | None = None) -> str:
-        """What it was, where the last of ``states`` was committed last, and perhaps ``under_way`` after it."""
+        """Return the verdict, if the last of ``states`` was committed last, and perhaps ``under_way`` after it."""
         last = states[-1]
         if self.ended or self.error:
             return "crashed" if self.ended else "refused"
@@ -156,7 +156,7 @@ class _Observation:
         if whole and tuple(served) in (last, under_way):
             return "right"
         if not self.blocks:
-            return "lost"  # nobody committed that there is nothing
+            return "lost"  # an empty store was never committed
         if whole and tuple(served) in states:
             return "earlier"
         numbered = [(i, number) for i, number in enumerate(self.blocks) if isinstance(number, int)]
@@ -168,7 +168,7 @@ class _Observation:
 
 
 def at(state: tuple[int, ...], place: int) -> int | None:
-    """The number of the block there, if there is one."""
+    """Return the number of the block at ``place``, or None."""
     return state[place] if place < len(state) else None
 
 
@@ -182,22 +182,22 @@ VERDICTS = {
     "crashed": "the process was ended by a signal, or never ended",
 }
 BAD = ("lost", "torn", "wrong", "crashed")
-"""What no store should do. ``earlier`` cannot be avoided where the page alone is older that names the last commit."""
+"""Verdicts that no store should get. ``earlier`` cannot be avoided if only the page with the last commit is older."""
 
 
 @dataclass
 class FaultTally:
-    """What one fault did to one subject."""
+    """The results of one fault on one subject."""
 
     fault: str
     rounds: int = 0
     verdicts: Counter[str] = field(default_factory=Counter)
     blocks: int = 0
-    """Blocks that had been committed, over all rounds that were damaged and not served wrong."""
+    """Committed blocks, over all rounds with damage and without wrong blocks."""
     read: int = 0
-    """Those of them that could still be read."""
+    """Blocks among them that could still be read."""
     examples: dict[str, str] = field(default_factory=dict)
-    """One of each verdict: where, and what was said."""
+    """One example of each verdict: place and error."""
     seconds: float = 0.0
 
     def add(self, verdict: str, seen: _Observation, expected: int, where: str) -> None:
@@ -211,7 +211,7 @@ class FaultTally:
 
     @property
     def broken(self) -> bool:
-        """Whether it did what no store should."""
+        """Whether the store got a verdict that no store should."""
         return any(self.verdicts[verdict] for verdict in BAD)
 
 
@@ -229,7 +229,7 @@ def look(make: Make, history: History, folder: Path) -> _Observation:
             for block in range(len(subject)):
                 try:
                     blocks.append(digests.get(_digest(subject.read(block)), -1))
-                except Exception as error:  # noqa: BLE001 - whatever a store refuses with
+                except Exception as error:  # noqa: BLE001 - any error of a store
                     blocks.append(_told(error))
             say(json.dumps(blocks))
         except Exception as error:  # noqa: BLE001
@@ -243,19 +243,22 @@ def look(make: Make, history: History, folder: Path) -> _Observation:
 
 
 def write(make: Make, history: History, folder: Path, start: int, stop: int, say: Say, *, stay: bool = False) -> None:
-    """Commit steps ``start`` to ``stop``, and tell of each once its call has returned; ``stay`` open at the end."""
+    """Commit steps ``start`` to ``stop``, and report each once its call has returned.
+
+    ``stay``: keep it open at the end.
+    """
     states = history.states()
     subject = make(folder)
     for step in range(start, stop):
         history.do(subject, step, len(states[step]))
         say(str(step + 1))
     while stay:
-        time.sleep(0.001)  # whoever traces it counts such calls too
+        time.sleep(0.001)  # a tracing parent counts such calls too
     subject.close()
 
 
 def restart(make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultTally:
-    """Close it, and open it in a new process: nothing else happens."""
+    """Close the store, and open it in a new process, without any fault."""
     outcome = FaultTally("restart")
     for _ in range(rounds):
         history, place = _history(rng), _new(folder)
@@ -267,9 +270,9 @@ def restart(make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultT
 
 
 def kill(make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultTally:
-    """End the writing process by SIGKILL, at a system call (where that can be traced) or a moment; then go on.
+    """End the writing process by SIGKILL, at a system call (if these can be traced) or at a moment; then continue.
 
-    It is ended after a commit that it has told of, so that there is always something to lose, and near the next one.
+    It is ended after a commit that it has reported, so that there is always something to lose, and near the next one.
     """
     outcome, history, place, done = FaultTally("kill"), _history(rng), _new(folder), 0
     calls, seconds, traced = 50.0, 0.02, may_trace()
@@ -285,8 +288,8 @@ def kill(make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultTall
             child = fork(body)
             try:
                 child.hear(str(after))
-                time.sleep(rng.random() * seconds)  # the moment is what is tried
-            finally:  # also where this process is interrupted, for then its folder is removed
+                time.sleep(rng.random() * seconds)  # the moment is the fault under test
+            finally:  # also if this process is interrupted, because its folder is then removed
                 ending = child.kill()
         told = max([done, *(int(line) for line in ending.lines if line.isdigit())])
         if by_calls:
@@ -295,7 +298,7 @@ def kill(make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultTall
             seconds *= 0.7 if told > after + 1 else 1.3
         seen = look(make, history, place)
         found, verdict = _interrupted(history, seen, told)
-        if ending.last.startswith("error: "):  # before it was killed: it could not go on with what was there
+        if ending.last.startswith("error: "):  # before the kill: the store could not continue with the existing files
             verdict = "lost"
         elif ending.hung:
             verdict = "crashed"
@@ -307,7 +310,7 @@ def kill(make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultTall
 def _writing(
     make: Make, history: History, folder: Path, done: int, after: int, *, traced: bool
 ) -> Callable[[Say], None]:
-    """Go on after ``done`` commits until killed; where it is ``traced``, its calls count from commit ``after``."""
+    """Continue after ``done`` commits until killed. If ``traced``, its calls count from commit ``after``."""
 
     def body(say: Say) -> None:
         def tell(line: str) -> None:
@@ -316,14 +319,14 @@ def _writing(
                 be_traced()
 
         if done:
-            tell(str(done))  # its opening may be what is interrupted
+            tell(str(done))  # opening may be the interrupted step
         write(make, history, folder, done, STEPS, tell, stay=True)
 
     return body
 
 
 def fill(make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultTally:
-    """Fill the disk while it writes: an error, what was committed stands, and with room it goes on."""
+    """Fill the disk during writes. The store must raise, keep its commits, and continue once there is room."""
     outcome = FaultTally("fill")
     if not may_mount():
         return outcome
@@ -357,7 +360,7 @@ def fill(make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultTall
 
 
 Damage = Callable[[random.Random, Path, Sequence[Path], Sequence[Path]], str]
-"""Changes one of some files of a folder, given folders with what they were after earlier commits; where it was."""
+"""Changes one of some files of a folder, given folders with their earlier versions; returns the place."""
 
 
 def _flip(rng: random.Random, folder: Path, files: Sequence[Path], _: Sequence[Path]) -> str:
@@ -378,7 +381,7 @@ def _truncate(rng: random.Random, folder: Path, files: Sequence[Path], _: Sequen
 
 
 def _swap(rng: random.Random, folder: Path, files: Sequence[Path], _: Sequence[Path]) -> str:
-    """Two pages lie in each other's place, as after writes that a disk has put elsewhere."""
+    """Exchange two pages, as a disk does that writes to the wrong place."""
     pages = [(file, at) for file in files for at in range(0, file.stat().st_size, PAGE)]
     (one, here), (other, there) = rng.sample(pages, 2) if len(pages) > 1 else pages * 2
     first, second = _page(one, here), _page(other, there)
@@ -388,7 +391,7 @@ def _swap(rng: random.Random, folder: Path, files: Sequence[Path], _: Sequence[P
 
 
 def _roll_back(rng: random.Random, folder: Path, files: Sequence[Path], older: Sequence[Path]) -> str:
-    """A page is as it was some commits ago, as after a write that was lost."""
+    """Restore a page from some commits ago, as after a lost write."""
     for copy in rng.sample(older, len(older)):
         pages = [
             (file, at)
@@ -408,7 +411,7 @@ DAMAGES: dict[str, Damage] = {"flip": _flip, "truncate": _truncate, "swap": _swa
 
 
 def damage(name: str, make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultTally:
-    """Damage copies of a whole store, one after the other, and read what is left."""
+    """Damage copies of a whole store, one after the other, and read the rest."""
     outcome = FaultTally(name)
     for number in range(rounds):
         if number % SAME == 0:
@@ -416,7 +419,7 @@ def damage(name: str, make: Make, folder: Path, rounds: int, rng: random.Random)
             states, whole = history.states(), kept / "whole"
             older = [kept / str(step) for step in range(STEPS - COPIES, STEPS)]
             _whole(make, history, whole, STEPS - COPIES)
-            for copy in older:  # each commit in a process of its own, so that nothing is open when it is copied
+            for copy in older:  # each commit in a process of its own, so that nothing is open during the copy
                 if not (whole.is_dir() and make.files(whole)):
                     raise UntriedStore("the store has written nothing into its folder, so there is nothing to damage.")
                 shutil.copytree(whole, copy)
@@ -442,19 +445,19 @@ FAULTS: dict[str, Callable[[Make, Path, int, random.Random], FaultTally]] = {
 
 
 def torture(make: Make, fault: str, rounds: int, seed: int = 0, folder: Path | None = None) -> FaultTally:
-    """Meet a subject with ``rounds`` of one fault, in a folder below ``folder`` that is removed afterwards.
+    """Run ``rounds`` of one fault on a subject, in a folder below ``folder`` that is removed afterwards.
 
-    ``fault`` is one of ``FAULTS``. Processes are forked: call it where there is one thread and no memory is open.
+    ``fault`` is one of ``FAULTS``. It forks processes, so call it with only one thread and no open memory.
     """
     start = time.monotonic()
-    # Its name is known before there is a folder, so whenever an interruption comes, it is removed.
+    # The folder's name is known before the folder exists, so it is removed at any interruption.
     place = Path(folder or tempfile.gettempdir()) / f"memstore-torture-{secrets.token_hex(8)}"
     try:
         place.mkdir(mode=0o700)
-        rng = random.Random(f"{seed} {fault}")  # noqa: S311 - what is done is to be repeatable
+        rng = random.Random(f"{seed} {fault}")  # noqa: S311 - the choices must be repeatable
         outcome = FAULTS[fault](make, place, rounds, rng)
     finally:
-        with suppress(FileNotFoundError):  # it could not be made; what cannot be removed is told
+        with suppress(FileNotFoundError):  # it could not be made; a folder that cannot be removed raises
             shutil.rmtree(place)
     outcome.seconds = time.monotonic() - start
     return outcome
@@ -467,7 +470,7 @@ def _whole(make: Make, history: History, folder: Path, steps: int, start: int = 
 
 
 def _history(rng: random.Random, *, writes_over: bool = False) -> History:
-    """A new one; with ``writes_over`` one that does."""
+    """Make a new history; with ``writes_over``, one that replaces blocks."""
     while True:
         history = History(rng.randrange(1 << 30))
         if history.writes_over or not writes_over:
@@ -475,16 +478,16 @@ def _history(rng: random.Random, *, writes_over: bool = False) -> History:
 
 
 def _interrupted(history: History, seen: _Observation, told: int) -> tuple[int, str]:
-    """The commit that a store holds whose writer was ended after it told of ``told`` commits, and the verdict."""
+    """Return the commit in a store whose writer was ended after it reported ``told`` commits, and the verdict."""
     states = history.states()
     under_way = states[told + 1] if told < STEPS else None
     verdict = seen.verdict(states[: told + 1], under_way)
     found = told + 1 if under_way is not None and tuple(seen.blocks) == under_way else told
-    return found, _unharmed(verdict) if told else verdict  # of nothing, nothing is lost
+    return found, _unharmed(verdict) if told else verdict  # an empty store can lose nothing
 
 
 def _unharmed(verdict: str) -> str:
-    """The verdict where no file was touched: what is refused, or as it was earlier, is lost."""
+    """Return the verdict for untouched files: a refusal or an earlier state counts as lost."""
     return "lost" if verdict in ("refused", "earlier") else verdict
 
 
@@ -501,7 +504,7 @@ def _new(folder: Path) -> Path:
 
 
 def _chosen(rng: random.Random, files: Sequence[Path]) -> tuple[Path, int]:
-    """A file, large ones more often, and its size."""
+    """Return a file and its size; large files are chosen more often."""
     file = rng.choices(files, [file.stat().st_size for file in files])[0]
     return file, file.stat().st_size
 

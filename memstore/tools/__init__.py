@@ -1,1 +1,1 @@
-"""The command line: the library spoken aloud. ``app`` holds the verbs, one short file each."""
+"""The command line. ``app`` lists the verbs; each has a short file of its own."""

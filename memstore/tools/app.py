@@ -1,4 +1,4 @@
-"""The command ``memstore``: its verbs, and how each run of it ends."""
+"""The command ``memstore``: its verbs, and how each run ends."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _OUTPUT_LOST = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}
 
 SHELLS = ("bash", "zsh", "fish")
 COMPLETION_VARIABLE = "_MEMSTORE_COMPLETE"
-"""Environment variable in which the script tells the command that the shell asks."""
+"""Environment variable with which a shell's script asks the command for completions."""
 
 Shell = Annotated[str, typer.Argument(metavar="SHELL", help=f"One of {', '.join(SHELLS)}.", show_default=False)]
 TrustedModel = Annotated[
@@ -47,9 +47,9 @@ TrustedModel = Annotated[
 def trust(model: TrustedModel) -> Report:
     """Let memories load this model without --model.
 
-    A memory says which model has read it, and whoever made the memory chose those words. So a directory or hub id
-    that only a memory names is not loaded and not fetched until you have named it too: here, or with --model. Models
-    that come with the package need no trust.
+    A memory names the model that read it, and the memory's maker chose that name. So a directory or hub id that only a
+    memory names is neither loaded nor fetched. First you name it yourself: here, or with --model. Models that come with
+    the package need no trust.
 
     Example:
 
@@ -117,7 +117,7 @@ VERBS = {
     "demo": "demo:demo",
     "completion": "app:completion",
 }
-"""Where the function of each verb is."""
+"""Module and function of each verb."""
 EVALUATIONS = {
     "passkey": "eval:passkey",
     "two-hop": "eval:two_hop",
@@ -130,13 +130,13 @@ EVALUATIONS = {
     "lookup": "eval:lookup",
     "generate": "eval:generate",
 }
-"""Of ``memstore eval``, likewise."""
+"""The same for ``memstore eval``."""
 GROUPS = {"train": "Train a model that retrieves.", "eval": "Measure a model that retrieves."}
-"""Verbs that have a word before them, ``memstore train drt``, and what each group is for."""
+"""Groups of verbs, as in ``memstore train drt``, and the purpose of each."""
 
 
 class _Verbs(Mapping[str, Any]):
-    """Verbs by name, as Click knows them. One is imported and made when it is asked for: most runs need one."""
+    """Verbs by name, for Click. A verb is imported only when it is requested, because most runs need one."""
 
     def __init__(self, homes: Mapping[str, str], groups: Mapping[str, str] = MappingProxyType({})) -> None:
         self._homes, self._groups = homes, groups
@@ -154,7 +154,7 @@ class _Verbs(Mapping[str, Any]):
 
 
 class _Trainings(_Verbs):
-    """The verbs of ``memstore train``: kinds of models bring them."""
+    """The verbs of ``memstore train``. Each kind of model supplies its own."""
 
     def __init__(self) -> None:
         super().__init__({"router": "train:router"})
@@ -213,17 +213,18 @@ def options(
 
 
 def main(arguments: Sequence[str] | None = None, pressed: Callable[[], bool] = lambda: False) -> int:
-    """Run the command line; the exit code. No error ends in a traceback, unless ``MEMSTORE_DEBUG`` is set.
+    """Run the command line and return the exit code.
 
-    ``pressed``: whether Ctrl-C was pressed; then every error is that.
+    No error ends in a traceback, unless ``MEMSTORE_DEBUG`` is set. ``pressed`` returns whether Ctrl-C was pressed; then
+    every error counts as an interruption.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    if sys.stdout is None or sys.stderr is None:  # closed by who started us; a file opened now could take its place
+    if sys.stdout is None or sys.stderr is None:  # the parent closed it; a file opened now could get its number
         return FAILED if sys.stderr is None else _lost_output("it is closed")
     try:
         code = _run(arguments, pressed)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader, such as `head`, has enough
+    except BrokenPipeError:  # the reader, such as `head`, has read enough
         _drop_output()
         return PIPE
     except OSError as error:
@@ -234,14 +235,14 @@ def main(arguments: Sequence[str] | None = None, pressed: Callable[[], bool] = l
 
 @cache
 def command_line() -> Any:
-    """All verbs as Click knows them."""
+    """Return all verbs as a Click command."""
     command: Any = typer.main.get_command(app)
     command.commands = _Verbs(VERBS, GROUPS)
     return command
 
 
 def _run(arguments: Sequence[str], pressed: Callable[[], bool]) -> int:
-    if COMPLETION_VARIABLE in os.environ:  # a shell asks what could come next
+    if COMPLETION_VARIABLE in os.environ:  # a shell requests completions
         return _completed(command_line())
     json = "--json" in arguments
     try:
@@ -255,7 +256,7 @@ def _run(arguments: Sequence[str], pressed: Callable[[], bool]) -> int:
 
             return report_failure(with_way_out(error, arguments), json=json)
         code = INTERRUPTED
-    except SystemExit:  # typer's answer to a broken pipe, the only one of its exits that is left in this mode
+    except SystemExit:  # typer's answer to a broken pipe, its only remaining exit in this mode
         raise BrokenPipeError from None
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
@@ -267,7 +268,7 @@ def _run(arguments: Sequence[str], pressed: Callable[[], bool]) -> int:
         if not pressed():
             return report_failure(_explained(error), json=json)
         code = INTERRUPTED
-    # Where typer catches Ctrl-C, this code is all that it says; a verb that knows more raises Interruption itself.
+    # Where typer catches Ctrl-C, this code is its only message. A verb that knows more raises Interruption itself.
     if code != INTERRUPTED:
         return code
     when = " before anything was read" if arguments[:1] == ["read"] else ""
@@ -275,7 +276,7 @@ def _run(arguments: Sequence[str], pressed: Callable[[], bool]) -> int:
 
 
 def _completed(command: Any) -> int:
-    """Tell a shell that asks in ``COMPLETION_VARIABLE`` what could come next; the exit code."""
+    """Print the completions that a shell requests in ``COMPLETION_VARIABLE``, and return the exit code."""
     from typer.completion import completion_init, shell_complete  # type: ignore[attr-defined]  # imported there
 
     completion_init()
@@ -289,7 +290,7 @@ def _check_text(arguments: Sequence[str]) -> None:
 
 
 def _explained(error: Exception) -> MemstoreError:
-    """What to say of an error that is not one of ours: the system's, or else a mistake of ours."""
+    """Return the message for an error that is not a ``MemstoreError``: a system error, or else a bug of ours."""
     match error:
         case PermissionError(filename=str(name)):
             return ReadOnlyMemory(f"{name}: permission denied. Choose another path, or change its permissions.")
@@ -304,7 +305,7 @@ def _lost_output(why: str) -> int:
 
 
 def _drop_output() -> None:
-    """Let Python's own last flush go nowhere, for it would fail again."""
+    """Send Python's own last flush nowhere, because it would fail again."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

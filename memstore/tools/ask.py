@@ -1,4 +1,4 @@
-"""``memstore ask``: a model answers from a memory, and shows the blocks that it used."""
+"""``memstore ask``: a model answers from a memory and shows the blocks that it used."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from memstore.readers.reader import Reader
 
 LEAST = 0.001
-"""Part of attention under which people are not shown a block."""
+"""Share of attention below which the table leaves out a block."""
 WORDS = 12
-"""Words of an answer that are in no source, as many as are told."""
+"""Words of an answer without a source: the most that are shown."""
 PATIENCE = 2.0
-"""Seconds that who writes a line waits for another one."""
+"""Seconds that an interactive prompt waits for another writer."""
 STDIN = "-"
 OnError = Literal["raise", "miss"]
 
@@ -97,11 +97,11 @@ def ask(
 ) -> Report:
     """Ask the model that read a memory.
 
-    The question is put in the model's chat template, behind the paragraph that fits it best, and the answer comes as it
-    is written. Then follow the blocks that it was written with, with their line in the document: what was quoted, and
-    what had most of the model's attention. An answer that goes round in circles (the same 4 to 32 tokens six times) is
-    ended. A model without a chat template goes on from the question's words; so does every model with --raw. With
-    --trace it is also recorded, beside the memory, which blocks each token was written with.
+    The question is put into the model's chat template, behind the paragraph that fits it best. The answer is printed as
+    it is written. Below it are its sources, each with its line in the document: the quoted block, and the blocks with
+    most of the model's attention. An answer that repeats itself (the same 4 to 32 tokens six times) is ended. A model
+    without a chat template continues the question's words. With --raw every model does so. With --trace the blocks of
+    each token are also recorded, beside the memory.
 
     Example:
 
@@ -151,7 +151,7 @@ def ask(
 
 
 def chosen_documents(model: Any, memory: Memory, documents: list[str] | None) -> list[str] | None:
-    """``documents``, or all that there are but chats where none is named; None for all."""
+    """Return ``documents``, or all documents except chats if none is named; None means all."""
     from memstore.readers.kinds import kind_of
 
     documents = None if documents is None else list(dict.fromkeys(documents))
@@ -159,13 +159,13 @@ def chosen_documents(model: Any, memory: Memory, documents: list[str] | None) ->
         named = documents or [None]  # type: ignore[list-item]  # the only one
         documents = [document_name(memory, named[0])] if len(named) == 1 else documents
     elif not documents:
-        # What was answered in a chat is no source: an answer of yesterday would stand beside the note that has changed.
+        # An answer from a chat is no source: yesterday's answer would stand beside the note that has changed since.
         documents = all_but_chats(memory) or None
     return documents
 
 
 def all_but_chats(memory: Memory) -> list[str]:
-    """The names of the documents that are no conversations."""
+    """Return the names of the documents that are not conversations."""
     from memstore.memory.shared import CHAT
 
     return [each.name for each in memory.documents() if not each.name.startswith(CHAT)]
@@ -177,11 +177,11 @@ def _check_documents(memory: Memory, wanted: list[str] | None) -> None:
         raise NotFound("the memory holds no documents yet. Add one with: memstore read TEXT MEMORY")
     for name in wanted or []:
         if name not in there:
-            memory.document(name)  # which says what there is
+            memory.document(name)  # its error lists the documents of the memory
 
 
 def _number(text: str) -> int:
-    """How many sources are meant by ``text``."""
+    """Parse how many sources ``text`` asks for."""
     if text == "all":
         return sys.maxsize
     if not text.isdecimal():
@@ -190,7 +190,7 @@ def _number(text: str) -> int:
 
 
 def say(piece: str) -> None:
-    """Write a piece of an answer as it comes."""
+    """Write a piece of an answer as soon as it is generated."""
     sys.stdout.write(printable(piece))
     sys.stdout.flush()
 
@@ -204,9 +204,9 @@ def attached(
     on_error: OnError = "raise",
     **options: Any,
 ) -> Reader:
-    """``memstore.attach`` for verbs, which know two options of retrieval.
+    """Call ``memstore.attach`` for verbs, which have two options of retrieval.
 
-    Raises ``InvalidArgument`` where they are not to be chosen.
+    Raises ``InvalidArgument`` if the model does not support them.
     """
     from memstore.readers.kinds import kind_of
 
@@ -225,9 +225,9 @@ def attached(
 
 
 def opened_when_free(reader: Reader) -> Reader:
-    """``reader``, opened as soon as nobody else writes, which takes an agent or a chat some milliseconds.
+    """Return ``reader``, opened as soon as no other process writes. An agent or a chat writes for some milliseconds.
 
-    Raises ``MemoryInUse`` where it takes longer than ``PATIENCE``.
+    Raises ``MemoryInUse`` if it takes longer than ``PATIENCE``.
     """
     until = time.monotonic() + PATIENCE
     while True:
@@ -240,7 +240,7 @@ def opened_when_free(reader: Reader) -> Reader:
 
 
 def document_name(memory: Memory, wanted: str | None) -> str:
-    """``wanted`` if the memory has it, or its only document."""
+    """Return ``wanted`` if the memory has it, or its only document."""
     names = [document.name for document in memory.documents()]
     if not names:
         raise NotFound("the memory holds no documents yet. Add one with: memstore read TEXT MEMORY")
@@ -252,7 +252,7 @@ def document_name(memory: Memory, wanted: str | None) -> str:
 
 def _show(page: Page, data: dict[str, Any], passages: list[Passage], memory: str, *, whole: bool) -> None:
     page.sheet(data["sources"])
-    page.line()  # ends what was told as it came
+    page.line()  # ends the answer that was printed piece by piece
     if data["unsupported"]:
         page.line()
         page.line(in_no_source(data["unsupported"]))
@@ -266,12 +266,12 @@ def _show(page: Page, data: dict[str, Any], passages: list[Passage], memory: str
 
 
 def in_no_source(words: Sequence[str]) -> str:
-    """What is told of the ``words`` of an answer that are the model's own."""
+    """Return the line about the ``words`` of an answer that are the model's own."""
     return f"(in no source: {', '.join(words[:WORDS])})"
 
 
 def source_line(passage: Passage) -> str:
-    """Where a source stands, and how much of the model's attention it had."""
+    """Return where a source stands, and its share of the model's attention."""
     line = "" if passage.line is None else f", line {passage.line:,}"
     page = "" if passage.page is None else f", page {passage.page:,}"
     part = ["quoted"] * passage.quoted

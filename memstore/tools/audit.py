@@ -1,4 +1,4 @@
-"""``memstore audit``: what should have been retrieved for a question, against what was."""
+"""``memstore audit``: compares the retrieved blocks with those that should have been retrieved."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ TopK = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class AuditOptions:
-    """What is audited, and by which model: the options of ``memstore audit`` and ``memstore plot``."""
+    """The audited memory and model: options of ``memstore audit`` and ``memstore plot``."""
 
     memory: MemoryUrl
     document: DocumentName = None
@@ -55,12 +55,12 @@ class AuditOptions:
     index: Index = "exact"
 
     def open(self) -> Memory:
-        """The memory, for reading."""
+        """Open the memory for reading."""
         use_threads(self.threads)
         return memstore.open(self.memory, mode="r", index=self.index, device=self.device)
 
     def audit(self, opened: Memory, question: str) -> tuple[Audit, LoadedModel]:
-        """Load the model of a memory and audit it, whichever kind it is. Raises what loading it does."""
+        """Load the model of a memory and audit it, for any kind of model. Raises the errors of loading."""
         if not question.strip():
             raise InvalidArgument("the question is empty. Give the words that the answer should follow.")
         name = document_name(opened, self.document)
@@ -74,18 +74,19 @@ class AuditOptions:
 
 @taking(AuditOptions)
 def audit(options: AuditOptions, *, question: Question) -> Report:
-    """What should have been retrieved, against what was.
+    """Compare the retrieved blocks with those that should have been retrieved.
 
-    The model that read goes on from your question. At each step, the attention that every block would get is computed
-    exactly, and compared with what was retrieved: the captured mass (how much of the attention on blocks went to those
-    that were retrieved), the recall of the true best blocks, and the blocks that were missed most, with their text.
+    The model that read the memory continues your question. At each step, the exact attention of every block is computed
+    and compared with the retrieved blocks. You see the captured mass: the share of the attention on blocks that went to
+    the retrieved ones. You also see the recall of the true best blocks, and the most important missed blocks with their
+    text.
 
     Example:
 
         memstore audit notes.mem "The name of the white whale is" --document moby-dick
 
-    A Memorizing Transformer retrieves single tokens: shares and recall are of tokens there, and what was missed is
-    told by the blocks that they lie in.
+    A Memorizing Transformer retrieves single tokens, so its shares and recall count tokens. For missed tokens you see
+    the blocks that contain them.
 
     In Python: memstore.readers.reader.Reader.audit, of what memstore.attach gives.
     """
@@ -94,7 +95,7 @@ def audit(options: AuditOptions, *, question: Question) -> Report:
         data = {"question": question, "answer": loaded.tokenizer.decode(audited.tokens), **audited.to_dict()}
         for missed in data["missed"]:
             of, block = opened.document(missed["document"]), missed["block"]
-            # There is none of a block that came after the document, such as the question's own.
+            # A block after the end of the document, such as the question's own, has no text.
             ids = of.tokens(block).tolist() if block in of.blocks else None
             missed["text"] = None if ids is None else str(loaded.tokenizer.decode(ids))
     return Report(data=data, text=lambda page: _show(page, data, audited))
@@ -139,7 +140,7 @@ def _stored(audited: Audit) -> str:
 
 
 def _row(layer: LayerAudit) -> tuple[object, ...]:
-    """Shares from 0 to 1, as means over heads."""
+    """Return shares from 0 to 1, as means over heads."""
     captured = layer.captured[~layer.captured.isnan()]
     return (
         layer.layer,

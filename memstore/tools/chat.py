@@ -1,4 +1,4 @@
-"""``memstore chat``: a conversation in the terminal, kept in the memory."""
+"""``memstore chat``: a conversation in the terminal that the memory keeps."""
 
 from __future__ import annotations
 
@@ -53,11 +53,10 @@ def chat(
 ) -> Report:
     """Talk with a model that remembers.
 
-    The model sees what was said in this conversation and all documents of the memory, but no other conversation. An
-    answer that goes round in circles is ended. What is said is stored as it is
-    said, with role and time, so that tomorrow's chat goes on; Ctrl-C stops an answer and keeps it as far as it came.
-    The memory is made if it does not exist, and is open for writing only while a turn is answered or something else is
-    written. /help tells what else can be typed.
+    The model sees this conversation and all documents of the memory, but no other conversation. An answer that repeats
+    itself is ended. Each message is stored word for word, with role and time, so you can continue tomorrow. Ctrl-C
+    stops an answer and keeps the part that was written. The memory is made if it does not exist. It is open for writing
+    only during a turn or another change. /help lists the commands.
 
     Example:
 
@@ -65,7 +64,7 @@ def chat(
 
     In Python: memstore.readers.reader.Reader.chat, of what memstore.attach gives.
     """
-    from memstore.memory.urls import OpenFolder  # help comes without numpy
+    from memstore.memory.urls import OpenFolder  # help starts without numpy
 
     with waiting("loading the model", show=True):
         use_threads(threads)
@@ -95,7 +94,7 @@ def chat(
 
 
 def _model(url: str, model: str | None) -> tuple[str, str]:
-    """The name of the model that talks, and its precision."""
+    """Return the name and the precision of the model that answers."""
     try:
         with memstore.open(url, mode="r") as memory:
             name = chosen_name(memory, model) if model or recorded_name(memory) else SMOLLM2
@@ -113,33 +112,36 @@ def _greet(conversation: Conversation) -> None:
 
 @dataclass(frozen=True)
 class _Talk:
-    """A conversation whose memory others can write into while nobody speaks."""
+    """A conversation that leaves its memory free for other writers between turns."""
 
     reader: Reader
-    """Of the memory as it is open for reading all the while."""
+    """The memory, open for reading all the time."""
     writer: Reader
     place: OpenFolder
     memory: str
     session: str
     told: dict[str, str]
-    """Of a conversation that begins."""
+    """Settings of a new conversation."""
 
     @contextmanager
     def reading(self) -> Iterator[Conversation]:
-        """The conversation as it is."""
+        """Return the conversation, for reading."""
         with self.reader as reader:
             yield reader.chat(self.session)
 
     @contextmanager
     def writing(self) -> Iterator[Conversation]:
-        """The conversation, to go on with. Raises ``MemoryInUse``, and ``NotFound`` where the memory is gone."""
+        """Open the conversation for writing.
+
+        Raises ``MemoryInUse``, and ``NotFound`` if the memory no longer exists.
+        """
         self.place.check()
         with closing(opened_when_free(self.writer)) as reader:
             yield reader.chat(self.session, **self.told)
 
 
 def _talk(talk: _Talk, max_tokens: int) -> list[str]:
-    """Until the user ends it; what was answered."""
+    """Talk until the user ends it, and return the answers."""
     answers: list[str] = []
     while (words := _heard()) is not None:
         try:
@@ -157,13 +159,13 @@ def _talk(talk: _Talk, max_tokens: int) -> list[str]:
                     _line("")
         except KeyboardInterrupt:
             _line("\n(stopped; what was said so far is kept)")
-        except MemstoreError as error:  # of one turn: the conversation goes on
+        except MemstoreError as error:  # in one turn; the conversation continues
             _line(f"memstore: {error}")
     return answers
 
 
 def _heard() -> str | None:
-    """What the user types; None at the end."""
+    """Read a line from the user; None at the end of the input."""
     try:
         if sys.stdin.isatty():
             return input("> ")
@@ -175,7 +177,7 @@ def _heard() -> str | None:
 
 
 def _obey(talk: _Talk, command: str, rest: str) -> None:
-    """Do what was typed after a stroke."""
+    """Run a command that was typed after a slash."""
     match command:
         case "/sources" | "/why":
             with talk.reading() as conversation:
@@ -200,7 +202,7 @@ def _obey(talk: _Talk, command: str, rest: str) -> None:
 
 
 def _show_trace(conversation: Conversation, command: str) -> None:
-    """What was recorded of the last answer: the blocks that it was written with, or one for each word."""
+    """Print the recorded blocks of the last answer, or one block for each word."""
     from memstore.memory.traces import best_scores, most_weight
     from memstore.readers.passages import quoted_in, unsupported, written_with
 

@@ -1,8 +1,8 @@
-"""``memstore demo``: a model reads into a memory on disk; a new process opens it and finds what is hidden there.
+"""``memstore demo``: a model reads into a memory on disk; a new process opens it and finds the hidden passkeys.
 
-A DRT of 0.2 million parameters, which a CPU trained in minutes (``memstore train drt --recipe passkey-cpu``), reads a
-million tokens: five volumes, each a document, with one passkey hidden in each. A stock model reads two texts four times
-as long as those it was trained on: filler with five pass keys, and prose with five needles of other kinds.
+A DRT of 0.2 million parameters, trained in minutes on a CPU (``memstore train drt --recipe passkey-cpu``), reads a
+million tokens. They are five volumes, each a document with one hidden passkey. A stock model reads two texts of four
+times its training length: filler with five pass keys, and prose with five needles of other kinds.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from memstore.eval.tasks import Sample
 
 TOKENS, VOLUMES = 1_000_000, 5
-"""What the DRT reads."""
+"""Tokens that the DRT reads."""
 STOCK_TOKENS = 32_768
-"""Length of each of the two texts of the stock model."""
+"""Tokens of each of the two texts of the stock model."""
 SCORED = 2_048
 """Tokens at the end of the prose whose perplexity is measured."""
 ANSWER_TOKENS = 12
@@ -58,7 +58,7 @@ DECODED = 48
 TOP_K = 8
 FILLER, PROSE = "filler", "prose"
 _AROUND = 70
-"""Characters that are shown on either side of a passkey."""
+"""Characters shown on each side of a passkey."""
 _MEBI = 1 / 2**20
 
 Keep = Annotated[Path | None, typer.Option(help="Keep the memory in this folder. Without it: a temporary one.")]
@@ -82,11 +82,11 @@ def demo(
     """See it work: read a million tokens, reopen, answer.
 
     A DRT of 0.2 million parameters reads five volumes of 200,000 tokens into a memory on disk. A new process opens it
-    and finds the passkey that is hidden in each. Takes half a minute on two cores. With --keep you can see why
-    afterwards: what was retrieved for each answer is recorded, for memstore trace and memstore view.
+    and finds the passkey that is hidden in each. It takes half a minute on two cores. With --keep you can look at the
+    reasons afterwards: the retrieved blocks of each answer are recorded, for memstore trace and memstore view.
 
-    With --model smollm2, a stock model as it is reads four times its training length and answers from the
-    memory in a new process: about five minutes. Its first run fetches 93 MB.
+    With --model smollm2, an unchanged stock model reads four times its training length and answers from the memory in a
+    new process. That takes about five minutes. The first run fetches 93 MB.
 
     Example:
 
@@ -105,7 +105,7 @@ def demo(
 
 @contextmanager
 def _new_folder(keep: Path | None) -> Iterator[Path]:
-    """Where the memory is made: ``keep``, which goes again if that fails, or else in a temporary folder."""
+    """Give the folder of the memory: ``keep``, which is removed again on failure, or else a temporary folder."""
     if keep is not None and keep.exists():
         raise InvalidArgument(f"{keep} exists already; name a new folder with --keep")
     with tempfile.TemporaryDirectory(prefix="memstore-demo-") as scratch:
@@ -113,12 +113,12 @@ def _new_folder(keep: Path | None) -> Iterator[Path]:
         try:
             yield folder
         except BaseException:
-            shutil.rmtree(folder, ignore_errors=True)  # so that the same command can be given again
+            shutil.rmtree(folder, ignore_errors=True)  # so that you can run the same command again
             raise
 
 
 def _asked_in_new_process(asking: str, request: dict[str, Any], *, say: bool) -> dict[str, Any]:
-    """What ``asking``, one of ``ASKING``, answers to ``request`` in a process of its own."""
+    """Run ``asking``, one of ``ASKING``, on ``request`` in a new process and return its result."""
     if say:
         print("\nThe memory is closed. A new process opens it and asks for what is hidden in it.\n", flush=True)
     given = jsonlib.dumps({"asking": asking, **request})
@@ -131,7 +131,7 @@ def _asked_in_new_process(asking: str, request: dict[str, Any], *, say: bool) ->
 
 
 def what_to_type(keep: Path | None, command: str = "memstore demo") -> list[str]:
-    """The last lines after ``command``: how to go on from here to the reasons."""
+    """Return the last lines after ``command``: the commands that show the reasons of each answer."""
     if keep is None:
         return [f"To keep the memory and see why the model found its passkeys: {command} --keep demo.mem"]
     memory = quote(str(keep))
@@ -155,7 +155,7 @@ def run_drt(
     keep: Path | None = None,
     tokens: int = TOKENS,
 ) -> dict[str, Any]:
-    """Run the demo of a DRT and return its figures; without ``json`` it also tells what it is doing."""
+    """Run the demo of a DRT and return its figures. Without ``json`` it also prints its progress."""
     if dtype not in ("auto", "float32"):
         raise InvalidArgument(f"a DRT computes in float32; --dtype {dtype} is for stock models (--model smollm2)")
     from memstore.resources import disk_bytes
@@ -179,7 +179,7 @@ def run_drt(
 def _read_volumes(
     weights: Path, folder: Path, seed: int, tokens: int, *, say: bool
 ) -> tuple[dict[str, Any], dict[str, Sample]]:
-    """Write the memory: figures, and what is hidden in each volume."""
+    """Write the memory; return the figures and the passkey hidden in each volume."""
     from memstore.eval.filler import load_filler
     from memstore.eval.run import memory_spec
     from memstore.memory import open_memory
@@ -207,7 +207,7 @@ def _read_volumes(
 
 
 def _passkeys(model: Any, tokenizer: Any, filler: Filler, seed: int, tokens: int) -> dict[str, Sample]:
-    """A passkey at a random place of each volume; the volumes follow one another in the filler."""
+    """Return a passkey at a random place of each volume. The volumes follow one another in the filler."""
     from memstore.eval.run import block_tokens
     from memstore.eval.tasks import Phrases, passkey, plant
 
@@ -223,7 +223,7 @@ def _passkeys(model: Any, tokenizer: Any, filler: Filler, seed: int, tokens: int
 def _ask_volumes(
     weights: str, folder: str, questions: dict[str, dict[str, Any]], threads: int | None
 ) -> dict[str, Any]:
-    """Open the memory and ask each volume; what the second process does."""
+    """Open the memory and ask each volume: the work of the second process."""
     use_threads(threads)
     begun = time.perf_counter()
     with quiet_transformers():
@@ -245,7 +245,7 @@ def _ask_volume(model: Any, tokenizer: Any, memory: Any, name: str, values: dict
     from memstore.eval.tasks import Sample
 
     sample = Sample(**{**values, "hops": tuple(range(*hop) for hop in values["hops"])})
-    # What is asked, without the filler that puts it at its place in a block.
+    # The question without the filler that aligns it with a block.
     question = "|" + str(tokenizer.decode(sample.prompt)).rpartition("|")[2]
     with memstore.attach(model, memory, document=name, tokenizer=tokenizer) as reader:
         with reader.record(sample.prompt, question=question) as recorder:
@@ -311,7 +311,7 @@ def run_stock(
     tokens: int = STOCK_TOKENS,
     scored: int = SCORED,
 ) -> dict[str, Any]:
-    """Run the demo of a stock model and return its figures; without ``json`` it also tells what it is doing."""
+    """Run the demo of a stock model and return its figures. Without ``json`` it also prints its progress."""
     from memstore.resources import PeakMemory, disk_bytes
 
     with _new_folder(keep) as folder:
@@ -335,7 +335,7 @@ def run_stock(
 
 
 def _texts(loaded: LoadedModel, seed: int, tokens: int) -> dict[str, Haystack]:
-    """The filler with five pass keys, and the prose with five needles of other kinds."""
+    """Return the filler with five pass keys, and the prose with five needles of other kinds."""
     from memstore.eval import needles
 
     rng, tokenizer = random.Random(seed), loaded.tokenizer
@@ -357,7 +357,7 @@ def _read_texts(
             score = scored if text == PROSE else 0
             results[text] = attached.read(hay.tokens, text, progress=say, score=score, reuse=False)
     read = sum(result.new_tokens for result in results.values())
-    # With sink and window alone; what is further back is not even read.
+    # With sink and window alone; the rest of the text is not even read.
     with memstore.attach(loaded.model, "ram:", tokenizer=loaded.tokenizer) as attached:
         near = texts[PROSE].tokens[-(scored + 1024) :]
         window = attached.read(near, "near", score=scored, retrieve=False).perplexity
@@ -375,7 +375,7 @@ def _attached(loaded: LoadedModel, memory: memstore.Memory | Path, document: str
 
 
 def _ask_texts(folder: str, questions: list[list[str]], threads: int | None) -> dict[str, Any]:
-    """Open the memory and ask everything; what the second process does."""
+    """Open the memory and ask all questions: the work of the second process."""
     from memstore.resources import PeakMemory
 
     use_threads(threads)
@@ -416,7 +416,7 @@ def _ask_text(
 
 
 def _decode_milliseconds(loaded: LoadedModel) -> float:
-    """Median time per generated token, with what is attached to the model."""
+    """Return the median time per generated token, with the model as it is attached now."""
     import torch
 
     from memstore.readers.caches import CACHE, cache_in
@@ -469,7 +469,7 @@ def _show_texts(result: dict[str, Any]) -> None:
 
 
 ASKING: dict[str, Callable[..., dict[str, Any]]] = {"volumes": _ask_volumes, "texts": _ask_texts}
-"""What the second process can be told to do."""
+"""Jobs of the second process, by name."""
 
 if __name__ == "__main__":
     asked = jsonlib.load(sys.stdin)

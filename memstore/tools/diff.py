@@ -1,4 +1,4 @@
-"""``memstore diff``: what differs between two memories, or between two documents."""
+"""``memstore diff``: differences between two memories, or between two documents."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ COLUMNS = ("document", "tokens", "other tokens", "common tokens", "common blocks
 
 
 def diff(memory: MemoryUrl, other: Other = None, *, documents: Documents = None) -> Report:
-    """Tell what differs between two memories, or between two documents.
+    """Show the differences between two memories, or between two documents.
 
-    Of memories: model and layout, and documents that only one of them has. Of documents with the same name, or of the
-    two that you name: how far their texts are the same, the first block that differs, and whether the states of the
-    common blocks are the same, bit for bit. States are compared by the checksums that are stored with them, so that
-    large memories need not be read; whether a state still fits its checksum is what memstore verify tells.
+    For memories it compares model and layout, and lists documents that only one of them has. For documents with the
+    same name, or the two that you name, it finds the first block that differs. It also says whether the states of the
+    common blocks agree, bit for bit. States are compared by their stored checksums, so large memories need not be read.
+    memstore verify checks whether a state still fits its checksum.
 
     Example:
 
@@ -89,7 +89,7 @@ def _document(each: DocumentDifference, ours: Memory, theirs: Memory) -> dict[st
 
 
 def _side(memory: Memory, document: Document, token: int) -> dict[str, Any] | None:
-    """The block in which two texts begin to differ, as one of them has it; None where it has ended before."""
+    """Return one text's block at the first difference; None if that text has ended before it."""
     block = token // memory.spec.block_size
     if token >= len(document) or not document.present(range(block, block + 1)):
         return None

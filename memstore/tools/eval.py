@@ -1,4 +1,4 @@
-"""``memstore eval``: does the memory give back what was put into it, and what is it worth to the model?"""
+"""``memstore eval``: does a memory give back what it stores, and how much does it help the model?"""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ Seed = Annotated[int, typer.Option(help="Chooses needles, places and filler.")]
 
 @dataclass(frozen=True, kw_only=True)
 class _Setting:
-    """The options that all needle tasks take, each once."""
+    """The options that all needle tasks share, each declared once."""
 
     model: Model = None
     lengths: Lengths = "64K,1M"
@@ -79,7 +79,7 @@ class _Setting:
     json: Json = False
 
     def measure(self, task: str, **options: int) -> Report:
-        """Load the model, measure ``task``, draw the picture if there is to be one."""
+        """Load the model, measure ``task``, and draw the picture if one is requested."""
         lengths, depths = parse_lengths(self.lengths), parse_depths(self.depths)
         require_transformers()
         from memstore.eval.filler import check_files
@@ -112,7 +112,7 @@ class _Setting:
         return Report(data=data, text=lambda page: _show_needles(page, told))
 
     def _rows(self, plan: TaskPlan, model: Any, tokenizer: Any) -> tuple[list[CellResult], str]:
-        """All rows, and what the filler is called."""
+        """Return all rows, and the name of the filler."""
         import memstore
         from memstore.eval.filler import load_filler
         from memstore.eval.run import block_tokens, check_lengths, evaluate, memory_spec
@@ -133,9 +133,9 @@ class _Setting:
 def passkey(setting: _Setting) -> Report:
     """Hide a number in a long text, and ask for it.
 
-    Every sample is read into a memory and asked; a sample counts if the whole answer is right. The margin is the score
-    of the needle's block minus that of the best other block. Landmark models retrieve in several layers: the margin is
-    that of the layer which ranks the needle best, and there is a table of all.
+    Every sample is read into a memory and asked. A sample counts if the whole answer is right. The margin is the score
+    of the needle's block minus that of the best other block. Landmark models retrieve in several layers. For them the
+    margin comes from the layer that ranks the needle best, and a table shows all layers.
 
     Example:
 
@@ -154,8 +154,8 @@ def two_hop(
 ) -> Report:
     """Hide the two links of a chain, and other chains of noise; ask for the path.
 
-    The first link has the depth that is asked for, the others lie anywhere. The margin is that of the first link at the
-    first retrieval; margin_2 in --json is that of the second at the second.
+    The first link lies at the requested depth, the others lie anywhere. The margin belongs to the first link at the
+    first retrieval. In --json, margin_2 belongs to the second link at the second retrieval.
 
     Example:
 
@@ -176,7 +176,7 @@ def multi_needle(
 ) -> Report:
     """Hide numbers for several names, and ask for one of them.
 
-    The one that is asked for has the depth that is asked for, the others lie anywhere.
+    The needle that is asked for lies at the requested depth, the others lie anywhere.
 
     Example:
 
@@ -200,11 +200,12 @@ def perplexity(
 ) -> Report:
     """Compare perplexity with the memory and with less of it.
 
-    For a DRT or a HiLS model the same last tokens are scored after contexts of each length: with all of it in a memory,
-    and by the same weights with retrieval off. For a landmark model there are the paper's two tables, by length and by
-    granularity, and with a context-miss token that of its cut-offs: all tokens of pieces of each length, the same text
-    for all. For a Memorizing Transformer, or a stock model with a memory of tokens, a text, or each .txt file of a
-    folder, is a document, scored with memories of each size, as a whole and by position.
+    For a DRT or a HiLS model, the same last tokens are scored after contexts of each length. The same weights score
+    them twice: with the whole context in a memory, and with retrieval off. A landmark model gives the paper's two
+    tables, by length and by granularity. With a context-miss token it also gives the table of cut-offs: all tokens of
+    pieces of each length, from the same text. A Memorizing Transformer, or a stock model with a memory of tokens,
+    scores a text as a document, or each .txt file of a folder. It is scored with memories of each size, as a whole and
+    by position.
 
     Example:
 
@@ -240,7 +241,7 @@ def perplexity(
 
 
 def _of_all_kinds() -> list[Parameter]:
-    """What ``perplexity`` takes: the options of all kinds, each told with the kinds that have it."""
+    """Return the options of all kinds for ``perplexity``, each with the kinds that have it."""
     found: dict[str, list[tuple[str, Parameter]]] = {}
     for kind in known_kinds():
         if kind.options_module and (options := getattr(import_module(kind.options_module), "PERPLEXITY", None)):
@@ -273,10 +274,10 @@ def generate(
     device: Device = "cpu",
     json: Json = False,
 ) -> Report:
-    """Let the model answer prompts, and compare with the answers that are wanted.
+    """Let the model answer prompts, and compare its answers with the expected ones.
 
-    Exact match after splitting at white space, and the F measures of ROUGE-1, ROUGE-2 and ROUGE-L. With --json
-    every answer is there.
+    Measured are exact match after splitting at white space, and the F measures of ROUGE-1, ROUGE-2 and ROUGE-L. --json
+    also prints every answer.
 
     Example:
 
@@ -288,7 +289,7 @@ def generate(
     from memstore.eval.pairs import generate_answers, judged, means, read_pairs, rouge_scorer
     from memstore.progress import progress_bar
 
-    rouge_scorer()  # before hours of generating
+    rouge_scorer()  # fails before hours of generating
     found = read_pairs(pairs, prompt=prompt_field, answer=answer_field)
     name, loaded, tokenizer = _load(model, PASSKEY, device, threads)
     total = sum(len(encode(tokenizer, prompt)) for prompt, _ in found)
@@ -319,11 +320,11 @@ def lookup(
     threads: Threads = None,
     json: Json = False,
 ) -> Report:
-    """Tell what a memory is looked up for: names that were read far back.
+    """Show which words a model looks up in its memory: names that it read far back.
 
-    Every word is sorted by where the text had it last: out of reach of all windows, or of a segment of a stock model
-    (far), within it (near), or never (new). Each kind is scored with and without the memory. For the far words that
-    gain most, the tokens that were retrieved are shown.
+    Every word is sorted by its last place in the text. Far is out of reach of all windows, or of a stock model's
+    segment. Near is within it, and new words have no earlier place. Each kind is scored with and without the memory.
+    For the far words that gain most, the retrieved tokens are shown.
 
     Example:
 
@@ -353,12 +354,12 @@ def lookup(
 
 
 def parse_lengths(text: str) -> list[int]:
-    """``64K,1M`` or ``65536,1048576`` -> numbers of tokens, in that order. Raises ``InvalidArgument``."""
+    """Parse ``64K,1M`` or ``65536,1048576`` into numbers of tokens, in that order. Raises ``InvalidArgument``."""
     return token_counts("--lengths", text, least=1, such_as="65536,1M", what="length")
 
 
 def parse_depths(text: str) -> list[float] | None:
-    """``0,0.5,1`` -> depths; ``random`` -> None. Raises ``InvalidArgument``."""
+    """Parse ``0,0.5,1`` into depths, and ``random`` into None. Raises ``InvalidArgument``."""
     if text == RANDOM:
         return None
     try:
@@ -371,7 +372,7 @@ def parse_depths(text: str) -> list[float] | None:
 
 
 def _load(folder: Path | None, shipped: str, device: str, threads: int | None) -> tuple[str, Any, Any]:
-    """Name, model and tokenizer, of a kind that can be asked for needles."""
+    """Return name, model and tokenizer, for a kind of model that supports needle tasks."""
     from memstore.eval.evaluation import evaluation_of
 
     use_threads(threads)
@@ -387,7 +388,7 @@ def _load(folder: Path | None, shipped: str, device: str, threads: int | None) -
 
 @contextmanager
 def memory_url(wanted: str | None) -> Iterator[str]:
-    """``wanted``, or a path in a temporary folder."""
+    """Give ``wanted``, or a path in a temporary folder."""
     if wanted is not None:
         yield wanted
         return

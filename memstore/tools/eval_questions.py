@@ -1,6 +1,6 @@
-"""``memstore eval squad``, ``hotpotqa`` and other sets of questions: is what an answer needs among the blocks found?
+"""``memstore eval squad``, ``hotpotqa`` and other sets of questions: do the found blocks hold the evidence?
 
-And ``memstore eval ruler``: thirteen tasks at any length.
+Also ``memstore eval ruler``: thirteen tasks at any length.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ Tasks = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class _QuestionSetting:
-    """The options that all sets of questions take, each once."""
+    """The options that all sets of questions share, each declared once."""
 
     model: Model = SMOLLM2
     questions: AtMost = None
@@ -105,7 +105,7 @@ class _QuestionSetting:
     json: Json = False
 
     def measure(self, task: str, load: Callable[[], Sequence[QuestionSet]]) -> Report:
-        """Read the paragraphs into a memory, and look for the evidence of the questions of each set about them."""
+        """Read the paragraphs of each set into a memory, and search it for the evidence of its questions."""
         few = listed("--top-k", self.top_k, _blocks, "write numbers of blocks such as 8 or 4,8,16")
         require_transformers()
         use_threads(self.threads)
@@ -114,14 +114,14 @@ class _QuestionSetting:
         if self.picture is not None:
             check_picture(self.picture)
         sets = load()
-        asked = {each.name: each.of(self.half, self.questions) for each in sets}  # type: ignore[arg-type]  # it checks
+        asked = {each.name: each.of(self.half, self.questions) for each in sets}  # type: ignore[arg-type]  # of checks it
         import memstore
         from memstore.eval.questions import recall
         from memstore.eval.questions.answers import answers
 
         show = not self.json and sys.stderr.isatty()
         model, tokenizer = load_model(self.model, self.dtype, device=self.device)
-        # Nobody will answer from a memory that is thrown away, so it needs the layers that choose and no others.
+        # The memory is thrown away after the search, so it needs only the layers that choose blocks.
         alone = self.memory is None and self.router in (None, FITTED) and not (self.answers or self.rerank)
         layer = recall.cut_off(model) if alone else None
         reading: dict[str, Any] = {"routing_layers": None if layer is None else (layer,), "window": self.window}
@@ -181,7 +181,7 @@ class _QuestionSetting:
         *,
         show: bool,
     ) -> tuple[list[dict[str, Any]], dict[tuple[str, str], list[list[str]]]]:
-        """How often each ranker finds the evidence, and the texts of the best blocks for questions to be answered."""
+        """Return how often each ranker finds the evidence, and the best blocks' texts for the questions to answer."""
         from memstore.eval.questions.recall import recall
         from memstore.progress import progress_bar
 
@@ -206,7 +206,7 @@ class _QuestionSetting:
         asked: dict[str, list[Question]],
         in_prompt: dict[tuple[str, str], list[list[str]]],
     ) -> list[dict[str, Any]]:
-        """What the same model answers without a memory, from text in its prompt."""
+        """Return the same model's answers without a memory, from text in its prompt."""
         import memstore
         from memstore.eval.questions.answers import answers
 
@@ -241,9 +241,9 @@ def squad(
 ) -> Report:
     """Ask people's questions about 1,204 paragraphs: is the right one found?
 
-    The paragraphs of SQuAD 2.0's development set are read one after the other as one document; a question counts if a
-    block that holds a part of its paragraph is among the few that are found. Beside the memory: BM25 and MiniLM over
-    the same blocks, and rankings fused. The first run fetches the questions (19 MB), and MiniLM (84 MB).
+    The paragraphs of SQuAD 2.0's development set are read one after the other as one document. A question counts if one
+    of the few found blocks holds a part of its paragraph. The memory is compared with BM25 and MiniLM over the same
+    blocks, and with fused rankings. The first run fetches the questions (19 MB), and MiniLM (84 MB).
 
     Example:
 
@@ -268,8 +268,8 @@ def hotpotqa(
     """Ask questions that need two paragraphs among thousands: are both found?
 
     The paragraphs of the first 500 questions of HotpotQA's development set, ten each, are read one after the other as
-    one document. Beside the memory: BM25 and MiniLM over the same blocks, and rankings fused. The first run fetches the
-    questions (19 MB), and MiniLM (84 MB).
+    one document. The memory is compared with BM25 and MiniLM over the same blocks, and with fused rankings. The first
+    run fetches the questions (19 MB), and MiniLM (84 MB).
 
     Example:
 
@@ -286,9 +286,9 @@ def hotpotqa(
 def facts(setting: _QuestionSetting) -> Report:
     """Hide facts in a manual, and ask for them in their own words, in plain questions, and in other words.
 
-    The 32 facts are memstore's own, the manual is Python's language reference (16,000 tokens). A question in other
-    words shares none with its fact: words cannot find it. Beside the memory: BM25 and MiniLM over the same blocks, and
-    rankings fused. The first run fetches MiniLM (84 MB).
+    The 32 facts are memstore's own. The manual is Python's language reference (16,000 tokens). A question in other
+    words shares no word with its fact, so a search for words cannot find it. The memory is compared with BM25 and
+    MiniLM over the same blocks, and with fused rankings. The first run fetches MiniLM (84 MB).
 
     Example:
 
@@ -303,10 +303,10 @@ def facts(setting: _QuestionSetting) -> Report:
 
 @taking(_QuestionSetting)
 def lookalikes(setting: _QuestionSetting) -> Report:
-    """Hide sentences that differ in two words, and ask for one of them: is the answer that of another?
+    """Hide sentences that differ in two words, and ask for one: does the model answer with another?
 
-    Eight forms of eight sentences each are memstore's own, the manual is Python's language reference (8,500 tokens in
-    all). Their blocks are easily found; what counts is what a model answers, so say how many questions are answered.
+    Eight forms of eight sentences each are memstore's own. The manual is Python's language reference (8,500 tokens in
+    all). Their blocks are easily found, so only the model's answers count: say how many questions it answers.
 
     Example:
 
@@ -321,11 +321,11 @@ def lookalikes(setting: _QuestionSetting) -> Report:
 
 @taking(_QuestionSetting)
 def babi(setting: _QuestionSetting) -> Report:
-    """Tell who went where with what, among other text, and ask where people and things are: one, two, three facts.
+    """Hide a story of moves in a book, and ask where people and things are: one, two, three facts.
 
-    The story is memstore's own, after bAbI and BABILong; the book is Python's language reference (20,000 tokens in
-    all). Earlier facts about the same people look like the right ones. Beside the memory: BM25 and MiniLM over the same
-    blocks, and rankings fused. The first run fetches MiniLM (84 MB).
+    The story is memstore's own, after bAbI and BABILong. The book is Python's language reference (20,000 tokens in
+    all). Earlier facts about the same people look like the right ones. The memory is compared with BM25 and MiniLM over
+    the same blocks, and with fused rankings. The first run fetches MiniLM (84 MB).
 
     Example:
 
@@ -340,11 +340,11 @@ def babi(setting: _QuestionSetting) -> Report:
 
 @taking(_QuestionSetting)
 def factbook(setting: _QuestionSetting) -> Report:
-    """Ask about one of 229 countries whose entries have the same eight lines: is it that country's?
+    """Ask about one of 229 countries whose entries have the same eight lines: is the right one found?
 
-    The entries are those of the CIA World Factbook (31,000 tokens in all); most lines lie in a block that does not name
-    the country. Beside the memory: BM25 and MiniLM over the same blocks, and rankings fused. The first run fetches the
-    factbook (3 MB), and MiniLM (84 MB).
+    The entries come from the CIA World Factbook (31,000 tokens in all). Most lines lie in a block that does not name
+    the country. The memory is compared with BM25 and MiniLM over the same blocks, and with fused rankings. The first
+    run fetches the factbook (3 MB), and MiniLM (84 MB).
 
     Example:
 
@@ -367,11 +367,11 @@ Scenario = Annotated[
 
 @taking(_QuestionSetting)
 def chat(setting: _QuestionSetting, *, scenario: Scenario) -> Report:
-    """Ask for what a user said in earlier sessions (bfcl-eval): is it found?
+    """Ask about messages of a user in earlier sessions (bfcl-eval): are they found?
 
-    What one of five users said, a paragraph for each message, is read as one document (24 to 109 messages, 24 to 50
-    questions). Beside the memory: BM25 and MiniLM over the same blocks, and rankings fused. The first run fetches the
-    questions (2 MB), and MiniLM (84 MB).
+    The messages of one of five users are read as one document, a paragraph for each (24 to 109 messages, 24 to 50
+    questions). The memory is compared with BM25 and MiniLM over the same blocks, and with fused rankings. The first run
+    fetches the questions (2 MB), and MiniLM (84 MB).
 
     Example:
 
@@ -397,11 +397,11 @@ def locomo(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="Where locomo10.json lies.", show_default=False)],
     conversation: Annotated[str | None, typer.Option(help="One of them, such as conv-26; without it all.")] = None,
 ) -> Report:
-    """Ask what two people have said over months (LoCoMo): are the turns found that say it?
+    """Ask about months of talk between two people (LoCoMo): are the right turns found?
 
-    All ten conversations in one document, a paragraph for each turn, or one of them. The file is that of the benchmark,
-    which is not fetched (CC BY-NC 4.0); the sources of neuromem-core 0.2.2 on PyPI have it. Beside the memory: BM25 and
-    MiniLM over the same blocks, and rankings fused.
+    All ten conversations, or one of them, are one document with a paragraph for each turn. The file comes from the
+    benchmark and is not fetched (CC BY-NC 4.0); the sources of neuromem-core 0.2.2 on PyPI have it. The memory is
+    compared with BM25 and MiniLM over the same blocks, and with fused rankings.
 
     Example:
 
@@ -430,10 +430,10 @@ Conversation = Annotated[
 
 @taking(_QuestionSetting)
 def beam(setting: _QuestionSetting, *, path: Conversation) -> Report:
-    """Ask about a conversation of 100,000 tokens or more (BEAM): are all messages found that hold the answer?
+    """Ask about a conversation of 100,000 tokens or more (BEAM): are all messages with the answer found?
 
-    The folder is that of a conversation in the benchmark's repository, which is not fetched. Beside the memory: BM25
-    and MiniLM over the same blocks, and rankings fused.
+    The folder is one conversation of the benchmark's repository, which is not fetched. The memory is compared with BM25
+    and MiniLM over the same blocks, and with fused rankings.
 
     Example:
 
@@ -466,12 +466,12 @@ class _Ruler:
 
 @taking(_Ruler)
 def ruler(setting: _Ruler) -> Report:
-    """Ask RULER's thirteen tasks of a memory: needles, chains, counting words, documents.
+    """Run RULER's thirteen tasks on a memory: needles, chains, counting words, documents.
 
-    The tasks and measures are the paper's, texts and questions are memstore's own, so scores are not those of others'
-    tables. Each text is read into a memory and asked once; the model alone, where the text fits it, has it in its
-    prompt. Tasks that count words over the whole text cannot be answered from a few blocks. The first run with qa_1 or
-    qa_2 fetches the questions (19 MB).
+    The tasks and measures are the paper's. Texts and questions are memstore's own, so do not compare scores with other
+    tables. Each text is read into a memory and asked once. If the text fits the model, the model alone also gets it in
+    its prompt. Tasks that count words over the whole text cannot be answered from a few blocks. The first run with qa_1
+    or qa_2 fetches the questions (19 MB).
 
     Example:
 
@@ -520,7 +520,7 @@ def ruler(setting: _Ruler) -> Report:
 
 
 def _router_in(reader: Reader) -> str:
-    """What chooses in the memory: a router that was trained on questions, or one that was fitted to its text."""
+    """Name the router of the memory: trained on questions, or fitted to its text."""
     routers = [each for several in reader.selection.routers.values() for each in several]  # type: ignore[attr-defined]
     return FITTED if all(each.weight is None for each in routers) else "trained"
 

@@ -38,13 +38,13 @@ Target = Annotated[
 
 
 def export(memory: MemoryUrl, out: Out, *, document: Documents = None, format: Format = "safetensors") -> Report:  # noqa: A002 - the option's name
-    """Write a memory to files that need no memstore to be read.
+    """Write a memory to files that can be read without memstore.
 
-    States, tokens and landmarks go to files in the safetensors format, of at most 64 MiB each if a block is not larger,
-    and everything else, pins and times to live too, to manifest.json, with the SHA-256 of every file. Every value is
-    verified on the way. The folder is there when it is complete, and not before.
+    States, tokens and landmarks are written as safetensors files of at most 64 MiB each, or larger if a single block is
+    larger. Everything else, also pins and times to live, is written to manifest.json, with the SHA-256 of every file.
+    Every value is verified on the way. The folder appears only when it is complete.
 
-    With --format parquet, one table is written, with the text, the tokens and the norms of each block.
+    With --format parquet, one table is written. It has the text, the tokens and the norms of each block.
 
     Example:
 
@@ -94,11 +94,11 @@ def _table(memory: Memory, out: Path, documents: list[str] | None) -> Report:
 
 
 def import_(folder: Folder, memory: Target) -> Report:
-    """Make a memory of an export again, with the same bits.
+    """Make a memory from an export, with the same bits.
 
-    Every file is compared with its SHA-256 first. A document is seen when all of it is there. Documents that the memory
-    has already are left as they are, so after an interruption the same command goes on where it stopped. New ones take
-    their pins and times to live along, and a new memory the limit too.
+    Every file is compared with its SHA-256 first. A document can be seen only when it is complete. Documents that the
+    memory already has stay as they are, so after an interruption you run the same command again. New documents keep
+    their pins and times to live, and a new memory keeps the limit too.
 
     Example:
 

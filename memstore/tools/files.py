@@ -1,8 +1,8 @@
-"""Which files of a folder are read, under which names, and the text that is in each.
+"""The files of a folder to read, their names as documents, and their texts.
 
-Text, Markdown, source files, HTML, EPUB, mail, notebooks and exports of chats need nothing else; PDF needs the extra
-``files``. What a ``.gitignore`` or ``.memstoreignore`` of the folder names, as git understands it (``man gitignore``),
-is passed over, and so is what is hidden, what is a link, and what is no text.
+Text, Markdown, source files, HTML, EPUB, mail, notebooks and exports of chats need nothing else. PDF needs the extra
+``files``. Hidden files, links and files that are not text are skipped. So are the files that a ``.gitignore`` or
+``.memstoreignore`` of the folder names, as git reads it (``man gitignore``).
 """
 
 from __future__ import annotations
@@ -36,37 +36,37 @@ if TYPE_CHECKING:
 STDIN = "-"
 IN_FOLDER = "Save it as text, encoded as the others, or name it in a .memstoreignore of its folder to leave it out."
 TEXTS = {".txt", ".md", ".markdown", ".rst", ".org", ".tex", ".csv"}
-"""Endings of what claims to be text: a file of these that is none is told, others are passed over."""
+"""Endings that promise text. If such a file is no text, an error names it; others are skipped."""
 PAGES = {".html", ".htm", ".xhtml"}
 LARGEST, LARGEST_PAGE = 32 << 20, 8 << 20
-"""Bytes of a file of a folder at most: of text, and of HTML."""
+"""Bytes of a file in a folder, at most: for text, and for HTML."""
 DEEPEST = 100
-"""Folders in folders; what lies deeper is passed over."""
+"""Depth of nested folders; deeper ones are skipped."""
 IGNORE_FILES = (".gitignore", ".memstoreignore")
 _MOST_BYTES, _MOST_LINES = 64 << 10, 2000
 _COLOURS = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
-"""Of terminals."""
+"""Escape sequences of terminals."""
 MOST_VALUES = 4 << 20
-"""Values of an export at most: an empty list takes three characters, and twenty times that in memory."""
+"""Values of an export, at most. An empty list takes three characters in the file, and twenty times that in memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SourceFile:
-    """A file that is to be read."""
+    """A file to read."""
 
     path: Path | None
-    """None for standard input."""
+    """Path of the file; None for standard input."""
     name: str
-    """What its document is called, unless the memory knows it by another name."""
+    """Name of its document, unless the memory knows it by another name."""
     in_folder: bool = False
     is_folder: bool = False
-    """It is a folder that may not be entered, and so stands for whatever is in it."""
+    """Whether it is a folder that may not be entered; it stands for its contents."""
 
     def text(self, encoding: str | None = None, left_out: LeftOut | None = None) -> str | None:
-        """Its text; None for what is no text and does not claim to be.
+        """Return the text of the file; None if it is not text and does not claim to be.
 
-        ``encoding``: without one, that which the file declares, or UTF-8. ``left_out`` gets what of the file was not
-        read. Raises ``InvalidArgument`` for what cannot be read, ``NotFound`` for a library that is not there.
+        ``encoding``: by default the one that the file declares, or UTF-8. ``left_out`` collects the parts that could
+        not be read. Raises ``InvalidArgument`` if the file cannot be read, ``NotFound`` if a library is missing.
         """
         left_out = [] if left_out is None else left_out
         text = self._text(encoding, left_out)
@@ -113,7 +113,7 @@ class SourceFile:
             return has_controls(file.read(SNIFFED))
 
     def _check_size(self, most: int | None) -> None:
-        """Nobody has chosen the files of a folder one by one, and a file of one block can say that it has terabytes."""
+        """Check the size: nobody chose each file of a folder, and a file of one block can claim terabytes."""
         assert self.path is not None
         size = self.path.stat().st_size if self.path.exists() else None
         if size == 0:
@@ -123,7 +123,7 @@ class SourceFile:
 
 
 def find(sources: list[str]) -> Iterator[SourceFile]:
-    """The files that ``sources`` are, and those in the folders among them, in order."""
+    """Find the files in ``sources``, and those in the folders among them, in order."""
     for source in sources:
         path = Path(source)
         if source == STDIN:
@@ -138,9 +138,9 @@ def find(sources: list[str]) -> Iterator[SourceFile]:
 
 
 def _walk(folder: Path, inner: PurePosixPath, rules: Rules) -> Iterator[tuple[Path, bool]]:
-    """The files below ``folder``, which is ``inner`` within the one that was named.
+    """Walk the files below ``folder``, whose path within the named folder is ``inner``.
 
-    With True the folders that may not be entered.
+    Folders that may not be entered are given with True.
     """
     if not os.access(folder, os.R_OK | os.X_OK):
         yield folder, True
@@ -154,7 +154,7 @@ def _walk(folder: Path, inner: PurePosixPath, rules: Rules) -> Iterator[tuple[Pa
             if _is_ignored(rules, place, is_folder=is_folder):
                 continue
             if is_folder:
-                # A memory within a folder of notes is none of the notes.
+                # A memory within a folder of notes is not a note.
                 if len(place.parts) <= DEEPEST and not on_disk(entry.path):
                     yield from _walk(Path(entry.path), place, rules)
             elif entry.is_file():
@@ -162,16 +162,16 @@ def _walk(folder: Path, inner: PurePosixPath, rules: Rules) -> Iterator[tuple[Pa
 
 
 def _is_ignored(rules: Rules, place: PurePosixPath, *, is_folder: bool) -> bool:
-    """Whether the last line that names ``place``, of the innermost file in which one does, says to pass it over."""
+    """Check whether git's rules skip ``place``: the last matching line of the innermost file that has one decides."""
     for base, patterns in rules:
-        name = mend_surrogates(str(place.relative_to(base))) + "/" * is_folder  # a name can be no text
+        name = mend_surrogates(str(place.relative_to(base))) + "/" * is_folder  # a name may not be valid text
         if (found := patterns.check_file(name).include) is not None:
             return found
     return False
 
 
 def _parsed(path: Path, encoding: str | None, left_out: LeftOut) -> str:
-    """The text of a file that takes a parser, which a process of its own runs: see ``parsing.py``."""
+    """Read the text of a file that needs a parser. The parser runs in a process of its own: see ``parsing.py``."""
     command = [*python_module("memstore.tools.parsing"), str(path), *([encoding] if encoding else [])]
     done = subprocess.run(command, capture_output=True, check=False, stdin=subprocess.DEVNULL)
     lines = done.stderr.decode("utf-8", errors="replace").splitlines()
@@ -190,7 +190,7 @@ def _parsed(path: Path, encoding: str | None, left_out: LeftOut) -> str:
 
 
 def digest(text: str) -> str:
-    """What tells two texts apart."""
+    """Return a digest that tells texts apart."""
     from xxhash import xxh3_128_hexdigest
 
     return xxh3_128_hexdigest(text.encode("utf-8", "surrogatepass"))
@@ -201,13 +201,13 @@ class EmptyText(InvalidArgument):
 
 
 def read_text(source: str, *, encoding: str | None = None, in_folder: bool = False) -> str:
-    """The text in the file ``source`` (``-`` is standard input), with Unix newlines and without a byte order mark.
+    """Read the text of the file ``source`` (``-``: standard input), with Unix newlines and no byte order mark.
 
-    ``encoding``: without one, that which the file declares, or UTF-8. ``in_folder``: nobody has named it, and what
-    helps with it is not an encoding for all files beside it.
+    ``encoding``: by default the one that the file declares, or UTF-8. ``in_folder``: the file was found in a folder, so
+    the error does not suggest an encoding for all files beside it.
 
-    Raises ``NotFound`` where there is no file, and ``InvalidArgument`` for what is no text: a folder, binary data,
-    another encoding; ``EmptyText`` for one of nothing but white space.
+    Raises ``NotFound`` if the file is missing, and ``InvalidArgument`` if it is not text: a folder, binary data,
+    another encoding. ``EmptyText`` means that it has nothing but white space.
     """
     data, hint = _read_bytes(source), IN_FOLDER if in_folder else _hint(encoding)
     try:
@@ -222,7 +222,7 @@ def read_text(source: str, *, encoding: str | None = None, in_folder: bool = Fal
 
 
 def read_documents(source: str) -> list[str]:
-    """The text in a file, or those of the ``*.txt`` files of the folder ``source``, in order; see ``read_text``."""
+    """Read the text of a file, or of all ``*.txt`` files in the folder ``source``, in order; see ``read_text``."""
     folder = Path(source)
     if not folder.is_dir():
         return [read_text(source)]
@@ -251,9 +251,9 @@ def _hint(encoding: str | None) -> str:
 
 
 def patterns_in(folder: Path, name: str) -> GitIgnoreSpec | None:
-    """The patterns in the file ``name`` of ``folder``, None where it is not there.
+    """Read the patterns in the file ``name`` of ``folder``; None if the file is missing.
 
-    Raises ``InvalidArgument`` for what is no file of patterns: then nobody knows what is not to be read.
+    Raises ``InvalidArgument`` if it is not a file of patterns: then nobody knows which files must not be read.
     """
     try:
         raw = paths.read(folder, name, _MOST_BYTES)
@@ -277,11 +277,11 @@ def patterns_in(folder: Path, name: str) -> GitIgnoreSpec | None:
 
 
 def _spec(lines: list[str]) -> GitIgnoreSpec | None:
-    """The patterns in ``lines``; None where one is wrong, which to git names nothing."""
+    """Compile the patterns in ``lines``; None if one is wrong, because git then ignores it."""
     from pathspec import GitIgnoreSpec
 
     try:
-        # Anybody may have written it: re2 takes time by the length of a name, Python's expressions can take for ever.
+        # Anybody may have written it. re2's time grows with the length of a name; Python's expressions may never end.
         return GitIgnoreSpec.from_lines(lines, backend="re2")
     except (ValueError, re.error):
         return None
@@ -291,11 +291,11 @@ def _spec(lines: list[str]) -> GitIgnoreSpec | None:
 
 
 def _chats(text: str) -> str | None:
-    """What was said in the conversations of an export; None for JSON that is none.
+    """Return the messages of an exported chat; None if the JSON is no export.
 
-    ChatGPT's (``mapping``), Claude's (``chat_messages``), and lists of ``messages`` (``role`` and ``content``, or
-    Telegram's ``from`` and ``text``) or of ``conversations`` (``from`` and ``value``). A conversation of an export
-    that is in none of these forms stays JSON.
+    Known forms are ChatGPT's (``mapping``), Claude's (``chat_messages``), and lists of ``messages`` (``role`` and
+    ``content``, or Telegram's ``from`` and ``text``) or of ``conversations`` (``from`` and ``value``). A conversation
+    in another form stays JSON.
     """
     if sum(map(text.count, ",[{")) > MOST_VALUES:
         return None
@@ -313,9 +313,9 @@ def _chats(text: str) -> str | None:
 
 
 def _notebook(text: str) -> str:
-    """The cells of a Jupyter notebook and the text that they gave out, without pictures.
+    """Return the cells of a Jupyter notebook and their text outputs, without pictures.
 
-    Raises ``InvalidArgument``, with a message to put behind the file's name, for what is no notebook.
+    Raises ``InvalidArgument`` if it is no notebook. Its message fits behind the file's name.
     """
     try:
         given = json.loads(text)
@@ -342,7 +342,7 @@ def _joined(lines: str | Iterable[str]) -> str:
 
 
 def _conversation(given: Any) -> str | None:
-    """What was said in one; empty where nothing was, None for what is in no form that is known."""
+    """Return the messages of one conversation; empty if it has none, None if its form is unknown."""
     match given:
         case {"mapping": dict()}:
             branch = [each for each in _branch(given) if each is not None]
@@ -364,7 +364,7 @@ def _conversation(given: Any) -> str | None:
 def _day(given: dict[str, Any]) -> str:
     match given.get("create_time", given.get("created_at")):
         case int() | float() as began:
-            with suppress(ValueError, OverflowError, OSError):  # no time that there is
+            with suppress(ValueError, OverflowError, OSError):  # a time that does not exist
                 return f" ({datetime.fromtimestamp(began, UTC):%Y-%m-%d})"
         case str(began):
             with suppress(ValueError):
@@ -373,7 +373,7 @@ def _day(given: dict[str, Any]) -> str:
 
 
 def _branch(given: dict[str, Any]) -> list[Any]:
-    """The message that was said last, and those that led to it: other branches were taken back."""
+    """Return the last message and its ancestors. The user took back the other branches."""
     nodes, at = given["mapping"], given.get("current_node")
     path: list[Any] = []
     if not isinstance(at, str) or at not in nodes:
@@ -385,7 +385,7 @@ def _branch(given: dict[str, Any]) -> list[Any]:
 
 
 def _role(message: Any) -> str | None:
-    """Who has said a message."""
+    """Return the role of a message's author."""
     match message:
         case {"author": {"role": str(role)}} | {"sender": str(role)} | {"role": str(role)} | {"from": str(role)}:
             return role
@@ -393,7 +393,7 @@ def _role(message: Any) -> str | None:
 
 
 def _words(message: Any) -> str:
-    """The text of a message, with that of the files attached to it."""
+    """Return the text of a message, with that of its attached files."""
     if not isinstance(message, dict):
         return ""
     said = _text(message.get("content")).strip() or _text(message.get("text", message.get("value"))).strip()

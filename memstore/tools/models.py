@@ -1,4 +1,4 @@
-"""Finding and loading a model by its name, and which names of models a memory may have loaded.
+"""Finding and loading a model by its name, and the names of models that memories may load.
 
 A model is a directory, a GGUF file, a hub id, ``smollm2``, or one that comes with the package.
 """
@@ -38,19 +38,19 @@ if TYPE_CHECKING:
 SMOLLM2 = "smollm2"
 GGUF = ".gguf"
 DRT = "drt"
-"""The DRT of the demo, which comes with the package; like the other models there it has a name of its own too."""
+"""The DRT of the demo, which comes with the package. Like the other models there, it also has a name."""
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 class LoadedModel(NamedTuple):
-    """A model, ready to read, and its tokenizer."""
+    """A loaded model and its tokenizer."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
 
 
 def resolve_model(name: str) -> str:
-    """What ``from_pretrained`` takes for ``name``. ``smollm2`` is fetched and converted at its first use."""
+    """Return the argument of ``from_pretrained`` for ``name``. The first use of ``smollm2`` fetches and converts it."""
     if name == SMOLLM2:
         from memstore.tools.gguf import smollm2_path
 
@@ -76,7 +76,7 @@ def resolve_model(name: str) -> str:
 
 
 def gguf_in(path: Path) -> Path | None:
-    """The GGUF file that ``path`` is, or that lies alone in a folder without a Hugging Face model; else None."""
+    """Return ``path`` if it is a GGUF file, or the only one in a folder without a Hugging Face model; else None."""
     if path.is_file():
         return path if path.suffix.lower() == GGUF else None
     if not path.is_dir() or (path / "config.json").exists():
@@ -86,13 +86,13 @@ def gguf_in(path: Path) -> Path | None:
 
 
 def _shipped(name: str) -> Path | None:
-    """The folder of the model of this name that comes with the package, or None."""
+    """Return the folder of the package's model with this name, or None."""
     return kinds.shipped_folder(PASSKEY if name == DRT else name)
 
 
-# A model of the package is recorded by its name, so that a memory that moves to another machine finds it there.
+# A model of the package is recorded by its name, so that a memory on another machine finds it there.
 def lasting_name(name: str) -> str:
-    """What a memory calls its model, so that others find it: a shipped one by name, others by their whole path."""
+    """Return the name of a model for a memory: a model of the package by name, others by their whole path."""
     path = Path(name).expanduser()
     if not path.is_dir() and path.suffix.lower() != GGUF:
         return name
@@ -101,34 +101,34 @@ def lasting_name(name: str) -> str:
 
 
 def kind_named(name: str) -> Kind:
-    """The kind of the model called ``name``. Nothing is fetched to find out: what is not here is a stock model."""
-    if name == SMOLLM2:  # it may not be here yet
+    """Return the kind of the model called ``name``. Nothing is fetched: a model that is not here counts as stock."""
+    if name == SMOLLM2:  # it may not be downloaded yet
         return STOCK
     source = resolve_model(name)
     return kind_in(source) if Path(source).is_dir() else STOCK
 
 
 def load_model(name: str, dtype: str = "auto", *, device: str = "cpu") -> LoadedModel:
-    """Load the model called ``name``, of whatever kind, in evaluation mode, with its tokenizer."""
+    """Load the model called ``name``, of any kind, in evaluation mode, with its tokenizer."""
     with _uncollected():
         return _load(name, dtype, device)
 
 
-# A fifth of the processor time of loading goes into looking for garbage in a million objects that stay, and nearly as
-# much again as soon as it is looked for afterwards: they are the libraries' own, and are passed over from then on.
+# Collecting garbage among a million objects that stay takes a fifth of the time of loading, and nearly as much at any
+# later collection. The objects belong to the libraries, so they are skipped from then on.
 @cache
 def _libraries() -> Any:
-    """The ``transformers`` package, with all that it loads for whatever model."""
+    """Import the ``transformers`` package, with all that it loads for any model."""
     transformers = require_transformers()
-    _ = transformers.PreTrainedModel  # names of the package are loaded when they are asked for
+    _ = transformers.PreTrainedModel  # names of the package are loaded at first use
     gc.freeze()
-    atexit.register(gc.unfreeze)  # compiled libraries complain of what nobody takes away at the end
+    atexit.register(gc.unfreeze)  # at exit, compiled libraries complain about objects that nobody frees
     return transformers
 
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Look for no garbage inside."""
+    """Run the body without garbage collection."""
     before = gc.isenabled()
     gc.disable()
     try:
@@ -151,15 +151,15 @@ def _load(name: str, dtype: str, device: str) -> LoadedModel:
     with _loading(name), quiet_transformers():
         if kind.loader.startswith("transformers:"):
             model = _stock(transformers, source, precision)
-        else:  # which checks what it has loaded
+        else:  # this branch checks what it has loaded
             model = kind.load(source, dtype=precision, trust_remote_code=False)
     return _named(LoadedModel(model.eval().to(device), load_tokenizer(name)), name)
 
 
 def _stock(transformers: Any, source: str, dtype: torch.dtype) -> Any:
-    """The stock model at ``source``; one of pictures and text answers words with its text part."""
+    """Load the stock model at ``source``; of a model of pictures and text, only the text part."""
     config, kind = None, transformers.AutoModelForCausalLM
-    with contextlib.suppress(OSError):  # an adapter has none of its own; loading says what else is wrong
+    with contextlib.suppress(OSError):  # an adapter has none of its own; loading reports other faults
         config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=False)
     causal, pictures = transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     if type(config) in pictures and type(config) not in causal:
@@ -168,7 +168,7 @@ def _stock(transformers: Any, source: str, dtype: torch.dtype) -> Any:
 
 
 def _named(loaded: LoadedModel, name: str) -> LoadedModel:
-    """``loaded``, known by the name that finds it again, which ``attach`` writes into the memories that it makes."""
+    """Give ``loaded`` the name that finds it again. ``attach`` writes it into new memories."""
     for each in loaded:
         each.name_or_path = lasting_name(name)
     return loaded
@@ -178,26 +178,26 @@ _named_here: WeakKeyDictionary[Memory, str] = WeakKeyDictionary()
 
 
 def name_model(memory: Memory, model: str | None) -> None:
-    """Take ``model``, where one is named, for the one that read ``memory``, as long as the memory is open."""
+    """Set ``model``, if given, as the model that read ``memory``, while the memory is open."""
     if model is not None:
         _named_here[memory] = remember(model)
 
 
 def named_model(memory: Memory) -> str | None:
-    """The model that ``name_model`` was given for the memory."""
+    """Return the model that ``name_model`` was given for the memory."""
     return _named_here.get(memory)
 
 
 def recorded_name(memory: Memory) -> str | None:
-    """The name of the model that read the memory, None where neither the memory nor the user says it."""
+    """Return the name of the model that read the memory; None if neither the memory nor the user gives it."""
     name = _named_here.get(memory) or memory.model_info().get("name")
     return name if isinstance(name, str) else None
 
 
 def chosen_name(memory: Memory, model: str | None = None) -> str:
-    """``model``, which is trusted from now on, or the trusted one that read the memory.
+    """Return ``model``, which is trusted from now on, or the trusted one that read the memory.
 
-    Raises ``InvalidArgument`` where the memory names none, or one that this user has never named.
+    Raises ``InvalidArgument`` if the memory names no model, or one that this user has never named.
     """
     if model is not None:
         remember(model)
@@ -214,12 +214,12 @@ def chosen_name(memory: Memory, model: str | None = None) -> str:
 
 
 def remember(model: str) -> str:
-    """Trust ``model`` from now on; the name that memories give it."""
+    """Trust ``model`` from now on, and return its name in memories."""
     name = lasting_name(model)
     if "\n" in name:
         raise InvalidArgument(f"no model is called {name!r}.")
     if not is_trusted(name):
-        with contextlib.suppress(OSError):  # a home that cannot be written: it is asked for again next time
+        with contextlib.suppress(OSError):  # a read-only home folder; next time the user must name it again
             path = _trusted_file()
             path.parent.mkdir(parents=True, exist_ok=True)
             with path.open("a", encoding="utf-8") as file:
@@ -228,12 +228,12 @@ def remember(model: str) -> str:
 
 
 def record_model(memory: Memory, name: str, loaded: LoadedModel) -> None:
-    """Keep in ``memory`` which model reads it, so that other verbs need not be told; it is trusted from now on."""
+    """Record in ``memory`` which model reads it, so that other verbs need no --model. It is trusted from now on."""
     memory.put_info("model", {"name": remember(name), "dtype": str(loaded.model.dtype).removeprefix("torch.")})
 
 
 def is_trusted(name: str) -> bool:
-    """Whether a memory that names this model may load it: it is here by our own doing, or the user has named it."""
+    """Check whether a memory that names this model may load it: our own code put it here, or the user has named it."""
     if name == SMOLLM2:
         from memstore.tools.gguf import is_cached
 
@@ -241,7 +241,7 @@ def is_trusted(name: str) -> bool:
             return True
     elif _shipped(name) is not None:
         return True
-    # A relative name means a folder of the working directory where there is one: lasting_name makes it that folder's.
+    # A relative name means a folder of the working directory if it exists: lasting_name gives that folder's path.
     try:
         return lasting_name(name) in _trusted_file().read_text("utf-8").split("\n")
     except (OSError, ValueError):  # the second: not UTF-8, or a name with a NUL
@@ -249,11 +249,11 @@ def is_trusted(name: str) -> bool:
 
 
 def trusted(name: str) -> str | None:
-    """What ``load_model`` takes for a model that a memory names, None where it may not be loaded."""
+    """Return the argument of ``load_model`` for a model that a memory names; None if it may not be loaded."""
     if not is_trusted(name):
         return None
     shipped = _shipped(name)
-    # Such a name is trusted as that of the package, and a folder "drt" beside a foreign memory would be loaded for it.
+    # Such a name is trusted as the package's model. Otherwise a folder "drt" beside a foreign memory would be loaded.
     return name if shipped is None or not Path(name).exists() else str(shipped)
 
 
@@ -262,18 +262,18 @@ def _trusted_file() -> Path:
 
 
 def load_recorded(memory: Memory, model: str | None, dtype: str | None, *, device: str) -> LoadedModel:
-    """The model that read the memory, in the precision it read with, unless others are named."""
+    """Load the model that read the memory, in the precision of that reading, unless others are named."""
     name = chosen_name(memory, model)
     return load_model(name, dtype or usual_dtype(name, memory.model_info().get("dtype")), device=device)
 
 
 def usual_dtype(name: str, recorded: object) -> str:
-    """The precision of the model ``name`` for a memory that recorded one; auto where none is, or it has only one."""
+    """Return the recorded dtype for the model ``name``; auto if none is recorded or the model has only one."""
     return recorded if isinstance(recorded, str) and kind_named(name).half else "auto"
 
 
 def check_device(name: str) -> None:
-    """Raise ``InvalidArgument`` for a device that PyTorch does not know, or that is not here."""
+    """Raise ``InvalidArgument`` for a device that PyTorch does not know, or that this machine lacks."""
     import torch
 
     try:
@@ -296,7 +296,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_of(memory: Memory) -> tuple[PreTrainedTokenizerBase | None, str | None]:
-    """The tokenizer of the model that read the memory, or None and the reason why there is none."""
+    """Return the tokenizer of the model that read the memory, or None and the reason why it is missing."""
     if recorded_name(memory) is None:
         return None, "the memory does not say which model it belongs to: name it with --model"
     try:
@@ -308,7 +308,7 @@ def tokenizer_of(memory: Memory) -> tuple[PreTrainedTokenizerBase | None, str | 
 
 @lru_cache(maxsize=1)
 def _tokenizer(name: str) -> tuple[PreTrainedTokenizerBase | None, str | None]:
-    """Loaded, or found missing, once: a verb may decode thousands of blocks with it."""
+    """Load the tokenizer, or find it missing, only once: a verb may decode thousands of blocks with it."""
     try:
         return load_tokenizer(name), None
     except MemstoreError as error:
@@ -316,7 +316,7 @@ def _tokenizer(name: str) -> tuple[PreTrainedTokenizerBase | None, str | None]:
 
 
 def resolve_dtype(name: str, *, device: str = "cpu") -> torch.dtype:
-    """The torch dtype for ``name``; ``auto`` is bfloat16 on a GPU and on CPUs that compute in it, else float32."""
+    """Return the dtype for ``name``. ``auto`` is bfloat16 on a GPU and on CPUs that compute in it, else float32."""
     import torch
 
     if name not in DTYPES:
@@ -328,9 +328,9 @@ def resolve_dtype(name: str, *, device: str = "cpu") -> torch.dtype:
 
 
 def computes_bfloat16() -> bool:
-    """Whether this CPU has instructions for bfloat16 and PyTorch may use them: ATEN_CPU_CAPABILITY=avx2 forbids it.
+    """Check for bfloat16 instructions of this CPU that PyTorch may use: ATEN_CPU_CAPABILITY=avx2 forbids them.
 
-    Where PyTorch cannot tell (before 2.10), the answer is no.
+    If PyTorch cannot tell (before 2.10), the answer is no.
     """
     import torch
 
@@ -342,7 +342,7 @@ def computes_bfloat16() -> bool:
 
 @contextmanager
 def _loading(name: str) -> Iterator[None]:
-    """Turn what transformers raises for a missing or unknown model into our errors."""
+    """Turn errors of transformers about a missing or unknown model into our errors."""
     try:
         yield
     except OSError as error:

@@ -1,9 +1,9 @@
-"""The text of what is no plain text: HTML, PDF, EPUB and mail.
+"""The text of HTML, PDF, EPUB and mail.
 
-Such a file may be anybody's: a small one can unpack to gigabytes, and keep a parser busy for ever, or lead it to any
-error. So it is parsed in a process of its own, with little memory and little time:
-``python -P -m memstore.tools.parsing FILE [ENCODING]`` prints its text, and what had to be left out as a line each on
-standard error.
+Anybody may have written such a file. A small one can unpack to gigabytes, keep a parser busy for ever, or lead it to
+any error. So it is parsed in a process of its own, with little memory and little time:
+``python -P -m memstore.tools.parsing FILE [ENCODING]``. It prints the text, and on standard error the parts that had to
+be left out, a line each.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from memstore.tools.decoding import decode, find_codec, mend_surrogates
 REFUSED, MISSING = 3, 4
 """Exit codes: the file cannot be read; a package is missing. The last line of standard error says which."""
 MOST_BYTES = 400 << 20
-"""Of memory."""
+"""Bytes of memory, at most."""
 MOST_TEXT = 32 << 20
-"""Characters."""
+"""Characters of text, at most."""
 SECONDS, BYTES_A_SECOND = 5, 100_000
-"""Of processor time: at least, and one more for each so many bytes of the file."""
+"""Seconds of processor time at least, and the bytes of a file that allow another second."""
 _BEST = ("text/plain", "text/html", "multipart/related", "multipart/mixed")
-"""Which of the alternatives of a message is read."""
+"""Preferred types among the alternatives of a message."""
 HEADERS = ("From", "To", "Date", "Subject")
 
 LeftOut = list[str]
-"""What of a file could not be read, a line each."""
+"""The parts of a file that could not be read, a line each."""
 
 _HIDDEN = {"script", "style", "template", "noscript", "iframe", "title", "desc", "metadata", "defs"}
 _PARAGRAPHS = {"p", "h1", "h2", "h3", "h4", "h5", "h6", "blockquote", "table", "section", "article", "figure"}
@@ -55,13 +55,14 @@ _COMMENT_OR_CDATA = re.compile(r"(<!--(?:-?>|.*?(?:--!?>|\Z)))|<!\[CDATA\[(.*?)(
 
 
 def html_text(page: str) -> str:
-    """The words of an HTML page, a line for each paragraph, without tags, scripts and styles.
+    """Return the words of an HTML page, a line for each paragraph, without tags, scripts and styles.
 
-    Cells of a table are separated by tabs; a number set as an exponent follows a ``^``; of a picture its ``alt`` stays.
+    Cells of a table are separated by tabs. A number set as an exponent follows a ``^``. A picture gives its ``alt``
+    text.
     """
     from lxml import etree
 
-    # In XHTML, text may be in CDATA, which is a comment to a parser of HTML.
+    # In XHTML, text may be in CDATA, which an HTML parser takes for a comment.
     page = _COMMENT_OR_CDATA.sub(lambda found: found[1] or escape(found[2] or ""), page)
     parser = etree.HTMLParser(target=_Words(), encoding="utf-8", huge_tree=True)
     parser.feed(page.encode("utf-8", "replace") or b"\n")
@@ -69,7 +70,7 @@ def html_text(page: str) -> str:
 
 
 class _Words:
-    """Takes the events of a parser, and gives the text. An element that is not ended is ended by the parser."""
+    """Takes the events of a parser, and builds the text. The parser ends elements that the page leaves open."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -126,17 +127,17 @@ class _Words:
             self.lines.append(words)
 
 
-def _page(path: Path, encoding: str | None, left_out: LeftOut) -> str:  # noqa: ARG001 - as the others
+def _page(path: Path, encoding: str | None, left_out: LeftOut) -> str:  # noqa: ARG001 - same arguments as the others
     return html_text(decode(path.read_bytes(), encoding, markup=True))
 
 
 def _mail(path: Path, encoding: str | None, left_out: LeftOut) -> str:  # noqa: ARG001
-    """One message: who, when, about what, and its words."""
+    """Return one message: sender, date, subject, and its words."""
     return _message(path.read_bytes(), left_out)
 
 
 def _mails(path: Path, encoding: str | None, left_out: LeftOut) -> str:  # noqa: ARG001
-    """All messages of a mailbox file, oldest first as they are in it."""
+    """Return all messages of a mailbox file, in the file's order: oldest first."""
     box, texts = mailbox.mbox(path, create=False), list[str]()
     for number, key in enumerate(box.iterkeys(), 1):
         missed: LeftOut = []
@@ -144,7 +145,7 @@ def _mails(path: Path, encoding: str | None, left_out: LeftOut) -> str:  # noqa:
             texts.append(_message(box.get_bytes(key), missed))
         except MemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever the parser runs into; the other messages are read
+        except Exception as error:  # noqa: BLE001 - any error of the parser; the other messages are read
             missed.append(f"it cannot be read ({type(error).__name__}: {error})")
         left_out += [f"message {number}: {each}" for each in missed]
     box.close()
@@ -165,14 +166,14 @@ def _told_message(message: EmailMessage, left_out: LeftOut) -> str:
 
 
 def _header(message: EmailMessage, name: str) -> str:
-    """A header decoded; 8-bit text in one is UTF-8, or else Windows' encoding of Latin."""
+    """Decode a header. 8-bit text in it is UTF-8, or else Windows' encoding of Latin."""
     raw = next((str(value) for key, value in message.raw_items() if key.lower() == name.lower()), "")
     if not raw.isascii():
         data = raw.encode("utf-8", "surrogateescape")
         return " ".join((_try_utf8(data) or data.decode("cp1252", "replace")).split())
     try:
         return str(message[name] or "")
-    except Exception:  # noqa: BLE001 - the library has raised many kinds for headers that are wrong
+    except Exception:  # noqa: BLE001 - the library has raised many kinds of errors for bad headers
         return " ".join(raw.split())
 
 
@@ -184,7 +185,7 @@ def _try_utf8(data: bytes) -> str | None:
 
 
 def _bodies(part: Any, files: list[str], left_out: LeftOut) -> Iterator[str]:
-    """The texts of a message, of alternatives the plain one; names of other parts are added to ``files``."""
+    """Yield the texts of a message, the plain one of alternatives. Names of other parts are added to ``files``."""
     kind, name = str(part.get_content_type()), part.get_filename()
     inner = part.get_payload() if part.is_multipart() else None
     if kind == "message/rfc822" and isinstance(inner, list):
@@ -220,7 +221,7 @@ def _decoded(part: EmailMessage, left_out: LeftOut) -> str:
 
 
 def _unfolded(part: EmailMessage, text: str) -> str:
-    """The lines of ``format=flowed`` (RFC 3676) as they were before they were broken; quoted ones stay."""
+    """Join the lines of ``format=flowed`` (RFC 3676) that were broken for sending; quoted ones stay."""
     text = re.sub(r"^ ", "", text, flags=re.MULTILINE)
     return re.sub(r"(?m)^(?!>|-- $)(.*) \n(?!>|-- $)", r"\1" if part.get_param("delsp") == "yes" else r"\1 ", text)
 
@@ -234,11 +235,11 @@ def _pdf(path: Path, encoding: str | None, left_out: LeftOut) -> str:  # noqa: A
         length += len(pages[-1])
         if length > MOST_TEXT:
             break
-    return "\f".join(pages)  # a form feed between pages, as printers have it
+    return "\f".join(pages)  # a form feed between pages, as in printed text
 
 
 def _epub(path: Path, encoding: str | None, left_out: LeftOut) -> str:  # noqa: ARG001
-    """The chapters of a book, in the order in which they are read."""
+    """Return the chapters of a book, in reading order."""
     with zipfile.ZipFile(path) as archive:
         package = _package(archive)
         book = _xml(archive.read(package))
@@ -267,7 +268,7 @@ def _epub(path: Path, encoding: str | None, left_out: LeftOut) -> str:  # noqa: 
 
 
 def _package(archive: zipfile.ZipFile) -> str:
-    """The name of the file that lists the others: where the container tells, or else by its ending."""
+    """Return the name of the file that lists the others, from the container or else by its ending."""
     names, container = archive.namelist(), "META-INF/container.xml"
     roots = _xml(archive.read(container)).iter("{*}rootfile") if container in names else ()
     listed = [*(each.get("full-path") for each in roots), *(name for name in names if name.endswith(".opf"))]
@@ -286,7 +287,7 @@ def _xml(data: bytes) -> Any:
 
 
 def _place(archive: zipfile.ZipFile, package: str, href: str) -> str:
-    """The name in the archive of what the package calls ``href``."""
+    """Return the archive's name for the package's ``href``."""
     path = href.partition("#")[0]
     names = [posixpath.normpath(f"/{posixpath.dirname(package)}/{each}").lstrip("/") for each in (path, unquote(path))]
     there = {name.casefold(): name for name in archive.namelist()}
@@ -312,11 +313,11 @@ KINDS: dict[str, tuple[Callable[[Path, str | None, LeftOut], str], str]] = {
     ".mbox": (_mails, "no messages"),
     **dict.fromkeys((".html", ".htm", ".xhtml"), (_page, "no words")),
 }
-"""What reads a file, and what one has in which there is nothing; by its ending."""
+"""Ending -> the function that reads a file, and the reason to give if a file is empty."""
 
 
 def main(name: str, encoding: str | None = None) -> int:
-    """Print the text of the file ``name``; the exit code."""
+    """Print the text of the file ``name``, and return the exit code."""
     path = Path(name)
     seconds = SECONDS + path.stat().st_size // BYTES_A_SECOND
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds + 1))
@@ -332,7 +333,7 @@ def main(name: str, encoding: str | None = None) -> int:
         return _told(REFUSED, f"{path} cannot be read: it unpacks to more than the {MOST_BYTES >> 20} MiB it may take.")
     except InvalidArgument as error:
         return _told(REFUSED, f"{path} {error}" if parse is _page else f"{path} cannot be read: {error}.")
-    except Exception as error:  # noqa: BLE001 - whatever a parser runs into
+    except Exception as error:  # noqa: BLE001 - any error of a parser
         why = " ".join(str(error).split())[:200] or type(error).__name__
         return _told(REFUSED, f"{path} is no {ending[1:].upper()} file that can be read: {why}")
     if len(text) > MOST_TEXT:

@@ -1,4 +1,4 @@
-"""What a run of ``memstore read`` changes in a memory, and what it costs: known before a model computes anything."""
+"""The changes that a run of ``memstore read`` makes, and their cost: known before a model computes anything."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
     from memstore.readers.reader import Reader
 
 TOLD = 4096
-"""Tokens from which on it is told beforehand what reading them costs."""
+"""Tokens from which the cost of reading is announced beforehand."""
 BYTES = {"int8": 1.07, "fp8": 1.07, "int4": 0.63}
-"""Of a number, with its part of the scales, by codec."""
+"""Bytes per number, including its share of the scales, by codec."""
 
 
 @dataclass(frozen=True)
 class Contents:
-    """What a memory holds already, and for whom."""
+    """The contents of a memory, and the model that read them."""
 
     spec: MemorySpec
     model: str | None
     dtype: str | None
     documents: dict[str, int]
-    """Each with its tokens."""
+    """Documents, with their tokens."""
     files: Mapping[str, dict[str, Any]]
-    """What is known of the file of each document."""
+    """Facts about the file of each document."""
     room: int | None
-    """Bytes that its limit leaves, where it refuses more."""
+    """Bytes left below the memory's limit, if it refuses more."""
 
     @classmethod
     def of(cls, memory: Memory, model: str | None = None) -> Contents:
-        """Those of a memory that is open, which ``model`` has read."""
+        """Return the contents of an open memory, which ``model`` has read."""
         dtype, stats = memory.model_info().get("dtype"), memory.stats()
         rules = stats["rules"]
         most = rules["max_bytes"] if rules["when_full"] == "refuse" else None
@@ -58,9 +58,9 @@ class Contents:
 
     @classmethod
     def at(cls, url: str, model: str | None) -> Contents | None:
-        """Those of the memory at ``url``, or None if there is none yet.
+        """Return the contents of the memory at ``url``, or None if it does not exist yet.
 
-        What is no memory is an error, and where no ``model`` was named, a memory of one that is not trusted.
+        Raises an error if it is no memory, or if no ``model`` is named and the memory's model is not trusted.
         """
         try:
             with memstore.open(url, mode="r") as memory:
@@ -70,33 +70,33 @@ class Contents:
             return None
 
     def read_by(self, model: str | None) -> bool:
-        """Whether the model that read them is ``model``, or None was named."""
+        """Check whether ``model`` read the contents; None fits any model."""
         return model is None or lasting_name(model) == self.model
 
 
 class FileText(NamedTuple):
-    """A file that is to be read."""
+    """A file to read."""
 
     file: SourceFile
     document: str
     content: str
     meta: Mapping[str, str] = {}
-    """Noted of a file that is gone and had this very text: it was renamed."""
+    """Notes of a missing file with the same text: the file was renamed."""
 
 
 @dataclass
 class ReadPlan:
-    """What is to be done with the files that were found."""
+    """The work on the files that were found."""
 
     read: list[FileText] = field(default_factory=list)
     unchanged: list[str] = field(default_factory=list)
-    """Their documents."""
+    """Documents of unchanged files."""
     passed_over: list[dict[str, str]] = field(default_factory=list)
     """Files that have no text, each with the reason."""
     gone: list[str] = field(default_factory=list)
-    """Documents whose files are no longer there, or have no text any more."""
+    """Documents whose files are missing now, or have no text any more."""
     bad: list[dict[str, str]] = field(default_factory=list)
-    """Files that cannot be read, or not all of them, each with the error."""
+    """Files that could not be read in full, each with the error."""
 
 
 def plan_of(
@@ -108,10 +108,10 @@ def plan_of(
     alone: bool,
     gone: Sequence[str] = (),
 ) -> ReadPlan:
-    """Which files are new or changed. ``alone``: there is one, and what is wrong with it is raised.
+    """Find the new and changed files. ``alone``: raise the error of the only file.
 
-    ``gone``: documents whose files are there no more; a new file with the same text is one of them that was renamed.
-    Raises ``InvalidArgument`` for a ``document`` that is the name of a conversation.
+    ``gone``: documents whose files are missing. A new file with the same text as one of them is that file, renamed.
+    Raises ``InvalidArgument`` if ``document`` is the name of a conversation.
     """
     from memstore.memory.memory import check_name
     from memstore.memory.shared import CHAT
@@ -152,16 +152,16 @@ def plan_of(
             if fact:
                 plan.gone.append(name)
         elif fact.get("whole") and fact.get("digest") == digest(content):
-            plan.unchanged.append(name)  # touched, or copied anew
+            plan.unchanged.append(name)  # touched, or copied again
         else:
             same = [] if fact else read.get(digest(content), [])
             left = [other for other in same if other in plan.gone or _is_gone(files[other])]
-            if left:  # it was moved; of several one that was called so
+            if left:  # it was moved; among several prefer the same file name
                 called = PurePath(each.path or each.name).name
                 moved = next((other for other in left if _path(files[other]).name == called), left[0])
                 same.remove(moved)
                 if moved not in (name, *plan.gone):
-                    plan.gone.append(moved)  # from a folder that is not looked into
+                    plan.gone.append(moved)  # from a folder that is not searched now
             meta = files[moved].get("meta") if left else None
             plan.read.append(FileText(each, name, content, meta or {}))
     return plan
@@ -172,7 +172,7 @@ def _path(fact: Mapping[str, Any]) -> Path:
 
 
 def _is_gone(fact: Mapping[str, Any]) -> bool:
-    """Whether it is known that a file is no longer where it was."""
+    """Check whether a file is surely no longer at its path."""
     try:
         _path(fact).lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -183,19 +183,19 @@ def _is_gone(fact: Mapping[str, Any]) -> bool:
 
 
 def _free(found: SourceFile, taken: set[str]) -> str:
-    """A name for the document that no other file has, nor a conversation."""
+    """Return a document name that no other file has, nor a conversation."""
     from memstore.memory.shared import CHAT  # the command starts without numpy
 
     names = [found.name]
     if found.path is not None:
-        if found.in_folder:  # another folder of its name is there: with the name of the one around it
+        if found.in_folder:  # another folder has its name: add the name of the parent folder
             names.append("/".join(found.path.parts[-len(found.name.split("/")) - 1 :]).lstrip("/"))
         names += [found.path.name, str(found.path)]
     return next((name for name in names if name not in taken and not name.startswith(CHAT)), names[-1])
 
 
 def _same(found: SourceFile, fact: Mapping[str, Any]) -> bool:
-    """Whether a file is as it was when it was read, by its size and time."""
+    """Check by size and time whether a file is unchanged since its reading."""
     if found.path is None or not fact.get("whole"):
         return False
     try:
@@ -206,9 +206,9 @@ def _same(found: SourceFile, fact: Mapping[str, Any]) -> bool:
 
 
 def gone(known: Contents | None, found: list[SourceFile], folders: list[Path]) -> list[str]:
-    """Documents of files that were below ``folders``, and are not found any more."""
+    """Return documents whose files were below ``folders`` and are no longer found."""
     paths = {str(each.path) for each in found}
-    closed = [each.path for each in found if each.path is not None and each.is_folder]  # nobody knows what is in them
+    closed = [each.path for each in found if each.path is not None and each.is_folder]  # their contents are unknown
     return [
         name
         for name, fact in ({} if known is None else known.files).items()
@@ -220,7 +220,7 @@ def gone(known: Contents | None, found: list[SourceFile], folders: list[Path]) -
 
 
 def check_fit(memory: str, spec: MemorySpec | None, *, block_size: int | None, codec: str | None) -> None:
-    """Raise ``InvalidArgument`` for a size or codec that cannot be, or is unlike that of the memory that is there."""
+    """Raise ``InvalidArgument`` for an invalid size or codec, or one that differs from the existing memory's."""
     from memstore.memory.spec import CODECS  # the command starts without numpy and torch
 
     if codec is not None and codec not in CODECS:
@@ -242,17 +242,17 @@ def check_fit(memory: str, spec: MemorySpec | None, *, block_size: int | None, c
 
 
 class Cost(NamedTuple):
-    """What reading new tokens takes, about."""
+    """Rough cost of reading the new tokens."""
 
     tokens: int
     disk_bytes: int
     index_bytes: int
-    """Of memory, while they are attached; 0 where no index scans all tokens."""
+    """Bytes of memory while the reader is attached; 0 if no index scans all tokens."""
     seconds: float
 
 
 def check_room(memory: str, reader: Reader, spec: MemorySpec, new: int, known: Contents | None, *, tell: bool) -> Cost:
-    """Tell what reading ``new`` tokens costs. Raises ``StoreFull`` where that does not fit beside what is ``known``."""
+    """Print the cost of reading ``new`` tokens. Raises ``StoreFull`` if they do not fit beside ``known``."""
     codecs = (spec.codec, "int8", "int4") if reader.kind.takes("codec") else (spec.codec,)
     sizes = {codec: int(new * _bytes_per_token(spec, codec)) for codec in dict.fromkeys(codecs)}
     size, others = sizes[spec.codec], {codec: size for codec, size in sizes.items() if codec != spec.codec}
@@ -280,14 +280,14 @@ def check_room(memory: str, reader: Reader, spec: MemorySpec, new: int, known: C
         raise StoreFull(
             f"{counted(new, 'token')} need about {_amount(size)}, and {memory} has room for {_amount(room)}: "
             f"{', '.join(what[:-1])} or {what[-1]}",
-            # Where nothing is, nothing can be forgotten or erased.
+            # An empty memory has nothing to forget or erase.
             memory=memory if known is not None and known.documents else None,
         )
     return cost
 
 
 def _bytes_per_token(spec: MemorySpec, codec: str) -> float:
-    """Bytes on disk of one token's states and landmarks, about."""
+    """Estimate the bytes on disk of one token's states and landmarks."""
     from memstore.memory.spec import run_layout
 
     numbers: int = sum(math.prod(shape) for shape in spec.fields.values()) * spec.layers // spec.block_size
@@ -297,7 +297,7 @@ def _bytes_per_token(spec: MemorySpec, codec: str) -> float:
 
 
 def _seconds_per_token(reader: Reader) -> float:
-    """What a token takes to read, about: its largest weight is multiplied once, and the others cost as much each."""
+    """Estimate the seconds per token: its largest weight is multiplied once, and the others cost as much per number."""
     import torch
 
     weights = [each for name, each in reader.model.named_parameters() if each.dim() == 2 and "embed" not in name]
@@ -310,11 +310,11 @@ def _seconds_per_token(reader: Reader) -> float:
             tokens @ largest.T
             spent.append(time.perf_counter() - begun)
     of_all: float = sum(map(torch.Tensor.numel, weights)) / largest.numel()
-    return min(spent) * of_all / len(tokens) * 1.3  # attention and the writing beside it
+    return min(spent) * of_all / len(tokens) * 1.3  # attention, and writing beside it
 
 
 def _amount(size: int) -> str:
-    """``1.3 GB``."""
+    """Format a size like ``1.3 GB``."""
     for unit, least in (("GB", 10**9), ("MB", 10**6), ("KB", 10**3)):
         if size >= least:
             return f"{size / least:,.1f} {unit}" if size < 10 * least else f"{size / least:,.0f} {unit}"

@@ -1,4 +1,4 @@
-"""``memstore plot``: pictures of what is in a memory, and of what was retrieved from it."""
+"""``memstore plot``: pictures of a memory and of the blocks retrieved from it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class PictureKind(StrEnum):
-    """The pictures there are."""
+    """The kinds of pictures."""
 
     HEAT = "heat"
     SIMILARITY = "similarity"
@@ -57,13 +57,13 @@ def plot(
     head: Head = None,
     question: Question = None,
 ) -> Report:
-    """Draw what is in a memory, and what was retrieved from it.
+    """Draw a memory, and the blocks retrieved from it.
 
     heat: the blocks that each generated token used, weight as ink. tiers: where these blocks came from. margins: how
     clearly the best blocks stood out, in a trace or (with --document) in a document. similarity: how alike the
     landmarks of a document are. audit: captured mass and recall of each layer and head.
 
-    Traces are what memstore ask --trace records. All pictures can be read in black and white.
+    memstore ask --trace records traces. All pictures can be read in black and white.
 
     Example:
 
@@ -125,7 +125,7 @@ def _check_trace(trace: Trace, layer: int | None, head: int | None) -> None:
 
 
 def _words(opened: Memory, trace: Trace) -> list[str] | None:
-    """The text of the token that each step chose; None where the tokenizer cannot be had."""
+    """Return the text of the token that each step chose; None if the tokenizer is not available."""
     from memstore.tools.models import load_tokenizer, recorded_name, trusted
 
     name = recorded_name(opened) or trace.info.get("model")

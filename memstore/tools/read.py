@@ -1,4 +1,4 @@
-"""``memstore read``: a model reads files and folders into a memory, and again what has changed of them."""
+"""``memstore read``: a model reads files and folders into a memory, and later their changes."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from memstore.readers.reader import Reader
 
 FEW = 5
-"""Files that were passed over, of which the names are told."""
+"""Skipped files whose names are printed, at most."""
 PAUSE = 1.0
-"""Seconds between two looks of ``--watch``; after one at many files it rests as long as that took."""
+"""Seconds between two looks of ``--watch``. With many files, each pause is as long as the look before it."""
 
 Texts = Annotated[
     list[str],
@@ -116,12 +116,12 @@ class Options:
 
     @property
     def one_file(self) -> bool:
-        """Whether a file is named, and nothing else."""
+        """Check whether a single file is named."""
         return len(self.text) == 1 and not Path(self.text[0]).is_dir()
 
 
 Done = list[dict[str, Any]]
-"""What was done with each file that was read."""
+"""The results for each file that was read."""
 
 
 @taking(Options)
@@ -130,15 +130,15 @@ def read(options: Options) -> Report:
 
     The memory is made if it does not exist. Each file is a document: text, Markdown, source files, HTML, EPUB, mail
     (.eml, .mbox), notebooks (.ipynb: cells and text outputs), exports of chats (.json), and PDF with pip install
-    'torch-memstore[files]'. Of folders everything is read that is text, but what is hidden, a link, or named by a
-    .gitignore or .memstoreignore. Text is in the encoding that a file declares, or in UTF-8; no encoding is guessed.
+    'torch-memstore[files]'. In a folder all text is read, except hidden files, links, and files named by a .gitignore
+    or .memstoreignore. Text is in the encoding that a file declares, or in UTF-8; no encoding is guessed.
 
-    Run again, it reads what has changed: a file that is as it was costs nothing, and of one that changed the blocks
-    before the change stay. A file that is gone or empty is told, and forgotten with --prune. What was read is on disk
-    segment by segment: after an interruption the same command goes on where it stopped. What it will cost is told
-    before, and what does not fit is not begun. A file that cannot be read, or not all of it, is named, and the others
-    are read; the exit code is 1 then. Binary and empty files of a folder are listed as passed over, with exit code 0.
-    With --watch it stays, looks every second for what has changed, has its model at hand, and ends with Ctrl-C.
+    Run again, it reads the changes. An unchanged file costs nothing. In a changed file, the blocks before the change
+    are kept. If a file is gone or empty, the command says so. --prune forgets its document. Progress is on disk segment
+    by segment: after an interruption, run the same command again. The cost is printed before reading starts, and
+    nothing starts if it does not fit. If a file cannot be read in full, the command names it, reads the others, and
+    ends with exit code 1. Binary and empty files of a folder are listed as passed over, with exit code 0. With --watch
+    it keeps its model loaded, looks for changes every second, and ends with Ctrl-C.
 
     Example:
 
@@ -159,7 +159,7 @@ def read(options: Options) -> Report:
     loaded: list[LoadedModel] = []
 
     def load(name: str, dtype: str) -> LoadedModel:
-        if not loaded:  # a watch goes on with the one that it has, whatever the memory calls it by then
+        if not loaded:  # a watch keeps its model, whatever the memory calls it by then
             with waiting(f"loading {name}", show=not options.json):
                 use_threads(options.threads)
                 loaded.append(load_model(name, dtype, device=options.device))
@@ -170,16 +170,16 @@ def read(options: Options) -> Report:
 
     plan, done = once()
     if options.watch:
-        load(*_model_of(Contents.at(options.memory, options.model), options))  # for the first change not to wait
+        load(*_model_of(Contents.at(options.memory, options.model), options))  # so that the first change does not wait
         _watch(once, plan, done, options)
     return _report(plan, done, options)
 
 
 def _once(options: Options, noted: Mapping[str, str], load: Callable[[str, str], LoadedModel]) -> tuple[ReadPlan, Done]:
-    """Read what is new or changed now."""
+    """Read the new and changed files."""
     before = [each for each in options.text if Path(each).is_dir()]
     found = list(find(options.text))
-    # A folder that was away before, during or after the search, when it is none, has not lost its files.
+    # If a folder was missing before, during or after the search, its files are not lost.
     named = {each.path for each in found if not each.in_folder}
     folders = [Path(each).resolve() for each in before if Path(each).absolute() not in named and Path(each).is_dir()]
     known = Contents.at(options.memory, options.model)
@@ -188,9 +188,9 @@ def _once(options: Options, noted: Mapping[str, str], load: Callable[[str, str],
     if known is not None and (
         options.top_k is not None or options.dtype not in (None, known.dtype) or not known.read_by(options.model)
     ):
-        known = replace(known, files={})  # all is compared with what is read otherwise, and refused
+        known = replace(known, files={})  # every file is compared with its stored reading, and refused
     lost = gone(known, found, folders)
-    alone = options.one_file and not options.watch  # in a watch a file that is being written is read the next time
+    alone = options.one_file and not options.watch  # a watch reads a half-written file next time
     plan = plan_of(found, known, options.document, encoding=options.encoding, alone=alone, gone=lost)
     if not (plan.read or plan.unchanged or plan.bad or plan.gone or options.watch):
         raise InvalidArgument(f"there is nothing to read in {', '.join(options.text)}: no file with text was found.")
@@ -213,7 +213,7 @@ def _once(options: Options, noted: Mapping[str, str], load: Callable[[str, str],
 
 
 def _watch(once: Callable[[], tuple[ReadPlan, Done]], plan: ReadPlan, done: Done, options: Options) -> None:
-    """Go on until Ctrl-C, and add what was done to ``done``."""
+    """Continue until Ctrl-C, and add the results to ``done``."""
     told: set[str] = set()
     news, took = (plan, done), 0.0
     try:
@@ -228,18 +228,18 @@ def _watch(once: Callable[[], tuple[ReadPlan, Done]], plan: ReadPlan, done: Done
             if now is plan and not options.json:
                 same = counted(len(plan.unchanged), "file")
                 typer.echo(f"{same} as before; watching {', '.join(options.text)}, Ctrl-C ends it.", err=True)
-            told |= {*lines}  # what stays gone or bad is told once
+            told |= {*lines}  # a file that stays gone or bad is reported once
             time.sleep(max(PAUSE, took))
             news, took = _look(once, options)
             done += news[1]
-    except KeyboardInterrupt:  # how a watch is ended
+    except KeyboardInterrupt:  # how a watch ends
         plan.gone, plan.bad, plan.unchanged = now.gone, now.bad, now.unchanged
 
 
 def _look(once: Callable[[], tuple[ReadPlan, Done]], options: Options) -> tuple[tuple[ReadPlan, Done], float]:
-    """Read what has changed, as soon as nobody else writes into the memory, and all that is watched is there.
+    """Read the changes as soon as nobody else writes into the memory and all watched files and folders exist.
 
-    And seconds that it took to see that nothing has.
+    Also return the seconds that it took to find no change.
     """
     told = False
     while True:
@@ -258,7 +258,7 @@ def _look(once: Callable[[], tuple[ReadPlan, Done]], options: Options) -> tuple[
 
 
 def _note(memory: str, known: Contents, plan: ReadPlan, noted: Mapping[str, str]) -> None:
-    """Note ``noted`` of documents whose files are as they were."""
+    """Store the notes ``noted`` for documents whose files are unchanged."""
     facts = {name: known.files[name] for name in plan.unchanged if name in known.files}
     changed = {name: fact for name, old in facts.items() if (fact := _with(old, noted)) != old}
     if changed:
@@ -268,13 +268,13 @@ def _note(memory: str, known: Contents, plan: ReadPlan, noted: Mapping[str, str]
 
 
 def _with(fact: Mapping[str, Any], noted: Mapping[str, str]) -> dict[str, Any]:
-    """A fact with what is noted beside what was; an empty value takes it away."""
+    """Return a fact with new notes added to the old ones; an empty value removes a note."""
     meta = {key: value for key, value in {**(fact.get("meta") or {}), **noted}.items() if value}
     return {**{key: value for key, value in fact.items() if key != "meta"}, **({"meta": meta} if meta else {})}
 
 
 def read_into(reader: Reader, source: str) -> Done:
-    """Read a file or folder into the memory of a reader that is open; what was done with each file that changed."""
+    """Read a file or folder into the memory of an open reader; return the results for each changed file."""
     known, alone = Contents.of(reader.memory), not Path(source).is_dir()
     plan = plan_of(list(find([source])), known, None, encoding=None, alone=alone)
     texts = [(each, encode(reader.tokenizer, each.content)) for each in plan.read]
@@ -296,19 +296,19 @@ def _read_all(
     noted: Mapping[str, str],
     load: Callable[[str, str], LoadedModel],
 ) -> Done:
-    """Read what ``plan`` says; what cannot be read is added to ``plan.bad``."""
+    """Read the files of ``plan``; files that cannot be read are added to ``plan.bad``."""
     model, dtype = _model_of(known, options)
     if known is None and (key := os.environ.get(KEY_VARIABLE)):
         from memstore.store.encryption_keys import read_key
 
-        read_key(key)  # of a new memory: what is wrong with it is told before a model is loaded
+        read_key(key)  # of a new memory: a bad key is reported before a model is loaded
     loaded = load(model, dtype)
     with waiting("counting tokens", show=not options.json):
         texts = [(each, encode(loaded.tokenizer, each.content)) for each in plan.read]
     made: dict[str, Any] = {"block_size": options.block_size, "codec": options.codec} if known is None else {}
     how: dict[str, Any] = {"top_k": options.top_k, "index": options.index, "router": options.router, **made}
     reader = attached(loaded, options.memory, document=plan.read[0].document, **how)
-    if known is None:  # before it is made: an empty one would stand in the way of another codec
+    if known is None:  # before it is made: an empty memory would block another codec
         new = sum(len(ids) for _, ids in texts)
         cost = check_room(options.memory, reader, reader.spec(), new, None, tell=not options.json and not options.cost)
         if options.cost:
@@ -334,9 +334,9 @@ def _read_all(
 
 
 def _model_of(known: Contents | None, options: Options) -> tuple[str, str]:
-    """The name and precision of the model to read with."""
+    """Return the name and precision of the model for reading."""
     model = options.model or (None if known is None else known.model) or SMOLLM2
-    # A memory goes on in the precision that it was begun in, also where another one would be faster.
+    # A memory keeps its first precision, even if another one would be faster.
     return model, options.dtype or usual_dtype(model, None if known is None else known.dtype)
 
 
@@ -350,7 +350,7 @@ def _read_each(
     *,
     many: bool,
 ) -> Done:
-    """Read one after the other, and tell ``advance`` of the new tokens of each."""
+    """Read files one after the other, and report the new tokens of each to ``advance``."""
     done: Done = []
     for each, ids in texts:
         try:
@@ -371,7 +371,7 @@ def _read_each(
 
 
 def _for_many(reader: Reader, text: FileText, there: int) -> bool:
-    """Whether several processes read a text, of which ``there`` tokens are stored: it is new, or they were at it."""
+    """Check whether several processes read a text: it is new, or they had begun it and ``there`` tokens are stored."""
     from memstore.readers.many import parts_beside
 
     document, parts = reader.memory.document(text.document), parts_beside(reader.memory)
@@ -389,7 +389,7 @@ def _read_by_many(
     options: Options,
     noted: Mapping[str, str],
 ) -> dict[str, ReadResult]:
-    """Read ``texts`` with several processes; what was done, by document."""
+    """Read ``texts`` with several processes, and return the results by document."""
     from memstore.readers.many import read_parts
 
     for each, _ in texts:
@@ -401,9 +401,9 @@ def _read_by_many(
 
 
 def _begun(reader: Reader, text: FileText, noted: Mapping[str, str]) -> tuple[dict[str, Any], bool]:
-    """What is to be noted of a file, and whether its document is known to be of this very file.
+    """Return the facts to store about a file, and whether its document is known to come from this very file.
 
-    Some of it is noted at once, so that one whose reading is interrupted is known when it goes on.
+    Some facts are stored at once, so that an interrupted reading is recognised when it continues.
     """
     name, path = text.document, text.file.path
     before = reader.memory.get_info(FACT + name)
@@ -429,12 +429,15 @@ def _read_one(
     many: bool,
     read: ReadResult | None = None,
 ) -> dict[str, Any]:
-    """Read the text ``ids`` of a file, and note which file it is; what was done. ``read``: where others have."""
+    """Read the text ``ids`` of a file, record the file, and return the result.
+
+    ``read``: the result of other processes.
+    """
     name, path = text.document, text.file.path
     fact, known = _begun(reader, text, noted)
-    if not known and read is None:  # only what is known to be this very file is replaced
+    if not known and read is None:  # only a document of this very file may be replaced
         _check_same(reader, name, ids)
-    progress = not many or len(ids) >= TOLD  # a line for each of many short notes says nothing
+    progress = not many or len(ids) >= TOLD  # a progress line for each of many short notes says nothing
     result = read or (reader.update if known else reader.read)(ids, name, progress=progress)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     reader.memory.put_info(FACT + name, {**fact, "whole": path is not None, "read": now})
@@ -451,14 +454,14 @@ def _read_one(
 
 
 def _check_same(reader: Reader, name: str, ids: list[int]) -> None:
-    """Raise ``InvalidArgument`` where the document holds another text."""
+    """Raise ``InvalidArgument`` if the document holds another text."""
     import torch
 
     from memstore.readers.attachment import another_text
 
     document = reader.memory.document(name)
     if document.blocks.start:
-        return  # read() says what to do with one that has lost its first blocks
+        return  # read() reports a document that has lost its first blocks
     if (text := another_text(document, 0, torch.tensor(ids)[: len(document)])) is not None:
         raise InvalidArgument(
             f"{text}: give this one a name of its own, memstore read TEXT MEMORY --document NAME, or memstore forget "

@@ -1,4 +1,4 @@
-"""What is kept, for how long, and where: the verbs that change a memory and run no model."""
+"""The verbs that change a memory without a model: what is kept, for how long, and where."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ Blocks = Annotated[
 
 
 def fork(memory: MemoryUrl, document: DocumentArgument, name: Name, *, blocks: Blocks = None) -> Report:
-    """Begin a new document with what another one holds.
+    """Start a new document from an existing one.
 
-    Whole blocks are shared, so it takes the same moment at any size. From then on the two are independent; a pin or
+    Whole blocks are shared, so a fork takes the same moment at any size. From then on the two are independent. A pin or
     a time to live stays with the old one.
 
     Example:
@@ -56,10 +56,10 @@ def fork(memory: MemoryUrl, document: DocumentArgument, name: Name, *, blocks: B
 
 
 def forget(memory: MemoryUrl, document: DocumentArgument) -> Report:
-    """Delete a document and everything of it.
+    """Delete a document and all its data.
 
-    Its bytes stay in the file until others are written over them, or until memstore compact; of an encrypted memory
-    its key is destroyed at once. A file that was read stays where it is, and comes back with the next memstore read.
+    Its bytes stay in the file until others are written over them, or until memstore compact. In an encrypted memory its
+    key is destroyed at once. The file that was read stays where it is, so the next memstore read brings it back.
 
     Example:
 
@@ -77,14 +77,14 @@ def forget(memory: MemoryUrl, document: DocumentArgument) -> Report:
 
     def text(page: Page) -> None:
         page.line(f"forgot {document!r}, {counted(tokens, 'token')}. {erased}")
-        if isinstance(path, str) and os.path.exists(path):  # noqa: PTH110 - of any text
+        if isinstance(path, str) and os.path.exists(path):  # noqa: PTH110 - can be any text
             page.line(f"Its file {path} is still there: the next memstore read of it or its folder reads it again")
 
     return Report(data=data, text=text)
 
 
 def pin(memory: MemoryUrl, document: DocumentArgument) -> Report:
-    """Keep a document, whatever limit or time to live there is.
+    """Keep a document despite any limit or time to live.
 
     memstore forget still deletes it.
 
@@ -98,7 +98,7 @@ def pin(memory: MemoryUrl, document: DocumentArgument) -> Report:
 
 
 def unpin(memory: MemoryUrl, document: DocumentArgument) -> Report:
-    """Let the memory's rules hold for a document again.
+    """Apply the memory's limit and times to live to a document again.
 
     Example:
 
@@ -132,10 +132,10 @@ After = Annotated[
 
 
 def expire(memory: MemoryUrl, document: DocumentArgument, *, after: After) -> Report:
-    """Let a document be forgotten after a time.
+    """Forget a document after a time.
 
-    It happens with the first append to another document after that time, and not while it is pinned; until then the
-    document is as it was.
+    It is forgotten with the first append to another document after that time, and not while it is pinned. Until then
+    the document does not change.
 
     Example:
 
@@ -159,7 +159,7 @@ def expire(memory: MemoryUrl, document: DocumentArgument, *, after: After) -> Re
 
 
 def parse_duration(text: str) -> float | None:
-    """Seconds that a text such as ``30d`` means; None for ``never``. Raises ``InvalidArgument``."""
+    """Return the seconds of a text such as ``30d``; None for ``never``. Raises ``InvalidArgument``."""
     from memstore.memory.rules import LONGEST
 
     if text.strip().lower() == "never":
@@ -187,9 +187,9 @@ WhenFullOption = Annotated[
 
 
 def limit(memory: MemoryUrl, *, max_bytes: MaxBytes = None, when_full: WhenFullOption = None) -> Report:
-    """Set or tell the limit of a memory.
+    """Set or show the limit of a memory.
 
-    It is stored with the memory and holds for every append from now on. What is there already stays until then.
+    It is stored with the memory and applies to every append from now on. Until then, existing documents stay.
 
     Example:
 
@@ -218,7 +218,7 @@ def limit(memory: MemoryUrl, *, max_bytes: MaxBytes = None, when_full: WhenFullO
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes that a text such as ``10GB`` means; None for ``none``. Raises ``InvalidArgument``."""
+    """Return the bytes of a text such as ``10GB``; None for ``none``. Raises ``InvalidArgument``."""
     if text.lower() == "none":
         return None
     match = _SIZE.fullmatch(text.strip())
@@ -238,9 +238,9 @@ def _rule(text: str) -> WhenFull:
 
 
 def compact(memory: MemoryUrl, *, json: Json = False) -> Report:
-    """Erase what was forgotten from the file, and give its space back to the disk.
+    """Erase forgotten data from the file, and give its space back to the disk.
 
-    Works in place and beside readers. It can be interrupted at any moment and run again.
+    It works in place, and other processes can read meanwhile. You can interrupt it at any moment and run it again.
 
     Example:
 
@@ -264,8 +264,8 @@ NewKey = Annotated[
 def rekey(memory: MemoryUrl, new_key_file: NewKey) -> Report:
     """Change the key of an encrypted memory.
 
-    The keys of its documents are wrapped under the new key, at once or not at all; nothing else is written. The old
-    key opens older copies of the file `keys` for as long as there is one: destroy it.
+    The keys of its documents are wrapped under the new key, at once or not at all. Nothing else is written. The old key
+    still opens older copies of the file `keys`, so destroy it.
 
     Example:
 
@@ -295,10 +295,10 @@ CopyCodec = Annotated[
 def copy(source: Source, target: Target, codec: CopyCodec = None) -> Report:
     """Copy a memory to another place or kind of store.
 
-    Every value is verified on the way. Documents that the target has already are completed or left as they are, so
-    after an interruption the same command goes on where it stopped. Forks share their blocks in the copy too. With
-    --codec states are encoded anew; without it the copy has the same bits. New documents take their pins and times to
-    live along, and a new memory the limit too.
+    Every value is verified on the way. Documents that the target already has are completed or kept as they are, so
+    after an interruption you run the same command again. Forks share their blocks in the copy too. With --codec states
+    are encoded again; without it the copy has the same bits. New documents keep their pins and times to live, and a new
+    memory keeps the limit too.
 
     Example:
 

@@ -1,4 +1,4 @@
-"""``memstore search``: the blocks of a memory that a text, another block or a vector finds."""
+"""``memstore search``: the blocks of a memory that match a text, another block or a vector."""
 
 from __future__ import annotations
 
@@ -64,9 +64,10 @@ def search(
 ) -> Report:
     """Find blocks by a text, by another block, or by a vector.
 
-    A text is searched as a question would be: the model reads it after the document, and what it would retrieve then
-    is listed. A stock model tells by how many standard deviations a block stands out, summed over the words; a DRT the
-    score of its retriever; a landmark model the part of a head's attention to landmarks that the block gets.
+    A text is searched like a question: the model reads it after the document, and the blocks it would retrieve are
+    listed. The score depends on the model. A stock model counts the standard deviations by which a block stands out,
+    summed over the words. A DRT gives the score of its retriever. A landmark model gives the block's share of a head's
+    attention to landmarks.
 
     With --block and --vector the score is the mean inner product with the landmarks; no model is needed.
 
@@ -109,7 +110,7 @@ def search(
 
 
 def described(memory: Memory, match: Match) -> dict[str, Any]:
-    """A block that was found, with its text, ready for JSON."""
+    """Return a found block with its text, ready for JSON."""
     from memstore.readers.passages import whole_characters
 
     text, missing = decode(memory, memory.document(match.document).tokens(match.block).tolist())
@@ -129,7 +130,7 @@ def search_text(
     dtype: str | None = None,
     device: str = "cpu",
 ) -> list[Match]:
-    """The ``top_k`` blocks that the model called ``model``, or the one that read, finds for ``text``, best first.
+    """Return the ``top_k`` blocks that ``model``, or the model that read, finds for ``text``, best first.
 
     Raises ``InvalidArgument``, ``NotFound``, ``UnsupportedModel`` and ``ForeignMemory``.
     """
@@ -138,7 +139,7 @@ def search_text(
         raise InvalidArgument("--text is empty. Give the words to search with.")
     loaded = load_recorded(memory, name, dtype, device=device)
     names = [document.name for document in documents]
-    # Most kinds of models go on after one document.
+    # Most kinds of models continue a single document.
     together = [names] if kind_of(loaded.model).reader_class().several else [[each] for each in names]
     found: list[Match] = []
     for each in together:

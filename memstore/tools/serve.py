@@ -1,4 +1,4 @@
-"""The verbs that serve: ``serve`` (as OpenAI's API), ``mcp`` (tools of agents) and ``view`` (a page in the browser)."""
+"""The serving verbs: ``serve`` (as OpenAI's API), ``mcp`` (tools for agents) and ``view`` (a page in the browser)."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ AllowWrite = Annotated[
     typer.Option("--allow-write", help="Let the page pin, unpin and forget documents, remove traces, and keep chats."),
 ]
 LEAST = 16
-"""Characters of a token."""
+"""Characters of a token, at least."""
 REDIRECT = """<!doctype html>
 <meta charset="utf-8">
 <meta name="referrer" content="no-referrer">
@@ -120,14 +120,14 @@ def serve(
 ) -> Report:
     """Answer from memories as an OpenAI-compatible server.
 
-    Clients of OpenAI's API name a memory as their model: notes for notes.mem. Each answer has sources, the blocks that
-    it was written with. What other processes read into a memory is seen at once. One answer is computed at a time, the
-    other requests wait. GET /health and /metrics (Prometheus) tell how it is. It ends with Ctrl-C. Needs
-    pip install 'torch-memstore[web]'.
+    Clients of OpenAI's API name a memory as their model: notes for notes.mem. Each answer lists its sources, the blocks
+    that it was written with. Texts that other processes read into a memory are seen at once. One answer is computed at
+    a time; the other requests wait. GET /health and /metrics (Prometheus) show the state of the server. It ends with
+    Ctrl-C. Needs pip install 'torch-memstore[web]'.
 
-    Memories are only read, unless you say otherwise: with --sessions a request can name a conversation, metadata
-    {"session": "ada"} or the header X-Memstore-Session, which the memory keeps as it is said; with --new-in it can ask
-    for a memory that is not there.
+    By default memories are only read. With --sessions a request can name a conversation, by metadata {"session": "ada"}
+    or the header X-Memstore-Session. The memory keeps that conversation word for word. With --new-in a request can ask
+    for a memory that does not exist yet.
 
     Example:
 
@@ -185,7 +185,7 @@ def mcp(
     """Give agents a memory, by the Model Context Protocol.
 
     The tools are recall (passages with scores), ask, list, remember and forget; documents are resources. The memory is
-    made if it does not exist. Other processes can read into it meanwhile, and what they read is found at once. It ends
+    made if it does not exist. Other processes can read into it meanwhile, and their texts are found at once. It ends
     with its input, or with Ctrl-C. Needs pip install 'torch-memstore[mcp]'.
 
     Example:
@@ -213,7 +213,7 @@ def mcp(
         if port is None:
 
             def end(_number: int, _frame: FrameType | None) -> None:
-                agents.close()  # what is being written is written to its end
+                agents.close()  # a running write is completed
                 os._exit(0)  # nothing wakes the thread that waits for input
 
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -244,9 +244,9 @@ def view(
 ) -> Report:
     """Look into a memory in the browser, and ask it.
 
-    The page shows documents by blocks, each block down to its tokens, norms, landmark and neighbours, and for each
-    token of an answer where its attention went: to which blocks, and what else. It answers questions, and follows
-    what another process generates. It ends with Ctrl-C. Needs pip install 'torch-memstore[web]'.
+    The page shows documents by blocks, and each block down to its tokens, norms, landmark and neighbours. For each
+    token of an answer it shows where its attention went: to which blocks, and to the rest. It answers questions, and
+    follows the answers of other processes. It ends with Ctrl-C. Needs pip install 'torch-memstore[web]'.
 
     Example:
 
@@ -273,13 +273,13 @@ def view(
 
 
 def open_browser(url: str, folder: Path) -> None:
-    """Open ``url`` in the user's browser, where there is a screen to show it on.
+    """Open ``url`` in the user's browser, if there is a screen.
 
-    Every user can read the command line of a browser, and ``url`` has a token. So what it is told to open is a file in
-    ``folder``, which only this user can enter, and the file leads on.
+    Every user can read the command line of a browser, and ``url`` has a token. So the browser opens a file in
+    ``folder``, which only this user can enter, and the file redirects to ``url``.
     """
     if sys.platform.startswith("linux") and not (os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")):
-        return  # what would open is a browser for terminals, in this terminal
+        return  # only a terminal browser would open, in this terminal
     page = folder / "open.html"
     with open(os.open(page, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:  # noqa: PTH123 - of a descriptor
         file.write(REDIRECT.format(html.escape(url)))
@@ -287,9 +287,10 @@ def open_browser(url: str, folder: Path) -> None:
 
 
 def token_for(host: str, file: str | None, *, no_token: bool) -> tuple[str | None, str]:
-    """The token that requests must bear, None for none, and the lines that tell it: where it is of ``file``, none.
+    """Return the token that requests must carry (None: no token) and the lines that announce it.
 
-    Without a ``file`` it is that of this user, which is made once. Raises ``InvalidArgument``.
+    A token from ``file`` is not announced. Without a ``file`` it is the token of this user, which is made once. Raises
+    ``InvalidArgument``.
     """
     from memstore.tools.web import is_loopback
 
@@ -308,7 +309,7 @@ def token_for(host: str, file: str | None, *, no_token: bool) -> tuple[str | Non
 
 
 def _make_token(file: Path) -> None:
-    """Write a new token that this user alone can read; another process may have done so meanwhile."""
+    """Write a new token that only this user can read. Another process may have done so meanwhile."""
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as opened:  # noqa: PTH123 - of a descriptor

@@ -1,4 +1,4 @@
-"""``memstore torture``: what a store of states does when its disk, its power or its files fail."""
+"""``memstore torture``: shows how a store of states behaves when its disk, its power or its files fail."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ def torture(
     seed: Seed = 0,
     folder: Where = None,
 ) -> Report:
-    """Kill, fill, flip, truncate: see what a store then serves.
+    """Kill, fill, flip, truncate: see what a store serves afterwards.
 
-    A store is written in a process of its own and read in another one, with a fault between. Each block that it serves
-    is known: it was committed last (right), or a wrong one is served, or what was committed is gone without a word. An
-    error is what a damaged store should say. The last column is the share of blocks that could still be read then.
+    One process writes a store, a fault happens, and another process reads the store. Each served block is compared with
+    the history. It can come from the last commit (right), be wrong, or be lost without an error. A damaged store should
+    raise an error. The last column is the share of blocks that could still be read then.
 
-    The exit code is 1 where anything was lost, torn or wrong, or a process was ended, or a store could not be tried. Of
-    a store of your own say module:Class, a subclass of memstore.testing.torture.Subject (open, append, cut, read) that
+    The exit code is 1 if anything was lost, torn or wrong, a process was ended, or a store could not be tried. For a
+    store of your own give module:Class, a subclass of memstore.testing.torture.Subject (open, append, cut, read) that
     is installed or lies in this folder.
 
     Example:
@@ -74,9 +74,9 @@ def torture(
         raise InvalidArgument(f"there is no fault {unknown[0]!r}; choose from {', '.join(FAULTS)}.")
     if folder is not None and not folder.is_dir():
         raise InvalidArgument(f"{folder} is not a folder; name one on the disk that is to be tried.")
-    torch.set_num_threads(1)  # whoever forks must have one thread
-    logging.getLogger("memstore").setLevel(logging.ERROR)  # a full disk is met on purpose
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the folder of the tries goes then too
+    torch.set_num_threads(1)  # a process that forks must have one thread
+    logging.getLogger("memstore").setLevel(logging.ERROR)  # the disk is filled on purpose
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the folder of the runs is removed then too
     rows, untried = [], {}
     for name, subject in chosen.items():
         for each in fault or FAULTS:
@@ -84,7 +84,7 @@ def torture(
                 sys.stderr.write(f"\r\033[K{name}: {each}")
             try:
                 rows.append(_row(name, subject, torture(subject, each, rounds, seed, folder)))
-            except UntriedStore as error:  # what was found until then is told
+            except UntriedStore as error:  # earlier results are still reported
                 untried[name] = str(error)
                 break
     if sys.stderr.isatty():
@@ -116,7 +116,7 @@ def _subject(name: str) -> type[Subject]:
     if not re.fullmatch(r"[\w.]+:\w+", name):
         raise InvalidArgument(f"there is no store {name!r}; choose from {', '.join(SUBJECTS)}, or name module:Class.")
     if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # where one's own store may lie; the console script leaves it out
+        sys.path.insert(0, str(Path.cwd()))  # where the user's own store may lie; the console script leaves it out
     try:
         found = resolve_name(name)
     except (ImportError, AttributeError) as error:

@@ -34,7 +34,7 @@ Remove = Annotated[bool, typer.Option("--remove", help="Delete the trace NUMBER 
 WIDTH = 60
 """Characters of a block's text in the table."""
 LONGEST_MATCH = 24
-"""Characters, and tokens, at the end of what was said that are looked for in a block."""
+"""Characters, and tokens, at the end of the text so far that are searched in a block."""
 NOTHING = "nothing was retrieved: the model saw all of the document directly, or had no list for these steps."
 
 
@@ -52,11 +52,11 @@ def trace(
 ) -> Report:
     """Show which blocks each token of an answer was written with.
 
-    For every token the blocks that carried most weight, with the piece of their text that fits what was said, or their
-    beginning. The weight is the part of the model's attention that went to the block, mean of all layers and heads that
-    retrieve. With --json also everything that was recorded: lists, scores, tiers and times of every layer.
+    For every token you see the blocks with most weight. Beside each is the piece of its text that fits the answer so
+    far, or its beginning. The weight is the block's share of the model's attention, as a mean of all layers and heads
+    that retrieve. With --json you get the whole record: lists, scores, tiers and times of every layer.
 
-    An answer is recorded with: memstore ask MEMORY QUESTION --trace.
+    Record an answer with: memstore ask MEMORY QUESTION --trace.
 
     Example:
 
@@ -86,9 +86,9 @@ def trace(
 def describe(
     memory: Memory, recorded: Trace, *, layer: int | None = None, head: int | None = None, step: int | None = None
 ) -> dict[str, Any]:
-    """Everything about a trace, with the texts of its blocks, ready for JSON.
+    """Return all facts about a trace, with the texts of its blocks, ready for JSON.
 
-    Weights are means of ``layer`` and ``head``, or of all. Raises ``InvalidArgument`` where these retrieved nothing.
+    Weights are means of ``layer`` and ``head``, or of all. Raises ``InvalidArgument`` if these retrieved nothing.
     """
     from memstore.memory.traces import most_weight
 
@@ -101,7 +101,7 @@ def describe(
     def piece(document: str, block: int) -> str | None:
         try:
             return decode(memory, memory.document(document).tokens(block).tolist())[0]
-        except (NotFound, DamagedError):  # forgotten since, or it cannot be read any more
+        except (NotFound, DamagedError):  # forgotten since, or unreadable now
             return None
 
     def blocks(of: Sequence[Step]) -> list[dict[str, Any]]:
@@ -150,7 +150,7 @@ def _check(recorded: Trace, steps: Sequence[Step], *, layer: int | None, head: i
 
 
 def _look(look: Look) -> dict[str, Any]:
-    """A look as JSON has it, which knows no NaN."""
+    """Return a look for JSON, which has no NaN."""
     from memstore.memory.traces import TIERS
 
     names = [None, *TIERS]
@@ -201,7 +201,7 @@ def _listed_cell(page: Page, column: str, value: Any) -> object:
 
 
 def _moment(started: str | None) -> str:
-    """``2026-11-22T02:08:51.616+00:00`` for people."""
+    """Format ``2026-11-22T02:08:51.616+00:00`` for people."""
     return "-" if started is None else started[:19].replace("T", " ") + " UTC"
 
 
@@ -217,7 +217,7 @@ def _show(page: Page, data: dict[str, Any], top: int) -> None:
 
 
 def show_steps(page: Page, data: dict[str, Any], top: int) -> None:
-    """A table of the ``top`` blocks that each token was written with, as ``describe`` tells them."""
+    """Print a table of the ``top`` blocks that each token was written with, from the result of ``describe``."""
     several = len({used["document"] for used in data["blocks"]}) > 1
     columns = ["step", "token", *(["document"] if several else []), "block", "weight", "text"]
     page.table(columns, [row for step in data["steps"] for row in _rows(page, step, top, several=several)])
@@ -245,7 +245,7 @@ def _facts(data: dict[str, Any]) -> Iterator[tuple[str, object]]:
 
 
 def _rows(page: Page, step: dict[str, Any], top: int, *, several: bool) -> Iterator[list[object]]:
-    """A row for each block; people see number and token of the step once."""
+    """Yield a row for each block; tables for people show number and token of the step once."""
     number, token = step["step"], step["text"] if step["text"] is not None else step["token"]
     for place, used in enumerate(step["blocks"][:top]):
         first = [page.brief("", number), page.brief("", token)] if place else [number, token]
@@ -256,7 +256,7 @@ def _rows(page: Page, step: dict[str, Any], top: int, *, several: bool) -> Itera
 
 
 def excerpt(text: str, said: str) -> str:
-    """The piece of ``text`` where the longest end of what was ``said`` stands, or its beginning."""
+    """Return the piece of ``text`` that holds the longest end of ``said``, or the beginning of ``text``."""
     text, said = " ".join(text.split()), " ".join(said.split())
     ends = (said[-length:] for length in range(min(LONGEST_MATCH, len(said)), 0, -1))
     found = next(((text.find(end), len(end)) for end in ends if end in text), (0, 0))

@@ -1,6 +1,6 @@
-"""``memstore train``: make a model that retrieves, or the router of a stock model.
+"""``memstore train``: trains a model that retrieves, or the router of a stock model.
 
-What there is to say of each kind of model, the kind says itself.
+Each kind of model describes its own options.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 def training_verb(kind: Kind) -> Any:
-    """The verb that trains models of ``kind``, which takes the options that the kind names."""
+    """Return the verb that trains models of ``kind``, with the options of that kind."""
     options: type[RunOptions] = import_module(kind.options_module).TRAINING
     verb = partial(_train, kind, options)
     verb.__name__ = kind.train.split()[-1]  # type: ignore[attr-defined]  # for typer
@@ -88,7 +88,7 @@ def _require_packages() -> None:
 
 
 def _one_voice() -> None:
-    """Let only the first of several processes that torchrun started report."""
+    """Silence all processes of torchrun except the first."""
     if int(os.environ.get("RANK", "0")):
         sys.stdout = Path(os.devnull).open("w")  # noqa: SIM115 - until the process ends
 
@@ -149,13 +149,13 @@ class _RouterTraining:
 
 @taking(_RouterTraining)
 def router(options: _RouterTraining) -> Report:
-    """Train what finds blocks in the memories of a stock model, on questions whose evidence is known.
+    """Train the router that finds blocks for a stock model, on questions with known evidence.
 
-    The model stays as it is, and so does the format of memories: only the numbers of the router differ, which otherwise
-    are those that come with the package for the model, or fitted to the text. It also learns how much a token of a
-    question counts. A line of the file is {"question": "...", "evidence": ["paragraph", ...]}, and may have
-    "others", paragraphs that look alike. At the end both routers are compared on the other half of the questions, by
-    states alone. Memories that are made with it keep it: memstore read --router FILE, memstore.attach(router=FILE).
+    The model and the format of memories do not change. Only the numbers of the router differ. Otherwise they come with
+    the package for the model, or are fitted to the text. Training also learns how much each token of a question counts.
+    A line of the file is {"question": "...", "evidence": ["paragraph", ...]}, and may have "others", paragraphs that
+    look alike. At the end both routers are compared on the other half of the questions, by states alone. Memories that
+    are made with the router keep it: memstore read --router FILE, memstore.attach(router=FILE).
 
     Example:
 
@@ -171,7 +171,7 @@ def router(options: _RouterTraining) -> Report:
     from memstore.train.router import RouterOptions, train_router
 
     model, tokenizer = load_model(options.model, options.dtype, device=options.device)
-    half: Any = options.half  # it is checked where questions are chosen
+    half: Any = options.half  # checked where questions are chosen
     settings = RouterOptions(
         steps=options.steps, learning_rate=options.learning_rate, seed=options.seed, runs=options.runs, half=half
     )

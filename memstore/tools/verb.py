@@ -1,4 +1,4 @@
-"""What all verbs share: their arguments and options, the report they return, how it is printed, and exit codes."""
+"""Common parts of all verbs: arguments and options, the report and its printing, and exit codes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from memstore.memory import Document, Memory
     from memstore.store.contract import Progress
 
-KEY_VARIABLE = "MEMSTORE_KEY_FILE"  # as in ``store.encryption_keys``, which loads more than starting a verb may
+KEY_VARIABLE = "MEMSTORE_KEY_FILE"  # as in ``store.encryption_keys``, which loads too much for the start of a verb
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 KeyFile = Annotated[
     str | None,
@@ -53,11 +53,10 @@ Csv = Annotated[bool, typer.Option("--csv", help="Print the table alone, as CSV;
 
 
 def verb(function: Callable[..., Report]) -> Callable[..., int]:
-    """Make a command of a function that returns a report: adds ``--json`` and ``--csv``, and prints the report.
+    """Make a command of a function that returns a report: add ``--json`` and ``--csv``, and print the report.
 
-    Where it takes a memory ``--key-file`` is added, which takes the place of the environment's. The function sees
-    ``json`` only if it has a parameter of that name: then it says nothing by itself, for a program reads what is
-    printed, be it JSON or CSV.
+    If it takes a memory, ``--key-file`` is added, which overrides the environment. The function gets ``json`` only if
+    it has a parameter of that name. Then it prints nothing itself, because a program reads the output, JSON or CSV.
     """
     signature = inspect.signature(function, eval_str=True)
     parameters = list(signature.parameters.values())
@@ -77,7 +76,7 @@ def verb(function: Callable[..., Report]) -> Callable[..., int]:
         if key_file is not None:
             from memstore.memory.urls import check_key_used
 
-            # Who names a key believes that what it opens is encrypted.
+            # A user who names a key believes that the opened memory is encrypted.
             named = [arguments[name] for name in memories if name in arguments]
             check_key_used([url for each in named for url in ([each] if isinstance(each, str) else each or ())])
         with _key_from(key_file):
@@ -93,24 +92,24 @@ def verb(function: Callable[..., Report]) -> Callable[..., int]:
         return report.exit_code
 
     command.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-    # A sign before indented lines keeps typer from filling them.
+    # The sign \b before indented lines keeps typer from filling them.
     command.__doc__ = (inspect.getdoc(function) or "").replace("\n\n    ", "\n\n\b\n    ")
     command.__annotations__ = {each.name: each.annotation for each in parameters}
     return command
 
 
 def _names_memory(annotation: Any) -> bool:
-    """Whether an argument of a verb is the path of a memory, or of several."""
+    """Check whether an argument of a verb is the path of a memory, or of several."""
     names = (getattr(each, "metavar", None) for each in getattr(annotation, "__metadata__", ()))
     return any(name in ("MEMORY", "MEMORY...", "SOURCE", "TARGET", "[OTHER]", "NEW") for name in names)
 
 
 @contextmanager
 def _key_from(file: str | None) -> Iterator[None]:
-    """Inside, ``file`` holds the key of encrypted memories, also for children of this process."""
+    """Use ``file`` as the key of encrypted memories inside, also for children of this process."""
     before = os.environ.get(KEY_VARIABLE)
     if file is not None:
-        os.environ[KEY_VARIABLE] = os.path.abspath(file)  # noqa: PTH100 - links in it stay as they are
+        os.environ[KEY_VARIABLE] = os.path.abspath(file)  # noqa: PTH100 - symbolic links in it stay unresolved
     try:
         yield
     finally:
@@ -122,7 +121,7 @@ def _key_from(file: str | None) -> Iterator[None]:
 
 @contextmanager
 def bar(what: str, *, show: bool, in_bytes: bool = False) -> Iterator[Progress]:
-    """A bar on standard error that is told how much of how much is done, and goes away; none where no terminal is."""
+    """Show a bar on standard error that counts done and total, and disappears; none without a terminal."""
     from rich.progress import DownloadColumn, MofNCompleteColumn, TimeRemainingColumn
 
     with _bar(what, DownloadColumn() if in_bytes else MofNCompleteColumn(), TimeRemainingColumn(), show=show) as update:
@@ -131,7 +130,7 @@ def bar(what: str, *, show: bool, in_bytes: bool = False) -> Iterator[Progress]:
 
 @contextmanager
 def waiting(what: str, *, show: bool) -> Iterator[None]:
-    """A bar on standard error for work that cannot tell how far it is: it moves, and tells for how long already."""
+    """Show a moving bar on standard error, with the seconds so far, for work without known progress."""
     from rich.progress import TimeElapsedColumn
 
     with _bar(what, TimeElapsedColumn(), show=show):
@@ -152,7 +151,7 @@ def _bar(what: str, *columns: Any, show: bool) -> Iterator[Progress]:
 
 @contextmanager
 def index_bar() -> Iterator[None]:
-    """A bar for indexes that searches have to build from the store first; none while there is nothing to build."""
+    """Show a bar while searches build indexes from the store; none if no index has to be built."""
     from memstore.memory.view import watched
 
     with ExitStack() as stack:
@@ -167,11 +166,11 @@ def index_bar() -> Iterator[None]:
             yield
 
 
-# Arguments and options that several verbs have, and the documents that they mean.
+# Arguments and options that several verbs have, and the documents that they select.
 
 
 def taking(kind: type[Any]) -> Callable[[Callable[..., Report]], Callable[..., Report]]:
-    """Make a verb of ``function(options, *, own, ...)``: it takes what the dataclass ``kind`` holds, and its own."""
+    """Make a verb of ``function(options, *, own, ...)``: it takes the fields of the dataclass ``kind``, and its own."""
 
     def decorate(function: Callable[..., Report]) -> Callable[..., Report]:
         own = [*inspect.signature(function, eval_str=True).parameters.values()][1:]
@@ -181,9 +180,9 @@ def taking(kind: type[Any]) -> Callable[[Callable[..., Report]], Callable[..., R
             given = {each.name: arguments.pop(each.name) for each in own}
             return function(kind(**arguments), **given)
 
-        hints = get_type_hints(kind, include_extras=True)  # each in the module that it was written in
+        hints = get_type_hints(kind, include_extras=True)  # each in the module where it was written
         options = [each.replace(annotation=hints[each.name]) for each in inspect.signature(kind).parameters.values()]
-        parameters = sorted([*options, *own], key=lambda each: each.kind)  # what is not keyword-only comes first
+        parameters = sorted([*options, *own], key=lambda each: each.kind)  # keyword-only parameters come last
         taken.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # for typer
         return taken
 
@@ -194,7 +193,7 @@ def taking(kind: type[Any]) -> Callable[[Callable[..., Report]], Callable[..., R
 
 
 def parameters_of(options: type[Any]) -> list[inspect.Parameter]:
-    """What a verb takes for the fields of the dataclass ``options``; see ``memstore.train.options.option``."""
+    """Return a verb's parameters for the fields of the dataclass ``options``; see ``memstore.train.options.option``."""
     hints = get_type_hints(options)
     return [_parameter(each, hints[each.name]) for each in fields(options)]
 
@@ -216,7 +215,7 @@ def _parameter(field: Field[Any], type_: Any) -> inspect.Parameter:
 
 
 def values_of(options: type[Any], given: dict[str, Any]) -> dict[str, Any]:
-    """What was ``given`` for the fields of ``options``, as they are. Raises ``InvalidArgument`` and ``NotFound``."""
+    """Return the values ``given`` for the fields of ``options``. Raises ``InvalidArgument`` and ``NotFound``."""
     hints = get_type_hints(options)
     return {each.name: _value(each, hints[each.name], given[each.name]) for each in fields(options)}
 
@@ -237,7 +236,7 @@ def _value(field: Field[Any], type_: Any, given: Any) -> Any:
 
 
 def lasting(url: str) -> str:
-    """``url``, unless what it names would be gone when the command ends."""
+    """Return ``url``, unless its memory would vanish when the command ends."""
     if url.startswith("ram:"):
         raise InvalidArgument(f"{url} would be gone when this command ends; name a folder (./{url} if it is one).")
     return url
@@ -286,7 +285,7 @@ RouterFile = Annotated[
 ]
 Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Without it: what PyTorch chooses.")]
 MOST_BLOCKS = 65_536
-"""That a command may retrieve at once: more is "all" of them, as full attention, which Python offers."""
+"""Blocks that a command may retrieve at once, at most. Python also offers "all" of them, as full attention."""
 TopK = Annotated[
     int | None,
     typer.Option(
@@ -299,15 +298,15 @@ TopK = Annotated[
 
 
 def on_disk(argument: str) -> bool:
-    """Whether an argument of the command line names a memory, sound or not."""
+    """Check whether an argument of the command line names a memory, sound or not."""
     if argument.startswith("zarr+"):
         return True
     folder = argument.removeprefix("zarr:")
-    return any(os.path.exists(f"{folder}/{name}") for name in ("data.mdb", "tail"))  # noqa: PTH110 - of any text
+    return any(os.path.exists(f"{folder}/{name}") for name in ("data.mdb", "tail"))  # noqa: PTH110 - can be any text
 
 
 def existing(memory: Memory, name: str) -> Document:
-    """The document ``name`` of a memory that is open for writing. Raises ``NotFound``."""
+    """Return the document ``name`` of a memory that is open for writing. Raises ``NotFound``."""
     documents = {document.name: document for document in memory.documents()}
     if name not in documents:
         from memstore.memory.shared import not_found
@@ -328,31 +327,31 @@ def use_threads(threads: int | None) -> None:
 
 
 FACT = "file/"
-"""Before a document's name: under what a memory keeps which file a document is, and what was noted of it."""
+"""Prefix of the key under which a memory stores the file of a document and its notes; the document's name follows."""
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*([smhdw])", re.IGNORECASE)
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 24 * 3600, "w": 7 * 24 * 3600}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Filter:
-    """Documents that are wanted; each part that is given must hold."""
+    """A choice of documents; each given part must hold."""
 
     match: Sequence[str] = ()
-    """Patterns of names, one of which must fit: ``*`` is any text, also with strokes."""
+    """Patterns of names, one of which must fit: ``*`` is any text, also with slashes."""
     meta: Mapping[str, str]
-    """What must have been noted."""
+    """Notes that the document must have."""
     since: datetime | None = None
-    """When its file changed, or it was read where it is no file, at the earliest."""
+    """Earliest change of its file, or earliest reading if it is not a file."""
 
     @classmethod
     def given(cls, match: Sequence[str] | None, meta: Sequence[str] | None, since: str | None) -> Filter | None:
-        """As options say it; None where they say nothing. Raises ``InvalidArgument``."""
+        """Build the filter from options; None if none is given. Raises ``InvalidArgument``."""
         if not (match or meta or since):
             return None
         return cls(match=match or (), meta=parse_meta(meta), since=None if since is None else parse_since(since))
 
     def names(self, memory: Memory, among: Sequence[str]) -> list[str]:
-        """Those of ``among`` that are wanted. Raises ``NotFound`` where none is."""
+        """Return the names in ``among`` that pass. Raises ``NotFound`` if none does."""
         from memstore.memory.shared import CHAT
 
         facts = facts_of(memory)
@@ -375,15 +374,15 @@ class Filter:
 
 
 def facts_of(memory: Memory) -> dict[str, dict[str, Any]]:
-    """What is known of the file of each document, and was noted of it; of most that are no files nothing."""
+    """Return facts and notes about the file of each document. Most documents that are not files have none."""
     facts = memory.infos(FACT)
     return {each.name: _dict(facts.get(FACT + each.name)) for each in memory.documents()}
 
 
 def time_of(fact: Mapping[str, Any]) -> datetime | None:
-    """When a document's file was changed last, or was read where it is no file; None where nobody knows."""
+    """Return when a document's file was last changed, or when it was read if it is no file; None if unknown."""
     modified, read = fact.get("modified"), fact.get("read")
-    with suppress(ValueError, OverflowError, OSError):  # whoever made the memory may have noted anything
+    with suppress(ValueError, OverflowError, OSError):  # the maker of the memory may have stored any value
         if isinstance(modified, int):
             return datetime.fromtimestamp(modified / 1e9, UTC)
         if isinstance(read, str):
@@ -392,7 +391,7 @@ def time_of(fact: Mapping[str, Any]) -> datetime | None:
 
 
 def parse_meta(given: Sequence[str] | None) -> dict[str, str]:
-    """``["project=island"]`` as a mapping. Raises ``InvalidArgument``."""
+    """Parse ``["project=island"]`` into a mapping. Raises ``InvalidArgument``."""
     pairs = [each.partition("=") for each in given or []]
     for key, equals, value in pairs:
         if not (key.strip() and equals):
@@ -401,13 +400,13 @@ def parse_meta(given: Sequence[str] | None) -> dict[str, str]:
 
 
 def seconds_in(text: str) -> float | None:
-    """What a text such as ``30d`` means; None for what is no such text."""
+    """Return the seconds of a text such as ``30d``; None for other texts."""
     found = _DURATION.fullmatch(text.strip())
     return None if found is None else float(found[1]) * _SECONDS[found[2].lower()]
 
 
 def parse_since(text: str) -> datetime:
-    """A time that is some hours, days or weeks ago (``7d``), or a date. Raises ``InvalidArgument``."""
+    """Parse a time some hours, days or weeks ago (``7d``), or a date. Raises ``InvalidArgument``."""
     try:
         if (seconds := seconds_in(text)) is not None:
             return datetime.now(UTC) - timedelta(seconds=seconds)
@@ -422,7 +421,7 @@ def _dict(value: object) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-# How a verb that fails ends: the exit code, and one or two lines that say what to do.
+# Failures of a verb: the exit code, and one or two lines that say what to do.
 
 OK, FAILED, USAGE, NOT_FOUND, DAMAGED, REFUSED, INTERRUPTED, PIPE = 0, 1, 2, 3, 4, 5, 130, 141
 
@@ -435,13 +434,13 @@ With --json a failure is the object {"error": TYPE, "message": TEXT, "code": WOR
 
 
 class Interruption(MemstoreError):
-    """Ctrl-C; the message says what is safe and how to go on."""
+    """Ctrl-C. The message says what is safe and how to continue."""
 
     code = "interrupted"
 
 
 class Mistake(MemstoreError):
-    """An error that nobody expected, in one line."""
+    """An unexpected error, in one line."""
 
     code = "mistake"
 
@@ -462,16 +461,16 @@ _ENDS: Mapping[type[Exception], tuple[int, int]] = {
         (ForeignMemory, WrongKey, UnsupportedModel, DifferentRun, MemoryInUse, ReadOnlyMemory), (REFUSED, 409)
     ),
 }
-"""Of each kind of error the code that scripts see, and the status of HTTP."""
+"""Exit code for scripts, and HTTP status, of each kind of error."""
 
 
 def exit_code(error: Exception) -> int:
-    """The code that scripts see."""
+    """Return the exit code for scripts."""
     return error.exit_code if isinstance(error, typer.TyperException) else _end(error)[0]
 
 
 def status_of(error: Exception) -> int:
-    """The status of HTTP that says what kind of error it is."""
+    """Return the HTTP status for this kind of error."""
     return _end(error)[1]
 
 
@@ -480,7 +479,7 @@ def _end(error: Exception) -> tuple[int, int]:
 
 
 def report_failure(error: Exception, *, json: bool) -> int:
-    """Tell the error, as text on standard error or as JSON on standard output; the exit code."""
+    """Print the error, as text on standard error or as JSON on standard output, and return the exit code."""
     usage = isinstance(error, typer.TyperException)
     message = " ".join(error.format_message().split()) if isinstance(error, typer.TyperException) else str(error)
     if json:

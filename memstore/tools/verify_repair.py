@@ -1,4 +1,4 @@
-"""What is damaged, and how it is put right: `memstore verify`, `memstore repair`, and what errors tell to type."""
+"""Damage and its repair: `memstore verify`, `memstore repair`, and the commands that errors suggest."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _FINDING = ("kind", "document", "layer", "block", "tokens", "message")
 def verify(memory: MemoryUrl, *, json: Json = False) -> Report:
     """Check every stored value of a memory.
 
-    The exit code is 4 if anything is damaged. The scan runs in a process of its own, so that it survives what it
-    finds. Nothing is changed. Of an encrypted memory without its key all checksums are checked, and no more.
+    The exit code is 4 if anything is damaged. The scan runs in a process of its own, so damage cannot crash the
+    command. Nothing is changed. Without its key, only the checksums of an encrypted memory are checked.
 
     Example:
 
@@ -52,7 +52,7 @@ def verify(memory: MemoryUrl, *, json: Json = False) -> Report:
         if findings:
             if opens and all(finding["kind"] != "crash" for finding in findings):
                 page.line(f"to see what can be put right: memstore repair {quote(memory)}")
-            elif all(finding["remedy"] is None for finding in findings):  # else they say themselves what helps
+            elif all(finding["remedy"] is None for finding in findings):  # otherwise the findings name their own remedy
                 page.line(f"to save what can be read: memstore repair {quote(memory)} --to NEW")
         for name, blocks in dropped.items():
             page.line(f"document {name!r} lacks blocks that a repair has dropped: {_in_words(blocks)}")
@@ -65,10 +65,10 @@ Dropped = dict[str, list[tuple[int, int]]]
 
 
 def _checked(memory: str) -> tuple[bool, list[dict[str, Any]], int | None, int | None, Dropped]:
-    """What there is to tell of a memory.
+    """Check a memory.
 
-    Whether it can be opened, findings, how many documents and tokens there are (None without the key of an encrypted
-    one), and which blocks documents lack: first and last.
+    Return whether it can be opened, the findings, and its numbers of documents and tokens (None if the key is missing).
+    Also return the first and last blocks of the gaps in documents.
     """
     try:
         opened = memstore.open(memory, mode="r")
@@ -84,7 +84,7 @@ def _checked(memory: str) -> tuple[bool, list[dict[str, Any]], int | None, int |
 
         if not on_disk(memory):
             raise
-        # It cannot be opened to be used, but something of it may still be read and named.
+        # It cannot be opened for use, but parts of it may still be read and named.
         found = in_child(memory)
         if all(_is_of(finding, error) for finding in found):
             raise
@@ -94,20 +94,20 @@ def _checked(memory: str) -> tuple[bool, list[dict[str, Any]], int | None, int |
         try:
             documents = opened.documents()
             tokens = sum(map(len, documents))
-        except DamagedError:  # which is among the findings
+        except DamagedError:  # already among the findings
             return True, findings, 0, 0, {}
         dropped = {each.name: [(part[0], part[-1]) for part in each.dropped] for each in documents if each.dropped}
         return True, findings, len(documents), tokens, dropped
 
 
 def _is_of(finding: Finding, error: DamagedError) -> bool:
-    """Whether a check says no more than the error that opening met: it is of no value, and has the same remedy."""
+    """Check whether a finding only repeats the error of opening: it concerns no value, and has the same remedy."""
     of_none = finding.document is None and finding.layer is None and finding.table is None
     return of_none and finding.kind == error.code and finding.remedy == error.remedy is not None
 
 
 def _row(finding: dict[str, Any]) -> list[object]:
-    """A finding as a row of the table, with the positions of its first and last token."""
+    """Return a finding as a row of the table, with the positions of its first and last token."""
     tokens = finding["tokens"]
     told = finding | {"tokens": None if tokens is None else f"{tokens[0]:,} to {tokens[1]:,}"}
     return [told[column] for column in _FINDING]
@@ -147,8 +147,8 @@ def repair(
     """Make a damaged memory sound again.
 
     A document with damaged values keeps its longest sound prefix; the rest of it can be read again. Values that nothing
-    refers to are removed. Nothing is guessed. Without --yes nothing is changed and you see what would be done. The exit
-    code is 4 if anything is still wrong, or lost with --to.
+    refers to are removed. Nothing is guessed. Without --yes nothing is changed; you see the planned repairs. The exit
+    code is 4 if damage remains, or if --to lost anything.
 
     Example:
 
@@ -203,16 +203,16 @@ def _salvaged(memory: str, target: str, *, show: bool) -> Report:
 _AGAIN = "type the same command again"
 
 
-# The library's error says what happened and what is safe; the command line adds what to type, with the memory's name.
+# The library's error says what happened and what is safe. The command line adds the command to type for this memory.
 def with_way_out(error: Exception, arguments: Sequence[str]) -> Exception:
-    """The error with that line, where one of ``arguments`` is the memory that it is about.
+    """Add that line to the error, if one of ``arguments`` is the memory that it is about.
 
-    Where only a copy helps, or the fault is in the traces, the error says so itself.
+    If only a copy helps, or the fault is in the traces, the error says so itself.
     """
     memories = [each for each in arguments[1:] if on_disk(each)]
     if not memories or not isinstance(error, MemstoreError):
         return error
-    # As the user wrote it; a copy names two memories, of which the first one is read and the last one written.
+    # As the user wrote it. A copy names two memories: the first is read and the last is written.
     named = [each for each in memories if error.memory and _path(each) == _path(error.memory)] or memories
     match error:
         case DamagedError() if error.remedy is None:
@@ -228,7 +228,7 @@ def _path(memory: str) -> str:
 
 
 def _refused(error: MemstoreError, memory: str) -> str:
-    """What to do where nothing is damaged; ``memory`` is quoted."""
+    """Return advice for errors without damage; ``memory`` is quoted."""
     match error:
         case MemoryInUse():
             return (

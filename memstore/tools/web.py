@@ -1,4 +1,4 @@
-"""What the servers share: which names they answer to, sockets, how much is taken from a request, and its status."""
+"""Common parts of the servers: their host names, sockets, limits on requests, and HTTP status."""
 
 from __future__ import annotations
 
@@ -29,53 +29,53 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 MOST_BYTES = 65_536
-"""Of the body of a request, unless said."""
+"""Bytes of a request's body by default, at most."""
 CONNECTIONS = 256
-"""At a time; more than requests may wait, so that those that are turned away are told so."""
+"""Connections at a time. They exceed the requests that may wait, so that refused requests get an answer."""
 
 
 REQUEST_SECONDS = 10.0
-"""Seconds until a request that has begun, or a connection that was opened, must have come as a whole."""
+"""Seconds within which a new connection, or a request that has begun, must send a whole request."""
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:@/?#\[\]]+))(?::[0-9]{1,5})?")
 """RFC 9110, 7.2: an address in brackets, or a name or address without a colon; then a port."""
 _PATH = re.compile(r"""(?<![\w.~/-])/([\w.-]+)/[^\s'",;:()]*""")
 
 
 def without_paths(error: Exception, memory: str = "") -> str:
-    """What a client is told of an error: of paths of this machine the last name alone. ``memory``: the url of one."""
+    """Return an error's text for a client: paths of this machine are cut to the last name. ``memory``: a url."""
     told = str(error)
     for known in filter(None, (memory, memory.rpartition(":")[2])):
         told = told.replace(known, Path(known).name)
-    # A route of the server, such as /v1/models, begins with no folder of this machine.
+    # The first part of a server's route, such as /v1/models, is no folder of this machine.
     return _PATH.sub(lambda found: Path(found[0]).name if Path("/", found[1]).exists() else found[0], told)
 
 
 def names_of(hosts: Iterable[str]) -> frozenset[str]:
-    """What this machine may be called in a request, beside its addresses."""
+    """Return the names of this machine in requests, beside its addresses."""
     return frozenset({"localhost", socket.gethostname().lower(), *(host.lower() for host in hosts)})
 
 
 def host_is_known(host: str, names: frozenset[str]) -> bool:
-    """Whether the header ``Host`` is an address or one of ``names``, and at most a port behind it."""
+    """Check whether the header ``Host`` is an address or one of ``names``, followed by at most a port."""
     if (parts := _HOST.fullmatch(host)) is None:
         return False
     name = (parts[1] or parts[2]).lower()
     if name in names:
         return True
     try:
-        ipaddress.ip_address(name)  # nobody can make an address point elsewhere
+        ipaddress.ip_address(name)  # nobody can redirect an address
     except ValueError:
         return False
     return True
 
 
 def same(given: str, expected: str) -> bool:
-    """Whether two secrets are the same, in a time that does not tell how much of them is."""
+    """Compare two secrets, in a time that does not depend on how many characters agree."""
     return hmac.compare_digest(given.encode(), expected.encode())
 
 
 async def body_of(request: Request, most: int = MOST_BYTES) -> bytes:
-    """What was sent. Raises ``ValueError`` for more than ``most`` bytes."""
+    """Read the body of a request. Raises ``ValueError`` for more than ``most`` bytes."""
     body = b""
     async for part in request.stream():
         body += part
@@ -92,10 +92,10 @@ def server_of(
     lifespan: bool = True,
     ending: Callable[[], None] = lambda: None,
 ) -> uvicorn.Server:
-    """A server of ``app`` that speaks HTTP alone, believes no proxy, and logs nothing but errors.
+    """Return a server of ``app`` that speaks HTTP only, trusts no proxy, and logs errors only.
 
-    ``most`` connections; what runs when it is to end has ``grace`` seconds. ``ending`` is called before these. With
-    ``lifespan`` the app is told when it begins and ends.
+    It takes ``most`` connections. At its end it calls ``ending``, and running requests have ``grace`` seconds. With
+    ``lifespan`` the app hears of start and end.
     """
     import uvicorn
 
@@ -121,11 +121,11 @@ def server_of(
     return server
 
 
-# A connection says nothing of who made it before its request is complete, so any user of this machine can open them by
-# the hundred and say nothing. uvicorn waits for ever for the first one, and its ``limit_concurrency`` would turn away
-# the owner's requests with theirs.
+# A connection does not tell who made it before its request is complete. So any user of this machine can open hundreds
+# and send nothing. uvicorn waits for ever for the first request. Its ``limit_concurrency`` would refuse the owner's
+# requests too.
 def _timed_connection(most: int) -> type[asyncio.Protocol]:
-    """HTTP as uvicorn speaks it, not for ever: of more than ``most`` the one goes that is waited for longest."""
+    """Return uvicorn's HTTP with a time limit: beyond ``most`` connections, the longest-waiting one is closed."""
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
@@ -153,7 +153,7 @@ def _timed_connection(most: int) -> type[asyncio.Protocol]:
 
         @property
         def is_waiting(self) -> bool:
-            """Whether no request is complete that would be answered now."""
+            """Return whether the connection has no complete request to answer now."""
             return self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
         def wait(self) -> None:
@@ -176,10 +176,10 @@ def run(
     path: str = "",
     started: Callable[[str], None] = lambda _: None,
 ) -> str:
-    """Serve until Ctrl-C or SIGTERM; the url of ``path``, which ``started`` is given once it can be asked.
+    """Serve until Ctrl-C or SIGTERM, and return the url of ``path``. ``started`` gets that url once the server answers.
 
-    ``port`` 0 is a free one. In a thread it hears no signals. Raises
-    ``InvalidArgument`` for a host or port that cannot be had.
+    ``port`` 0 picks a free one. In a thread it receives no signals. Raises ``InvalidArgument`` for a host or port that
+    is not available.
     """
 
     def end(_number: int, _frame: FrameType | None) -> None:
@@ -188,10 +188,10 @@ def run(
     heard = threading.current_thread() is threading.main_thread()
     with listen(host, port) as listening:
         url = f"http://{in_url(host)}:{listening.getsockname()[1]}{path}"
-        # The server finishes what it answers and then raises the signal again, for which it asks the handler before.
+        # The server finishes its answers, restores this handler, and raises the signal again.
         before = signal.signal(signal.SIGTERM, end) if heard else None
         try:
-            with suppress(KeyboardInterrupt):  # how a server is put away: not a failure, so exit status 0
+            with suppress(KeyboardInterrupt):  # the usual way to stop a server: not a failure, so exit status 0
                 started(url)
                 server.run([listening])
         finally:
@@ -201,20 +201,20 @@ def run(
 
 
 def require_web() -> None:
-    """Raise ``NotFound`` unless starlette and uvicorn are there."""
+    """Raise ``NotFound`` unless starlette and uvicorn are installed."""
     if not all(find_spec(package) for package in ("starlette", "uvicorn")):
         raise NotFound("this needs the packages starlette and uvicorn: pip install 'torch-memstore[web]'")
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens at ``host`` and ``port``. Raises ``InvalidArgument``."""
+    """Return a socket that listens at ``host`` and ``port``. Raises ``InvalidArgument``."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
     except OSError as error:
         raise InvalidArgument(f"--host {host} is no address of this machine: {error.strerror or error}.") from None
     try:
-        if sys.platform != "win32":  # there it would let two programs share a port
+        if sys.platform != "win32":  # on Windows it would let two programs share a port
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
         listening.listen(128)
@@ -233,7 +233,7 @@ def _unavailable(host: str, port: int, error: OSError) -> InvalidArgument:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach ``host``."""
+    """Check whether only this machine can reach ``host``."""
     if host == "localhost":
         return True
     try:
@@ -243,7 +243,7 @@ def is_loopback(host: str) -> bool:
 
 
 def in_url(host: str) -> str:
-    """``host`` as a url has it."""
+    """Return ``host`` in the form for a url."""
     if ":" in host:
         return f"[{host}]"
     return LOOPBACK if host == "0.0.0.0" else host  # noqa: S104 - not bound to here

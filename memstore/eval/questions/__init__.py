@@ -1,5 +1,5 @@
-"""Questions that people asked, whose evidence is known: what is found for them, and what is answered.
+"""People's questions with known evidence: which blocks are found for them, and how well a model answers.
 
-Each module of a benchmark has one function, ``load``, which makes a ``QuestionSet``. What is measured with it knows
-nothing of where it came from: ``recall``, and the ways to find a passage in ``rankers``.
+The module of each benchmark has one function, ``load``, which makes a ``QuestionSet``. The measurements do not know
+where a set came from: ``recall``, and the ways to find a passage in ``rankers``.
 """

@@ -1,7 +1,7 @@
-"""Answers: is what a model says what people say (SQuAD's measures, Rajpurkar et al. 2016)?
+"""Answers: does a model answer like people (SQuAD's measures, Rajpurkar et al. 2016)?
 
-The same model answers with the memory, and with what a user would put into its prompt instead: the best blocks of a
-ranking in order of time, the paragraphs that hold the answer, or nothing.
+The same model answers with the memory, and with the text that a user would put into its prompt instead. That is the
+best blocks of a ranking in order of time, the paragraphs that hold the answer, or nothing.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from memstore.eval.questions.sets import SEPARATOR, Question
 from memstore.readers.reader import Reader
 
 MOST = 32
-"""Tokens of an answer."""
+"""Tokens of an answer, at most."""
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalised(text: str) -> list[str]:
-    """The words of an answer that are compared: in lower case, without punctuation and articles."""
+    """Return the words of an answer to compare: in lower case, without punctuation and articles."""
     return ARTICLES.sub(" ", text.lower().translate(NO_PUNCTUATION)).split()
 
 
 def exact(text: str, accepted: Sequence[str]) -> float:
-    """1 if ``text`` is one of the ``accepted`` answers, else 0."""
+    """Return 1 if ``text`` is one of the ``accepted`` answers, else 0."""
     return float(any(normalised(text) == normalised(each) for each in accepted))
 
 
 def f1(text: str, accepted: Sequence[str]) -> float:
-    """Harmonic mean of precision and recall of the words of ``text``, against the accepted answer it is nearest to."""
+    """Return the harmonic mean of precision and recall of ``text``'s words, against the nearest accepted answer."""
     return max(_f1(normalised(text), normalised(each)) for each in accepted)
 
 
@@ -49,10 +49,10 @@ def answers(
     questions: Sequence[Question],
     texts: Sequence[Sequence[str]] | None = None,
 ) -> dict[str, Any]:
-    """How well the model of ``reader`` answers: ``em`` and ``f1``, means over the questions, and ``ms`` a question.
+    """Score the answers of ``reader``'s model: ``em`` and ``f1``, means over the questions, and ``ms`` a question.
 
-    ``texts``: what stands in the prompt before each question; an empty memory then shows what text alone is worth.
-    Also ``has``, the share of the answers that contain an accepted one: a small model says it in a whole sentence.
+    ``texts``: the prompt's text before each question; with an empty memory the scores show the value of text alone.
+    ``has`` is the share of the answers that contain an accepted one, because a small model answers in a whole sentence.
     """
     said, begun = list[str](), time.perf_counter()
     for number, question in enumerate(questions):
@@ -70,6 +70,6 @@ def answers(
 
 
 def has(text: str, accepted: Sequence[str]) -> float:
-    """1 if an accepted answer is in ``text``, word by word, else 0."""
+    """Return 1 if an accepted answer is in ``text``, word by word, else 0."""
     said = f" {' '.join(normalised(text))} "
     return float(any(f" {' '.join(normalised(each))} " in said for each in accepted))

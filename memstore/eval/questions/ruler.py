@@ -1,9 +1,9 @@
-"""RULER's thirteen tasks, made anew at any length (Hsieh et al. 2024): needles, chains, counting words, documents.
+"""RULER's thirteen tasks, generated at any length (Hsieh et al. 2024): needles, chains, counting words, documents.
 
-The tasks, what varies between them, and the two measures are those of the paper; words, sentences and questions are our
-own, and Python's language reference stands where RULER has essays, so scores are not to be put beside published ones.
-A text is read into a memory and asked once; the model alone, where the text fits it, has it in its prompt. What counts
-words over the whole text (``cwe``, ``fwe``) cannot be answered from a few blocks, and says so in its rows.
+Tasks, variants and the two measures follow the paper. Words, sentences and questions are our own, and Python's language
+reference replaces RULER's essays. So do not compare scores with published ones. A text is read into a memory and asked
+once. If it fits the model, the model alone also gets it in its prompt. Tasks that count words over the whole text
+(``cwe``, ``fwe``) cannot be answered from a few blocks, and their rows say so.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from memstore.eval.questions.sets import SEPARATOR, QuestionSet
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 CHARACTERS = 2_000_000
-"""Of the manual, if it has as many."""
+"""Characters of the manual, at most."""
 PARAGRAPH = 200
 """Characters between two needles, at least."""
 QUALITIES = (
@@ -36,44 +36,44 @@ THINGS = (
 )
 SYLLABLES = [f"{first}{vowel}" for first in "bdfgklmnprstvz" for vowel in "aeiou"]
 SEVERAL = 4
-"""Needles, values or questions, where a task has several."""
+"""Needles, values or questions, in tasks with several."""
 HOPS = 4
 COMMON, OFTEN, SELDOM = 10, 30, 3
-"""``cwe``: words that are common, and how often they and the others come, at most."""
+"""``cwe``: number of common words, and how often they and the others occur, at most."""
 ROOM = 150
-"""Tokens for a question and what stands around it."""
+"""Tokens for a question and the template around it."""
 FREQUENT, ALPHA = 3, 2.0
-"""``fwe``: words that are asked for, and the exponent of how often the k-th word comes."""
+"""``fwe``: number of words asked for, and the exponent in the frequency of the k-th word."""
 
 
 class RulerSample(NamedTuple):
-    """A text, what is asked about it, and what an answer has to contain."""
+    """A text, a question about it, and the required content of an answer."""
 
     text: str
     question: str
     wanted: tuple[str, ...]
     whole: bool
-    """Each of ``wanted`` counts; else one of them will do."""
+    """Whether each of ``wanted`` counts; otherwise one of them is enough."""
     tokens: int
-    """Of an answer, at most."""
+    """Tokens of an answer, at most."""
 
 
 class Maker:
-    """Makes samples of one length. Tasks differ by what they hide, and in what."""
+    """Makes samples of one length. Tasks differ in what they hide, and in which text."""
 
     def __init__(self, tokens: int, size: Callable[[str], int], seed: int = 0) -> None:
-        """``size``: how many tokens a text has."""
+        """Take ``size``, which counts the tokens of a text."""
         self.tokens, self.size, self._seed = tokens, size, seed
         self._manual: list[str] | None = None
 
     def sample(self, task: str, number: int) -> RulerSample:
-        """The sample ``number`` of ``task``, always the same. Raises ``InvalidArgument`` for a task there is not."""
+        """Make the sample ``number`` of ``task``, always the same. Raises ``InvalidArgument`` for an unknown task."""
         if task not in TASKS:
             raise InvalidArgument(f"RULER has no task {task!r}: name some of {', '.join(TASKS)}")
         return TASKS[task](self, random.Random(f"{self._seed} {task} {number}"))
 
     def filled(self, pieces: Iterator[str], hidden: Sequence[str], chance: random.Random, between: str = "\n") -> str:
-        """As many of ``pieces`` as make a text of ``tokens`` tokens, with the sentences ``hidden`` among them."""
+        """Fill a text of ``tokens`` tokens with ``pieces``, and put the sentences ``hidden`` among them."""
         left, kept = self.tokens - sum(self.size(between + each) for each in hidden), list[str]()
         while left > 0:
             kept.append(next(pieces))
@@ -83,7 +83,7 @@ class Maker:
         return between.join(kept)
 
     def manual(self, chance: random.Random) -> Iterator[str]:
-        """Paragraphs of the manual, from some place on, and again from its beginning."""
+        """Yield paragraphs of the manual, from a random place on, and again from its beginning."""
         if self._manual is None:
             self._manual = paragraphs(CHARACTERS, PARAGRAPH)
         start = chance.randrange(len(self._manual))
@@ -93,7 +93,7 @@ class Maker:
 def _needles(
     *, hay: str = "manual", keys: int = 1, values: int = 1, asked: int = 1, codes: str = ""
 ) -> Callable[[Maker, random.Random], RulerSample]:
-    """Needles: ``keys`` of them with ``values`` each, ``asked`` of which are asked for; ``codes``: what is a uuid."""
+    """Make a task: ``keys`` needles with ``values`` each, ``asked`` of them asked for; ``codes``: the uuid parts."""
 
     def make(maker: Maker, chance: random.Random) -> RulerSample:
         names = _names(chance, "key" in codes)
@@ -120,7 +120,7 @@ def _needle(kind: str, name: str, value: str) -> str:
 
 
 def _names(chance: random.Random, codes: bool) -> Iterator[str]:
-    """Names of needles, each once: codes, or pairs of words, with a number where there are no more pairs."""
+    """Yield names of needles, each once: codes, or pairs of words, with a number once all pairs are used."""
     if codes:
         while True:
             yield _code(chance)
@@ -139,7 +139,7 @@ def _code(chance: random.Random) -> str:
 
 
 def _chain(maker: Maker, chance: random.Random) -> RulerSample:
-    """Variable tracking: one gets a number, each of the others the value of the one before."""
+    """Make variable tracking: one variable gets a number, each of the others the value of the one before."""
     names = ["".join(chance.sample(string.ascii_uppercase, 5)) for _ in range(HOPS + 1)]
     value = str(chance.randrange(10**4, 10**5))
     links = [
@@ -154,7 +154,7 @@ def _chain(maker: Maker, chance: random.Random) -> RulerSample:
 
 
 def _common(maker: Maker, chance: random.Random) -> RulerSample:
-    """Common words in a numbered list: ten come often, all others seldom."""
+    """Make common words in a numbered list: ten occur often, all others seldom."""
     words = _words(chance)
 
     def cost(more: list[str], first: int) -> int:
@@ -176,7 +176,7 @@ def _common(maker: Maker, chance: random.Random) -> RulerSample:
 
 
 def _frequent(maker: Maker, chance: random.Random) -> RulerSample:
-    """Frequent words in a coded text: how often the k-th one comes falls as a power of k."""
+    """Make frequent words in a coded text: the frequency of the k-th one falls as a power of k."""
     words = _words(chance)
     known = [next(words) for _ in range(500)]
     weights = [(rank + 1) ** -ALPHA for rank in range(len(known))]
@@ -188,7 +188,7 @@ def _frequent(maker: Maker, chance: random.Random) -> RulerSample:
 
 
 def _words(chance: random.Random) -> Iterator[str]:
-    """Words of no language, each once."""
+    """Yield words of no language, each once."""
     seen = set[str]()
     while True:
         word = "".join(chance.choices(SYLLABLES, k=3))
@@ -198,7 +198,7 @@ def _words(chance: random.Random) -> Iterator[str]:
 
 
 def _documents(load: Callable[[], QuestionSet]) -> Callable[[Maker, random.Random], RulerSample]:
-    """A question of people, whose paragraphs are hidden among others of the same set."""
+    """Make a task from people's questions, whose paragraphs are hidden among others of the same set."""
     kept: list[QuestionSet] = []
 
     def make(maker: Maker, chance: random.Random) -> RulerSample:
@@ -237,7 +237,7 @@ TASKS: dict[str, Callable[[Maker, random.Random], RulerSample]] = {
 
 
 def score(answer: str, sample: RulerSample) -> float:
-    """The share of what is wanted that is in ``answer``, in upper or lower case; or whether any of it is."""
+    """Return the share of the wanted texts in ``answer``, in upper or lower case; or whether any of them is in it."""
     found = [each.lower() in answer.lower() for each in sample.wanted]
     return sum(found) / len(found) if sample.whole else float(any(found))
 
@@ -245,9 +245,9 @@ def score(answer: str, sample: RulerSample) -> float:
 def measure(
     model: Any, tokenizer: Any, maker: Maker, tasks: Sequence[str], samples: int, **attached: Any
 ) -> Iterator[dict[str, Any]]:
-    """A row for each of ``tasks``: mean score of ``samples`` texts, each read into a memory of its own and asked once.
+    """Return a row for each of ``tasks``: mean score of ``samples`` texts, each read into its own memory and asked.
 
-    ``alone`` is that of the model without a memory, None where the text and the question do not fit its positions.
+    ``alone`` is the score of the model without a memory; None if text and question do not fit its positions.
     ``attached``: options of ``memstore.attach``.
     """
     fits = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 0

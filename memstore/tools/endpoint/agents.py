@@ -1,8 +1,8 @@
 """A memory as a server of the Model Context Protocol: ``memstore mcp``.
 
-Tools and documents are those of the official package ``mcp``; what they do is done by the one thread that answers
-(``Worker``), so that an agent's requests wait for each other as a chat's do. An agent works for whoever owns the
-memory: conversations are seen where it names them, and can be forgotten, but only those who talk write into them.
+The official package ``mcp`` serves tools and documents. The one answering thread (``Worker``) does their work, so an
+agent's requests queue as a chat's do. An agent works for the owner of the memory. It can name a conversation to see or
+forget it, but only the chat itself writes into it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from memstore.tools.web import LOOPBACK, in_url, is_loopback, names_of, without_
 
 SCHEME = "memstore://"
 NOTES = "remembered"
-"""The document that is written to where none is named."""
+"""The document to write to if none is named."""
 MOST_PASSAGES = 50
 T = TypeVar("T")
 Text = Annotated[str, Field(min_length=1, max_length=1 << 20)]
@@ -49,7 +49,7 @@ Documents = Annotated[
 
 @dataclass(frozen=True)
 class Receipt:
-    """What was stored."""
+    """The result of storing a text."""
 
     document: str
     new_tokens: int
@@ -58,12 +58,12 @@ class Receipt:
 
 @dataclass(frozen=True)
 class AnswerWithPassages:
-    """An answer, and the passages that it was written with."""
+    """An answer and the passages that it was written with."""
 
     answer: str
     sources: list[Passage]
     unsupported: list[str]
-    """Words of the answer that neither the question nor any passage it was written with has: perhaps made up."""
+    """Words of the answer that neither the question nor its passages contain: perhaps made up."""
 
 
 @dataclass(frozen=True)
@@ -76,10 +76,10 @@ class DocumentFacts:
 
 
 class Agents(MCPServer[Any]):
-    """A memory for agents; ``close`` it before the memory."""
+    """A memory for agents. ``close`` it before the memory."""
 
     def __init__(self, served: ServedMemory, *, write: bool) -> None:
-        """``write``: whether there are tools that change the memory."""
+        """Serve a memory; with ``write`` also tools that change it."""
         super().__init__(
             "memstore",
             version=__version__,
@@ -106,13 +106,13 @@ class Agents(MCPServer[Any]):
         self._worker.stop()
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         self._worker.close()
 
     def over_http(self, host: str, token: str | None, names: Sequence[str] = ()) -> ASGIApp:
-        """The server at the path ``/mcp``, called ``names`` beside the machine's own; see ``Gate``."""
+        """Serve at the path ``/mcp``, under ``names`` and the machine's own; see ``Gate``."""
         hosts = (host, *names)
-        # What others cannot reach, the package guards too, also against pages of other sites; it must know the names.
+        # The package also guards servers that only this machine reaches, against other sites. It must know the names.
         known = [end for each in (LOOPBACK, "[::1]", in_url(host), *names_of(hosts)) for end in (each, f"{each}:*")]
         origins = [f"{scheme}://{each}" for scheme in ("http", "https") for each in known]
         security = TransportSecuritySettings(
@@ -121,7 +121,7 @@ class Agents(MCPServer[Any]):
         app = self.streamable_http_app(json_response=True, stateless_http=True, transport_security=security)
         return Gate(_noticing_who_leaves(app), token=token, hosts=hosts)
 
-    # Tools: their words are told to models
+    # Tools: models read their docstrings
 
     async def recall(
         self,
@@ -129,7 +129,7 @@ class Agents(MCPServer[Any]):
         most: Annotated[int, Field(ge=1, le=MOST_PASSAGES, description="Passages at most.")] = 5,
         documents: Documents = None,
     ) -> list[Passage]:
-        """Find the passages of the memory that a question or a few words call up, best first, with their scores."""
+        """Find the passages of the memory that fit a question or a few words, best first, with their scores."""
 
         def work(reader: Reader, _: QueuedJob) -> list[Passage]:
             self._look_into(reader, documents)
@@ -145,7 +145,7 @@ class Agents(MCPServer[Any]):
         documents: Documents = None,
         max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS, description="Length of the answer at most.")] = 256,
     ) -> AnswerWithPassages:
-        """Let the model that read the memory answer a question from it, and tell the passages that it used."""
+        """Let the model that read the memory answer a question from it, and list the passages that it used."""
 
         def work(reader: Reader, job: QueuedJob) -> AnswerWithPassages:
             self._look_into(reader, documents)
@@ -174,7 +174,7 @@ class Agents(MCPServer[Any]):
             Text, Field(description="The document at whose end it is written; a new name begins one.")
         ] = NOTES,
     ) -> Receipt:
-        """Store a text in the memory, where it can be found from now on, by other conversations too."""
+        """Store a text in the memory, where later questions and other conversations find it."""
 
         def work(reader: Reader, _: QueuedJob) -> Receipt:
             _check_place(reader, document)
@@ -197,12 +197,12 @@ class Agents(MCPServer[Any]):
     # Documents as resources
 
     async def list_resources(self) -> list[Resource]:
-        """Every document."""
+        """Return every document."""
         listed = await self.list_documents()
         return [Resource(uri=each.uri, name=each.document, mime_type="text/plain") for each in listed]
 
     async def read_resource(self, uri: object, context: object = None) -> Sequence[ReadResourceContents]:  # noqa: ARG002 - of MCPServer
-        """The text of a document."""
+        """Return the text of a document."""
         name = unquote(str(uri).removeprefix(f"{SCHEME}{quote(self._served.name)}/"))
 
         def work(reader: Reader, _: QueuedJob) -> str:
@@ -213,24 +213,27 @@ class Agents(MCPServer[Any]):
 
     def _look_into(self, reader: Reader, documents: list[str] | None) -> None:
         for name in documents or []:
-            self._served.memory.document(name)  # which says what there is
+            self._served.memory.document(name)  # its error lists the documents of the memory
         reader.names = chosen_documents(reader.model, reader.memory, documents) or []
 
     async def _done(self, work: Callable[[Reader, QueuedJob], T], *, writes: bool = False) -> T:
         try:
             return await self._worker.done(lambda _: self._served, work, writes=writes, left=_LEFT.get())
         except (MemstoreError, Refusal) as error:
-            # Of tools and of documents: what goes wrong with either may be told by this class.
+            # Tools and documents: both may report their errors by this class.
             kind = ResourceNotFoundError if isinstance(error, NotFound) else ResourceError
             raise kind(without_paths(error, self._served.memory.url)) from error
 
 
 _LEFT: ContextVar[threading.Event | None] = ContextVar("left", default=None)
-"""Set when the client of this request has closed the connection. Of standard input it is the package that knows."""
+"""Set when the client of this request has closed the connection. On standard input the package notices it."""
 
 
 def _noticing_who_leaves(app: ASGIApp) -> ASGIApp:
-    """``app``, whose tools are broken off when their client leaves, which the package does not look for over HTTP."""
+    """Wrap ``app`` so that tools are cancelled when their client disconnects.
+
+    The package does not check it over HTTP.
+    """
 
     async def noticing(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -246,7 +249,7 @@ def _noticing_who_leaves(app: ASGIApp) -> ASGIApp:
             gone.set()
 
         async def received() -> Message:
-            if watching:  # all of the request is there
+            if watching:  # the whole request has arrived
                 await gone.wait()
                 return {"type": "http.disconnect"}
             message = await receive()
@@ -266,7 +269,7 @@ def _noticing_who_leaves(app: ASGIApp) -> ASGIApp:
 
 
 def _check_place(reader: Reader, document: str) -> None:
-    """Raise ``InvalidArgument`` for documents that are not to be written to."""
+    """Raise ``InvalidArgument`` for documents that must not be written to."""
     if document.startswith(CHAT):
         raise InvalidArgument(f"{document!r} is the name of a chat: choose another")
     if isinstance(fact := reader.memory.get_info(FACT + document), dict) and fact.get("path"):

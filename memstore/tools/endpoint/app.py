@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class _Metrics:
-    """Counters since the server began; they hold nothing of what was asked."""
+    """Counters since the start of the server. They hold nothing of any question."""
 
     def __init__(self) -> None:
         self._statuses: Counter[int] = Counter()
@@ -39,12 +39,12 @@ class _Metrics:
         self._seconds = 0.0
 
     def add(self, result: Result) -> None:
-        """An answer is complete. Called by the worker's thread alone."""
+        """Count a complete answer. Only the worker's thread calls it."""
         self._sums.update(answers=1, prompt=result.prompt_tokens, generated=result.tokens, missing=len(result.missing))
         self._seconds += result.seconds
 
     def counting(self, app: ASGIApp) -> ASGIApp:
-        """``app``, whose answers are counted by their status."""
+        """Wrap ``app`` so that its answers are counted by their status."""
 
         async def counted(scope: Scope, receive: Receive, send: Send) -> None:
             async def sending(message: Message) -> None:
@@ -57,7 +57,7 @@ class _Metrics:
         return counted
 
     def text(self, *, waiting: int, memories: int) -> str:
-        """All of them, with what is so at the moment."""
+        """Return all counters, with the gauges of this moment."""
         anonymous, resident = memory_in_use()
         samples: list[tuple[str, str, str, float]] = [
             *(("memstore_requests_total", f'{{status="{each}"}}', "counter", n) for each, n in self._statuses.items()),
@@ -79,19 +79,19 @@ class _Metrics:
 
 
 MOST_BYTES = 1 << 20
-"""Of a request."""
+"""Bytes of a request, at most."""
 WAITING = 128
 """Requests that may wait for their turn."""
 RETRY_AFTER = 5
-"""Seconds after which one that was turned away may try again."""
+"""Seconds after which a refused request may try again."""
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 KINDS |= {501: KINDS[400]}
 Told = str | Result | Exception | None
-"""A piece of an answer, the end of it, or that whoever asked has left."""
+"""A piece of an answer, its end, or a notice that the client has left."""
 
 
 class Endpoint:
-    """Memories as an ASGI application; ``close`` it before the memories."""
+    """Memories as an ASGI application. ``close`` it before the memories."""
 
     def __init__(
         self,
@@ -104,10 +104,11 @@ class Endpoint:
         trace: bool = False,
         chats: bool = False,
     ) -> None:
-        """``token``: what requests must bear; ``hosts``: names of this server; ``waiting``: requests that may wait.
+        """Serve memories.
 
-        ``sessions``: conversations that each memory may keep. ``trace``: what each answer retrieves is recorded, and
-        its receipt has the number of the trace. ``chats``: chats of the terminal may be asked and gone on with.
+        ``token``: requests must carry it. ``hosts``: names of this server. ``waiting``: requests that may wait.
+        ``sessions``: conversations that each memory may keep. ``trace``: record the retrieved blocks of each answer;
+        its receipt has the number of the trace. ``chats``: requests may read and continue chats of the terminal.
         """
         self._shelf, self._sessions, self._trace, self._chats = shelf, sessions, trace, chats
         self._worker = Worker(waiting)
@@ -134,7 +135,7 @@ class Endpoint:
         self._worker.stop()
 
     def close(self) -> None:
-        """Answer no more."""
+        """Stop answering."""
         self._worker.close()
 
     async def _health(self, _: Request) -> Response:
@@ -164,7 +165,7 @@ class Endpoint:
     async def _completion(self, request: Request) -> Response:
         return await self._answer(request, Ask.completion(await _object(request), request.headers))
 
-    # One vector for a text is what such a model does worst: see docs/decisions/014.
+    # Such a model is worst at one vector for a text: see docs/decisions/014.
     async def _embeddings(self, _: Request) -> Response:
         raise Refusal(
             "a memory has no vector for a text: it is searched by every token of a question. Ask /v1/chat/completions, "
@@ -199,7 +200,7 @@ class Endpoint:
         leaving = asyncio.create_task(_leaving(request, job, events))
         form = _Form(ask)
         try:
-            # Nothing is sent before there is something, so that an answer that fails at once has its proper status.
+            # Nothing is sent before the first piece, so an answer that fails at once has its proper status.
             first = await events.get()
             if ask.stream and not isinstance(first, Exception):
                 stream = _streamed(form, job, events, first, leaving)
@@ -217,7 +218,7 @@ class Endpoint:
 
 
 async def _leaving(request: Request, job: QueuedJob, events: asyncio.Queue[Told]) -> None:
-    """Break off a job whose client has closed the connection."""
+    """Cancel a job whose client has closed the connection."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
     job.left.set()
@@ -227,7 +228,7 @@ async def _leaving(request: Request, job: QueuedJob, events: asyncio.Queue[Told]
 async def _streamed(
     form: _Form, job: QueuedJob, events: asyncio.Queue[Told], told: Told, leaving: asyncio.Task[None]
 ) -> AsyncIterator[str]:
-    """Server-sent events, from ``told`` on."""
+    """Yield server-sent events, beginning with ``told``."""
     try:
         yield form.begin()
         while isinstance(told, str):
@@ -243,7 +244,7 @@ async def _streamed(
 
 
 class _Form:
-    """The objects that tell one answer."""
+    """The JSON objects of one answer."""
 
     def __init__(self, ask: Ask) -> None:
         self._raw, self._usage = ask.raw, ask.usage
@@ -253,22 +254,22 @@ class _Form:
         self._head = {"id": f"{mark}-{secrets.token_hex(12)}", "created": made, "model": ask.model}
 
     def whole(self, result: Result) -> dict[str, Any]:
-        """The answer to a request that does not stream."""
+        """Return the answer to a request that does not stream."""
         said = {"text": result.text} if self._raw else {"message": {"role": "assistant", "content": result.text}}
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": _reason(result)}
         told = {"usage": _usage(result), **_receipt(result)}
         return {**self._head, "object": self._kind, "choices": [choice], **told}
 
     def begin(self) -> str:
-        """The first event of a stream: who speaks."""
+        """Return the first event of a stream: the role."""
         return "" if self._raw else self._chunk({"role": "assistant", "content": ""})
 
     def piece(self, text: str) -> str:
-        """A piece of the answer."""
+        """Return a piece of the answer as an event."""
         return self._chunk({"content": text}, text)
 
     def end(self, result: Result) -> str:
-        """What ends a stream."""
+        """Return the last events of a stream."""
         last = self._chunk({}, reason=_reason(result), **_receipt(result))
         usage = self._event(choices=[], usage=_usage(result)) if self._usage else ""
         return f"{last}{usage}data: [DONE]\n\n"
@@ -291,7 +292,7 @@ def _reason(result: Result) -> str:
 
 
 def _receipt(result: Result) -> dict[str, Any]:
-    """What the answer was written with; what it had to do without, where that is something; where it is recorded."""
+    """Return the sources of an answer, the blocks that were missing (if any), and the number of its trace."""
     more = {"missing": result.missing or None, "trace": result.trace}
     receipt = {"sources": result.sources, "unsupported": result.unsupported}
     return receipt | {name: told for name, told in more.items() if told is not None}
@@ -303,8 +304,8 @@ def _usage(result: Result) -> dict[str, int]:
 
 
 async def _object(request: Request) -> dict[str, Any]:
-    """The JSON object that was sent. Raises ``Refusal``."""
-    # A page of another site may send any text here unasked, but JSON only if this server agreed, which it does not.
+    """Read the JSON object of a request. Raises ``Refusal``."""
+    # A page of another site may send any text here unasked. It may send JSON only if this server agrees: it does not.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise Refusal("the header Content-Type must be application/json", status=415)
     try:
@@ -314,11 +315,11 @@ async def _object(request: Request) -> dict[str, Any]:
     try:
         text = body.decode()
         given = json.loads(text)
-    except (ValueError, RecursionError):  # the second: brackets in brackets
+    except (ValueError, RecursionError):  # the second: deeply nested brackets
         raise Refusal("the request is not JSON in UTF-8") from None
     if not isinstance(given, dict):
         raise Refusal("the request is not a JSON object")
-    # Half of a surrogate pair is JSON, but no text: tokenizers cannot take it.
+    # Half a surrogate pair is valid JSON, but no text: tokenizers cannot take it.
     if "\\ud" in text.lower():
         try:
             json.dumps(given, ensure_ascii=False).encode()
@@ -328,7 +329,7 @@ async def _object(request: Request) -> dict[str, Any]:
 
 
 def _error(error: Exception) -> dict[str, Any]:
-    """OpenAI's error object."""
+    """Return OpenAI's error object."""
     status, param, code = _status(error), getattr(error, "param", None), getattr(error, "code", None)
     kind = KINDS.get(status, "server_error" if status >= 500 else KINDS[400])
     return {"error": {"message": without_paths(error), "type": kind, "param": param, "code": code}}
@@ -345,7 +346,7 @@ def _failed(error: Exception) -> Response:
 
 
 class Gate:
-    """Lets those requests through to ``app`` that name this server and, where there is one, bear its token."""
+    """Passes to ``app`` only requests that name this server and carry its token, if it has one."""
 
     def __init__(self, app: ASGIApp, *, token: str | None, hosts: Sequence[str]) -> None:
         self._app, self._token, self._hosts = app, token, names_of(hosts)
@@ -362,7 +363,7 @@ class Gate:
             refusal = Refusal("this server does not answer to that host name", status=403)
         elif (origin := headers.get("origin")) and not host_is_known(urlsplit(origin).netloc, self._hosts):
             refusal = Refusal("pages of other sites may not ask this server", status=403)
-        # Whether it lives may be asked by those that watch over it, who need not know what it knows.
+        # Health checks may run without the token.
         elif (
             self._token is not None
             and scope["path"] != "/health"

@@ -1,4 +1,4 @@
-"""What a request to complete something asks for, checked: fields that would change the answer are obeyed or refused."""
+"""Checked requests for completions: fields that would change the answer are obeyed or refused."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ if TYPE_CHECKING:
     from starlette.datastructures import Headers
 
 MOST_TOKENS = 8192
-"""Of an answer, whoever asks: one answer is computed at a time."""
+"""Tokens of an answer, at most, for all requests: one answer is computed at a time."""
 MOST_STOPS = 4
-"""Texts that end an answer."""
+"""Texts that end an answer, at most."""
 MOST_CHARACTERS = {"session": 100, "document": 512}
-"""Of names in metadata and headers."""
+"""Characters of names in metadata and headers, at most."""
 HONOURED = {
     "model": "which memory is asked",
     "messages": "texts of all roles; system messages are joined wherever they stand, and calls of tools and their "
@@ -32,13 +32,13 @@ HONOURED = {
     "seed": "",
     "metadata": "document and session name what is asked; the others change nothing",
 }
-"""Fields that are obeyed, and how."""
+"""Fields that are obeyed, with their meaning."""
 HARMLESS = {
     *("moderation", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
     *("reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity"),
     *("tools", "functions", "parallel_tool_calls"),
 }
-"""Fields that are hints, or change nothing of an answer: no tool is ever called here, which "auto" allows."""
+"""Fields that are hints or change nothing of an answer. No tool is ever called here, which "auto" allows."""
 ONLY: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "best_of": (1,),
@@ -56,11 +56,11 @@ ONLY: Mapping[str, tuple[object, ...]] = {
     "tool_choice": ("none", "auto"),
     "function_call": ("none", "auto"),
 }
-"""Fields that are taken with these values alone, which say what is done anyhow."""
+"""Fields accepted with these values only, because they describe the usual behaviour."""
 
 
 class Refusal(Exception):
-    """A request that is not answered, as OpenAI's error object says it."""
+    """A refused request, in the terms of OpenAI's error object."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -69,20 +69,20 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """What is to be answered, and how."""
+    """A question, with the settings of its answer."""
 
     model: str
     question: str
     raw: bool
-    """Whether the model goes on from the question's words, without a template."""
+    """Whether the model continues the question's words, without a template."""
     system: str | None = None
     """The system prompt; None for the usual one."""
     before: list[tuple[str, str]] = field(default_factory=list)
-    """What was asked and answered before."""
+    """Earlier questions and answers."""
     session: str | None = None
-    """The conversation that goes on, which the memory keeps."""
+    """The conversation to continue, which the memory keeps."""
     documents: list[str] | None = None
-    """Those that are asked; None for all but conversations."""
+    """Documents to search; None for all except conversations."""
     max_tokens: int
     stop: list[str]
     """Texts that end the answer."""
@@ -91,23 +91,23 @@ class Ask:
     """Whether the stream ends with the number of tokens."""
     seed: int | None
     options: dict[str, Any]
-    """Of ``model.generate``."""
+    """Options of ``model.generate``."""
 
     @classmethod
     def chat(cls, given: Mapping[str, Any], headers: Headers) -> Ask:
-        """Of ``POST /v1/chat/completions``. Raises ``Refusal``."""
+        """Parse ``POST /v1/chat/completions``. Raises ``Refusal``."""
         fields = _Fields(given, headers, "messages", "max_completion_tokens")
         said = [_turn(each) for each in fields.of("messages", list, [])]
         system = [text for role, text in said if role == "system"]
         turns = [(role, text) for role, text in said if role != "system" and text]
         while turns and turns[0][0] == "assistant":  # a greeting
             turns.pop(0)
-        # What tools gave after the last question belongs to it: the model is to answer with that.
+        # Results of tools after the last question belong to it: the model is to answer with them.
         last = max((at for at, (role, _) in enumerate(turns) if role == "user"), default=-1)
         if last >= 0 and any(role == "tool" for role, _ in turns[last + 1 :]):
             turns[last:] = [("user", "\n\n".join(text for _, text in turns[last:]))]
         turns = [("assistant" if role == "tool" else role, text) for role, text in turns]
-        # Who says two things in a row, as after an answer that failed, says them together.
+        # Two messages of one role in a row, as after a failed answer, are joined.
         by_role = [(role, [text for _, text in each]) for role, each in groupby(turns, key=itemgetter(0))]
         if not by_role or by_role[-1][0] != "user":
             raise Refusal(
@@ -125,7 +125,7 @@ class Ask:
 
     @classmethod
     def completion(cls, given: Mapping[str, Any], headers: Headers) -> Ask:
-        """Of ``POST /v1/completions``. Raises ``Refusal``."""
+        """Parse ``POST /v1/completions``. Raises ``Refusal``."""
         fields = _Fields(given, headers, "prompt")
         prompt = given.get("prompt")
         if isinstance(prompt, list) and len(prompt) == 1:
@@ -136,7 +136,7 @@ class Ask:
 
 
 class _Fields:
-    """The fields of a request, beside those that only one kind has."""
+    """The common fields of a request."""
 
     def __init__(self, given: Mapping[str, Any], headers: Headers, *own: str) -> None:
         self._headers = headers
@@ -151,26 +151,29 @@ class _Fields:
                 )
 
     def of(self, name: str, kind: type | tuple[type, ...], default: Any) -> Any:
-        """A field, which must be of a kind."""
+        """Return a field and check its type."""
         value = self._given.get(name, default)
-        # A Python bool is an int, but true is no number of tokens.
+        # In Python a bool is an int, but true is no number of tokens.
         if value is not default and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
             raise Refusal(f"{name} has the wrong type: {type(value).__name__}", param=name)
         return value
 
     def number(self, name: str, default: Any, low: float, high: float, kind: Any = int) -> Any:
-        """A number, which must lie in a range; a NaN lies in none."""
+        """Return a number and check its range. NaN is in no range."""
         value = self.of(name, kind, default)
         if value is not None and not low <= value <= high:
             raise Refusal(f"{name} must be from {low:g} to {high:g}, got {value}", param=name)
         return value
 
     def name(self, what: str) -> str | None:
-        """The name of a conversation or a document, where metadata or a header has one, and no two of them differ."""
+        """Return the name of a conversation or document from metadata or a header.
+
+        They must not contradict each other.
+        """
         header, most = f"X-Memstore-{what.title()}", MOST_CHARACTERS[what]
         given = self.of("metadata", dict, {}).get(what)
         told = [] if given is None else [("metadata", given)]
-        # Servers take headers for Latin-1. What is no UTF-8 becomes characters that cannot be printed.
+        # Servers decode headers as Latin-1. Bytes that are not UTF-8 become characters that cannot be printed.
         utf8 = (each.encode("latin-1").decode(errors="surrogateescape") for each in self._headers.getlist(header))
         told += [(header, each) for each in utf8]
         for place, name in told:
@@ -182,7 +185,7 @@ class _Fields:
         return names.pop() if names else None
 
     def common(self, max_tokens: int) -> dict[str, Any]:
-        """What both kinds have."""
+        """Return the fields that both kinds have."""
         if not (model := self.of("model", str, "")):
             raise Refusal("say in model which memory is asked; GET /v1/models tells their names", param="model")
         document = self.name("document")
@@ -194,10 +197,10 @@ class _Fields:
             "do_sample": True,
             "temperature": float(temperature),
             "top_p": float(self.number("top_p", 1.0, 0, 1, (int, float))),
-            "top_k": max(0, self.number("top_k", 0, -1, 2**31)),  # -1 is all, to some clients
+            "top_k": max(0, self.number("top_k", 0, -1, 2**31)),  # for some clients -1 means all
             "min_p": float(self.number("min_p", 0.0, 0, 1, (int, float))),
         }
-        # Less is as good as nothing, and divides logits into what float32 cannot hold.
+        # A smaller value is as good as 0, and would divide logits beyond the range of float32.
         options = sampled if temperature >= 0.001 else {}
         if (penalty := self.number("repetition_penalty", 1.0, 0.01, 10, (int, float))) != 1:
             options = {**options, "repetition_penalty": float(penalty)}
@@ -225,7 +228,7 @@ def _is(value: object, wanted: object) -> bool:
 
 
 def _turn(message: object) -> tuple[str, str]:
-    """Role and words of a message; of one that has none the words are empty."""
+    """Return role and words of a message; words may be empty."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise Refusal(f"a message is an object with role ({', '.join(ROLES)}) and content", param="messages")
     role, words = ROLES[message["role"]], _words(message.get("content"))
@@ -251,7 +254,7 @@ ROLES = {
 
 
 def _words(content: object) -> list[str]:
-    """The texts of a message's content. Raises ``Refusal`` for what is none."""
+    """Return the texts of a message's content. Raises ``Refusal`` if it has none."""
     parts = content if isinstance(content, list) else [] if content is None else [{"type": "text", "text": content}]
     words = []
     for part in parts:

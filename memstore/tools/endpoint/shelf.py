@@ -1,4 +1,4 @@
-"""The memories that a server has open, each with its model."""
+"""The open memories of a server, each with its model."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from memstore.tools.endpoint.worker import ServedMemory
 from memstore.tools.models import SMOLLM2, LoadedModel, chosen_name, load_model, record_model, usual_dtype
 
 NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}", re.IGNORECASE)
-"""Of a memory that a request may ask for; no path can be told by it."""
+"""Pattern of a memory name in a request. It cannot contain a path."""
 
 
 @dataclass
 class Shelf:
-    """Opens memories until ``stack`` is closed; those of one model share it."""
+    """Opens memories and keeps them until ``stack`` is closed. Memories of one model share it."""
 
     stack: ExitStack
     model: str | None = None
-    """The model that answers; without it the one that read each memory."""
+    """The model that answers; None for the model that read each memory."""
     top_k: int | None = None
     device: str = "cpu"
     index: str = "exact"
     on_error: OnError = "raise"
     folder: Path | None = None
-    """Where memories are opened and made that requests ask for by their names."""
+    """Folder of the memories that requests name."""
     most: int = 0
-    """Memories that may be there at most."""
+    """Memories in it, at most."""
     served: dict[str, ServedMemory] = field(default_factory=dict)
-    """The memories by their names."""
+    """The open memories by name."""
     later: dict[str, str] = field(default_factory=dict)
-    """Paths of memories, by their names, that are opened when they are first asked."""
+    """Paths of memories by name, to be opened at the first request."""
     _loaded: dict[tuple[str, str], LoadedModel] = field(default_factory=dict)
 
     def open(self, url: str, name: str, *, create: bool = False) -> ServedMemory:
-        """The memory at ``url``, from now on called ``name``; with ``create`` it is made where it is not there."""
+        """Open the memory at ``url`` under ``name``; with ``create``, make it if it does not exist."""
         try:
             memory = memstore.open(url, mode="r", index=self.index, device=self.device)
         except NotFound:
@@ -58,7 +58,7 @@ class Shelf:
         _, loaded = self._load(answers, usual_dtype(answers, memory.model_info().get("dtype")))
         asked = chosen_documents(loaded.model, memory, None)
         reader = attached(loaded, memory, document=asked, top_k=self.top_k, on_error=self.on_error)
-        with reader:  # a memory of another model is refused now, and not by every answer
+        with reader:  # refuses a memory of another model now, not at every answer
             pass
         writer = attached(loaded, url, document=None, top_k=self.top_k, on_error=self.on_error, index=self.index)
         model = Path(answers).name.removesuffix(".gguf")
@@ -66,7 +66,7 @@ class Shelf:
         return served
 
     def check(self, name: str) -> str:
-        """``name`` without its model, if there is such a memory or one may be made. Raises ``Refusal``."""
+        """Return ``name`` without its model if such a memory exists or may be made. Raises ``Refusal``."""
         if name in self.served:
             return name
         model, _, memory = name.rpartition("@")
@@ -85,9 +85,9 @@ class Shelf:
         )
 
     def find(self, name: str, leave: Callable[[], None]) -> ServedMemory:
-        """The memory that was checked as ``name``, opened or made if need be. Raises ``Refusal``.
+        """Return the memory checked as ``name``, and open or make it if needed. Raises ``Refusal``.
 
-        ``leave``: called before one is opened, for the model is attached to it, and may be to another one.
+        ``leave`` is called before a memory is opened, because the model may be attached to another one.
         """
         if name in self.served:
             return self.served[name]
@@ -112,5 +112,5 @@ class Shelf:
 
 
 def name_of(url: str) -> str:
-    """What a memory is called in requests: the last part of its path, without ``.mem``."""
+    """Return the name of a memory in requests: the last part of its path, without ``.mem``."""
     return Path(url.rpartition(":")[2]).resolve().name.removesuffix(".mem")

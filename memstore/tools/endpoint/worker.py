@@ -1,8 +1,8 @@
-"""The one thread that answers: memories and sessions take turns, and the requests of each come in their order.
+"""The one answering thread: memories and sessions take turns, and the requests of each are answered in order.
 
-A model computes one answer at a time, and one memory is attached to it at a time. So each answer has seen its own
-memory and no other, however many are served by the same model. Memories are open for reading; one is opened for writing
-while something is written into it and no longer, so that other processes can write in between.
+A model computes one answer at a time and is attached to one memory at a time. So each answer sees only its own memory,
+even if several memories share a model. Memories are open for reading. One is opened for writing only during a write, so
+that other processes can write in between.
 """
 
 from __future__ import annotations
@@ -45,28 +45,28 @@ if TYPE_CHECKING:
 
 SOURCES = 8
 SERVED = "served/"
-"""Before the names of sessions that requests give, so that none of them is a chat of the terminal."""
+"""Prefix of session names from requests, so that none of them is a chat of the terminal."""
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ServedMemory:
-    """A memory that is asked by its name."""
+    """A memory that requests address by name."""
 
     name: str
     model: str
-    """What its model is called."""
+    """Name of its model."""
     loaded: LoadedModel
     memory: Memory
     reader: Reader
     writer: Reader
-    """The same memory for writing; opened while something is written."""
+    """The same memory for writing; open only during a write."""
     place: OpenFolder
 
 
 @dataclass(frozen=True)
 class Result:
-    """An answer as the endpoint tells it."""
+    """An answer, in the terms of the endpoint."""
 
     text: str
     ended: bool
@@ -75,38 +75,38 @@ class Result:
     seconds: float
     sources: list[dict[str, Any]]
     unsupported: list[str] = field(default_factory=list)
-    """Words of it that neither the question nor what it was written with has."""
+    """Words of the answer that neither the question nor its sources contain."""
     missing: list[dict[str, Any]] = field(default_factory=list)
-    """Blocks that could not be read, and were left out."""
+    """Blocks that could not be read and were left out."""
     trace: int | None = None
-    """Its number among the traces of the memory, where it was recorded."""
+    """Number of its trace in the memory, if it was recorded."""
 
 
 Work = Callable[["Reader", "QueuedJob"], object]
-"""What is done in the worker's thread with a reader that is open."""
+"""A job for the worker's thread, with an open reader."""
 Served = Callable[[Callable[[], None]], ServedMemory]
-"""Finds a memory. It is given what leaves all models alone, to be called before one is attached to another memory."""
+"""Finds a memory. Its argument detaches all models; call it before attaching one to another memory."""
 
 
 @dataclass(frozen=True)
 class QueuedJob:
-    """A request that waits, or is being done."""
+    """A request that waits or is being answered."""
 
     served: Served
-    """The memory; asked for in the worker's thread, which may have to open it."""
+    """Finds the memory, in the worker's thread, which may have to open it."""
     work: Work
     tell: Callable[[Any], object]
-    """Told what ``work`` returns, or the error that it ended with, after whatever ``work`` told itself."""
+    """Receives the pieces that ``work`` reports, then its result or its error."""
     writes: bool = False
-    """Whether ``work`` is given the reader that can write."""
+    """Whether ``work`` gets the reader that can write."""
     line: str = ""
-    """Whose line it waits in: lines take turns."""
+    """Name of its queue. Queues take turns."""
     left: threading.Event = field(default_factory=threading.Event)
     """Set when nobody waits for it any more."""
 
     @property
     def stopping(self) -> list[Callable[..., torch.Tensor]]:
-        """For ``stopping_criteria`` of ``model.generate``: breaks it off when nobody waits any more."""
+        """Return ``stopping_criteria`` for ``model.generate``, which cancel the job when nobody waits any more."""
 
         def has_left(ids: torch.Tensor, _: object, **__: object) -> torch.Tensor:
             return torch.full((len(ids),), self.left.is_set(), dtype=torch.bool, device=ids.device)
@@ -115,12 +115,12 @@ class QueuedJob:
 
 
 class Worker:
-    """A thread that does jobs, of which ``most`` may wait."""
+    """A thread that runs jobs. At most ``most`` jobs wait."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._lines: dict[str, deque[QueuedJob]] = {}
-        """Those that wait, the line whose turn is next first."""
+        """The waiting jobs, the queue whose turn is next first."""
         self._current: QueuedJob | None = None
         self._changed = threading.Condition()
         self._closed = False
@@ -130,22 +130,22 @@ class Worker:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait."""
+        """Number of waiting requests."""
         return sum(map(len, list(self._lines.values())))
 
     @property
     def answering(self) -> bool:
-        """Whether something is being answered."""
+        """Whether an answer is being computed."""
         return self._current is not None
 
     def submit(self, job: QueuedJob) -> None:
-        """Let a job wait for its turn. Raises ``Refusal`` where too many do.
+        """Queue a job. Raises ``Refusal`` if too many jobs wait.
 
-        Then the last one of the longest line has to go, where this one's line is shorter.
+        If this job's queue is shorter than the longest one, the last job of the longest queue is refused instead.
         """
         full = Refusal("too many requests wait already: try again later", status=429, code="queue_full")
         with self._changed:
-            # Those that nobody waits for any more keep nobody out.
+            # Cancelled jobs take no place.
             lines = {name: deque(each for each in line if not each.left.is_set()) for name, line in self._lines.items()}
             self._lines = {name: line for name, line in lines.items() if line}
             mine = self._lines.get(job.line, deque())
@@ -168,9 +168,9 @@ class Worker:
         writes: bool = False,
         left: threading.Event | None = None,
     ) -> T:
-        """What ``work`` returns, once its turn has come; broken off when ``left`` is set, or nobody awaits this.
+        """Return the result of ``work`` once its turn has come. It is cancelled if ``left`` is set or nobody awaits it.
 
-        Raises ``Refusal``, and what ``work`` raises.
+        Raises ``Refusal``, and the errors of ``work``.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
@@ -191,10 +191,10 @@ class Worker:
             job.left.set()
         if isinstance(result, Exception):
             raise result
-        return result  # type: ignore[no-any-return]  # what work returns
+        return result  # type: ignore[no-any-return]  # the result of work
 
     def stop(self) -> None:
-        """Break off what is being generate_answer, and tell everybody who waits that the server ends."""
+        """Cancel the current answer, and tell everybody who waits that the server ends."""
         with self._changed:
             self._closed = True
             waiting = [job for line in self._lines.values() for job in line]
@@ -205,9 +205,9 @@ class Worker:
             self._changed.notify()
 
     def close(self) -> None:
-        """``stop``, wait until nothing is computed any more, and leave the models as they were."""
+        """Call ``stop``, wait for the current computation to end, and restore the models."""
         self.stop()
-        self._thread.join()  # whoever closes a memory that is being read would take it from under the thread
+        self._thread.join()  # closing a memory during a read would pull it away from the thread
 
     def _work(self) -> None:
         while (job := self._next()) is not None:
@@ -216,7 +216,7 @@ class Worker:
             except (MemstoreError, Refusal) as error:
                 done = error
                 self._attach(None)
-            except Exception as error:  # noqa: BLE001 - told to whoever asked; the others are still to be generate_answer
+            except Exception as error:  # noqa: BLE001 - the client gets the error; the other requests are still answered
                 done = Mistake(error)
                 self._attach(None)
             job.tell(done)
@@ -239,7 +239,7 @@ class Worker:
         return None
 
     def _attach(self, reader: Reader | None) -> None:
-        """Let ``reader`` be the one that is open; most requests go to the memory of the one before."""
+        """Open ``reader`` instead of the current one; most requests go to the same memory as before."""
         if self._attached is not reader:
             if self._attached is not None:
                 self._attached.close()
@@ -261,9 +261,9 @@ class Worker:
 
 
 def answer(ask: Ask, reader: Reader, job: QueuedJob, *, trace: bool = False, chats: bool = False) -> Result:
-    """The answer to ``ask``; the job is told its pieces as they come. With ``trace`` what it used is recorded.
+    """Answer ``ask`` and send each piece to the job. With ``trace``, record the retrieved blocks.
 
-    ``chats``: conversations may be asked too, for who asks is whose memory it is.
+    ``chats``: conversations may be searched too, because the owner of the memory asks.
     """
     _choose(ask, reader, chats=chats)
     for each in (ask.question, ask.system or "", *chain.from_iterable(ask.before)):
@@ -283,9 +283,9 @@ def answer(ask: Ask, reader: Reader, job: QueuedJob, *, trace: bool = False, cha
 def converse(
     ask: Ask, most: int, reader: Reader, job: QueuedJob, *, trace: bool = False, chats: bool = False
 ) -> Result:
-    """The answer to the last words of ``ask`` in its session, which keeps both; of those a memory has ``most``.
+    """Answer the last words of ``ask`` in its session and store both. A memory keeps at most ``most`` sessions.
 
-    What was said in other sessions is not seen. ``chats``: the session may be a chat of the terminal, see ``answer``.
+    Other sessions are not seen. ``chats``: the session may be a chat of the terminal, see ``answer``.
     """
     assert ask.session is not None
     _choose(ask, reader, chats=chats)
@@ -307,8 +307,8 @@ def converse(
 
 
 def _choose(ask: Ask, reader: Reader, *, chats: bool) -> None:
-    """Let ``reader`` see the documents that are asked. Raises ``NotFound`` for others than there are."""
-    # Another process may have read more, or forgotten something, since the last request.
+    """Select the requested documents in ``reader``. Raises ``NotFound`` if one does not exist."""
+    # Another process may have read or forgotten documents since the last request.
     memory = reader.memory
     there = [each.name for each in memory.documents()] if chats else all_but_chats(memory)
     for name in ask.documents or []:
@@ -318,7 +318,7 @@ def _choose(ask: Ask, reader: Reader, *, chats: bool) -> None:
 
 
 def _options(ask: Ask, reader: Reader, job: QueuedJob, length: int) -> dict[str, Any]:
-    """For an answer to a prompt of ``length`` tokens. Raises ``Refusal`` where that is more than the model takes."""
+    """Return options for a prompt of ``length`` tokens. Raises ``Refusal`` if the model cannot take that many."""
     if reason := too_long(reader.model, length, 1):
         raise Refusal(reason, param="messages", code="context_length_exceeded")
     if ask.seed is not None:
@@ -340,7 +340,7 @@ def _result(made: Answer, job: QueuedJob, length: int) -> Result:
 
 
 def _prompt(reader: Reader, frame: Template, ask: Ask) -> Prompt:
-    """The question after what was said before. Control tokens' names in people's words are text."""
+    """Build the prompt: the question after earlier messages. Names of control tokens in messages stay plain text."""
     tokens, before = [], frame.opening
     for question, answer in ask.before:
         tokens += frame.controls(reader.tokenizer, before) + encode(reader.tokenizer, question)

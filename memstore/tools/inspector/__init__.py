@@ -1,4 +1,4 @@
-"""The inspector page: a local web page that shows what a memory holds, and what was retrieved from it and why.
+"""The inspector: a local web page that shows the contents of a memory, and why blocks were retrieved.
 
-``app.serve`` is what ``memstore view`` does. ``README.md`` here tells how the parts fit together.
+``app.serve`` does the work of ``memstore view``. ``README.md`` here tells how the parts fit together.
 """

@@ -1,4 +1,4 @@
-"""Routes of the inspector page: its static files, and JSON for what ``data.py`` and ``traced.py`` say."""
+"""Routes of the inspector page: its static files, and JSON from ``data.py`` and ``traced.py``."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ ANSWERS: Mapping[str, Answer] = {
     "traces/{trace}/steps/{step}": traced.step,
     "traces/{trace}/used": traced.used,
 }
-"""What answers each path; the parameters are those of the function, beside the memory and its words."""
+"""Path -> function that answers. A request's parameters are those of the function, except the memory and its words."""
 
 
 def serve(
@@ -58,11 +58,11 @@ def serve(
     allow_write: bool = False,
     started: Callable[[str], None] = lambda _: None,
 ) -> str:
-    """Serve the page of ``memory`` until Ctrl-C; the url that it had.
+    """Serve the page of ``memory`` until Ctrl-C, and return its url.
 
-    ``port`` 0 is a free one. ``started`` is given the url, which has the token that the page asks for, once it can be
-    opened. With ``allow_write`` the page can pin and forget documents and remove traces. Raises ``NotFound`` where
-    starlette or uvicorn is not installed, ``InvalidArgument`` for a host or port that cannot be had.
+    ``port`` 0 picks a free one. ``started`` gets the url, with the page's token, once it can be opened. With
+    ``allow_write`` the page can pin and forget documents and remove traces. Raises ``NotFound`` if starlette or uvicorn
+    is not installed, ``InvalidArgument`` for a host or port that is not available.
     """
     require_web()
     inspector = Inspector(memory, allow_write=allow_write, hosts=(host,))
@@ -84,9 +84,9 @@ def serve(
 
 
 class Inspector:
-    """The page of one memory, as an ASGI application; made for ``memstore view``.
+    """The page of one memory, as an ASGI application for ``memstore view``.
 
-    ``token`` is what requests must have. With ``allow_write``, ``data.ACTIONS`` can be asked for.
+    Requests must carry ``token``. With ``allow_write`` they may run ``data.ACTIONS``.
     """
 
     def __init__(self, memory: Memory, *, allow_write: bool = False, hosts: tuple[str, ...] = ()) -> None:
@@ -99,16 +99,16 @@ class Inspector:
         self.app = Guard(self._routes(), token=self.token, write_token=self._write_token, hosts=hosts, **asking)
 
     def warm(self) -> None:
-        """Load the tokenizer in a thread, so that it is there when the first text is asked for."""
+        """Load the tokenizer in a thread, so that it is ready for the first text."""
 
         def load() -> None:
-            with contextlib.suppress(MemstoreError):  # the memory may be closed by now; who asks for a text is told
+            with contextlib.suppress(MemstoreError):  # the memory may be closed; later requests get the error
                 _ = self._words.missing
 
         threading.Thread(target=load, name="tokenizer", daemon=True).start()
 
     def close(self) -> None:
-        """Break off what is being answered."""
+        """Cancel the current answer."""
         self._box.close()
 
     def _routes(self) -> Any:
@@ -132,10 +132,10 @@ class Inspector:
         )
 
     def _endpoint(self, answer: Answer) -> Callable[[Request], Response]:
-        """An endpoint that starlette runs in a thread, for answers read from the disk.
+        """Make an endpoint that starlette runs in a thread, for answers read from disk.
 
-        It asks for what ``answer`` has as parameters: numbers in the path or the query, and texts where the default is
-        one.
+        It takes the parameters of ``answer`` from the path or the query: texts where the default is a text, else
+        numbers.
         """
         wanted = signature(answer).parameters
         ours = {"memory": self._memory, "words": self._words, "write_token": self._write_token}
@@ -159,7 +159,7 @@ class Inspector:
             asked = json.loads(await body_of(request))
             if not isinstance(asked, dict):
                 raise ValueError
-        except (ValueError, RecursionError):  # the second: brackets in brackets
+        except (ValueError, RecursionError):  # the second: deeply nested brackets
             return _failed(InvalidArgument(f"what to change is a JSON object of at most {MOST_BYTES:,} bytes."))
         action = request.path_params["action"]
 
@@ -174,12 +174,12 @@ class Inspector:
 
 
 def _checked(wanted: Parameter, given: Mapping[str, str]) -> str | int | None:
-    """A parameter of a request: text, or a whole number that a page's numbers can hold. Raises ``InvalidArgument``."""
+    """Parse a parameter: text, or a whole number that JavaScript can hold. Raises ``InvalidArgument``."""
     text = given.get(wanted.name)
     if isinstance(wanted.default, str) or (text is None and wanted.default is not Parameter.empty):
         default: str | int | None = wanted.default
         return default if text is None else text
-    with contextlib.suppress(ValueError):  # also for thousands of digits
+    with contextlib.suppress(ValueError):  # fails also for thousands of digits
         number = int(text or "")
         if abs(number) < 1 << 53:
             return number

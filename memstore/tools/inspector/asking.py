@@ -1,4 +1,4 @@
-"""The ask box: the routes of ``memstore serve``, for the memory that the page shows."""
+"""The ask box: the routes of ``memstore serve``, for the memory of the page."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
     from memstore.tools.endpoint.app import Endpoint
 
 PATHS = ("/v1/chat/completions", "/v1/completions")
-"""What can be asked for; the page has answers of its own to the rest."""
+"""Routes of the endpoint that the page uses. For the others it has its own answers."""
 SESSIONS = 1000
-"""Conversations that a memory may keep, where the page may change it."""
+"""Conversations that a memory may keep, if the page may change it."""
 MOST_TURNS = 40
 
 
 class AskBox:
-    """An ASGI application that answers from a memory and records what each answer used.
+    """An ASGI application that answers from a memory and records the blocks of each answer.
 
-    It opens the memory for itself, and loads the model, when something is first asked.
+    At the first question it opens the memory for itself and loads the model.
     """
 
     def __init__(self, memory: Memory, *, hosts: Iterable[str], allow_write: bool) -> None:
-        """With ``allow_write`` it also goes on with conversations, which the memory keeps."""
+        """Prepare the box. With ``allow_write`` it also continues conversations, which the memory keeps."""
         self._memory, self._hosts, self._sessions = memory, tuple(hosts), SESSIONS if allow_write else 0
         self._stack = ExitStack()
         self._lock = threading.Lock()
@@ -43,7 +43,7 @@ class AskBox:
         await self._endpoint().app(scope, receive, send)
 
     def close(self) -> None:
-        """Break off what is being answered."""
+        """Cancel the current answer."""
         if self._made is not None:
             self._made.close()
         self._stack.close()
@@ -61,22 +61,22 @@ class AskBox:
 
 
 def can_ask(memory: Memory) -> bool:
-    """Whether a model can be asked: the memory says which, or the user has, and it can be opened again."""
+    """Check whether a model can be asked: the memory or the user names one, and the memory can be opened again."""
     return recorded_name(memory) is not None and not memory.url.startswith("ram:")
 
 
 def takes_several(memory: Memory) -> bool:
-    """Whether the memory's model sees several documents at a time, as far as is known without loading it."""
+    """Check whether the memory's model sees several documents at a time, without loading it."""
     from memstore.tools.models import chosen_name, kind_named
 
     try:
         return bool(kind_named(chosen_name(memory)).reader_class().several)
-    except MemstoreError:  # whoever asks is told why
+    except MemstoreError:  # a question gets the reason
         return True
 
 
 def conversations(memory: Memory) -> dict[str, Any]:
-    """The conversations that the memory keeps, and the last that was said in each."""
+    """List the conversations of the memory, with the last message of each."""
     said: dict[str, list[tuple[int, dict[str, Any]]]] = {}
     for key, fact in memory.infos(SAID).items():
         session, _, number = key.removeprefix(SAID).rpartition("/")

@@ -1,7 +1,7 @@
-"""What the pages ask of a memory: plain values, ready for JSON, never more than what can be seen at once; and changes.
+"""Plain values for the pages, ready for JSON and never more than a page shows at once; and changes of the memory.
 
-Requests name documents by number: numbers are never used twice, so a document that was forgotten and made again is not
-taken for the old one, and numbers need no escaping.
+Requests name documents by number. Numbers are never used twice, so a new document is not taken for a forgotten one of
+the same name. Numbers also need no escaping.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 
 
 MOST_BLOCKS = 256
-"""Blocks of one answer."""
+"""Blocks of one answer, at most."""
 MOST_DOCUMENTS = 200
 MOST_VECTORS = 16
-"""Vectors of a landmark that are drawn."""
+"""Vectors of a landmark that are drawn, at most."""
 LONGEST_QUERY = 200
-"""Characters of a text to search for."""
+"""Characters of a text to search for, at most."""
 NEIGHBOURS, MATCHES = 8, 20
-"""Blocks that are told as near to a block, and as found for a question."""
+"""Blocks shown as neighbours of a block, and as matches of a question."""
 MOST_FOUND, SECONDS = 50, 0.3
-"""Of one look for a text in a document."""
+"""Blocks, and seconds, of one search for a text in a document."""
 ACTIONS = ("pin", "unpin", "forget", "remove-trace")
-"""What the page may change, with ``--allow-write``. Nothing else."""
-_LARGEST = (1 << 32) - 1  # what a tokenizer takes; what is larger, or negative, is no token of it
-_PIECE = 256  # blocks that are looked at between two looks at the clock
+"""Changes that the page may make with ``--allow-write``. There are no others."""
+_LARGEST = (1 << 32) - 1  # the largest token id of a tokenizer; a larger or negative number is no token
+_PIECE = 256  # blocks that are searched between two looks at the clock
 
 
 class Words:
-    """Decodes the tokens of a memory with the tokenizer of its model; the ids themselves where there is none.
+    """Decodes the tokens of a memory with the tokenizer of its model; without a tokenizer it gives the ids.
 
     Safe to use from several threads. The tokenizer is loaded once, which takes seconds: call ``missing`` early, in a
     thread of its own.
@@ -57,22 +57,22 @@ class Words:
         self._memory = memory
         self._lock = threading.Lock()
         self._loaded: tuple[Any, str | None] | None = None
-        """The tokenizer, or why there is none; None before it is asked for."""
+        """The tokenizer, or the reason why it is missing; None before the first request."""
         self.answers: dict[int, str] = {}
-        """How the answers of traces begin that have ended, by their numbers."""
+        """The beginnings of answers whose traces have ended, by trace number."""
 
     @property
     def missing(self) -> str | None:
-        """Why there is no text; None where there is."""
+        """Return the reason why text is missing; None if it is available."""
         return self._tokenizer()[1]
 
     @property
     def between(self) -> str:
-        """What stands between two tokens."""
+        """Return the separator of two tokens."""
         return "" if self.missing is None else " "
 
     def of(self, ids: Sequence[int]) -> str:
-        """The text of ``ids``, not yet ``printable``: to be searched."""
+        """Return the text of ``ids`` for searching. It is not ``printable`` yet."""
         tokenizer, missing = self._tokenizer()
         if missing is not None:
             return " ".join(map(str, ids))
@@ -80,7 +80,10 @@ class Words:
             return str(tokenizer.decode([each for each in ids if 0 <= each <= _LARGEST]))
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """The text that each of ``ids`` adds; one that ends within a character adds nothing, the next adds it."""
+        """Return the text that each of ``ids`` adds.
+
+        A token that ends within a character adds nothing; the next one adds it.
+        """
         pieces: list[str] = []
         begin = read = 0
         for end in range(1, len(ids) + 1):
@@ -100,7 +103,7 @@ class Words:
 
 
 def overview(memory: Memory, write_token: str | None) -> dict[str, Any]:
-    """What the page must know of a memory before it shows anything of it; reads no states and waits for nothing."""
+    """Return all that the page needs before it shows anything. It reads no states and waits for nothing."""
     spec = memory.spec
     return {
         "url": printable(memory.url),
@@ -117,12 +120,12 @@ def overview(memory: Memory, write_token: str | None) -> dict[str, Any]:
 
 
 def texts(memory: Memory, words: Words) -> dict[str, Any]:
-    """Why there is no text, None where there is; and whether several documents can be asked together."""
+    """Return why text is missing (None if it is available), and whether a question can cover several documents."""
     return {"missing": words.missing, "several": takes_several(memory)}
 
 
 def sizes(memory: Memory) -> dict[str, Any]:
-    """How much the memory holds now."""
+    """Return the present sizes of the memory."""
     stats = memory.stats()
     return {name: stats[name] for name in ("documents", "tokens", "blocks", "disk_bytes", "used_bytes")} | {
         "bytes": stats["bytes"],
@@ -131,11 +134,11 @@ def sizes(memory: Memory) -> dict[str, Any]:
 
 
 def documents(memory: Memory, part: str = "") -> dict[str, Any]:
-    """The first documents whose names have ``part`` in them, in the order they were made, and how many there are."""
+    """Return the first documents with ``part`` in their names, in the order they were made, and their number."""
     found = [each for each in memory.documents() if part.lower() in each.name.lower()]
     shown = []
     for each in found[:MOST_DOCUMENTS]:
-        with suppress(NotFound):  # forgotten in this moment
+        with suppress(NotFound):  # forgotten just now
             shown.append(_document(each))
     return {"documents": shown, "found": len(found)}
 
@@ -153,7 +156,7 @@ def _document(document: Document) -> dict[str, Any]:
 
 
 def document_of(memory: Memory, number: int) -> Document:
-    """The document with this number. Raises ``NotFound``."""
+    """Return the document with this number. Raises ``NotFound``."""
     for document in memory.documents():
         if document.id == number:
             return document
@@ -161,7 +164,7 @@ def document_of(memory: Memory, number: int) -> Document:
 
 
 def blocks(memory: Memory, words: Words, document: int, start: int, stop: int) -> dict[str, Any]:
-    """The text of live blocks from ``start`` to before ``stop``, and which blocks are live now.
+    """Return the text of live blocks from ``start`` to before ``stop``, and which blocks are live now.
 
     Raises ``NotFound``, ``DamagedError``, and ``InvalidArgument`` for more than ``MOST_BLOCKS``.
     """
@@ -182,7 +185,7 @@ def blocks(memory: Memory, words: Words, document: int, start: int, stop: int) -
 
 
 def rows(document: Document, wanted: range) -> list[tuple[int, list[int]]]:
-    """The live blocks among ``wanted`` and their token ids; none of a block that was dropped."""
+    """Return the live blocks among ``wanted`` with their token ids. Dropped blocks are left out."""
     live, size = document.blocks, document.memory.spec.block_size
     wanted = range(max(wanted.start, live.start), min(wanted.stop, live.stop))
     ids: dict[int, list[int]] = {}
@@ -193,7 +196,7 @@ def rows(document: Document, wanted: range) -> list[tuple[int, list[int]]]:
 
 
 def block(memory: Memory, words: Words, document: int, block: int, layer: int = 0) -> dict[str, Any]:
-    """One block: tokens, norms of the states in every layer, norms of each token and landmarks in ``layer``.
+    """Return one block: tokens, norms of the states in every layer, norms of each token and landmarks in ``layer``.
 
     Raises ``NotFound``, ``DamagedError`` and ``InvalidArgument``.
     """
@@ -218,7 +221,7 @@ def block(memory: Memory, words: Words, document: int, block: int, layer: int = 
 
 
 def _token_norms(of_layer: Mapping[str, Tensor], tokens: int, size: int) -> dict[str, list[float]]:
-    """The norm of each token's states in each field that has one vector per token, the mean over its heads."""
+    """Return the norm of each token's states, for fields with one vector per token, as a mean over the heads."""
     norms = {}
     for name, each in of_layer.items():
         states = filled(each[0], tokens, size)
@@ -238,9 +241,9 @@ def _landmarks(document: Document, layer: int, block: int) -> dict[str, Any]:
 
 
 def neighbours(memory: Memory, words: Words, document: int, block: int, layer: int) -> dict[str, Any]:
-    """The blocks of a document whose landmarks in ``layer`` answer best to the landmark of ``block``.
+    """Return the blocks of a document whose landmarks in ``layer`` score best against the landmark of ``block``.
 
-    Raises ``NotFound``, ``DamagedError`` and ``InvalidArgument`` where the layer has no landmarks.
+    Raises ``NotFound`` and ``DamagedError``, and ``InvalidArgument`` if the layer has no landmarks.
     """
     source = document_of(memory, document)
     check_layer(memory, layer)
@@ -249,9 +252,9 @@ def neighbours(memory: Memory, words: Words, document: int, block: int, layer: i
 
 
 def ask(memory: Memory, words: Words, document: int, text: str = "") -> dict[str, Any]:
-    """The blocks of a document that the model which read it finds for ``text``, as ``memstore search --text`` does.
+    """Return the blocks that the model which read the document finds for ``text``, as ``memstore search --text`` does.
 
-    Loads the model, which takes seconds. Raises ``NotFound``, ``InvalidArgument``, ``UnsupportedModel``,
+    It loads the model, which takes seconds. Raises ``NotFound``, ``InvalidArgument``, ``UnsupportedModel``,
     ``ForeignMemory`` and ``DamagedError``.
     """
     asked = document_of(memory, document)
@@ -263,20 +266,20 @@ def _found(document: Document, words: Words, found: list[Match]) -> list[dict[st
     return [{"block": each.block, "score": each.score, "text": text} for each, text in zip(found, texts, strict=True)]
 
 
-# A long document takes seconds. It is searched in pieces of ``SECONDS``: an index of words would be another store to
-# keep right, and the first hits are there at once.
+# A long document takes seconds. It is searched in pieces of ``SECONDS``, so the first hits come at once. An index of
+# words would be another store to keep correct.
 def find(memory: Memory, words: Words, document: int, text: str = "", start: int = 0) -> dict[str, Any]:
-    """Blocks from ``start`` on in which ``text`` begins, whatever its case; where to go on, None at the end.
+    """Find blocks from ``start`` on in which ``text`` begins, in upper or lower case.
 
-    Looks for about ``SECONDS`` and stops after ``MOST_FOUND`` blocks. Raises ``NotFound``, ``InvalidArgument`` and
-    ``DamagedError``.
+    It also returns the block to continue from, None at the end. It searches for about ``SECONDS`` and stops after
+    ``MOST_FOUND`` blocks. Raises ``NotFound``, ``InvalidArgument`` and ``DamagedError``.
     """
     if not 1 <= len(text) <= LONGEST_QUERY:
         raise InvalidArgument(f"a text to search for has 1 to {LONGEST_QUERY} characters, not {len(text)}.")
     searched, size = document_of(memory, document), memory.spec.block_size
     live, begun = searched.blocks, time.monotonic()
     at, found = max(start, live.start), list[dict[str, Any]]()
-    beyond = 1 + -(-len(text) // size)  # a match may go on in the blocks that follow
+    beyond = 1 + -(-len(text) // size)  # a match may continue in the next blocks
     while at < live.stop and len(found) < MOST_FOUND and time.monotonic() - begun < SECONDS:
         piece = range(at, min(at + _PIECE, live.stop))
         texts = [words.of(ids) for _, ids in rows(searched, range(piece.start, piece.stop + beyond))]
@@ -290,7 +293,7 @@ def find(memory: Memory, words: Words, document: int, text: str = "", start: int
 
 
 def _matches(texts: list[str], between: str, query: str) -> list[int]:
-    """In which of ``texts``, which follow one another, ``query`` begins."""
+    """Return the numbers of the consecutive ``texts`` in which ``query`` begins."""
     lowered = [text.lower() + between for text in texts]
     begins = [0, *accumulate(map(len, lowered))]
     whole, wanted, places = "".join(lowered), query.lower(), list[int]()
@@ -302,12 +305,12 @@ def _matches(texts: list[str], between: str, query: str) -> list[int]:
     return places
 
 
-# The page reads with mode "r", and a change opens the memory for that moment alone: a page that held the lock would
-# keep models from reading texts into the memory for as long as a tab is open.
+# The page reads with mode "r", and a change opens the memory only for a moment. If the page held the lock, no model
+# could read texts into the memory while a tab is open.
 def change(url: str, action: str, asked: Mapping[str, Any]) -> None:
     """Do one of ``ACTIONS``; ``asked`` names its ``document`` or ``trace`` by number.
 
-    The memory is open for writing for this moment alone, so that another process can write at all other times. Raises
+    The memory is open for writing only for this moment, so that another process can write at all other times. Raises
     ``InvalidArgument``, ``NotFound``, ``MemoryInUse``, ``ReadOnlyMemory``.
     """
     if action not in ACTIONS:

@@ -1,14 +1,14 @@
-"""Who may ask, and what a browser may do with the answer: around every request of the page's server.
+"""Checks of every request to the page's server, and headers that limit what a browser may do with the answer.
 
-- What the memory says needs the token of this run: in the link that ``memstore view`` prints, from then on in a header
-  that the page's scripts add. A browser sends cookies to every port of a machine, so also to what another user serves
-  there: the cookie (which no other site can send, and no script can read) opens the page's own files and nothing else.
-- Its ``Host`` must be an address, this machine's name or the host that was asked for: a foreign name that was made to
-  point here (DNS rebinding) is refused.
+- Contents of the memory need the token of this run. It is in the link that ``memstore view`` prints; later the page's
+  scripts send it in a header. A browser sends cookies to every port of a machine, so also to another user's server.
+  So the cookie opens only the page's own files. No other site can send it, and no script can read it.
+- The ``Host`` of a request must be an address, this machine's name or the requested host. A foreign name that points
+  here (DNS rebinding) is refused.
 - A question, which is sent to the server, needs an ``Origin`` that is our own.
-- A request that changes something needs another token in a header, which only our page can know, and an ``Origin`` that
-  is our own.
-- Answers may load scripts, styles, pictures and data from here alone, run nothing inline, and stand in no frame.
+- A request that changes something needs a second token in a header, which only our page can know, and our own
+  ``Origin``.
+- Answers may load scripts, styles, pictures and data from here only, run nothing inline, and stand in no frame.
 """
 
 from __future__ import annotations
@@ -43,16 +43,17 @@ HEADERS = {
 
 
 class Guard:
-    """Lets those requests through to ``app`` that may come, and adds ``HEADERS`` to every answer."""
+    """Passes only permitted requests to ``app``, and adds ``HEADERS`` to every answer."""
 
-    # Rebinding needs a name, and nobody can make an address point elsewhere: so an address may be any, a name must be
+    # Rebinding needs a name, because nobody can redirect an address. So any address is accepted, but a name must be
     # known.
     def __init__(
         self, app: ASGIApp, *, token: str, write_token: str | None, hosts: Iterable[str], asking: Iterable[str] = ()
     ) -> None:
-        """``hosts`` are names for this server beside addresses; without ``write_token`` nothing can be changed.
+        """Guard ``app``.
 
-        To the paths ``asking`` something may be sent all the same.
+        ``hosts``: names of this server beside addresses. Without ``write_token`` nothing can be changed, but questions
+        may still be sent to the paths ``asking``.
         """
         self._app = app
         self._token = token
@@ -63,18 +64,18 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
-        if scope["type"] != "http":  # no websockets here
+        if scope["type"] != "http":  # the page has no websockets
             return
         from starlette.datastructures import Headers
         from starlette.requests import cookie_parser
         from starlette.responses import PlainTextResponse
 
         headers = Headers(scope=scope)
-        cookie_name = f"memstore-{(scope.get('server') or ('', 0))[1]}"  # cookies do not tell ports apart
+        cookie_name = f"memstore-{(scope.get('server') or ('', 0))[1]}"  # cookies do not distinguish ports
         in_link = parse_qs(scope["query_string"].decode("latin-1")).get("token", [""])[0]
         known = same(in_link or headers.get(READ_HEADER, ""), self._token)
         if scope["path"] == "/" or scope["path"].startswith("/static/"):
-            # The cookies of every server on this machine come along.
+            # A browser sends the cookies of every server on this machine.
             known |= same(cookie_parser(headers.get("cookie", "")).get(cookie_name, ""), self._files_token)
         refusal = self._refusal(scope["method"], headers, known=known, asks=scope["path"] in self._asking)
         added = dict(HEADERS)
@@ -84,7 +85,7 @@ class Guard:
         await answer(scope, receive, _adding(send, added))
 
     def _refusal(self, method: str, headers: Headers, *, known: bool, asks: bool) -> str | None:
-        """Why a request is refused; None where it is not."""
+        """Return why a request is refused; None if it is not."""
         host = headers.get("host", "")
         if not host_is_known(host, self._hosts):
             return "this server does not answer to that host name."

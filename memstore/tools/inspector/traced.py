@@ -1,4 +1,4 @@
-"""What the pages ask of traces: tokens, the blocks that each of them used, the tiers these came from."""
+"""Traces for the pages: tokens, the blocks that each of them used, and the tiers of these blocks."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ if TYPE_CHECKING:
 
 
 MOST_STEPS = 256
-"""Steps of one answer."""
+"""Steps of one answer, at most."""
 MOST_TRACES = 50
 MOST_BLOCKS = 100
-"""Blocks of one answer, those with most weight."""
+"""Blocks of one answer, at most: those with most weight."""
 MOST_PARTS = 16
-"""Blocks that the attention of a step is told by; what the others had is in its ``weight``."""
+"""Blocks listed for the attention of a step, at most. Its ``weight`` includes the others."""
 MOST_NAMED = 1024
-"""Layers, heads and documents of a trace."""
+"""Layers, heads and documents of a trace, at most."""
 LONGEST_FACT = 2000
-"""Characters of what a trace says of itself."""
+"""Characters of a text in a trace's JSON, at most."""
 _BEFORE = 8  # tokens before a piece of an answer that may hold the beginning of its first character
 _LISTED = 200  # characters of a question or an answer in a list
 _BEGUN = 60  # tokens of an answer in a list
 _QUIET = 60.0  # seconds without a step after which a trace counts as broken off
-_SECONDS = 2.0  # to look through traces for a block
+_SECONDS = 2.0  # of searching traces for a block
 
 _Kind = TypeVar("_Kind")
 
 
 def live(memory: Memory, words: Words, trace: int = -1) -> dict[str, Any]:
-    """What changes while others write: sizes, the latest traces, and how far the trace of this number is (-1: none).
+    """Return what other processes change: sizes, the latest traces, and the progress of this trace (-1: none).
 
-    Traces that cannot be read are ``trouble``, which says why: the documents are as good as ever.
+    If traces cannot be read, ``trouble`` says why. The documents are not affected.
     """
     told: dict[str, Any] = {"sizes": sizes(memory), "trouble": None, "found": 0, "traces": []}
     try:
@@ -70,7 +70,7 @@ def _listed(trace: Trace, words: Words) -> dict[str, Any]:
 
 
 def _seconds_since(trace: Trace, started: str, steps: int) -> float:
-    """Seconds since the latest of ``steps`` began: a model that was stopped leaves a trace that never ends."""
+    """Return the seconds since the latest of ``steps`` began. If a model was stopped, its trace never ends."""
     try:
         begun = datetime.fromisoformat(started).timestamp()
     except (ValueError, OverflowError):
@@ -79,12 +79,15 @@ def _seconds_since(trace: Trace, started: str, steps: int) -> float:
 
 
 def _question(facts: dict[str, Any], words: Words) -> str:
-    """What was asked, or the end of the prompt."""
+    """Return the question, or the end of the prompt."""
     return facts["question"] or printable(words.of(facts["prompt"][-40:]))
 
 
 def _answer(trace: Trace, words: Words, *, ended: bool) -> str:
-    """How the answer begins. That of a trace which has ended is decoded once: the list is asked for all the time."""
+    """Return the beginning of the answer.
+
+    It is decoded once for a finished trace, because pages often refresh the list.
+    """
     found = words.answers.get(trace.number)
     if found is None:
         ids = [token for token in trace.tokens()[:_BEGUN] if token is not None]
@@ -103,10 +106,10 @@ def trace(
     layer: int | None = None,
     head: int | None = None,
 ) -> dict[str, Any]:
-    """What a trace says of itself, and its steps from ``start`` to before ``stop``.
+    """Return the facts of a trace, and its steps from ``start`` to before ``stop``.
 
-    Each step has the text of its token, where its attention went (of ``layer`` and ``head``, or the mean of all), how
-    many entries came from each of ``TIERS``, and microseconds. Raises ``NotFound``, ``DamagedError`` and
+    Each step has the text of its token and its attention by block (of ``layer`` and ``head``, or the mean of all). It
+    also has the number of entries from each of ``TIERS``, and microseconds. Raises ``NotFound``, ``DamagedError`` and
     ``InvalidArgument``.
     """
     found = memory.traces.get(trace)
@@ -150,7 +153,7 @@ def _step(step: Step, piece: str | None, layer: int | None, head: int | None) ->
 
 
 def overview(memory: Memory, trace: int, start: int = 0, stop: int = MOST_STEPS) -> dict[str, Any]:
-    """The part of attention that went to what was retrieved: by step and layer, and by layer and query head.
+    """Return the share of attention on retrieved blocks: by step and layer, and by layer and query head.
 
     Raises ``NotFound``, ``DamagedError`` and ``InvalidArgument``.
     """
@@ -177,7 +180,7 @@ def overview(memory: Memory, trace: int, start: int = 0, stop: int = MOST_STEPS)
 
 
 def _pieces(trace: Trace, before: list[int], words: Words, steps: Sequence[Step]) -> list[str | None]:
-    """The text that the token of each step adds; None where the token is not known."""
+    """Return the text that the token of each step adds; None if the token is unknown."""
     if steps and (first := steps[0].number):
         before = before + [each.token for each in trace.steps(max(0, first - _BEFORE), first) if each.token is not None]
     known = [step.token for step in steps if step.token is not None]
@@ -189,7 +192,7 @@ def _pieces(trace: Trace, before: list[int], words: Words, steps: Sequence[Step]
 def step(
     memory: Memory, words: Words, trace: int, step: int, layer: int | None = None, head: int | None = None
 ) -> dict[str, Any]:
-    """The blocks that one step used, most weight first: means over layers and heads, or of those asked for.
+    """Return the blocks that one step used, most weight first: means over layers and heads, or of those requested.
 
     Raises ``NotFound`` and ``DamagedError``.
     """
@@ -206,7 +209,7 @@ def step(
 
 
 def used(memory: Memory, words: Words, trace: int, layer: int | None = None, head: int | None = None) -> dict[str, Any]:
-    """The blocks that a whole trace used, most weight first. Raises ``NotFound`` and ``DamagedError``."""
+    """Return the blocks that a whole trace used, most weight first. Raises ``NotFound`` and ``DamagedError``."""
     found = memory.traces.get(trace).used(layer=layer, head=head)
     places = _places(memory, words, found)
     return {
@@ -216,7 +219,7 @@ def used(memory: Memory, words: Words, trace: int, layer: int | None = None, hea
 
 
 def using(memory: Memory, document: int, block: int) -> dict[str, Any]:
-    """The latest traces that retrieved a block, and in which steps with which weight; looks for two seconds.
+    """Return the latest traces that retrieved a block, with steps and weights. The search takes two seconds at most.
 
     Raises ``NotFound`` and ``DamagedError``.
     """
@@ -236,12 +239,12 @@ def using(memory: Memory, document: int, block: int) -> dict[str, Any]:
 
 
 def _first_row(step: Step) -> Step:
-    """Of a batch, the row whose tokens the trace has."""
+    """Return the row of a batch whose tokens the trace has."""
     return replace(step, looks=[look for look in step.looks if look.row == 0])
 
 
 def _places(memory: Memory, words: Words, used: Sequence[tuple[str, int, float]]) -> list[dict[str, Any]]:
-    """Where the first ``MOST_BLOCKS`` of ``used`` lie and what they say, if they are still there."""
+    """Return places and texts of the first ``MOST_BLOCKS`` of ``used``, if they still exist."""
     numbers = _numbers(memory)
     places = []
     for name, block, _ in used[:MOST_BLOCKS]:
@@ -254,7 +257,7 @@ def _places(memory: Memory, words: Words, used: Sequence[tuple[str, int, float]]
 
 
 def _numbers(memory: Memory) -> dict[str, int | None]:
-    """Name -> number of every document there is now."""
+    """Return the number of every document that exists now, by name."""
     return {each.name: each.id for each in memory.documents() if not each.gone}
 
 
@@ -263,10 +266,10 @@ def _finite(value: float) -> float | None:
 
 
 def _facts(info: Mapping[str, Any]) -> dict[str, Any]:
-    """What a trace says of itself, checked, for whoever recorded or sent it wrote that JSON.
+    """Return the checked facts of a trace: another person may have written its JSON.
 
-    A fact of another kind than it should be is one that is not there, and one without end is cut. ``documents`` are
-    names as they are stored; all other texts are ``printable``.
+    A fact of the wrong type counts as missing, and a very long one is cut. ``documents`` are names as they are stored;
+    all other texts are ``printable``.
     """
     heads, top_k = info.get("heads"), info.get("top_k")
     return {
