@@ -255,7 +255,7 @@ def _summed_runs(codes: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _summed(scores: Tensor, weights: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
-    """Late interaction of ``[T, n]`` best products: the weighted sum of standardised scores, each at least 1."""
+    """Return the late interaction of ``[T, n]`` best products: sums of weighted, standardised scores of at least 1."""
     z = (scores - mean[:, None]) / deviation.clamp(min=1e-6)[:, None]
     return weights @ z.clamp(min=FLOOR)
 

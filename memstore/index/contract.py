@@ -24,7 +24,7 @@ Then no score is infinite or NaN. FAISS ends the process for clusters of keys wh
 
 
 class SearchResult(NamedTuple):
-    """The best blocks for each query, best first; missing blocks have id -1 and score -inf."""
+    """The best blocks for each query, best first; if fewer than ``k`` exist, ids are -1 and scores -inf."""
 
     scores: Tensor
     """``[H, T, k]`` float32: inner product of the query with the best key of the block."""

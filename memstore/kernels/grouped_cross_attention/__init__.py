@@ -49,24 +49,25 @@ def grouped_cross_attention(
     off_by_one: bool = True,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Attention to each retrieved block by itself, summed with the weights of the blocks (GCA paper, equations 2-3).
+    """Attend to each retrieved block by itself, and sum with the weights of the blocks (GCA paper, equations 2-3).
 
-    Two forms. With ``blocks``, the states of all blocks are given once and looked up, without copies on a GPU:
+    There are two forms. With ``blocks``, pass the states of all blocks once; they are looked up, without copies on a
+    GPU:
 
     Args:
         q: queries ``[B, C, H, T, D]``: ``C`` lists of blocks in each row, ``T`` queries for each list.
         k: keys of all blocks ``[B, N, G, S, D]``; ``H`` is a multiple of ``G``.
         v: values, shaped like ``k``.
         weights: of the chosen blocks ``[B, C, K]``, such as the softmax of their scores.
-        blocks: the chosen blocks ``[B, C, K]``, integers below ``N``; -1 for none, whatever its weight. One block may
-            be chosen twice.
+        blocks: the chosen blocks ``[B, C, K]``, integers below ``N``; -1 for none, with any weight. One block may be
+            chosen twice.
         scale: factor on the scores; ``D ** -0.5`` if None.
-        off_by_one: ``exp(s) / (1 + sum exp(s))`` in each block, so that a query can find nothing there.
+        off_by_one: ``exp(s) / (1 + sum exp(s))`` in each block, so a query can find nothing in a block.
         backend: ``"reference"``, ``"torch"`` (any device), ``"triton"`` (a GPU, or Triton's interpreter), or
-            ``"auto"``: ``"triton"`` on a GPU where it can, but for float32, else ``"torch"``.
+            ``"auto"``: ``"triton"`` on a GPU if it can, except for float32, else ``"torch"``.
 
-    Without ``blocks``, the states are those of the chosen blocks: ``q [B, H, T, D]``, ``k, v [B, G, K, S, D]``,
-    ``weights [B, K]``.
+    Without ``blocks``, pass the states of the chosen blocks: ``q [B, H, T, D]``, ``k, v [B, G, K, S, D]``, ``weights
+    [B, K]``.
 
     Returns:
         ``[B, C, H, T, D]``, or ``[B, H, T, D]``; differentiable in ``q``, ``k``, ``v`` and ``weights``.

@@ -20,7 +20,7 @@ An incomplete block, which only its own queries see, may be longer than a tile: 
 which can be taken in parts. A complete block must fit into a tile.
 """
 
-# What the compiler knows is in capitals, and one such argument is for the choice of tiles alone.
+# Compile-time constants are in capitals; one of them only serves the choice of tiles.
 # ruff: noqa: ARG001, N803
 # Triton has no type information.
 # mypy: disable-error-code="untyped-decorator"

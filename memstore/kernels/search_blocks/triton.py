@@ -13,7 +13,7 @@ as a sum of three numbers of that type, which holds all of its bits: what is sor
 the order of a sum in float32.
 """
 
-# What the compiler knows is in capitals.
+# Compile-time constants are in capitals.
 # ruff: noqa: N803
 # Triton has no type information.
 # mypy: disable-error-code="untyped-decorator"
