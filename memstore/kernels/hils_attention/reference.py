@@ -92,10 +92,10 @@ def choose_blocks(
     first: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """``u [B, H, M, D]`` at positions from ``first`` on, ``kbar [B, H, N, D]``, ``bias [B, H, N]``, ``lse [B, H, M]``.
+    """Take ``u [B, H, M, D]`` at ``first`` and later, ``kbar [B, H, N, D]``, ``bias [B, H, N]``, ``lse [B, H, M]``.
 
-    The chosen blocks of each of ``G = groups`` key-value heads ``[B, G, M, K]``, ascending, then -1 where there are
-    fewer; and the estimates ``[B, H, M, K]`` of each head for them, -inf there.
+    Returns the chosen blocks of each of ``G = groups`` key-value heads ``[B, G, M, K]``, ascending, filled up with -1.
+    Also returns the estimates ``[B, H, M, K]`` of each head for them, filled up with -inf.
     """
     scores = estimates(u, kbar, bias, scale=scale)
     edge = edges(first, u.shape[2], size, window, u.device)

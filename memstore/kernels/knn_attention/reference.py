@@ -17,7 +17,7 @@ def knn_attention(
 ) -> tuple[Tensor, Tensor]:
     """``q [B, H, T, D]``, ``k, v [B, G, N, D]``, ``ids [B, H, T, K]``, ``scale, gate [H]``, ``local [B, H, T, Dv]``.
 
-    Returns the output ``[B, H, T, Dv]`` and the log-sum-exp of the scores ``[B, H, T]``, -inf where nothing was found.
+    Returns the output ``[B, H, T, Dv]`` and the log-sum-exp of the scores ``[B, H, T]``, -inf if nothing was found.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     per_group = q.shape[1] // k.shape[1]
