@@ -3,15 +3,15 @@
 The clusters are a base, see ``rebuilt.py``; the tail is an exact index. New clusters are made of all blocks and the
 latest queries. Until there are enough different queries to learn from, all keys are searched exactly.
 
-The number of lists that a search reads is measured when clusters are made: the fewest that find the wanted share of the
-best keys for held-out queries. With keys as queries, the recall would look too good.
+When clusters are made, the number of lists that a search reads is measured. It is the smallest that finds the wanted
+share of the best keys for held-out queries. With keys as queries, the recall would look too good.
 
 Attention's queries come from another distribution than its keys, and k-means on keys often separates keys that queries
 do not. RetrievalAttention (Liu et al. 2024) and RoarGraph (Chen et al. 2024) solve that with logged queries. They keep
 lists of keys for clusters of queries, which needs copies of keys and loses keys that no logged query found. Here
 queries define a metric, so their second moment is enough and every key is in one list. Let ``C`` be the second moment
-of logged queries. If a centre replaces a key, the mean squared error of its score is ``(key - centre)^T C (key -
-centre)``. So k-means runs on ``key W`` with ``W W^T = C``.
+of logged queries. If a centre replaces a key, the mean squared error of its score is
+``(key - centre)^T C (key - centre)``. So k-means runs on ``key W`` with ``W W^T = C``.
 
 A list is worth reading if its best key may be good, not if its mean is good. So the product with the centre is raised
 by ``SPREAD`` times the possible effect of a deviation within the list: ``|W^-1 q|`` times the list's root mean square

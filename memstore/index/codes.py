@@ -1,10 +1,10 @@
 """Search token codes of one or eight bits per number for late interaction, with int8 products.
 
-A memory that routes for all layers keeps a code for each token of a block, and a block's score is a sum over the query
-tokens of the product with the best of its codes (`memstore.attention.routing`; Khattab & Zaharia 2020, equation 3, with
-scores that are standardised and have a floor). That needs the score of *every* block, so no graph and no inverted file
-can help. But codes are small whole numbers: signs, or codes rounded to 8 bits. They are stored as int8, which is exact,
-and multiplied as int8, four times as fast as bfloat16 on a CPU.
+A memory that routes for all layers stores a code for each token of a block. A block's score is a sum over the query
+tokens of the product with its best code (`memstore.attention.routing`). This is equation 3 of Khattab & Zaharia 2020,
+with scores that are standardised and have a floor. That needs the score of *every* block, so no graph and no inverted
+file can help. But codes are small whole numbers: signs, or codes rounded to 8 bits. They are stored as int8, which is
+exact, and multiplied as int8, four times as fast as bfloat16 on a CPU.
 
 ``route`` is faster still; attached models call it if the index is ``codes:pruned``. It first scores all blocks by sums
 of four tokens' codes. Then it scores the most promising blocks by the codes themselves, with a sample that estimates
@@ -114,7 +114,7 @@ class CodeIndex(VectorIndex):
         return SearchResult.of_heads(heads, queries)
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the score of every block for rounded queries: ``([H, T, N] float32, ids [N] ascending)``."""
+        """Return the score of every block for queries in 8 bits: ``([H, T, N] float32, ids [N] ascending)``."""
         rows = self._rows(allowed)
         grouped = self._grouped(queries)
         scores = torch.stack([self._maxima(self._keys, grouped[head], head, rows) for head in range(self.key_heads)])

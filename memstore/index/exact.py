@@ -2,8 +2,8 @@
 
 ``ExactIndex.search`` chooses one of four ways. On a GPU a kernel scores and chooses in one go. Few queries among few
 keys take one pass in C. A search of many keys on a CPU first reads them in 8 bits (``sieve.py``), which provably rules
-most of them out, and scores the rest in float32. All other searches walk over the keys in tiles whose scores stay in
-the processor's cache. Only a few scores are in memory at once.
+most of them out. It scores the rest in float32. All other searches walk over the keys in tiles whose scores stay in the
+processor's cache. Only a few scores are in memory at once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Find the groups of an exact index that can hold a best block, by codes of 8 bits and an error bound.
 
-A second copy of the keys has 8 bits per number. Blocks are in groups of about 32 keys; a code is ``round(key /
-scale)``, with one scale for each group. For a key ``x`` and a query ``q``, both in the coordinates of ``Frame``, the
-product of codes ``x'`` and ``q'`` differs from ``q . x`` by at most
+A second copy of the keys has 8 bits per number. Blocks are in groups of about 32 keys; a code is
+``round(key / scale)``, with one scale for each group. For a key ``x`` and a query ``q``, both in the coordinates of
+``Frame``, the product of codes ``x'`` and ``q'`` differs from ``q . x`` by at most
 
     ``|q| |x - x'| + |q - q'| |x'|``  (Cauchy-Schwarz, both codes multiplied by their scales),
 
@@ -49,11 +49,11 @@ LARGEST_SHARE = 16
 class Frame(NamedTuple):
     """The coordinates in which the keys of each of ``G`` heads are coded, so 8 bits lose less.
 
-    A product of a key and a query does not change when keys are turned by one matrix and queries by the inverse of its
-    transpose, and ``query . centre`` is the same for all keys. So the mean is subtracted from keys, and their long
-    directions are shortened (those of queries grow as much). All directions are mixed, so no number of a key or a query
-    stands out, because the largest number decides how coarse a code is. Any frame is correct; a good one leaves fewer
-    groups to score.
+    If keys are turned by one matrix and queries by the inverse of its transpose, their products do not change. Also,
+    ``query . centre`` is the same for all keys. So the mean is subtracted from keys, and their long directions are
+    shortened (those of queries grow as much). All directions are mixed, so no number of a key or a query stands out,
+    because the largest number decides how coarse a code is. Any frame is correct; a good one leaves fewer groups to
+    score.
     """
 
     centre: Tensor

@@ -28,8 +28,8 @@ class SignIndex(VectorIndex):
     """Keys of +1 and -1. ``search`` finds the true top k, with scores in float32.
 
     ``score`` rounds sums of five numbers of a query to 16 bits. For keys of 256 numbers its error is less than 1/1200
-    of the sum of the query's absolute numbers (n times that for n times as many numbers), and usually a tenth of that.
-    It is exact if queries are signs. Blocks with equal scores are ordered by id, the smaller first.
+    of the sum of the query's absolute numbers, and usually a tenth of that. For n times as many numbers it is n times
+    that. It is exact if queries are signs. Blocks with equal scores are ordered by id, the smaller first.
 
     A search during an addition in another thread is not safe; the memory holds a lock.
     """

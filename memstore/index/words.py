@@ -38,7 +38,7 @@ def words_of(text: str) -> list[str]:
 
 
 def asked_words(question: str) -> list[str]:
-    """Return the words of a question that say what it is about, or all words if none does."""
+    """Return those of ``words_of`` a question that say what it is about, or all if none does."""
     words = words_of(question)
     return [word for word in words if word not in FUNCTION_WORDS] or words
 

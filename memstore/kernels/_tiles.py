@@ -54,8 +54,9 @@ class TileTable:
     sizes: Sequence[str]
     """Kernel arguments that are sides of tiles."""
     rows: Sequence[tuple[Machine, int, int, int, int, Sequence[Sequence[int]]]]
-    """The device, bytes of a number, and the most rows of queries, numbers of a head and tokens of a block; then, for
-    each kernel, warps, stages, and the sides of a tile."""
+    """The device, bytes of a number, and the most rows of queries, numbers of a head and tokens of a block. For each
+    kernel, warps, stages, and the sides of a tile follow.
+    """
 
     def tiles(
         self, kernel: str, machine: Machine, dtype: torch.dtype, *, queries: int, dim: int, block: int

@@ -6,7 +6,7 @@ dependency).
 
 The C code is optional: all of it exists in PyTorch too. PyTorch is used if there is no compiler, on other processors,
 or with ``MEMSTORE_NATIVE=0``. Compiled libraries are stored in the cache folder, under a name with hashes of their
-source and content, so that neither an old library nor a damaged one is loaded.
+source and content. So neither an old library nor a damaged one is loaded.
 """
 
 from __future__ import annotations

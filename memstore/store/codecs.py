@@ -137,7 +137,7 @@ class _Fp8(_ScaledCodec):
 
 
 class _Int4(_ScaledCodec):
-    """Half a byte per number, from 0 to 15, with a step and a low end. Row ``i`` shares bytes with row ``i + half``."""
+    """Half a byte per number, 0 to 15, a step and a low end. Row ``i`` is beside row ``i + half of the rows``."""
 
     stored = "uint8"
     count = 2

@@ -2,7 +2,7 @@
 
 A record is a header of 96 bytes, the payload, and zero bytes up to a multiple of 16. All numbers are little-endian;
 ``docs/format.md`` has the table of offsets. The address (table, document, layer, item, number of the record) is part of
-the header, and the header has its own checksum: a value under a wrong key is detected just like a flipped bit. Every
+the header, and the header has its own checksum. So a value under a wrong key is detected just like a flipped bit. Every
 bit of a value is covered by a check.
 
 The magic, the version and the checksum over the first 88 bytes stay where they are in every later version. So a whole

@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCKS, QUERIES = 64, 32
-"""Of one program."""
+"""Blocks and queries of one program."""
 THREADS = 256
-"""Of one program."""
+"""Threads of one program."""
 DIGIT = 7
 """Bits of the second and the third number of a query."""
 MOST = 126 << (2 * DIGIT)

@@ -1,8 +1,8 @@
 """The largest product of each block of signs with each query, for a memory that routes by one-bit codes.
 
-Keys of +1 and -1 are stored as bits. Five bits are an index into a table with their product with the query's five
-numbers, so a product of 256 numbers is the sum of 52 entries. Entries are rounded to 16 bits, so the processor looks up
-32 of them with one instruction.
+Keys of +1 and -1 are stored as bits. Five bits are an index into a table, whose entry is their product with the query's
+five numbers. So a product of 256 numbers is the sum of 52 entries. Entries are rounded to 16 bits, so the processor
+looks up 32 of them with one instruction.
 """
 
 from __future__ import annotations

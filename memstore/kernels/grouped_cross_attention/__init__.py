@@ -66,16 +66,16 @@ def grouped_cross_attention(
         backend: ``"reference"``, ``"torch"`` (any device), ``"triton"`` (a GPU, or Triton's interpreter), or
             ``"auto"``: ``"triton"`` on a GPU if it can, except for float32, else ``"torch"``.
 
-    Without ``blocks``, pass the states of the chosen blocks: ``q [B, H, T, D]``, ``k, v [B, G, K, S, D]``, ``weights
-    [B, K]``.
+    Without ``blocks``, pass the states of the chosen blocks: ``q [B, H, T, D]``, ``k, v [B, G, K, S, D]``,
+    ``weights [B, K]``.
 
     Returns:
         ``[B, C, H, T, D]``, or ``[B, H, T, D]``; differentiable in ``q``, ``k``, ``v`` and ``weights``.
 
     Raises:
         InvalidArgument: shapes, types or devices do not fit, a block does not exist, or the back end is not available.
-            On a GPU, a block that does not exist is not looked for beforehand, which would wait for the device:
-            ``"triton"`` gives its list NaN, PyTorch's own operations may fail later.
+            On a GPU, missing blocks are not checked beforehand, because this would wait for the device. ``"triton"``
+            gives their lists NaN; PyTorch's own operations may fail later.
     """
     if blocks is None:
         _check_gathered(q, k, v, weights)

@@ -31,8 +31,8 @@ def choose(
 
     The score of key ``t`` for query ``s`` is ``sum_h weights[s, h] * relu(scale * queries[s, h] . keys[t])``: equation
     1 of DeepSeek-V3.2 (arXiv 2512.02556, the lightning indexer). Without weights it is the plain sum over heads
-    (Qwen4-Exp). The score of a block is that of its best key that the query sees; with one head, as many queries as
-    heads, and neither weights nor relu, that is the choice of MiniMax-M3.
+    (Qwen4-Exp). The score of a block is the score of its best key that the query sees. With one head, as many queries
+    as heads, and neither weights nor relu, this is the choice of MiniMax-M3.
 
     The order is the same for every back end, every slice of the keys and every ``merge_choices``: the larger score
     first, and among equal scores the smaller position. Scores of exactly 0 are common, because ReLU gives 0 to keys

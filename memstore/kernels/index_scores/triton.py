@@ -1,6 +1,6 @@
 """Index scores in Triton: products, ReLU and the weighted sum over heads in one kernel, which writes one score per key.
 
-A program holds some keys and walks over queries and, in tiles, over their heads, so products of heads exist only in
+A program holds some keys and walks over queries and, in tiles, over their heads. So products of heads exist only in
 registers. ``sliced`` chooses from the scores of a slice.
 
 Inputs of matrix units have the type of the keys. A query in float32 becomes a sum of three numbers of that type, which
@@ -25,7 +25,7 @@ KEYS = 64
 QUERIES = 16
 """Queries of a program that share the keys it reads, if there are so many."""
 THREADS = 256
-"""Of one program: with fewer, a tile of float32 does not fit into registers."""
+"""Threads of one program: with fewer, a tile of float32 does not fit into registers."""
 
 
 @triton.jit

@@ -52,8 +52,8 @@ def knn_attention(
 
     Raises:
         InvalidArgument: shapes, types or devices do not fit, a token does not exist, or the back end is not available.
-            On a GPU, a token that does not exist is not looked for beforehand, which would wait for the device:
-            ``"triton"`` gives its query NaN, PyTorch's own operations may fail later.
+            On a GPU, missing tokens are not checked beforehand, because this would wait for the device. ``"triton"``
+            gives their queries NaN; PyTorch's own operations may fail later.
     """
     more: dict[str, Any] = {"valid": valid, "scale": scale, "local": local, "gate": gate, "backend": backend}
     return knn_attention_with_lse(q, k, v, ids, **more)[0]

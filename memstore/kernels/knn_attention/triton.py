@@ -4,8 +4,9 @@ Wu et al. 2022, *Memorizing Transformers*, section 3.1. Every query has its own 
 share. A program takes one query of one head, reads the rows of its ids, and never writes them. The bandwidth of these
 reads is the limit.
 
-With ``p`` the weights, ``o`` the sum of values, ``g`` the opened gate, ``G`` the gradient of the output and ``G_m = g
-G`` the gradient of ``o``, the backward pass needs one walk, because its sums are linear in values known at its end:
+With ``p`` the weights, ``o`` the sum of values, ``g`` the opened gate, ``G`` the gradient of the output and
+``G_m = g G`` the gradient of ``o``, the backward pass needs one walk, because its sums are linear in values known at
+its end:
 
     dp_j  = G_m . v_j            delta = sum_j p_j dp_j
     ds_j  = p_j (dp_j - delta + dlse)

@@ -93,7 +93,7 @@ class _Plan:
         self._ranges: dict[tuple[int, int], tuple[int, int, int]] = {}
 
     def chunks(self, queries: int) -> Iterator[tuple[int, int]]:
-        """First and last position of each chunk of the last ``queries`` positions; whole blocks where that is easy."""
+        """Yield first and last position of each chunk of the last ``queries`` positions; whole blocks if easy."""
         size = self.pieces.size
         rows = size * -(-ROWS // size)
         first = self.tokens - queries
@@ -103,7 +103,7 @@ class _Plan:
             first = last
 
     def range(self, first: int, last: int) -> tuple[int, int, int]:
-        """The pieces ``start`` to ``stop`` that queries ``first`` to ``last`` see, those from ``edge`` on in part."""
+        """Return the pieces ``start`` to ``stop`` seen by queries ``first`` to ``last``; from ``edge`` on partly."""
         if (first, last) not in self._ranges:
             self._ranges[first, last] = self._range(first, last)
         return self._ranges[first, last]

@@ -1,11 +1,11 @@
 """Landmark attention in Triton: one pass over the keys forward, and no statistics of blocks in memory.
 
 Mohtashami & Jaggi, *Random-Access Infinite Context Length for Transformers* (NeurIPS 2023), equations 1-4. All weights
-are ``W_b P_b``: ``P_b`` is the softmax within block ``b``, and ``W`` a softmax over blocks of ``g_b``, which is the
-log-sum-exp of the own block, and ``ramp * s_landmark + (1 - ramp) * LSE_b`` for an earlier one. A tile of keys is one
-whole block of any length. So ``P_b`` and ``g_b`` are known as soon as the scores are, and the online softmax of flash
-attention runs over blocks. One number per query is saved for the backward pass: ``L``, the log-sum-exp of ``g`` (to the
-base 2).
+are ``W_b P_b``: ``P_b`` is the softmax within block ``b``, and ``W`` a softmax over blocks of ``g_b``. For the own
+block ``g_b`` is its log-sum-exp, and for an earlier one ``ramp * s_landmark + (1 - ramp) * LSE_b``. A tile of keys is
+one whole block of any length. So ``P_b`` and ``g_b`` are known as soon as the scores are, and the online softmax of
+flash attention runs over blocks. One number per query is saved for the backward pass: ``L``, the log-sum-exp of ``g``
+(to the base 2).
 
 With ``G`` the gradient of the output, ``dP = G V^T``, ``delta_b = rowsum(P_b dP)`` and ``Delta = G . out``,
 
@@ -16,8 +16,8 @@ With ``G`` the gradient of the output, ``dP = G V^T``, ``delta_b = rowsum(P_b dP
 in which ``P_b``, ``W_b`` and ``delta_b`` are computed again from the tile. Two kernels, as usual: a tile of queries
 walks over blocks for ``dQ``, a block walks over tiles of queries for ``dK`` and ``dV``.
 
-An incomplete block, which only its own queries see, may be longer than a tile: in the own block ``g`` is a log-sum-exp,
-which can be computed in parts. A complete block must fit into a tile.
+An incomplete block, which only its own queries see, may be longer than a tile, because in the own block ``g`` is a
+log-sum-exp, which can be computed in parts. A complete block must fit into a tile.
 """
 
 # Compile-time constants are in capitals; one of them only serves the choice of tiles.
@@ -174,7 +174,7 @@ def _weigh(
     LIMITED: tl.constexpr,
     KEYS: tl.constexpr,  # the axis of keys: 1, or 0
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """``P`` of a block before it is divided by its sum; one over this sum; and ``g``, ``[BM]`` each."""
+    """Return ``P`` of a block before the division by its sum; one over this sum, and ``g``, ``[BM]`` each."""
     keys, positions = tl.expand_dims(key, 1 - KEYS), tl.expand_dims(position, KEYS)
     landmark = tl.sum(tl.where(tl.expand_dims(mark, 1 - KEYS), scores, 0.0), KEYS) * scale
     seen = tl.expand_dims(ordinary, 1 - KEYS)

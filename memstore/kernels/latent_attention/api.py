@@ -30,9 +30,9 @@ def attend(
     """Compute multi-head latent attention in absorbed form, over the rows chosen for each query.
 
     DeepSeek-V2 (arXiv 2405.04434, section 2.1.2): a token is stored as one latent and one rotated key for all heads.
-    With the key half of the up-projection absorbed into the queries, the latent is key and value: ``out[s, h] = sum_j
-    softmax_j(scale * (q_latent[s, h] . c_j + q_rope[s, h] . r_j)) c_j`` over the rows ``[c_j, r_j] = table[ids[s,
-    j]]``. The caller applies the value half of the up-projection afterwards.
+    With the key half of the up-projection absorbed into the queries, the latent is key and value:
+    ``out[s, h] = sum_j softmax_j(scale * (q_latent[s, h] . c_j + q_rope[s, h] . r_j)) c_j`` over the rows
+    ``[c_j, r_j] = table[ids[s, j]]``. The caller applies the value half of the up-projection afterwards.
 
     Args:
         q_latent: ``[S, H, C]``: queries times the key half of the up-projection.
@@ -49,8 +49,8 @@ def attend(
         a row only reaches the queries that chose it. No gradient.
 
     Raises:
-        InvalidArgument: shapes, types or devices do not fit, a row does not exist, or the back end is not available.
-            On a GPU, a row that does not exist is not looked for beforehand, which would wait for the device.
+        InvalidArgument: shapes, types or devices do not fit, a row does not exist, or the back end is not available. On
+            a GPU, missing rows are not checked beforehand, because this would wait for the device.
     """
     latent, rope = q_latent.shape[-1], q_rope.shape[-1]
     fit = q_latent.dim() == 3 and q_rope.shape[:-1] == q_latent.shape[:-1] and table.dim() == 2

@@ -1,6 +1,6 @@
 """Attention over chosen rows in PyTorch's own operations, a few queries at a time: gathered rows stay in the cache.
 
-Attending to the rows of several queries at once, with a mask, was slower if the table had more than twice as many rows
+Attending to the rows of several queries at once, with a mask, was slower for tables with more than twice as many rows
 as a query chose.
 """
 

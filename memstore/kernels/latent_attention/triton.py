@@ -27,7 +27,7 @@ PROGRAMS = 128
 LEAST = 128
 """Rows of a part."""
 THREADS = 256
-"""Of one program."""
+"""Threads of one program."""
 
 
 @triton.jit

@@ -5,7 +5,7 @@ these has a block that is at least as good. So the first kernel reads all landma
 run and query. The second kernel scores the blocks of the remaining ``k`` runs. Equal runs and equal blocks are taken in
 their order, so the result equals the reference.
 
-A running top k in registers, or a heap of each program, would need a small ``k`` that the compiler knows, and its ties
+A running top k in registers, or a heap of each program, would need a small ``k`` that the compiler knows. Its ties
 would depend on the order of programs.
 
 The first kernel is for matrix units, whose inputs have the type of the landmarks. A query in float32 becomes a sum of
@@ -32,7 +32,7 @@ RUN = 64
 QUERIES = 32
 """Queries that share loaded landmarks."""
 THREADS = 256
-"""Of one program: with fewer, the rows of a tile do not fit into registers."""
+"""Threads of one program: with fewer, the rows of a tile do not fit into registers."""
 PARTS = {torch.float32: 1, torch.float16: 3, torch.bfloat16: 3}
 """How many numbers of a type make up one in float32."""
 

@@ -569,7 +569,7 @@ def _command_line() -> str:
     program = Path(sys.argv[0] if sys.argv and sys.argv[0] else "python")
     if program.name == "__main__.py":  # python -m PACKAGE
         program = program.absolute().parent
-    # Of our arguments keep only the verb: questions and names must not be readable beside an encrypted memory.
+    # Of our arguments, keep only the verb: questions and names must not be readable beside an encrypted memory.
     return " ".join([program.name, *(sys.argv[1:2] if program.name == "memstore" else [])])[:200]
 
 

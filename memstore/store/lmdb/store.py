@@ -1,8 +1,8 @@
 """The store on disk: one LMDB environment in a folder. One process writes, any number read, none waits.
 
 A batch is one LMDB transaction, synced to disk before ``write`` returns. LMDB never overwrites a page that a committed
-transaction refers to, so a process that dies at any instruction leaves the last commit whole, and no recovery is
-needed. ``docs/format.md`` describes every byte; ``records.py`` and ``values.py`` implement it.
+transaction refers to, so a process that dies at any instruction leaves the last commit whole. No recovery is needed.
+``docs/format.md`` describes every byte; ``records.py`` and ``values.py`` implement it.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class LmdbStore(BlockStore):
         self._naming = Naming()
         self._use_format(self._formats[-1])
         self.values = Values(self.path, self._naming)
-        """What a transaction shows; for stores that are built on this one."""
+        """Reads of values in a transaction; for stores that are built on this one."""
         check = partial(_check_large, self._env, self.path, url)  # not a method, which would never be released
         heads = Heads(environment.data_file, self._env.stat()["psize"], check)
         self._changes = Changes(self._naming, heads)

@@ -5,10 +5,10 @@ several consecutive items in order, each with its own headers and checksums. A r
 packed has runs of one item.
 
 The key of a run ends with a check of its last written value. Checksums in a value detect flipped bits, and another
-key's value. They do not detect an older value of the same key, which is whole: a disk that loses a write, or a disk
-image that is rolled back, leaves it in place of the newer one. So the key itself states which value must follow. The
-store's facts have the sum of all these checks and the number of the commit: an older page of the tree changes the sum.
-Memories of format 1 have neither.
+key's value. They do not detect an older value of the same key, which is whole. A disk that loses a write, or a disk
+image that is rolled back, leaves such a value in place of the newer one. So the key itself states which value must
+follow. The store's facts have the sum of all these checks and the number of the commit: an older page of the tree
+changes the sum. Memories of format 1 have neither.
 """
 
 from __future__ import annotations

@@ -5,10 +5,10 @@ their end, and their blocks are only deleted. The number of an extent is never u
 twice. So the content of a path in the manifest never changes while it may be read. After a truncation, or before blocks
 of another layout, a new extent begins.
 
-A shard holds the states of consecutive blocks of one layer and one field: the unchanged blocks, one after the other,
-then the index that the ``sharding_indexed`` codec (Zarr format 3) puts at the end. All blocks have the same length, so
-the index is known before writing, and blocks are found without reading it. In a bucket all fields of a block lie side
-by side in one array, because each range of an object is a request. This module does no input or output.
+A shard holds the states of consecutive blocks of one layer and one field, unchanged and one after the other. At its end
+is the index of the ``sharding_indexed`` codec (Zarr format 3). All blocks have the same length, so the index is known
+before writing, and blocks are found without reading it. In a bucket all fields of a block lie side by side in one
+array, because each range of an object is a request. This module does no input or output.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ COUNTERS = Key(Table.META, STORE, 0, 1)
 """JSON ``{"next_extent": n, "bytes": n}``: the next number, which is never used twice, and the bytes of all named
 shards.
 
-If the shards do not lie beside the tail, it has also ``"owner"``, a random name; the shards have an object of that
-name.
+If the shards are not beside the tail, it also has ``"owner"``, a random name; the shards have an object of that name.
 """
 
 
@@ -192,7 +191,7 @@ _ITEM = whole(0, 2**32 - 1)
 
 
 def yes(value: Any, at: str) -> None:
-    """Check a fact that is true because its name is present."""
+    """Check a fact that is true whenever it is stated."""
     if value is not True:
         raise UnfitValue(f"{at} must be true")
 

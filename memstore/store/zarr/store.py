@@ -1,7 +1,7 @@
 """A store whose old blocks are Zarr arrays: any Zarr tool can read them, and object storage can hold them.
 
-Small and recent values lie in an ``LmdbStore`` in the folder ``tail``: every table except BLOCKS, and the blocks of
-each layer until they fill a whole shard of 4 to 16 MB and another block follows. Then they are *sealed*: the shard is
+Small and recent values are in an ``LmdbStore`` in the folder ``tail``: every table except BLOCKS, and recent blocks.
+When the blocks of a layer fill a whole shard of 4 to 16 MB, and another block follows, they are *sealed*: the shard is
 written and synced first. After it, one transaction of the tail names it in the manifest and deletes the blocks from the
 tail. A process that dies at any instruction leaves the blocks in one of the two places. A shard is never written in
 part and never changed. If no manifest names a shard, it does not exist.
