@@ -57,7 +57,7 @@ class IndexCapabilities:
 class VectorIndex(ABC):
     """Blocks of keys, each block with ``P`` keys for each of ``G`` heads.
 
-    It can always be rebuilt from the store, the single source of truth. Added blocks are searchable at once. If
+    The index can always be rebuilt from the store, the single source of truth. Added blocks are searchable at once. If
     ``capabilities.exact`` is False, a search may miss blocks, but every returned block exists, is allowed, and has its
     true score.
     """
@@ -125,7 +125,7 @@ class VectorIndex(ABC):
     def route(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Route query tokens ``[T, D]`` together to the best blocks, by late interaction: ``(scores [k], ids [k])``.
 
-        A token counts as much as its code is long. Best first, fewer where there are fewer. Only where
+        Tokens are weighted by the length of their codes. Best first; all blocks if fewer than ``k`` exist. Only with
         ``capabilities.routes``.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot route; use score()")

@@ -45,7 +45,7 @@ Way = Literal["kernel", "pass", "codes", "tiles"]
 
 
 class ExactIndex(VectorIndex):
-    """Keys ``[G, D]`` of ``P`` per block. The result is the true top k of the keys as ``dtype`` holds them.
+    """Keys ``[G, D]`` of ``P`` per block. The result is the true top k of the keys in ``dtype``.
 
     Scores are computed in float32. Blocks with equal scores are ordered by id, the smaller first. Codes in 8 bits are
     stored beside the keys if the processor is faster with them: a quarter of the keys' bytes in float32, half in

@@ -52,7 +52,7 @@ class BlockStore(ABC):
 
     @abstractmethod
     def write(self, batch: Batch) -> None:
-        """Apply ``batch`` in one transaction, durable on return (where the store is durable).
+        """Apply ``batch`` in one transaction, durable on return (if the store is durable).
 
         Raises ``StoreFull`` or ``ReadOnlyMemory``; then no part of the batch is visible.
         """

@@ -52,7 +52,7 @@ def hils_attention(
             ``"auto"``: ``"triton"`` on a GPU if it can, except for float32, else ``"torch"``.
 
     Returns:
-        ``[B, H, T, D]`` in the dtype of ``q``; 0 where a token sees nothing. Differentiable in ``q``, ``k``, ``v`` and
+        ``[B, H, T, D]`` in the dtype of ``q``; 0 if a token sees nothing. Differentiable in ``q``, ``k``, ``v`` and
         ``u`` (once; ``"reference"`` any number of times); the choice itself has no gradient.
 
     Raises:
@@ -142,7 +142,7 @@ def window_attention(
 
     Returns:
         ``[B, H, M, D]`` in the dtype of ``q`` and ``[B, H, M]`` in float32 or better; 0 and -inf for queries that see
-        nothing. Only the output is differentiable, once. Raises ``InvalidArgument`` for what does not fit.
+        nothing. Only the output is differentiable, once. Raises ``InvalidArgument`` for arguments that do not fit.
     """
     check_grouped(q, k, v)
     _check_sizes(block_size, window, 1)
@@ -184,7 +184,7 @@ def choose_blocks(
 
     Returns:
         Blocks ``[B, G, M, K]``, ascending, then -1; and estimates ``[B, H, M, K]``, -inf there. Raises
-        ``InvalidArgument`` for what does not fit.
+        ``InvalidArgument`` for arguments that do not fit.
     """
     fit = u.dim() == 4 and kbar.shape[:2] == u.shape[:2] and kbar.shape[-1] == u.shape[-1]
     if not fit or bias.shape != kbar.shape[:-1] or lse.shape != u.shape[:-1] or groups < 1 or u.shape[1] % groups:
@@ -223,7 +223,8 @@ def attend_chosen(
         scale: factor on the scores; ``D ** -0.5`` if None.
 
     Returns:
-        ``[B, H, M, D]`` in float32 or better. Not differentiable. Raises ``InvalidArgument`` for what does not fit.
+        ``[B, H, M, D]`` in float32 or better. Not differentiable. Raises ``InvalidArgument`` for arguments that do not
+        fit.
     """
     fit = q.dim() == 4 and keys.dim() == 5 and keys.shape == values.shape and keys.shape[-1] == q.shape[-1]
     fit = fit and blocks.shape[:3] == (len(q), keys.shape[1], q.shape[2])

@@ -419,7 +419,7 @@ class Heads:
     def __init__(self, data: Callable[[], int], page_bytes: int, check_all: Callable[[], None]) -> None:
         """Check pages in the data file, whose descriptor ``data`` returns.
 
-        ``check_all`` raises ``DamagedError`` unless those of the last commit are right; it reads them all.
+        ``check_all`` raises ``DamagedError`` unless the first pages of the last commit are right; it reads them all.
         """
         self._data = data
         self._page_bytes = page_bytes
