@@ -1,4 +1,7 @@
-"""Vector indexes: landmarks of blocks, searched by inner product. Others plug in by the entry point group below."""
+"""Vector indexes: landmarks of blocks, searched by inner product.
+
+Other packages add theirs through the entry point group below.
+"""
 
 from __future__ import annotations
 
@@ -34,11 +37,11 @@ _NAMES = {name: home for home, name in _HOMES.values()} | dict.fromkeys(_CONTRAC
 
 
 def open_index(name: str, *, key_heads: int, key_dim: int, keys_per_block: int, **options: Any) -> VectorIndex:
-    """A new, empty index. ``name`` is a kind, and settings of that kind behind a colon: ``"faiss:IVF1024,Flat"``.
+    """Make an empty index. ``name`` is a kind, with its settings after a colon: ``"faiss:IVF1024,Flat"``.
 
-    Kinds are ``exact``, ``faiss``, ``clusters``, ``codes``, ``signs``, ``milvus``, ``auto`` and others' own.
-    ``options`` (``dtype``, ``device``) go to the constructor. Raises ``InvalidArgument`` for an unknown kind, for
-    settings that it does not understand and where a library that it needs is missing.
+    Kinds are ``exact``, ``faiss``, ``clusters``, ``codes``, ``signs``, ``milvus``, ``auto`` and the kinds of other
+    packages. ``options`` (``dtype``, ``device``) go to the constructor. Raises ``InvalidArgument`` for an unknown kind,
+    for settings that it does not understand, and if a required library is missing.
     """
     kind, _, settings = name.partition(":")
     index: VectorIndex = _class(kind)(
@@ -48,12 +51,12 @@ def open_index(name: str, *, key_heads: int, key_dim: int, keys_per_block: int, 
 
 
 def capabilities_of(name: str) -> IndexCapabilities | None:
-    """What an index of this name can do, None where only its objects know. Raises ``InvalidArgument``."""
+    """Return the capabilities of an index of this name, None if only its objects know. Raises ``InvalidArgument``."""
     return getattr(_class(name.partition(":")[0]), "capabilities", None)
 
 
 def lies_on_devices(name: str) -> bool:
-    """Whether an index of this name can lie on an accelerator. Raises ``InvalidArgument`` for an unknown kind."""
+    """Return whether an index of this name can be on an accelerator. Raises ``InvalidArgument`` for an unknown kind."""
     known = capabilities_of(name)
     return known is not None and known.devices
 

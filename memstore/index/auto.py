@@ -1,10 +1,10 @@
-"""``index="auto"``: exact while that is fast, and clusters where they were shown to find enough.
+"""``index="auto"``: exact search while it is fast, then clusters that were measured to find enough.
 
-No approximation is used on trust. When an index has grown large, its clusters (``cluster_index.py``) are made in a
-thread, from its keys and the queries that were really asked, while searches stay exact. They take over with the fewest
-lists that find the share asked for, on queries that were put aside; and not at all where that takes so many lists that
-exact search is as fast. Of all kinds that were measured on keys of attention, on landmarks and on clustered keys, they
-take the least time for the same recall: ``docs/notes/index.md``.
+No approximation is used unmeasured. When an index has become large, a thread makes its clusters (``cluster_index.py``)
+from its keys and from real queries, while searches stay exact. Clusters take over with the fewest lists that reach the
+requested recall on held-out queries. They do not take over if this needs so many lists that exact search is as fast.
+Among all kinds measured on attention keys, landmarks and clustered keys, clusters take the least time for the same
+recall: ``docs/notes/index.md``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from memstore.index.cluster_index import ENOUGH, ClusterBase, ClusterIndex
 from memstore.index.contract import SearchResult
 
 LARGE = 1 << 24
-"""Numbers in the keys of one head (262,144 keys of 64) from which on exact search takes longer than it should."""
+"""Numbers in the keys of one head (262,144 keys of 64) above which exact search takes too long."""
 RECALL = 0.95
 LARGEST_SHARE = 16
-"""Reading more than one of so many lists is no faster than exact search."""
+"""Reading more than one in so many lists is no faster than exact search."""
 
 
 class AutoIndex(ClusterIndex):
-    """``settings`` is empty or ``recall=0.99``: the share of the true best eight that a search has to find."""
+    """``settings`` is empty or ``recall=0.99``: the share of the true best eight blocks that a search must find."""
 
     capabilities = replace(ClusterIndex.capabilities, devices=True)
 
@@ -47,8 +47,8 @@ class AutoIndex(ClusterIndex):
         self._grow()
 
     def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
-        """Top ``k`` blocks, exactly or by what was shown to find enough of them; see ``VectorIndex``."""
-        # A small index learns nothing, so it keeps no queries either.
+        """Return the top ``k`` blocks, exactly or by clusters measured to find enough; see ``VectorIndex``."""
+        # A small index does not learn, so it keeps no queries.
         if not self._large:
             return self._tail.search(queries, k, allowed=allowed)
         return super().search(queries, k, allowed=allowed)
@@ -83,7 +83,7 @@ class AutoIndex(ClusterIndex):
         self._grow()
 
     def _grow(self) -> None:
-        """Let clusters be made once there are many keys."""
+        """Allow clusters once there are many keys."""
         large = len(self) * self.keys_per_block * self.key_dim >= LARGE
         self._large |= large and not self._obstacle
 
@@ -110,7 +110,7 @@ class AutoIndex(ClusterIndex):
 
 
 def _obstacle(recall: float, device: torch.device) -> str:
-    """Why no clusters are made at all; empty if they may be."""
+    """Return why no clusters may be made; empty if they may."""
     if recall >= 1:
         return "a recall of 1 was asked for"
     if device.type != "cpu":

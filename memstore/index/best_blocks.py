@@ -1,4 +1,4 @@
-"""The best blocks found so far, and how more are merged into them."""
+"""The best blocks found so far, and how to merge more into them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class BestBlocks(NamedTuple):
-    """At most ``k`` blocks for each of ``R`` queries, in any order; -1 and -inf where there are fewer."""
+    """At most ``k`` blocks for each of ``R`` queries, in any order; missing ones have id -1 and score -inf."""
 
     scores: Tensor
     """``[R, k]`` float32"""
@@ -20,31 +20,31 @@ class BestBlocks(NamedTuple):
 
 
 def nothing(rows: int, k: int, device: torch.device) -> BestBlocks:
-    """What is known before anything was looked at."""
+    """Return the best blocks before any block was scored."""
     scores = torch.full((rows, k), -torch.inf, device=device)
     none = torch.full((rows, k), -1, dtype=torch.int64, device=device)
     return BestBlocks(scores, none, none)
 
 
 def choose(scores: Tensor, ids: Tensor, places: Tensor, k: int) -> BestBlocks:
-    """The ``k`` best of ``scores [R, n]``, with ``ids`` and ``places`` of ``[n]`` or ``[R, n]``."""
+    """Return the ``k`` best of ``scores [R, n]``, with ``ids`` and ``places`` of ``[n]`` or ``[R, n]``."""
     columns = top(scores, ids, min(k, scores.shape[1]))
     chosen = (each.expand_as(scores).gather(1, columns) for each in (ids, places))
     return BestBlocks(scores.gather(1, columns), *chosen)
 
 
 def merge(one: BestBlocks, other: BestBlocks, k: int) -> BestBlocks:
-    """The ``k`` best of both."""
+    """Return the ``k`` best blocks of both."""
     scores, ids, places = (torch.cat(pair, 1) for pair in zip(one, other, strict=True))
     columns = order(scores, ids)[:, :k]
     return BestBlocks(scores.gather(1, columns), ids.gather(1, columns), places.gather(1, columns))
 
 
 def top(scores: Tensor, ids: Tensor, k: int) -> Tensor:
-    """Columns ``[R, k]`` of the ``k`` largest of ``scores [R, n]``; among equal ones those with the smallest ids."""
+    """Return columns ``[R, k]`` of the ``k`` largest ``scores [R, n]``; smaller ids win among equal scores."""
     largest, columns = scores.topk(k, dim=1, sorted=False)
     worst = largest.amin(1, keepdim=True)
-    # topk takes any of several equal scores. Only where the last place is contested, choose again by id.
+    # topk takes any of several equal scores. Only if the last place is contested, choose again by id.
     contested = ((scores >= worst).sum(1) > k).nonzero().squeeze(1)
     if contested.numel():
         rivals, limit, numbers = scores[contested], worst[contested], ids.expand_as(scores)[contested]
@@ -54,6 +54,6 @@ def top(scores: Tensor, ids: Tensor, k: int) -> Tensor:
 
 
 def order(scores: Tensor, ids: Tensor) -> Tensor:
-    """Columns that put ``[R, n]`` in order: best score first, equal scores by ascending id, empty places last."""
+    """Return columns that sort ``[R, n]``: best score first, equal scores by ascending id, empty places last."""
     by_id = ids.argsort(dim=1)
     return by_id.gather(1, scores.gather(1, by_id).argsort(dim=1, descending=True, stable=True))

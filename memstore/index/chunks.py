@@ -1,7 +1,7 @@
 """The blocks of an exact index, in chunks that grow geometrically and are never copied again.
 
-The place of a block is the number of its chunk times ``PLACES``, plus its row there: it never changes, and grows with
-the order in which blocks were added.
+The place of a block is the number of its chunk times ``PLACES``, plus its row there. It never changes, and later blocks
+have larger places.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ PLACES = 1 << 32
 FIRST_CHUNK_KEYS = 4096
 LARGEST_CHUNK_KEYS = 1 << 18
 LARGEST_CHUNK_BYTES = 1 << 28
-"""Of keys on a GPU, if these are more: every chunk takes the same launches, however large it is."""
+"""Limit for the keys of a chunk on a GPU, if larger: every chunk takes the same launches, however large it is."""
 GATHERED_NUMBERS = 1 << 18
-"""Numbers of keys that are gathered at a time, to stay in the processor's cache."""
+"""Key numbers gathered at a time, to stay in the processor's cache."""
 SHARED = 4
-"""Queries for each block of a chunk from which on its keys are multiplied where they lie."""
+"""Queries for each block of a chunk above which its keys are multiplied in place."""
 GATHERED_QUERIES = 1 << 10
 """Queries whose keys are gathered at a time on a GPU."""
 
@@ -36,20 +36,20 @@ class Tile(NamedTuple):
     """Some blocks of a chunk, small enough that their scores stay in the processor's cache."""
 
     keys: Tensor
-    """``[G, n, P, D]``, as they are held"""
+    """``[G, n, P, D]``, as stored"""
     ids: Tensor
     """``[n]`` int64"""
     rows: Tensor
-    """``[n]`` int64: where the blocks lie in their chunk."""
+    """``[n]`` int64: rows of the blocks in their chunk."""
 
 
 class Chunk:
-    """Room for ``capacity`` blocks: ``keys [G, capacity, P, D]``, of which rows ``< used`` are filled.
+    """Room for ``capacity`` blocks: ``keys [G, capacity, P, D]``, with rows ``< used`` filled.
 
-    Signs (``dtype`` bool) are held as ``memstore.kernels.best_codes.hold`` makes them: uint8, of a last side
+    Signs (``dtype`` bool) are stored as ``memstore.kernels.best_codes.hold`` makes them: uint8, with last dimension
     ``ceil(D / 8)``.
 
-    With a ``frame``, complete groups of blocks are also kept as int8 codes in it.
+    With a ``frame``, complete groups of blocks are also stored as int8 codes in it.
     """
 
     def __init__(
@@ -62,23 +62,23 @@ class Chunk:
     ) -> None:
         heads, keys_per_block, dim = sizes
         held, width = held_as(dtype, dim)
-        with torch.inference_mode(False):  # what is made inside of it could not be filled outside of it
+        with torch.inference_mode(False):  # tensors made in inference mode could not be filled outside of it
             self.keys = torch.empty(heads, capacity, keys_per_block, width, dtype=held, device=device)
             self.ids = torch.empty(capacity, dtype=torch.int64, device=device)
             self.alive = torch.zeros(capacity, dtype=torch.bool, device=device)
             self.codes = None if frame is None else Codes(capacity, sizes, frame)
         self.used = 0
         self.count = 0
-        """Blocks that are there."""
+        """Blocks that were not removed."""
         self.ascending = True
         """Whether ids grow with the rows."""
         self._first_id = self._last_id = -1
-        """Those of the first and the last row, known without asking a device."""
+        """Ids of the first and the last row, known without waiting for a device."""
         self._sealed = False
 
     @classmethod
     def of(cls, ids: Tensor, keys: Tensor, codes: Codes | None) -> Chunk:
-        """A chunk around ``ids [n]``, ``keys [G, n, P, D]`` and their codes; nothing is copied, nor ever written to."""
+        """Make a read-only chunk around ``ids [n]``, ``keys [G, n, P, D]`` and their codes, without a copy."""
         heads, n, keys_per_block, width = keys.shape
         chunk = cls(0, (heads, keys_per_block, width), keys.dtype, keys.device)
         chunk.ids, chunk.keys, chunk.codes = ids, keys, codes
@@ -91,7 +91,7 @@ class Chunk:
 
     @property
     def room(self) -> int:
-        """Blocks that can still be added."""
+        """Return how many more blocks can be added."""
         return 0 if self._sealed else self.ids.numel() - self.used
 
     @property
@@ -100,26 +100,26 @@ class Chunk:
 
     @property
     def smallest_id(self) -> int:
-        """Of the blocks that are there, or of one that was removed."""
+        """Return the smallest id, possibly of a removed block."""
         return self._first_id if self.ascending else int(self.ids[: self.used].min())
 
     @property
     def largest_id(self) -> int:
-        """Of the blocks that are there."""
+        """Return the largest id of the blocks that were not removed."""
         return self._last_id if self.ascending else int(self.live().max())
 
     def live(self) -> Tensor:
-        """Ids ``[n]`` of the blocks in this chunk, in the order they were added."""
+        """Return the ids ``[n]`` of the blocks in this chunk, in the order they were added."""
         return self.ids[: self.used][self.alive[: self.used]]
 
     def live_keys(self) -> Tensor:
-        """Their keys ``[G, n, P, D]``, as they are held."""
+        """Return their keys ``[G, n, P, D]``, as stored."""
         alive = self.alive[: self.used]
         keys = self.keys[:, : self.used]
         return keys if bool(alive.all()) else keys[:, alive]
 
     def fill(self, ids: Tensor, keys: Tensor) -> None:
-        """Copy blocks ``ids [n]``, ascending, with ``keys [n, G, P, D]``, as they are held, to the next free rows."""
+        """Copy blocks ``ids [n]``, ascending, with stored-form ``keys [n, G, P, D]``, to the next free rows."""
         rows = slice(self.used, self.used + ids.numel())
         self.ascending &= not self.used or int(ids[0]) > self._last_id
         self._first_id = self._first_id if self.used else int(ids[0])
@@ -133,11 +133,11 @@ class Chunk:
             self.codes.extend(self.keys, self.used)
 
     def holds(self, ids: Tensor) -> Tensor:
-        """Which of the ascending ``ids [n]`` are here."""
+        """Return which of the ascending ``ids [n]`` are in this chunk."""
         return self._find(ids)[1]
 
     def drop(self, ids: Tensor) -> None:
-        """Forget those of the ascending ``ids [n]`` that are here; rows at the end become free again."""
+        """Remove the blocks of this chunk that are in the ascending ``ids [n]``; rows at the end become free again."""
         rows, here = self._find(ids)
         self.alive[rows[here]] = False
         self.count -= int(here.sum())
@@ -150,7 +150,7 @@ class Chunk:
             self.codes.cut(self.used)
 
     def tiles(self, rows_per_tile: int, rows: Tensor) -> Iterator[Tile]:
-        """The blocks at ascending ``rows [n]``, some at a time: views where they are adjacent, else copies."""
+        """Yield the blocks at ascending ``rows [n]``, some at a time: views of adjacent rows, else copies."""
         for start in range(0, rows.numel(), rows_per_tile):
             piece = rows[start : start + rows_per_tile]
             first, last = int(piece[0]), int(piece[-1])
@@ -160,14 +160,14 @@ class Chunk:
                 yield Tile(self.keys.index_select(1, piece), self.ids[piece], piece)
 
     def wanted(self, allowed: range | Tensor | None) -> Tensor:
-        """Which rows ``[used]`` hold a block that is ``allowed``."""
+        """Return which rows ``[used]`` hold a block that is ``allowed``."""
         ids = self.ids[: self.used]
         alive = self.alive[: self.used]
         return alive.clone() if allowed is None else alive & allows(allowed, ids)
 
-    # Rows on the host, so that nobody waits for a device to name them.
+    # Rows on the host, so nothing waits for a device.
     def run_of(self, allowed: range | Tensor | None) -> Tensor | None:
-        """Rows ``[n]`` of blocks that are ``allowed``, where all ids follow one another and a range is; else None."""
+        """Return rows ``[n]`` of ``allowed`` blocks if all ids are consecutive and a range is allowed; else None."""
         first, last = self._first_id, self._last_id
         one_run = self.ascending and self.count == self.used == last - first + 1
         if not one_run or not (allowed is None or (isinstance(allowed, range) and allowed.step == 1)):
@@ -177,7 +177,7 @@ class Chunk:
         return torch.arange(start, max(start, min(last + 1, wanted.stop) - first))
 
     def _find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows ``[n]`` of ``ids [n]``, and which of them are right: the others are not here."""
+        """Return rows ``[n]`` of ``ids [n]``, and which of them are right; the other ids are not in this chunk."""
         if not self.used or not ids.numel():
             return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
         held, order = self.ids[: self.used], None
@@ -185,7 +185,7 @@ class Chunk:
             held, order = held.sort(stable=True)
         if int(ids[0]) > int(held[-1]) or int(ids[-1]) < int(held[0]):
             return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
-        # The last of equal ids: where one was removed and added again, the row before it is dead.
+        # The last of equal ids: if a block was removed and added again, the row before it is dead.
         rows = (torch.searchsorted(held, ids, right=True) - 1).clamp(min=0)
         same = held[rows] == ids
         rows = rows if order is None else order[rows]
@@ -193,14 +193,14 @@ class Chunk:
 
 
 def held_as(dtype: torch.dtype, dim: int) -> tuple[torch.dtype, int]:
-    """The type in which keys of ``dim`` numbers lie in memory, and the length of one."""
+    """Return the stored type of keys of ``dim`` numbers, and the stored length of one."""
     return (torch.uint8, -(-dim // BYTE)) if dtype == torch.bool else (dtype, dim)
 
 
 class Chunks:
     """All chunks of an index, by their numbers.
 
-    ``sizes``: key heads ``G``, keys of a block ``P``, numbers of a key ``D``. Codes are kept beside the keys where the
+    ``sizes``: key heads ``G``, keys of a block ``P``, numbers of a key ``D``. Codes are stored beside the keys if the
     processor is faster with them.
     """
 
@@ -226,7 +226,7 @@ class Chunks:
 
     @property
     def end(self) -> int:
-        """The place behind the last block."""
+        """Return the place after the last block."""
         if not self.by_number:
             return 0
         number = max(self.by_number)
@@ -235,7 +235,7 @@ class Chunks:
     def add(self, ids: Tensor, keys: Tensor) -> None:
         """Add new blocks ``ids [n]``, ascending, with ``keys [n, G, P, D]``.
 
-        Raises ``InvalidArgument`` where these are other numbers than ``dtype`` holds.
+        Raises ``InvalidArgument`` for numbers that ``dtype`` cannot hold.
         """
         keys, start = keys if self.dtype.is_floating_point else hold(keys, self.dtype), 0
         while start < ids.numel():
@@ -247,7 +247,7 @@ class Chunks:
             self.largest_id = max(self.largest_id, int(ids[-1]))
 
     def remove(self, ids: Tensor) -> None:
-        """Remove those of the ascending ``ids [n]`` that are here."""
+        """Remove all blocks in the ascending ``ids [n]`` that exist."""
         for number, chunk in list(self.by_number.items()):
             chunk.drop(ids)
             if not chunk.used:
@@ -262,7 +262,7 @@ class Chunks:
         return held
 
     def wanted(self, allowed: range | Tensor | None, first: int = 0) -> dict[int, Tensor | None]:
-        """Which rows ``[used]`` of each chunk from ``first`` on hold a block that is ``allowed``; None: all."""
+        """Return which rows ``[used]`` of each chunk from ``first`` on hold an ``allowed`` block; None: all."""
         everything = self._all_allowed(allowed)
         return {
             number: None if everything and chunk.count == chunk.used else chunk.wanted(allowed)
@@ -277,7 +277,7 @@ class Chunks:
         return allowed.start <= least and self.largest_id < allowed.stop
 
     def ids_at(self, places: Tensor) -> Tensor:
-        """Ids of the blocks at ``places [...]``; -1 for place -1."""
+        """Return the ids of the blocks at ``places [...]``; -1 for place -1."""
         ids = torch.full_like(places, -1)
         for number, chunk in self.by_number.items():
             here = places.div(PLACES, rounding_mode="floor") == number
@@ -289,9 +289,9 @@ class Chunks:
         return torch.cat(places) if places else torch.empty(0, dtype=torch.int64)
 
     def score(self, places: Tensor, queries: Tensor, head: int) -> tuple[Tensor, Tensor]:
-        """Scores of the blocks at ``places [R, n]`` for ``queries [R, D]``, and which key matched, each ``[R, n]``.
+        """Return scores of the blocks at ``places [R, n]`` for ``queries [R, D]``, and the matching keys, ``[R, n]``.
 
-        Scores are float32, whatever the keys are; -inf and -1 for place -1.
+        Scores are float32 for keys of any type; -inf and -1 for place -1.
         """
         if self.device.type != "cpu":
             return self._score_there(places, queries, head)
@@ -304,11 +304,11 @@ class Chunks:
         return scores, offsets
 
     def _score_each(self, keys: Tensor, blocks: Tensor, queries: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-        """Scores ``[V]`` and offsets of ``blocks [V]``, rows of ``keys [n, P * D]``, for ``queries[row] [V, D]``."""
+        """Return scores ``[V]`` and offsets of ``blocks [V]``, rows of ``keys [n, P * D]``, for ``queries[row]``."""
         _, keys_per_block, dim = self.sizes
         per_step = max(1, GATHERED_NUMBERS // (keys_per_block * dim))
         if keys_per_block > 1 and len(blocks) > max(per_step, SHARED * len(keys)):
-            # Many queries found the same blocks: each block is multiplied with all of its queries where it lies.
+            # Many queries found the same blocks: each block is multiplied in place with all of its queries.
             by_block = blocks.argsort(stable=True)
             found, counts = blocks[by_block].unique_consecutive(return_counts=True)
             asking = row[by_block].split(counts.tolist())
@@ -326,7 +326,7 @@ class Chunks:
         return scores, offsets
 
     def _score_there(self, places: Tensor, queries: Tensor, head: int) -> tuple[Tensor, Tensor]:
-        """The same on a GPU: every place is scored in every chunk, for to name those of one the host would wait."""
+        """Score on a GPU: every place in every chunk, because selecting the right chunk makes the host wait."""
         _, keys_per_block, dim = self.sizes
         scores, offsets = [], []
         for some, asked in zip(places.split(GATHERED_QUERIES), queries.split(GATHERED_QUERIES), strict=True):
@@ -345,13 +345,13 @@ class Chunks:
         return torch.cat(scores), torch.cat(offsets)
 
     def _numbers(self, keys: Tensor) -> Tensor:
-        """Keys of blocks as they are held, ``[n, P * D]``, as ``[n, P, D]`` float32."""
+        """Return stored keys of blocks, ``[n, P * D]``, as ``[n, P, D]`` float32."""
         _, keys_per_block, dim = self.sizes
         keys = keys.unflatten(1, (keys_per_block, -1))
         return keys.float() if self.dtype.is_floating_point else numbers(keys, dim)
 
     def content(self) -> tuple[Tensor, Tensor]:
-        """Ids ``[n]`` in the order of their places, and keys ``[G, n, P, D]``, as they are held, on the CPU."""
+        """Return ids ``[n]`` in the order of their places, and stored keys ``[G, n, P, D]``, on the CPU."""
         heads, keys_per_block, dim = self.sizes
         held, width = held_as(self.dtype, dim)
         none = torch.empty(heads, 0, keys_per_block, width, dtype=held)
@@ -360,7 +360,7 @@ class Chunks:
         return ids, torch.cat([none, *(chunk.live_keys().cpu() for chunk in chunks)], 1)
 
     def tensors(self) -> dict[str, Tensor]:
-        """All blocks in the order of their places, with their codes, on the CPU: what a file holds."""
+        """Return the content of a file: all blocks in the order of their places, with their codes, on the CPU."""
         ids, keys = self.content()
         tensors = {"ids": ids, "keys": keys}
         if self.coded and len(self) > group_rows(self.sizes[1]):
@@ -371,7 +371,7 @@ class Chunks:
         return tensors
 
     def check_codes(self, content: Content) -> None:
-        """Raise ``DamagedError`` where a file of ``tensors`` has codes that do not fit its keys."""
+        """Raise ``DamagedError`` if a file of ``tensors`` has codes that do not fit its keys."""
         if not any(name.startswith("code_") for name in content.tensors):
             return
         heads, keys_per_block, dim = self.sizes
@@ -389,7 +389,7 @@ class Chunks:
         content.require(content.tensors["code_scales"].shape[1] * rows <= len(content.tensors["ids"]), "codes")
 
     def replace(self, tensors: Mapping[str, Tensor]) -> None:
-        """Hold what ``tensors`` gave, in one chunk; nothing is copied."""
+        """Replace the content by the result of ``tensors``, in one chunk, without a copy."""
         ids, keys = tensors["ids"], tensors["keys"]
         coded = {name.removeprefix("code_"): tensor for name, tensor in tensors.items() if name.startswith("code_")}
         self.by_number, self._frame = {}, None
@@ -402,7 +402,7 @@ class Chunks:
 
     @property
     def _largest(self) -> int:
-        """Keys of the largest chunk."""
+        """Return the number of keys of the largest chunk."""
         if self.device.type == "cpu":
             return LARGEST_CHUNK_KEYS
         heads, _, dim = self.sizes
@@ -416,8 +416,8 @@ class Chunks:
             held = sum(chunk.ids.numel() for chunk in self.by_number.values()) * keys_per_block
             keys = min(max(held, FIRST_CHUNK_KEYS), self._largest)
             if last is not None and self._frame is None and self.coded:
-                # One frame for all: any is right, and the first chunk knows well enough what keys of this model are
-                # like. A better one would only leave less to score.
+                # One frame for all chunks: any frame is correct, and the first chunk is a good sample of this model's
+                # keys. A better frame would only reduce the scoring.
                 self._frame = Frame.of(last.keys[:, : last.used].flatten(1, 2))
             last = Chunk(max(1, keys // keys_per_block), self.sizes, self.dtype, self.device, self._frame)
             self.by_number[self.next_number] = last

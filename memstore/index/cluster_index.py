@@ -1,24 +1,23 @@
-"""The attention-aware index: trained clusters for most keys, and exact search for those that came since.
+"""The attention-aware index: trained clusters for most keys, and exact search for newer keys.
 
-The clusters are a base, see ``rebuilt.py``; the tail is an exact index. New clusters are made of all
-blocks and the latest queries. Before enough different queries were seen there is nothing to learn from, and everything
-is searched exactly.
+The clusters are a base, see ``rebuilt.py``; the tail is an exact index. New clusters are made of all blocks and the
+latest queries. Until there are enough different queries to learn from, all keys are searched exactly.
 
-How many lists a search looks into is measured when clusters are made: as few as find the wanted share of the best keys
-of queries that were put aside. Keys as queries would flatter it.
+When clusters are made, the number of lists that a search reads is measured. It is the smallest that finds the wanted
+share of the best keys for held-out queries. With keys as queries, the recall would look too good.
 
-Attention's queries come from another distribution than its keys, and what k-means on keys takes apart is often not what
-queries tell apart. RetrievalAttention (Liu et al. 2024) and RoarGraph (Chen et al. 2024) mend that with logged queries.
-They keep lists of keys for clusters of queries, which takes copies of keys and loses those that no logged query asked
-for. Here queries enter as a metric, so their second moment is enough and every key is in one list: with the second
-moment ``C`` of logged queries, the mean squared error of a key's score when a centre stands for it is
-``(key - centre)^T C (key - centre)``, so k-means runs on ``key W`` with ``W W^T = C``.
+Attention's queries come from another distribution than its keys, and k-means on keys often separates keys that queries
+do not. RetrievalAttention (Liu et al. 2024) and RoarGraph (Chen et al. 2024) solve that with logged queries. They keep
+lists of keys for clusters of queries, which needs copies of keys and loses keys that no logged query found. Here
+queries define a metric, so their second moment is enough and every key is in one list. Let ``C`` be the second moment
+of logged queries. If a centre replaces a key, the mean squared error of its score is
+``(key - centre)^T C (key - centre)``. So k-means runs on ``key W`` with ``W W^T = C``.
 
-A list is worth looking into if its best key may be good, not if its mean is. The product with the centre is raised by
-``SPREAD`` times what a deviation within the list can do to it, ``|W^-1 q|`` times the list's root mean square distance.
-``docs/notes/index.md`` has what this is worth on real keys, and the variants that were worse.
+A list is worth reading if its best key may be good, not if its mean is good. So the product with the centre is raised
+by ``SPREAD`` times the possible effect of a deviation within the list: ``|W^-1 q|`` times the list's root mean square
+distance. ``docs/notes/index.md`` has the gain on real keys, and the variants that were worse.
 
-FAISS (``pip install 'torch-memstore[faiss]'``) keeps the lists, and scans them where that is not done in C.
+FAISS (``pip install 'torch-memstore[faiss]'``) keeps the lists, and scans them if our C code does not.
 """
 
 from __future__ import annotations
@@ -44,15 +43,15 @@ from memstore.kernels.search_blocks import LARGEST_K, KeyLists, lists_problem
 
 SPREAD = 3.0
 SMALLEST_VARIANCE = 1e-4
-"""Share of the largest variance that directions are given which queries hardly have: they still count."""
+"""Least share of the largest variance for a direction, so directions that queries hardly use still count."""
 ITERATIONS = 8
 KEYS_PER_LIST = 64
-"""Keys that k-means sees, for each list that it makes."""
+"""Keys that k-means sees for each list."""
 STEP = 1 << 16
 
 
 def require_faiss() -> Any:
-    """The library. Raises ``InvalidArgument`` where it is missing."""
+    """Import FAISS. Raises ``InvalidArgument`` if it is missing."""
     try:
         import faiss
     except ImportError as error:
@@ -64,10 +63,10 @@ def require_faiss() -> Any:
 
 
 class Clusters:
-    """Lists of keys of one head. A key's number is its place among those given. Read only, so threads may share it."""
+    """Lists of keys of one head. A key's number is its position in the input. Read only, so threads may share it."""
 
     def __init__(self, keys: Tensor, lists: Tensor, centres: Tensor, radii: Tensor, inverse: Tensor) -> None:
-        """``keys [n, D]``, the list of each ``[n]``, ``centres [C, D]``, ``radii [C]`` and ``inverse [D, D]``."""
+        """Store ``keys [n, D]``, the list of each ``[n]``, ``centres [C, D]``, ``radii [C]`` and ``inverse [D, D]``."""
         faiss = require_faiss()
         self.centres, self.radii, self.inverse = centres, radii, inverse
         self.count = len(keys)
@@ -86,7 +85,7 @@ class Clusters:
 
     @classmethod
     def learn(cls, keys: Tensor, logged: Tensor, count: int) -> Clusters:
-        """``count`` clusters of ``keys [n, D]``, in the metric of the queries ``logged [m, D]``."""
+        """Learn ``count`` clusters of ``keys [n, D]``, in the metric of the queries ``logged [m, D]``."""
         root, inverse = _metric(logged)
         mean = keys[:: max(1, len(keys) // STEP)].mean(0)
         sample = torch.linspace(0, len(keys) - 1, min(len(keys), KEYS_PER_LIST * count), dtype=torch.float64).long()
@@ -103,17 +102,17 @@ class Clusters:
             sums.index_add_(0, near, rows)
             squares.index_add_(0, near, (white - centres[near]).square().sum(1))
         sizes = sizes.clamp(min=1)
-        # A deviation of this length in one direction of D: the mean square over all of them.
+        # A deviation of this length in one of D directions: the mean square over all of them.
         radii = (squares / sizes / keys.shape[1]).sqrt()
         return cls(keys, lists, sums / sizes[:, None], radii, inverse)
 
     def search(
         self, queries: Tensor, k: int, probes: int, allowed: range | Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Scores and numbers ``[R, k]`` of the best keys in the ``probes`` most promising lists for ``queries [R, D]``.
+        """Return scores and numbers ``[R, k]`` of the best keys for ``queries [R, D]`` in the ``probes`` best lists.
 
-        Best first, of equal keys the smaller number first; -inf and -1 where there are fewer. ``allowed``: the numbers
-        that may be found, a range or ``[n]`` bool; None: all.
+        Best first; among equal keys, the smaller number first. Missing ones are -inf and -1. ``allowed`` are the
+        numbers that may be found, a range or ``[n]`` bool; None allows all.
         """
         probes = min(probes, len(self.centres))
         reach = (queries @ self.inverse).norm(dim=1, keepdim=True)
@@ -125,7 +124,7 @@ class Clusters:
 
     @cached_property
     def _in_c(self) -> KeyLists:
-        """The lists where FAISS keeps them, which never move."""
+        """Return the lists in the memory of FAISS, which never move."""
         invlists = self._index.invlists
         sizes = [invlists.list_size(place) for place in range(len(self.centres))]
         addresses = [
@@ -153,28 +152,28 @@ class Clusters:
         return values.gather(1, columns), found.gather(1, columns)
 
     def content(self) -> tuple[Tensor, Tensor]:
-        """The keys ``[n, D]`` float32 and the list of each ``[n]``, as they were given."""
+        """Return the keys ``[n, D]`` float32 and the list of each ``[n]``, as they were given."""
         keys, lists = torch.empty(self.count, self.centres.shape[1]), torch.empty(self.count, dtype=torch.int64)
         for place, numbers, stored in self._lists():
             keys[numbers], lists[numbers] = stored, place
         return keys, lists
 
     def keys(self, numbers: Tensor) -> Tensor:
-        """The keys ``[..., D]`` with the ``numbers [...]``. The first call makes a table of where each one lies."""
+        """Return the keys ``[..., D]`` with the ``numbers [...]``. The first call makes a table of their places."""
         if self._index.direct_map.no():
             self._index.make_direct_map()
         wanted, places = numbers.unique(return_inverse=True)
         return torch.from_numpy(self._index.reconstruct_batch(wanted.numpy()))[places]
 
     def score(self, queries: Tensor, dtype: torch.dtype) -> Tensor:
-        """Scores ``[R, n]`` float32 of all keys for ``queries [R, D]``, products in ``dtype``."""
+        """Return scores ``[R, n]`` float32 of all keys for ``queries [R, D]``, with products in ``dtype``."""
         scores = torch.empty(len(queries), self.count)
         for _, numbers, stored in self._lists():
             scores[:, numbers] = (queries.to(dtype) @ stored.to(dtype).T).float()
         return scores
 
     def _lists(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Each list that is not empty, the numbers ``[m]`` of its keys, and these ``[m, D]``: as FAISS holds them."""
+        """Yield each list that is not empty, the numbers ``[m]`` of its keys, and the keys ``[m, D]``, as in FAISS."""
         faiss, invlists, dim = self._faiss, self._index.invlists, self.centres.shape[1]
         for place in range(len(self.centres)):
             size = invlists.list_size(place)
@@ -186,20 +185,20 @@ class Clusters:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys, their numbers, the table of their places and centres."""
+        """Return the bytes of keys, their numbers, the table of their places, and the centres."""
         each = 4 * self.centres.shape[1] + (8 if self._index.direct_map.no() else 16)
         return self.count * each + self.centres.nbytes + self.radii.nbytes
 
 
 def _selector(faiss: Any, allowed: range | Tensor | None) -> Any:
-    """FAISS's filter for the numbers that may be found; None for all."""
+    """Return FAISS's filter for the allowed numbers; None for all."""
     if isinstance(allowed, range):
         return faiss.IDSelectorRange(allowed.start, max(allowed.start, allowed.stop))
     return None if allowed is None else faiss.IDSelectorBitmap(np.packbits(allowed.numpy(), bitorder="little"))
 
 
 def _metric(queries: Tensor) -> tuple[Tensor, Tensor]:
-    """``W [D, D]`` with ``W W^T`` the second moment of ``queries``, and what turns a query ``q`` into ``W^-1 q``."""
+    """Return ``W [D, D]``, where ``W W^T`` is the second moment of ``queries``, and the matrix for ``W^-1 q``."""
     moment = (queries.double().T @ queries.double()) / len(queries)
     values, vectors = torch.linalg.eigh(moment)
     values = values.clamp(min=max(float(values[-1]) * SMALLEST_VARIANCE, 1e-12))
@@ -207,7 +206,7 @@ def _metric(queries: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _kmeans(sample: Tensor, count: int) -> Tensor:
-    """``count`` centres ``[C, D]`` of ``sample [m, D]``; a cluster that loses all its members begins anew elsewhere."""
+    """Return ``count`` centres ``[C, D]`` of ``sample [m, D]``; a cluster without members restarts elsewhere."""
     generator = torch.Generator().manual_seed(0)
     centres = sample[torch.randperm(len(sample), generator=generator)[:count]].clone()
     for _ in range(ITERATIONS):
@@ -226,12 +225,12 @@ GROWTH = 4
 """New clusters are made when the tail has a quarter of the keys that the clusters have."""
 RECALL = 0.97
 LOGGED = 4096
-"""Queries of each head that are kept to learn from."""
+"""Queries of each head kept to learn from."""
 ENOUGH = 256
-"""Different ones, without which nothing is learned."""
+"""Different queries needed for learning."""
 MEASURED_K = 8
 GATHERED_NUMBERS = 1 << 22
-"""Of keys, fetched at a time to be scored again."""
+"""Key numbers fetched at a time to be scored again."""
 MEASURED = ("probes", "recall", "learned_from", "curve")
 MEASURED_VALUES = table(
     probes=whole(1, 2**31),
@@ -257,23 +256,22 @@ class ClusterBase(BaseBlocks):
         super().__init__(ids)
         self.heads = heads
         self.probes = probes
-        """Lists that a search looks into."""
+        """Lists that a search reads."""
         self.recall = recall
-        """Of the best 8 keys, measured on queries that were put aside."""
+        """Recall of the best 8 keys, measured on held-out queries."""
         self.learned_from = learned_from
-        """Queries of each head."""
+        """Number of queries of each head."""
         self.curve = curve
-        """What was measured: lists looked into, and the recall with so many."""
+        """Measurements: number of lists read, and the recall with so many."""
 
 
 class ClusterIndex(VectorIndex):
-    """Keys ``[G, D]`` of ``P`` per block, found by clusters that are made in the metric of the queries.
+    """Keys ``[G, D]`` of ``P`` per block, found by clusters in the metric of the queries.
 
-    ``settings`` is the share of the best blocks that searches shall find, 0.97 if empty: ``clusters:0.99``; with 1 they
-    look into all lists. Every score that is returned is true. Blocks with equal scores are ordered by id, the smaller
-    first.
+    ``settings`` is the share of the best blocks that searches should find, 0.97 if empty: ``clusters:0.99``. With 1
+    they read all lists. Every returned score is true. Blocks with equal scores are ordered by id, the smaller first.
 
-    Not safe for a search in one thread beside an addition in another; the memory holds a lock.
+    A search during an addition in another thread is not safe; the memory holds a lock.
     """
 
     capabilities = IndexCapabilities(exact=False, dense=True)
@@ -284,18 +282,18 @@ class ClusterIndex(VectorIndex):
         self._start(self._new_tail(), _share(settings))
 
     def _start(self, tail: ExactIndex, recall: float) -> None:
-        """Begin with an empty ``tail``; searches shall find this share of the best blocks."""
+        """Begin with an empty ``tail``; searches should find the share ``recall`` of the best blocks."""
         self.wanted_recall = recall
         self._tail = tail
         self._base: ClusterBase | None = None
-        self._log: deque[Tensor] = deque()  # of [G, m, D], the newest last
+        self._log: deque[Tensor] = deque()  # each [G, m, D], the newest last
         self._kept = 0  # queries of each head in it
-        self._tried = 0  # queries that were there when clusters were last made
+        self._tried = 0  # queries available when clusters were last made
         self._rebuild: Rebuild[ClusterBase] = Rebuild()
 
     @property
     def base(self) -> ClusterBase | None:
-        """The clusters that are searched; None: there are none yet."""
+        """Return the clusters in use; None before the first."""
         return self._base
 
     def __len__(self) -> int:
@@ -345,10 +343,10 @@ class ClusterIndex(VectorIndex):
         return _best(SearchResult(*(torch.cat(pair, -1) for pair in zip(near, old, strict=True))), k)
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Score of every block: ``([H, T, N] float32, ids [N] ascending)``.
+        """Return the score of every block: ``([H, T, N] float32, ids [N] ascending)``.
 
-        This looks into all lists, so it is no faster than exact search. It exists so that the same index also serves
-        models that need all scores.
+        This reads all lists, so it is no faster than exact search. With it the same index also serves models that need
+        all scores.
         """
         self._adopt()
         scores, ids = self._tail.score(queries, allowed=allowed)
@@ -411,7 +409,7 @@ class ClusterIndex(VectorIndex):
         self._kept = tensors["logged"].shape[1]
 
     def _checked(self, content: files.Content) -> dict[str, Any]:
-        """What was measured of the clusters in a file; empty where it has none. Raises ``DamagedError``."""
+        """Return the measurements of the clusters in a file; empty if it has none. Raises ``DamagedError``."""
         heads, size, dim, whole_number = self.key_heads, self.keys_per_block, self.key_dim, torch.int64
         content.check(
             tail_ids=(whole_number, ("n",)),
@@ -446,17 +444,17 @@ class ClusterIndex(VectorIndex):
         return ExactIndex(self.key_heads, self.key_dim, self.keys_per_block, self.dtype, self.device)
 
     def _tail_content(self) -> tuple[Tensor, Tensor]:
-        """Ids ``[n]`` ascending and keys ``[n, G, P, D]`` of the tail."""
+        """Return ids ``[n]`` ascending and keys ``[n, G, P, D]`` of the tail."""
         ids, keys = self._tail.content()
         ids, order = ids.sort()
         return ids, keys[:, order].transpose(0, 1)
 
     def _logged(self) -> Tensor:
-        """The latest queries, ``[G, m, D]``."""
+        """Return the latest queries, ``[G, m, D]``."""
         return torch.cat([torch.empty(self.key_heads, 0, self.key_dim), *self._log], 1)[:, -LOGGED:]
 
     def _keep(self, queries: Tensor) -> None:
-        """Keep some of the queries ``[G, R, D]``: at most so many, and of a long run no more than a few."""
+        """Keep some of the queries ``[G, R, D]``, within the limit; only a few from a long run."""
         step = max(1, queries.shape[1] // (LOGGED // 16))
         self._log.append(queries[:, ::step].clone())
         self._kept += self._log[-1].shape[1]
@@ -465,7 +463,7 @@ class ClusterIndex(VectorIndex):
         self._consider()
 
     def _consider(self) -> None:
-        """Begin new clusters if the tail has become long and there are queries to learn from."""
+        """Start making clusters if the tail has become long and there are queries to learn from."""
         base = self._base
         long = len(self._tail) * self.keys_per_block >= SMALLEST
         long &= base is None or GROWTH * len(self._tail) >= len(base.ids)
@@ -483,7 +481,7 @@ class ClusterIndex(VectorIndex):
         self._rebuild.begin(partial(make_base, self._tail_content(), old, logged, self.wanted_recall))
 
     def _adopt(self, *, wait: bool = False) -> None:
-        """Put clusters that have been made in the place of the old ones; what was removed meanwhile stays removed."""
+        """Replace the old clusters by finished new ones; blocks removed meanwhile stay removed."""
         new = self._rebuild.take(wait=wait)
         if new is None or self._refuses(new.base):
             return
@@ -493,16 +491,16 @@ class ClusterIndex(VectorIndex):
         self._base = new.base if len(new.base) else None
 
     def _refuses(self, base: ClusterBase) -> bool:  # noqa: ARG002 - `AutoIndex` looks at it
-        """Whether clusters that were made are not to be used."""
+        """Return whether new clusters are rejected."""
         return False
 
     def _search_base(
         self, base: ClusterBase, head: int, queries: Tensor, k: int, allowed: range | Tensor | None
     ) -> SearchResult:
-        """The best blocks of the clusters: scores, ids and offsets ``[R, k]``."""
+        """Search the blocks of the clusters; return scores, ids and offsets ``[R, k]``."""
         size = self.keys_per_block
         numbers = _numbers(base, size, allowed)
-        # Several keys of one block may be among the best; with twice as many a list is rarely short.
+        # Several of the best keys may be in one block; with twice as many keys, a list rarely has too few blocks.
         count = k * (size if self.wanted_recall == 1 else min(size, 2))
         step = max(1, GATHERED_NUMBERS // (count * size * self.key_dim))
         founds = [
@@ -514,14 +512,14 @@ class ClusterIndex(VectorIndex):
 
 
 Old = tuple[Tensor, Tensor, list[Clusters]]
-"""Ids ``[n]`` of the blocks of clusters, which of them are alive, and the clusters of each head."""
+"""Ids ``[n]`` of blocks in clusters, which of them are alive, and the clusters of each head."""
 
 
 def make_base(tail: tuple[Tensor, Tensor], old: Old | None, logged: Tensor, wanted: float) -> ClusterBase:
-    """Clusters of the blocks of a tail (``ids [n]``, ``keys [n, G, P, D]``) and of old clusters.
+    """Make clusters of the blocks of a tail (``ids [n]``, ``keys [n, G, P, D]``) and of old clusters.
 
-    They are made for queries like ``logged [G, m, D]``. Every eighth of these is put aside: so many lists are looked
-    into that the ``wanted`` share of the best keys is found.
+    They suit queries like ``logged [G, m, D]``. Every eighth of these is held out, to find how many lists must be read
+    for the ``wanted`` share of the best keys.
     """
     ids, keys = tail if old is None else _joined(tail, old)
     count = min(max(16, int(4 * (len(ids) * keys.shape[2]) ** 0.5)), len(ids) * keys.shape[2])
@@ -541,7 +539,7 @@ def make_base(tail: tuple[Tensor, Tensor], old: Old | None, logged: Tensor, want
 
 
 def _joined(tail: tuple[Tensor, Tensor], old: Old) -> tuple[Tensor, Tensor]:
-    """Ids ``[n]`` ascending and keys ``[n, G, P, D]`` of both."""
+    """Return ids ``[n]`` ascending and keys ``[n, G, P, D]`` of both."""
     ids, alive, heads = old
     shape = tail[1].shape[1:]
     keys = [head.content()[0].unflatten(0, (-1, shape[1]))[alive].to(tail[1].dtype) for head in heads]
@@ -550,7 +548,7 @@ def _joined(tail: tuple[Tensor, Tensor], old: Old) -> tuple[Tensor, Tensor]:
 
 
 def _true_numbers(keys: Tensor, queries: Tensor) -> Tensor:
-    """The best keys ``[R, k]`` for ``queries [R, D]``, by looking at all."""
+    """Return the best keys ``[R, k]`` for ``queries [R, D]``, by scoring all."""
     k = min(MEASURED_K, len(keys))
     best = queries.new_full((len(queries), k), -torch.inf), torch.zeros(len(queries), k, dtype=torch.int64)
     for start in range(0, len(keys), 1 << 14):
@@ -567,7 +565,7 @@ def _recall(head: Clusters, queries: Tensor, truth: Tensor, probes: int) -> floa
 
 
 def _numbers(base: ClusterBase, size: int, allowed: range | Tensor | None) -> range | Tensor | None:
-    """The keys of the blocks that may be found, ``size`` each: a range or ``[n]`` bool; None for all."""
+    """Return the keys of the allowed blocks, ``size`` each: a range or ``[n]`` bool; None for all."""
     if not base.removed and (allowed is None or (isinstance(allowed, range) and allowed.step == 1)):
         if allowed is None:
             return None
@@ -579,11 +577,11 @@ def _numbers(base: ClusterBase, size: int, allowed: range | Tensor | None) -> ra
 def _found(
     head: Clusters, ids: Tensor, queries: Tensor, count: int, size: int, probes: int, allowed: range | Tensor | None
 ) -> SearchResult:
-    """The blocks of the ``count`` best keys for ``queries [R, D]``, each as often as it has some among them."""
+    """Return the blocks of the ``count`` best keys for ``queries [R, D]``; a block is repeated for each key."""
     scores, numbers = head.search(queries, count, probes, allowed)
     rows = numbers if size == 1 else numbers.div(size, rounding_mode="floor")
     offsets = torch.zeros_like(rows)
-    if size > 1:  # the best key of a block may lie in a list that was not looked into
+    if size > 1:  # the best key of a block may be in a list that was not read
         keys = head.keys(size * rows.clamp(min=0)[..., None] + torch.arange(size))  # [R, count, P, D]
         scores, offsets = torch.einsum("rcpd,rd->rcp", keys, queries).max(2)
     none = rows < 0
@@ -592,7 +590,7 @@ def _found(
 
 
 def _best(found: SearchResult, k: int) -> SearchResult:
-    """The ``k`` best blocks of ``[..., m]``, each once, by its best key; equal scores by ascending id."""
+    """Return the ``k`` best blocks of ``[..., m]``, each once, by its best key; equal scores by ascending id."""
     by_id = found.ids.argsort(dim=-1, stable=True)
     scores, ids, offsets = (each.gather(-1, by_id) for each in found)
     order = scores.argsort(dim=-1, descending=True, stable=True)
@@ -605,7 +603,7 @@ def _best(found: SearchResult, k: int) -> SearchResult:
 
 
 def _share(settings: str) -> float:
-    """The recall that is asked for by ``settings``."""
+    """Parse the wanted recall from ``settings``."""
     if not settings:
         return RECALL
     try:

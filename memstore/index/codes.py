@@ -1,15 +1,14 @@
-"""Search among codes of tokens, of one bit or eight bits a number: what late interaction asks, in products of int8.
+"""Search token codes of one or eight bits per number for late interaction, with int8 products.
 
-A memory that routes for all layers keeps a code for each token of a block, and a block's score is a sum over the query
-tokens of the product with the best of its codes (`memstore.attention.routing`; Khattab & Zaharia 2020, equation 3, with
-scores that are standardised and have a floor). That needs the score of *every* block, so no graph and no inverted file
-can help. What helps is that codes are small whole numbers: signs, or codes rounded to 8 bits. They are kept as int8,
-which is exact, and multiplied as int8, four times as fast as bfloat16 on a CPU.
+A memory that routes for all layers stores a code for each token of a block. A block's score is a sum over the query
+tokens of the product with its best code (`memstore.attention.routing`). This is equation 3 of Khattab & Zaharia 2020,
+with scores that are standardised and have a floor. That needs the score of *every* block, so no graph and no inverted
+file can help. But codes are small whole numbers: signs, or codes rounded to 8 bits. They are stored as int8, which is
+exact, and multiplied as int8, four times as fast as bfloat16 on a CPU.
 
-``route`` is faster still, and what attached models ask where the index is ``codes:pruned``. It scores all blocks by
-sums of four tokens' codes, and by the codes themselves those that then look best, together with a sample from which
-mean and deviation of all blocks are estimated. It may miss blocks at the end of the list; ``benchmarks/index.py``
-reports how many.
+``route`` is faster still; attached models call it if the index is ``codes:pruned``. It first scores all blocks by sums
+of four tokens' codes. Then it scores the most promising blocks by the codes themselves, with a sample that estimates
+mean and deviation of all blocks. It may miss blocks at the end of the list; ``benchmarks/index.py`` reports how many.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ from memstore.kernels._largest import filled, largest
 
 LARGEST = 127
 PRUNED = "pruned"
-# Sums of four tokens, not every fourth dimension: as many products, but a quarter as many maxima of longer vectors, and
-# half the sample finds as much (0.98 of the blocks that all scores choose, among a million real codes).
+# Sums of four tokens, not every fourth dimension: as many products, but a quarter of the maxima of longer vectors. Half
+# the sample finds as much (0.98 of the blocks that all scores choose, among a million real codes).
 RUN = 4
-"""Tokens that the first look at a block takes together."""
+"""Tokens summed for the first score of a block."""
 CANDIDATES = 1024
 SAMPLE = 2048
-"""Blocks that are looked at token by token: those that looked best, and some from everywhere."""
+"""Blocks scored token by token: the most promising ones, and a sample of all."""
 FLOOR = 1.0
 CHUNK_KEYS = 1 << 18
 
@@ -43,12 +42,12 @@ CHUNK_KEYS = 1 << 18
 class CodeIndex(VectorIndex):
     """Keys that are whole numbers from -127 to 127, such as the signs that a memory with ``key_dtype="bit"`` keeps.
 
-    Queries are rounded to 8 bits, by a scale for each, unless they are such numbers themselves: then every score is
-    exact. ``search`` returns true scores in any case; which blocks it finds may differ at the end of the list, where
-    scores differ by less than one part in 100. ``score`` is of the rounded queries. Blocks with equal scores are
-    ordered by id, the smaller first. ``settings`` is empty, or ``pruned``: whoever routes may ask ``route``.
+    Queries are rounded to 8 bits, with a scale for each. If they are whole numbers in this range already, every score
+    is exact. ``search`` always returns true scores. The blocks that it finds may differ at the end of the list, where
+    scores differ by less than one part in 100. ``score`` uses the rounded queries. Blocks with equal scores are ordered
+    by id, the smaller first. ``settings`` is empty, or ``pruned``, which allows ``route``.
 
-    Not safe for a search in one thread beside an addition in another; the memory holds a lock.
+    A search during an addition in another thread is not safe; the memory holds a lock.
     """
 
     def _prepare(self, settings: str) -> None:
@@ -57,10 +56,10 @@ class CodeIndex(VectorIndex):
         self.capabilities = IndexCapabilities(exact=False, dense=True, routes=settings == PRUNED)
         self._refuse()
         self._room = max(1, CHUNK_KEYS // self.keys_per_block)
-        self._keys: list[Tensor] = []  # of [G, room, P, D] int8
-        self._runs: list[Tensor] = []  # of [G, room, ceil(P / RUN), D] int8, where blocks are longer than a run
-        self._scales = torch.empty(self.key_heads, 0)  # of the runs of each used row
-        self._ids = torch.empty(0, dtype=torch.int64)  # of each used row, -1 where it is free
+        self._keys: list[Tensor] = []  # each [G, room, P, D] int8
+        self._runs: list[Tensor] = []  # each [G, room, ceil(P / RUN), D] int8, if blocks are longer than a run
+        self._scales = torch.empty(self.key_heads, 0)  # of the runs in each used row
+        self._ids = torch.empty(0, dtype=torch.int64)  # of each used row, -1 if it is free
 
     def __len__(self) -> int:
         return int((self._ids >= 0).sum())
@@ -104,7 +103,7 @@ class CodeIndex(VectorIndex):
         chunks = -(-used // self._room)
         del self._keys[chunks:], self._runs[chunks:]
         free = (self._ids < 0).sum()
-        if 2 * int(free) > used and free:  # of a document that loses its oldest blocks
+        if 2 * int(free) > used and free:  # when a document loses its oldest blocks
             self._replace(*self._content())
 
     def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
@@ -115,17 +114,17 @@ class CodeIndex(VectorIndex):
         return SearchResult.of_heads(heads, queries)
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Score of every block: ``([H, T, N] float32, ids [N] ascending)``, of queries rounded to 8 bits."""
+        """Return the score of every block for queries in 8 bits: ``([H, T, N] float32, ids [N] ascending)``."""
         rows = self._rows(allowed)
         grouped = self._grouped(queries)
         scores = torch.stack([self._maxima(self._keys, grouped[head], head, rows) for head in range(self.key_heads)])
         return scores.reshape(*queries.shape[:2], rows.numel()), self._ids[rows]
 
     def route(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The best blocks for the query tokens ``[T, D]`` together: ``(scores [k], ids [k])``, best first.
+        """Return the best blocks for the query tokens ``[T, D]`` together: ``(scores [k], ids [k])``, best first.
 
-        A block's score is ``memstore.attention.late_interaction`` of one group of all these tokens, each counting as
-        much as its code is long. Fewer than ``k`` come back where there are fewer blocks. Only for one key head.
+        A block's score is ``memstore.attention.late_interaction`` of one group of all these tokens, each weighted by
+        the length of its code. If there are fewer than ``k`` blocks, all are returned. Only for one key head.
         """
         contract.check_top_k(k)
         if self.key_heads != 1:
@@ -168,14 +167,14 @@ class CodeIndex(VectorIndex):
 
     def _grow(self) -> None:
         sizes = (self.key_heads, self._room, self.keys_per_block)
-        with torch.inference_mode(False):  # what is made inside of it could not be filled outside of it
+        with torch.inference_mode(False):  # tensors made in inference mode could not be filled outside of it
             self._keys.append(torch.empty(*sizes, self.key_dim, dtype=torch.int8))
             if self.keys_per_block > RUN:
                 runs = -(-self.keys_per_block // RUN)
                 self._runs.append(torch.empty(*sizes[:2], runs, self.key_dim, dtype=torch.int8))
 
     def _content(self) -> tuple[Tensor, Tensor]:
-        """Ids ``[n]`` ascending, and keys ``[n, G, P, D]`` float32."""
+        """Return ids ``[n]`` ascending, and keys ``[n, G, P, D]`` float32."""
         rows = self._rows(None)
         sizes = (0, self.key_heads, self.keys_per_block, self.key_dim)
         parts = [self._keys[chunk][:, piece].transpose(0, 1).float() for chunk, piece in self._pieces(rows)]
@@ -190,7 +189,7 @@ class CodeIndex(VectorIndex):
         return queries.float().reshape(self.key_heads, -1, self.key_dim)  # [G, R, D]
 
     def _rows(self, allowed: range | Tensor | None) -> Tensor:
-        """The rows of the allowed blocks, in the order of their ids."""
+        """Return the rows of the allowed blocks, in the order of their ids."""
         contract.check_allowed(allowed)
         wanted = self._ids >= 0
         if allowed is not None:
@@ -199,7 +198,7 @@ class CodeIndex(VectorIndex):
         return rows[self._ids[rows].argsort()]
 
     def _pieces(self, rows: Tensor) -> Iterator[tuple[int, Tensor | slice]]:
-        """Chunks and the rows in them, in order; a slice where these are adjacent."""
+        """Yield chunks and the rows in them, in order; a slice if these are adjacent."""
         chunks, lengths = torch.unique_consecutive(rows.div(self._room, rounding_mode="floor"), return_counts=True)
         for chunk, piece in zip(chunks.tolist(), rows.split(lengths.tolist()), strict=True):
             inside = piece - chunk * self._room
@@ -208,7 +207,7 @@ class CodeIndex(VectorIndex):
             yield chunk, slice(first, last + 1) if adjacent else inside
 
     def _maxima(self, codes: list[Tensor], queries: Tensor, head: int, rows: Tensor) -> Tensor:
-        """``[R, n]`` float32: the best product of ``queries [R, d]`` with the ``codes`` of each of the rows."""
+        """Return ``[R, n]`` float32: the best product of ``queries [R, d]`` with the ``codes`` of each row."""
         if not len(queries):
             return torch.empty(0, rows.numel())
         values, scales = _rounded(queries)
@@ -241,7 +240,7 @@ class CodeIndex(VectorIndex):
 
 
 def _rounded(queries: Tensor) -> tuple[Tensor, Tensor]:
-    """``queries [R, d]`` as int8, and the scale of each, ``[R, 1]``: 1 for those that are codes."""
+    """Return ``queries [R, d]`` as int8, and the scale of each, ``[R, 1]``: 1 if it is a code already."""
     longest = queries.abs().amax(1, keepdim=True)
     codes = (queries == queries.round()).all(1, keepdim=True) & (longest <= LARGEST)
     scales = torch.where(codes, 1.0, longest.clamp(min=1e-30) / LARGEST)
@@ -249,28 +248,28 @@ def _rounded(queries: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _summed_runs(codes: Tensor) -> tuple[Tensor, Tensor]:
-    """Sums of runs of tokens of ``codes [G, n, P, D]``: ``[G, n, ceil(P / RUN), D]`` int8, and scales ``[G, n]``."""
+    """Sum runs of tokens of ``codes [G, n, P, D]``: ``[G, n, ceil(P / RUN), D]`` int8, and scales ``[G, n]``."""
     runs = torch.nn.functional.pad(codes, (0, 0, 0, -codes.shape[2] % RUN)).float().unflatten(2, (-1, RUN)).sum(3)
     scales = runs.abs().amax((2, 3)).clamp_(min=1).div_(LARGEST)
     return runs.div_(scales[:, :, None, None]).round_().to(torch.int8), scales
 
 
 def _summed(scores: Tensor, weights: Tensor, mean: Tensor, deviation: Tensor) -> Tensor:
-    """Late interaction of ``[T, n]`` best products: the weighted sum of standardised scores, each at least 1."""
+    """Return the late interaction of ``[T, n]`` best products: sums of weighted, standardised scores of at least 1."""
     z = (scores - mean[:, None]) / deviation.clamp(min=1e-6)[:, None]
     return weights @ z.clamp(min=FLOOR)
 
 
 def _moments(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation ``[T]`` of scores ``[T, n]``; ``std`` takes ten times as long."""
+    """Return mean and deviation ``[T]`` of scores ``[T, n]``; ``std`` takes ten times as long."""
     mean = scores.mean(1)
     return mean, (scores - mean[:, None]).square_().mean(1).sqrt_()
 
 
 def _estimated(sample: Tensor, coarse_sample: Tensor, mean: Tensor, deviation: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and deviation ``[T]`` of all blocks, from a sample's scores ``[T, m]`` and coarse scores of sample and all.
+    """Estimate mean and deviation ``[T]`` of all blocks from a sample's scores ``[T, m]`` and coarse scores.
 
-    Where the sample's coarse scores lie above those of all blocks, its scores do too, as far as the two go together.
+    If the sample's coarse scores are above those of all blocks, its scores are too, in proportion to their correlation.
     """
     sample_mean, coarse_mean = sample.mean(1), coarse_sample.mean(1)
     apart, coarse_apart = sample - sample_mean[:, None], coarse_sample - coarse_mean[:, None]

@@ -1,4 +1,4 @@
-"""The contract of a vector index - landmarks of blocks, searched by inner product - and the checks that all share."""
+"""The contract of a vector index - landmarks of blocks, searched by inner product - and the common checks."""
 
 from __future__ import annotations
 
@@ -17,25 +17,25 @@ from memstore.json_checks import check_whole
 
 LARGEST_ID = (1 << 63) - 1
 LARGEST = 1e15
-"""No number of a key or a query is larger, so that products, squares and their sums stay within float32.
+"""Largest number in a key or a query, so that products, squares and their sums stay within float32.
 
 Then no score is infinite or NaN. FAISS ends the process for clusters of keys whose squares overflow.
 """
 
 
 class SearchResult(NamedTuple):
-    """The best blocks for each query, best first; where fewer than ``k`` blocks exist, ids of -1 and scores of -inf."""
+    """The best blocks for each query, best first; if fewer than ``k`` exist, ids are -1 and scores -inf."""
 
     scores: Tensor
     """``[H, T, k]`` float32: inner product of the query with the best key of the block."""
     ids: Tensor
     """``[H, T, k]`` int64 block ids."""
     offsets: Tensor
-    """``[H, T, k]`` int64: which of the block's keys matched best."""
+    """``[H, T, k]`` int64: the key of the block that matched best."""
 
     @classmethod
     def of_heads(cls, heads: Sequence[SearchResult], queries: Tensor) -> SearchResult:
-        """One result of those of each key head, ``[R, k]``, for the queries ``[H, T, D]`` and on their device."""
+        """Join the results ``[R, k]`` of all key heads for the queries ``[H, T, D]``, on their device."""
         shape = (*queries.shape[:2], heads[0].scores.shape[1])
         return cls(*(torch.stack(parts).reshape(shape).to(queries.device) for parts in zip(*heads, strict=True)))
 
@@ -49,17 +49,17 @@ class IndexCapabilities:
     dense: bool
     """``score`` is available."""
     routes: bool = False
-    """``route`` is available, and takes less than scoring every block."""
+    """``route`` is available, and faster than scoring every block."""
     devices: bool = False
-    """It can lie on an accelerator, and is searched there."""
+    """The index can be on an accelerator, and is searched there."""
 
 
 class VectorIndex(ABC):
     """Blocks of keys, each block with ``P`` keys for each of ``G`` heads.
 
-    Always rebuildable from the store, which is the single source of truth. A block added is searchable at once. Where
-    ``capabilities.exact`` is False a search may miss blocks, but every block it returns is there, is allowed, and has
-    its true score.
+    The index can always be rebuilt from the store, the single source of truth. Added blocks are searchable at once. If
+    ``capabilities.exact`` is False, a search may miss blocks, but every returned block exists, is allowed, and has its
+    true score.
     """
 
     capabilities: IndexCapabilities
@@ -73,10 +73,10 @@ class VectorIndex(ABC):
         device: str | torch.device = "cpu",
         settings: str = "",
     ) -> None:
-        """An empty index for ``key_heads`` G, ``keys_per_block`` P and ``key_dim`` D.
+        """Make an empty index for ``key_heads`` G, ``keys_per_block`` P and ``key_dim`` D.
 
-        Keys come as ``dtype`` can hold them without loss. ``settings`` is what follows the colon in the name of the
-        index. Raises ``InvalidArgument``, also where a library is missing.
+        ``dtype`` must hold the keys without loss. ``settings`` is the part of the index's name after the colon. Raises
+        ``InvalidArgument``, also if a library is missing.
         """
         check_sizes(key_heads, key_dim, keys_per_block)
         self.key_heads, self.key_dim, self.keys_per_block = key_heads, key_dim, keys_per_block
@@ -84,11 +84,11 @@ class VectorIndex(ABC):
         self._prepare(settings)
 
     def _prepare(self, settings: str) -> None:
-        """Make an empty index of the sizes that are known. Raises ``InvalidArgument``."""
+        """Make an empty index of the known sizes. Raises ``InvalidArgument``."""
         self._refuse(settings)
 
     def _refuse(self, settings: str = "") -> None:
-        """Raise ``InvalidArgument`` for settings, and for a device that the index cannot lie on."""
+        """Raise ``InvalidArgument`` for any settings, and for a device that the index does not support."""
         kind = type(self).__name__
         if settings:
             raise InvalidArgument(f"{kind} has no settings: leave ':{settings}' out.")
@@ -100,45 +100,45 @@ class VectorIndex(ABC):
         """Add blocks ``ids [n]`` (int64, new, ascending) with floating-point ``keys [n, G, P, D]``.
 
         Raises ``InvalidArgument`` for other shapes and types, for numbers that are not finite or larger than 1e15, and
-        for ids that are in the index.
+        for ids that the index has already.
         """
 
     @abstractmethod
     def remove(self, ids: Tensor) -> None:
         """Remove blocks ``ids [n]`` (int64, ascending).
 
-        Raises ``InvalidArgument``, with nothing removed, where one is not in the index.
+        Raises ``InvalidArgument``, and removes nothing, if one is not in the index.
         """
 
     @abstractmethod
     def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
-        """Top ``k`` blocks for each of ``queries [H, T, D]``, by the inner product with their best key.
+        """Return the top ``k`` blocks for each of ``queries [H, T, D]``, by the inner product with their best key.
 
         Queries are floating-point. Query head ``h`` is compared with key head ``h // (H // G)``. Only ids in
         ``allowed`` (a range or int64 ids ``[n]``) are found; None allows all. Raises ``InvalidArgument``.
         """
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Score of every block: ``([H, T, N] float32, ids [N])``. Only where ``capabilities.dense``."""
+        """Return the score of every block: ``([H, T, N] float32, ids [N])``. Only with ``capabilities.dense``."""
         raise NotImplementedError(f"{type(self).__name__} cannot score every block; use search()")
 
     def route(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The best blocks for the query tokens ``[T, D]`` together, by late interaction: ``(scores [k], ids [k])``.
+        """Route query tokens ``[T, D]`` together to the best blocks, by late interaction: ``(scores [k], ids [k])``.
 
-        A token counts as much as its code is long. Best first, fewer where there are fewer. Only where
+        Tokens are weighted by the length of their codes. Best first; all blocks if fewer than ``k`` exist. Only with
         ``capabilities.routes``.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot route; use score()")
 
     def finish(self) -> None:  # noqa: B027 - most indexes have nothing to do
-        """Do now, and wait for, what the index would do beside the next searches (training, rebuilding)."""
+        """Finish the work that would run beside the next searches (training, rebuilding), and wait for it."""
 
     def facts(self) -> Mapping[str, Any]:
-        """What ``memstore stats`` tells of the index: JSON values, among them ``"kind"``."""
+        """Return the facts for ``memstore stats``: JSON values, including ``"kind"``."""
         return {"kind": type(self).__name__}
 
     def close(self) -> None:  # noqa: B027 - most indexes hold nothing
-        """Release what garbage collection would not: threads, connections. The index is not used afterwards."""
+        """Release threads and connections, which garbage collection would not. Do not use the index afterwards."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -151,22 +151,25 @@ class VectorIndex(ABC):
 
     @abstractmethod
     def save(self, path: Path) -> None:
-        """Write the index to the file ``path``, replacing it at once or not at all."""
+        """Write the index to the file ``path``; replace the file as a whole or not at all."""
 
     @abstractmethod
     def load(self, path: Path) -> None:
-        """Replace the content by what ``save`` wrote. Raises ``NotFound`` or ``DamagedError``, with nothing changed."""
+        """Replace the content by a file of ``save``.
+
+        Raises ``NotFound`` or ``DamagedError``, and then changes nothing.
+        """
 
 
 def check_sizes(key_heads: int, key_dim: int, keys_per_block: int) -> None:
-    """An index has at least one key head, one number in a key, and one key in a block."""
+    """Check that an index has at least one key head, one number in a key, and one key in a block."""
     for name, size in (("key_heads", key_heads), ("key_dim", key_dim), ("keys_per_block", keys_per_block)):
         if size < 1:
             raise InvalidArgument(f"{name} must be at least 1, not {size}.")
 
 
 def check_ids(ids: Tensor) -> None:
-    """``ids`` must be ``[n]`` int64, ascending, not negative."""
+    """Check that ``ids`` are ``[n]`` int64, ascending, not negative."""
     if ids.dim() != 1 or ids.dtype != torch.int64:
         raise InvalidArgument(f"ids must be int64 of shape [n], not {_describe(ids)}.")
     if ids.numel() and int(ids[0]) < 0:
@@ -176,12 +179,12 @@ def check_ids(ids: Tensor) -> None:
 
 
 def check_new(held: Tensor, ids: Tensor) -> None:
-    """None of ``ids [n]`` may be in the index; ``held [n]`` bool says which are."""
+    """Check that none of ``ids [n]`` is in the index; ``held [n]`` bool says which are."""
     _check_each(~held, ids, "in the index already; remove them first")
 
 
 def check_held(held: Tensor, ids: Tensor) -> None:
-    """All of ``ids [n]`` must be in the index; ``held [n]`` bool says which are."""
+    """Check that all of ``ids [n]`` are in the index; ``held [n]`` bool says which are."""
     _check_each(held, ids, "not in the index")
 
 
@@ -192,15 +195,15 @@ def _check_each(good: Tensor, ids: Tensor, problem: str) -> None:
 
 
 def check_keys(keys: Tensor, shape: tuple[int, int, int, int]) -> None:
-    """``keys`` must be floating point of ``shape`` ``[n, G, P, D]``, no number beyond ``LARGEST``."""
+    """Check that ``keys`` are floating point of ``shape`` ``[n, G, P, D]``, no number beyond ``LARGEST``."""
     if tuple(keys.shape) != shape or not keys.is_floating_point():
         raise InvalidArgument(f"Keys must be a floating-point tensor of shape {list(shape)}, got {_describe(keys)}.")
     check_numbers("keys", keys)
 
 
 def check_numbers(name: str, numbers: Tensor) -> None:
-    """``numbers`` must be finite, and none beyond ``LARGEST``; ``name`` is what an error calls them."""
-    # One pass over the keys where isfinite takes four; NaN passes through a minimum.
+    """Check that ``numbers`` are finite, and none beyond ``LARGEST``; errors call them ``name``."""
+    # One pass over the keys, where isfinite takes four; a minimum keeps NaN.
     most = 0.0
     if numbers.numel():
         least, largest = numbers.detach().aminmax()
@@ -212,9 +215,9 @@ def check_numbers(name: str, numbers: Tensor) -> None:
 
 
 def check_queries(queries: Tensor, key_heads: int, key_dim: int, *, wait: bool = True) -> None:
-    """``queries`` must be floating point ``[H, T, D]``, H a multiple of the key heads, no number beyond ``LARGEST``.
+    """Check that ``queries`` are floating point ``[H, T, D]``, H a multiple of the key heads, within ``LARGEST``.
 
-    Without ``wait`` the numbers are only looked at where they are at hand, on a CPU.
+    Without ``wait`` the numbers are only checked on a CPU, where no device must be waited for.
     """
     check_tensor("Queries", queries)
     if queries.dim() != 3 or not queries.is_floating_point() or queries.shape[2] != key_dim:
@@ -230,7 +233,7 @@ def check_queries(queries: Tensor, key_heads: int, key_dim: int, *, wait: bool =
 
 
 def check_tensor(name: str, value: object) -> None:
-    """``value`` must be a tensor with numbers in it: not an array, nor a meta or sparse tensor."""
+    """Check that ``value`` is a tensor with numbers in it: not an array, nor a meta or sparse tensor."""
     if not isinstance(value, Tensor):
         raise InvalidArgument(f"{name} must be a torch tensor, not {type(value).__name__}.")
     if value.is_meta or value.layout != torch.strided:
@@ -239,12 +242,12 @@ def check_tensor(name: str, value: object) -> None:
 
 
 def check_top_k(k: int) -> None:
-    """At least one block must be asked for."""
+    """Check that at least one block is requested."""
     check_whole("k", k, 1, 2**31 - 1)
 
 
 def check_allowed(allowed: range | Tensor | None) -> None:
-    """``allowed`` must be a range, int64 ids ``[n]`` in any order, or None."""
+    """Check that ``allowed`` is a range, int64 ids ``[n]`` in any order, or None."""
     if isinstance(allowed, Tensor) and (allowed.dim() != 1 or allowed.dtype != torch.int64):
         raise InvalidArgument(f"allowed must be a range or int64 ids of shape [n], not {_describe(allowed)}.")
     if not isinstance(allowed, range | Tensor | None):
@@ -254,7 +257,7 @@ def check_allowed(allowed: range | Tensor | None) -> None:
 
 
 def allows(allowed: range | Tensor, ids: Tensor) -> Tensor:
-    """Which of ``ids [n]`` are ``allowed``, which ``check_allowed`` has passed. No range is ever written out."""
+    """Return which of ``ids [n]`` are ``allowed``, which passed ``check_allowed``. Ranges are never expanded."""
     if isinstance(allowed, Tensor):
         return torch.isin(ids, allowed.to(ids.device))
     rising = allowed if allowed.step > 0 else allowed[::-1]

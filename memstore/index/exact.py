@@ -1,9 +1,9 @@
 """Exact search: the true top k. The default index, and the oracle of all others.
 
-There are four ways to search, and ``ExactIndex.search`` chooses. On a GPU a kernel scores and chooses in one go. For
-few queries among few keys one pass in C does. A search of many keys on a CPU first reads them in 8 bits (``sieve.py``),
-which rules most of them out for certain, and scores what is left in float32. Everything else walks over the keys in
-tiles whose scores stay in the processor's cache. Never are more than a few scores held at once.
+``ExactIndex.search`` chooses one of four ways. On a GPU a kernel scores and chooses in one go. Few queries among few
+keys take one pass in C. A search of many keys on a CPU first reads them in 8 bits (``sieve.py``), which provably rules
+most of them out. It scores the rest in float32. All other searches walk over the keys in tiles whose scores stay in the
+processor's cache. Only a few scores are in memory at once.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from memstore.kernels.search_blocks import KeyChunk, fastest, search_blocks, sea
 TILE_KEYS = 8192
 TILE_QUERIES = 64
 TILE_KEYS_OF_FEW = 1 << 15
-"""Keys of a tile for so few queries that their scores stay in the cache."""
+"""Keys of a tile for queries so few that their scores stay in the cache."""
 FEW_QUERIES = 8
 SCORES_ON_A_DEVICE = 1 << 28
-"""Of one product on a GPU, which has no cache to stay in and waits between products."""
+"""Scores of one product on a GPU, which has no cache to respect and waits between products."""
 SCORES_AT_ONCE, TILE_KEYS_AT_ONCE = 1 << 18, 1 << 13
-"""Scores that are held where there are no more in all, and the keys of a tile that makes them."""
+"""If all scores fit the first limit, they are made at once, from tiles with the second number of keys."""
 CODED_KEYS, CODED_KEYS_OF_FEW = 1 << 15, 1 << 17
-"""Keys from which on it pays to read codes first; more for few queries where PyTorch reads them."""
+"""Keys from which reading codes first pays; more are needed for few queries where PyTorch reads them."""
 FEWEST_GROUPS = 64
-"""Groups for each block wanted from which on it pays to read codes first."""
+"""Groups for each wanted block from which reading codes first pays."""
 
 Way = Literal["kernel", "pass", "codes", "tiles"]
 """How to search: with a kernel on a GPU, in one pass in C, by codes of 8 bits first, or tile by tile."""
 
 
 class ExactIndex(VectorIndex):
-    """Keys ``[G, D]`` of ``P`` per block. The result is the true top k of the keys as ``dtype`` holds them.
+    """Keys ``[G, D]`` of ``P`` per block. The result is the true top k of the keys in ``dtype``.
 
     Scores are computed in float32. Blocks with equal scores are ordered by id, the smaller first. Codes in 8 bits are
-    kept beside the keys where the processor is faster with them: a quarter of the keys' bytes in float32, half in
+    stored beside the keys if the processor is faster with them: a quarter of the keys' bytes in float32, half in
     bfloat16.
 
     ``dtype`` may be ``torch.int8``, for keys that are whole numbers from -127 to 127, and ``torch.bool``, for keys of
-    +1 and -1, of which one bit each is held. That is for GPUs, where they are searched as they are
+    +1 and -1, stored as one bit each. That is for GPUs, where they are searched in this form
     (``memstore.kernels.best_codes``); a CPU is faster with the indexes ``codes`` and ``signs``.
 
-    Not safe for a search in one thread beside an addition in another; the memory holds a lock.
+    A search during an addition in another thread is not safe; the memory holds a lock.
     """
 
     capabilities = IndexCapabilities(exact=True, dense=True, devices=True)
@@ -110,12 +110,12 @@ class ExactIndex(VectorIndex):
         return SearchResult.of_heads(heads, queries)
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Score of every block: ``([H, T, N] float32, ids [N] ascending)``.
+        """Return the score of every block: ``([H, T, N] float32, ids [N] ascending)``.
 
         Products of bfloat16 keys are rounded to bfloat16, which is several times as fast.
         """
         contract.check_allowed(allowed)
-        grouped = self._grouped(queries, wait=False)  # what is not finite shows in the scores
+        grouped = self._grouped(queries, wait=False)  # numbers that are not finite show in the scores
         parts: list[Tensor] = []
         ids: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=self.device)]
         tile_keys = TILE_KEYS if self.device.type == "cpu" else SCORES_ON_A_DEVICE // max(1, grouped.shape[1])
@@ -132,7 +132,7 @@ class ExactIndex(VectorIndex):
         return scores.reshape(shape).to(queries.device), torch.cat(ids)[order_of_ids].to(queries.device)
 
     def content(self) -> tuple[Tensor, Tensor]:
-        """Ids ``[n]`` in the order of their places, and keys ``[G, n, P, D]``, as they are held, on the CPU."""
+        """Return ids ``[n]`` in the order of their places, and stored keys ``[G, n, P, D]``, on the CPU."""
         return self._chunks.content()
 
     def facts(self) -> Mapping[str, Any]:
@@ -145,7 +145,7 @@ class ExactIndex(VectorIndex):
         self.take(files.load(path, self._about))
 
     def take(self, content: files.Content) -> None:
-        """Replace the content by that of a file of ``save``. Raises ``DamagedError``, with nothing changed."""
+        """Replace the content by a file of ``save``. Raises ``DamagedError``, and then changes nothing."""
         held, width = held_as(self.dtype, self.key_dim)
         sizes = (self.key_heads, "n", self.keys_per_block, width)
         content.check(ids=(torch.int64, ("n",)), keys=(held, sizes))
@@ -168,27 +168,27 @@ class ExactIndex(VectorIndex):
         return queries.to(self.device).reshape(self.key_heads, -1, self.key_dim).float()
 
     def _way(self, grouped: Tensor, k: int) -> Way:
-        """How to search for ``grouped [G, R, D]``."""
+        """Return how to search for ``grouped [G, R, D]``."""
         rows, keys = grouped.shape[1], len(self) * self.keys_per_block
         if not self.dtype.is_floating_point:
             return "kernel" if self.device.type == "cuda" and self._chunks.ascending else "tiles"
         match fastest(grouped, self._like_keys, k, rows * keys * self.key_dim):
             case "triton" if (
                 self._chunks.ascending
-            ):  # of equal blocks the kernel takes the first, which has to have the smaller id
+            ):  # the kernel takes the first of equal blocks, which must have the smaller id
                 return "kernel"
             case "native":
                 return "pass"
         return "codes" if self._codes_pay(rows) else "tiles"
 
     def _codes_pay(self, queries: int) -> bool:
-        """Whether there are enough keys for it to pay to read their codes first."""
+        """Return whether there are enough keys for reading their codes first to pay."""
         many = queries > FEW_QUERIES or fastest_products(self.key_dim) == "native"
         least = CODED_KEYS if many else CODED_KEYS_OF_FEW
         return self._chunks.coded and len(self) * self.keys_per_block >= least
 
     def _search_in_kernel(self, grouped: Tensor, k: int, allowed: range | Tensor | None) -> list[SearchResult]:
-        """All heads and queries at once, a chunk after the other."""
+        """Search all heads and queries at once, one chunk after the other."""
         best = nothing(grouped.shape[0] * grouped.shape[1], k, self.device)
         wanted = self._chunks.wanted(allowed)
         for number, chunk in self._chunks.by_number.items():
@@ -201,7 +201,7 @@ class ExactIndex(VectorIndex):
         return [self._settle(BestBlocks(*of_head), grouped[head], head) for head, of_head in enumerate(heads)]
 
     def _search_in_one_pass(self, grouped: Tensor, k: int, allowed: range | Tensor | None) -> list[SearchResult]:
-        """By ``kernels/search_blocks/native.c``, in float32: what it finds need not be scored again."""
+        """Search with ``kernels/search_blocks/native.c``, in float32, so the results need no second scoring."""
         wanted = self._chunks.wanted(allowed)
         heads = []
         for head, rows in enumerate(grouped):
@@ -213,7 +213,7 @@ class ExactIndex(VectorIndex):
         return heads
 
     def _scans(self, allowed: range | Tensor | None, k: int, start: int = 0, *, coded: bool) -> list[_Scan]:
-        """What to look at from place ``start`` on; ``coded``: by their codes first, where enough groups are whole."""
+        """Return what to read from place ``start`` on; ``coded``: codes first, if enough groups are whole."""
         first, row = divmod(start, PLACES)
         scans = []
         for number, wanted in self._chunks.wanted(allowed, first).items():
@@ -234,7 +234,7 @@ class ExactIndex(VectorIndex):
         return BestBlocks(*(torch.cat(tensors) for tensors in zip(*bests, strict=True)))
 
     def _search_tile(self, scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> BestBlocks:
-        """The best blocks for ``queries [R, D]``, few enough that a tile's scores stay in the cache."""
+        """Return the best blocks for ``queries [R, D]``, so few that a tile's scores stay in the cache."""
         best = nothing(len(queries), k, self.device)
         coded = [scan for scan in scans if scan.groups is not None]
         if coded and len(queries):
@@ -264,7 +264,7 @@ class ExactIndex(VectorIndex):
         return best
 
     def _choose_at_once(self, scans: Sequence[_Scan], queries: Tensor, head: int, best: BestBlocks) -> BestBlocks:
-        """All scores first: choosing among the tiles one by one would take longer than they do."""
+        """Make all scores first: choosing tile by tile would take longer than the scoring."""
         tiles = [
             (tile, number * PLACES)
             for number, chunk, _, rows in scans
@@ -279,25 +279,25 @@ class ExactIndex(VectorIndex):
         return merge(best, choose(scores, ids, places, k), k)
 
     def _settle(self, best: BestBlocks, queries: Tensor, head: int) -> SearchResult:
-        """Score the winners again, in float32 whatever the keys are, and find which of their keys matched."""
+        """Score the winners again in float32, for any type of keys, and find which of their keys matched."""
         scores, offsets = self._chunks.score(best.places, queries, head)
         columns = order(scores, best.ids)
         return SearchResult(scores.gather(1, columns), best.ids.gather(1, columns), offsets.gather(1, columns))
 
 
 class _Scan(NamedTuple):
-    """What a search looks at in one chunk: some groups by their codes first, other rows directly."""
+    """The part of one chunk that a search reads: some groups by their codes first, other rows directly."""
 
     number: int
     chunk: Chunk
     groups: CodedGroups | None
     """Groups whose codes are read first."""
     rows: Tensor
-    """``[n]``: the rows that are scored directly."""
+    """``[n]``: rows that are scored directly."""
 
     @classmethod
     def of(cls, number: int, chunk: Chunk, wanted: Tensor | None, *, coded: bool) -> _Scan:
-        """``wanted [used]`` bool: the rows that count; None: all. ``coded``: whether codes are read first."""
+        """Scan the rows ``wanted [used]`` bool, or all if None; ``coded``: read codes first."""
         codes = chunk.codes if coded else None
         count = 0 if codes is None else codes.groups * codes.rows_per_group
         if wanted is None:
@@ -305,7 +305,7 @@ class _Scan(NamedTuple):
             return cls(number, chunk, CodedGroups(codes, None) if codes is not None and count else None, rows)
         if codes is None or not count:
             return cls(number, chunk, None, wanted.nonzero().squeeze(1))
-        # Groups of which only some blocks count are scored directly: their best product may be that of another block.
+        # Groups with only some wanted blocks are scored directly: their best product may belong to another block.
         whole = wanted[:count].view(codes.groups, -1).all(1)
         wanted[:count].view(codes.groups, -1)[whole] = False
         return cls(number, chunk, CodedGroups(codes, whole), wanted.nonzero().squeeze(1))
@@ -318,21 +318,21 @@ class _Scan(NamedTuple):
         return self.groups.codes.groups if self.groups.whole is None else int(self.groups.whole.sum())
 
     def coded_rows(self) -> Tensor:
-        """The rows that only codes stand for."""
+        """Rows that are represented only by codes."""
         assert self.groups is not None
         codes, whole = self.groups
         groups = torch.arange(codes.groups) if whole is None else whole.nonzero().squeeze(1)
         return (groups.unsqueeze(1) * codes.rows_per_group + torch.arange(codes.rows_per_group)).flatten()
 
     def without_codes(self) -> _Scan:
-        """The same, all rows scored directly."""
+        """Return the same scan with all rows scored directly."""
         if self.groups is None:
             return self
         return self._replace(groups=None, rows=torch.cat([self.coded_rows(), self.rows]).sort().values)
 
 
 def _best_of_groups(scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> tuple[BestBlocks, Tensor]:
-    """The best blocks of coded groups, and for which queries ``[R]`` looking at their codes was enough."""
+    """Return the best blocks of coded groups, and for which queries ``[R]`` their codes were enough."""
     sieve = Sieve([scan.groups for scan in scans if scan.groups is not None], queries, head)
     first = sieve.best(k)
     scores = _score_groups(scans, sieve, first, queries, head)
@@ -346,14 +346,14 @@ def _best_of_groups(scans: Sequence[_Scan], queries: Tensor, head: int, k: int) 
 
 
 def _score_groups(scans: Sequence[_Scan], sieve: Sieve, pairs: QueryGroups, queries: Tensor, head: int) -> Tensor:
-    """Scores ``[W, rows per group]`` of all blocks of the groups."""
+    """Return the scores ``[W, rows per group]`` of all blocks of the groups."""
     keys_per_block, dim = scans[0].chunk.keys.shape[2:]
     per_group = group_rows(keys_per_block)
     numbers = per_group * keys_per_block * dim
     scores = torch.empty(len(pairs.group), per_group)
     part = torch.searchsorted(sieve.starts, pairs.group, right=True) - 1
     for number, scan in enumerate(scans):
-        # index_select of whole groups copies memory; indexing with more dimensions goes number by number.
+        # index_select of whole groups copies memory; indexing with more dimensions copies number by number.
         groups = scan.chunk.keys[head].flatten()[: scan.chunk.used // per_group * numbers].view(-1, numbers)
         for here in (part == number).nonzero().squeeze(1).split(max(1, GATHERED_NUMBERS // numbers)):
             keys = groups.index_select(0, pairs.group[here] - sieve.starts[number]).float()
@@ -363,7 +363,7 @@ def _score_groups(scans: Sequence[_Scan], sieve: Sieve, pairs: QueryGroups, quer
 
 
 def _blocks_of_groups(scans: Sequence[_Scan], sieve: Sieve, group: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids and places ``[V]`` of the blocks at ``row [V]`` of groups ``[V]``."""
+    """Return ids and places ``[V]`` of the blocks at ``row [V]`` of groups ``[V]``."""
     ids, places = torch.empty_like(group), torch.empty_like(group)
     part = torch.searchsorted(sieve.starts, group, right=True) - 1
     rows = (group - sieve.starts[part]) * group_rows(scans[0].chunk.keys.shape[2]) + row
@@ -375,7 +375,7 @@ def _blocks_of_groups(scans: Sequence[_Scan], sieve: Sieve, group: Tensor, row: 
 
 
 def _best_of_pairs(query: Tensor, scores: Tensor, ids: Tensor, places: Tensor, rows: int, k: int) -> BestBlocks:
-    """The ``k`` best of blocks ``[V]`` for each of so many queries, given by their rows ``query [V]``."""
+    """Return the ``k`` best of blocks ``[V]`` for each query; ``query [V]`` has the row of each block's query."""
     by_query = query.argsort(stable=True)
     counts = torch.bincount(query, minlength=rows)
     row = query[by_query]
@@ -388,9 +388,9 @@ def _best_of_pairs(query: Tensor, scores: Tensor, ids: Tensor, places: Tensor, r
 
 
 def _search_codes(queries: Tensor, codes: Tensor, k: int, *, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As ``search_blocks``, of ``queries [G, R, D]`` among ``codes [G, n, P, ...]`` as they are held.
+    """Search like ``search_blocks``, for ``queries [G, R, D]`` among stored ``codes [G, n, P, ...]``.
 
-    All scores are made: a number for each block and query is little beside the codes of a block.
+    All scores are made: one number per block and query is small beside the codes of a block.
     """
     scores = torch.stack([best_codes(held, rows) for held, rows in zip(codes, queries, strict=True)])
     if wanted is not None:
@@ -401,7 +401,7 @@ def _search_codes(queries: Tensor, codes: Tensor, k: int, *, wanted: Tensor | No
 
 
 def _block_scores(tile: Tile, queries: Tensor, head: int) -> Tensor:
-    """``[R, n]`` float32: the largest product of each of ``queries [R, D]`` with the keys of each block."""
+    """Return ``[R, n]`` float32: the largest product of each of ``queries [R, D]`` with each block's keys."""
     keys = tile.keys[head]  # [n, P, D]
     if not keys.is_floating_point():
         return best_codes(keys, queries)
@@ -412,10 +412,10 @@ def _block_scores(tile: Tile, queries: Tensor, head: int) -> Tensor:
 
 
 def _rounded_scores(tile: Tile, queries: Tensor, head: int) -> Tensor:
-    """The same, with products in the type of the keys where they are no codes."""
+    """Return ``_block_scores``, with products in the type of the keys unless they are codes."""
     keys = tile.keys[head]
     if not keys.is_floating_point():
         return best_codes(keys, queries)
     products = keys.flatten(0, 1) @ queries.to(keys.dtype).T
-    # In this order because a maximum over bfloat16 is slow on CPUs.
+    # This order, because a maximum over bfloat16 is slow on CPUs.
     return products.float().reshape(*keys.shape[:2], -1).amax(1).T

@@ -1,12 +1,13 @@
 """Approximate search by FAISS: Flat, SQ, IVF and HNSW behind one contract.
 
-Every block lies in the chunks of an exact index too: FAISS only proposes candidates, which are scored in float32. So
-every score is true, a filter that leaves little is exact, and ``score`` is that of an exact index; the price is the
-keys beside FAISS's own. What FAISS knows is a base (see ``rebuilt.py``); the tail is searched exactly. When the tail,
-or what has left, grows to a quarter of the base, the next base is made.
+Every block is also in the chunks of an exact index: FAISS only proposes candidates, which are scored in float32. So
+every score is true, a filter that leaves few blocks is exact, and ``score`` is as in an exact index. The price is a
+second copy of the keys. The FAISS structure is a base (see ``rebuilt.py``); the tail is searched exactly. When the
+tail, or the removed part, grows to a quarter of the base, the next base is made.
 
-On a GPU (where FAISS was built for one) the keys of the chunks lie there, and a copy of what FAISS knows, which
-proposes. FAISS can neither filter nor remove there: what may not be found is dropped from what it proposes.
+On a GPU (if FAISS was built for one), the GPU has the keys of the chunks, and a copy of the FAISS structure that
+proposes candidates. FAISS can neither filter nor remove on a GPU, so candidates that are not allowed are dropped
+afterwards.
 """
 
 from __future__ import annotations
@@ -32,42 +33,42 @@ from memstore.index.exact import TILE_QUERIES, ExactIndex
 from memstore.index.rebuilt import BaseBlocks, Rebuild
 
 FEWEST_KEYS = 4096
-"""Below as many keys of a head exact search is as fast, and FAISS is not asked."""
+"""With fewer keys of a head exact search is as fast, and FAISS is not used."""
 LARGEST_TAIL = 4
-"""A base is replaced when one of so many blocks is not in it, or has left it."""
+"""A base is replaced when one block in so many is missing from it, or was removed."""
 FEWEST_WANTED = 16
-"""Where a filter leaves fewer of a base than this times the candidates, they are all scored instead."""
+"""If a filter leaves fewer blocks of a base than this times the candidates, all of them are scored."""
 ADDED_KEYS = 1 << 16
 """Keys that are converted and added at a time."""
 TRAINING_KEYS = 39
-"""Keys for each list that FAISS wants to train with, at least."""
+"""Least keys for each list for training, as FAISS wants."""
 MOST_TRAINING_KEYS = 64
-"""Of more it does not get, for k-means over a million keys and 4,096 lists takes minutes; FAISS itself takes 256."""
+"""Most keys for each list: k-means over a million keys and 4,096 lists takes minutes. FAISS's own limit is 256."""
 LARGEST_NUMBER = 1 << 22
-"""Of lists, links and candidates: FAISS makes room for as many as it is told to, before there are keys."""
+"""Limit for lists, links and candidates: FAISS allocates all of them before there are keys."""
 MOST_THERE = 2048
-"""Candidates, and lists that are read, on a GPU: FAISS has no more."""
+"""Limit of FAISS on a GPU for candidates and for lists that are read."""
 TEMPORARY = 64 << 20
-"""Bytes that FAISS puts aside on a GPU for each base."""
+"""Bytes that FAISS reserves on a GPU for each base."""
 FEWEST_LINKS = 2
-"""Of a key in HNSW: with fewer FAISS ends the process."""
+"""Least links of a key in HNSW: with fewer, FAISS ends the process."""
 Array = npt.NDArray[Any]
 
 _log = logging.getLogger("memstore.index")
 
 
 class _Capabilities:
-    """Whether it can lie on a GPU is known to FAISS, which nobody imports before an index is wanted."""
+    """Only FAISS knows whether it supports GPUs, and it is not imported before an index is needed."""
 
     def __get__(self, index: object, kind: object) -> IndexCapabilities:
         return IndexCapabilities(exact=False, dense=True, devices=has_gpus())
 
 
 class FaissIndex(ExactIndex):
-    """``settings`` is a factory string of FAISS with options behind semicolons: see ``Settings``.
+    """``settings`` is a factory string of FAISS with options after semicolons: see ``Settings``.
 
-    Searches may miss blocks; what is found is there, allowed, and has its true score. ``score`` is that of an exact
-    index. Like it, not safe for a search in one thread beside an addition in another.
+    Searches may miss blocks; found blocks exist, are allowed, and have their true scores. ``score`` is as in an exact
+    index. Also as there, a search during an addition in another thread is not safe.
     """
 
     capabilities = _Capabilities()
@@ -90,10 +91,10 @@ class FaissIndex(ExactIndex):
         self._fewest = -(-max(FEWEST_KEYS, needed) // self.keys_per_block)
         self._base: _FaissBase | None = None
         self._covered = 0
-        """Place behind the blocks that the base knows."""
+        """The place after the blocks in the base."""
         self._rebuild: Rebuild[_FaissBase] = Rebuild()
         self._covered_next = 0
-        """The same of the base that is being made."""
+        """The same for the base being made."""
         self._refused = 0
 
     def __repr__(self) -> str:
@@ -116,7 +117,7 @@ class FaissIndex(ExactIndex):
     def remove(self, ids: Tensor) -> None:
         super().remove(ids)
         self._rebuild.note_removed(ids)
-        # Rows at the end are free again. What is written there next is not what a base was made of.
+        # Rows at the end are free again. Blocks written there next are not in the base being made.
         self._covered_next = min(self._covered_next, self._chunks.end)
         if self._base is not None:
             self._base.drop(ids)
@@ -144,7 +145,7 @@ class FaissIndex(ExactIndex):
 
     @property
     def base(self) -> _FaissBase | None:
-        """What FAISS knows; another one each time that it was built."""
+        """Return the FAISS structure; each build gives another object."""
         self._adopt()
         return self._base
 
@@ -183,7 +184,7 @@ class FaissIndex(ExactIndex):
         super()._take(tensors)
         self._base, self._covered, self._refused = None, 0, 0
         if "base_rows" in tensors:
-            # FAISS does not check what it reads; the file's checksums have been.
+            # FAISS does not check what it reads; the file's checksums were checked.
             heads = [library().deserialize_index(tensors[f"faiss_{head}"].numpy()) for head in range(self.key_heads)]
             rows = tensors["base_rows"]
             try:
@@ -203,10 +204,10 @@ class FaissIndex(ExactIndex):
         return changed * LARGEST_TAIL > len(self._base.ids)
 
     def _begin(self) -> None:
-        """Let a thread make a base of the blocks as they are now."""
+        """Let a thread make a base of the current blocks."""
         chunks = self._chunks.by_number.values()
-        # Copies would take as much memory again. Rows are written anew only behind ``_covered_next``, and only after
-        # the blocks there have been removed: whatever the thread reads there is dropped when its base is adopted.
+        # Copies would take as much memory again. Rows are overwritten only after ``_covered_next``, and only after
+        # their blocks were removed. Whatever the thread reads there is dropped when its base is adopted.
         keys = [(chunk.keys[:, : chunk.used], chunk.alive[: chunk.used].clone()) for chunk in chunks]
         ids, places = torch.cat([chunk.live() for chunk in chunks]).cpu(), self._chunks.places().cpu()
         work = partial(_make_base, self.settings.factory, keys, ids, places, self.keys_per_block, self.device)
@@ -214,7 +215,7 @@ class FaissIndex(ExactIndex):
         self._rebuild.begin(work)
 
     def _adopt(self, *, wait: bool = False) -> None:
-        """Take the next base if it is ready, without the blocks that have left meanwhile."""
+        """Take the next base if it is ready, without the blocks removed meanwhile."""
         try:
             new = self._rebuild.take(wait=wait)
         except (RuntimeError, MemoryError) as error:
@@ -234,7 +235,7 @@ def _make_base(
     keys_per_block: int,
     device: torch.device,
 ) -> _FaissBase:
-    """Train and fill one structure for each head, on one thread: the others belong to whoever searches."""
+    """Train and fill one structure for each head, on one thread: searches need the others."""
     library().omp_set_num_threads(1)
     pieces = [(piece if bool(alive.all()) else piece[:, alive]).cpu() for piece, alive in keys]
     heads = [trained(factory, pieces, head) for head in range(len(pieces[0]))]
@@ -242,19 +243,19 @@ def _make_base(
 
 
 class Settings(NamedTuple):
-    """What follows the colon: a factory string, and options behind semicolons (``IVF1024,SQ8;nprobe=32``)."""
+    """The part after the colon: a factory string, and options after semicolons (``IVF1024,SQ8;nprobe=32``)."""
 
     factory: str
     nprobe: int | None = None
-    """Inverted lists that a search reads; None: one of sixteen, and at least eight."""
+    """Inverted lists that a search reads; None: one in sixteen, and at least eight."""
     ef_search: int = 64
     """Length of the queue of a search in HNSW."""
     refine: int = 4
-    """Candidates for each block wanted, which are scored in float32."""
+    """Candidates for each wanted block; these are scored in float32."""
 
 
 def parse(text: str) -> Settings:
-    """Raises ``InvalidArgument``, naming what is wrong."""
+    """Parse the settings. Raises ``InvalidArgument``, naming what is wrong."""
     if any(int(number) > LARGEST_NUMBER for number in re.findall(r"\d+", text)):
         raise InvalidArgument(f"faiss:{text}: no number in it may be larger than {LARGEST_NUMBER:,}.")
     factory, *options = text.split(";")
@@ -269,7 +270,7 @@ def parse(text: str) -> Settings:
 
 
 def library() -> ModuleType:
-    """FAISS. Raises ``InvalidArgument`` where it is not installed."""
+    """Import FAISS. Raises ``InvalidArgument`` if it is not installed."""
     try:
         import faiss
     except ImportError as error:
@@ -280,7 +281,7 @@ def library() -> ModuleType:
 
 
 def has_gpus() -> bool:
-    """Whether FAISS is installed, was built for GPUs, and sees one."""
+    """Return whether FAISS is installed, was built for GPUs, and sees one."""
     try:
         faiss = library()
     except InvalidArgument:
@@ -289,7 +290,7 @@ def has_gpus() -> bool:
 
 
 def make(factory: str, dim: int) -> Any:
-    """An empty FAISS index for inner products. Raises ``InvalidArgument`` for what cannot be used here."""
+    """Make an empty FAISS index for inner products. Raises ``InvalidArgument`` for unusable factory strings."""
     faiss = library()
     if any(int(links) < FEWEST_LINKS for links in re.findall(r"HNSW(\d+)", factory)):
         raise InvalidArgument(f"faiss:{factory}: a key needs at least {FEWEST_LINKS} links; HNSW32 gives it 32.")
@@ -310,16 +311,16 @@ def make(factory: str, dim: int) -> Any:
 
 
 def lists(index: Any) -> int:
-    """Inverted lists of an index; 0 where it has none."""
+    """Return the number of inverted lists of an index; 0 if it has none."""
     return int(getattr(index, "nlist", 0))
 
 
 class _FaissBase(BaseBlocks):
     """One FAISS structure for each key head, over the blocks ``ids [n]`` at ``places [n]``; ``P`` keys each.
 
-    It is never added to. A block that leaves is taken out of inverted lists, and filtered out of everything else. For a
-    GPU, copies of the structures propose there, and these are kept for files. Raises ``RuntimeError`` where it has no
-    room for them.
+    Blocks are never added. Removed blocks are taken out of inverted lists, and filtered out of other structures. With a
+    GPU, copies of the structures propose there, and the originals are kept for files. Raises ``RuntimeError`` if the
+    GPU has no room for them.
     """
 
     def __init__(
@@ -338,7 +339,9 @@ class _FaissBase(BaseBlocks):
             self._there = [self._faiss.index_cpu_to_gpu(self._resources, number, index) for index in heads]
         self._removes = not self._there and all(isinstance(index, self._faiss.IndexIVF) for index in heads)
         self.fewest = len(ids) // 2 if self._there else 0
-        """Blocks that a filter must leave for it to be asked: a GPU proposes without one, and half of that may go."""
+        """Least blocks that a filter must leave for FAISS to be used: on a GPU it ignores filters, so half may be
+        dropped.
+        """
 
     @property
     def nbytes(self) -> int:
@@ -355,13 +358,13 @@ class _FaissBase(BaseBlocks):
         return rows
 
     def filter(self, allowed: range | Tensor | None) -> Tensor | None:
-        """Which rows ``[n]`` may be found; None where FAISS needs no filter for that."""
+        """Return which rows ``[n]`` may be found; None if FAISS needs no filter."""
         if allowed is None and (self._removes or not self.removed):
             return None
         return self.wanted(allowed)
 
     def candidates(self, queries: Tensor, head: int, count: int, wanted: Tensor | None, settings: Settings) -> Tensor:
-        """Places ``[R, count]`` of the blocks of the best ``count`` keys; -1 for none and for what repeats."""
+        """Return places ``[R, count]`` of the blocks of the best ``count`` keys; -1 for none and for repeated ones."""
         rows = np.ascontiguousarray(queries.cpu().numpy(), dtype=np.float32)
         index, count = self.heads[head], min(count, max(1, self.heads[head].ntotal))
         if self._there:
@@ -380,7 +383,7 @@ class _FaissBase(BaseBlocks):
         return torch.where(bad, -1, self.places[blocks.clamp(min=0)]).to(queries.device)
 
     def _parameters(self, index: Any, count: int, wanted: Tensor | None, settings: Settings) -> tuple[Any, Any]:
-        """How to search, and what FAISS reads meanwhile, which must not be collected."""
+        """Return search parameters, and objects that must not be collected while FAISS uses them."""
         chosen: dict[str, Any] = {}
         bits = None
         if wanted is not None:
@@ -393,17 +396,17 @@ class _FaissBase(BaseBlocks):
         return self._faiss.SearchParameters(**chosen), bits
 
     def _numbers(self, rows: Tensor) -> Array:
-        """Numbers of the keys of blocks."""
+        """Return the numbers of the keys of blocks."""
         numbers = rows.unsqueeze(1) * self._keys_per_block + torch.arange(self._keys_per_block)
         return numbers.flatten().numpy()
 
     def serialized(self) -> list[Tensor]:
-        """The structure of each head as bytes ``[m]`` uint8."""
+        """Return the structure of each head as bytes ``[m]`` uint8."""
         return [torch.from_numpy(self._faiss.serialize_index(index)) for index in self.heads]
 
 
 def _probes(index: Any, settings: Settings) -> int | None:
-    """Inverted lists that a search reads; None where there are none."""
+    """Return how many inverted lists a search reads; None if there are none."""
     if not lists(index):
         return None
     return min(settings.nprobe or max(8, lists(index) // 16), lists(index))
@@ -419,16 +422,16 @@ def _bytes(faiss: ModuleType, index: Any) -> int:
 
 
 def _quieten(index: Any) -> None:
-    """Keep FAISS from warning of few keys on standard error: what they cost is measured and told as recall."""
+    """Keep FAISS from warning of few keys on standard error: their effect is measured and reported as recall."""
     if (clustering := getattr(index, "cp", None)) is not None:
         clustering.min_points_per_centroid = 1
 
 
 def trained(factory: str, keys: Sequence[Tensor], head: int) -> Any:
-    """A structure over ``keys``, pieces of ``[G, n, P, D]``, of one head.
+    """Train a structure for one head of ``keys``, pieces of ``[G, n, P, D]``.
 
-    Keys of a model share a large mean, which costs scalar quantisers their precision and clusters their sense; it is
-    taken off. That adds the same to every score of a query.
+    Keys of a model share a large mean, which costs scalar quantisers precision and makes clusters useless, so it is
+    subtracted. This changes every score of a query by the same amount.
     """
     flat = [piece[head].flatten(0, 1) for piece in keys]
     total = sum(len(piece) for piece in flat)

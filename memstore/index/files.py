@@ -23,19 +23,19 @@ KIND = "memstore index 2"
 
 
 class Content(NamedTuple):
-    """What a file holds."""
+    """The content of a file."""
 
     path: Path
     tensors: dict[str, Tensor]
-    """Mapped from the file: their bytes are read when they are used."""
+    """Mapped from the file: the bytes are read on use."""
     facts: dict[str, Any]
 
     def check(self, **wanted: tuple[torch.dtype, tuple[int | str, ...]]) -> None:
-        """Raise ``DamagedError`` unless there are tensors of these names, types and shapes, with numbers that can be.
+        """Raise ``DamagedError`` unless the tensors have these names, types and shapes, and valid numbers.
 
-        A letter in a shape is any size, the same one wherever it stands. ``ids`` are different and not negative.
+        A letter in a shape is any size, the same at each use. ``ids`` must be distinct and not negative.
         """
-        # Checksums are right in a file that somebody made on purpose too, and the loops in C believe shapes.
+        # A forged file has correct checksums too, and the loops in C trust shapes.
         sizes: dict[str, int] = {}
         for name, (dtype, shape) in wanted.items():
             tensor = self.tensors.get(name, torch.empty(0, dtype=torch.bool))
@@ -54,7 +54,7 @@ class Content(NamedTuple):
                 self.require(bool((ids[:1] >= 0).all() and (ids[1:] > ids[:-1]).all()), name)
 
     def require(self, holds: bool, name: str) -> None:
-        """Raise ``DamagedError``, which calls what is wrong ``name``, unless something holds."""
+        """Raise ``DamagedError``, which calls the fault ``name``, unless ``holds``."""
         if not holds:
             raise DamagedError(f"{self.path} is damaged: its {name} are not those of an index. Rebuild the index.")
 
@@ -62,7 +62,7 @@ class Content(NamedTuple):
 def save(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
     """Write to a file beside ``path``, then put it in its place: a crash leaves the old file or the new one.
 
-    ``facts`` are JSON values that ``load`` has to meet again. Raises ``OSError``, with the old file as it was.
+    ``facts`` are JSON values that ``load`` must find again. Raises ``OSError``, and keeps the old file.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -75,13 +75,13 @@ def save(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
     try:
         partial.unlink(missing_ok=True)
         os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
-        rights = stat.S_IMODE(partial.stat().st_mode)  # 0666 without the umask, which can only be seen in a new file
+        rights = stat.S_IMODE(partial.stat().st_mode)  # 0666 without the umask, which can only be read from a new file
         save_file(whole, partial, metadata=metadata)
-        partial.chmod(rights)  # safetensors makes a file of its own, for its user alone
+        partial.chmod(rights)  # safetensors makes its file readable for its user alone
         with partial.open("rb") as file:
             os.fsync(file.fileno())
         partial.replace(path)
-    except SafetensorError as error:  # its word for a full disk, and for a folder that is gone
+    except SafetensorError as error:  # raised for a full disk, and for a missing folder
         number = int(found[1]) if (found := re.search(r"os error (\d+)", str(error))) else errno.EIO
         raise OSError(number, os.strerror(number), str(path)) from error
     finally:
@@ -89,7 +89,7 @@ def save(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) ->
 
 
 def load(path: Path, facts: Mapping[str, Any]) -> Content:
-    """What ``save`` wrote with (at least) these ``facts``. Raises ``NotFound`` or ``DamagedError``."""
+    """Load a file that ``save`` wrote with (at least) these ``facts``. Raises ``NotFound`` or ``DamagedError``."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
@@ -118,7 +118,7 @@ def load(path: Path, facts: Mapping[str, Any]) -> Content:
 
 
 def identity(kind: str, index: Any, *, dtype: torch.dtype | None = None) -> dict[str, Any]:
-    """What a file of an index must agree with: the ``facts`` of ``save`` and ``load``."""
+    """Return the ``facts`` of ``save`` and ``load`` that a file of an index must match."""
     sizes = {name: getattr(index, name) for name in ("key_heads", "keys_per_block", "key_dim")}
     return {"index": kind, **sizes} | ({} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")})
 

@@ -1,9 +1,9 @@
 """Landmarks in Milvus: ``milvus:PATH.db`` is a file of the embedded engine, ``milvus:http://host:port`` a server.
 
-One client serves both. Each index is a collection of its own, named at random, with one entity for every key: block,
-head, offset and vector. Milvus finds the best by inner product among those of one head; scores are computed again from
-the vectors that it returns, so they are true whatever its index rounds. A collection is dropped by ``close``: the store
-is the truth, and ``save`` and ``load`` move the blocks through a file like any other index's.
+One client serves both. Each index is a separate collection with a random name, and one entity for every key: block,
+head, offset and vector. Milvus finds the best keys of one head by inner product. Scores are computed again from the
+returned vectors, so rounding in its index does not matter. ``close`` drops the collection: the store is the truth, and
+``save`` and ``load`` use a file as in any other index.
 
 ``pip install 'torch-memstore[milvus]'`` brings both. No other part of memstore imports them.
 """
@@ -25,14 +25,14 @@ from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
 STEP = 1000
 """Entities of one request."""
 MOST = 16_384
-"""Entities that Milvus returns for one query at most."""
+"""Most entities that Milvus returns for one query."""
 SERVERS = ("http://", "https://", "tcp://", "unix:")
 
 
 class MilvusIndex(VectorIndex):
-    """Keys ``[G, D]`` of ``P`` per block in a collection. ``settings`` says where: a file, or the address of a server.
+    """Keys ``[G, D]`` of ``P`` per block in a collection. ``settings`` is a file, or the address of a server.
 
-    The embedded engine searches exactly; a server by the index that it makes of itself, which may miss blocks.
+    The embedded engine searches exactly. A server uses the index that it builds by itself, which may miss blocks.
     """
 
     capabilities = IndexCapabilities(exact=False, dense=False)
@@ -52,7 +52,7 @@ class MilvusIndex(VectorIndex):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the keys, wherever they are, and of the ids here."""
+        """Return the bytes of the keys, wherever they are, and of the ids in this process."""
         return len(self._ids) * (self.key_heads * self.keys_per_block * (4 * self.key_dim + 32) + 8)
 
     def add(self, ids: Tensor, keys: Tensor) -> None:
@@ -132,7 +132,7 @@ class MilvusIndex(VectorIndex):
         schema.add_field("key", DataType.FLOAT_VECTOR, dim=self.key_dim)
         index = self._client.prepare_index_params()
         index.add_index("key", index_type="AUTOINDEX", metric_type="IP")
-        # Strong: what was added or removed before a search counts in it.
+        # Strong consistency: a search sees all earlier additions and removals.
         self._call("create_collection", self._name, schema=schema, index_params=index, consistency_level="Strong")
 
     def _insert(self, name: str, blocks: list[int], keys: Tensor) -> None:
@@ -150,7 +150,7 @@ class MilvusIndex(VectorIndex):
             raise
 
     def _hits(self, queries: Tensor, head: int, k: int, among: str) -> list[list[Any]]:
-        """For each of ``queries [R, D]`` the best entities of a head: so many that ``k`` blocks are among them."""
+        """Return the best entities of a head for each of ``queries [R, D]``, enough to contain ``k`` blocks."""
         limit = min(k * self.keys_per_block, MOST)
         found: list[list[Any]] = []
         for some in queries.split(64):
@@ -176,7 +176,7 @@ FIELDS = ["block", "head", "offset", "key"]
 
 
 def _connect(where: str) -> Any:
-    """A client. Raises ``InvalidArgument`` where the library is missing, and ``MemstoreError`` where nobody answers."""
+    """Make a client. Raises ``InvalidArgument`` if the library is missing, ``MemstoreError`` if no server answers."""
     server = where.startswith(SERVERS)
     if not server and not where.endswith(".db"):
         raise InvalidArgument(
@@ -207,7 +207,7 @@ def _connect(where: str) -> Any:
 
 
 def _among(there: set[int], allowed: range | Tensor | None) -> str | None:
-    """The filter for the allowed blocks; None where there are none."""
+    """Return the filter for the allowed blocks; None if there are none."""
     if allowed is None:
         return "" if there else None
     if isinstance(allowed, range) and allowed.step == 1:
@@ -218,7 +218,7 @@ def _among(there: set[int], allowed: range | Tensor | None) -> str | None:
 
 
 def _best_of_blocks(query: Tensor, hits: list[Any]) -> list[tuple[float, int, int]]:
-    """Score, block and offset of the best key of each block, in order; equal scores by block."""
+    """Return score, block and offset of each block's best key, in order; equal scores by block."""
     best: dict[int, tuple[float, int]] = {}
     if hits:
         entities = [hit["entity"] for hit in hits]

@@ -1,9 +1,9 @@
-"""What indexes share that are made anew beside their use: a base that never changes, and a thread that makes the next.
+"""Shared parts of indexes that are rebuilt during use: a constant base, and a thread that makes the next one.
 
-Approximate structures are slow to make and cannot be changed well. So such an index has a *base*: a structure over the
-blocks of one moment, of which some may have been removed since. Blocks added since form the *tail*, which is searched
-exactly. When the tail has become long, a thread makes the next base while searches go on with this one, and a later
-call adopts it, without the blocks that were removed meanwhile.
+Approximate structures are slow to make and hard to change. So such an index has a *base*: a structure over the blocks
+of one moment, some of them perhaps removed since. Blocks added since form the *tail*, which is searched exactly. When
+the tail has become long, a thread makes the next base while searches use this one. A later call adopts it, without the
+blocks removed meanwhile.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ class BaseBlocks:
     def __init__(self, ids: Tensor) -> None:
         self.ids = ids
         self.alive = torch.ones(len(ids), dtype=torch.bool)
-        """``[n]``: those that have not been removed."""
+        """``[n]``: the blocks that were not removed."""
         self.removed = 0
-        """How many have been."""
+        """The number of removed blocks."""
         self._by_id = ids.argsort()
 
     def __len__(self) -> int:
         return len(self.ids) - self.removed
 
     def holds(self, ids: Tensor) -> Tensor:
-        """Which of ``ids [n]`` are here, ``[n]`` bool."""
+        """Return which of ``ids [n]`` are in the base, ``[n]`` bool."""
         rows, same = self._find(ids)
         return same & self.alive[rows]
 
     def drop(self, ids: Tensor) -> Tensor:
-        """Remove those of ``ids [n]`` (all different) that are here, and return their rows."""
+        """Remove all of ``ids [n]`` (distinct) that are in the base, and return their rows."""
         rows, same = self._find(ids)
         rows = rows[same]
         rows = rows[self.alive[rows]]
@@ -50,11 +50,11 @@ class BaseBlocks:
         return rows
 
     def wanted(self, allowed: range | Tensor | None) -> Tensor:
-        """Which rows ``[n]`` may be found."""
+        """Return which rows ``[n]`` may be found."""
         return self.alive if allowed is None else self.alive & allows(allowed, self.ids)
 
     def _find(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Rows ``[n]`` of ``ids [n]``, and which of them are right: the others are not here."""
+        """Return rows ``[n]`` of ``ids [n]``, and which of them are right; the other ids are not in the base."""
         if not len(self.ids):
             return torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
         places = torch.searchsorted(self.ids, ids, sorter=self._by_id).clamp(max=len(self.ids) - 1)
@@ -67,7 +67,7 @@ class _NewBase(NamedTuple, Generic[T]):
 
     base: T
     removed: Tensor
-    """``[m]`` int64: ids of blocks that were removed since it was begun, also where they were added again."""
+    """``[m]`` int64: ids of blocks removed since the base was begun, even if they were added again."""
 
 
 class Rebuild(Generic[T]):
@@ -79,22 +79,25 @@ class Rebuild(Generic[T]):
 
     @property
     def running(self) -> bool:
-        """Whether a base is being made, or waits to be taken."""
+        """Return whether a base is being made, or waits to be taken."""
         return self._coming is not None
 
     def begin(self, make: Callable[[], T]) -> None:
         """Let a thread make the next base; ``running`` must be False."""
         self._coming, self._removed = Future(), []
-        # A thread of its own each time, not a pool: nothing is left behind where an index is dropped, or forked.
+        # A new thread each time, not a pool: nothing is left over if an index is dropped, or forked.
         threading.Thread(target=_fulfil, args=(self._coming, make), name="memstore-index").start()
 
     def note_removed(self, ids: Tensor) -> None:
-        """Blocks ``ids [n]`` have been removed: the base that is being made will still hold them."""
+        """Note that blocks ``ids [n]`` were removed: the base in progress still has them."""
         if self._coming is not None:
             self._removed.append(ids)
 
     def take(self, *, wait: bool = False) -> _NewBase[T] | None:
-        """The base, once; None where there is none yet. Raises what making it raised. ``wait``: until it is made."""
+        """Return the base, once; None if it is not ready. Raises the error of making it.
+
+        ``wait``: until it is ready.
+        """
         if self._coming is None or not (wait or self._coming.done()):
             return None
         coming, self._coming = self._coming, None

@@ -1,16 +1,16 @@
-"""Which groups of an exact index can hold one of the best blocks, by codes of 8 bits and a bound on what they lose.
+"""Find the groups of an exact index that can hold a best block, by codes of 8 bits and an error bound.
 
-Keys are kept a second time in 8 bits a number. Blocks lie in groups of about 32 keys; a code is ``round(key / scale)``,
-with one scale for each group. Of a key ``x`` and a query ``q``, both in the coordinates of ``Frame``, the product of
-codes ``x'`` and ``q'`` differs from ``q . x`` by at most
+A second copy of the keys has 8 bits per number. Blocks are in groups of about 32 keys; a code is
+``round(key / scale)``, with one scale for each group. For a key ``x`` and a query ``q``, both in the coordinates of
+``Frame``, the product of codes ``x'`` and ``q'`` differs from ``q . x`` by at most
 
     ``|q| |x - x'| + |q - q'| |x'|``  (Cauchy-Schwarz, both codes multiplied by their scales),
 
-so a group whose best product of codes lies further below the k-th best score than that holds none of the best k.
+so if a group's best product of codes is further below the k-th best score, it holds none of the best k.
 
-A search takes three steps. ``Sieve`` multiplies codes; ``best`` names a few groups that look best; when their blocks
-were scored in float32, ``left`` names those that can still hold better ones. All others are proven to hold none, so the
-result is the true top k. Where too many are left, as among many equal keys, the sieve did not help.
+A search takes three steps. ``Sieve`` multiplies codes; ``best`` names a few most promising groups. After their blocks
+were scored in float32, ``left`` names the groups that can still hold better blocks. All other groups are proven to hold
+none, so the result is the true top k. If too many are left, as with many equal keys, the sieve did not help.
 """
 
 from __future__ import annotations
@@ -26,53 +26,55 @@ from memstore.kernels.best_products import LARGEST_DIM as LARGEST_CODED_DIM
 from memstore.kernels.best_products import best_products, fastest
 
 EXPONENT = 0.125
-"""Directions are divided by this power of their variance. A half would make all equally long, and queries uneven."""
+"""Directions are divided by this power of their variance. A power of 0.5 would make all equally long, and queries
+uneven.
+"""
 SMALLEST_VARIANCE = 1e-4
-"""Share of the largest variance that every direction is given at least."""
+"""Least share of the largest variance for every direction."""
 LARGEST_TURNED_DIM = 256
-"""Longer keys are coded as they are: turning 64 of them would take longer than the two milliseconds of an append."""
+"""Longer keys are coded without a turn: turning 64 of them would take longer than the two milliseconds of an append."""
 GROUP_KEYS = 32
-"""Keys whose best product stands for all of them."""
+"""Keys represented by their best product."""
 LARGEST_CODE = 127
 CODED_AT_ONCE = 1 << 11
-"""Groups that are coded at a time."""
+"""Groups coded at a time."""
 PASSED_OVER = 1 << 10
-"""Groups that are passed over together, where none of them counts."""
+"""Groups skipped together if none of them is wanted."""
 NEIGHBOURS = 32
-"""Groups whose best product stands for all of them, once more."""
+"""Groups represented by their best product, in a second step."""
 LARGEST_SHARE = 16
-"""At most one of so many groups is worth scoring; beyond that a plain scan is as fast."""
+"""At most one group in so many is worth scoring; beyond that a plain scan is as fast."""
 
 
 class Frame(NamedTuple):
-    """The coordinates in which the keys of each of ``G`` heads are coded: what makes 8 bits lose less.
+    """The coordinates in which the keys of each of ``G`` heads are coded, so 8 bits lose less.
 
-    A product of a key and a query does not change when keys are turned by one matrix and queries by the inverse of its
-    transpose, and ``query . centre`` is the same for all keys. So keys are taken around their mean, their long
-    directions are shortened (those of queries grow as much), and all directions are mixed, so that no number of a key
-    or a query stands out: the largest number decides how coarse a code is. Any frame is right; a good one leaves less
-    to look at again.
+    If keys are turned by one matrix and queries by the inverse of its transpose, their products do not change. Also,
+    ``query . centre`` is the same for all keys. So the mean is subtracted from keys, and their long directions are
+    shortened (those of queries grow as much). All directions are mixed, so no number of a key or a query stands out,
+    because the largest number decides how coarse a code is. Any frame is correct; a good one leaves fewer groups to
+    score.
     """
 
     centre: Tensor
     """``[G, D]`` float32"""
     turn: Tensor
-    """``[G, D, D]`` float64 for keys; ``[G, 0, 0]`` where they are coded as they are."""
+    """``[G, D, D]`` float64 for keys; ``[G, 0, 0]`` if they are not turned."""
     back: Tensor
     """``[G, D, D]`` float64 for queries: ``turn[g] @ back[g].T`` is the identity."""
     stretch: Tensor
-    """``[G]`` float64: how much longer than in this frame the difference of a key and the centre can be."""
+    """``[G]`` float64: the largest ratio of the distance of a key and the centre to that in this frame."""
 
     @classmethod
     def of(cls, keys: Tensor) -> Frame:
-        """A frame that suits ``keys [G, n, D]``."""
+        """Make a frame that suits ``keys [G, n, D]``."""
         keys = keys.double()
         centre, dim = keys.mean(1), keys.shape[2]
         if dim > LARGEST_TURNED_DIM:
             none = torch.empty(len(keys), 0, 0, dtype=torch.float64)
             return cls(centre.float(), none, none, torch.ones(len(keys), dtype=torch.float64))
-        # Only keys decide. Knowing the queries too would leave still fewer groups, but then the same index would be
-        # fast or slow by what was asked before.
+        # Only keys decide. With the queries still fewer groups would be left, but then the speed of an index would
+        # depend on earlier queries.
         apart = keys - centre[:, None]
         variances, directions = torch.linalg.eigh(apart.mT @ apart / keys.shape[1])
         least = (variances.amax(1, keepdim=True) * SMALLEST_VARIANCE).clamp(min=1e-30)
@@ -83,22 +85,22 @@ class Frame(NamedTuple):
 
     @classmethod
     def named(cls, tensors: Mapping[str, Tensor]) -> Frame:
-        """What ``_asdict`` gave."""
+        """Make a frame from the result of ``_asdict``."""
         return cls(*(tensors[name] for name in cls._fields))
 
     def keys(self, keys: Tensor) -> Tensor:
-        """``keys [G, ..., D]`` in this frame, float32."""
+        """Return ``keys [G, ..., D]`` in this frame, float32."""
         apart = keys.float().flatten(1, -2) - self.centre[:, None]
         turned = (apart.double() @ self.turn).float() if self.turn.numel() else apart
         return turned.view(keys.shape)
 
     def queries(self, queries: Tensor, head: int) -> Tensor:
-        """``queries [R, D]`` of a key head in this frame, float32."""
+        """Return ``queries [R, D]`` of a key head in this frame, float32."""
         return (queries.double() @ self.back[head]).float() if self.back.numel() else queries
 
 
 def _cosines(dim: int) -> Tensor:
-    """An orthogonal matrix ``[D, D]`` float64 without large numbers: that of the discrete cosine transform."""
+    """Return an orthogonal ``[D, D]`` float64 without large numbers: the matrix of the discrete cosine transform."""
     place = torch.arange(dim, dtype=torch.float64)
     matrix = torch.cos(math.pi / dim * (place[:, None] + 0.5) * place) * math.sqrt(2 / dim)
     matrix[:, 0] = math.sqrt(1 / dim)
@@ -106,7 +108,7 @@ def _cosines(dim: int) -> Tensor:
 
 
 class Codes:
-    """The codes of one chunk. Rows of whole groups only: ``groups * rows_per_group`` of them are coded."""
+    """The codes of one chunk. Only rows of whole groups are coded: ``groups * rows_per_group`` rows."""
 
     def __init__(self, capacity: int, sizes: tuple[int, int, int], frame: Frame) -> None:
         heads, keys_per_block, dim = sizes
@@ -124,7 +126,7 @@ class Codes:
 
     @classmethod
     def of(cls, keys_per_block: int, tensors: Mapping[str, Tensor]) -> Codes:
-        """Codes around what ``tensors`` gave; nothing is copied."""
+        """Make codes around the result of ``tensors``, without a copy."""
         heads, groups, _, dim = tensors["values"].shape
         codes = cls(0, (heads, keys_per_block, dim), Frame.named(tensors))
         codes.values, codes.scales = tensors["values"], tensors["scales"]
@@ -141,7 +143,7 @@ class Codes:
         return sum(tensor.nbytes for tensor in (self.values, self.scales, self.lost, self.longest))
 
     def extend(self, keys: Tensor, used: int) -> None:
-        """Encode the groups of ``keys [G, capacity, P, D]`` that have become complete with ``used`` rows."""
+        """Encode the groups of ``keys [G, capacity, P, D]`` that are newly complete with ``used`` rows."""
         stop = used // self.rows_per_group
         for first in range(self.groups, stop, CODED_AT_ONCE):
             self._encode(keys, slice(first, min(first + CODED_AT_ONCE, stop)))
@@ -160,7 +162,7 @@ class Codes:
         self.lost[:, new] = turned.sub_(values).norm(dim=3).amax(2)
 
     def cut(self, used: int) -> None:
-        """Only the first ``used`` rows are still what they were."""
+        """Keep only the codes of the first ``used`` rows, which are unchanged."""
         self.groups = min(self.groups, used // self.rows_per_group)
 
 
@@ -172,18 +174,18 @@ class _CodedQueries(NamedTuple):
     scales: Tensor
     """``[R]`` float32"""
     lengths: Tensor
-    """``[R]`` float32: of the query."""
+    """``[R]`` float32: length of the query."""
     lost: Tensor
-    """``[R]`` float32: of the difference between query and code."""
+    """``[R]`` float32: length of the difference between query and code."""
 
 
 def group_rows(keys_per_block: int) -> int:
-    """Blocks in a group."""
+    """Return the number of blocks in a group."""
     return max(1, GROUP_KEYS // keys_per_block)
 
 
 def encode_queries(queries: Tensor) -> _CodedQueries:
-    """``queries [R, D]`` float32 with a scale for each, which drops out of every comparison."""
+    """Encode ``queries [R, D]`` float32 with a scale for each, which cancels in every comparison."""
     scales = queries.abs().amax(1, keepdim=True).div_(LARGEST_CODE).clamp_(min=torch.finfo(torch.float32).tiny)
     scaled = queries / scales
     values = scaled.round().clamp_(-LARGEST_CODE, LARGEST_CODE)
@@ -192,20 +194,20 @@ def encode_queries(queries: Tensor) -> _CodedQueries:
 
 
 def usable(device: torch.device, dim: int) -> bool:
-    """Whether keys of ``dim`` numbers are compared faster in 8 bits."""
+    """Return whether keys of ``dim`` numbers are compared faster in 8 bits."""
     return device.type == "cpu" and 8 <= dim <= LARGEST_CODED_DIM and fastest(dim) != "reference"
 
 
 class CodedGroups(NamedTuple):
-    """The codes of a chunk, and which of their groups a search looks at."""
+    """The codes of a chunk, and the groups that a search reads."""
 
     codes: Codes
     whole: Tensor | None
-    """``[groups]`` bool: all blocks of the group are there and allowed. None: of every group."""
+    """``[groups]`` bool: all blocks of the group exist and are allowed. None: so for every group."""
 
 
 class QueryGroups(NamedTuple):
-    """Pairs of a query and a group whose blocks are to be scored for it."""
+    """Pairs of a query and a group; the group's blocks are to be scored for the query."""
 
     query: Tensor
     """``[W]`` int64"""
@@ -226,17 +228,17 @@ class Sieve:
             for name in ("lost", "longest")
         )
         self.starts = torch.tensor([0, *(part.codes.groups for part in parts)]).cumsum(0)
-        """Number of the first group of each part, and behind the last one."""
+        """Number of the first group of each part, and the total at the end."""
         self._scores = _best_of_groups(parts, self._queries.values, head, int(self.starts[-1]))  # [n, R]
         self._highest = self._scores.view(-1, NEIGHBOURS, len(queries)).amax(1)  # [n / NEIGHBOURS, R]
-        # What sums in float32 can differ by, here and where the winners are scored.
+        # The possible difference of sums in float32, here and in the scoring of the winners.
         reach = float(self._longest.max()) + float(self._lost.max())
         apart = reach * float(frame.stretch[head]) + float(centre.norm())
         lengths = queries.norm(dim=1) / self._queries.scales * apart + self._queries.lengths * reach
         self._rounding = lengths * (4 * (len(centre) + 8) * 2.0**-24)
 
     def best(self, k: int) -> QueryGroups:
-        """The ``k`` groups that look best for each query, ordered by query. There must be at least as many."""
+        """Return the ``k`` most promising groups for each query, ordered by query. There must be at least ``k``."""
         rows = self._scores.shape[1]
         query = torch.arange(rows).unsqueeze(1)
         places = self._highest.T.topk(min(k, len(self._highest)), dim=1, sorted=False).indices
@@ -245,12 +247,12 @@ class Sieve:
         return QueryGroups(query.expand(-1, k).flatten(), groups.gather(1, columns).flatten())
 
     def left(self, limit: Tensor, but: QueryGroups) -> tuple[QueryGroups, Tensor]:
-        """The groups that may hold a score of ``limit [R]`` or more, ordered by query, without those in ``but``.
+        """Return groups that may hold a score of ``limit [R]`` or more, ordered by query, except those in ``but``.
 
-        Also returns for which queries ``[R]`` the sieve helped; for the others no groups are named.
+        Also return for which queries ``[R]`` the sieve helped; the others get no groups.
         """
-        # The limit is a true score, so only the product of codes is in doubt. Were the limit a product of codes too,
-        # the doubts would add, and three times as many groups of a model's keys would be left.
+        # The limit is a true score, so only the product of codes is in doubt. If the limit were also a product of
+        # codes, the doubts would add, and three times as many groups of a model's keys would be left.
         self._scores[but.group, but.query] = -torch.inf
         limit = ((limit - self._apart) / self._queries.scales - self._rounding).float()
         lost, longest = (each.view(-1, NEIGHBOURS) for each in (self._lost, self._longest))
@@ -266,12 +268,12 @@ class Sieve:
         return QueryGroups(query[kept], group[kept]), helped
 
     def _doubt(self, query: Tensor, lost: Tensor, longest: Tensor) -> Tensor:
-        """How far products of groups with these lengths can be from the truth; all of shapes that broadcast."""
+        """Bound the error of products of groups with these lengths; the shapes must broadcast."""
         return (self._queries.lengths[query] * lost + self._queries.lost[query] * longest) * 1.0001
 
 
 def _best_of_groups(parts: Sequence[CodedGroups], queries: Tensor, head: int, total: int) -> Tensor:
-    """Best product of each group with each of ``queries [R, D]`` int8: ``[n, R]`` float32, -inf where none counts."""
+    """Return the best product of each group with ``queries [R, D]`` int8: ``[n, R]`` float32, -inf for none."""
     scores = torch.empty(-(-total // NEIGHBOURS) * NEIGHBOURS, len(queries), dtype=torch.float32)
     scores[total:] = -torch.inf
     start = 0
@@ -288,7 +290,7 @@ def _best_of_groups(parts: Sequence[CodedGroups], queries: Tensor, head: int, to
 
 
 def _steps(whole: Tensor) -> list[slice]:
-    """Pieces of the groups ``whole [groups]``: those in which some count."""
+    """Return slices of the groups ``whole [groups]`` that contain wanted groups."""
     firsts = range(0, len(whole), PASSED_OVER)
     return [slice(first, first + PASSED_OVER) for first in firsts if bool(whole[first : first + PASSED_OVER].any())]
 

@@ -1,9 +1,9 @@
-"""Exact search among keys of +1 and -1, kept as bits: the index of a memory that routes by codes of one bit.
+"""Exact search among keys of +1 and -1, stored as bits: the index of a memory that routes by one-bit codes.
 
-A memory with ``key_dtype="bit"`` asks for the score of every block for every token of a question, which no graph and no
-inverted file can help with. As bits a million codes of 256 numbers are 38 MB, 14 times less than in bfloat16, and are
-scored without multiplying (``memstore.kernels.best_signs``). ``index="exact"`` of such a memory is this one where the
-processor can do it.
+A memory with ``key_dtype="bit"`` needs the score of every block for every token of a question, so no graph and no
+inverted file can help. As bits a million codes of 256 numbers take 38 MB, 14 times less than in bfloat16, and are
+scored without multiplying (``memstore.kernels.best_signs``). If the processor supports it, ``index="exact"`` of such a
+memory is this index.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
 from memstore.kernels.best_signs import PackedSigns, allowance, best_signs, pack, problem, words_shape
 
 LEAST_ROOM = 64
-"""Blocks that there is room for when the first come."""
+"""Initial room, in blocks."""
 
 
 class SignIndex(VectorIndex):
     """Keys of +1 and -1. ``search`` finds the true top k, with scores in float32.
 
-    ``score`` rounds what five numbers of a query make to 16 bits: for keys of 256 numbers it is off by less than 1/1200
-    of the sum of the query's absolute numbers (for n times as many by n times that), usually a tenth of that, and exact
-    for signs as queries. Blocks with equal scores are ordered by id, the smaller first.
+    ``score`` rounds sums of five numbers of a query to 16 bits. For keys of 256 numbers its error is less than 1/1200
+    of the sum of the query's absolute numbers, and usually a tenth of that. For n times as many numbers it is n times
+    that. It is exact if queries are signs. Blocks with equal scores are ordered by id, the smaller first.
 
-    Not safe for a search in one thread beside an addition in another; the memory holds a lock.
+    A search during an addition in another thread is not safe; the memory holds a lock.
     """
 
     capabilities = IndexCapabilities(exact=True, dense=True)
@@ -41,7 +41,7 @@ class SignIndex(VectorIndex):
         if reason := problem():
             raise InvalidArgument(f"An index of signs {reason.replace('auto', 'exact')}.")
         self._words, self._ids = self._room_for(0)
-        self._held = slice(0, 0)  # the rows that are there; their ids ascend
+        self._held = slice(0, 0)  # the rows in use; their ids ascend
 
     def __len__(self) -> int:
         return self._held.stop - self._held.start
@@ -75,7 +75,7 @@ class SignIndex(VectorIndex):
         contract.check_ids(ids)
         contract.check_held(self._holds(ids), ids)
         there = self._ids[self._held]
-        if torch.equal(there[: len(ids)], ids):  # a document that loses its oldest blocks
+        if torch.equal(there[: len(ids)], ids):  # when a document loses its oldest blocks
             self._held = slice(self._held.start + len(ids), self._held.stop)
         else:
             left = ~torch.isin(there, ids)
@@ -113,11 +113,11 @@ class SignIndex(VectorIndex):
 
     def _room_for(self, blocks: int) -> tuple[Tensor, Tensor]:
         shape = (self.key_heads, max(blocks, LEAST_ROOM), *words_shape(self.keys_per_block, self.key_dim))
-        with torch.inference_mode(False):  # what is made inside of it could not be filled outside of it
+        with torch.inference_mode(False):  # tensors made in inference mode could not be filled outside of it
             return torch.empty(shape, dtype=torch.int16), torch.empty(shape[1], dtype=torch.int64)
 
     def _hold(self, ids: Tensor, words: Tensor) -> None:
-        """Hold blocks ``ids [n]``, in any order, with ``words [G, n, ...]``, and no others."""
+        """Replace the content by blocks ``ids [n]``, in any order, with ``words [G, n, ...]``."""
         order = ids.argsort()
         room = self._room_for(len(ids))
         room[0][:, : len(ids)], room[1][: len(ids)] = words[:, order], ids[order]
@@ -131,7 +131,7 @@ class SignIndex(VectorIndex):
         return there[at] == ids
 
     def _rows(self, allowed: range | Tensor | None) -> slice | Tensor:
-        """The rows of the allowed blocks, in the order of their ids; a slice where they are adjacent."""
+        """Return the rows of the allowed blocks, in the order of their ids; a slice if they are adjacent."""
         if allowed is None:
             return self._held
         there = self._ids[self._held]
@@ -149,10 +149,10 @@ class SignIndex(VectorIndex):
         return PackedSigns(self._words[head, rows].contiguous(), self.keys_per_block, self.key_dim)
 
     def _scores(self, queries: Tensor, head: int, rows: slice | Tensor) -> Tensor:
-        """``[R, n]`` float32."""
+        """Return scores ``[R, n]`` float32."""
         return best_signs(self._keys(head, rows), queries).T.contiguous()
 
-    # What cannot be among the best is ruled out for certain, by how much scores may be off; the rest is scored again.
+    # The error bound of the scores rules out blocks that cannot be among the best; the rest is scored again.
     def _search_head(self, queries: Tensor, head: int, rows: slice | Tensor, k: int) -> SearchResult:
         near, ids = self._scores(queries, head, rows), self._ids[rows]
         count, off, places = min(k, len(ids)), 2 * allowance(queries), torch.arange(len(self._ids))[rows]

@@ -1,4 +1,4 @@
-"""What the public functions of all operations share: checks of shapes and devices, and the choice of a back end."""
+"""Shared parts of all public functions: checks of shapes and devices, and the choice of a back end."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Backend = Literal["auto", "reference", "torch", "triton"]
 INTEGERS = (torch.int32, torch.int64)
 TRITON_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
-"""Numbers of a head that Triton's kernels hold in registers."""
+"""Largest head, in numbers, that Triton's kernels hold in registers."""
 
 
 def shapes(**tensors: Tensor) -> str:
-    """The names and shapes of ``tensors``, for an error."""
+    """Return the names and shapes of ``tensors``, for an error."""
     return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
 
 
 def check_grouped(q: Tensor, k: Tensor, v: Tensor, *, heads: int = 1) -> None:
-    """Queries must fit keys and values: one batch, ``H`` a multiple of ``G`` (dimension ``heads``), the same ``D``.
+    """Check queries against keys and values: one batch, ``H`` a multiple of ``G`` (dimension ``heads``), one ``D``.
 
     ``D`` is the last dimension; all others of keys and values are the same.
     """
@@ -35,7 +35,7 @@ def check_grouped(q: Tensor, k: Tensor, v: Tensor, *, heads: int = 1) -> None:
 
 
 def check_device(**tensors: Tensor | None) -> None:
-    """All ``tensors`` that are given must be on one device."""
+    """Check that all given ``tensors`` are on one device."""
     places = {name: str(tensor.device) for name, tensor in tensors.items() if tensor is not None}
     if len(set(places.values())) > 1:
         where = ", ".join(f"{name} on {place}" for name, place in places.items())
@@ -43,7 +43,7 @@ def check_device(**tensors: Tensor | None) -> None:
 
 
 def check_known(backend: str, known: Any) -> None:
-    """``backend`` must be one of the Literal type ``known``."""
+    """Check that ``backend`` is one of the Literal type ``known``."""
     names = known.__args__
     if backend not in names:
         listed = ", ".join(repr(name) for name in names[:-1])
@@ -51,11 +51,11 @@ def check_known(backend: str, known: Any) -> None:
 
 
 def pick(backend: Backend, x: Tensor, problem: Callable[[], str | None], *, products: bool = True) -> Backend:
-    """The back end for ``x``: ``"auto"`` is Triton on a GPU unless it has a ``problem``, and PyTorch elsewhere.
+    """Choose the back end for ``x``: ``"auto"`` is Triton on a GPU unless it has a ``problem``, and PyTorch elsewhere.
 
-    Raises ``InvalidArgument`` for an unknown back end, and for Triton with a problem. ``products``: whether the kernels
-    are made of matrix products. Those of float32 take three of TF32 each in Triton, in small tiles; until somebody has
-    measured that this pays, ``"auto"`` leaves them to PyTorch.
+    Raises ``InvalidArgument`` for an unknown back end, and for Triton with a problem. ``products`` says whether the
+    kernels consist of matrix products. In Triton, each product in float32 takes three in TF32, in small tiles. Until a
+    measurement shows that this pays, ``"auto"`` leaves them to PyTorch.
     """
     check_known(backend, Backend)
     if backend == "auto":
@@ -67,15 +67,15 @@ def pick(backend: Backend, x: Tensor, problem: Callable[[], str | None], *, prod
 
 
 def nothing(q: Tensor, v: Tensor, *others: Tensor) -> Tensor:
-    """The output where there is nothing to attend to: 0, with gradient 0 whatever the inputs hold."""
+    """Return the output for an empty set of keys: 0, with gradient 0 for any input."""
     linked = torch.stack([x[..., :0].sum().to(q.dtype) for x in (q, v, *others)]).sum()
     return q.new_zeros((*q.shape[:-1], v.shape[-1])) + linked
 
 
 def triton_problem(*tensors: Tensor, largest: int, mixed: bool = False, instead: str = "torch") -> str | None:
-    """Why Triton cannot compute with floating-point ``tensors`` and heads of ``largest``; None if it can.
+    """Say why Triton cannot compute with floating-point ``tensors`` and heads of ``largest``; None if it can.
 
-    ``mixed``: whether they may differ in type. ``instead`` is the back end that an error names beside ``"auto"``.
+    ``mixed`` says whether their types may differ. An error names the back end ``instead`` beside ``"auto"``.
     """
     way_out = f"use 'auto' or {instead!r}"
     if importlib.util.find_spec("triton") is None:

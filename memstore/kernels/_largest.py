@@ -1,4 +1,4 @@
-"""The largest of many numbers, in their order, where there are equal ones."""
+"""The largest of many numbers, in stable order among equal ones."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from torch import Tensor
 
 
 def largest(x: Tensor, k: int) -> Tensor:
-    """Where the ``k`` largest of ``x [..., n]`` in float32 are, in their order, of equal ones the first.
+    """Return the places of the ``k`` largest of ``x [..., n]`` in float32, in order; the first of equal ones wins.
 
-    A selection takes any of equal numbers, and a stable sort of all takes many times as long. So the place of a number
-    becomes the lower half of one in 64 bits, and no two are equal.
+    A selection takes any of equal numbers, and a stable sort of all takes many times as long. So number and place are
+    packed into 64 bits, with the place in the lower half; then no two are equal.
     """
-    bits = (x + 0.0).view(torch.int32)  # + 0.0: there are two zeros
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # as integers they have the order of the numbers
+    bits = (x + 0.0).view(torch.int32)  # + 0.0: turns -0.0 into 0.0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # as integers they sort like the numbers
     places = torch.arange(x.shape[-1], device=x.device)
     keys = (ordered << 32) + (0xFFFFFFFF - places)
     return 0xFFFFFFFF - (keys.topk(k, -1).values & 0xFFFFFFFF)
 
 
 def filled(x: Tensor, k: int, value: float) -> Tensor:
-    """The first ``k`` columns of ``x [..., n]``, with ``value`` where there are fewer."""
+    """Return the first ``k`` columns of ``x [..., n]``, and fill up missing ones with ``value``."""
     missing = k - x.shape[-1]
     return x[..., :k] if missing <= 0 else torch.nn.functional.pad(x, (0, missing), value=value)

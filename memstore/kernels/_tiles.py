@@ -1,9 +1,9 @@
-"""What all Triton kernels share: how a kernel gets its tiles, and whether the interpreter runs it.
+"""Shared parts of all Triton kernels: how a kernel gets its tiles, and whether the interpreter runs it.
 
 Tiles come from a ``TABLE`` beside the kernels (in ``grouped_cross_attention`` and ``landmark_attention``; a formula in
-``knn_attention``, constants in ``search_blocks``), by what the compiler says of them: none spills registers.
-Measuring in each process may find faster ones, but takes minutes of compiling, and may choose others in the next one:
-then sums have another order, and what a model reads again is no longer the same bit for bit.
+``knn_attention``, constants in ``search_blocks``). By the compiler's report, none spills registers. Measuring in each
+process may find faster tiles, but takes minutes of compiling, and the next process may choose others. Then sums have
+another order, and reading a text again no longer gives the same bits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 import triton
 
 SMALLEST = 16
-"""Shortest side of a tile that the matrix units of all devices take."""
+"""Shortest side of a tile that the matrix units of all devices accept."""
 ANY = 1 << 30
 """No limit, in a table."""
 
@@ -27,19 +27,19 @@ Machine = str
 
 
 def config(warps: int, stages: int, **sizes: int) -> triton.Config:
-    """Tiles of these ``sizes``, by the names of the kernel's arguments."""
+    """Make tiles of these ``sizes``, which are named after the kernel's arguments."""
     return triton.Config(sizes, num_warps=warps, num_stages=stages)
 
 
 def padded(length: int) -> int:
-    """The side of a tile that covers ``length``."""
+    """Return the side of a tile that covers ``length``."""
     return max(SMALLEST, 1 << (length - 1).bit_length())
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How matrix units multiply numbers of a type: float32 as three products in TF32, or as one where PyTorch may.
+    """Return how matrix units multiply a type: float32 as three TF32 products, or one if PyTorch allows TF32.
 
-    NVIDIA's matrix units have no exact products of float32; without them sums are spilled by the kilobyte.
+    NVIDIA's matrix units have no exact products of float32. Without matrix units, sums spill kilobytes of registers.
     """
     if dtype != torch.float32 or torch.version.hip:
         return "ieee"
@@ -48,19 +48,20 @@ def precision(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True)
 class TileTable:
-    """The tiles of the kernels of one operation."""
+    """The tiles of one operation's kernels."""
 
     kernels: Sequence[str]
     sizes: Sequence[str]
-    """The arguments of the kernels that are sides of tiles."""
+    """Kernel arguments that are sides of tiles."""
     rows: Sequence[tuple[Machine, int, int, int, int, Sequence[Sequence[int]]]]
-    """The device, bytes of a number, and the most rows of queries, numbers of a head and tokens of a block; then, for
-    each kernel, warps, stages, and the sides of a tile."""
+    """The device, bytes of a number, and the most rows of queries, numbers of a head and tokens of a block. For each
+    kernel, warps, stages, and the sides of a tile follow.
+    """
 
     def tiles(
         self, kernel: str, machine: Machine, dtype: torch.dtype, *, queries: int, dim: int, block: int
     ) -> triton.Config:
-        """Those of the first row that is large enough, else of the last one for such numbers."""
+        """Return the tiles of the first row that is large enough, else of the last row for this number size."""
         column = self.kernels.index(kernel)
         for *kind, most_queries, most_dim, most_block, tiles in self.rows:
             if kind == [machine, dtype.itemsize]:
@@ -71,7 +72,7 @@ class TileTable:
 
 
 class TiledKernel:
-    """A kernel that is called like one of Triton's, with the tiles that ``choose`` takes for its arguments."""
+    """A kernel, called like one of Triton's, that gets its tiles from ``choose`` by its arguments."""
 
     def __init__(self, kernel: Any, choose: Callable[[Mapping[str, Any]], triton.Config]) -> None:
         self.fn, self.arg_names = kernel, kernel.arg_names
@@ -87,7 +88,7 @@ class TiledKernel:
 def tiled(
     choose: Callable[[Mapping[str, Any]], triton.Config], *, interpreted_config: triton.Config
 ) -> Callable[[Any], TiledKernel]:
-    """Give a kernel the tiles that ``choose`` takes; the interpreter, which has no registers, takes one for all."""
+    """Give a kernel the tiles of ``choose``; the interpreter has no registers and uses one size for all."""
 
     def give(kernel: Any) -> TiledKernel:
         return TiledKernel(kernel, choose if isinstance(kernel, triton.JITFunction) else lambda _: interpreted_config)
@@ -96,23 +97,23 @@ def tiled(
 
 
 def machine() -> Machine:
-    """The kind of the current device."""
+    """Return the kind of the current device."""
     return "gfx942" if torch.version.hip else _machine(torch.cuda.current_device())
 
 
 @functools.cache
 def _machine(device: int) -> Machine:
-    # 12 is Blackwell for desktops, whose programs have the shared memory and the products of older ones.
+    # 12 is Blackwell for desktops, which has the shared memory and the products of older devices.
     return "sm_90" if torch.cuda.get_device_capability(device)[0] in (9, 10) else "sm_80"
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels: its variable was set when this module was imported."""
+    """Return whether Triton's interpreter runs the kernels: its variable was set when this module was imported."""
     return not isinstance(_probe, triton.JITFunction)
 
 
 def _nothing() -> None:
-    """The smallest kernel."""
+    """Do nothing: the smallest kernel."""
 
 
 _probe = triton.jit(_nothing)

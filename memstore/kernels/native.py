@@ -1,13 +1,12 @@
-"""C where PyTorch has no operation that is as fast: compiled at the first use by the machine's own compiler.
+"""C code for operations that PyTorch lacks or runs slowly, compiled at the first use by the machine's own compiler.
 
-PyTorch has none that multiplies 8 bits and keeps the largest product, so it writes all products to memory and reads
-them again. Compiled wheels for every processor were one way to have one, Numba another (which has no AMX, and is a
-large dependency).
+PyTorch has no operation that multiplies 8 bits and keeps the largest product, so it writes all products to memory and
+reads them again. The alternatives were compiled wheels for every processor, or Numba (which has no AMX, and is a large
+dependency).
 
-Nobody needs it: whatever is written in C is there in PyTorch too, and is taken where there is no compiler, where the
-processor is another one, or where ``MEMSTORE_NATIVE=0`` forbids it. What was compiled is kept in the cache folder,
-under a name that tells what it was made from and what it holds, so that neither an old library nor a damaged one is
-loaded.
+The C code is optional: all of it exists in PyTorch too. PyTorch is used if there is no compiler, on other processors,
+or with ``MEMSTORE_NATIVE=0``. Compiled libraries are stored in the cache folder, under a name with hashes of their
+source and content. So neither an old library nor a damaged one is loaded.
 """
 
 from __future__ import annotations
@@ -38,18 +37,18 @@ _log = logging.getLogger("memstore.kernels")
 
 
 class Unavailable(Exception):
-    """No C here; the text says why, and fits behind the name of a back end."""
+    """C code is not available; the text says why, and fits after the name of a back end."""
 
 
 def vectors() -> list[str]:
-    """Flags for vectors of float32 that this processor has; none where that is not known."""
+    """Return compiler flags for this processor's float32 vectors; none if unknown."""
     flags = {"avx2": "-mavx2", "fma": "-mfma", "avx512f": "-mavx512f", "avx512vl": "-mavx512vl"}
     return [flag for name, flag in flags.items() if name in processor()]
 
 
 @cache
 def processor() -> frozenset[str]:
-    """What this processor can do, in Linux's words; nothing where that is not known."""
+    """Return this processor's features, in Linux's terms; empty if unknown."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return frozenset()
     try:
@@ -60,19 +59,19 @@ def processor() -> frozenset[str]:
 
 
 def halves() -> list[str]:
-    """Flags for float16 in memory, where the processor converts it."""
+    """Return compiler flags for float16 in memory, if the processor converts it."""
     return ["-mf16c"] if "f16c" in processor() else []
 
 
 def half_problem(dtype: object) -> str | None:
-    """Why a loop cannot read ``dtype``, a type of PyTorch; None if it can."""
+    """Say why a loop cannot read ``dtype``, a type of PyTorch; None if it can."""
     if str(dtype) == "torch.float16" and not halves():
         return "takes float16 on an x86-64 processor with F16C alone; use 'auto' or 'torch'"
     return None
 
 
 def problem_of(load: Callable[[], object]) -> str | None:
-    """Why ``load``, which asks for a library, gets none; None if it does."""
+    """Say why ``load`` cannot load its library; None if it can."""
     try:
         load()
     except Unavailable as reason:
@@ -81,9 +80,9 @@ def problem_of(load: Callable[[], object]) -> str | None:
 
 
 def parallel(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
-    """As ``library``, on several threads where the compiler has OpenMP.
+    """Load a library like ``library``, with several threads if the compiler has OpenMP.
 
-    They are PyTorch's own, which would otherwise keep the processors that ours need.
+    The threads are PyTorch's own; otherwise PyTorch's would occupy the processors that ours need.
     """
     try:
         return library(source, [*flags, "-fopenmp"])
@@ -92,7 +91,7 @@ def parallel(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
 
 
 def library(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
-    """The functions of the C file ``source``, compiled with ``flags``. Raises ``Unavailable``."""
+    """Load the functions of the C file ``source``, compiled with ``flags``. Raises ``Unavailable``."""
     if os.environ.get(VARIABLE) == "0":
         raise Unavailable(f"is forbidden by {VARIABLE}=0; unset it, or use 'auto'")
     if sys.platform == "win32":
@@ -110,7 +109,7 @@ def library(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
 
 
 def _kept_folder() -> Path | None:
-    """Where libraries are kept; None where that cannot be, or somebody else could put one there."""
+    """Return the folder of libraries; None if that is impossible, or if somebody else could put one there."""
     folder = Path(os.path.abspath(cache_folder())) / "native"  # noqa: PTH100 - resolve() would follow links
     try:
         for each in (folder.parent, folder):  # with a umask of 002 the group could write to the upper one
@@ -125,9 +124,9 @@ def _kept_folder() -> Path | None:
 
 
 def _not_private(folder: Path) -> str | None:
-    """Why somebody else could put a file into ``folder``, or exchange it or a folder above it; None if nobody can.
+    """Say why others could put a file into ``folder``, or replace it or a folder above it; None if they cannot.
 
-    Of links above, both they and where they lead to are looked at. Raises ``OSError``.
+    Links above are checked, and their targets too. Raises ``OSError``.
     """
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -138,7 +137,7 @@ def _not_private(folder: Path) -> str | None:
         return f"{folder} is not this user's alone"
     for above in {*folder.parents, *folder.resolve().parents}:
         found = above.lstat()
-        # In a folder with the sticky bit, such as /tmp, nobody but its owner renames what lies there.
+        # In a folder with the sticky bit, such as /tmp, only owners can rename their files.
         others = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX and not stat.S_ISLNK(found.st_mode)
         if found.st_uid not in (0, os.getuid()) or others:
             return f"others could exchange {folder}, for {above} is theirs, or they may write to it (chmod go-w)"
@@ -151,7 +150,7 @@ def _log_once(what: str) -> None:
 
 
 def _find(folder: Path, name: str) -> Path | None:
-    """The library of that name which still holds what it held when it was written."""
+    """Find the library of that name whose content is unchanged since it was written."""
     return next((path for path in folder.glob(f"{name}-*.so") if path.stem == f"{name}-{_digest(path)}"), None)
 
 

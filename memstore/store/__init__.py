@@ -1,7 +1,7 @@
 """Block stores: typed, checksummed records under ordered keys, written in atomic batches.
 
-``contract.py`` says what a store is; ``ram.py``, ``lmdb/`` and ``zarr/`` fulfil it, and ``encrypted.py`` around
-them. ``docs/format.md`` has the bytes.
+``contract.py`` says what a store is. ``ram.py``, ``lmdb/`` and ``zarr/`` implement it, and ``encrypted.py`` wraps them.
+``docs/format.md`` has the bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HOMES = {"LmdbStore": "lmdb.store", "RamStore": "ram", "ZarrStore": "zarr"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import a store when it is first asked for: each brings libraries of its own."""
+    """Import a store on first use, because each brings libraries of its own."""
     if name in _HOMES:
         return getattr(import_module(f"memstore.store.{_HOMES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,18 +1,17 @@
 """Blocks in memory above a store: pages on the accelerator, pages in host memory, then the disk.
 
-Pages are named by what is in them, never by a place whose content can change, so nothing ever has to be invalidated:
-a name that is found is right, and what is out of date is not asked for again and leaves in its turn. Bytes are kept as
-they are stored, and were verified when they were read. A page holds all records of a block, so that a list of blocks is
-one copy. In host memory NumPy does the copying and the viewing: PyTorch takes half as long again for the one, and three
-times as long for the other.
+The name of a page describes its content, never a place whose content can change, so nothing has to be invalidated. A
+name that is found is right. Outdated pages are not requested again and are evicted in turn. Bytes are cached as they
+are stored, and were verified when they were read. A page holds all records of a block, so a list of blocks is one copy.
+In host memory NumPy does the copying and the viewing: PyTorch takes 1.5 times as long to copy, and three times as long
+to view.
 
-Which pages are kept is decided by S3-FIFO, after Yang et al., "FIFO queues are all you need for cache eviction" (SOSP
-2023): what comes new waits in a small queue, a tenth of all pages. What is asked for again while it waits there moves
-to the main queue; what is not leaves, and only its name is remembered for a while, so that it goes to the main queue at
-once if it comes back soon. So a scan, however long, passes through the small queue and leaves the main one alone.
-Nothing is moved when it is found: a use is a number that goes up. Deviation from the paper: one use, not two, is enough
-to move to the main queue. A list of blocks is asked for at every retrieval that chooses it, and twice is already a
-habit.
+S3-FIFO decides which pages are kept, after Yang et al., "FIFO queues are all you need for cache eviction" (SOSP 2023).
+New pages wait in a small queue, a tenth of all pages. A page that is used again while it waits moves to the main queue.
+Other pages are evicted, and only their names are remembered for a while: a page that soon returns goes to the main
+queue at once. So a scan of any length passes through the small queue and leaves the main one alone. A hit moves
+nothing, it only increments a counter. Deviation from the paper: one use, not two, is enough to move to the main queue.
+Every retrieval that chooses a list of blocks reads it, and two reads already show a habit.
 """
 
 from __future__ import annotations
@@ -39,45 +38,46 @@ if TYPE_CHECKING:  # a memory is opened, listed and changed without PyTorch, whi
     from torch import Tensor
 
 HOST_BYTES = 64 << 20
-"""Bytes of host memory for blocks of a store on disk, unless ``BlockCache`` is told otherwise."""
+"""Bytes of host memory for blocks of a store on disk, by default of ``BlockCache``."""
 PIECE_BYTES = 8 << 20
-"""Bytes that are read ahead at a time: a bound for the buffer between store and pages."""
+"""Bytes read ahead at a time, a limit for the buffer between store and pages."""
 BOOKKEEPING_BYTES = 512
-"""What the name of a page, and of one that has left, take beside the page: part of a budget."""
+"""Bytes that a page's name takes beside the page, also after its eviction; part of a budget."""
 UNKEPT = -1
-"""The name of every block that is not complete, which is never kept."""
+"""The name of every incomplete block; these are never cached."""
 
 _NUMBERS = {name: np.dtype("int16" if name == "bfloat16" else name) for name in ITEM_BYTES if name != "json"}
-"""The types of records in NumPy, which knows no bfloat16: what has the same size stands for it."""
+"""NumPy types of records. NumPy has no bfloat16, so a type of the same size replaces it."""
 
 _MOST_USES = 3
 _SMALL_SHARE = 10
-"""One page of so many is for what came new."""
+"""One page in so many is for new blocks."""
 
 _log = logging.getLogger("memstore")
 
 
 class BlockRefs(NamedTuple):
-    """Blocks of a document, what is in them, and where they are in the store."""
+    """Blocks of a document: their content and their place in the store."""
 
     document: int
     edits: int
-    """Number of truncations of the document: while it is the same, complete blocks never change."""
+    """Number of truncations of the document; while it stays the same, complete blocks do not change."""
     layers: Sequence[int]
-    """The layer of each."""
+    """The layer of each block."""
     blocks: Sequence[int]
     owners: Sequence[int]
-    """The numbers under which they lie: those of other documents, where they are shared."""
+    """The document numbers under which the blocks are stored; shared blocks belong to other documents."""
     stop: int
     """Blocks from here on are not complete."""
 
     @property
     def names(self) -> list[int]:
-        """A name of the content of each block: the same name is the same bytes, as long as the store exists."""
-        # One number, not a tuple: a gather from memory looks every name up, and that is to take less than the copying.
+        """Return a name for the content of each block: equal names are equal bytes, as long as the store exists."""
+        # One number, not a tuple: a gather from memory looks every name up, and that must take less time than the
+        # copying.
         first, stop = (self.edits << 128) + (self.document << 96), self.stop
         of_layer = {layer: first + (layer << 64) for layer in set(self.layers)}
-        if len(of_layer) == 1:  # those of one layer are asked for most
+        if len(of_layer) == 1:  # most requests are for one layer
             (first,) = of_layer.values()
             return [first + block if block < stop else UNKEPT for block in self.blocks]
         return [
@@ -90,32 +90,32 @@ class BlockRefs(NamedTuple):
         return BlockKeys(self.layers, self.owners, self.blocks)
 
     def only(self, places: Sequence[int]) -> BlockRefs:
-        """Those of the blocks that are at ``places`` in the list."""
+        """Return the blocks at ``places`` in the list."""
         layers, blocks, owners = ([each[place] for place in places] for each in (self.layers, self.blocks, self.owners))
         return self._replace(layers=layers, blocks=blocks, owners=owners)
 
 
 class StaleBlocks(Exception):
-    """A document was truncated while its blocks were read, so that they may be of two moments: to be read again."""
+    """A document was truncated during a read, so its blocks may be from two moments: read them again."""
 
 
 @dataclass
 class _TierCounts:
-    """What one tier has done since the memory was opened."""
+    """Counts of one tier since the memory was opened."""
 
     hits: int = 0
-    """Blocks found here."""
+    """Blocks found in this tier."""
     misses: int = 0
-    """Blocks asked for and not found here; on disk, those that could not be read."""
+    """Blocks requested and not found in this tier; on disk, blocks that could not be read."""
     bytes: int = 0
-    """Bytes of the blocks found here, as stored."""
+    """Bytes of the blocks found in this tier, as stored."""
     microseconds: int = 0
     """Time it took to find and copy them."""
     prefetched: int = 0
-    """Blocks that were brought here before they were asked for."""
+    """Blocks brought to this tier before they were requested."""
 
     def found(self, blocks: int, nbytes: int, begun: float) -> None:
-        """Count blocks that were here, ``nbytes`` in all, since ``perf_counter`` was ``begun``."""
+        """Count ``blocks`` hits of ``nbytes`` in all, found since the ``perf_counter`` value ``begun``."""
         self.hits += blocks
         self.bytes += nbytes
         self.microseconds += round(1e6 * (time.perf_counter() - begun))
@@ -134,10 +134,10 @@ class BlockCache:
         device_bytes: int = 0,
         device: str | torch.device | None = None,
     ) -> None:
-        """``layouts`` are those of the records of a complete block; ``workers`` makes the threads that read ahead.
+        """Create a cache for complete blocks of ``layouts``; ``workers`` makes the threads that read ahead.
 
-        Budgets are bytes; ``host_bytes`` None is ``HOST_BYTES``, and 0 for a store that is in host memory itself.
-        Raises ``InvalidArgument``.
+        Budgets are bytes; ``host_bytes`` None is ``HOST_BYTES``, or 0 for a store in host memory. Raises
+        ``InvalidArgument``.
         """
         if host_bytes is None:
             host_bytes = HOST_BYTES if store.capabilities.durable else 0
@@ -167,12 +167,11 @@ class BlockCache:
         *,
         keep: bool = True,
     ) -> list[Tensor]:
-        """The blocks: ``[n, *shape]`` for each record, verified, on ``device``; None is the CPU.
+        """Return the verified blocks, ``[n, *shape]`` for each record, on ``device``; None is the CPU.
 
-        ``keep=False`` is for whoever asks for other blocks each time: where the store waits for no network, they are
-        not kept in host memory, which takes longer than to read them again.
-        ``unchanged()`` says whether the names are still right, after what they stand for was read from the store.
-        Raises ``StaleBlocks`` where they are not, ``NotFound`` or ``DamagedError``.
+        Pass ``keep=False`` for blocks that are read only once. If the store needs no network, they are not cached in
+        host memory, because that takes longer than reading them again. ``unchanged()`` says, after the read, whether
+        the names are still right. Raises ``StaleBlocks`` if they are not, ``NotFound`` or ``DamagedError``.
         """
         if not blocks.blocks:
             rows = empty_rows(self._layouts)
@@ -186,9 +185,9 @@ class BlockCache:
         return rows if device is None else to_device(rows, device)
 
     def rows(self, blocks: BlockRefs, unchanged: Callable[[], bool], which: Numbers, rows: Numbers) -> Tensor:
-        """Row ``rows[i]`` of block ``which[i]`` of the list, ``[n, ...]`` in host memory; blocks of one record each.
+        """Return row ``rows[i]`` of block ``which[i]``, ``[n, ...]`` in host memory; each block has one record.
 
-        Straight from a store that reads rows by themselves, else from whole blocks. Raises as ``read``.
+        A store that reads single rows gives them directly; otherwise whole blocks are read. Raises as ``read``.
         """
         layout = self._layouts[0]
         if not self._store.capabilities.reads_rows:
@@ -202,14 +201,17 @@ class BlockCache:
         return as_tensor(found, Layout(layout.dtype, layout.shape[1:]))
 
     def where(self, blocks: BlockRefs) -> list[str]:
-        """The tier that each block would be read from now: "device", "host" or "disk". Nothing is counted or moved."""
+        """Return the tier that each block would be read from now: "device", "host" or "disk".
+
+        Nothing is counted or moved.
+        """
         below = "disk" if self._store.capabilities.durable else "host"
         with self._lock:
             device, host = self._device, self._host
             return ["device" if name in device else "host" if name in host else below for name in blocks.names]
 
     def at_hand(self, blocks: BlockRefs) -> bool:
-        """Whether reading the blocks waits for no disk and no thread: it does not count as a use."""
+        """Return whether reading the blocks needs no disk and no thread; this does not count as a use."""
         if not self._store.capabilities.durable:
             return True
         with self._lock:
@@ -217,20 +219,20 @@ class BlockCache:
 
     @property
     def prefetches(self) -> bool:
-        """Whether there is room for what is brought ahead."""
+        """Return whether there is room for prefetched blocks."""
         return self._host.capacity > 0 and not self._closed
 
     def prefetch(self, blocks: BlockRefs, unchanged: Callable[[], bool]) -> None:
-        """Let a thread bring blocks into host memory; returns at once. Without a host tier it does nothing.
+        """Let a thread bring blocks into host memory, and return at once. Without a host tier this does nothing.
 
-        What cannot be read is left to whoever asks for it: reading it again there gives the error.
+        Errors are ignored here: the later read meets the same error and raises it.
         """
         count = max(1, PIECE_BYTES // max(1, self._block_bytes))
         with self._lock:
             if not self.prefetches:
                 return
             places = {name: place for place, name in enumerate(blocks.names) if not self._expected(name)}
-            # More than that would push out what was brought before anybody has seen it.
+            # More blocks would evict prefetched ones before they are used.
             new = list(places.items())[: max(0, self._host.capacity // 2 - len(self._coming))]
             if new and self._executor is None:
                 self._executor = self._workers()
@@ -240,7 +242,7 @@ class BlockCache:
                 self._coming |= dict.fromkeys(names, self._executor.submit(self._bring, blocks.only(at), unchanged))
 
     def leave_out(self, block: BlockRefs, error: DamagedError) -> None:
-        """Count a block, the only one listed, that cannot be read and is done without; log it the first time."""
+        """Count the single listed block as unreadable and left out; log it the first time."""
         lost = (block.edits, block.keys[0])
         with self._lock:
             self._left_out += 1
@@ -249,27 +251,27 @@ class BlockCache:
             self._lost.add(lost)
         _log.warning("a block is left out: %s", error)
 
-    # Here and not with the rules that want it, for each gather passes here anyway. A limit counts what is gathered, and
-    # not what is copied or checked.
+    # Here, and not beside the rules that need it, because every gather passes here. A limit counts gathered blocks, not
+    # copied or checked ones.
     def count(self, document: int, blocks: int) -> None:
-        """Note that blocks of a document were gathered, for the next write to store: see ``take_counts``."""
-        if not self._store.read_only:  # else there will be none
+        """Count gathered blocks of a document; the next write stores the count, see ``take_counts``."""
+        if not self._store.read_only:  # otherwise nothing is written
             with self._lock:
                 self._gathered[document] += blocks
 
     def take_counts(self) -> Counter[int]:
-        """How many blocks of each document were gathered since the last call."""
+        """Return how many blocks of each document were gathered since the last call."""
         with self._lock:
             counts, self._gathered = self._gathered, Counter()
         return counts
 
     def give_back(self, counts: Mapping[int, int]) -> None:
-        """Undo ``take_counts``: they could not be stored."""
+        """Undo ``take_counts``, because the counts could not be stored."""
         with self._lock:
             self._gathered.update(counts)
 
     def stats(self) -> dict[str, Any]:
-        """Counts of each tier and the bytes that it holds, and how often a block was left out."""
+        """Return the counts of each tier, the bytes that it holds, and how many blocks were left out."""
         with self._lock:
             held = {"device": self._device, "host": self._host}
             pools = {tier: asdict(pool.counts) | {"held_bytes": pool.nbytes} for tier, pool in held.items()}
@@ -279,7 +281,7 @@ class BlockCache:
         return bool(self._device.capacity) and device == self._device.device
 
     def close(self) -> None:
-        """Stop reading ahead; returns when the thread has ended. Closing twice is allowed."""
+        """Stop reading ahead, and return when the thread has ended. Closing twice is allowed."""
         with self._lock:
             self._closed, executor = True, self._executor
         if executor is not None:
@@ -304,7 +306,7 @@ class BlockCache:
             return self._from_disk(blocks, unchanged)
         if self._coming:
             for future in self._awaited(blocks.names):
-                # An error in the thread is met again, and named, when the block is read here.
+                # If the thread failed, reading the block here meets the same error and names it.
                 with suppress(Exception):
                     future.result()
         return self._through(self._host, blocks, lambda missing: self._from_disk(missing, unchanged))
@@ -314,7 +316,7 @@ class BlockCache:
             return {self._coming[name] for name in names if name in self._coming}
 
     def _through(self, pool: PagePool, blocks: BlockRefs, below: Callable[[BlockRefs], list[Tensor]]) -> list[Tensor]:
-        """The blocks from ``pool``, and those that it has not from ``below``."""
+        """Return the blocks from ``pool``, and the missing ones from ``below``."""
         names = blocks.names
         with self._lock:
             found, missing = pool.take(names)
@@ -357,7 +359,7 @@ def _pool_device(device: str | torch.device | None) -> torch.device:
 
 
 def _merged(found: Tensor, others: Tensor, places: list[int]) -> Tensor:
-    """Rows of both, in order: ``others`` at ``places``, ``found`` at all other places."""
+    """Return the rows of both in order: ``others`` at ``places``, ``found`` at all other places."""
     import torch
 
     from memstore.device_copies import to_device
@@ -373,10 +375,13 @@ def _merged(found: Tensor, others: Tensor, places: list[int]) -> Tensor:
 
 
 class PagePool:
-    """Named blocks in the pages of one slab, allocated when the first comes. Not for several threads at once."""
+    """Named blocks in the pages of one slab, allocated for the first block.
+
+    Not safe to use from several threads at once.
+    """
 
     def __init__(self, budget: int, layouts: Sequence[Layout], device: torch.device | None) -> None:
-        """``layouts`` are those of the records of a block; ``device`` None is host memory."""
+        """Create a pool for blocks of ``layouts``; ``device`` None is host memory."""
         self.device = device
         self.counts = _TierCounts()
         self._layouts = list(layouts)
@@ -389,17 +394,17 @@ class PagePool:
 
     @property
     def capacity(self) -> int:
-        """Pages."""
+        """The number of pages."""
         return self._kept.pages
 
     @property
     def nbytes(self) -> int:
         return len(self._kept) * self._block_bytes
 
-    # Bytes are cached as stored, after they were verified; what decodes them comes after the cache. A cached block is
-    # one page with all its records, and its name is one number, so a list of blocks is one copy.
+    # Bytes are cached as stored, after they were verified; they are decoded after the cache. A cached block is one page
+    # with all its records, and its name is one number. So a list of blocks is one copy.
     def take(self, names: Sequence[int]) -> tuple[list[Tensor], list[int]]:
-        """Copies of the blocks that are here, ``[n, *shape]`` for each record, and the places of the others."""
+        """Copy the blocks found here, ``[n, *shape]`` for each record; return them and the places of the others."""
         begun = time.perf_counter()
         pages, missing = self._kept.find(names), []
         if None in pages:
@@ -413,18 +418,18 @@ class PagePool:
         return rows, missing
 
     def put(self, names: Sequence[int], rows: Sequence[Tensor], *, ahead: bool = False) -> None:
-        """Keep blocks: ``rows`` are ``[n, *shape]`` for each record. ``ahead``: nobody has asked for them yet."""
+        """Store blocks, with ``rows [n, *shape]`` for each record. ``ahead`` marks prefetched blocks."""
         new = {name: row for row, name in enumerate(names) if name != UNKEPT and name not in self._kept}
         if not new or not self._kept.pages:
             return
         if self._slab is None:
             self._slab = self._allocate()
-        # A page that was given twice belongs to the one that got it last.
+        # A page that was assigned twice belongs to the last block that got it.
         of_page = dict(zip(self._kept.place(new, ahead=ahead), new.values(), strict=True))
         try:
             self._slab.fill(np.array(list(of_page)), rows, np.array(list(of_page.values())))
         except BaseException:
-            # Names have their pages already, and nobody knows what is in these: nothing of the pool is to be trusted.
+            # The names have pages already, and their content is unknown: nothing in the pool can be trusted.
             self._kept = S3Fifo(self._kept.pages)
             raise
         self.counts.prefetched += len(new) if ahead else 0
@@ -436,20 +441,20 @@ class PagePool:
 
 
 class _HostSlab:
-    """As many pages as a budget allows; a block is a tensor for each record, lists of blocks are ``[n, *shape]``."""
+    """As many pages as the budget allows; lists of blocks are tensors ``[n, *shape]``, one for each record."""
 
     def __init__(self, pages: int, layouts: Sequence[Layout]) -> None:
         fields = [(str(number), _NUMBERS[layout.dtype], layout.shape) for number, layout in enumerate(layouts)]
         page = np.dtype(fields, align=True)
         self._layouts = dict(zip(page.names or (), layouts, strict=True))
-        # NumPy leaves what it allocates untouched, always: memory is taken as pages are used.
+        # NumPy never touches what it allocates: memory is taken only as pages are used.
         self._pages = np.empty(pages, page)
 
     def select(self, pages: Numbers) -> list[Tensor]:
-        """Copies of pages."""
+        """Copy pages."""
         import torch
 
-        # As fast as copying memory, where index_select of bytes takes half as long again.
+        # As fast as copying memory; index_select of bytes takes 1.5 times as long.
         rows = self._pages.take(pages)
         return [_seen(torch.from_numpy(rows[name]), layout) for name, layout in self._layouts.items()]
 
@@ -457,14 +462,15 @@ class _HostSlab:
         """Copy the rows ``chosen`` to ``pages``."""
         import torch
 
-        # Not by PyTorch: a slab made in inference mode may not be changed outside of it, such as by another thread.
+        # Not by PyTorch: a slab made in inference mode must not be changed outside of it, for example by another
+        # thread.
         for (name, layout), source in zip(self._layouts.items(), rows, strict=True):
             numbers = source.cpu().view(torch.int16) if layout.dtype == "bfloat16" else source.cpu()
             self._pages[name][pages] = numbers.numpy()[chosen]
 
 
 class _DeviceSlab:
-    """The same on an accelerator."""
+    """Pages on an accelerator, like ``_HostSlab``."""
 
     def __init__(self, pages: int, layouts: Sequence[Layout], device: torch.device) -> None:
         import torch
@@ -493,14 +499,14 @@ class _DeviceSlab:
 
 
 def empty_rows(layouts: Sequence[Layout]) -> list[Tensor]:
-    """What is stored of no block: ``[0, *shape]`` for each of ``layouts``."""
+    """Return the states of no blocks: ``[0, *shape]`` for each of ``layouts``."""
     import torch
 
     return [torch.empty(0, *layout.shape, dtype=getattr(torch, layout.dtype)) for layout in layouts]
 
 
 def as_tensor(rows: Bytes, layout: Layout) -> Tensor:
-    """Bytes ``[n, bytes]``, between whose rows there may be gaps, seen as a tensor ``[n, *shape]``."""
+    """View bytes ``[n, bytes]`` as a tensor ``[n, *shape]``; gaps between the rows are allowed."""
     import torch
 
     numbers = rows.view(_NUMBERS[layout.dtype]).reshape(len(rows), *layout.shape)
@@ -513,8 +519,8 @@ def _seen(numbers: Tensor, layout: Layout) -> Tensor:
     return numbers.view(torch.bfloat16) if layout.dtype == "bfloat16" else numbers
 
 
-# Our own, since libraries keep Python objects, one call per name: here a policy only hands out pages of a slab, and a
-# hit of 32 blocks is one look into a dict for each and one copy for all.
+# Our own, because libraries keep Python objects and take one call per name. Here a policy only hands out pages of a
+# slab: a hit of 32 blocks is one dict lookup for each and one copy for all.
 class S3Fifo:
     """Names and the pages ``0 ... pages - 1`` that hold them. Not safe to use from several threads at once."""
 
@@ -523,7 +529,7 @@ class S3Fifo:
         self._held: dict[Hashable, int] = {}
         self._new: deque[Hashable] = deque()
         self._main: deque[Hashable] = deque()
-        self._left: dict[Hashable, None] = {}  # names without pages, the one that left first first
+        self._left: dict[Hashable, None] = {}  # names without pages, the oldest first
         self._uses = array("b", bytes(pages))  # small enough to stay in the processor's cache
         self._room_for_new = max(1, pages // _SMALL_SHARE)
 
@@ -534,7 +540,7 @@ class S3Fifo:
         return len(self._held)
 
     def find(self, names: Iterable[Hashable]) -> list[int | None]:
-        """The page of each name, None where it has none; counts as a use of each page."""
+        """Return the page of each name, or None; each page found counts as used."""
         pages = list(map(self._held.get, names))
         uses = self._uses
         for page in set(pages):
@@ -543,10 +549,10 @@ class S3Fifo:
         return pages
 
     def place(self, names: Collection[Hashable], *, ahead: bool = False) -> list[int]:
-        """A page for each of ``names``, which had none; those that had these pages have none any more.
+        """Assign a page to each of ``names``, which had none; the former names of these pages lose them.
 
-        With more names than pages, pages repeat: the last name to get one has it. ``ahead``: nobody has asked for
-        these names yet, so that the first time somebody does is not yet the second.
+        With more names than pages, pages repeat: the last name that got a page has it. ``ahead`` marks prefetched
+        names: their first request does not count as a second use.
         """
         return [self._place(name, -1 if ahead else 0) for name in names]
 
@@ -560,7 +566,7 @@ class S3Fifo:
         return page
 
     def _evict(self) -> int:
-        """Take a page from whoever deserves it least."""
+        """Free the page that deserves its place least."""
         while True:
             new = len(self._new) > self._room_for_new or not self._main
             name = (self._new if new else self._main).popleft()

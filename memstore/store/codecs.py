@@ -1,14 +1,13 @@
 """Codecs: the states of a block in fewer bytes. Pure functions of tensors; ``docs/format.md`` has the formulas.
 
-The last two axes of a field are rows (tokens) and channels. What the numbers of a channel have in common over the rows
-of one block (with int4, over 32 rows at most) is stored once: keys without positions have channels that lie far from
-zero and from each other, and a scale that channels share would spend most of its levels on that. So a codec stores two
-tensors for a field: codes of one or half a byte, and scales in bfloat16, whose exponents reach as far as those of
-float32.
+The last two axes of a field are rows (tokens) and channels. Each channel has one scale for all rows of a block (with
+int4, for at most 32 rows). Keys without positions have channels far from zero and from each other; a shared scale would
+spend most of its levels on these distances. So a codec stores two tensors for a field: codes of one or half a byte, and
+scales in bfloat16, which has the exponents of float32.
 
 A number is decoded as ``code * step``, for int4 as ``low + code * step``, in float32 and rounded once to the type of
-the field. The product is exact, so every machine decodes to the same bits. Nothing finite becomes infinite, and zeros
-that fill a channel stay zeros; with int8 and fp8 every zero does.
+the field. The product is exact, so every machine decodes to the same bits. No finite number becomes infinite. A channel
+of zeros stays zero; with int8 and fp8 every zero stays zero.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from torch import Tensor
 from memstore.store.records import Layout
 
 PIECE = 2**18
-"""Numbers decoded at a time: what lies between two passes stays in the processor's cache."""
+"""Numbers decoded at a time: few enough to stay in the processor's cache between two passes."""
 
 _SMALLEST_STEP = torch.finfo(torch.bfloat16).tiny
 _LARGEST = {torch.float16: 65280.0}  # the largest number of bfloat16 that is finite in the type of the field
@@ -35,21 +34,21 @@ class Codec(ABC):
 
     @abstractmethod
     def layouts(self, dtype: str, shape: tuple[int, ...]) -> tuple[Layout, ...]:
-        """Layouts of what is stored of a field of ``dtype`` and ``shape`` of one block."""
+        """Return the layouts that are stored for a field of ``dtype`` and ``shape`` of one block."""
 
     @abstractmethod
     def encode(self, states: Tensor) -> tuple[Tensor, ...]:
-        """Finite ``states [n, *shape]`` as they are stored: a tensor ``[n, ...]`` for each of ``layouts``."""
+        """Encode finite ``states [n, *shape]``: a tensor ``[n, ...]`` for each of ``layouts``."""
 
     @abstractmethod
     def decode(self, stored: Sequence[Tensor], dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-        """States ``[n, *shape]`` of ``dtype``, from what ``encode`` made of them."""
+        """Return states ``[n, *shape]`` of ``dtype`` from the tensors that ``encode`` made."""
 
 
 class _ScaledCodec(Codec):
     """Codes ``[n, *lead, rows, channels]``, and bfloat16 scales ``[n, count, *lead, groups, channels]``, steps first.
 
-    ``groups`` runs of as many rows have scales of their own; the last rows of the last one may be missing.
+    The rows are split into ``groups`` of equal length, each with its own scales. The last group may be shorter.
     """
 
     stored: str
@@ -70,7 +69,7 @@ class _ScaledCodec(Codec):
         limit = _LARGEST.get(states.dtype, torch.finfo(torch.bfloat16).max)
         numbers = states.reshape(len(states), *_rows_and_channels(states.shape[1:])).float()
         groups, length = self._groups(numbers.shape[-2])
-        if missing := groups * length - numbers.shape[-2]:  # the last row once more changes no range
+        if missing := groups * length - numbers.shape[-2]:  # repeating the last row changes no range
             numbers = torch.cat([numbers, numbers[..., -1:, :].expand(*numbers.shape[:-2], missing, -1)], -2)
         codes, *scales = self._encode(numbers.unflatten(-2, (groups, length)), limit)
         return codes, torch.stack([scale.squeeze(-2) for scale in scales], 1)
@@ -85,17 +84,17 @@ class _ScaledCodec(Codec):
         return out.flatten(-3, -2)[..., :rows, :].reshape(len(out), *shape)
 
     def _groups(self, rows: int) -> tuple[int, int]:
-        """Groups of ``rows`` rows, and rows of a group."""
+        """Return the number of groups for ``rows`` rows, and the rows of a group."""
         groups = 1 if self.most_rows is None else -(-rows // self.most_rows)
         return groups, -(-rows // groups)
 
     def _code_rows(self, rows: int) -> int:
-        """Rows of codes for ``rows`` rows of numbers."""
+        """Return the rows of codes for ``rows`` rows of numbers."""
         return rows
 
     @abstractmethod
     def _encode(self, numbers: Tensor, limit: float) -> tuple[Tensor, ...]:
-        """Codes, and scales ``[.., groups, 1, channels]``, of ``numbers [.., groups, length, channels]`` float32."""
+        """Encode float32 ``numbers [.., groups, length, channels]``: codes, scales ``[.., groups, 1, channels]``."""
 
     @abstractmethod
     def _decode(self, out: Tensor, codes: Tensor, *scales: Tensor) -> None:
@@ -103,7 +102,7 @@ class _ScaledCodec(Codec):
 
 
 class _Int8(_ScaledCodec):
-    """A byte a number, from -127 to 127, and a step."""
+    """One byte per number, from -127 to 127, and a step."""
 
     stored = "int8"
     largest = 127.0
@@ -121,7 +120,7 @@ class _Int8(_ScaledCodec):
 
 
 class _Fp8(_ScaledCodec):
-    """A byte a number, with the bits of e4m3fn (three of precision), and a step."""
+    """One byte per number, with the bits of e4m3fn (three of precision), and a step."""
 
     stored = "uint8"
     largest = 448.0
@@ -132,13 +131,13 @@ class _Fp8(_ScaledCodec):
         return codes.view(torch.uint8).flatten(-3, -2), step
 
     def _decode(self, out: Tensor, codes: Tensor, *scales: Tensor) -> None:
-        # Sign, exponent and fraction are moved to where float16 has them, 20 times faster than PyTorch's conversion.
+        # Sign, exponent and fraction are moved to their places in float16: 20 times faster than PyTorch's conversion.
         bits = codes.view(out.shape).view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(~0x4000)
         out.copy_(bits.view(torch.float16).float().mul_(scales[0].float() * _TO_FLOAT16))
 
 
 class _Int4(_ScaledCodec):
-    """Half a byte a number, from 0 to 15, a step and the low end: row ``i`` beside row ``i + half of the rows``."""
+    """Half a byte per number, 0 to 15, a step and a low end. Row ``i`` is beside row ``i + half of the rows``."""
 
     stored = "uint8"
     count = 2
@@ -150,7 +149,7 @@ class _Int4(_ScaledCodec):
 
     def _encode(self, numbers: Tensor, limit: float) -> tuple[Tensor, ...]:
         low = _floor(numbers.amin(-2, keepdim=True)).clamp_(-limit, limit)
-        # Each by itself, for the difference of two large numbers can be infinite.
+        # Each is divided by itself, because the difference of two large numbers can be infinite.
         least, most = low.float() / self.largest, numbers.amax(-2, keepdim=True) / self.largest
         step = _step(most - least, limit / self.largest - least)
         numbers = numbers.mul(0.5).sub_(0.5 * low.float()).mul_(2 * _inverse(step))
@@ -174,37 +173,37 @@ class _Int4(_ScaledCodec):
 # Every channel of a block has its own scale: keys without positions have channels far from zero. int4 on SmolLM2's keys
 # loses 0.7% of the variance with scales of channels over 64 tokens, 8.8% with scales of tokens over 64 channels, 3.7%
 # after a Hadamard rotation. Scales are bfloat16: no finite state is too large or too small, and code times step is
-# exact in float32. An incomplete block is stored as it is and encoded once, when it is complete: encoding what was
-# decoded would add an error each time.
+# exact in float32. An incomplete block is stored unencoded, and encoded once when it is complete: encoding decoded
+# states again would add an error each time.
 LOSSY: dict[str, Codec] = {"int8": _Int8(), "fp8": _Fp8(), "int4": _Int4()}
-"""By the name that a spec has; with "none" states are stored as they are."""
+"""Codecs by their names in a spec; with "none" states are stored unencoded."""
 
 
 def _rows_and_channels(shape: Sequence[int]) -> tuple[int, ...]:
-    """The shape of a field with an axis of channels: a field of one axis has one channel."""
+    """Return the shape with an axis of channels; a field with one axis has one channel."""
     return tuple(shape) if len(shape) > 1 else (*shape, 1)
 
 
 def _stepped(numbers: Tensor, largest: float, limit: float) -> tuple[Tensor, Tensor]:
-    """Numbers divided by the step of their channel, and that step: the largest of them becomes ``largest``."""
+    """Divide numbers by the step of their channel, so the largest becomes ``largest``; return both."""
     most = numbers.abs().amax(-2, keepdim=True) / largest
     step = _step(most, torch.full_like(most, limit / largest))
     return numbers * _inverse(step), step
 
 
 def _step(wanted: Tensor, most: Tensor) -> Tensor:
-    """``wanted`` in bfloat16, not above ``most``; 0 where it is too small for an inverse."""
+    """Return ``wanted`` in bfloat16, at most ``most``; 0 where it is too small to have an inverse."""
     step = torch.minimum(wanted.to(torch.bfloat16), _floor(most))
     return torch.where(step < _SMALLEST_STEP, 0.0, step)
 
 
 def _inverse(step: Tensor) -> Tensor:
-    """``1 / step`` in float32; 0 where the step is 0."""
+    """Return ``1 / step`` in float32; 0 where the step is 0."""
     return torch.where(step > 0, step.float().reciprocal(), 0.0)
 
 
 def _floor(numbers: Tensor) -> Tensor:
-    """The largest numbers of bfloat16 that are not above ``numbers``."""
+    """Return the largest bfloat16 numbers that are not above ``numbers``."""
     nearest = numbers.to(torch.bfloat16)
     below = torch.nextafter(nearest, torch.full_like(nearest, -torch.inf))
     return torch.where(nearest > numbers, below, nearest)

@@ -1,6 +1,6 @@
 """The contract of a block store: typed records under ordered keys, written in atomic batches.
 
-A store knows bytes, shapes and checksums, and nothing of attention. The memory above it decides what the records mean.
+A store knows bytes, shapes and checksums, but not attention. The memory above it decides what the records mean.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Capabilities:
     durable: bool
     """Committed batches survive the process."""
     reads_ahead: int = 1
-    """Reads that are best under way at once: more than one where each waits for a network."""
+    """How many reads should run at once; more than one if each waits for a network."""
     reads_rows: bool = False
-    """``rows`` reads no more than what is asked for, once a value was verified."""
+    """``rows`` reads only the requested rows, once a value was verified."""
 
 
 Progress = Callable[[int, int], None]
-"""Is told how many bytes of how many are done."""
+"""Called with the bytes done and the bytes in all."""
 
 
 class Compaction(NamedTuple):
-    """What ``compact`` did: bytes taken before and after."""
+    """The result of ``compact``: bytes taken before and after."""
 
     before: int
     after: int
@@ -52,9 +52,9 @@ class BlockStore(ABC):
 
     @abstractmethod
     def write(self, batch: Batch) -> None:
-        """Apply ``batch`` in one transaction, durable on return (where the store is durable).
+        """Apply ``batch`` in one transaction, durable on return (if the store is durable).
 
-        Raises ``StoreFull`` or ``ReadOnlyMemory``; nothing of the batch is visible then.
+        Raises ``StoreFull`` or ``ReadOnlyMemory``; then no part of the batch is visible.
         """
 
     @abstractmethod
@@ -66,29 +66,29 @@ class BlockStore(ABC):
         """
 
     def gather(self, keys: Sequence[Key], layouts: Sequence[Layout]) -> list[Bytes]:
-        """What ``read`` fills arrays with, in arrays made by the store, whose rows may have gaps between them."""
+        """Return what ``read`` would fill in, in arrays of the store; their rows may have gaps between them."""
         out = [np.empty((len(keys), layout.nbytes), np.uint8) for layout in layouts]
         self.read(keys, layouts, out)
         return out
 
     def rows(self, keys: Sequence[Key], layout: Layout, which: Numbers, rows: Numbers) -> Bytes:
-        """Rows of values of one record: row ``rows[i]`` of ``keys[which[i]]``, uint8 ``[n, bytes of a row]``.
+        """Return row ``rows[i]`` of the one record of ``keys[which[i]]``, uint8 ``[n, bytes of a row]``.
 
-        ``which [n]`` ascends and names every key; a row is what the first dimension of ``layout`` counts. Verified as
-        in ``read``; where ``Capabilities.reads_rows`` a value at least once since the store was opened, and then no
-        more of it is read than its rows. Raises ``NotFound`` or ``DamagedError``, which names the key.
+        ``which [n]`` ascends and names every key; the first dimension of ``layout`` counts the rows. Values are
+        verified as in ``read``. With ``Capabilities.reads_rows``, each is verified at least once since the store was
+        opened; later only its rows are read. Raises ``NotFound`` or ``DamagedError``, which names the key.
         """
         whole = self.gather(keys, [layout])[0]
         return whole.reshape(len(keys), layout.shape[0], -1)[which, rows]
 
     @abstractmethod
     def get(self, key: Key) -> tuple[Record, ...] | None:
-        """The verified records under ``key``, copied, or None. Raises ``DamagedError``."""
+        """Return the verified records under ``key``, copied, or None. Raises ``DamagedError``."""
 
     def checksums(self, keys: Sequence[Key]) -> list[tuple[int, ...]]:
-        """xxh3-64 of the payload of each record under ``keys``, to tell whether values are the same.
+        """Return the xxh3-64 of the payload of each record under ``keys``, to compare values.
 
-        A store that keeps them may tell what it keeps, without reading the payloads. This one reads them. Raises
+        A store that keeps checksums may return those without reading the payloads. This default reads them. Raises
         ``NotFound`` or ``DamagedError``.
         """
         found: list[tuple[int, ...]] = []
@@ -101,12 +101,12 @@ class BlockStore(ABC):
 
     @abstractmethod
     def keys(self, first: Key, last: Key) -> list[Key]:
-        """Existing keys from ``first`` to ``last`` (of one table), in order."""
+        """Return existing keys from ``first`` to ``last`` (of one table), in order."""
 
     def walk(self, first: Key, last: Key) -> Iterator[tuple[Key, tuple[Record, ...]]]:
-        """Existing keys from ``first`` to ``last`` (of one table) and their verified records, in order.
+        """Yield existing keys from ``first`` to ``last`` (of one table) and their verified records, in order.
 
-        A store that can does it in one snapshot and one pass. Raises ``DamagedError``.
+        If a store can, it does this in one snapshot and one pass. Raises ``DamagedError``.
         """
         for key in self.keys(first, last):
             records = self.get(key)
@@ -115,33 +115,36 @@ class BlockStore(ABC):
 
     @abstractmethod
     def scan(self) -> Iterator[ScannedValue]:
-        """Every value of every table in one snapshot, in order, verified; damaged ones are reported, not raised."""
+        """Yield every value of every table in one snapshot, in order, verified; damage is reported, not raised."""
 
     def delete(self, document: int) -> None:
-        """Delete everything of one document, in one transaction."""
+        """Delete all values of one document, in one transaction."""
         self.write(Batch(deletes=document_ranges(document)))
 
     def sync(self) -> None:
-        """Return when everything committed so far is on disk. This one is for stores whose ``write`` waits for it."""
+        """Return when everything committed so far is on disk.
+
+        This default is for stores whose ``write`` waits for the disk.
+        """
         self.version()
 
     @abstractmethod
     def size_bytes(self) -> int:
-        """Bytes taken (on disk, for a durable store)."""
+        """Return the bytes taken (on disk, for a durable store)."""
 
     def used_bytes(self) -> int:
-        """Bytes that the values of the last commit take, rounded as they are stored: what a limit is compared with.
+        """Return the bytes of the values of the last commit, rounded as stored; limits are compared with this.
 
-        What deleted values leave behind is not counted, where the store uses it again.
+        Space of deleted values is not counted if the store uses it again.
         """
         return self.size_bytes()
 
     def write_within(self, batch: Batch, max_bytes: int, evictions: Iterable[Batch]) -> int:
-        """Apply ``batch``, after as many of ``evictions``, in order, as keep ``used_bytes`` within ``max_bytes``.
+        """Apply ``evictions`` in order until ``batch`` fits within ``max_bytes`` of ``used_bytes``, then ``batch``.
 
-        Returns how many that were. Raises ``StoreFull`` where all of them are not enough, and what ``write`` raises;
-        nothing of ``batch`` is visible then. A store that can do it does everything in one transaction; this one evicts
-        first, and goes by the payloads.
+        Returns how many evictions were applied. Raises ``StoreFull`` if all of them are not enough, and the errors of
+        ``write``; then no part of ``batch`` is visible. If a store can, it does everything in one transaction. This
+        default evicts first, and counts the payloads.
         """
         needed = sum(record.payload.nbytes for _, records in batch.puts for record in records)
         if needed > max_bytes:
@@ -151,17 +154,17 @@ class BlockStore(ABC):
         return evicted
 
     def compact(self, progress: Progress | None = None) -> Compaction:  # noqa: ARG002 - for stores that need it
-        """Erase what deleted values have left, and give its space back. Readers may go on; writers wait.
+        """Erase the remains of deleted values, and free their space. Readers may go on; writers wait.
 
-        Raises ``ReadOnlyMemory``, ``MemoryInUse`` where somebody still reads what is to be erased, and ``DamagedError``
-        where that cannot be told for certain. This one is for stores that keep nothing of what they delete.
+        Raises ``ReadOnlyMemory``, ``MemoryInUse`` if a process still reads the remains, and ``DamagedError`` if that is
+        uncertain. This default is for stores that keep nothing of deleted values.
         """
         size = self.size_bytes()
         return Compaction(size, size)
 
     @abstractmethod
     def version(self) -> int:
-        """A number that grows with every committed batch, also those of other processes."""
+        """Return a number that grows with every committed batch, including those of other processes."""
 
     @abstractmethod
     def close(self) -> None:
@@ -169,7 +172,7 @@ class BlockStore(ABC):
 
 
 def evict(evictions: Iterable[Batch], max_bytes: int, used: Callable[[], int], apply: Callable[[Batch], object]) -> int:
-    """Apply ``evictions`` until what is ``used`` keeps within ``max_bytes``; how many. Raises ``StoreFull``."""
+    """Apply ``evictions`` until the bytes ``used`` are within ``max_bytes``; return how many. Raises ``StoreFull``."""
     waiting, evicted = iter(evictions), 0
     while (now := used()) > max_bytes:
         eviction = next(waiting, None)
@@ -181,7 +184,7 @@ def evict(evictions: Iterable[Batch], max_bytes: int, used: Callable[[], int], a
 
 
 def beyond_limit(max_bytes: int, needed: int) -> StoreFull:
-    """The error for a batch that a limit has no room for."""
+    """Return the error for a batch that exceeds a limit."""
     return StoreFull(
         f"the memory's limit of {max_bytes:,} bytes has no room for this batch: with it there would be {needed:,}; "
         "nothing of it was stored, what was committed before stands. Forget documents, or raise the limit",
@@ -191,9 +194,9 @@ def beyond_limit(max_bytes: int, needed: int) -> StoreFull:
 
 @contextmanager
 def translated(*, closed: type[Exception], full: type[Exception]) -> Iterator[None]:
-    """Errors of the library below a store as those of the contract.
+    """Translate errors of the library below a store into errors of the contract.
 
-    ``closed`` is what it raises after it was closed, ``full`` what it raises where it cannot store something.
+    The library raises ``closed`` after it was closed, and ``full`` if it cannot store something.
     """
     try:
         yield
@@ -204,6 +207,6 @@ def translated(*, closed: type[Exception], full: type[Exception]) -> Iterator[No
 
 
 def document_ranges(document: int) -> list[tuple[Key, Key]]:
-    """The ranges of keys that belong to one document. META belongs to the memory, so it is not among them."""
+    """Return the ranges of keys that belong to one document. META belongs to the memory, so it is not included."""
     tables = [table for table in Table if table != Table.META]
     return [(Key(table, document), Key(table, document, MAX_LAYER, MAX_ITEM)) for table in tables]

@@ -1,13 +1,13 @@
-"""A store around another one, in which every record is encrypted: AES-256-GCM, under the key of its owner.
+"""A store that encrypts every record of another store: AES-256-GCM, under the key of the record's owner.
 
-The records of the store below are bytes: a nonce of 12, the ciphertext, a tag of 16, and in the open the layout of the
-record. The tag covers the layout too, and what is not stored: the memory, the key (table, owner, layer, item), and the
-number of the record. So a ciphertext that comes to lie elsewhere is refused. The checksums of the store below are those
-of ciphertext, and whoever has no key can verify them.
+A record in the store below is bytes: a nonce of 12, the ciphertext, a tag of 16, and the unencrypted layout of the
+record. The tag also covers the layout and facts that are not stored: the memory, the key (table, owner, layer, item),
+and the number of the record. So a ciphertext at another place is refused. The store below has checksums of the
+ciphertext, so they can be verified without a key.
 
-Nonces are random (``os.urandom``, the system's, which is no process's state): none follows from what is on disk or in
-memory, so neither a crash nor a rollback nor a fork brings one back. Two of the 2**32 records that one key may encrypt
-meet with a chance of one in 2**33. For a key that is a document of more blocks than there are numbers for.
+Nonces are random (``os.urandom``, from the system, not from the state of a process). None follows from the content of
+the disk or of memory, so no crash, rollback or fork repeats one. Two of the 2**32 records that one key may encrypt have
+the same nonce with a chance of one in 2**33. So many records need a document of more blocks than can be numbered.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from memstore.store.records import (
 
 NONCE, TAG = 12, 16
 OVERHEAD = NONCE + TAG + 2 + 4 * MAX_DIMENSIONS
-"""The most bytes that a record takes beside its payload."""
-_KIND = struct.Struct("<BB")  # dtype and dimensions, behind the dimensions
-# Fewest first.
+"""The most bytes that a record takes in addition to its payload."""
+_KIND = struct.Struct("<BB")  # dtype and number of dimensions, after the dimensions
+# The table with the fewest keys first.
 _SEARCHED = (
     Table.DOCUMENTS, Table.META, Table.RECURRENT, Table.HISTORY, Table.LANDMARKS, Table.TOKENS, Table.BLOCKS,
 )  # fmt: skip
@@ -56,7 +56,7 @@ _SEARCHED = (
 class EncryptedStore(BlockStore):
     """The values of ``inner``, encrypted under the keys of ``table``.
 
-    A number whose last value goes loses its key with it: older copies of its values cannot be read then.
+    When the last value of a number is deleted, its key is destroyed: older copies of its values become unreadable.
     """
 
     def __init__(self, inner: BlockStore, table: KeyTable) -> None:
@@ -68,7 +68,10 @@ class EncryptedStore(BlockStore):
             self._sweep()
 
     def write(self, batch: Batch) -> None:
-        """See ``BlockStore``. Keys of new numbers are on disk before, those of numbers without values go after it."""
+        """See ``BlockStore``.
+
+        Keys of new numbers are on disk before it; keys of numbers without values are destroyed after it.
+        """
         self._check(batch)
         self._inner.write(sealed(batch, self.table))
         self._release(batch)
@@ -95,7 +98,7 @@ class EncryptedStore(BlockStore):
             for row, name in enumerate(names):
                 place = _place(self.table.identity, name, number, len(layouts), told)
                 raw, payload = ciphertexts[row].data, payloads[row].data
-                try:  # written out: ``_open`` for each would take a tenth of a gather
+                try:  # inlined: calling ``_open`` for each would take a tenth of a gather
                     cipher = self.table.cipher(int.from_bytes(name[1:5], "big"))
                     cipher.decrypt_into(bytes(raw[:NONCE]), raw[NONCE:end], place, payload)
                 except self.table.failed:
@@ -142,11 +145,11 @@ class EncryptedStore(BlockStore):
         self._inner.close()
 
     def _check(self, batch: Batch) -> None:
-        """Raise what would keep ``batch`` from being stored before a key is made for it."""
+        """Raise the errors that ``batch`` would meet, before a key is made for it."""
         if self.read_only:
             raise ReadOnlyMemory("this store is open for reading; open it with mode='a' to write")
         check_batch(batch)
-        self._inner.version()  # a closed store says so
+        self._inner.version()  # raises if the store is closed
 
     def _opened(self, key: Key, records: Sequence[Record]) -> tuple[Record, ...]:
         found = []
@@ -171,7 +174,7 @@ class EncryptedStore(BlockStore):
             raise damaged(key, "its ciphertext was not written for this place, or its key is another") from None
 
     def _release(self, *batches: Batch) -> None:
-        """Destroy the keys of those numbers of which the batches have deleted the last value."""
+        """Destroy the keys of the numbers whose last values the batches have deleted."""
         ends = {(first.document, last.document) for batch in batches for first, last in batch.deletes}
         if ends:
             known = self.table.owners()
@@ -180,7 +183,7 @@ class EncryptedStore(BlockStore):
             self.table.destroy(owner for owner in touched if not self._has_values(owner))
 
     def _sweep(self) -> None:
-        """Destroy the keys that a writer who was killed did not come to destroy."""
+        """Destroy the keys that a killed writer could not destroy."""
         documents = {key.document for key in self._inner.keys(Key(Table.DOCUMENTS), _last(Table.DOCUMENTS))}
         self.table.destroy(
             owner for owner in self.table.owners() if owner not in documents and not self._has_values(owner)
@@ -191,7 +194,7 @@ class EncryptedStore(BlockStore):
 
 
 def sealed(batch: Batch, table: KeyTable) -> Batch:
-    """``batch`` with encrypted records; numbers that are new get their keys, which are on disk then."""
+    """Encrypt the records of ``batch``; new numbers get keys, which are then on disk."""
     table.add(key.document for key, _ in batch.puts)
     nonces = os.urandom(NONCE * sum(len(records) for _, records in batch.puts))
     parts = iter(range(0, len(nonces), NONCE))
@@ -215,19 +218,19 @@ def sealed(batch: Batch, table: KeyTable) -> Batch:
 
 @lru_cache(maxsize=1024)
 def sealed_layout(layout: Layout) -> Layout:
-    """How a record of ``layout`` lies in the store below."""
+    """Return the layout of a record of ``layout`` in the store below."""
     return Layout("uint8", (NONCE + layout.nbytes + TAG + len(_told(layout)),))
 
 
 @lru_cache(maxsize=1024)
 def _told(layout: Layout) -> bytes:
-    """A layout as it stands behind the tag: dimensions, dtype, how many dimensions."""
+    """Encode a layout as it stands after the tag: dimensions, dtype, number of dimensions."""
     sizes = struct.pack(f"<{len(layout.shape)}I", *layout.shape)
     return sizes + _KIND.pack(DTYPES.index(layout.dtype), len(layout.shape))
 
 
 def _layout(key: Key, record: Record) -> Layout:
-    """The layout that an encrypted record tells. Raises ``DamagedError``."""
+    """Return the layout stated in an encrypted record. Raises ``DamagedError``."""
     raw = record.payload[-OVERHEAD:].tobytes()
     if record.layout.dtype == "uint8" and len(raw) >= NONCE + TAG + _KIND.size:
         dtype, dimensions = _KIND.unpack_from(raw, len(raw) - _KIND.size)
@@ -240,7 +243,7 @@ def _layout(key: Key, record: Record) -> Layout:
 
 
 def _place(identity: bytes, name: bytes, number: int, count: int, told: bytes) -> bytes:
-    """What the tag of a record covers beside its ciphertext; ``name`` is its key."""
+    """Return what the tag of a record covers in addition to its ciphertext; ``name`` is the record's key."""
     return b"".join((identity, name, bytes((number, count)), told))
 
 

@@ -1,11 +1,11 @@
-"""The keys of an encrypted memory: its own, which a file or a function gives, and one for each owner of values.
+"""The keys of an encrypted memory: its own, from a file or a function, and one for each owner of values.
 
-The file ``keys`` in the folder of a memory is a header of 64 bytes and entries of 64 bytes. A number of a document (of
-0, the memory itself) has one entry: its key of 32 bytes, wrapped (RFC 3394) under the memory's key. ``docs/format.md``
-has the table of offsets. An entry never crosses a sector, and is written in its place: added and synced before the
-first value under it is committed, and overwritten with zeros after the last one has gone. So after a kill there may be
-a key without values, which the next writer destroys, and never a value without its key. What was half written fails its
-checksum and counts as no entry.
+The file ``keys`` in the folder of a memory is a header of 64 bytes and entries of 64 bytes. Each document number (0 is
+the memory itself) has one entry: its key of 32 bytes, wrapped (RFC 3394) under the memory's key. ``docs/format.md`` has
+the table of offsets. An entry never crosses a sector, and is written in place. It is added and synced before the first
+value under it is committed, and overwritten with zeros after the last value is deleted. So after a kill there may be a
+key without values, which the next writer destroys, but never a value without its key. A half-written entry fails its
+checksum and is ignored.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, Memsto
 
 KEYS_NAME = "keys"
 VARIABLE = "MEMSTORE_KEY_FILE"
-"""Environment variable that names the file of the memory's key, where nobody says."""
+"""Environment variable that names the file of the memory's key, if no key is passed."""
 KEY_BYTES = 32
 KeySource = str | Path | Callable[[], bytes]
 """A file that holds the key, or a function that gives it."""
 
 _MAGIC, _VERSION = b"MSKY", 1
 _HEADER = struct.Struct("<4sI16s24s8x")  # magic, version, identity of the memory, the identity wrapped: 56 bytes
-_ENTRY = struct.Struct("<II40s8x")  # owner, 1, the key wrapped: 56 bytes; behind both follows their checksum
+_ENTRY = struct.Struct("<II40s8x")  # owner, 1, the wrapped key: 56 bytes; a checksum follows both
 _SUM = struct.Struct("<Q")
 _SLOT = 64
 _FREE = bytes(_SLOT)
 _MOST_CIPHERS = 4096
-_MOST_READ = 200  # bytes of a key file: more than any has
+_MOST_READ = 200  # bytes of a key file: more than any key file has
 
 
 class MasterKey:
-    """The key of a memory, 32 bytes that nothing shows."""
+    """The key of a memory, 32 bytes that are never shown."""
 
     __slots__ = ("raw",)
 
@@ -60,9 +60,9 @@ class MasterKey:
 
 
 def read_key(source: KeySource) -> MasterKey:
-    """The key that ``source`` holds or gives.
+    """Read the key from ``source``.
 
-    A file has 32 bytes or 64 hexadecimal digits, and nobody but its owner may read it. Raises ``NotFound`` and
+    A file has 32 bytes or 64 hexadecimal digits, and only its owner may be able to read it. Raises ``NotFound`` and
     ``InvalidArgument``.
     """
     if callable(source):
@@ -96,13 +96,13 @@ def read_key(source: KeySource) -> MasterKey:
 
 
 def key_of_environment() -> MasterKey | None:
-    """The key in the file that ``MEMSTORE_KEY_FILE`` names; None where it names none. Raises like ``read_key``."""
+    """Read the key from the file in ``MEMSTORE_KEY_FILE``; None if it is not set. Raises like ``read_key``."""
     named = os.environ.get(VARIABLE)
     return read_key(named) if named else None
 
 
 def library() -> Any:
-    """What is used of the package ``cryptography``. Raises ``InvalidArgument`` where it is not installed."""
+    """Import the used parts of the package ``cryptography``. Raises ``InvalidArgument`` if it is not installed."""
     try:
         from cryptography.exceptions import InvalidTag
         from cryptography.hazmat.primitives import keywrap
@@ -126,19 +126,19 @@ class KeyTable:
         self._key = key
         self._library = library()
         self.failed: type[Exception] = self._library.failed
-        """What a cipher raises for what was not encrypted so."""
+        """Raised by a cipher for bytes that were not encrypted this way."""
         self._lock = threading.RLock()
         self._ciphers: dict[int, Any] = {}
         self._wrapped: dict[int, bytes] = {}
         self._places: dict[int, int] = {}
         self._free: list[int] = []
-        """Places of entries that were destroyed."""
+        """Places of destroyed entries."""
         self._slots = 0
         self._read(raw)
 
     @classmethod
     def create(cls, folder: Path | None, key: MasterKey) -> KeyTable:
-        """Keys of a new memory, in place of what an interrupted creation left; in ``folder`` None they lie nowhere."""
+        """Make keys of a new memory; they replace leftovers. With ``folder`` None they are not stored."""
         raw = _header(os.urandom(16), key)
         if folder is not None:
             try:
@@ -164,13 +164,13 @@ class KeyTable:
             return set(self._wrapped)
 
     def cipher(self, owner: int) -> Any:
-        """What encrypts the values of a number. Raises ``DamagedError`` where its key is gone."""
+        """Return the cipher for the values of a number. Raises ``DamagedError`` if its key is missing."""
         found = self._ciphers.get(owner)
         if found is not None:
             return found
         with self._lock:
             if owner not in self._wrapped:
-                self._look()  # another process may have made it since
+                self._look()  # another process may have added the key since then
             wrapped = self._wrapped.get(owner)
             if wrapped is None:
                 raise lacks_key(owner)
@@ -184,14 +184,14 @@ class KeyTable:
         return found
 
     def renewed(self, owner: int) -> bool:
-        """Whether a number has another key than before: for one that was never committed a new one is made."""
+        """Return whether a number has another key than before; a number never committed gets a new key."""
         with self._lock:
             before = self._wrapped.get(owner)
             self._look()
             return self._wrapped.get(owner) != before
 
     def add(self, owners: Iterable[int]) -> None:
-        """Make keys for those that have none; they are on disk then. Raises ``StoreFull`` and ``ReadOnlyMemory``."""
+        """Make and sync keys for owners that have none. Raises ``StoreFull`` and ``ReadOnlyMemory``."""
         with self._lock:
             new = [owner for owner in dict.fromkeys(owners) if owner not in self._wrapped]
             made = {owner: self._library.wrap(self._key.raw, os.urandom(KEY_BYTES)) for owner in new}
@@ -203,7 +203,7 @@ class KeyTable:
             self._slots = max([self._slots, *(place + 1 for place in places)])
 
     def destroy(self, owners: Iterable[int]) -> None:
-        """Overwrite the keys of ``owners``; that is on disk then. Raises ``MemstoreError``."""
+        """Overwrite the keys of ``owners`` on disk. Raises ``MemstoreError``."""
         with self._lock:
             gone = [owner for owner in owners if owner in self._wrapped]
             self._write({self._places[owner]: _FREE for owner in gone})
@@ -213,7 +213,7 @@ class KeyTable:
                 self._ciphers.pop(owner, None)
 
     def change_key(self, key: MasterKey) -> None:
-        """Wrap all keys under another key of the memory: the file is written anew, whole, or stays as it was."""
+        """Wrap all keys under another key of the memory: the whole file is replaced, or stays as it was."""
         with self._lock:
             unwrap, wrap = self._library.unwrap, self._library.wrap
             wrapped = {owner: wrap(key.raw, unwrap(self._key.raw, old)) for owner, old in self._wrapped.items()}
@@ -238,7 +238,7 @@ class KeyTable:
         except self._library.unwrap_failed:
             raise _wrong(self._folder) from None
         self.identity = identity
-        """16 bytes that tell the memory from others."""
+        """16 bytes that identify the memory."""
         before, found = self._wrapped, entries(raw)
         self._wrapped = {owner: wrapped for owner, (_, wrapped) in found.items()}
         self._places = {owner: place for owner, (place, _) in found.items()}
@@ -265,14 +265,14 @@ class KeyTable:
 
 
 def owners_told(folder: Path) -> set[int]:
-    """The numbers that have keys in ``folder``, as can be told without the memory's key. Raises ``DamagedError``."""
+    """Return the numbers that have keys in ``folder``; this needs no key of the memory. Raises ``DamagedError``."""
     raw = _content(folder)
     _checked_header(raw, folder)
     return set(entries(raw))
 
 
 def entries(raw: bytes) -> dict[int, tuple[int, bytes]]:
-    """Owner -> place and wrapped key of every sound entry."""
+    """Return owner -> place and wrapped key of every valid entry."""
     found: dict[int, tuple[int, bytes]] = {}
     for place in range((len(raw) - 1) // _SLOT):
         slot = _slot(raw, place)
@@ -283,7 +283,7 @@ def entries(raw: bytes) -> dict[int, tuple[int, bytes]]:
 
 
 def lacks_key(owner: int) -> DamagedError:
-    """The error for values whose key is not there."""
+    """Return the error for values whose key is missing."""
     return DamagedError(
         f"the key of number {owner} is not in the file {KEYS_NAME} of the memory, or damaged: what is stored under it "
         f"cannot be read. Restore {KEYS_NAME} from a copy",

@@ -28,7 +28,7 @@ from memstore.store.records import (
 
 
 class RamStore(BlockStore):
-    """A dict with sorted keys. Everything that goes in or comes out is copied."""
+    """A dict with sorted keys. All values are copied on the way in and out."""
 
     capabilities = Capabilities(durable=False, reads_rows=True)
 

@@ -1,12 +1,12 @@
-"""What a store keeps: typed records under ordered keys, in batches; and the byte format of one record, version 1.
+"""Typed records under ordered keys, in batches; and the byte format of one record, version 1.
 
-A record is a header of 96 bytes, the payload, zero bytes up to a multiple of 16. All numbers are little-endian;
+A record is a header of 96 bytes, the payload, and zero bytes up to a multiple of 16. All numbers are little-endian;
 ``docs/format.md`` has the table of offsets. The address (table, document, layer, item, number of the record) is part of
-the header, and the header has a checksum of its own: a value that turns up under another key is found just like a
-flipped bit. There is no bit in a value that no check covers.
+the header, and the header has its own checksum. So a value under a wrong key is detected just like a flipped bit. Every
+bit of a value is covered by a check.
 
-The magic, the version and the checksum over the first 88 bytes stay where they are in every later version. So a header
-that is whole but newer can be told from a damaged one.
+The magic, the version and the checksum over the first 88 bytes stay where they are in every later version. So a whole
+but newer header can be told from a damaged one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ ITEM_BYTES = {
 """Size of one element of each dtype that a record can have, in bytes. ``json`` is UTF-8 text."""
 
 MAX_DIMENSIONS = 8
-MAX_DOCUMENT = 2**32 - 2  # the number after it is the store's own, see ``lmdb/values.py``
+MAX_DOCUMENT = 2**32 - 2  # the next number is the store's own, see ``lmdb/values.py``
 MAX_LAYER = 2**32 - 1
 MAX_ITEM = 2**32 - 1
 
@@ -75,12 +75,12 @@ class Key(NamedTuple):
     """Block, run of blocks, or number of an entry, depending on the table."""
 
     def to_bytes(self) -> bytes:
-        """13 bytes, big-endian, so that they sort as keys do."""
+        """Return 13 big-endian bytes, which sort as keys do."""
         return _KEY.pack(*self)
 
     @classmethod
     def from_bytes(cls, raw: bytes) -> Key:
-        """The inverse of ``to_bytes``. Raises ``ValueError`` or ``struct.error``."""
+        """Invert ``to_bytes``. Raises ``ValueError`` or ``struct.error``."""
         table, *numbers = _KEY.unpack(raw)
         return cls(Table(table), *numbers)
 
@@ -92,10 +92,10 @@ def describe(key: Key) -> str:
 
 
 class BlockKeys(Sequence[Key]):
-    """Keys of states, each made when it is asked for: what finds values needs only their bytes."""
+    """Keys of states, each made on demand: finding values needs only the bytes of their keys."""
 
     def __init__(self, layers: Sequence[int], owners: Sequence[int], blocks: Sequence[int]) -> None:
-        """``blocks``, their layers, and the numbers of the documents under which they lie."""
+        """Make the keys of ``blocks``, with their layers and the document numbers under which they are stored."""
         self._layers, self._owners, self._blocks = layers, owners, blocks
 
     def __len__(self) -> int:
@@ -116,7 +116,7 @@ class BlockKeys(Sequence[Key]):
         return map(Key, repeat(Table.BLOCKS), self._owners, self._layers, self._blocks)
 
     def to_bytes(self) -> list[bytes]:
-        """As ``Key.to_bytes`` of each."""
+        """Return ``Key.to_bytes`` of each key."""
         places = list(zip(self._owners, self._layers, strict=True))
         first = {place: _KEY.pack(Table.BLOCKS, *place, 0)[:-_ITEM_BYTES] for place in set(places)}
         return [first[place] + block.to_bytes(_ITEM_BYTES) for place, block in zip(places, self._blocks, strict=True)]
@@ -130,7 +130,7 @@ class Layout(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Payload length in bytes."""
+        """Return the payload length in bytes."""
         return ITEM_BYTES[self.dtype] * math.prod(self.shape)
 
 
@@ -147,7 +147,7 @@ class Record(NamedTuple):
         return cls(Layout("json", (payload.size,)), payload)
 
     def to_json(self) -> Any:
-        """Unwrap a value made by ``from_json``. Raises ``DamagedError`` for one that is no JSON, or far too large."""
+        """Unwrap a value made by ``from_json``. Raises ``DamagedError`` if it is not JSON, or far too large."""
         return json_checks.parse(self.payload.tobytes(), "a stored JSON value")
 
 
@@ -159,7 +159,7 @@ class Batch:
     puts: list[tuple[Key, tuple[Record, ...]]] = field(default_factory=list)
 
     def put(self, key: Key, *records: Record) -> None:
-        """Write a value of one or several records, replacing what was under ``key``."""
+        """Write a value of one or several records; it replaces any value under ``key``."""
         self.puts.append((key, records))
 
     def delete(self, first: Key, last: Key | None = None) -> None:
@@ -168,7 +168,7 @@ class Batch:
 
 
 class ScannedValue(NamedTuple):
-    """One value met by ``scan``: its records, or what is wrong with it."""
+    """One value found by ``scan``: its records, or an error."""
 
     key: Key
     records: tuple[Record, ...]
@@ -190,10 +190,10 @@ def check_range(first: Key, last: Key) -> None:
 
 
 def check_batch(batch: Batch) -> None:
-    """Raise ``InvalidArgument`` for anything in a batch that cannot be stored."""
+    """Raise ``InvalidArgument`` if anything in a batch cannot be stored."""
     for first, last in batch.deletes:
         check_range(first, last)
-    good: dict[int, int] = {}  # records of one kind share their layout: checked once, by identity
+    good: dict[int, int] = {}  # layouts already checked, by identity, because records of one kind share their layout
     for key, records in batch.puts:
         check_key(key)
         if not 0 < len(records) < 256:
@@ -232,20 +232,23 @@ NO_CODEC = 0
 HEADER_BYTES = 96
 ALIGNMENT = 16  # bytes; LMDB starts large values at such an address, so payloads are aligned in the map as well
 DTYPES = tuple(ITEM_BYTES)
-"""The number of a dtype in the header is its position here. Only ever append."""
+"""The header stores the position of a dtype in this tuple. Only append."""
 
 _KIND = struct.Struct("<4sHBBBBBB")  # magic, version, codec, dtype, table, record, records, dimensions: 12 bytes
 _ADDRESS = struct.Struct("<IIIQ")  # document, layer, reserved, item: 20 bytes
 _EXTENT = struct.Struct("<8IQQ")  # shape, payload length in bytes, reserved: 48 bytes
-_HEADER = struct.Struct("<12sIIIQ48sQQ")  # all of it, without a look into its first and its last part but one
-_LENGTH_AND_SUM = struct.Struct("<Q16xQ")  # payload length in bytes; checksum of the header, behind what it covers
+_HEADER = struct.Struct("<12sIIIQ48sQQ")  # the whole header; its first part and its last but one are not decoded
+_LENGTH_AND_SUM = struct.Struct("<Q16xQ")  # payload length in bytes; checksum of the header, after the bytes it covers
 _SUMS = struct.Struct("<QQ")  # checksum of the payload, checksum of the 88 bytes before this one
 _ZEROS = bytes(ALIGNMENT)
 _ADDRESS_AT, _EXTENT_AT, _LENGTH_AT, _SUMS_AT, _HEADER_SUM_AT = 12, 32, 64, 80, 88
 
 
 class RecordHeader(NamedTuple):
-    """What a verified header says. ``records`` is the number of records in the value, ``nbytes`` the payload length."""
+    """The content of a verified header.
+
+    ``records`` is the number of records in the value, ``nbytes`` the payload length.
+    """
 
     key: Key
     record: int
@@ -256,31 +259,31 @@ class RecordHeader(NamedTuple):
 
 
 def damaged(key: Key, what: str) -> DamagedError:
-    """The error for a value that fails a check."""
+    """Return the error for a value that fails a check."""
     return DamagedError(f"{describe(key)} is damaged: {what}; nothing of it was used")
 
 
 class MisplacedValue(DamagedError):
-    """A value is whole, but another key's."""
+    """A value is whole, but belongs to another key."""
 
 
 def misplaced(key: Key, found: str) -> MisplacedValue:
-    """The error for a value under ``key`` that says of itself that it is another's."""
+    """Return the error for a value under ``key`` whose header names another key."""
     return MisplacedValue(f"{describe(key)} is damaged: wrong address: {found}; nothing of it was used")
 
 
 def padding(nbytes: int) -> int:
-    """Zero bytes after a payload of ``nbytes``."""
+    """Return the number of zero bytes after a payload of ``nbytes``."""
     return -nbytes % ALIGNMENT
 
 
 def encode_value(key: Key, records: Sequence[Record]) -> bytes:
-    """The bytes of one value: each record's header, payload and padding. ``check_batch`` has the preconditions."""
+    """Encode one value: each record's header, payload and padding. ``check_batch`` has the preconditions."""
     return encode_with_sums(key, records)[0]
 
 
 def encode_with_sums(key: Key, records: Sequence[Record]) -> tuple[bytes, list[int]]:
-    """``encode_value``, and the header checksum of each record."""
+    """Return ``encode_value``, and the header checksum of each record."""
     parts: list[bytes | memoryview] = []
     sums: list[int] = []
     table, document, layer, item = key
@@ -297,7 +300,7 @@ def encode_with_sums(key: Key, records: Sequence[Record]) -> tuple[bytes, list[i
 
 
 def header_sums(value: bytes | memoryview) -> list[int]:
-    """The header checksum of each record of a value, or of all values of a run; nothing is verified."""
+    """Return the header checksum of each record of a value, or of all values of a run, unverified."""
     sums, start = list[int](), 0
     while start + HEADER_BYTES <= len(value):
         nbytes, header_sum = _LENGTH_AND_SUM.unpack_from(value, start + _LENGTH_AT)
@@ -316,11 +319,11 @@ def _raw(payload: Bytes) -> memoryview:
 def _around_item(
     table: Table, document: int, layer: int, number: int, count: int, layout: Layout
 ) -> tuple[bytes, bytes]:
-    """What is before and after the item in a header up to its checksums: the same for all blocks of a layer."""
+    """Return the header bytes before and after the item, without checksums: the same for all blocks of a layer."""
     return _head(table, number, count, layout) + _ADDRESS.pack(document, layer, 0, 0)[:-8], _extent(layout)
 
 
-# Inside the header checksum, so a value that comes to lie under a wrong key is damage, not data.
+# Inside the header checksum, so a value under a wrong key is damage, not data.
 def _address(key: Key) -> bytes:
     return _ADDRESS.pack(key.document, key.layer, 0, key.item)  # [20 bytes]
 
@@ -355,10 +358,10 @@ def decode_header(view: memoryview, start: int, key: Key) -> RecordHeader:
     return RecordHeader(Key(table, document, layer, item), record, records, layout, nbytes, payload_sum)
 
 
-# Most headers differ in address and checksums alone.
+# Most headers differ only in address and checksums.
 @lru_cache(maxsize=1024)
 def _kind(raw: bytes) -> tuple[Table, int, int, Layout, int] | None:
-    """Table, record, records, layout and payload bytes by a header without these; None where it cannot be ours."""
+    """Decode a header without address and sums: table, record, records, layout, payload bytes; None if not ours."""
     magic, version, codec, dtype, table, record, records, dimensions = _KIND.unpack_from(raw)
     if (magic, codec) != (MAGIC, NO_CODEC) or version > VERSION or dtype >= len(DTYPES) or table not in iter(Table):
         return None
@@ -397,7 +400,7 @@ def decode_record(view: memoryview, start: int, key: Key, number: int) -> tuple[
 def check_payload(view: memoryview, body: int, header: RecordHeader, copy: memoryview | None = None) -> int:
     """Verify the payload at byte ``body`` that follows ``header``; return the byte after it and its padding.
 
-    ``copy`` is of the payload, where ``view`` is a map: what is handed out must be what was verified.
+    If ``view`` is a map, ``copy`` is a copy of the payload: the returned bytes must be the verified bytes.
     """
     end = body + header.nbytes
     stop = end + padding(header.nbytes)
@@ -425,7 +428,7 @@ def decode_value(view: memoryview, start: int, key: Key) -> tuple[tuple[Record, 
 
 
 def scan_value(view: memoryview, key: Key) -> ScannedValue:
-    """What a store's ``scan`` says about the value of ``key`` that ``view`` is."""
+    """Return the result of a store's ``scan`` for the value ``view`` of ``key``."""
     try:
         records, _ = decode_value(view, 0, key)
     except (DamagedError, ForeignMemory) as error:
@@ -434,33 +437,33 @@ def scan_value(view: memoryview, key: Key) -> ScannedValue:
 
 
 def as_damage(error: DamagedError | ForeignMemory) -> DamagedError:
-    """The error as ``scan`` reports it."""
+    """Return the error as ``scan`` reports it."""
     return error if isinstance(error, DamagedError) else DamagedError(str(error))
 
 
 class _Plan(NamedTuple):
-    """What one record of a value looks like, and where its parts lie."""
+    """The expected header of one record of a value, and the places of its parts."""
 
     heads: tuple[bytes, ...]
-    """What a header begins with, by table."""
+    """First bytes of a header, by table."""
     extent: bytes
-    """What it has after the address, up to the checksums."""
+    """The header bytes between the address and the checksums."""
     start: int
-    """Where the header begins."""
+    """Byte at which the header begins."""
     body: int
-    """Where the payload begins."""
+    """Byte at which the payload begins."""
     end: int
-    """Where the payload ends."""
+    """Byte at which the payload ends."""
     stop: int
-    """Where the padding ends."""
+    """Byte at which the padding ends."""
 
 
 class ValueReader:
     """Verifies values of one tuple of layouts, with little work for each.
 
-    Values are copied as they are, headers and all, one to each row of an array; what is handed out are views of the
-    payloads in it. The headers that must be there are known beforehand but for the checksums, so comparing bytes
-    replaces parsing. Whatever does not match is handed to ``explain``, which finds the words for it.
+    Values are copied with their headers, one to each row of an array, and callers get views of the payloads in it. The
+    expected headers are known beforehand, except for the checksums, so comparing bytes replaces parsing. If a value
+    does not match, ``explain`` raises an error that says why.
     """
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
@@ -476,18 +479,18 @@ class ValueReader:
             self.size = self._plans[-1].stop
 
     def fits(self, view: memoryview, start: int, key: Key) -> bool:
-        """Whether the first header at byte ``start`` is the one that ``key`` should have (checksums apart)."""
+        """Return whether the first header at byte ``start`` is the expected one of ``key`` (checksums apart)."""
         first = self._plans[0]
         return bytes(view[start : start + _SUMS_AT]) == first.heads[key.table] + _address(key) + first.extent
 
     def payloads(self, values: Bytes) -> list[Bytes]:
-        """The payloads in ``values [n, size]``: for each record a view ``[n, layouts[f].nbytes]``."""
+        """Return the payloads in ``values [n, size]``: for each record a view ``[n, layouts[f].nbytes]``."""
         return [values[:, plan.body : plan.end] for plan in self._plans]
 
     def sums(self, copy: memoryview, key: Key) -> list[int] | None:
-        """The header checksums of ``copy``; None unless it is, to the last bit, a value of ``key``.
+        """Return the header checksums of ``copy``; None unless every bit of it fits a value of ``key``.
 
-        To be called with a copy, not with a map: what is handed out must be what was verified.
+        Pass a copy, not a map: the returned bytes must be the verified bytes.
         """
         # Value by value, as a tuple: half the time of comparing all headers as arrays.
         table, document, layer, item = key
@@ -521,12 +524,12 @@ def fill_row(
 
 @lru_cache(maxsize=64)
 def value_reader(layouts: tuple[Layout, ...]) -> ValueReader:
-    """The reader for values that have these layouts."""
+    """Return the reader for values that have these layouts."""
     return ValueReader(layouts)
 
 
 def check_layouts(key: Key, records: Sequence[Record], layouts: Sequence[Layout]) -> None:
-    """Raise ``DamagedError`` unless the records under ``key`` are of these layouts."""
+    """Raise ``DamagedError`` unless the records under ``key`` have these layouts."""
     found = [record.layout for record in records]
     if found != list(layouts):
         raise damaged(key, f"it holds {found}, and {list(layouts)} was expected")

@@ -1,8 +1,8 @@
-"""The largest product of each block's codes with each query, where the codes lie: in 8 bits or in one, on a GPU too.
+"""The largest product of each block's codes with each query, for stored codes of 8 bits or one, on a GPU too.
 
-Late interaction asks for the best of each block's codes for every token of a question (Khattab & Zaharia 2020, equation
-3); what is made of these scores (``memstore.attention.routing``) is small beside the codes. On a CPU ``best_signs`` and
-``best_products`` are faster, by tables and instructions of that processor, which a GPU does not have.
+Late interaction needs the best of each block's codes for every token of a question (Khattab & Zaharia 2020, equation
+3). Its further work on these scores (``memstore.attention.routing``) is small beside the codes. On a CPU ``best_signs``
+and ``best_products`` are faster, with tables and instructions that a GPU does not have.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Backend = Literal["auto", "reference", "triton"]
 
 
 def best_codes(codes: Tensor, queries: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """The largest inner product of each block's codes with each query.
+    """Return the largest inner product of each block's codes with each query.
 
     Args:
-        codes: what ``hold`` made of keys: ``[n, P, D]`` int8 or ``[n, P, ceil(D / 8)]`` uint8, with strides between
+        codes: keys encoded by ``hold``: ``[n, P, D]`` int8 or ``[n, P, ceil(D / 8)]`` uint8, with strides between
             blocks and between keys.
         queries: ``[R, D]`` floating point, finite.
-        backend: ``"reference"``, in PyTorch, which makes floats of some blocks at a time; ``"triton"`` (a GPU, or
-            Triton's interpreter), which reads the codes as they are; or ``"auto"``: Triton on a GPU where it can.
+        backend: ``"reference"``, in PyTorch, which converts some blocks to floats at a time; ``"triton"`` (a GPU, or
+            Triton's interpreter), which reads stored codes; or ``"auto"``: Triton on a GPU if it can.
 
     Returns:
-        ``[R, n]`` float32. Queries are rounded to 22 bits of their largest number by ``"triton"``, and sums are those
-        of whole numbers: exact for whole numbers up to 2,000,000 whose sum has 24 bits, the same bits in any order.
+        ``[R, n]`` float32. ``"triton"`` rounds queries to 22 bits of their largest number and sums whole numbers: exact
+        for whole numbers up to 2,000,000 whose sum has 24 bits, with the same bits in any order.
 
     Raises:
         InvalidArgument: shapes, types or devices do not fit, or the back end is not available.

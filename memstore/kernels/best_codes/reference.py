@@ -1,4 +1,4 @@
-"""Codes as they are held (whole numbers in 8 bits, or signs in one), and products as one would write them down."""
+"""The stored form of codes (whole numbers in 8 bits, or signs in one), and products in their plainest form."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from torch import Tensor
 from memstore.errors import InvalidArgument
 
 LARGEST = 127
-"""Of a code in 8 bits."""
+"""Largest code in 8 bits."""
 BYTE = 8
 STEP_NUMBERS, STEP_NUMBERS_THERE = 1 << 20, 1 << 28
-"""Of codes or of products, at a time, on a CPU and elsewhere."""
+"""Numbers of codes or products at a time, on a CPU and on other devices."""
 
 
 def best_codes(codes: Tensor, queries: Tensor) -> Tensor:
-    """``codes [n, P, ...]``, ``queries [R, D]``: see the public function. In float64 for queries in float64."""
+    """Take ``codes [n, P, ...]``, ``queries [R, D]``: see the public function. In float64 for queries in float64."""
     wide = queries.to(torch.promote_types(queries.dtype, torch.float32))
     rows, dim = queries.shape
     most = STEP_NUMBERS if codes.device.type == "cpu" else STEP_NUMBERS_THERE
@@ -27,10 +27,10 @@ def best_codes(codes: Tensor, queries: Tensor) -> Tensor:
 
 
 def hold(keys: Tensor, dtype: torch.dtype) -> Tensor:
-    """``keys [..., D]`` as codes: int8 for ``torch.int8``, and uint8 ``[..., ceil(D / 8)]`` for ``torch.bool``.
+    """Encode ``keys [..., D]``: int8 for ``torch.int8``, and uint8 ``[..., ceil(D / 8)]`` for ``torch.bool``.
 
-    Of a bool only the sign is kept, in one bit: 1 is +1, 0 is -1; bit 0 of byte 0 is the first number. Raises
-    ``InvalidArgument`` where the keys are other numbers than whole ones from -127 to 127, or than +1 and -1.
+    ``torch.bool`` stores only the sign, in one bit: 1 is +1, 0 is -1. Bit 0 of byte 0 is the first number. Raises
+    ``InvalidArgument`` unless the keys are whole numbers from -127 to 127, or +1 and -1.
     """
     if dtype == torch.int8:
         if bool((keys != keys.round()).any()) or (keys.numel() and float(keys.abs().max()) > LARGEST):
@@ -44,7 +44,7 @@ def hold(keys: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def numbers(codes: Tensor, dim: int) -> Tensor:
-    """What ``hold`` was given: ``[..., D]`` float32, of ``dim`` numbers each."""
+    """Decode what ``hold`` encoded: ``[..., D]`` float32, of ``dim`` numbers each."""
     if codes.dtype == torch.int8:
         return codes.float()
     bits = codes.unsqueeze(-1) >> torch.arange(BYTE, dtype=torch.uint8, device=codes.device) & 1

@@ -1,13 +1,13 @@
-"""The best codes in Triton: codes are read as they are held, made int8 in registers, and multiplied as whole numbers.
+"""The best codes in Triton: stored codes become int8 in registers, and are multiplied as whole numbers.
 
-A program keeps the best so far of ``BLOCKS`` blocks for ``QUERIES`` queries, and goes from key to key of all of these
-blocks at once: so no maximum crosses the rows of a tile, however many keys a block has.
+A program keeps the best products so far of ``BLOCKS`` blocks for ``QUERIES`` queries, and goes from key to key of all
+these blocks at once. So no maximum crosses the rows of a tile, however many keys a block has.
 
-A query is given to the matrix units as three numbers of 8 bits, ``a * 2^14 + b * 2^7 + c``, which hold 22 bits of it.
-Sums of whole numbers have no order, so scores are the same bits whatever the tiles are.
+The matrix units get a query as three numbers of 8 bits, ``a * 2^14 + b * 2^7 + c``, which hold 22 bits of it. Sums of
+whole numbers do not depend on their order, so scores have the same bits for any tiles.
 """
 
-# What the compiler knows is in capitals.
+# Compile-time constants are in capitals.
 # ruff: noqa: N803
 # Triton has no type information.
 # mypy: disable-error-code="untyped-decorator"
@@ -19,15 +19,15 @@ import triton.language as tl
 from torch import Tensor
 
 BLOCKS, QUERIES = 64, 32
-"""Of a program."""
+"""Blocks and queries of one program."""
 THREADS = 256
-"""Of a program."""
+"""Threads of one program."""
 DIGIT = 7
-"""Bits of the second and the third of the three numbers."""
+"""Bits of the second and the third number of a query."""
 MOST = 126 << (2 * DIGIT)
-"""The largest whole number that three hold."""
+"""The largest whole number that the three numbers hold."""
 SMALLEST = 32
-"""Numbers of a code that matrix units take at once in 8 bits."""
+"""Numbers of a code that matrix units take at once, in 8 bits."""
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _best_codes_kernel(
     rows: tl.tensor, count: tl.tensor, keys: tl.tensor, width: tl.tensor,
     BITS: tl.constexpr, BD: tl.constexpr, BW: tl.constexpr, BN: tl.constexpr, BR: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The best of some blocks for some queries; of bits the sum of the query's numbers where they are 1."""
+    """Find the best products of some blocks and queries; for bits, sums of the query's numbers at ones."""
     block = tl.program_id(0).to(tl.int64) * BN + tl.arange(0, BN)
     row = tl.program_id(1) * BR + tl.arange(0, BR)
     dims, bytes_ = tl.arange(0, BD), tl.arange(0, BW)
@@ -65,7 +65,7 @@ def _best_codes_kernel(
 
 
 def best_codes(codes: Tensor, queries: Tensor) -> Tensor:
-    """``codes [n, P, ...]``, ``queries [R, D]`` float32: see the public function; there are codes and queries."""
+    """Take ``codes [n, P, ...]``, ``queries [R, D]`` float32, neither empty: see the public function."""
     count, keys, width = codes.shape
     rows, dim = queries.shape
     bits = codes.dtype == torch.uint8
@@ -79,12 +79,12 @@ def best_codes(codes: Tensor, queries: Tensor) -> Tensor:
         BITS=bits, BD=side, BW=side // 8 if bits else side, BN=BLOCKS, BR=QUERIES,
         num_warps=THREADS // (64 if torch.version.hip else 32),
     )  # fmt: skip
-    # Bits are 1 and 0 to the matrix units, and stand for +1 and -1.
+    # The matrix units see bits as 1 and 0, but they mean +1 and -1.
     return best.mul_(2).sub_(sums).mul_(scales) if bits else best.mul_(scales)
 
 
 def _parts(queries: Tensor, side: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``queries [R, D]`` as int8 ``[3, R, side]``, their scales ``[R, 1]``, and their sums before it ``[R, 1]``."""
+    """Return ``queries [R, D]`` as int8 ``[3, R, side]``, their scales and their earlier sums, ``[R, 1]`` each."""
     longest = queries.abs().amax(1, keepdim=True)
     whole = (queries == queries.round()).all(1, keepdim=True) & (longest <= MOST)
     scales = torch.where(whole, 1.0, longest.clamp(min=1e-30) / MOST)

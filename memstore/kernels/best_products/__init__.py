@@ -1,4 +1,4 @@
-"""The largest product of each group of keys with each query, in 8 bits: what searches of many keys look at first."""
+"""The largest product of each group of keys with each query, in 8 bits: the first step of searches of many keys."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Backend = Literal["auto", "reference", "torch", "native"]
 LARGEST_DIM = 1024
 """Beyond 1,040 numbers a sum of products no longer fits into the 24 bits of a float32, and is rounded."""
 LARGEST_SUMMED_DIM = 1 << 16
-"""Beyond that a sum no longer fits into the 32 bits in which it is made."""
+"""Beyond that a sum no longer fits into its 32 bits."""
 
 
 def best_products(
@@ -26,13 +26,13 @@ def best_products(
     out: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """The largest inner product of each group's keys with each query.
+    """Return the largest inner product of each group's keys with each query.
 
     Args:
         codes: ``[n, P, D]`` int8 on the CPU: ``n`` groups of ``P`` keys, of at most 65,536 numbers.
         queries: ``[R, D]`` int8.
-        chosen: ``[m]`` int64: the groups that are asked for. All if None, and then ``m`` is ``n``.
-        out: ``[m, R]`` float32, contiguous: where to write. A new tensor if None.
+        chosen: ``[m]`` int64: the wanted groups. All if None, and then ``m`` is ``n``.
+        out: ``[m, R]`` float32, contiguous: the output. A new tensor if None.
         backend: ``"reference"``; ``"torch"``, by PyTorch's product of int8 matrices; ``"native"``, in C, compiled at
             the first use (Linux on a processor with AVX-512 VNNI, faster with AMX); or ``"auto"``: the last of them
             that works here.
@@ -41,7 +41,7 @@ def best_products(
         ``[m, R]`` float32: exact for keys of up to 1,024 numbers, else rounded to that type.
 
     Raises:
-        InvalidArgument: shapes, types or devices do not fit, a group is not there, or the back end is not available.
+        InvalidArgument: shapes, types or devices do not fit, a group does not exist, or the back end is not available.
     """
     _check(codes, queries, chosen)
     shape = (len(codes) if chosen is None else len(chosen), len(queries))
@@ -73,13 +73,13 @@ def best_products(
 
 
 def fastest(dim: int) -> Backend:
-    """The back end that ``"auto"`` takes for keys of ``dim`` numbers."""
+    """Return the back end that ``"auto"`` takes for keys of ``dim`` numbers."""
     choices: tuple[Backend, ...] = ("native", "torch")
     return next((each for each in choices if backend_problem(each, dim) is None), "reference")
 
 
 def backend_problem(backend: str, dim: int) -> str | None:
-    """Why a back end cannot multiply vectors of ``dim`` numbers, and what to do; None if it can."""
+    """Say why a back end cannot multiply vectors of ``dim`` numbers, and what to do; None if it can."""
     match backend:
         case "native" if dim % 4:
             return f"takes vectors of a multiple of 4 numbers, got {dim}; use 'auto' or 'torch'"
@@ -87,7 +87,7 @@ def backend_problem(backend: str, dim: int) -> str | None:
             from memstore.kernels.best_products import native
 
             return native.problem()
-        case "torch" if dim == 1:  # PyTorch 2.13 computes that wrongly
+        case "torch" if dim == 1:  # PyTorch 2.13 computes this case wrongly
             return "takes vectors of at least 2 numbers, got 1; use 'auto' or 'reference'"
         case "torch":
             from memstore.kernels.best_products import torch_int

@@ -1,4 +1,4 @@
-"""By ``native.c``: product and maximum in one go, by the processor's instructions for 8 bits."""
+"""The native back end: ``native.c`` computes product and maximum in one go, with 8-bit instructions."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from memstore.kernels import native
 SOURCE = Path(__file__).with_suffix(".c")
 VECTORS = {"avx512f": "-mavx512f", "avx512bw": "-mavx512bw", "avx512vl": "-mavx512vl", "avx512_vnni": "-mavx512vnni"}
 MATRICES = {"amx_tile": "-mamx-tile", "amx_int8": "-mamx-int8"}
-"""What the processor must be able to do, and the compiler's word for it."""
+"""Required features of the processor, and the compiler's flags for them."""
 NUMBERS_PER_THREAD = 1 << 19
-"""Numbers of keys from which on another thread pays."""
+"""Key numbers from which another thread pays."""
 
 
 def best_products(codes: Tensor, queries: Tensor, chosen: Tensor | None, out: Tensor, *, matrices: bool = True) -> None:
-    """``codes [n, P, D]``, ``queries [R, D]``, ``chosen [m]``, to ``out [m, R]``: see the public function.
+    """Write to ``out [m, R]`` from ``codes [n, P, D]``, ``queries [R, D]``, ``chosen [m]``: see the public function.
 
-    All are contiguous. ``matrices``: with AMX, where the processor has it.
+    All are contiguous. ``matrices`` allows AMX, if the processor has it.
     """
     library = _library()
     keys, dim = codes.shape[1:]
@@ -38,13 +38,13 @@ def best_products(codes: Tensor, queries: Tensor, chosen: Tensor | None, out: Te
 
 @cache
 def has_matrices() -> bool:
-    """Whether the processor has AMX, and this process may use it."""
+    """Return whether the processor has AMX, and this process may use it."""
     return bool(_library().memstore_has_amx())
 
 
 @cache
 def problem() -> str | None:
-    """Why this cannot be; None if it can."""
+    """Say why this back end is not available; None if it is."""
     return native.problem_of(_library)
 
 
@@ -55,6 +55,6 @@ def _library() -> ctypes.CDLL:
         raise native.Unavailable("needs Linux on an x86-64 processor with AVX-512 VNNI; use 'auto' or 'torch'")
     vectors = list(VECTORS.values())
     if able.issuperset(MATRICES):
-        with suppress(native.Unavailable):  # old compilers know no AMX
+        with suppress(native.Unavailable):  # old compilers do not know AMX
             return native.parallel(SOURCE, [*vectors, *MATRICES.values()])
     return native.parallel(SOURCE, vectors)

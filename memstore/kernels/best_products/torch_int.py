@@ -1,4 +1,4 @@
-"""By PyTorch's product of int8 matrices, which oneDNN computes, some groups at a time."""
+"""The PyTorch back end: its product of int8 matrices, which oneDNN computes, some groups at a time."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 TILE_PRODUCTS = 1 << 18
-"""Computed at a time by each thread: they stay in its cache until the best of each group were found."""
+"""Products at a time for each thread: they stay in its cache until the best of each group are found."""
 
 
 def best_products(codes: Tensor, queries: Tensor, chosen: Tensor | None, out: Tensor) -> None:
-    """``codes [n, P, D]``, ``queries [R, D]``, ``chosen [m]``, to ``out [m, R]``: see the public function."""
+    """Write to ``out [m, R]`` from ``codes [n, P, D]``, ``queries [R, D]``, ``chosen [m]``: see the public function."""
     keys, dim = codes.shape[1:]
     groups, rows = out.shape
     step = min(max(1, TILE_PRODUCTS * torch.get_num_threads() // (rows * keys)), groups)
@@ -33,13 +33,13 @@ def best_products(codes: Tensor, queries: Tensor, chosen: Tensor | None, out: Te
 
 
 def _fetched(codes: Tensor, chosen: Tensor) -> Tensor:
-    # index_select of whole groups copies memory; with three dimensions it goes number by number.
+    # index_select of whole groups copies memory; with three dimensions it copies number by number.
     return codes.flatten(1).index_select(0, chosen).view(-1, *codes.shape[1:])
 
 
 @cache
 def problem() -> str | None:
-    """Why this cannot be; None if it can."""
+    """Say why this back end is not available; None if it is."""
     if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
         return "is fast and right on x86 processors with AVX2 and in a PyTorch with oneDNN; use 'auto' or 'reference'"
     # PyTorch does not document this product (2.13 computes it wrongly for vectors of one number), so it is tried.

@@ -1,8 +1,8 @@
-"""The largest product of each block of signs with each query: what a memory that routes by codes of one bit asks.
+"""The largest product of each block of signs with each query, for a memory that routes by one-bit codes.
 
-Keys of +1 and -1 are kept as bits, five of which are the number of an entry in a table that says what they and the
-query's five numbers make: a product of 256 numbers is 52 entries added up. Entries are rounded to 16 bits, so that the
-processor finds 32 of them with one instruction.
+Keys of +1 and -1 are stored as bits. Five bits are an index into a table, whose entry is their product with the query's
+five numbers. So a product of 256 numbers is the sum of 52 entries. Entries are rounded to 16 bits, so the processor
+looks up 32 of them with one instruction.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["PackedSigns", "best_signs", "pack"]
 
 Backend = Literal["auto", "reference", "native"]
 BITS, LANES = 5, 32
-"""Bits that are looked up together, and keys side by side."""
+"""Bits looked up together, and keys side by side."""
 LARGEST_SUM = 32767
 LARGEST_DIM = 4096
-"""Beyond that the entries would be too few steps."""
+"""Beyond that the entries would have too few steps."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,27 +31,31 @@ class PackedSigns:
     """Blocks of keys of +1 and -1."""
 
     words: Tensor
-    """``[n, ceil(P / 32), ceil(D / 15), 32]`` int16, contiguous: word by word, for 32 keys at a time; bit i is number
-    i of the word, and set where that is +1. The last keys of a block are followed by its last key again."""
+    """``[n, ceil(P / 32), ceil(D / 15), 32]`` int16, contiguous: word by word, for 32 keys at a time. Bit i is number i
+    of the word, and set if that is +1. The last keys of a block are padded with copies of its last key.
+    """
     keys: int
     """``P``"""
     dim: int
     """``D``"""
 
     def unpacked(self) -> Tensor:
-        """The keys, ``[n, P, D]`` float32."""
+        """Return the keys, ``[n, P, D]`` float32."""
         bits = self.words.unsqueeze(-1) >> torch.arange(WORD_BITS, dtype=torch.int16) & 1  # [n, tiles, words, 32, 15]
         signs = bits.permute(0, 1, 3, 2, 4).flatten(3).flatten(1, 2)[:, : self.keys, : self.dim]
         return signs.float().mul_(2).sub_(1)
 
 
 def words_shape(keys: int, dim: int) -> tuple[int, int, int]:
-    """Of the words of one block."""
+    """Return the shape of the words of one block."""
     return -(-keys // LANES), -(-dim // WORD_BITS), LANES
 
 
 def pack(keys: Tensor) -> PackedSigns:
-    """``keys [n, P, D]``, floating point on the CPU. Raises ``InvalidArgument`` where a number is neither +1 nor -1."""
+    """Pack floating-point ``keys [n, P, D]`` on the CPU.
+
+    Raises ``InvalidArgument`` for numbers other than +1 and -1.
+    """
     if keys.dim() != 3 or not keys.shape[1] or not 1 <= keys.shape[2] <= LARGEST_DIM or not keys.is_floating_point():
         raise InvalidArgument(f"expected keys [n, P, D] of at most {LARGEST_DIM} numbers, got {tuple(keys.shape)}")
     words = torch.empty(len(keys), *words_shape(*keys.shape[1:]), dtype=torch.int16)
@@ -69,7 +73,7 @@ def pack(keys: Tensor) -> PackedSigns:
 
 
 def best_signs(signs: PackedSigns, queries: Tensor, *, backend: Backend = "auto") -> Tensor:
-    """The largest inner product of each block's keys with each query.
+    """Return the largest inner product of each block's keys with each query.
 
     Args:
         signs: ``n`` blocks.
@@ -78,7 +82,8 @@ def best_signs(signs: PackedSigns, queries: Tensor, *, backend: Backend = "auto"
             or ``"auto"``: the last of them that works here.
 
     Returns:
-        ``[n, R]`` float32. ``"native"`` is off by ``allowance`` at most, and exact for queries of whole numbers whose
+        ``[n, R]`` float32. The error of ``"native"`` is at most ``allowance``; it is and exact for queries of whole
+        numbers whose
         sum without signs is at most 32,767.
 
     Raises:
@@ -98,9 +103,9 @@ def best_signs(signs: PackedSigns, queries: Tensor, *, backend: Backend = "auto"
 
 
 def allowance(queries: Tensor) -> Tensor:
-    """How much the products of ``queries [R, D]`` may be off: ``[R]`` float32.
+    """Return the largest error of the products of ``queries [R, D]``: ``[R]`` float32.
 
-    Half a step for each entry, and what float32 loses where tables are made and sums are scaled.
+    It is half a step for each entry, and the float32 rounding when tables are made and sums are scaled.
     """
     entries = -(-queries.shape[1] // BITS)
     lengths = queries.float().abs().sum(1)
@@ -108,7 +113,7 @@ def allowance(queries: Tensor) -> Tensor:
 
 
 def problem() -> str | None:
-    """Why the fast back end cannot be, and what to do; None if it can."""
+    """Say why the fast back end is not available, and what to do; None if it is."""
     from memstore.kernels.best_signs import native
 
     return native.problem()

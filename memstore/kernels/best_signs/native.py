@@ -1,4 +1,4 @@
-"""By ``native.c``: entries of tables looked up and added, by the processor's instructions for words of 16 bits."""
+"""The native back end: ``native.c`` looks up and adds table entries, with 16-bit instructions."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from memstore.kernels import native
 
 SOURCE = Path(__file__).with_suffix(".c")
 VECTORS = {"avx512f": "-mavx512f", "avx512bw": "-mavx512bw"}
-"""What the processor must be able to do, and the compiler's word for it."""
+"""Required features of the processor, and the compiler's flags for them."""
 WORDS_PER_THREAD = 1 << 16
-"""Words of keys from which on another thread pays."""
+"""Key words from which another thread pays."""
 
 
 def best_signs(words: Tensor, queries: Tensor, dim: int) -> Tensor:
-    """``words [n, tiles, W, 32]`` contiguous, ``queries [R, dim]`` float32, to ``[n, R]``: see the public function."""
+    """Take contiguous ``words [n, tiles, W, 32]``, ``queries [R, dim]`` float32: see the public function.
+
+    Returns ``[n, R]``.
+    """
     blocks, tiles, _, _ = words.shape
     rows = len(queries)
     out = torch.empty(blocks, rows)
@@ -35,7 +38,7 @@ def best_signs(words: Tensor, queries: Tensor, dim: int) -> Tensor:
 
 
 def pack(keys: Tensor, words: Tensor) -> bool:
-    """``keys [n, P, D]`` float32 to ``words [n, tiles, W, 32]``, contiguous; False where they are no signs."""
+    """Pack ``keys [n, P, D]`` float32 into contiguous ``words [n, tiles, W, 32]``; False unless all are signs."""
     if not keys.numel():
         return True
     given = keys.contiguous()
@@ -45,7 +48,7 @@ def pack(keys: Tensor, words: Tensor) -> bool:
 
 @cache
 def problem() -> str | None:
-    """Why this cannot be; None if it can."""
+    """Say why this back end is not available; None if it is."""
     return native.problem_of(_library)
 
 

@@ -1,4 +1,4 @@
-"""Packing bit by bit, and products as one would write them down, in float64."""
+"""Packing bit by bit, and products in their plainest form, in float64."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ WORD_BITS = 15
 
 
 def best_signs(keys: Tensor, queries: Tensor) -> Tensor:
-    """``keys [n, P, D]``, ``queries [R, D]``: see the public function."""
+    """Take ``keys [n, P, D]``, ``queries [R, D]``: see the public function."""
     wide = queries.double()
     found = [(block.double() @ wide.T).amax(0).float() for block in keys]
     return torch.stack(found) if found else torch.empty(0, len(queries))
 
 
 def pack(keys: Tensor, words: Tensor) -> bool:
-    """``keys [n, P, D]`` to ``words [n, tiles, W, lanes]``; False where they are no signs."""
+    """Pack ``keys [n, P, D]`` into ``words [n, tiles, W, lanes]``; False unless all are signs."""
     tiles, count, lanes = words.shape[1:]
     places = torch.arange(tiles * lanes).clamp(max=keys.shape[1] - 1)
     powers = 2 ** torch.arange(WORD_BITS, dtype=torch.int16)

@@ -27,7 +27,7 @@ def block_attention(
     sinks: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attention of queries over gathered blocks, with what is needed to merge it with other partial results.
+    """Attend to gathered blocks; also return the log-sum-exp, to merge the result with other partial results.
 
     Args:
         q: queries ``[B, H, T, D]``.
@@ -38,15 +38,15 @@ def block_attention(
         scale: factor on the scores; ``D ** -0.5`` if None.
         softcap: scores become ``softcap * tanh(score / softcap)`` (Gemma 2).
         sinks: ``[H]`` logits of a virtual key with value 0 (gpt-oss).
-        backend: ``"reference"``; ``"torch"``, PyTorch's flash attention, which never has all scores at once (heads of
-            one size, a mask of the queries' type, no softcap, no gradients); or ``"auto"``: that where it can and pays,
-            which on a CPU is for more than one token.
+        backend: ``"reference"``; ``"torch"``, PyTorch's flash attention, which never holds all scores (heads of one
+            size, a mask of the queries' type, no softcap, no gradients); or ``"auto"``: ``"torch"`` if it can and pays,
+            on a CPU for more than one token.
 
     Returns:
         The output ``[B, H, T, Dv]`` and the log-sum-exp of the scores ``[B, H, T]`` (float32).
 
     Raises:
-        InvalidArgument: shapes do not fit, or the back end is unknown or cannot do it.
+        InvalidArgument: shapes do not fit, or the back end is unknown or does not support them.
     """
     k, v = _flat(k), _flat(v)
     _check(q, k, v)
@@ -76,10 +76,10 @@ def attend(
     sinks: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """The output of ``block_attention`` alone, which PyTorch computes several times faster without the log-sum-exp.
+    """Return only the output of ``block_attention``; without log-sum-exp PyTorch is several times faster.
 
-    ``mask`` is additive here, ``[B or 1, 1 or G or H, T, M]``, and for the last ``M`` keys; those before are visible to
-    all. ``"auto"`` takes ``"torch"`` unless a cap or sinks, which it does not have, are asked for.
+    ``mask`` is additive here, ``[B or 1, 1 or G or H, T, M]``, and for the last ``M`` keys; earlier keys are visible to
+    all. ``"auto"`` takes ``"torch"`` unless a softcap or sinks are given, which it does not support.
     """
     k, v = _flat(k), _flat(v)
     _check(q, k, v)
@@ -123,7 +123,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
 
 def _flat(x: Tensor) -> Tensor:
-    """``[B, G, K, S, D]`` as ``[B, G, K * S, D]``."""
+    """Return ``[B, G, K, S, D]`` as ``[B, G, K * S, D]``."""
     return x.flatten(2, 3) if x.dim() == 5 else x
 
 

@@ -1,4 +1,4 @@
-"""Block attention through what PyTorch does fastest on the device at hand, with the log-sum-exp and without.
+"""Block attention by the fastest PyTorch operations of each device, with and without the log-sum-exp.
 
 Measured on CPUs without matrix units for bfloat16 (256 queries, 9 heads of 64, 1,088 keys): the fused SDPA kernel takes
 3.7 ms in either precision, two matrix products and a softmax take 12 ms in float32 and 1.5 ms in bfloat16.
@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 ROW = 16
-"""Numbers between whose multiples rows of a mask have to begin on a GPU."""
+"""On a GPU, rows of a mask must begin at multiples of this many numbers."""
 _CPU = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 def _shares_keys() -> bool:
-    """Whether PyTorch lets several heads of queries share keys there.
+    """Return whether PyTorch lets several query heads share keys on this device.
 
-    In PyTorch 2.6 each takes keys of its own without looking whether they are there. Here they are, behind the others.
+    In PyTorch 2.6 each head reads its own keys without a bounds check. In this test they exist, after the others.
     """
     values = torch.tensor([1.0, 2.0], device="cpu").view(1, 2, 1, 1)
     out = _CPU(torch.zeros(1, 2, 1, 1, device="cpu"), values[:, :1], values[:, :1], 0.0, False)[0]
@@ -29,10 +29,10 @@ SHARES_KEYS = _shares_keys()
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float) -> Tensor:
-    """Softmax attention of ``q [B, H, T, D]`` over ``k, v [B, G, N, D]``; returns ``[B, H, T, Dv]``.
+    """Compute softmax attention of ``q [B, H, T, D]`` over ``k, v [B, G, N, D]``; returns ``[B, H, T, Dv]``.
 
     ``mask`` is additive, in the dtype of ``q``, and broadcasts to ``[B, heads, T, M]``, heads being 1, G or H. It is
-    for the last ``M`` keys; those before are visible to all queries.
+    for the last ``M`` keys; earlier keys are visible to all queries.
     """
     if q.device.type == "cpu" and q.dtype == torch.bfloat16 and q.shape[2] > 1:
         return _products(q, k, v, mask, scale)
@@ -43,7 +43,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float
 
 
 def whole_mask(mask: Tensor, heads: int, keys: int) -> Tensor:
-    """An additive ``mask [B, 1 or G or H, T, M]`` for the last ``M`` keys, as ``[B, 1 or H, T, keys]``."""
+    """Expand an additive ``mask [B, 1 or G or H, T, M]`` for the last ``M`` keys to ``[B, 1 or H, T, keys]``."""
     if mask.shape[1] not in (1, heads):
         mask = mask.repeat_interleave(heads // mask.shape[1], dim=1)
     return F.pad(mask, (keys - mask.shape[-1], 0))
@@ -53,7 +53,7 @@ def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
     batch, heads, tokens, dim = q.shape
     groups = k.shape[1]
     packed = (q * scale).reshape(batch, groups, heads // groups * tokens, dim)
-    # Keys are the beginning of a buffer, which PyTorch would copy one number at a time, being transposed.
+    # Keys are the beginning of a buffer; transposed, PyTorch would copy it one number at a time.
     scores = packed @ k.contiguous().transpose(-1, -2)
     if mask is not None:
         masked = scores.view(batch, groups, heads // groups, tokens, -1)[..., k.shape[2] - mask.shape[-1] :]
@@ -63,7 +63,7 @@ def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 
 
 def _packed_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    """One query token: the heads of a group are the rows of one product."""
+    """Attend with one query token: the heads of a group are the rows of one product."""
     batch, heads, _, dim = q.shape
     packed = q.reshape(batch, k.shape[1], heads // k.shape[1], dim)
     out = F.scaled_dot_product_attention(packed, k, v, scale=scale)
@@ -71,7 +71,7 @@ def _packed_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def lse_problem(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softcap: float | None) -> str | None:
-    """Why PyTorch cannot attend with the log-sum-exp; None if it can."""
+    """Say why PyTorch cannot attend with the log-sum-exp; None if it can."""
     types = (torch.float32, torch.float16, torch.bfloat16, *((torch.float64,) if q.device.type == "cpu" else ()))
     if q.device.type not in ("cpu", "cuda"):
         return f"runs on a CPU and a GPU, not on {q.device}"
@@ -88,12 +88,12 @@ def lse_problem(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softcap: f
     return None
 
 
-# PyTorch has these operations for its own attention, and returns the log-sum-exp for the backward pass. The one for
-# GPUs takes masks, which its flash attention does not.
+# PyTorch has these operations for its own attention, and returns the log-sum-exp for the backward pass. The operation
+# for GPUs takes masks, unlike its flash attention.
 def attend_with_lse(
     q: Tensor, k: Tensor, v: Tensor, *, mask: Tensor | None, scale: float, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """As ``reference.block_attention``, where there is no ``lse_problem``."""
+    """Compute ``reference.block_attention`` if there is no ``lse_problem``."""
     batch, heads, tokens, dim = q.shape
     if mask is not None and mask.dtype == torch.bool:
         mask = torch.zeros(mask.shape, dtype=q.dtype, device=q.device).masked_fill_(~mask, -torch.inf)
@@ -106,16 +106,16 @@ def attend_with_lse(
         out, lse = _CPU(q, k, v, 0.0, False, attn_mask=mask, scale=scale)
     else:
         repeats = heads // k.shape[1]
-        # Heads of one group become those of a row: its keys are there once, seen with a stride of 0.
+        # Heads of one group become heads of one row: its keys exist once, expanded with a stride of 0.
         rows = q.reshape(-1, repeats, tokens, dim)
         keys, values = (x.reshape(-1, 1, *x.shape[2:]).expand(-1, repeats, -1, -1) for x in (k, v))
         bias = None
-        if mask is not None:  # many rows of grouped heads take a copy of it for each head
+        if mask is not None:  # many rows of grouped heads need a copy of it for each head
             bias = _aligned(_aligned(mask).expand(-1, heads, -1, -1).reshape(*rows.shape[:3], -1))
         there = torch.ops.aten._scaled_dot_product_efficient_attention
         out, lse = there(rows, keys, values, bias, True, scale=scale)[:2]
         out, lse = out.reshape(q.shape), lse[..., :tokens].reshape(q.shape[:3])
-    if mask is not None:  # what is said of a query that sees nothing differs from device to device
+    if mask is not None:  # the result for a query that sees nothing differs between devices
         blind = (mask == -torch.inf).all(-1).expand(-1, heads, -1)
         out, lse = out.masked_fill(blind.unsqueeze(-1), 0), lse.masked_fill(blind, -torch.inf)
     if sinks is None:
@@ -125,7 +125,7 @@ def attend_with_lse(
 
 
 def _aligned(mask: Tensor) -> Tensor:
-    """The same numbers in rows that begin at multiples of ``ROW`` numbers."""
+    """Return the same numbers in rows that begin at multiples of ``ROW`` numbers."""
     if mask.stride(-1) == 1 and not any(start % ROW for start in (*mask.stride()[:-1], mask.storage_offset())):
         return mask
     keys = mask.shape[-1]

@@ -1,4 +1,4 @@
-"""Block attention in plain PyTorch: the truth that every faster form is compared with.
+"""Block attention in plain PyTorch: the reference for every faster form.
 
 Grouped heads are packed: the ``R = H / G`` query heads of a key-value head become rows of one matrix product,
 so keys and values are never repeated in memory.
@@ -22,7 +22,7 @@ def block_attention(
     softcap: float | None,
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Softmax attention of ``q [B, H, T, D]`` over ``k, v [B, G, N, D]``; float32 inside (float64 for float64 inputs).
+    """Attend with ``q [B, H, T, D]`` to ``k, v [B, G, N, D]``; float32 inside (float64 for float64 inputs).
 
     Returns the output ``[B, H, T, Dv]`` in the dtype of ``q`` and the log-sum-exp of the scores ``[B, H, T]``.
     A query that sees no key gets output 0 and log-sum-exp -inf.
@@ -37,7 +37,7 @@ def block_attention(
 
 
 def masked_scores(q: Tensor, k: Tensor, *, mask: Tensor | None, scale: float, softcap: float | None) -> Tensor:
-    """Scaled, capped and masked scores ``[B, H, T, N]`` in float32 (float64 for float64 inputs)."""
+    """Return scaled, capped and masked scores ``[B, H, T, N]`` in float32 (float64 for float64 inputs)."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = _per_group(q.to(dtype), k.to(dtype).transpose(-1, -2)) * scale
     if softcap is not None:
@@ -50,7 +50,7 @@ def masked_scores(q: Tensor, k: Tensor, *, mask: Tensor | None, scale: float, so
 
 
 def _per_group(x: Tensor, y: Tensor) -> Tensor:
-    """Product of ``x [B, H, T, n]`` with ``y [B, G, n, m]``, head ``h`` using group ``h // (H / G)``."""
+    """Multiply ``x [B, H, T, n]`` by ``y [B, G, n, m]``; head ``h`` uses group ``h // (H / G)``."""
     batch, heads, tokens, inner = x.shape
     groups = y.shape[1]
     packed = x.reshape(batch, groups, heads // groups * tokens, inner)

@@ -49,23 +49,24 @@ def grouped_cross_attention(
     off_by_one: bool = True,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Attention to each retrieved block by itself, summed with the weights of the blocks (GCA paper, equations 2-3).
+    """Attend to each retrieved block by itself, and sum with the weights of the blocks (GCA paper, equations 2-3).
 
-    Two forms. With ``blocks``, the states of all blocks are given once and looked up, without copies on a GPU:
+    There are two forms. With ``blocks``, pass the states of all blocks once; they are looked up, without copies on a
+    GPU:
 
     Args:
         q: queries ``[B, C, H, T, D]``: ``C`` lists of blocks in each row, ``T`` queries for each list.
         k: keys of all blocks ``[B, N, G, S, D]``; ``H`` is a multiple of ``G``.
         v: values, shaped like ``k``.
         weights: of the chosen blocks ``[B, C, K]``, such as the softmax of their scores.
-        blocks: the chosen blocks ``[B, C, K]``, integers below ``N``; -1 for none, whatever its weight. One block may
-            be chosen twice.
+        blocks: the chosen blocks ``[B, C, K]``, integers below ``N``; -1 for none, with any weight. One block may be
+            chosen twice.
         scale: factor on the scores; ``D ** -0.5`` if None.
-        off_by_one: ``exp(s) / (1 + sum exp(s))`` in each block, so that a query can find nothing there.
+        off_by_one: ``exp(s) / (1 + sum exp(s))`` in each block, so a query can find nothing in a block.
         backend: ``"reference"``, ``"torch"`` (any device), ``"triton"`` (a GPU, or Triton's interpreter), or
-            ``"auto"``: ``"triton"`` on a GPU where it can, but for float32, else ``"torch"``.
+            ``"auto"``: ``"triton"`` on a GPU if it can, except for float32, else ``"torch"``.
 
-    Without ``blocks``, the states are those of the chosen blocks: ``q [B, H, T, D]``, ``k, v [B, G, K, S, D]``,
+    Without ``blocks``, pass the states of the chosen blocks: ``q [B, H, T, D]``, ``k, v [B, G, K, S, D]``,
     ``weights [B, K]``.
 
     Returns:
@@ -73,8 +74,8 @@ def grouped_cross_attention(
 
     Raises:
         InvalidArgument: shapes, types or devices do not fit, a block does not exist, or the back end is not available.
-            On a GPU, a block that does not exist is not looked for beforehand, which would wait for the device:
-            ``"triton"`` gives its list NaN, PyTorch's own operations may fail later.
+            On a GPU, missing blocks are not checked beforehand, because this would wait for the device. ``"triton"``
+            gives their lists NaN; PyTorch's own operations may fail later.
     """
     if blocks is None:
         _check_gathered(q, k, v, weights)

@@ -1,10 +1,10 @@
 """Grouped cross attention in a few batched PyTorch operations: the fast path on a CPU, and anywhere without Triton.
 
-The chosen blocks of each list are copied once, scored by one product and summed by another; the weights of the blocks
-are multiplied into the probabilities in between. The backward pass is written by hand, for time goes into passes over
-the probabilities, and autograd makes twice as many. With 128 lists of 4 blocks of 32 tokens, 4 heads of 16 and
-32 queries, one thread takes 24 ms forward and backward, against 41 ms for the same operations under autograd and
-32 ms for the reference. A custom function can be differentiated once; the reference can be more often.
+The chosen blocks of each list are copied once, scored by one product and summed by another. In between, the
+probabilities are multiplied by the weights of the blocks. The backward pass is written by hand, because passes over the
+probabilities take the time, and autograd makes twice as many. Measured with one thread, forward and backward, on 128
+lists of 4 blocks of 32 tokens, 4 heads of 16 and 32 queries: 24 ms, against 41 ms for the same operations under
+autograd and 32 ms for the reference. A custom function can be differentiated once; the reference any number of times.
 
 With ``P`` the probabilities within a block, ``w`` its weight and ``g`` the gradient of the output, ``dP = g V^T``,
 ``delta = rowsum(P dP)`` (which is ``g . O`` for the output ``O`` of the block), ``dS = w P (dP - delta)``, and the
@@ -23,13 +23,13 @@ from torch.autograd.function import once_differentiable
 def grouped_cross_attention(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, weights: Tensor, *, scale: float, off_by_one: bool
 ) -> Tensor:
-    """``q [B, C, H, T, D]``, ``k, v [B, N, G, S, D]``, ``blocks, weights [B, C, K]`` -> ``[B, C, H, T, Dv]``."""
+    """Take ``q [B, C, H, T, D]``, ``k, v [B, N, G, S, D]``, ``blocks, weights [B, C, K]`` -> ``[B, C, H, T, Dv]``."""
     out: Tensor = _GroupedCrossAttention.apply(q, k, v, blocks, weights, scale, off_by_one)  # type: ignore[no-untyped-call]
     return out
 
 
 class _GroupedCrossAttention(torch.autograd.Function):
-    """``L = B * C`` lists; the ``R = H / G`` heads of a group are more queries, ``M = R * T`` rows."""
+    """``L = B * C`` lists; the ``R = H / G`` heads of a group count as more queries, ``M = R * T`` rows."""
 
     @staticmethod
     def forward(
@@ -75,7 +75,7 @@ class _GroupedCrossAttention(torch.autograd.Function):
 
 
 def _softmax_(scores: Tensor, off_by_one: bool) -> Tensor:
-    """Over the last dimension, in place."""
+    """Compute the softmax over the last dimension, in place."""
     highest = scores.amax(-1, keepdim=True)
     if off_by_one:
         highest.clamp_(min=0)
@@ -85,14 +85,14 @@ def _softmax_(scores: Tensor, off_by_one: bool) -> Tensor:
 
 
 def _gathered(x: Tensor, blocks: Tensor, there: Tensor) -> Tensor:
-    """The chosen blocks of ``x [B, N, G, S, D]``, 0 where none is, as ``[L * G, K * S, D]``."""
+    """Return the chosen blocks of ``x [B, N, G, S, D]``, 0 for none, as ``[L * G, K * S, D]``."""
     chosen = x.reshape(x.shape[0] * x.shape[1], -1).index_select(0, _places(blocks, x.shape[1]))
     chosen = _cleared(chosen, there).view(-1, blocks.shape[2], *x.shape[2:])
     return chosen.transpose(1, 2).reshape(-1, blocks.shape[2] * x.shape[3], x.shape[4])
 
 
 def _scattered(x: Tensor, shape: torch.Size, blocks: Tensor, there: Tensor) -> Tensor:
-    """The reverse: sums over the lists that chose a block, ``[L * G, K * S, D]`` to ``shape [B, N, G, S, D]``."""
+    """Reverse ``_gathered``: sum over lists that chose a block, ``[L * G, K * S, D]`` to ``shape [B, N, G, S, D]``."""
     batch, count, groups, size, dim = shape
     chosen = x.view(-1, groups, blocks.shape[2], size, dim).transpose(1, 2).reshape(blocks.numel(), -1)
     total = chosen.new_zeros(batch * count, chosen.shape[1])
@@ -100,13 +100,13 @@ def _scattered(x: Tensor, shape: torch.Size, blocks: Tensor, there: Tensor) -> T
 
 
 def _places(blocks: Tensor, count: int) -> Tensor:
-    """Of the chosen blocks among those of all rows; anywhere for -1."""
+    """Return the places of chosen blocks among the blocks of all rows; any place for -1."""
     rows = torch.arange(0, len(blocks) * count, count, device=blocks.device)
     return (blocks.clamp(min=0) + rows[:, None, None]).flatten()
 
 
 def _cleared(chosen: Tensor, there: Tensor) -> Tensor:
-    """0 where no block was chosen, in place: what lies in the block read instead may be NaN."""
+    """Set unchosen blocks to 0, in place: the block read in their stead may contain NaN."""
     nowhere = ~there.view(-1, 1)
     if chosen.device.type == "cpu":
         return chosen.index_fill_(0, nowhere.nonzero()[:, 0], 0)

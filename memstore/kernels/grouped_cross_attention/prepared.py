@@ -1,12 +1,12 @@
-"""Grouped cross attention to the same list again and again, as when tokens are generated one by one.
+"""Grouped cross attention to the same list many times, as in decoding token by token.
 
-A token of a small model costs little more than the number of operations on it. So whatever does not depend on the
+In a small model the cost of a token is mainly the number of operations on it. So work that does not depend on the
 queries is done once for a list: blocks are joined, keys transposed and scaled, values multiplied by the weights of
-their blocks. Softmax-off-by-one becomes an ordinary softmax, by one more key and value of zeros in each block. What is
-left for a token are two products with a softmax between them. In a small model the projections of the queries and of
-what is found are part of these products too (``fold``).
+their blocks. Softmax-off-by-one becomes an ordinary softmax, with one more key and value of zeros in each block. Each
+token then needs two products with a softmax between them. In a small model these products also include the projections
+of the queries and of the results (``fold``).
 
-The weights are in the values, so this form gives the retriever no gradient of its own; it is for inference.
+The weights are in the values, so this form gives the retriever no separate gradient; it is for inference.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 FOLDED = 1 << 18
-"""Numbers in the keys of a row up to which projections are folded into a list: more would take longer to read."""
+"""Numbers in the keys of a row up to which projections are folded into a list; more would take longer to read."""
 
 
 class PreparedList(NamedTuple):
@@ -37,9 +37,9 @@ class PreparedList(NamedTuple):
 def prepare(
     k: Tensor, v: Tensor, weights: Tensor, blocks: Tensor, *, scale: float | None = None, off_by_one: bool = True
 ) -> PreparedList:
-    """``k, v [B, K, G, S, D]`` of the chosen ``blocks [B, K]`` (-1: none), their ``weights [B, K]``."""
+    """Prepare ``k, v [B, K, G, S, D]`` of the chosen ``blocks [B, K]`` (-1: none) with their ``weights [B, K]``."""
     there = (blocks >= 0)[:, :, None, None, None]
-    # What lies in the place of a block that is not there may be NaN.
+    # The states of a missing block may be NaN.
     keys = torch.where(there, k * (k.shape[-1] ** -0.5 if scale is None else scale), 0)
     values = torch.where(there, (v * weights[:, :, None, None, None]).to(v.dtype), 0)
     if off_by_one:
@@ -54,11 +54,11 @@ def prepare(
 
 
 def attend(q: Tensor, prepared: PreparedList) -> Tensor:
-    """Queries ``[B, T, H * D]``, as a projection gives them, over the list of their row -> ``[B, T, H * Dv]``."""
+    """Attend with projected queries ``[B, T, H * D]`` to the list of their row -> ``[B, T, H * Dv]``."""
     keys, values, size, _ = prepared
     batch, tokens, inner = q.shape
     many, dim, joined = keys.shape
-    rows = batch * tokens * inner // (many * dim)  # R * T: the heads of a group are more queries
+    rows = batch * tokens * inner // (many * dim)  # R * T: the heads of a group count as more queries
     if tokens != 1:
         q = q.view(batch, tokens, inner // dim, dim).transpose(1, 2).contiguous()
     scores = torch.bmm(q.view(many, rows, dim), keys)
@@ -70,7 +70,7 @@ def attend(q: Tensor, prepared: PreparedList) -> Tensor:
 
 
 class FoldedList(NamedTuple):
-    """A prepared list with the projections of one layer in it: the heads' keys and values side by side."""
+    """A prepared list that includes the projections of one layer: the heads' keys and values side by side."""
 
     keys: Tensor
     """``[B, hidden, H * K * S']``"""
@@ -85,9 +85,9 @@ Ready = PreparedList | FoldedList
 
 
 def fold(prepared: PreparedList, query: Tensor, out: Tensor) -> FoldedList | None:
-    """``prepared`` with the weights of a layer, ``query [H * D, hidden]`` and ``out [hidden, H * Dv]``, in it.
+    """Fold a layer's weights ``query [H * D, hidden]`` and ``out [hidden, H * Dv]`` into ``prepared``.
 
-    None where that is so large that two small products before and after are faster.
+    Return None if the result is so large that two small products before and after are faster.
     """
     keys, values, size, groups = prepared
     many, dim, joined = keys.shape
@@ -101,7 +101,7 @@ def fold(prepared: PreparedList, query: Tensor, out: Tensor) -> FoldedList | Non
 
 
 def attend_folded(x: Tensor, lengths: Tensor, folded: FoldedList) -> Tensor:
-    """``x [B, T, hidden]`` plus what it finds, divided by ``lengths [B, T, 1]``, in the list of its row."""
+    """Return ``x [B, T, hidden]`` plus its result, divided by ``lengths [B, T, 1]``, from the list of its row."""
     keys, values, size = folded
     scores = torch.bmm(x, keys).div_(lengths)
     p = scores.view(*scores.shape[:2], keys.shape[2] // size, size).softmax(-1).view(scores.shape)

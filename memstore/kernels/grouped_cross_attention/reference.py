@@ -1,4 +1,4 @@
-"""Grouped cross attention as the paper writes it.
+"""Grouped cross attention as in the paper.
 
 Hu et al. 2025, *Efficient Length-Generalizable Attention via Causal Retrieval for Long-Context Language Modeling*,
 equations 2-3: a query attends to each retrieved block by itself, and the results are summed with the weights of the
@@ -15,7 +15,7 @@ from torch import Tensor
 def grouped_cross_attention(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, weights: Tensor, *, scale: float, off_by_one: bool
 ) -> Tensor:
-    """``q [B, C, H, T, D]``, ``k, v [B, N, G, S, D]``, ``blocks, weights [B, C, K]`` -> ``[B, C, H, T, Dv]``."""
+    """Take ``q [B, C, H, T, D]``, ``k, v [B, N, G, S, D]``, ``blocks, weights [B, C, K]`` -> ``[B, C, H, T, Dv]``."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads_per_group = q.shape[2] // k.shape[2]
     rows = torch.arange(len(q), device=q.device).unsqueeze(1)
@@ -31,7 +31,7 @@ def grouped_cross_attention(
 
 
 def softmax(scores: Tensor, off_by_one: bool) -> Tensor:
-    """Over the last dimension; ``off_by_one`` adds 1 to the denominator, as one more key with score 0 would."""
+    """Compute softmax over the last dimension; ``off_by_one`` adds 1 to the denominator, like a key with score 0."""
     if not off_by_one:
         return scores.softmax(-1)
     none = scores.new_zeros((*scores.shape[:-1], 1))

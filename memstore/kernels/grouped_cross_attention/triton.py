@@ -1,9 +1,9 @@
 """Grouped cross attention in Triton: forward, backward and decoding without copies of the chosen blocks.
 
 Hu et al. 2025, *Efficient Length-Generalizable Attention via Causal Retrieval for Long-Context Language Modeling*,
-algorithms 1 (forward) and 2 (backward). Symbols: their chunk is one of our lists, with queries ``Q``, here ``q`` of
-``M`` rows; ``K_k, V_k`` is block ``blocks[..., k]``; ``w_k`` is ``weights[..., k]``; ``O_k`` is ``attended``, the
-attention to one block, and ``O = sum_k w_k O_k`` is ``out``; ``L_k`` is ``lse``, here to the base 2.
+algorithms 1 (forward) and 2 (backward). Symbols: their chunk is one of our lists, and their ``Q`` is ``q`` of ``M``
+rows. ``K_k, V_k`` is block ``blocks[..., k]``, and ``w_k`` is ``weights[..., k]``. ``O_k`` is ``attended``, the
+attention to one block, and ``O = sum_k w_k O_k`` is ``out``. ``L_k`` is ``lse``, here to the base 2.
 
 With ``P_k`` the probabilities in block ``k`` and ``G`` the gradient of ``out``, the gradients are
 
@@ -13,8 +13,7 @@ With ``P_k`` the probabilities in block ``k`` and ``G`` the gradient of ``out``,
     dK_k    = scale * w_k dS_k^T Q             dV_k = w_k P_k^T G
     dw_k    = sum of delta_k over queries and heads
 
-Softmax-off-by-one is a key with score 0 and value 0: it enters ``L_k`` and nothing else, so the gradients keep their
-form.
+Softmax-off-by-one is a key with score 0 and value 0: it only changes ``L_k``, so the gradients keep their form.
 
 Deliberate deviations:
 
@@ -28,7 +27,7 @@ Deliberate deviations:
 - ``delta_k`` is recomputed while walking over the blocks, since saving ``O_k`` would take ``K`` times the output.
 """
 
-# What the compiler knows is in capitals, and one such argument is for the choice of tiles alone.
+# Compile-time constants are in capitals; one of them only serves the choice of tiles.
 # ruff: noqa: ARG001, N803
 # Triton has no type information.
 # mypy: disable-error-code="untyped-decorator"
@@ -47,7 +46,7 @@ from memstore.kernels._tiles import ANY, TileTable, config, machine, padded, pre
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 SIMULATED_PROCESSORS = 8
-"""What the interpreter counts as, so that small inputs are shared by several programs and others are not."""
+"""Processors that the interpreter counts as, so that small inputs are shared by several programs, others not."""
 
 
 # fmt: off
@@ -93,7 +92,7 @@ def _tiled(kernel: str) -> Callable[[Any], Any]:
 def _rows(
     base: tl.tensor, index: tl.tensor, count: tl.tensor, stride: tl.tensor, SIZE: tl.constexpr, PADDED: tl.constexpr
 ) -> tl.tensor:
-    """Rows ``index`` of a matrix ``[count, SIZE]``, with 0 beyond its edges."""
+    """Load rows ``index`` of a matrix ``[count, SIZE]``, with 0 beyond its edges."""
     dims = tl.arange(0, PADDED)
     mask = (index[:, None] < count) & (dims[None, :] < SIZE)
     return tl.load(base + index[:, None] * stride + dims[None, :], mask=mask, other=0.0)
@@ -122,15 +121,15 @@ def _forward_kernel(
     kb: tl.tensor, kn: tl.tensor, kg: tl.tensor, ks: tl.tensor,  # strides
     vb: tl.tensor, vn: tl.tensor, vg: tl.tensor, vs: tl.tensor,
     lists: tl.tensor, lists_per_row: tl.tensor, groups: tl.tensor, rows: tl.tensor, chosen: tl.tensor, count: tl.tensor,
-    share: tl.tensor,  # of the blocks of a list, for each part
+    share: tl.tensor,  # number of a list's blocks for each part
     scale: tl.tensor,
-    ROWS: tl.constexpr,  # tells the choice of tiles about the number of rows
+    ROWS: tl.constexpr,  # informs the choice of tiles of the number of rows
     S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BD: tl.constexpr, BDV: tl.constexpr,
     OFF_BY_ONE: tl.constexpr, SAVE: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BS: tl.constexpr,  # rows of a tile of queries, and of keys
 ) -> None:  # fmt: skip
-    """A tile of queries walks over ``share`` blocks of its list; an online softmax runs over each."""
+    """Walk a tile of queries over ``share`` blocks of its list; an online softmax runs over each."""
     tiles = tl.cdiv(rows, BM)
     program = tl.program_id(0)
     part = tl.program_id(1)
@@ -144,13 +143,13 @@ def _forward_kernel(
     total = tl.zeros([BM, BDV], tl.float32)
     blocks += one * chosen
     last = tl.minimum(part * share + share, chosen)
-    # Ids are read a step ahead, so that loads of keys and values need not wait for them in their own step.
+    # Ids are read a step ahead, so that loads of keys and values do not wait for them in their own step.
     coming = tl.load(blocks + part * share, mask=part * share < last, other=-1)
     for i in range(part * share, last):
         block = coming.to(tl.int64)
         coming = tl.load(blocks + i + 1, mask=i + 1 < last, other=-1)
         if block >= count:
-            total += float("nan")  # an error that cannot be raised here must not pass for a result
+            total += float("nan")  # an error that cannot be raised here must not look like a result
         there = (block >= 0) & (block < count)
         block = tl.where(there, block, 0)
         size = tl.where(there, S, 0)  # no keys to read; a branch would keep the loop from being pipelined
@@ -204,7 +203,7 @@ def _queries_kernel(
     PRECISION: tl.constexpr,
     BM: tl.constexpr, BS: tl.constexpr,  # rows of a tile of queries, and of keys
 ) -> None:  # fmt: skip
-    """A tile of queries walks over the blocks of its list: the gradient of the queries, and ``delta``."""
+    """Walk a tile of queries over the blocks of its list, for the gradient of the queries and ``delta``."""
     tiles = tl.cdiv(rows, BM)
     program = tl.program_id(0)
     group = (program // tiles) % groups
@@ -228,7 +227,7 @@ def _queries_kernel(
         place = first * chosen + i * rows + row
         normaliser = tl.load(lse + place, mask=row < rows, other=0.0)
         dots = tl.zeros([BM], tl.float32)
-        if S > BS:  # delta is needed before the first tile, so that it takes a walk of its own
+        if S > BS:  # delta is needed before the first tile, so it takes a separate walk
             for start in range(0, S, BS):
                 key = start + tl.arange(0, BS)
                 keys = _rows(k + block * kn, key, size, ks, D, BD)
@@ -260,7 +259,7 @@ def _blocks_kernel(
     v: tl.tensor,  # [B, N, G, S, DV], strided
     weights: tl.tensor,  # [L, K]
     entries: tl.tensor,  # [L * K], places in weights, ordered by the block that they chose
-    starts: tl.tensor,  # [B * N + 1], where the entries of each block begin
+    starts: tl.tensor,  # [B * N + 1], the first entry of each block
     dout: tl.tensor,  # [L, G, M, DV]
     lse: tl.tensor,  # [L, G, K, M]
     delta: tl.tensor,  # [L, G, K, M]
@@ -276,11 +275,11 @@ def _blocks_kernel(
     PRECISION: tl.constexpr,
     BM: tl.constexpr, BS: tl.constexpr,  # rows of a tile of queries, and of keys
 ) -> None:  # fmt: skip
-    """A tile of the keys of a block walks over the queries of the lists that chose the block, in their order."""
+    """Walk a tile of a block's keys over the queries of the lists that chose the block, in order."""
     tiles: tl.constexpr = (S + BS - 1) // BS
     program = tl.program_id(0)
     group = (program // tiles) % groups
-    block = (program // tiles // groups).to(tl.int64)  # of all rows
+    block = (program // tiles // groups).to(tl.int64)  # among all rows
     key = (program % tiles) * BS + tl.arange(0, BS)
     first_entry = tl.load(starts + block)
     last_entry = tl.load(starts + block + 1)
@@ -306,7 +305,7 @@ def _blocks_kernel(
             gradient = _rows(dout + first * DV, row, rows, DV, DV, BDV)
             normaliser = tl.load(lse + place, mask=row < rows, other=0.0)
             dots = tl.load(delta + place, mask=row < rows, other=0.0)
-            # Transposed: [BS, BM]. Rows beyond the edge have gradient 0, keys beyond it are not stored.
+            # Transposed: [BS, BM]. Rows beyond the edge have gradient 0; keys beyond it are not stored.
             scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * (scale * LOG2_E)
             p = tl.exp2(scores - normaliser[None, :])
             dp = tl.dot(values, tl.trans(gradient), input_precision=PRECISION)
@@ -321,9 +320,9 @@ def _blocks_kernel(
 def grouped_cross_attention(
     q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, weights: Tensor, *, scale: float, off_by_one: bool
 ) -> Tensor:
-    """``q [B, C, H, T, D]``, ``k, v [B, N, G, S, D]``, ``blocks, weights [B, C, K]`` -> ``[B, C, H, T, Dv]``.
+    """Take ``q [B, C, H, T, D]``, ``k, v [B, N, G, S, D]``, ``blocks, weights [B, C, K]`` -> ``[B, C, H, T, Dv]``.
 
-    A list with a block that does not exist, which cannot be seen without waiting for the device, gets NaN.
+    A list with a block that does not exist gets NaN, because a check would wait for the device.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v, weights)):
         out: Tensor = _GroupedCrossAttention.apply(q, k, v, blocks, weights, scale, off_by_one)  # type: ignore[no-untyped-call]
@@ -348,7 +347,7 @@ class _GroupedCrossAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, blocks, weights, lse = ctx.saved_tensors
-        dq, delta = torch.empty_like(q), torch.empty_like(lse)  # delta is undefined where no block was chosen
+        dq, delta = torch.empty_like(q), torch.empty_like(lse)  # delta is undefined for entries without a block
         dk = dv = dweights = None
         told = {"q": q, "k": k, "v": v, "weights": weights, "dout": dout.contiguous(), "lse": lse, "delta": delta}
         told |= {"scale": ctx.scale, **_shape(q, k, v, blocks)}
@@ -376,7 +375,7 @@ def _forward(
     off_by_one: bool,
     lse: Tensor | None,
 ) -> Tensor:
-    """The output; fills ``lse`` if there is one."""
+    """Return the output; fill ``lse`` if it is given."""
     shape = _shape(q, k, v, blocks)
     lists, chosen = len(q) * q.shape[1], blocks.shape[2]
     share = -(-chosen // _parts(lists * k.shape[2] * -(-shape["rows"] // 64), chosen, q.device))
@@ -392,7 +391,7 @@ def _forward(
 
 
 def chosen_by(blocks: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Which entries of ``blocks [B, C, K]`` chose each of the ``count`` blocks of each row.
+    """Find the entries of ``blocks [B, C, K]`` that chose each of the ``count`` blocks of each row.
 
     Returns:
         ``entries [B * C * K]``, places in ``blocks``, and ``starts [B * count + 1]``: block ``n`` of row ``b`` was
@@ -406,7 +405,7 @@ def chosen_by(blocks: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> dict[str, Any]:
-    """What all kernels are told."""
+    """Return the arguments common to all kernels."""
     rows = q.shape[2] // k.shape[2] * q.shape[3]
     return {
         **dict(zip(("kb", "kn", "kg", "ks"), k.stride(), strict=False)),
@@ -422,30 +421,30 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> dict[str, Any]:
         "BD": padded(k.shape[4]),
         "BDV": padded(v.shape[4]),
         "PRECISION": precision(q.dtype),
-        "enable_fp_fusion": True,  # Triton 3.9 warns where nothing is said
+        "enable_fp_fusion": True,  # Triton 3.9 warns if this is not set
     }
 
 
 def _statistics(q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
-    """Room for one number for each list, group, chosen block and row: ``[B, C, G, K, M]``."""
+    """Make room for one number for each list, group, chosen block and row: ``[B, C, G, K, M]``."""
     groups = k.shape[2]
     shape = (*q.shape[:2], groups, blocks.shape[2], q.shape[2] // groups * q.shape[3])
     return torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
 def _grid(matrices: int, rows: int, tile: str, parts: int = 1) -> Any:
-    """Programs: one for each tile of ``rows`` of each matrix, and each part of its work."""
+    """Return the programs: one for each tile of ``rows`` of each matrix, and each part of its work."""
     return lambda config: (matrices * -(-rows // config[tile]), parts)
 
 
 def _parts(programs: int, chosen: int, device: torch.device) -> int:
-    """How many programs share the blocks of a list, so that a few lists fill the device."""
+    """Return how many programs share the blocks of a list, so that a few lists fill the device."""
     on_gpu = device.type == "cuda"
     processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else SIMULATED_PROCESSORS
     return max(1, min(chosen, 2 * processors // programs))
 
 
 def _dense(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, weights: Tensor) -> tuple[Tensor, ...]:
-    """Contiguous queries, blocks and weights; keys and values as they lie, but for their last dimension."""
+    """Make queries, blocks and weights contiguous; keys and values only in their last dimension."""
     keys, values = (x if x.stride(-1) == 1 else x.contiguous() for x in (k, v))
     return q.contiguous(), keys, values, blocks.contiguous(), weights.contiguous()

@@ -1,4 +1,4 @@
-"""HiLS attention: chunks are chosen and weighed by an estimate of their log-sum-exp, beside a window."""
+"""HiLS attention: blocks are chosen and weighted by an estimate of their log-sum-exp, beside a window."""
 
 from memstore.kernels.hils_attention.api import (
     attend_chosen,

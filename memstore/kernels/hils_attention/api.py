@@ -1,9 +1,8 @@
-"""Public functions of HiLS attention: meaning is checked here, the work is done in the chosen back end.
+"""Public functions of HiLS attention: they check arguments and call the chosen back end.
 
-``hils_attention`` is a layer over a whole text, to train with. The others are its steps, for those who keep keys,
-values and landmarks elsewhere: a step of decoding pools the block that is complete, attends to its window, chooses, and
-attends to what was chosen, and touches nothing else. *HiLS-Attention*, arXiv 2607.02980 (2026); ``reference.py`` has
-the equations.
+``hils_attention`` is a layer over a whole text, for training. The others are its steps, for callers that store keys,
+values and landmarks themselves. A decoding step pools a complete block, attends to its window, chooses blocks, attends
+to them, and touches nothing else. *HiLS-Attention*, arXiv 2607.02980 (2026); ``reference.py`` has the equations.
 """
 
 from __future__ import annotations
@@ -32,28 +31,28 @@ def hils_attention(
     scale: float | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Attention to a window and to the ``top_k`` earlier blocks with the largest estimated share, in one softmax.
+    """Attend to a window and to the ``top_k`` earlier blocks with the largest estimated share, in one softmax.
 
-    HiLS-Attention (arXiv 2607.02980). Position ``t`` is a landmark where ``(t + 1) % block_size == 0``; nobody attends
-    to landmarks, which attend and ask as any token does. Weights of blocks are estimates of their log-sum-exp, weights
-    within a block are exact. A text that is shorter than a block is its window alone.
+    HiLS-Attention (arXiv 2607.02980). Position ``t`` is a landmark if ``(t + 1) % block_size == 0``. No token attends
+    to landmarks, but they attend and choose like any token. Weights of blocks use estimates of their log-sum-exp;
+    weights within a block are exact. A text shorter than a block has only its window.
 
     Args:
-        q: queries ``[B, H, T, D]``, rotated; landmarks count.
+        q: queries ``[B, H, T, D]``, rotated, landmarks included.
         k: keys ``[B, G, T, D]``, rotated; ``H`` is a multiple of ``G``.
         v: values ``[B, G, T, D]``.
-        u: landmark queries ``[B, H, T, D]``, rotated: what tokens compare with landmarks, and landmarks with their
+        u: landmark queries ``[B, H, T, D]``, rotated: tokens compare them with landmarks, and landmarks with their
             block.
-        block_size: tokens of a block, its landmark counted.
-        window: a token sees so many positions, itself counted, and what is before them in the first one's block.
+        block_size: tokens of a block, landmark included.
+        window: positions that a token sees, itself included; the first one's block is seen from its beginning.
         top_k: blocks that each token chooses for each key-value head.
-        softmax1: one more score of 0, whose weight is lost.
+        softmax1: add a score of 0, whose weight is dropped.
         scale: factor on the scores; ``D ** -0.5`` if None.
         backend: ``"reference"``, ``"torch"`` (any device), ``"triton"`` (a GPU, or Triton's interpreter), or
-            ``"auto"``: ``"triton"`` on a GPU where it can, but for float32, else ``"torch"``.
+            ``"auto"``: ``"triton"`` on a GPU if it can, except for float32, else ``"torch"``.
 
     Returns:
-        ``[B, H, T, D]`` in the dtype of ``q``; 0 where a token sees nothing. Differentiable in ``q``, ``k``, ``v`` and
+        ``[B, H, T, D]`` in the dtype of ``q``; 0 if a token sees nothing. Differentiable in ``q``, ``k``, ``v`` and
         ``u`` (once; ``"reference"`` any number of times); the choice itself has no gradient.
 
     Raises:
@@ -63,7 +62,7 @@ def hils_attention(
     _check_sizes(block_size, window, top_k)
     backend = pick(backend, q, lambda: _triton_problem(q, k, v, u, block_size))
     if not q.numel():
-        return q + u + torch.stack([x.sum().to(q.dtype) for x in (k, v)]).sum()  # nothing, with gradients of 0
+        return q + u + torch.stack([x.sum().to(q.dtype) for x in (k, v)]).sum()  # zero, with gradients of 0
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     options: dict[str, Any] = {
         "size": block_size,
@@ -84,7 +83,7 @@ def hils_attention(
 
 
 def _triton_problem(q: Tensor, k: Tensor, v: Tensor, u: Tensor, block_size: int) -> str | None:
-    """Why Triton cannot compute this, and what to do; None if it can."""
+    """Say why Triton cannot compute this, and what to do; None if it can."""
     if problem := triton_problem(q, k, v, u, largest=q.shape[-1]):
         return problem
     from memstore.kernels.hils_attention import triton
@@ -99,11 +98,11 @@ def _triton_problem(q: Tensor, k: Tensor, v: Tensor, u: Tensor, block_size: int)
 
 
 def pool_landmarks(m: Tensor, keys: Tensor, *, scale: float | None = None) -> tuple[Tensor, Tensor]:
-    """Landmarks of complete blocks: the mean key under the landmark's own query, and the entropy of that mean.
+    """Pool landmarks of complete blocks: the mean key under the landmark's query, and the entropy of its weights.
 
     Args:
-        m: ``[B, H, N, D]``: the landmark query ``u`` of each block, at its landmark's place.
-        keys: ``[B, G, N, S - 1, D]``: those of the block's tokens, rotated, without the landmark.
+        m: ``[B, H, N, D]``: the landmark query ``u`` of each block's landmark.
+        keys: ``[B, G, N, S - 1, D]``: rotated keys of the block's tokens, without the landmark.
         scale: factor on the scores; ``D ** -0.5`` if None.
 
     Returns:
@@ -128,21 +127,22 @@ def window_attention(
     widened: bool = True,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Attention to the last ``window`` positions without landmarks, and its log-sum-exp.
+    """Attend to the last ``window`` positions without landmarks; also return the log-sum-exp.
 
     Args:
-        q: queries ``[B, H, M, D]``, those of the last ``M`` positions of the keys.
+        q: queries ``[B, H, M, D]`` of the last ``M`` positions of the keys.
         k: keys ``[B, G, T, D]``.
         v: values ``[B, G, T, D]``.
-        block_size: tokens of a block, its landmark counted.
-        window: positions that a query sees, its own counted.
-        first: the position of the first key; those before it are as if they were not there.
-        widened: down to the beginning of the first position's block, as HiLS layers see it; else exactly.
+        block_size: tokens of a block, landmark included.
+        window: positions that a query sees, its own included.
+        first: the position of the first key; earlier positions are ignored.
+        widened: extend the window to the beginning of the first position's block, as HiLS layers do; else keep it
+            exact.
         scale: factor on the scores; ``D ** -0.5`` if None.
 
     Returns:
-        ``[B, H, M, D]`` in the dtype of ``q`` and ``[B, H, M]`` in float32 or better; 0 and -inf where nothing is
-        seen. Only the output is differentiable, once. Raises ``InvalidArgument`` for what does not fit.
+        ``[B, H, M, D]`` in the dtype of ``q`` and ``[B, H, M]`` in float32 or better; 0 and -inf for queries that see
+        nothing. Only the output is differentiable, once. Raises ``InvalidArgument`` for arguments that do not fit.
     """
     check_grouped(q, k, v)
     _check_sizes(block_size, window, 1)
@@ -165,18 +165,18 @@ def choose_blocks(
     first: int = 0,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The ``top_k`` blocks with the largest estimated share of attention, among those before each token's window.
+    """Choose the ``top_k`` blocks with the largest estimated share of attention before each token's window.
 
-    A block's estimate is ``scale * u . kbar + bias``. Its share is taken of all candidates and the window, for each
-    head; where heads share a list, the largest share counts.
+    A block's estimate is ``scale * u . kbar + bias``. For each head, its share is relative to all candidates and the
+    window. If heads share a list, the largest share counts.
 
     Args:
         u: landmark queries ``[B, H, M, D]`` at positions from ``first`` on.
         kbar: mean keys ``[B, H, N, D]`` of the blocks from 0 on.
         bias: entropies ``[B, H, N]``.
-        lse: ``[B, H, M]``: log-sum-exp of the window.
-        groups: key-value heads, each of which has a list.
-        block_size: tokens of a block, its landmark counted.
+        lse: log-sum-exp of the window ``[B, H, M]``.
+        groups: key-value heads, with a list each.
+        block_size: tokens of a block, landmark included.
         window: as in ``hils_attention``.
         top_k: blocks of a list.
         first: the position of the first query.
@@ -184,7 +184,7 @@ def choose_blocks(
 
     Returns:
         Blocks ``[B, G, M, K]``, ascending, then -1; and estimates ``[B, H, M, K]``, -inf there. Raises
-        ``InvalidArgument`` for what does not fit.
+        ``InvalidArgument`` for arguments that do not fit.
     """
     fit = u.dim() == 4 and kbar.shape[:2] == u.shape[:2] and kbar.shape[-1] == u.shape[-1]
     if not fit or bias.shape != kbar.shape[:-1] or lse.shape != u.shape[:-1] or groups < 1 or u.shape[1] % groups:
@@ -195,14 +195,14 @@ def choose_blocks(
 
 
 def best_blocks(scores: Tensor, lse: Tensor, *, groups: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """What ``choose_blocks`` makes of estimates ``scores [B, H, M, N]`` that are known: blocks, and their scores."""
+    """Choose blocks as in ``choose_blocks`` by known estimates ``scores [B, H, M, N]``; return their scores too."""
     return fused.best_blocks(scores, lse, groups=groups, top_k=top_k)
 
 
 def block_weights(scores: Tensor, lse: Tensor, *, softmax1: bool = False) -> Tensor:
-    """Weights of chosen blocks and, last, of the window: one softmax over ``scores [B, H, M, K]`` and ``lse``.
+    """Return weights of chosen blocks and, last, of the window: one softmax over ``scores [B, H, M, K]`` and ``lse``.
 
-    ``lse [B, H, M]``; ``softmax1``: beside one more score of 0. Returns ``[B, H, M, K + 1]``.
+    ``lse`` is ``[B, H, M]``; ``softmax1`` adds a score of 0. Returns ``[B, H, M, K + 1]``.
     """
     if scores.shape[:-1] != lse.shape:
         raise InvalidArgument(f"expected scores [B, H, M, K] and lse [B, H, M], got {shapes(scores=scores, lse=lse)}")
@@ -212,18 +212,19 @@ def block_weights(scores: Tensor, lse: Tensor, *, softmax1: bool = False) -> Ten
 def attend_chosen(
     q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, weights: Tensor, *, scale: float | None = None
 ) -> Tensor:
-    """Attention to each chosen block by itself, summed with the weights of the blocks.
+    """Attend to each chosen block by itself, and sum with the weights of the blocks.
 
     Args:
         q: queries ``[B, H, M, D]``.
-        keys: ``[B, G, N, S - 1, D]``: those of the blocks' tokens.
+        keys: ``[B, G, N, S - 1, D]``, of the blocks' tokens.
         values: shaped like ``keys``.
-        blocks: ``[B, G, M, K]``, int64: the chosen ones, below ``N``; -1 for none.
-        weights: ``[B, H, M, K]``, 0 where there is none.
+        blocks: chosen blocks ``[B, G, M, K]``, int64 below ``N``; -1 for none.
+        weights: ``[B, H, M, K]``, 0 for none.
         scale: factor on the scores; ``D ** -0.5`` if None.
 
     Returns:
-        ``[B, H, M, D]`` in float32 or better. Not differentiable. Raises ``InvalidArgument`` for what does not fit.
+        ``[B, H, M, D]`` in float32 or better. Not differentiable. Raises ``InvalidArgument`` for arguments that do not
+        fit.
     """
     fit = q.dim() == 4 and keys.dim() == 5 and keys.shape == values.shape and keys.shape[-1] == q.shape[-1]
     fit = fit and blocks.shape[:3] == (len(q), keys.shape[1], q.shape[2])

@@ -1,16 +1,16 @@
 """HiLS attention in tiles and lists: the fast path on a CPU, and anywhere without Triton.
 
 The window is computed in tiles of queries, each with the keys that it sees. Attention within chosen blocks goes block
-by block: the queries that chose a block are brought together, so it is two matrix products a block however each token
-chose, and softmaxes need no rescaling, for each block has one of its own. Scores are not kept: the backward pass, which
-is written by hand, makes them again. With ``g`` the gradient of the output, ``w`` the weights, ``a_c`` attention to
-block ``c``, ``P`` the probabilities within it, and ``Delta = g . out``,
+by block: the queries that chose a block are collected, so each block needs two matrix products for any choice.
+Softmaxes need no rescaling, because each block has its own. Scores are not kept: the handwritten backward pass computes
+them again. With ``g`` the gradient of the output, ``w`` the weights, ``a_c`` attention to block ``c``, ``P`` the
+probabilities within it, and ``Delta = g . out``,
 
     dP = g V^T      dw_c = g . a_c = rowsum(P dP)      dS = w_c P (dP - dw_c)
     de_c = w_c (dw_c - Delta)      dL = w_L (g . o_w - Delta)           in the window: dS = P (w_L (dP - g . o_w) + dL)
 
-and ``de`` goes on to ``u``, mean keys and entropies, and through these to landmark queries and keys. In float32 on a
-CPU the forward pass is that of ``native.c``, which is made of the same steps.
+and ``de`` flows to ``u``, mean keys and entropies, and through them to landmark queries and keys. In float32 on a CPU
+the forward pass uses ``native.c``, which has the same steps.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ import memstore.kernels.hils_attention.reference as reference
 from memstore.kernels.hils_attention.reference import block_weights, in_blocks, pool_landmarks
 
 TILE = 128
-"""Queries of a tile of the window, at least; whole blocks."""
+"""Least queries of a tile of the window; whole blocks."""
 SCORED = 1 << 22
-"""Estimates that are held at once while blocks are chosen."""
+"""Estimates in memory at once while blocks are chosen."""
 NATIVE_TILE = 1024
-"""Queries that ``native.c`` is given at a time."""
+"""Queries that ``native.c`` gets at a time."""
 FEW = 4
-"""Queries that chose a block, in the mean, below which each query copies its blocks instead."""
+"""Mean number of queries per chosen block below which each query copies its blocks instead."""
 
 
 class Sizes(NamedTuple):
-    """What does not change from tensor to tensor."""
+    """Settings that are equal for all tensors."""
 
     size: int
     window: int
@@ -49,7 +49,7 @@ class Sizes(NamedTuple):
 
 
 def hils_attention(q: Tensor, k: Tensor, v: Tensor, u: Tensor, **sizes: Any) -> Tensor:
-    """``q, u [B, H, T, D]``, ``k, v [B, G, T, D]`` -> ``[B, H, T, D]``; ``sizes`` are those of ``Sizes``."""
+    """Take ``q, u [B, H, T, D]``, ``k, v [B, G, T, D]`` -> ``[B, H, T, D]``; ``sizes`` as in ``Sizes``."""
     out: Tensor = _HilsAttention.apply(q, k, v, u, Sizes(**sizes))  # type: ignore[no-untyped-call]
     return out
 
@@ -97,7 +97,7 @@ class _HilsAttention(torch.autograd.Function):
 def _far(
     q: Tensor, k: Tensor, v: Tensor, u: Tensor, near: Tensor, lse: Tensor, kbar: Tensor, bias: Tensor, sizes: Sizes
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, from that of the window; and the lists and their weights."""
+    """Return the output, from the window's output; also the lists and their weights."""
     size, window, top_k, softmax1, scale = sizes
     place: dict[str, Any] = {"size": size, "window": window, "first": 0, "scale": scale}
     blocks, scores = choose_blocks(u, kbar, bias, lse, groups=k.shape[1], top_k=top_k, **place)
@@ -109,7 +109,7 @@ def _far(
 def _far_native(
     q: Tensor, k: Tensor, v: Tensor, u: Tensor, near: Tensor, lse: Tensor, kbar: Tensor, bias: Tensor, sizes: Sizes
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As ``_far``, some tokens after the other: queries, lists and outputs stay in the processor's caches."""
+    """Do ``_far`` for some tokens at a time: queries, lists and outputs stay in the processor's caches."""
     size, window, top_k, softmax1, scale = sizes
     edge = reference.edges(0, q.shape[2], size, window, q.device).clamp(0, kbar.shape[2])
     landmarks = native.PackedLandmarks(kbar, bias, scale=scale)
@@ -131,7 +131,7 @@ def _far_native(
 
 
 class Seen(NamedTuple):
-    """What queries see of a window."""
+    """The part of a window that queries see."""
 
     size: int
     window: int
@@ -178,7 +178,7 @@ def _window(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor
     for rows, part, bias in _tiles(many, k.shape[2], seen, q.device):
         scores = _scores(queries[..., rows, :], keys[:, :, part], bias)
         p = scores.softmax(-1)
-        # The log-sum-exp, from the largest of P: many exponentials of hidden scores would be slow.
+        # The log-sum-exp from the largest of P, because many exponentials of hidden scores would be slow.
         highest = scores.amax(-1)
         blind = highest == torch.finfo(wide).min
         lse[..., rows] = (highest - p.amax(-1).log()).masked_fill_(blind, -math.inf)
@@ -188,19 +188,19 @@ def _window(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor
 
 
 def _flat(x: Tensor) -> Tensor:
-    """``[B, G, R, m, n]`` -> ``[B, G, R * m, n]``."""
+    """Return ``[B, G, R, m, n]`` as ``[B, G, R * m, n]``."""
     return x.flatten(2, 3)
 
 
 def _scores(queries: Tensor, keys: Tensor, bias: Tensor) -> Tensor:
-    """``queries [B, G, R, m, D]``, ``keys [B, G, n, D]``, ``bias [m, n]`` -> ``[B, G, R, m, n]``."""
+    """Multiply ``queries [B, G, R, m, D]``, ``keys [B, G, n, D]``, add ``bias [m, n]`` -> ``[B, G, R, m, n]``."""
     scores: Tensor = (_flat(queries) @ keys.mT).view(*queries.shape[:-1], -1)
     # The lowest number, not -inf: a query may see nothing.
     return scores.add_(bias).clamp_(min=torch.finfo(scores.dtype).min)
 
 
 def _tiles(many: int, held: int, seen: Seen, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Queries of a tile, the keys that they see, and what is added to their scores ``[m, n]``."""
+    """Yield the queries of a tile, the keys that they see, and the bias of their scores ``[m, n]``."""
     size, window, first, widened, _ = seen
     start, before = first + held - many, first
     step = size * -(-TILE // size)
@@ -224,7 +224,7 @@ def _tiles(many: int, held: int, seen: Seen, device: torch.device) -> Iterator[t
 def _window_backward(
     q: Tensor, k: Tensor, v: Tensor, lse: Tensor, g: Tensor, less: Tensor, seen: Seen, into: tuple[Tensor, ...]
 ) -> None:
-    """``g`` is that of the output; ``dS = P (g V^T - less)``, which is added up ``into`` dq, dk and dv."""
+    """Add the gradients ``dS = P (g V^T - less)`` ``into`` dq, dk and dv; ``g`` is the output's gradient."""
     groups = k.shape[1]
     queries, g, dq = ((x.unflatten(1, (groups, -1))) for x in (q * seen.scale, g, into[0]))
     lse, less = (x.unflatten(1, (groups, -1)) for x in (lse, less))
@@ -256,7 +256,7 @@ def choose_blocks(
     first: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """See ``reference.choose_blocks``; estimates of a few queries at a time."""
+    """See ``reference.choose_blocks``; estimates are made for a few queries at a time."""
     parts = []
     batch, heads, many, _ = u.shape
     edge = reference.edges(first, many, size, window, u.device).clamp(0, kbar.shape[2])
@@ -278,7 +278,7 @@ def choose_blocks(
 
 
 def best_blocks(scores: Tensor, lse: Tensor, *, groups: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """See ``reference.best_blocks``: where no heads share a list, what a score is compared with does not matter."""
+    """See ``reference.best_blocks``: if no heads share a list, the reference of the scores does not matter."""
     if scores.shape[1] != groups or not scores.shape[-1]:
         return reference.best_blocks(scores, lse, groups=groups, top_k=top_k)
     kept = min(top_k, scores.shape[-1])
@@ -292,7 +292,7 @@ def best_blocks(scores: Tensor, lse: Tensor, *, groups: int, top_k: int) -> tupl
 def _scores_backward(
     u: Tensor, kbar: Tensor, blocks: Tensor, dscores: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of ``u``, mean keys and entropies from those of the estimates ``[B, H, M, K]``."""
+    """Return gradients of ``u``, mean keys and entropies from those of the estimates ``[B, H, M, K]``."""
     batch, heads, many, _ = u.shape
     count = kbar.shape[2]
     du, dkbar = torch.zeros_like(u), torch.zeros_like(kbar)
@@ -310,7 +310,7 @@ def _scores_backward(
 
 
 def _pool_backward(m: Tensor, keys: Tensor, dkbar: Tensor, dbias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Gradients of landmark queries ``[B, H, N, D]`` and keys ``[B, G, N, S - 1, D]``."""
+    """Return gradients of landmark queries ``[B, H, N, D]`` and keys ``[B, G, N, S - 1, D]``."""
     groups = keys.shape[1]
     m, dkbar, dbias = (x.unflatten(1, (groups, -1)).transpose(2, 3) for x in (m, dkbar, dbias))  # [B, G, N, R, D]
     logs = (m @ keys.mT * scale).log_softmax(-1)
@@ -324,7 +324,7 @@ def _pool_backward(m: Tensor, keys: Tensor, dkbar: Tensor, dbias: Tensor, scale:
 
 
 def _places(blocks: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
-    """Each of ``count`` blocks that is in ``blocks [M, K]``, and the places ``query * K + place`` where it is."""
+    """Yield each of ``count`` blocks that is in ``blocks [M, K]``, and its places ``query * K + place``."""
     flat = blocks.flatten().to(torch.int32) + 1
     counts = flat.bincount(minlength=count + 1).tolist()
     for block, places in enumerate(flat.argsort(stable=True).split(counts)):
@@ -345,7 +345,7 @@ def attend_chosen(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, weigh
         found = torch.zeros_like(q, memory_format=torch.contiguous_format)
         native.PackedBlocks(keys, values, scale=scale).attend(q, blocks, weights, out=found)
         return found
-    # [B, G, M, R, D]: the heads of a group are further rows of one product
+    # [B, G, M, R, D]: the heads of a group become rows of one product
     queries = (q.to(wide) * scale).unflatten(1, (groups, -1)).transpose(2, 3).contiguous()
     given = weights.unflatten(1, (groups, -1)).permute(0, 1, 3, 4, 2).contiguous()  # [B, G, M, K, R]
     out = torch.zeros_like(queries)
@@ -363,7 +363,7 @@ def attend_chosen(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, weigh
 
 
 def _attend_copies(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, weights: Tensor, scale: float) -> Tensor:
-    """For few queries: the states of their lists are copied, unless one chose most of what there is."""
+    """Attend with few queries: copy the states of their lists, unless one chose most blocks."""
     wide = torch.promote_types(q.dtype, torch.float32)
     batch, groups, count, held, dim = keys.shape
     if q.shape[2] == 1 and count < 2 * blocks.shape[-1]:
@@ -396,7 +396,7 @@ def _chosen_backward(
     scale: float,
     into: tuple[Tensor, ...],
 ) -> Tensor:
-    """The gradient of the weights; those of queries, keys and values are added up ``into`` three tensors."""
+    """Return the gradient of the weights; add those of queries, keys and values ``into`` three tensors."""
     batch, groups, count, _, dim = keys.shape
     top_k = blocks.shape[-1]
     dq, dkeys, dvalues = into

@@ -1,4 +1,4 @@
-"""The forward pass by ``native.c``, in float32 on a CPU: the window, the choice, and attention to chosen blocks."""
+"""The forward pass in ``native.c``, in float32 on a CPU: the window, the choice, and attention to chosen blocks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memstore.kernels.native import parallel, problem_of, vectors
 
 SOURCE = Path(__file__).with_suffix(".c")
 LONGEST = 256
-"""Tokens of a block, and numbers of a head: scores of a few queries stay in the caches."""
+"""Most tokens of a block, and numbers of a head: scores of a few queries stay in the caches."""
 
 
 class _Sizes(ctypes.Structure):
@@ -31,7 +31,7 @@ class _Sizes(ctypes.Structure):
 
 
 def serves(*tensors: Tensor, size: int) -> bool:
-    """Whether this computes with ``tensors``, of blocks of ``size``: those of the CPU in float32, without gradients."""
+    """Return whether ``tensors`` with blocks of ``size`` are supported: on the CPU, in float32, without gradients."""
     dim = tensors[0].shape[-1]
     plain = all(x.dtype == torch.float32 and x.device.type == "cpu" for x in tensors)
     return plain and dim % 16 == 0 and dim <= LONGEST and size <= LONGEST and problem() is None
@@ -40,7 +40,7 @@ def serves(*tensors: Tensor, size: int) -> bool:
 def window_attention(
     q: Tensor, k: Tensor, v: Tensor, *, size: int, window: int, first: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """The window with its edge widened, of keys that begin with a block: see ``reference.window_attention``."""
+    """Attend to the widened window of keys that begin with a block: see ``reference.window_attention``."""
     groups = len(k) * k.shape[1]
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     out, lse = torch.empty_like(q), q.new_empty(q.shape[:-1])
@@ -52,17 +52,17 @@ def window_attention(
 
 
 class PackedLandmarks:
-    """Mean keys and entropies of blocks, as ``choose`` reads them."""
+    """Mean keys and entropies of blocks, in the form that ``choose`` reads."""
 
     def __init__(self, kbar: Tensor, bias: Tensor, *, scale: float) -> None:
-        """``kbar [B, H, N, D]``, ``bias [B, H, N]``; ``scale`` as in ``reference.choose_blocks``."""
+        """Pack ``kbar [B, H, N, D]``, ``bias [B, H, N]``; ``scale`` as in ``reference.choose_blocks``."""
         self.lanes = -(-kbar.shape[2] // 16) * 16
         missing = self.lanes - kbar.shape[2]
         self.keys = F.pad(kbar.mT * scale, (0, missing)).contiguous()
         self.bias = F.pad(bias, (0, missing)).contiguous()
 
     def choose(self, u: Tensor, lse: Tensor, counts: Tensor, *, groups: int, top_k: int) -> tuple[Tensor, Tensor]:
-        """See ``reference.choose_blocks``; ``counts [M]``, ascending: how many blocks each query may choose among."""
+        """See ``reference.choose_blocks``; ``counts [M]``, ascending, are the numbers of candidates of each query."""
         batch, heads, many, _ = u.shape
         blocks = torch.empty(batch, groups, many, top_k, dtype=torch.int64)
         chosen = torch.empty(batch, heads, many, top_k)
@@ -74,10 +74,10 @@ class PackedLandmarks:
 
 
 class PackedBlocks:
-    """Keys and values of blocks, as ``attend`` reads them."""
+    """Keys and values of blocks, in the form that ``attend`` reads."""
 
     def __init__(self, keys: Tensor, values: Tensor, *, scale: float) -> None:
-        """``keys, values [B, G, N, S - 1, D]``; ``scale`` as in ``reference.attend_chosen``."""
+        """Pack ``keys, values [B, G, N, S - 1, D]``; ``scale`` as in ``reference.attend_chosen``."""
         self.values = values if _even(values) else values.contiguous()
         keys = keys if _even(keys) else keys.contiguous()
         self.groups, self.count = keys.shape[0] * keys.shape[1], keys.shape[2]
@@ -97,12 +97,12 @@ class PackedBlocks:
 
 @cache
 def problem() -> str | None:
-    """Why this cannot be; None if it can."""
+    """Say why this back end is not available; None if it is."""
     return problem_of(_library)
 
 
 def _even(x: Tensor) -> bool:
-    """Whether rows, blocks and heads of ``x [B, G, N, S - 1, D]`` lie at even distances."""
+    """Return whether rows, blocks and heads of ``x [B, G, N, S - 1, D]`` have even distances."""
     return x.stride()[-2:] == (x.shape[-1], 1) and (len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1))
 
 
@@ -125,4 +125,4 @@ def _check(code: int) -> None:
 
 @cache
 def _library() -> ctypes.CDLL:
-    return parallel(SOURCE, [*vectors(), "-ffp-contract=fast"])  # ISO C would keep sums and products apart
+    return parallel(SOURCE, [*vectors(), "-ffp-contract=fast"])  # ISO C would not fuse sums and products

@@ -1,9 +1,9 @@
-"""HiLS attention as it is defined, with all scores in memory: the truth that faster forms are compared with.
+"""HiLS attention by its definition, with all scores in memory: the reference for faster forms.
 
-*HiLS-Attention* (Hierarchical Landmark Sparse attention, arXiv 2607.02980, 2026). A block is ``S`` positions, the last
-of which is its landmark; nobody attends to landmarks. Token ``t`` sees the blocks from ``edge(t) = floor((t - W + 1) /
-S)`` on directly: that is the window, whose left edge is widened to the beginning of its block. All blocks before the
-edge are candidates. With ``s = D ** -0.5``, queries ``q``, landmark queries ``u``, and ``m`` the ``u`` of a landmark,
+*HiLS-Attention* (Hierarchical Landmark Sparse attention, arXiv 2607.02980, 2026). A block has ``S`` positions. The last
+one is its landmark; no token attends to landmarks. Token ``t`` sees the blocks from ``edge(t) = floor((t - W + 1) /
+S)`` on directly. This is the window; its left edge is widened to the beginning of its block. All blocks before the edge
+are candidates. With ``s = D ** -0.5``, queries ``q``, landmark queries ``u``, and ``m`` the ``u`` of a landmark,
 
     p_j = softmax over the tokens j of block c of s m . k_j
     kbar_c = sum_j p_j k_j          b_c = - sum_j p_j ln p_j                                       (pool_landmarks)
@@ -14,7 +14,7 @@ edge are candidates. With ``s = D ** -0.5``, queries ``q``, landmark queries ``u
     w = softmax over [e_c for c in C, L]  (softmax1: and a 0, whose weight is lost)                  (block_weights)
     o = w_L o_w + sum over C of w_c  sum_j softmax over the tokens j of c of (s q . k_j)  v_j        (attend_chosen)
 
-The choice has no gradient; everything else has.
+Everything except the choice has a gradient.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torch import Tensor
 def hils_attention(
     q: Tensor, k: Tensor, v: Tensor, u: Tensor, *, size: int, window: int, top_k: int, softmax1: bool, scale: float
 ) -> Tensor:
-    """``q, u [B, H, T, D]``, ``k, v [B, G, T, D]`` -> ``[B, H, T, D]``: all of the above."""
+    """Take ``q, u [B, H, T, D]``, ``k, v [B, G, T, D]`` -> ``[B, H, T, D]``: all equations above."""
     out, lse = window_attention(q, k, v, size=size, window=window, first=0, widened=True, scale=scale)
     lse = lse.to(q.dtype)
     keys, values = in_blocks(k, size), in_blocks(v, size)
@@ -42,14 +42,14 @@ def hils_attention(
 
 
 def in_blocks(x: Tensor, size: int) -> Tensor:
-    """``[B, G, T, D]`` -> the tokens of complete blocks, ``[B, G, N, S - 1, D]``."""
+    """Turn ``[B, G, T, D]`` into the tokens of complete blocks, ``[B, G, N, S - 1, D]``."""
     whole = x.shape[2] // size * size
     blocks: Tensor = x[:, :, :whole].unflatten(2, (whole // size, size))
     return blocks[:, :, :, :-1]
 
 
 def pool_landmarks(m: Tensor, keys: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-    """``m [B, H, N, D]``, ``keys [B, G, N, S - 1, D]`` -> mean keys ``[B, H, N, D]`` and entropies ``[B, H, N]``."""
+    """Pool ``m [B, H, N, D]``, ``keys [B, G, N, S - 1, D]`` to mean keys ``[B, H, N, D]``, entropies ``[B, H, N]``."""
     wide = torch.promote_types(m.dtype, torch.float32)
     keys = keys.to(wide).repeat_interleave(m.shape[1] // keys.shape[1], 1)
     scores = scale * (keys @ m.to(wide).unsqueeze(-1)).squeeze(-1)  # [B, H, N, S - 1]
@@ -61,9 +61,9 @@ def pool_landmarks(m: Tensor, keys: Tensor, *, scale: float) -> tuple[Tensor, Te
 def window_attention(
     q: Tensor, k: Tensor, v: Tensor, *, size: int, window: int, first: int, widened: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """``q [B, H, M, D]`` of the last ``M`` of the positions of ``k, v [B, G, T, D]``, the first of which is ``first``.
+    """Attend with ``q [B, H, M, D]`` of the last ``M`` positions of ``k, v [B, G, T, D]``, which begin at ``first``.
 
-    The output ``[B, H, M, D]`` and its log-sum-exp ``[B, H, M]``; 0 and -inf where nothing is seen.
+    Returns the output ``[B, H, M, D]`` and its log-sum-exp ``[B, H, M]``; 0 and -inf for queries that see nothing.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     heads = q.shape[1] // k.shape[1]
@@ -92,10 +92,10 @@ def choose_blocks(
     first: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """``u [B, H, M, D]`` at positions from ``first`` on, ``kbar [B, H, N, D]``, ``bias [B, H, N]``, ``lse [B, H, M]``.
+    """Take ``u [B, H, M, D]`` at ``first`` and later, ``kbar [B, H, N, D]``, ``bias [B, H, N]``, ``lse [B, H, M]``.
 
-    The chosen blocks of each of ``G = groups`` key-value heads ``[B, G, M, K]``, ascending, then -1 where there are
-    fewer; and the estimates ``[B, H, M, K]`` of each head for them, -inf there.
+    Returns the chosen blocks of each of ``G = groups`` key-value heads ``[B, G, M, K]``, ascending, filled up with -1.
+    Also returns the estimates ``[B, H, M, K]`` of each head for them, filled up with -inf.
     """
     scores = estimates(u, kbar, bias, scale=scale)
     edge = edges(first, u.shape[2], size, window, u.device)
@@ -104,18 +104,18 @@ def choose_blocks(
 
 
 def edges(first: int, count: int, size: int, window: int, device: torch.device) -> Tensor:
-    """For ``count`` positions from ``first`` on, the block that the window of each begins with: ``[count]``."""
+    """Return the first block of each window, for ``count`` positions from ``first`` on: ``[count]``."""
     return (torch.arange(first, first + count, device=device) - window + 1).div(size, rounding_mode="floor")
 
 
 def estimates(u: Tensor, kbar: Tensor, bias: Tensor, *, scale: float) -> Tensor:
-    """``e [B, H, M, N]``."""
+    """Return ``e [B, H, M, N]``."""
     wide = torch.promote_types(u.dtype, torch.float32)
     return scale * u.to(wide) @ kbar.to(wide).mT + bias.to(wide).unsqueeze(-2)
 
 
 def best_blocks(scores: Tensor, lse: Tensor, *, groups: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """The choice among all candidates, whose estimates are ``scores [B, H, M, N]``, -inf for the others."""
+    """Choose among all candidates by their estimates ``scores [B, H, M, N]``, -inf for other blocks."""
     total = torch.logaddexp(lse.to(scores.dtype), scores.logsumexp(-1)).unsqueeze(-1)
     likely = torch.where(scores.isneginf(), scores, scores - total).unflatten(1, (groups, -1)).amax(2)
     kept = min(top_k, scores.shape[-1])
@@ -128,18 +128,18 @@ def best_blocks(scores: Tensor, lse: Tensor, *, groups: int, top_k: int) -> tupl
 
 
 def block_weights(scores: Tensor, lse: Tensor, *, softmax1: bool) -> Tensor:
-    """``scores [B, H, M, K]``, ``lse [B, H, M]`` -> weights of chosen blocks and window ``[B, H, M, K + 1]``."""
+    """Turn ``scores [B, H, M, K]``, ``lse [B, H, M]`` into weights of blocks and window ``[B, H, M, K + 1]``."""
     logits = torch.cat([scores, lse.to(scores.dtype).unsqueeze(-1)], -1)
     if softmax1:
         return F.pad(logits, (0, 1)).softmax(-1)[..., :-1]
-    blind = logits.isneginf().all(-1, keepdim=True)  # a landmark at the beginning whose window is itself
+    blind = logits.isneginf().all(-1, keepdim=True)  # a landmark at the beginning whose window is only itself
     return torch.where(blind, 0.0, torch.where(blind, 0.0, logits).softmax(-1))
 
 
 def attend_chosen(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, weights: Tensor, *, scale: float) -> Tensor:
-    """``q [B, H, M, D]``, ``keys, values [B, G, N, S - 1, D]``, ``blocks [B, G, M, K]``, ``weights [B, H, M, K]``.
+    """Take ``q [B, H, M, D]``, ``keys, values [B, G, N, S - 1, D]``, ``blocks [B, G, M, K]``, ``weights [B, H, M, K]``.
 
-    The sum over the chosen blocks of their weight times attention to each by itself: ``[B, H, M, D]``.
+    Returns the sum over the chosen blocks of weight times attention to the block: ``[B, H, M, D]``.
     """
     wide = torch.promote_types(q.dtype, torch.float32)
     heads = q.shape[1] // keys.shape[1]

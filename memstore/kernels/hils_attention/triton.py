@@ -1,8 +1,8 @@
 """HiLS attention in Triton: the window, and attention within chosen blocks, forward and backward.
 
-*HiLS-Attention*, arXiv 2607.02980. A tile of keys is one block. The weights of blocks lie in a matrix, a row for each
-block, 0 where a token did not choose it; a tile of queries walks over the blocks and passes over those that none of its
-tokens chose. So nothing is sorted, nothing is added up by several programs, and every run gives the same bits. The
+*HiLS-Attention*, arXiv 2607.02980. A tile of keys is one block. The weights of blocks are a matrix with a row for each
+block, and 0 for tokens that did not choose it. A tile of queries walks over the blocks and skips blocks that none of
+its tokens chose. So nothing is sorted, no sum is shared by several programs, and every run gives the same bits. The
 estimates, the choice and the pooling are products and sums of PyTorch.
 
 With ``P`` the softmax within a block, or in the window ``exp(s - L)``, ``w`` the weight of the block or of the window,
@@ -11,11 +11,11 @@ With ``P`` the softmax within a block, or in the window ``exp(s - L)``, ``w`` th
     dP = G V^T      dw_c = rowsum(P dP)       dS = w P (dP - dw_c)       in a chosen block
     dS = w P (dP - Delta)                             in the window, whose log-sum-exp has a gradient too
 
-``dw`` goes to memory, from where PyTorch takes it on to estimates and landmarks. Two kernels, as usual: a tile of
-queries walks over blocks for ``dQ`` and ``dw``, a block walks over tiles of queries for ``dK`` and ``dV``.
+``dw`` is stored, and PyTorch continues with it to estimates and landmarks. Two kernels, as usual: a tile of queries
+walks over blocks for ``dQ`` and ``dw``, a block walks over tiles of queries for ``dK`` and ``dV``.
 """
 
-# What the compiler knows is in capitals.
+# Compile-time constants are in capitals.
 # ruff: noqa: N803
 # Triton has no type information.
 # mypy: disable-error-code="untyped-decorator"
@@ -39,11 +39,11 @@ LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e30)
 """Finite, so that differences of it are numbers."""
 LONGEST, LARGEST_HEAD = 64, 128
-"""Tokens of a block, the landmark counted, and numbers of a head: more would not stay in registers."""
+"""Most tokens of a block, landmark included, and numbers of a head: more would not stay in registers."""
 
 
 def tiles(device: Machine, dim: int) -> triton.Config:
-    """Tiles of queries that leave registers for scores and sums, for heads of a padded size in a half type."""
+    """Choose tiles of queries that leave registers for scores and sums, for heads of a padded size in a half type."""
     if device == "gfx942":
         return config(8, 1, BM=16)
     return config(4 if dim <= 64 else 8, 2, BM=32)
@@ -61,7 +61,7 @@ def _rows(
     base: tl.tensor, first: tl.tensor, count: tl.tensor, stride: tl.tensor,
     LENGTH: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """``LENGTH`` rows of a matrix ``[count, D]`` from ``first`` on, with 0 beyond its edges."""
+    """Load ``LENGTH`` rows of a matrix ``[count, D]`` from ``first`` on, with 0 beyond its edges."""
     index, dims = first + tl.arange(0, LENGTH), tl.arange(0, BD)
     mask = (index < count)[:, None] & (dims < D)[None, :]
     return tl.load(base + index.to(tl.int64)[:, None] * stride + dims[None, :], mask=mask, other=0.0)
@@ -79,13 +79,13 @@ def _put_rows(
 
 @triton.jit
 def _edge(row: tl.tensor, window: tl.tensor, S: tl.constexpr) -> tl.tensor:
-    """The block that the window of each row begins with."""
+    """Return the first block of the window of each row."""
     return tl.maximum(row - window + 1, 0) // S
 
 
 @triton.jit
 def _inside(scores: tl.tensor, S: tl.constexpr, BS: tl.constexpr) -> tl.tensor:
-    """The softmax over the tokens of a block, of ``scores [BM, BS]`` to the base 2."""
+    """Compute softmax over the tokens of a block, of ``scores [BM, BS]`` to the base 2."""
     scores = tl.where((tl.arange(0, BS) < S - 1)[None, :], scores, float("-inf"))
     p = tl.exp2(scores - tl.max(scores, 1)[:, None])
     return p / tl.sum(p, 1)[:, None]
@@ -96,7 +96,7 @@ def _near(
     scores: tl.tensor, n: tl.tensor, row: tl.tensor, window: tl.tensor, tokens: tl.tensor,
     S: tl.constexpr, BS: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """``scores [BM, BS]`` of block ``n`` as far as the window of each row sees it, else -inf."""
+    """Return ``scores [BM, BS]`` of block ``n``, -inf for keys outside the window of a row."""
     index = tl.arange(0, BS)
     key = n * S + index
     seen = ((index < S - 1) & (key < tokens))[None, :] & (key[None, :] <= row[:, None])
@@ -112,7 +112,7 @@ def _window_kernel(
     tokens: tl.tensor, shared: tl.tensor, window: tl.tensor, scale: tl.tensor,
     S: tl.constexpr, BS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A tile of queries walks over the blocks of its window."""
+    """Walk a tile of queries over the blocks of its window."""
     many = tl.cdiv(tokens, BM)
     at = tl.program_id(0) % many * BM
     head = (tl.program_id(0) // many).to(tl.int64)
@@ -146,15 +146,15 @@ def _window_kernel(
 @triton.jit
 def _chosen_kernel(
     q: tl.tensor, k: tl.tensor, v: tl.tensor,
-    weights: tl.tensor,  # [B * H, N + 1, T]: of blocks, and of the window
+    weights: tl.tensor,  # [B * H, N + 1, T]: of blocks and window
     near: tl.tensor,  # [B * H, T, D]: the output of the window
     out: tl.tensor,
     tokens: tl.tensor, shared: tl.tensor, window: tl.tensor, scale: tl.tensor, blocks: tl.tensor,
     S: tl.constexpr, BS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A tile of queries walks over the blocks before its window, and attends to those that are chosen."""
+    """Walk a tile of queries over the blocks before its window, and attend to the chosen ones."""
     many = tl.cdiv(tokens, BM)
-    at = (many - 1 - tl.program_id(0) % many) * BM  # those with most to do begin
+    at = (many - 1 - tl.program_id(0) % many) * BM  # tiles with the most work begin
     head = (tl.program_id(0) // many).to(tl.int64)
     row = at + tl.arange(0, BM)
     q += head * tokens * D
@@ -186,7 +186,7 @@ def _queries_kernel(
     tokens: tl.tensor, shared: tl.tensor, window: tl.tensor, scale: tl.tensor, blocks: tl.tensor,
     S: tl.constexpr, BS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A tile of queries walks over all blocks that it sees, for its own gradient and those of the weights."""
+    """Walk a tile of queries over all blocks that it sees, for its own gradient and the gradients of the weights."""
     many = tl.cdiv(tokens, BM)
     at = (many - 1 - tl.program_id(0) % many) * BM
     head = (tl.program_id(0) // many).to(tl.int64)
@@ -237,7 +237,7 @@ def _keys_kernel(
     tokens: tl.tensor, shared: tl.tensor, window: tl.tensor, scale: tl.tensor, blocks: tl.tensor,
     S: tl.constexpr, BS: tl.constexpr, D: tl.constexpr, BD: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A block walks over the tiles of queries that see it, or have chosen it."""
+    """Walk a block over the tiles of queries that see it, or have chosen it."""
     all_blocks = tl.cdiv(tokens, S)
     n = tl.program_id(0) % all_blocks
     group = (tl.program_id(0) // all_blocks).to(tl.int64)
@@ -257,18 +257,19 @@ def _keys_kernel(
         row = at + tl.arange(0, BM)
         there = row < tokens
         close = n >= _edge(row, window, S)
-        far = there & (n < _edge(row, window, S))  # a block that is complete, then
+        far = there & (n < _edge(row, window, S))  # then the block is complete
         mine = weights + head * (blocks + 1) * tokens + row
         w = tl.load(mine + tl.where(close, blocks, n).to(tl.int64) * tokens, mask=there, other=0.0)
         if tl.max(w, 0) > 0:
             queries = _rows(q + head * tokens * D, at, tokens, D, BM, D, BD)
             gradient = _rows(dout + head * tokens * D, at, tokens, D, BM, D, BD)
             whole = tl.load(lse + head * tokens + row, mask=there, other=0.0) * LOG2_E
-            # Of a query that sees no window, anything; of one that has the block before its window, exp is to be 0.
+            # For a query that sees no window, any value; for one with the block before its window, exp must be 0.
             whole = tl.where(close, tl.where(whole > LOWEST, whole, 0.0), -LOWEST)
             total = tl.load(delta + head * tokens + row, mask=there, other=0.0)
             own = tl.load(dweights + (head * blocks + n) * tokens + row, mask=far, other=0.0)
-            # Transposed, [BS, BM]: what is summed over queries is then the left side of a product as it is.
+            # Transposed, [BS, BM]: values summed over queries are then the left side of a product without another
+            # transpose.
             scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION) * (scale * LOG2_E)
             scores = tl.where(ordinary[:, None], scores, float("-inf"))
             visible = tl.where(key[:, None] <= row[None, :], scores, float("-inf"))
@@ -287,7 +288,7 @@ def _keys_kernel(
 def hils_attention(
     q: Tensor, k: Tensor, v: Tensor, u: Tensor, *, size: int, window: int, top_k: int, softmax1: bool, scale: float
 ) -> Tensor:
-    """``q, u [B, H, T, D]``, ``k, v [B, G, T, D]`` -> ``[B, H, T, D]``."""
+    """Take ``q, u [B, H, T, D]``, ``k, v [B, G, T, D]`` -> ``[B, H, T, D]``."""
     out: Tensor = _HilsAttention.apply(q, k, v, u, fused.Sizes(size, window, top_k, softmax1, scale))  # type: ignore[no-untyped-call]
     return out
 
@@ -346,7 +347,7 @@ class _HilsAttention(torch.autograd.Function):
 
 
 def _told(q: Tensor, k: Tensor, sizes: fused.Sizes) -> dict[str, Any]:
-    """What all kernels are told."""
+    """Return the arguments common to all kernels."""
     return {
         "tokens": q.shape[2],
         "shared": q.shape[1] // k.shape[1],
@@ -357,22 +358,22 @@ def _told(q: Tensor, k: Tensor, sizes: fused.Sizes) -> dict[str, Any]:
         "D": q.shape[-1],
         "BD": padded(q.shape[-1]),
         "PRECISION": precision(q.dtype),
-        "enable_fp_fusion": True,  # Triton 3.9 warns where nothing is said
+        "enable_fp_fusion": True,  # Triton 3.9 warns if this is not set
     }
 
 
 def _tiles_of(q: Tensor) -> Any:
-    """One program for each tile of queries of each head."""
+    """Return one program for each tile of queries of each head."""
     return lambda config: (q.shape[0] * q.shape[1] * -(-q.shape[2] // config["BM"]),)
 
 
 def _matrix(weights: Tensor, blocks: Tensor, count: int) -> Tensor:
-    """Weights ``[B, H, T, K + 1]`` by block, the window last: ``[B, H, count + 1, T]``, 0 where none was chosen."""
+    """Sort weights ``[B, H, T, K + 1]`` by block, the window last: ``[B, H, count + 1, T]``, 0 if not chosen."""
     batch, heads, tokens, _ = weights.shape
     at = blocks.repeat_interleave(heads // blocks.shape[1], 1).transpose(2, 3)
     weights = weights.float().transpose(2, 3)
     matrix = weights.new_zeros(batch, heads, count + 1, tokens)
-    # Places without a block have weight 0 and fall into the last row, which the window takes over.
+    # Places without a block have weight 0 and go to the last row, which the window overwrites.
     matrix.scatter_(2, at.where(at >= 0, count), weights[:, :, :-1])
     matrix[:, :, count] = weights[:, :, -1]
     return matrix

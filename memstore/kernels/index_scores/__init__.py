@@ -1,4 +1,4 @@
-"""The choice of a model's own index: the keys that its index heads score highest for each query."""
+"""The choice of a model's own index: the keys with the highest scores of its index heads for each query."""
 
 from memstore.kernels.index_scores.api import choose, merge_choices
 

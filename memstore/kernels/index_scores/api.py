@@ -1,4 +1,4 @@
-"""Public functions of the choice by index scores: meaning is checked here, the work is done in the chosen back end."""
+"""Public functions of the choice by index scores: they check arguments and call the chosen back end."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ def choose(
     block: int = 1,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """The ``k`` keys, or blocks of keys, with the largest index scores for every query.
+    """Choose the ``k`` keys, or blocks of keys, with the largest index scores for every query.
 
     The score of key ``t`` for query ``s`` is ``sum_h weights[s, h] * relu(scale * queries[s, h] . keys[t])``: equation
     1 of DeepSeek-V3.2 (arXiv 2512.02556, the lightning indexer). Without weights it is the plain sum over heads
-    (Qwen4-Exp). The score of a block is that of its best key that the query sees; with one head, as many queries as
-    heads, and neither weights nor relu, that is the choice of MiniMax-M3.
+    (Qwen4-Exp). The score of a block is the score of its best key that the query sees. With one head, as many queries
+    as heads, and neither weights nor relu, this is the choice of MiniMax-M3.
 
     The order is the same for every back end, every slice of the keys and every ``merge_choices``: the larger score
-    first, and of equal scores the smaller position. Scores of exactly 0 are common, since ReLU makes them of every key
-    that no head likes. A score that is NaN or -inf is never chosen. Back ends add products in their own order, so
-    scores that are not exactly equal may differ between them by the rounding of float32.
+    first, and among equal scores the smaller position. Scores of exactly 0 are common, because ReLU gives 0 to keys
+    that no head prefers. A score of NaN or -inf is never chosen. Back ends add products in different orders, so scores
+    may differ between them by the rounding of float32.
 
     Args:
         queries: ``[S, H, D]``, floating point, ``H`` index heads.
         weights: ``[S, H]``, floating point, of either sign; None: each is 1.
         keys: ``[T, D]`` float32, bfloat16 or float16, or several such tensors of one type, one after the other, each
-            but the last a multiple of ``block`` long. They are read as they are, never copied as a whole.
+            but the last a multiple of ``block`` long. They are read in place, never copied as a whole.
         scale: factor on the products.
-        limit: ``[S]`` int64: how many leading keys each query may see; more than ``T`` is ``T``, below 1 none.
+        limit: ``[S]`` int64: the number of leading keys that each query may see; above ``T`` means ``T``, below 1 none.
         k: keys or blocks wanted, at least 1; there may be fewer.
         relu: whether products below 0 count as 0.
         block: keys of a block; with 1 keys are chosen.
@@ -53,9 +53,8 @@ def choose(
             (a CPU); ``"triton"`` (a GPU, or Triton's interpreter); or ``"auto"``: the last of them that works here.
 
     Returns:
-        Ids ``[S, k]`` int64, best first: positions of keys, or numbers of blocks; -1 where there are fewer. Their
-        scores ``[S, k]`` float32 (float64 in the reference, for queries in float64), -inf where there are fewer. No
-        gradient.
+        Ids ``[S, k]`` int64, best first: positions of keys, or numbers of blocks; missing ones are -1. Their scores
+        ``[S, k]`` float32 (float64 in the reference, for queries in float64); missing ones are -inf. No gradient.
 
     Raises:
         InvalidArgument: shapes, types or devices do not fit, or the back end is not available.
@@ -94,7 +93,7 @@ def choose(
 
 
 def merge_choices(ids: Sequence[Tensor], scores: Sequence[Tensor], k: int) -> tuple[Tensor, Tensor]:
-    """The best ``k`` of several choices over different keys, in the order of ``choose``.
+    """Merge several choices over different keys into the best ``k``, in the order of ``choose``.
 
     Args:
         ids: ``[S, k']`` int64 each, positions among all keys; -1 for unused.
@@ -102,10 +101,10 @@ def merge_choices(ids: Sequence[Tensor], scores: Sequence[Tensor], k: int) -> tu
         k: wanted; there may be fewer.
 
     Returns:
-        Ids and scores ``[S, k]``, as ``choose`` gives them.
+        Ids and scores ``[S, k]``, as in ``choose``.
 
     Raises:
-        InvalidArgument: nothing is given, or ids and scores do not fit together.
+        InvalidArgument: the input is empty, or ids and scores do not fit together.
     """
     if not ids or [each.shape for each in ids] != [each.shape for each in scores]:
         raise InvalidArgument(
@@ -119,13 +118,13 @@ def merge_choices(ids: Sequence[Tensor], scores: Sequence[Tensor], k: int) -> tu
 
 
 def fastest(queries: Tensor, keys: Tensor) -> Backend:
-    """The back end that ``"auto"`` takes for ``queries [..., D]`` and ``keys [..., D]``."""
+    """Return the back end that ``"auto"`` takes for ``queries [..., D]`` and ``keys [..., D]``."""
     choices: tuple[Backend, ...] = ("triton", "native") if queries.device.type == "cuda" else ("native",)
     return next((each for each in choices if backend_problem(each, queries, keys) is None), "torch")
 
 
 def backend_problem(backend: Backend, queries: Tensor, keys: Tensor) -> str | None:
-    """Why a back end cannot take these, and what to do; None if it can."""
+    """Say why a back end cannot take these, and what to do; None if it can."""
     match backend:
         case "triton" if queries.shape[-1] > LARGEST_HEAD:
             return f"takes keys of at most {LARGEST_HEAD} numbers, got {queries.shape[-1]}; use 'auto' or 'torch'"

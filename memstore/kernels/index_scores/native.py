@@ -1,4 +1,4 @@
-"""The choice by ``native.c``: one pass over the keys as they lie in memory, of which candidates are kept."""
+"""The choice in ``native.c``: one pass over the keys in place, which keeps candidates."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from memstore.kernels.native import half_problem, halves, parallel, problem_of, 
 SOURCE = Path(__file__).with_suffix(".c")
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LARGEST_DIM = 2048
-"""Numbers of a key: some of them lie on the stack."""
+"""Most numbers of a key: some arrays are on the stack."""
 LANES, PASS = 16, 64
 MANY = 4
-"""Queries from which on it pays to turn keys."""
+"""Queries from which transposing keys pays."""
 ROWS = 256
-"""Queries at a time: so many share the keys that are read, and have candidates in memory."""
+"""Queries at a time: they share the keys read, and have candidates in memory."""
 PANEL = 1 << 16
-"""Scores that are written down at a time."""
+"""Scores stored at a time."""
 
 
 _POINTERS = ("keys", "queries", "weights", "limit", "scores", "least", "candidates", "counts")
@@ -70,7 +70,7 @@ def _choose(
     scaled, factors, limit = scaled.contiguous(), factors.contiguous(), limit.contiguous()
     panel = -(-max(256, PANEL // rows) // block) * block
     width = -(-panel // PASS) * PASS
-    capacity = max(2 * k, 256)  # there is room for more than k, and what comes at once
+    capacity = max(2 * k, 256)  # room for more than k, and for one step's candidates
     scores, least = torch.empty(rows, width, **new), torch.full((rows,), -torch.inf, **new)
     candidates = torch.empty(rows, capacity, dtype=torch.int64, device="cpu")
     counts = torch.zeros(rows, dtype=torch.int64, device="cpu")
@@ -92,7 +92,7 @@ def _choose(
 
 @cache
 def problem(dtype: torch.dtype) -> str | None:
-    """Why this cannot be for keys of that type; None if it can."""
+    """Say why keys of this type are not supported; None if they are."""
     return half_problem(dtype) or problem_of(_library)
 
 

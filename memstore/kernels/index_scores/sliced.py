@@ -1,8 +1,8 @@
-"""The choice in slices of the keys, by whatever gives the scores of one slice; also what is chosen from choices.
+"""The choice in slices of the keys, for any function that scores a slice; also the merge of choices.
 
-A candidate is one number of 64 bits: the score, as an integer of the same order, above, and the position, counted down,
-below. No two are equal, so that a selection cannot break ties by the layout of its input, and of equal scores the
-smaller position is the larger number.
+A candidate is one number of 64 bits. Its upper half is the score, as an integer of the same order; its lower half is
+the position, counted down. No two are equal, so a selection cannot break ties by the layout of its input. Among equal
+scores, the smaller position is the larger number.
 """
 
 from __future__ import annotations
@@ -14,29 +14,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 SCORES = {"cpu": 1 << 20, "cuda": 1 << 24}
-"""Scores that are in memory at a time, by the kind of device."""
+"""Scores in memory at a time, by the kind of device."""
 PRODUCTS = 1 << 18
-"""Products of heads that are in memory at a time on a CPU: they stay in its cache until they are added up."""
+"""Products of heads in memory at a time on a CPU: they stay in its cache until they are added up."""
 ROWS = 256
 """Queries at a time."""
 LAST = 0xFFFFFFFF
-"""The largest position."""
+"""Largest position."""
 NONE = -(1 << 63)
 
 Scores = Callable[[Tensor, Tensor | None, Tensor, float, bool], Tensor]
-"""``queries [S, H, D]``, ``weights [S, H]``, ``keys [n, D]``, scale, relu: scores ``[S, n]`` float32."""
+"""Score ``queries [S, H, D]``, ``weights [S, H]``, ``keys [n, D]``, with scale and relu; return scores ``[S, n]``
+float32.
+"""
 
 
 def choose(
     scores: Scores, queries: Tensor, weights: Tensor | None, chunks: Sequence[Tensor], limit: Tensor, *,
     scale: float, k: int, relu: bool, block: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """See the public function; ``scores`` gives those of a slice of keys."""
+    """See the public function; ``scores`` scores a slice of keys."""
     found = []
     for start in range(0, len(queries), ROWS):
         some = slice(start, start + ROWS)
         few, factors, sees = queries[some], None if weights is None else weights[some], limit[some]
-        most = int(sees.max()) if sees.device.type == "cpu" else LAST  # on a GPU that would wait for the device
+        most = int(sees.max()) if sees.device.type == "cpu" else LAST  # on a GPU this would wait for the device
         step = -(-max(1, SCORES.get(queries.device.type, 1 << 24) // len(few)) // block) * block
         kept = torch.full((len(few), 0), NONE, dtype=torch.int64, device=queries.device)
         first = 0
@@ -57,7 +59,7 @@ def choose(
 
 
 def scores(queries: Tensor, weights: Tensor | None, keys: Tensor, scale: float, relu: bool) -> Tensor:
-    """By products of matrices, some keys at a time."""
+    """Score by matrix products, some keys at a time."""
     rows, heads, _ = queries.shape
     flat = queries.float().flatten(0, 1) * scale
     factors = flat.new_ones(rows, 1, heads) if weights is None else weights.float().unsqueeze(1)
@@ -72,19 +74,19 @@ def scores(queries: Tensor, weights: Tensor | None, keys: Tensor, scale: float, 
 
 
 def packed(scores: Tensor, positions: Tensor) -> Tensor:
-    """Candidates of ``scores`` in float32 and ``positions``, int64 of the same shape."""
-    bits = (scores + 0.0).view(torch.int32)  # + 0.0: there are two zeros
-    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # as integers they have the order of the numbers
+    """Pack ``scores`` in float32 and ``positions``, int64 of the same shape, into candidates."""
+    bits = (scores + 0.0).view(torch.int32)  # + 0.0: turns -0.0 into 0.0
+    ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()  # as integers they sort like the numbers
     return torch.where(scores == -torch.inf, NONE, (ordered << 32) + (LAST - positions))
 
 
 def best(candidates: Tensor, k: int) -> Tensor:
-    """The ``k`` largest of ``candidates [S, n]``, in order; all of them where there are fewer."""
+    """Return the ``k`` largest of ``candidates [S, n]``, in order, or all if there are fewer."""
     return candidates.topk(min(k, candidates.shape[1]), 1).values
 
 
 def unpacked(candidates: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Ids and scores ``[S, k]`` of ``candidates [S, n]``."""
+    """Return ids and scores ``[S, k]`` of ``candidates [S, n]``."""
     candidates = F.pad(candidates, (0, k - candidates.shape[1]), value=NONE)
     none, bits = candidates == NONE, (candidates >> 32).int()
     scores = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).view(torch.float32)

@@ -1,13 +1,13 @@
-"""Index scores in Triton: products, ReLU and the weighted sum over heads in one kernel, which writes one score a key.
+"""Index scores in Triton: products, ReLU and the weighted sum over heads in one kernel, which writes one score per key.
 
-A program holds some keys and walks over queries and, in tiles, over their heads, so the products of heads are nowhere
-but in registers. What is chosen from the scores of a slice is chosen by ``sliced``.
+A program holds some keys and walks over queries and, in tiles, over their heads. So products of heads exist only in
+registers. ``sliced`` chooses from the scores of a slice.
 
-Inputs of matrix units have the type of the keys. Queries in float32 are given to them as a sum of three numbers of that
-type, which holds all of their bits.
+Inputs of matrix units have the type of the keys. A query in float32 becomes a sum of three numbers of that type, which
+holds all of its bits.
 """
 
-# What the compiler knows is in capitals.
+# Compile-time constants are in capitals.
 # ruff: noqa: N803
 # Triton has no type information.
 # mypy: disable-error-code="untyped-decorator"
@@ -23,9 +23,9 @@ from memstore.kernels._tiles import SMALLEST, padded
 KEYS = 64
 """Keys of a program."""
 QUERIES = 16
-"""Queries of a program: so many share the keys that it reads, where there are enough."""
+"""Queries of a program that share the keys it reads, if there are so many."""
 THREADS = 256
-"""Of a program: with fewer a tile of float32 does not fit into registers."""
+"""Threads of one program: with fewer, a tile of float32 does not fit into registers."""
 
 
 @triton.jit
@@ -34,13 +34,13 @@ def _scores_kernel(
     weights: tl.tensor,  # [S, H] float32
     keys: tl.tensor,  # [n, D], strided
     scores: tl.tensor,  # [S, n] float32
-    stride: tl.tensor,  # from a key to the next
+    stride: tl.tensor,  # from one key to the next
     scale: tl.tensor,
     rows: tl.tensor, heads: tl.tensor, count: tl.tensor, each: tl.tensor,
     D: tl.constexpr, BD: tl.constexpr, BH: tl.constexpr, BK: tl.constexpr,
     PARTS: tl.constexpr, RELU: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The scores of BK keys for ``each`` queries."""
+    """Score BK keys for ``each`` queries."""
     key = tl.program_id(0).to(tl.int64) * BK + tl.arange(0, BK)
     dims = tl.arange(0, BD)
     inside = (key[:, None] < count) & (dims[None, :] < D)
@@ -57,14 +57,14 @@ def _scores_kernel(
                 products = tl.dot(query, tile, products, input_precision="ieee")
             products = products * scale
             if RELU:
-                products = tl.where(products < 0, 0.0, products)  # what is no number stays none
+                products = tl.where(products < 0, 0.0, products)  # keeps NaN
             weight = tl.load(weights + row * heads + head, mask=head < heads, other=0.0)
             total += tl.sum(tl.where(head[:, None] < heads, products * weight[:, None], 0.0), 0)
         tl.store(scores + row * count + key, total, mask=key < count)
 
 
 def scores(queries: Tensor, weights: Tensor | None, keys: Tensor, scale: float, relu: bool) -> Tensor:
-    """``queries [S, H, D]``, ``weights [S, H]``, ``keys [n, D]``: scores ``[S, n]`` float32."""
+    """Score ``queries [S, H, D]``, ``weights [S, H]``, ``keys [n, D]``: return ``[S, n]`` float32."""
     rows, heads, dim = queries.shape
     keys = keys if keys.stride(1) == 1 else keys.contiguous()
     factors = queries.new_ones(rows, heads) if weights is None else weights
@@ -80,7 +80,7 @@ def scores(queries: Tensor, weights: Tensor | None, keys: Tensor, scale: float, 
 
 
 def _parts(queries: Tensor, dtype: torch.dtype) -> Tensor:
-    """``queries`` as a sum of numbers of ``dtype``: one that holds them, or three."""
+    """Split ``queries`` into a sum of one or three numbers of ``dtype``, without loss."""
     if torch.promote_types(queries.dtype, dtype) == dtype:
         return queries.to(dtype).contiguous().unsqueeze(0)
     parts, rest = [], queries.float()

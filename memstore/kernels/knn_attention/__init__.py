@@ -1,4 +1,4 @@
-"""kNN attention: every query attends to tokens of its own, found in a memory, and a gate mixes that with local text."""
+"""kNN attention: every query attends to tokens retrieved for it, and a gate mixes the result with local attention."""
 
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ def knn_attention(
     gate: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Attention of every query to the tokens that were found for it (Wu et al. 2022, section 3.1).
+    """Attend to the tokens that were retrieved for each query (Wu et al. 2022, section 3.1).
 
-    Two forms. With ``ids``, the keys and values of a memory are given once and looked up, without copies on a GPU:
+    There are two forms. With ``ids``, pass the keys and values of a memory once; they are looked up, without copies on
+    a GPU:
 
     Args:
         q: queries ``[B, H, T, D]``.
-        k: keys ``[B, G, N, D]``; ``H`` is a multiple of ``G``. A constant: no gradient goes into a memory.
+        k: keys ``[B, G, N, D]``; ``H`` is a multiple of ``G``. A constant: the memory gets no gradient.
         v: values ``[B, G, N, Dv]``, a constant too.
-        ids: what was found for each query ``[B, H, T, K]``, int32 or int64 below ``N``; -1 for nothing.
+        ids: tokens retrieved for each query ``[B, H, T, K]``, int32 or int64 below ``N``; -1 for none.
         valid: only without ``ids``.
-        scale: factor on the scores, a number, or one of each head ``[H]`` that can be learned; ``D ** -0.5`` if None.
-        local: ``[B, H, T, Dv]``: the result of local attention, to be mixed in. It comes with ``gate``.
-        gate: ``[H]``: ``sigmoid(gate)`` is the part of the memory, ``1 - sigmoid(gate)`` that of ``local``. The gate of
-            a query that found nothing counts as closed.
+        scale: factor on the scores, a number, or a learnable factor for each head ``[H]``; ``D ** -0.5`` if None.
+        local: ``[B, H, T, Dv]``: the result of local attention, to be mixed in; requires ``gate``.
+        gate: ``[H]``: ``sigmoid(gate)`` is the part of the memory, ``1 - sigmoid(gate)`` the part of ``local``. If a
+            query found nothing, its gate counts as closed.
         backend: ``"reference"``, ``"torch"`` (any device), ``"triton"`` (a GPU, or Triton's interpreter), or
-            ``"auto"``: ``"triton"`` on a GPU where it can, else ``"torch"``.
+            ``"auto"``: ``"triton"`` on a GPU if it can, else ``"torch"``.
 
-    Without ``ids``, what was found is given itself: ``k, v [B, H, T, K, D]``, and ``valid [B, H, T, K]`` (all if None).
+    Without ``ids``, pass the retrieved states themselves: ``k, v [B, H, T, K, D]``, and ``valid [B, H, T, K]`` (all if
+    None).
 
     Returns:
         ``[B, H, T, Dv]``, 0 for a query that found nothing and has no ``local``; differentiable in ``q``, ``scale``,
@@ -50,8 +52,8 @@ def knn_attention(
 
     Raises:
         InvalidArgument: shapes, types or devices do not fit, a token does not exist, or the back end is not available.
-            On a GPU, a token that does not exist is not looked for beforehand, which would wait for the device:
-            ``"triton"`` gives its query NaN, PyTorch's own operations may fail later.
+            On a GPU, missing tokens are not checked beforehand, because this would wait for the device. ``"triton"``
+            gives their queries NaN; PyTorch's own operations may fail later.
     """
     more: dict[str, Any] = {"valid": valid, "scale": scale, "local": local, "gate": gate, "backend": backend}
     return knn_attention_with_lse(q, k, v, ids, **more)[0]
@@ -69,9 +71,9 @@ def knn_attention_with_lse(
     gate: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """``knn_attention``, and the log-sum-exp of the scores ``[B, H, T]``, -inf where nothing was found.
+    """Return ``knn_attention`` and the log-sum-exp of the scores ``[B, H, T]``, -inf if nothing was found.
 
-    Both are differentiable; without ``local`` ``merge_attention`` puts them under one softmax with local attention.
+    Both are differentiable; without ``local``, ``merge_attention`` joins them with local attention in one softmax.
     """
     if (local is None) != (gate is None):
         raise InvalidArgument("local and gate come together: the gate says how much of local is in the output")
@@ -84,7 +86,7 @@ def knn_attention_with_lse(
     k, v = k.detach(), v.detach()
     given, largest = (q, k, v), max(q.shape[-1], v.shape[-1])
     backend = pick(backend, q, lambda: triton_problem(*given, largest=largest, mixed=True), products=False)
-    if not k.shape[2]:  # an empty memory: nothing to look up, whatever the ids
+    if not k.shape[2]:  # an empty memory: nothing to look up, for any ids
         k, v, ids = k.new_zeros((*k.shape[:2], 1, k.shape[3])), v.new_zeros((*v.shape[:2], 1, v.shape[3])), ids[..., :0]
     if not ids.shape[-1]:
         ids = ids.new_full((*ids.shape[:-1], 1), -1)
@@ -104,7 +106,7 @@ def knn_attention_with_lse(
 
 
 def _looked_up(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """What was given for each query as a memory of its own for each head, and where in it."""
+    """Turn states passed for each query into one memory for each head; also return their places in it."""
     if q.dim() != 4 or k.dim() != 5 or v.dim() != 5 or k.shape[:3] != q.shape[:3] or v.shape[:4] != k.shape[:4]:
         raise InvalidArgument(
             "expected q [B, H, T, D] and k, v [B, H, T, K, D] (or ids, and k, v [B, G, N, D]), "

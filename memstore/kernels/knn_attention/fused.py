@@ -1,4 +1,4 @@
-"""kNN attention in PyTorch's own operations, a few queries at a time: what is gathered stays in the cache.
+"""kNN attention in PyTorch's own operations, a few queries at a time: gathered states stay in the cache.
 
 The backward pass gathers again instead of keeping ``[B, H, T, K, D]``.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 GATHERED_NUMBERS = 1 << 19
-"""Numbers of keys, and of values, that are gathered at a time."""
+"""Numbers of keys, and of values, gathered at a time."""
 
 
 def knn_attention(
@@ -64,7 +64,7 @@ Place = tuple[int, int, slice]
 
 
 def _tiles(k: Tensor, v: Tensor, ids: Tensor, dtype: torch.dtype) -> Iterator[tuple[Place, Tensor, Tensor, Tensor]]:
-    """Keys and values ``[t, K, D]`` of ``t`` queries at a time, zeros where there are none, and which there are."""
+    """Yield keys and values ``[t, K, D]`` of ``t`` queries at a time, zeros for missing ones, and a mask."""
     batch, heads, tokens, chosen = ids.shape
     per_group = heads // k.shape[1]
     step = max(1, GATHERED_NUMBERS // max(1, chosen * max(k.shape[-1], v.shape[-1])))
@@ -75,7 +75,7 @@ def _tiles(k: Tensor, v: Tensor, ids: Tensor, dtype: torch.dtype) -> Iterator[tu
                 there = ids[place] >= 0
                 wanted = ids[place].clamp(min=0).flatten()
                 keys, values = (x[row, head // per_group].index_select(0, wanted).to(dtype) for x in (k, v))
-                if not bool(there.all()):  # whatever lies where nothing was found must not reach the sums
+                if not bool(there.all()):  # states in unused places must not reach the sums
                     keys, values = (x.masked_fill(~there.view(-1, 1), 0) for x in (keys, values))
                 yield place, keys.view(*there.shape, -1), values.view(*there.shape, -1), there
 
@@ -86,5 +86,5 @@ def _scores(q: Tensor, keys: Tensor, there: Tensor) -> Tensor:
 
 
 def _weights(scores: Tensor, lse: Tensor) -> Tensor:
-    """The softmax; 0 for a query that found nothing."""
+    """Return the softmax; 0 for a query that found nothing."""
     return torch.exp(scores - torch.where(lse == -torch.inf, 0, lse).unsqueeze(-1))

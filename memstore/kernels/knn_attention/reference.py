@@ -1,9 +1,9 @@
-"""Attention to retrieved tokens as the paper writes it.
+"""Attention to retrieved tokens as in the paper.
 
-Wu, Rabe, Hutchins & Szegedy 2022, *Memorizing Transformers*, section 3.1: each query of each head attends to the
-(key, value) pairs that were found for it, ``V_m = softmax(scale Q K^T) V``, and a gate of the head mixes that with
-local attention, ``V_a = V_m g + V_c (1 - g)`` with ``g = sigmoid(b)``. Deliberate: the paper does not say what a query
-gets that found nothing, as at the beginning of a document; here its gate counts as closed.
+Wu, Rabe, Hutchins & Szegedy 2022, *Memorizing Transformers*, section 3.1: each query of each head attends to the (key,
+value) pairs that were retrieved for it, ``V_m = softmax(scale Q K^T) V``. A gate of the head mixes the result with
+local attention, ``V_a = V_m g + V_c (1 - g)`` with ``g = sigmoid(b)``. Deliberate deviation: the paper does not define
+the case of a query that found nothing, as at the beginning of a document. Here its gate counts as closed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def knn_attention(
 ) -> tuple[Tensor, Tensor]:
     """``q [B, H, T, D]``, ``k, v [B, G, N, D]``, ``ids [B, H, T, K]``, ``scale, gate [H]``, ``local [B, H, T, Dv]``.
 
-    Returns the output ``[B, H, T, Dv]`` and the log-sum-exp of the scores ``[B, H, T]``, -inf where nothing was found.
+    Returns the output ``[B, H, T, Dv]`` and the log-sum-exp of the scores ``[B, H, T]``, -inf if nothing was found.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     per_group = q.shape[1] // k.shape[1]

@@ -1,11 +1,12 @@
 """kNN attention in Triton: gather, score, softmax and gate in one pass, forward and backward.
 
-Wu et al. 2022, *Memorizing Transformers*, section 3.1. Every query has tokens of its own, so nothing is shared that
-matrix units could use: a program takes one query of one head, reads the rows that its ids name, and never writes them
-anywhere. What limits it is the bandwidth of those reads.
+Wu et al. 2022, *Memorizing Transformers*, section 3.1. Every query has its own tokens, so matrix units have nothing to
+share. A program takes one query of one head, reads the rows of its ids, and never writes them. The bandwidth of these
+reads is the limit.
 
 With ``p`` the weights, ``o`` the sum of values, ``g`` the opened gate, ``G`` the gradient of the output and
-``G_m = g G`` that of ``o``, the backward pass needs one walk, because its sums are linear in what is known at its end:
+``G_m = g G`` the gradient of ``o``, the backward pass needs one walk, because its sums are linear in values known at
+its end:
 
     dp_j  = G_m . v_j            delta = sum_j p_j dp_j
     ds_j  = p_j (dp_j - delta + dlse)
@@ -16,7 +17,7 @@ With ``p`` the weights, ``o`` the sum of values, ``g`` the opened gate, ``G`` th
 Gradients of scale and gate are written for each query and summed afterwards, so that every run gives the same bits.
 """
 
-# What the compiler knows is in capitals, and one such argument is for the choice of tiles alone.
+# Compile-time constants are in capitals; one of them only serves the choice of tiles.
 # ruff: noqa: ARG001, N803
 # Triton has no type information.
 # mypy: disable-error-code="untyped-decorator"
@@ -38,7 +39,7 @@ LN_2 = tl.constexpr(0.6931471805599453)
 
 
 def tiles(arguments: Mapping[str, Any]) -> triton.Config:
-    """Four warps hold the keys and values of 32 ids in registers; those of larger heads, of 16."""
+    """Return tiles: four warps hold the keys and values of 32 ids in registers, or of 16 ids for larger heads."""
     return config(4, 2, BK=32 if max(arguments["BD"], arguments["BDV"]) <= 128 and arguments["CHOSEN"] > 16 else 16)
 
 
@@ -49,7 +50,7 @@ _tiled = tiled(tiles, interpreted_config=config(1, 2, BK=16))
 def _gathered(
     base: tl.tensor, index: tl.tensor, there: tl.tensor, stride: tl.tensor, SIZE: tl.constexpr, PADDED: tl.constexpr
 ) -> tl.tensor:
-    """Rows ``index`` of a matrix, in float32, with 0 where they are not ``there``."""
+    """Load rows ``index`` of a matrix, in float32, with 0 for rows that are not ``there``."""
     dims = tl.arange(0, PADDED)
     mask = there[:, None] & (dims[None, :] < SIZE)
     return tl.load(base + index[:, None] * stride + dims[None, :], mask=mask, other=0.0).to(tl.float32)
@@ -57,7 +58,7 @@ def _gathered(
 
 @triton.jit
 def _row(base: tl.tensor, place: tl.tensor, SIZE: tl.constexpr, PADDED: tl.constexpr) -> tl.tensor:
-    """One row of a contiguous matrix, in float32."""
+    """Load one row of a contiguous matrix, in float32."""
     dims = tl.arange(0, PADDED)
     return tl.load(base + place * SIZE + dims, mask=dims < SIZE, other=0.0).to(tl.float32)
 
@@ -82,12 +83,12 @@ def _forward_kernel(
     lse: tl.tensor,  # [B, H, T]
     kb: tl.tensor, kg: tl.tensor, kn: tl.tensor, vb: tl.tensor, vg: tl.tensor, vn: tl.tensor,  # strides
     heads: tl.tensor, per_group: tl.tensor, tokens: tl.tensor, chosen: tl.tensor, count: tl.tensor,
-    CHOSEN: tl.constexpr,  # tells the choice of tiles about the number of ids
+    CHOSEN: tl.constexpr,  # informs the choice of tiles of the number of ids
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
     GATED: tl.constexpr,
     BK: tl.constexpr,  # ids of a tile
 ) -> None:  # fmt: skip
-    """One query of one head: an online softmax over what was found for it, and the gate."""
+    """Attend with one query of one head: an online softmax over its retrieved tokens, and the gate."""
     place = tl.program_id(0).to(tl.int64)
     head = place // tokens % heads
     group = head // per_group
@@ -117,7 +118,7 @@ def _forward_kernel(
     if GATED:
         opened = tl.where(something, tl.sigmoid(tl.load(gate + head).to(tl.float32)), 0.0)
         attended = attended * opened + _row(local, place, DV, BDV) * (1.0 - opened)
-    # An error that cannot be raised here must not pass for a result.
+    # An error that cannot be raised here must not look like a result.
     attended = tl.where(missing > 0, float("nan"), attended)
     _store_row(out, place, attended, DV, BDV)
     logarithm = (highest + tl.log2(tl.where(something, summed, 1.0))) * LN_2
@@ -148,7 +149,7 @@ def _backward_kernel(
     GATED: tl.constexpr,
     BK: tl.constexpr,
 ) -> None:  # fmt: skip
-    """One query of one head: what it looked up is read once more, and all gradients come out."""
+    """Compute all gradients of one query of one head; its retrieved tokens are read once more."""
     place = tl.program_id(0).to(tl.int64)
     one = tl.arange(0, 1)
     head = place // tokens % heads
@@ -246,7 +247,7 @@ class _KnnAttention(torch.autograd.Function):
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, gate: Tensor | None) -> dict[str, Any]:
-    """What both kernels are told."""
+    """Return the arguments common to both kernels."""
     return {
         **dict(zip(("kb", "kg", "kn"), k.stride(), strict=False)),
         **dict(zip(("vb", "vg", "vn"), v.stride(), strict=False)),
@@ -261,5 +262,5 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, gate: Tensor | None) ->
         "BD": triton.next_power_of_2(q.shape[3]),
         "BDV": triton.next_power_of_2(v.shape[3]),
         "GATED": gate is not None,
-        "enable_fp_fusion": True,  # Triton 3.9 warns where nothing is said
+        "enable_fp_fusion": True,  # Triton 3.9 warns if this is not set
     }

@@ -28,38 +28,38 @@ def landmark_attention(
     causal: bool = True,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Attention in which the landmark of an earlier block decides how much weight the block gets.
+    """Compute attention in which the landmark of an earlier block decides how much weight the block gets.
 
-    Mohtashami & Jaggi, NeurIPS 2023, equations 1-4. A block is a run of tokens up to its landmark, which
-    is its last token; tokens after the last landmark are an incomplete block. A query attends to the ordinary tokens
-    of its own block and to the landmarks of earlier blocks in one softmax; the weight of a landmark is handed to the
-    ordinary tokens of its block, in proportion to a softmax within the block. No query attends to the landmark of its
-    own block. Blocks may have any length, in each row another; the first may be cut short, and one may be its landmark
-    alone: nothing is there to which this landmark could hand a weight, so it gets none.
+    Mohtashami & Jaggi, NeurIPS 2023, equations 1-4. A block is a run of tokens up to its landmark, which is its last
+    token. Tokens after the last landmark are an incomplete block. A query attends to the ordinary tokens of its own
+    block and to the landmarks of earlier blocks in one softmax. The weight of a landmark goes to the ordinary tokens of
+    its block, in proportion to a softmax within the block. No query attends to the landmark of its own block. Blocks
+    may have any length, different in each row, and the first may be cut short. A block may consist only of its
+    landmark. Such a landmark has no tokens for its weight, so it gets none.
 
     Args:
-        q: queries ``[B, H, Tq, D]``, those of the last ``Tq`` of the ``Tk`` positions.
+        q: queries ``[B, H, Tq, D]`` of the last ``Tq`` of the ``Tk`` positions.
         k: keys ``[B, G, Tk, D]``; ``H`` is a multiple of ``G``.
         v: values ``[B, G, Tk, Dv]``.
         is_landmark: ``[B, Tk]``, boolean, True for landmarks.
-        key_padding: ``[B, Tk]``, boolean, True for real tokens. The others are neither seen nor landmarks, and the
-            output of their queries is 0.
-        documents: ``[B, Tk]`` integers, for several documents in one row: where the number changes, a document ends,
-            and with it its last block, also if the number occurred before. Attention stays within a document.
-        window: a query sees the key at its own position and ``window - 1`` positions before it; others are as if they
-            were not there. So a block that the window cuts keeps its landmark, which hands its weight to the tokens
-            that are left in the window. None: no limit.
-        ramp: the influence of landmarks, from 0 (a causal softmax over ordinary tokens) to 1 (the paper): an
-            ordinary token outside the own block has the score ``s + ramp * (s_landmark - LSE)``, ``LSE`` being the
-            log-sum-exp of the scores of its block. Training begins with 0, for landmarks are not learned otherwise.
+        key_padding: ``[B, Tk]``, boolean, True for real tokens. Padding is neither seen nor a landmark, and the output
+            of its queries is 0.
+        documents: ``[B, Tk]`` integers, for several documents in one row: where the number changes, a document and its
+            last block end, even if the new number occurred before. Attention stays within a document.
+        window: a query sees the key at its own position and ``window - 1`` positions before it; other keys are ignored.
+            So a block cut by the window keeps its landmark, whose weight goes to the tokens left in the window. None:
+            no limit.
+        ramp: the influence of landmarks, from 0 (a causal softmax over ordinary tokens) to 1 (the paper): an ordinary
+            token outside the own block has the score ``s + ramp * (s_landmark - LSE)``, with the log-sum-exp ``LSE`` of
+            the scores of its block. Training begins with 0, because landmarks are not learned otherwise.
         scale: factor on the scores; ``D ** -0.5`` if None.
-        causal: False lets a query see the whole of its own block and later blocks that have a landmark.
+        causal: False lets a query see all of its own block, and later blocks that have a landmark.
         backend: ``"reference"``, ``"torch"`` (any device), ``"triton"`` (a GPU, or Triton's interpreter), or
-            ``"auto"``: ``"triton"`` on a GPU where it can, but for float32, else ``"torch"``.
+            ``"auto"``: ``"triton"`` on a GPU if it can, except for float32, else ``"torch"``.
 
     Returns:
-        ``[B, H, Tq, Dv]`` in the dtype of ``q``; 0 where a query sees no token. Differentiable in ``q``, ``k`` and
-        ``v`` (once; ``"reference"`` any number of times).
+        ``[B, H, Tq, Dv]`` in the dtype of ``q``; 0 if a query sees no token. Differentiable in ``q``, ``k`` and ``v``
+        (once; ``"reference"`` any number of times).
 
     Raises:
         InvalidArgument: shapes, types, devices or numbers do not fit, or the back end is not available.
@@ -99,7 +99,7 @@ def landmark_attention(
 def triton_problem(
     q: Tensor, k: Tensor, v: Tensor, rows: tuple[Tensor, Tensor | None, Tensor | None], window: int | None, causal: bool
 ) -> str | None:
-    """Why Triton cannot compute this, and what to do; None if it can. ``rows``: landmarks, padding, documents."""
+    """Say why Triton cannot compute this, and what to do; None if it can. ``rows``: landmarks, padding, documents."""
     largest = max(q.shape[-1], v.shape[-1])
     if not causal:
         return "has causal attention only; use 'auto' or 'torch'"

@@ -1,23 +1,23 @@
 """Landmark attention in batched PyTorch operations: the fast path on a CPU, and anywhere without Triton.
 
-All of equations 1-4 is one sum over blocks, ``out = sum_b W_b P_b V_b``: ``P_b`` is the softmax within block ``b``, and
-``W`` a softmax over blocks of
+Equations 1-4 are one sum over blocks, ``out = sum_b W_b P_b V_b``: ``P_b`` is the softmax within block ``b``, and ``W``
+a softmax over blocks of
 
     g_b = LSE_b                                       for the own block (its tokens are in the softmax themselves)
     g_b = ramp * s_landmark + (1 - ramp) * LSE_b      for an earlier one
 
-with ``LSE_b`` the log-sum-exp of the scores of block ``b``. A block that is kept in several pieces (``layout.py``) is a
-sum over its pieces, with ``g = LSE_piece + ramp * (s_landmark - LSE_b)``.
+with ``LSE_b`` the log-sum-exp of the scores of block ``b``. A block in several pieces (``layout.py``) is a sum over its
+pieces, with ``g = LSE_piece + ramp * (s_landmark - LSE_b)``.
 
-The queries are taken in chunks of about a block, each with the keys that it sees, so the weights in memory are those of
-a chunk. Up to ``KEPT`` numbers of weights are kept for the backward pass; beyond, they are computed again, and memory
+The queries are split into chunks of about a block, each with the keys that it sees, so memory holds the weights of one
+chunk. Up to ``KEPT`` numbers of weights are kept for the backward pass. Beyond that they are computed again, and memory
 is linear in the length. The backward pass is written by hand. With ``G`` the gradient of the output,
 
     dP = G V^T      delta_b = rowsum(P_b dP_b)      Delta = sum_b W_b delta_b
     dbias_b = W_b (delta_b - Delta)                 in earlier blocks, summed over pieces
     dS = P_b (W_b (dP - Delta) - ramp * dbias_b)    ds_landmark = ramp * dbias_b
 
-With a ramp of 0 there are no blocks to tell apart, and a chunk is one softmax.
+With a ramp of 0 blocks do not matter, and a chunk is one softmax.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from torch.autograd.function import once_differentiable
 from memstore.kernels.landmark_attention import layout
 
 ROWS = 32
-"""Queries of a chunk, at least: whole blocks, if they are short."""
+"""Least queries of a chunk; whole blocks, if they are short."""
 AT_ONCE = 1 << 20
-"""Scores that are computed at once: more would leave the caches of a CPU."""
+"""Scores computed at once; more would exceed the caches of a CPU."""
 KEPT = 1 << 24
-"""Weights (numbers) that are kept for the backward pass."""
+"""Weights (numbers) kept for the backward pass."""
 
 
 def landmark_attention(
@@ -53,7 +53,7 @@ def landmark_attention(
     scale: float,
     causal: bool,
 ) -> Tensor:
-    """``q [B, H, Tq, D]``, ``k, v [B, G, Tk, D]``, ``is_landmark [B, Tk]`` -> ``[B, H, Tq, Dv]``."""
+    """Take ``q [B, H, Tq, D]``, ``k, v [B, G, Tk, D]``, ``is_landmark [B, Tk]`` -> ``[B, H, Tq, Dv]``."""
     if key_padding is not None:
         there = key_padding[:, None, :, None]
         q = torch.where(there[:, :, k.shape[2] - q.shape[2] :], q, 0)
@@ -79,7 +79,7 @@ def _planned(
 
 
 class _Plan:
-    """Which pieces the queries of a chunk see: the same for all heads, and for all rows if they are alike."""
+    """The pieces that the queries of a chunk see: the same for all heads, and for all rows if they are alike."""
 
     def __init__(
         self, blocks: layout.Blocks, pieces: layout.Pieces, groups: int, window: int | None, ramp: float, causal: bool
@@ -93,7 +93,7 @@ class _Plan:
         self._ranges: dict[tuple[int, int], tuple[int, int, int]] = {}
 
     def chunks(self, queries: int) -> Iterator[tuple[int, int]]:
-        """First and last position of each chunk of the last ``queries`` positions; whole blocks where that is easy."""
+        """Yield first and last position of each chunk of the last ``queries`` positions; whole blocks if easy."""
         size = self.pieces.size
         rows = size * -(-ROWS // size)
         first = self.tokens - queries
@@ -103,7 +103,7 @@ class _Plan:
             first = last
 
     def range(self, first: int, last: int) -> tuple[int, int, int]:
-        """The pieces ``start`` to ``stop`` that queries ``first`` to ``last`` see, those from ``edge`` on in part."""
+        """Return the pieces ``start`` to ``stop`` seen by queries ``first`` to ``last``; from ``edge`` on partly."""
         if (first, last) not in self._ranges:
             self._ranges[first, last] = self._range(first, last)
         return self._ranges[first, last]
@@ -122,7 +122,7 @@ class _Plan:
         return start, edge, stop
 
     def view(self, first: int, last: int, rows: slice) -> _View:
-        """What the queries at positions ``first`` to ``last`` see, for ``rows`` of the ``B * G``."""
+        """Return the view of the queries at positions ``first`` to ``last``, for ``rows`` of the ``B * G``."""
         key = (first, last) if self.alike else (first, last, rows.start, rows.stop)
         if key in self._views:
             return self._views[key]
@@ -169,19 +169,19 @@ class _Plan:
 
 
 class _View(NamedTuple):
-    """What a chunk of ``M`` queries sees of ``N`` pieces; ``X`` rows, or 1 if all are alike."""
+    """The view of a chunk of ``M`` queries on ``N`` pieces; ``X`` rows, or 1 if all are alike."""
 
     slots: slice
     edge: int
-    """Pieces that every query sees whole, if it sees them."""
+    """First pieces, which every query sees whole or not at all."""
     own: Tensor
-    """``[X, 1, M, N]``: the piece is of the block of the query."""
+    """``[X, 1, M, N]``: the piece belongs to the query's block."""
     unseen: Tensor
     """``[X, 1, M, N]``: the query sees no token of the piece."""
     blind: bool
-    """A query sees no piece."""
+    """Some query sees no piece."""
     barred: bool
-    """A query does not see a piece before the edge."""
+    """Some query does not see a piece before the edge."""
     hidden: Tensor
     """``[X, 1, M, N - edge, R]``: tokens that a query does not see."""
     holes: Tensor | None
@@ -193,18 +193,18 @@ class _View(NamedTuple):
 
 
 class _Weights(NamedTuple):
-    """Of a chunk: a token has the weight ``inside * piece``."""
+    """Weights of a chunk: a token has the weight ``inside * piece``."""
 
     inside: Tensor
     """``P [X, heads, M, N, R]``; one piece of all slots if the ramp is 0."""
     piece: Tensor
     """``W [X, heads, M, N]``"""
     share: Tensor | None
-    """Of a piece in its block, ``[X, heads, M, N]``, if blocks have several."""
+    """Share of a piece in its block, ``[X, heads, M, N]``, if blocks have several pieces."""
 
 
 def weights(q: Tensor, k: Tensor, view: _View, ramp: float, size: int) -> _Weights:
-    """``q [X, heads, M, D]``, scaled, and the keys of the view ``[X, N * R, D]``."""
+    """Take ``q [X, heads, M, D]``, scaled, and the keys of the view ``[X, N * R, D]``; return the weights."""
     rows, heads, many, _ = q.shape
     scores = _at_least_float32(torch.bmm(q.flatten(1, 2), k.mT)).view(rows, heads, many, -1, size)
     landmark = scores[..., -1].clone()
@@ -217,7 +217,8 @@ def weights(q: Tensor, k: Tensor, view: _View, ramp: float, size: int) -> _Weigh
     share = None
     first = 0 if ramp < 1 or view.landmark is not None else view.edge  # the first piece whose sum is needed
     p = scores.softmax(-1)
-    # The log-sum-exp, from the largest of P, exp(highest - LSE): many exponentials of hidden scores would be slow.
+    # The log-sum-exp, from the largest of P, which is exp(highest - LSE): many exponentials of hidden scores would be
+    # slow.
     inside = scores[..., first:, :].amax(-1) - p[..., first:, :].amax(-1).log_()
     if view.landmark is None:
         group = landmark
@@ -236,7 +237,7 @@ def weights(q: Tensor, k: Tensor, view: _View, ramp: float, size: int) -> _Weigh
 
 
 def _hide_(scores: Tensor, view: _View, ramp: float) -> None:
-    """The lowest score for what is not to be seen, in place."""
+    """Set hidden scores to the lowest number, in place."""
     lowest = torch.finfo(scores.dtype).min
     scores[..., view.edge :, :].masked_fill_(view.hidden, lowest)
     if view.holes is None:
@@ -248,7 +249,7 @@ def _hide_(scores: Tensor, view: _View, ramp: float) -> None:
 
 
 def score_gradients(found: _Weights, dp: Tensor, view: _View, ramp: float) -> tuple[Tensor, Tensor]:
-    """The gradient of the scores, and the weights, ``[X, heads * M, N * R]`` each; ``dp`` is overwritten."""
+    """Return the gradient of the scores, and the weights, ``[X, heads * M, N * R]`` each; ``dp`` is overwritten."""
     p, piece, share = found
     dp = dp.view(p.shape)
     ds = p * dp
@@ -271,7 +272,7 @@ def score_gradients(found: _Weights, dp: Tensor, view: _View, ramp: float) -> tu
 
 
 class _LandmarkAttention(torch.autograd.Function):
-    """``X = B * G`` rows; the heads of a group are more queries."""
+    """``X = B * G`` rows; the heads of a group count as more queries."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, plan: _Plan, scale: float) -> Tensor:
@@ -319,7 +320,7 @@ class _LandmarkAttention(torch.autograd.Function):
 
 
 def _steps(queries: Tensor, plan: _Plan) -> Iterator[tuple[slice, slice, _View]]:
-    """Rows and queries that are computed at once, and what they see."""
+    """Yield rows and queries that are computed at once, with their view."""
     rows, heads, many, _ = queries.shape
     for first, last in plan.chunks(many):
         start, _, stop = plan.range(first, last)
@@ -330,14 +331,14 @@ def _steps(queries: Tensor, plan: _Plan) -> Iterator[tuple[slice, slice, _View]]
 
 
 def _scores(queries: Tensor, plan: _Plan) -> int:
-    """How many scores there are."""
+    """Return the number of scores."""
     rows, heads, many, _ = queries.shape
     ranges = ((last - first, plan.range(first, last)) for first, last in plan.chunks(many))
     return rows * heads * plan.pieces.size * sum(count * (stop - start) for count, (start, _, stop) in ranges)
 
 
 def _in_slots(x: Tensor, plan: _Plan) -> Tensor:
-    """Keys or values ``[B, G, T, D]`` by slots, ``[B * G, N * R, D]``; 0 where there is no token."""
+    """Put keys or values ``[B, G, T, D]`` into slots, ``[B * G, N * R, D]``; 0 in slots without a token."""
     pieces, slots = plan.pieces, plan.pieces.count * plan.pieces.size
     x = x.flatten(0, 1)
     if pieces.regular:
@@ -347,20 +348,20 @@ def _in_slots(x: Tensor, plan: _Plan) -> Tensor:
 
 
 def _of_tokens(x: Tensor, plan: _Plan, shape: torch.Size) -> Tensor:
-    """The reverse, for gradients; what padding gets is not used."""
+    """Reverse ``_in_slots``, for gradients; gradients of padding are not used."""
     if plan.pieces.regular:
         return x[:, : plan.tokens].reshape(shape)
     return x.gather(1, _of_rows(plan.pieces.slot, plan, x)).view(shape)
 
 
 def _of_rows(index: Tensor, plan: _Plan, x: Tensor) -> Tensor:
-    """An index ``[X, n]`` for all ``B * G`` rows of ``x``, and all of its last dimension."""
+    """Expand an index ``[X, n]`` to all ``B * G`` rows of ``x``, and its whole last dimension."""
     index = index.expand(len(x), -1) if plan.alike else index.repeat_interleave(plan.groups, 0)
     return index.unsqueeze(-1).expand(-1, -1, x.shape[-1])
 
 
 def _logsumexp_of_blocks(x: Tensor, block: Tensor) -> Tensor:
-    """Over the pieces of each block: ``[X, heads, M, N]`` to the same, each piece with the sum of its block."""
+    """Compute the log-sum-exp over each block's pieces, at each of them: ``[X, heads, M, N]`` to the same shape."""
     index = _expanded(block, x)
     highest = torch.full_like(x, torch.finfo(x.dtype).min).scatter_reduce_(-1, index, x, "amax").gather(-1, index)
     return highest + _sum_of_blocks((x - highest).exp_(), block).log_()
@@ -372,12 +373,12 @@ def _sum_of_blocks(x: Tensor, block: Tensor) -> Tensor:
 
 
 def _expanded(index: Tensor, x: Tensor) -> Tensor:
-    """An index ``[X, N]`` for all queries of ``x [X, heads, M, N]``."""
+    """Expand an index ``[X, N]`` to all queries of ``x [X, heads, M, N]``."""
     return index[:, None, None].expand_as(x)
 
 
 def _is_last(landmark: Tensor) -> Tensor:
-    """The pieces that end their blocks, ``[X, 1, 1, N]``."""
+    """Return which pieces end their blocks, ``[X, 1, 1, N]``."""
     return (landmark == torch.arange(landmark.shape[-1], device=landmark.device))[:, None, None]
 
 

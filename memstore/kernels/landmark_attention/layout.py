@@ -1,8 +1,8 @@
-"""Where blocks begin, and where a fast form keeps their tokens. Layouts are found with a few operations on ``[B, Tk]``.
+"""The layout of blocks, and of their tokens in the fast forms. It takes a few operations on ``[B, Tk]``.
 
-The PyTorch form keeps a block in one or several *pieces* of ``R`` slots: ``R - 1`` ordinary tokens, and the landmark in
-the last slot, whatever the length of the block. So scores are ``[..., N, R]`` for all rows, in which a softmax within
-blocks runs over the last dimension. A block has several pieces if it is longer than others by much.
+The PyTorch form stores a block in one or several *pieces* of ``R`` slots: ``R - 1`` ordinary tokens, and the landmark
+in the last slot, for any length of the block. So scores are ``[..., N, R]`` for all rows, and a softmax within blocks
+runs over the last dimension. A block has several pieces if it is much longer than others.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 Made = TypeVar("Made")
 
 LONGEST = 128
-"""Ordinary tokens of a piece."""
+"""Most ordinary tokens of a piece."""
 SIZES = (8, 16, 32, 64, LONGEST)
-"""Of pieces, where blocks are of very different lengths."""
+"""Sizes of pieces for blocks of very different lengths."""
 WASTE = 1.5
-"""Slots for each token, above which another size of pieces is looked for."""
+"""Slots per token above which another size of pieces is tried."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,25 +29,25 @@ class Blocks:
     """The blocks of each row. ``X`` rows, or 1 if all are the same."""
 
     landmark: Tensor
-    """``[X, T]``, True for landmarks that are no padding."""
+    """``[X, T]``, True for landmarks that are not padding."""
     ordinary: Tensor
     """``[X, T]``, True for tokens that are neither landmarks nor padding."""
     number: Tensor
-    """Of the block of each token, ``[X, T]``, from 0."""
+    """Number of the block of each token, ``[X, T]``, from 0."""
     document: Tensor
     """Number of the document of each token, ``[X, T]``, from 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pieces:
-    """``N`` pieces of ``R`` slots for each row. Where there is no token, positions are ``T``."""
+    """``N`` pieces of ``R`` slots for each row. Slots without a token have position ``T``."""
 
     count: int
     size: int
     regular: bool
-    """Slots are the tokens in their order."""
+    """Slots are the tokens in order."""
     ragged: bool
-    """Pieces before the last are not all full."""
+    """Some pieces before the last are not full."""
     split: bool
     """A block has more than one piece."""
     packed: bool
@@ -55,7 +55,7 @@ class Pieces:
     token: Tensor
     """Position of the token in each slot, ``[X, N * R]``."""
     slot: Tensor
-    """Slot of each token, ``[X, T]``; anything for padding."""
+    """Slot of each token, ``[X, T]``; any number for padding."""
     ordinary: Tensor
     """``[X, N, R]``: position of each ordinary token."""
     landmark: Tensor
@@ -69,7 +69,7 @@ class Pieces:
 
 
 def find(is_landmark: Tensor, key_padding: Tensor | None, documents: Tensor | None) -> Blocks:
-    """The blocks of ``is_landmark [B, T]``: each ends with its landmark, or with its document."""
+    """Find the blocks of ``is_landmark [B, T]``: each ends with its landmark, or with its document."""
     if key_padding is not None and bool(key_padding.all()):
         key_padding = None
     if all(x is None or bool((x == x[:1]).all()) for x in (is_landmark, key_padding, documents)):
@@ -86,7 +86,7 @@ def find(is_landmark: Tensor, key_padding: Tensor | None, documents: Tensor | No
 
 
 def pieces(blocks: Blocks) -> Pieces:
-    """Pieces for blocks; their size is that of the longest block, or what needs few slots in all."""
+    """Make pieces for blocks, with the size of the longest block, or a size that needs few slots in all."""
     rows, tokens = blocks.number.shape
     position = torch.arange(tokens, device=blocks.number.device)
     many = int(blocks.number.max()) + 1
@@ -103,7 +103,7 @@ def pieces(blocks: Blocks) -> Pieces:
     token.scatter_(1, torch.where(placed, slot, count * size), torch.where(placed, position, tokens))
     token = token[:, :-1]
     table = token.view(rows, count, size)
-    first = table.amin(-1)  # position of a token of the piece
+    first = table.amin(-1)  # position of one token of the piece
     there, at = first < tokens, first.clamp(max=tokens - 1)
     ends = slot.new_full((rows, many), tokens)
     ends.scatter_reduce_(1, blocks.number, torch.where(blocks.landmark, position, tokens), "amin")
@@ -129,7 +129,7 @@ def pieces(blocks: Blocks) -> Pieces:
 
 
 def best_length(lengths: Tensor, tokens: int) -> int:
-    """Ordinary tokens in a piece, for blocks of ``lengths [X, blocks]`` ordinary tokens."""
+    """Return the ordinary tokens of a piece, for blocks of ``lengths [X, blocks]`` ordinary tokens."""
 
     def slots(length: int) -> int:
         return int((-(-lengths // length)).clamp(min=1).sum(1).max()) * (length + 1)
@@ -144,20 +144,20 @@ def best_length(lengths: Tensor, tokens: int) -> int:
 class Tiles:
     """Blocks as runs of consecutive tokens for a kernel, in int32.
 
-    Incomplete blocks, which only their own queries see, may be cut into several tiles; others are one tile each.
+    Incomplete blocks, which only their own queries see, may have several tiles; other blocks have one tile each.
     """
 
     count: int
     size: int
     """Tokens of the longest tile."""
     limited: bool
-    """Queries do not see all tiles before them: there are several documents, or a window."""
+    """Queries do not see all earlier tiles, because of several documents or a window."""
     regular: bool
-    """Every tile begins where a multiple of ``size`` lies, and its last place is that of its landmark, or empty."""
+    """Every tile begins at a multiple of ``size``, and its last place is its landmark, or empty."""
     starts: Tensor
-    """``[X, N + 1]``: the first token of each tile; ``T`` for tiles that are not there."""
+    """``[X, N + 1]``: the first token of each tile; ``T`` for missing tiles."""
     until: Tensor
-    """``[X, N]``: the first position that does not see the tile any more."""
+    """``[X, N]``: the first position that no longer sees the tile."""
     ordinary: Tensor
     """``[X, T]``, int8: 1 for tokens that are neither landmarks nor padding."""
     tile: Tensor
@@ -169,7 +169,7 @@ class Tiles:
 
 
 def tiles(blocks: Blocks, window: int | None) -> Tiles:
-    """Tiles for blocks."""
+    """Make tiles for blocks."""
     number, (rows, tokens) = blocks.number, blocks.number.shape
     position = torch.arange(tokens, device=number.device).expand(rows, -1)
     many = int(number.max()) + 1
@@ -186,7 +186,7 @@ def tiles(blocks: Blocks, window: int | None) -> Tiles:
     begin = torch.where(document_begins, position, 0).cummax(1).values
     lasts = starts[:, 1:] - 1  # the last token of each tile
     end = torch.where(document_begins, position, tokens).flip(1).cummin(1).values.flip(1)  # at or after
-    end = torch.nn.functional.pad(end, (0, 1), value=tokens)  # of the document of the token before
+    end = torch.nn.functional.pad(end, (0, 1), value=tokens)  # end of the document of the token before
     until = end.gather(1, lasts + 1)
     first = tile.gather(1, begin)
     if window is not None:
@@ -207,9 +207,9 @@ def tiles(blocks: Blocks, window: int | None) -> Tiles:
 
 
 def remembered(make: Callable[..., Made]) -> Callable[..., Made]:
-    """Remember the last result: all layers of a model ask for the same.
+    """Remember the last result, because all layers of a model need the same.
 
-    Tensors are compared by what they hold, not by identity alone, so writing into one in place is noticed.
+    Tensors are compared by their content, not only by identity, so writing in place is noticed.
     """
     last: list[tuple[tuple[Any, ...], dict[str, Any], Made]] = []
 
@@ -235,5 +235,5 @@ def _same(x: Tensor | None, before: Tensor | None, copy: Tensor | None, version:
 
 
 def _version(x: Tensor) -> int | None:
-    """Which of the states that writing in place gave it; tensors made for inference do not tell."""
+    """Return the number of in-place writes to a tensor; None for inference tensors, which do not count them."""
     return None if x.is_inference() else x._version

@@ -1,20 +1,20 @@
-"""Landmark attention as the paper writes it, with all weights in memory: the truth that faster forms are compared with.
+"""Landmark attention as in the paper, with all weights in memory: the reference for faster forms.
 
 Mohtashami & Jaggi, *Random-Access Infinite Context Length for Transformers* (NeurIPS 2023), equations 1-4. There,
-``p_j`` is the landmark of the block of token ``j``, and a query ``i`` puts the tokens into groups: the tokens of each
-other block are one, its own tokens and the landmarks of the other blocks are one together, and the landmark of its own
-block is ignored. A softmax runs over each group (``GroupedSoftmax``), and
+``p_j`` is the landmark of the block of token ``j``, and a query ``i`` puts the tokens into groups. The tokens of each
+other block are one group. The tokens of its own block and the landmarks of the other blocks are together another group.
+The landmark of its own block is ignored. A softmax runs over each group (``GroupedSoftmax``), and
 
     weight[i, j] = softmax within the group of i                                  for a token of the own block
     weight[i, j] = softmax within the block of j * softmax of p_j within the group of i     for the other tokens
     weight[i, j] = 0                                                              for landmarks
 
-The softmax within a block is ``exp(s_j - LSE)``, ``LSE`` being the log-sum-exp of its scores. So all weights are *one*
-softmax over ordinary tokens, of ``s_j`` in the own block and of ``s_j + s_{p_j} - LSE`` in the others. That is what is
-computed, with a factor ``ramp`` on ``s_{p_j} - LSE``: 1 is the paper, 0 an ordinary softmax.
+The softmax within a block is ``exp(s_j - LSE)``, with the log-sum-exp ``LSE`` of its scores. So all weights are *one*
+softmax over ordinary tokens, of ``s_j`` in the own block and of ``s_j + s_{p_j} - LSE`` in the others. The code
+computes this, with a factor ``ramp`` on ``s_{p_j} - LSE``: 1 is the paper, 0 an ordinary softmax.
 
-A deliberate deviation: the landmark of a block without a visible token is ignored, since there is no token to which it
-could hand its weight; in the equations, which know of no such block, this weight would be lost.
+A deliberate deviation: if a block has no visible token, its landmark is ignored, because its weight could go to no
+token. The equations do not cover such a block, and would lose this weight.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def landmark_attention(
     scale: float,
     causal: bool,
 ) -> Tensor:
-    """``q [B, H, Tq, D]``, ``k, v [B, G, Tk, D]``, ``is_landmark [B, Tk]`` -> ``[B, H, Tq, Dv]``."""
+    """Take ``q [B, H, Tq, D]``, ``k, v [B, G, Tk, D]``, ``is_landmark [B, Tk]`` -> ``[B, H, Tq, Dv]``."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     tokens, first = k.shape[2], k.shape[2] - q.shape[2]
     real = torch.ones_like(is_landmark) if key_padding is None else key_padding
@@ -53,7 +53,7 @@ def landmark_attention(
         visible = visible & (back < window)
     own = block[:, first:, None] == block[:, None]  # [B, Tq, Tk]
     rows = landmark_at[:, None].expand_as(own)
-    handed = visible.gather(2, rows) & complete[:, None]  # the landmark of another block is there to be seen
+    handed = visible.gather(2, rows) & complete[:, None]  # the landmark of another block is visible
     ordinary = (visible & ~landmark[:, None] & (own | handed)).unsqueeze(1)
 
     heads = q.shape[1] // k.shape[1]
@@ -69,7 +69,7 @@ def landmark_attention(
 
 
 def numbered(landmark: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The block and the document of each token, ``[B, Tk]`` each, counted from 0 along a row.
+    """Number the block and the document of each token, ``[B, Tk]`` each, counted from 0 along a row.
 
     A block ends with its landmark, or with its document; a document ends where the number in ``documents`` changes.
     """
@@ -83,7 +83,7 @@ def numbered(landmark: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def landmarks(landmark: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
-    """The position of the landmark of the block of each token (anywhere if it has none), and whether it has one."""
+    """Return the position of each token's landmark (any position if it has none), and whether it has one."""
     tokens = landmark.shape[1]
     position = torch.arange(tokens, device=landmark.device)
     following = torch.where(landmark, position, tokens).flip(1).cummin(1).values.flip(1)
@@ -92,7 +92,7 @@ def landmarks(landmark: Tensor, block: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def within_blocks(scores: Tensor, ordinary: Tensor, block: Tensor) -> Tensor:
-    """For each token, the log-sum-exp of the ordinary scores of its block: ``[B, H, Tq, Tk]``; finite where none is."""
+    """Return the log-sum-exp of the ordinary scores of each token's block: ``[B, H, Tq, Tk]``; finite if empty."""
     place = block[:, None, None].expand_as(scores)
     masked = scores.masked_fill(~ordinary, float("-inf"))
     none = torch.full_like(scores, float("-inf"))

@@ -1,11 +1,11 @@
 """Landmark attention in Triton: one pass over the keys forward, and no statistics of blocks in memory.
 
 Mohtashami & Jaggi, *Random-Access Infinite Context Length for Transformers* (NeurIPS 2023), equations 1-4. All weights
-are ``W_b P_b``: ``P_b`` is the softmax within block ``b``, and ``W`` a softmax over blocks of ``g_b``, which is the
-log-sum-exp of the own block, and ``ramp * s_landmark + (1 - ramp) * LSE_b`` for an earlier one. A tile of keys is one
-whole block, whatever its length, so ``P_b`` and ``g_b`` are at hand as soon as the scores are, and the online softmax
-of flash attention runs over blocks. What is saved for the backward pass is one number for each query: ``L``, the
-log-sum-exp of ``g`` (to the base 2).
+are ``W_b P_b``: ``P_b`` is the softmax within block ``b``, and ``W`` a softmax over blocks of ``g_b``. For the own
+block ``g_b`` is its log-sum-exp, and for an earlier one ``ramp * s_landmark + (1 - ramp) * LSE_b``. A tile of keys is
+one whole block of any length. So ``P_b`` and ``g_b`` are known as soon as the scores are, and the online softmax of
+flash attention runs over blocks. One number per query is saved for the backward pass: ``L``, the log-sum-exp of ``g``
+(to the base 2).
 
 With ``G`` the gradient of the output, ``dP = G V^T``, ``delta_b = rowsum(P_b dP)`` and ``Delta = G . out``,
 
@@ -16,11 +16,11 @@ With ``G`` the gradient of the output, ``dP = G V^T``, ``delta_b = rowsum(P_b dP
 in which ``P_b``, ``W_b`` and ``delta_b`` are computed again from the tile. Two kernels, as usual: a tile of queries
 walks over blocks for ``dQ``, a block walks over tiles of queries for ``dK`` and ``dV``.
 
-An incomplete block, which only its own queries see, may be longer than a tile: in the own block ``g`` is a log-sum-exp,
-which can be taken in parts. A complete block must fit into a tile.
+An incomplete block, which only its own queries see, may be longer than a tile, because in the own block ``g`` is a
+log-sum-exp, which can be computed in parts. A complete block must fit into a tile.
 """
 
-# What the compiler knows is in capitals, and one such argument is for the choice of tiles alone.
+# Compile-time constants are in capitals; one of them only serves the choice of tiles.
 # ruff: noqa: ARG001, N803
 # Triton has no type information.
 # mypy: disable-error-code="untyped-decorator"
@@ -42,7 +42,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LOWEST = tl.constexpr(-1e30)
 """Finite, so that differences of it are numbers."""
 LONGEST = 256
-"""Tokens of a complete block."""
+"""Most tokens of a complete block."""
 
 
 # fmt: off
@@ -104,7 +104,7 @@ def _places(
     first: tl.tensor, count: tl.tensor, stride: tl.tensor,
     LENGTH: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Where rows from ``first`` on are in a matrix ``[count, SIZE]``: an offset in 64 bits, offsets from it, a mask."""
+    """Locate rows from ``first`` on in a matrix ``[count, SIZE]``: an offset in 64 bits, offsets from it, a mask."""
     index, dims = tl.arange(0, LENGTH), tl.arange(0, PADDED)
     mask = (first + index < count)[:, None]
     if SIZE != PADDED:
@@ -117,7 +117,7 @@ def _rows(
     base: tl.tensor, first: tl.tensor, count: tl.tensor, stride: tl.tensor,
     LENGTH: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """``LENGTH`` rows of a matrix, with 0 beyond its edges."""
+    """Load ``LENGTH`` rows of a matrix, with 0 beyond its edges."""
     begin, offsets, mask = _places(first, count, stride, LENGTH, SIZE, PADDED)
     return tl.load(base + begin + offsets, mask=mask, other=0.0)
 
@@ -137,9 +137,9 @@ def _block(
     n: tl.tensor, starts: tl.tensor, ordinary: tl.tensor, tokens: tl.tensor,
     SIZE: tl.constexpr, BS: tl.constexpr, EDGE: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Where a block begins and ends; of its keys, ``[BS]``: positions, which are ordinary, which is the landmark.
+    """Return a block's begin and end, and of its keys ``[BS]`` the positions, ordinary tokens and landmark.
 
-    Of regular blocks (``SIZE`` tokens each) nothing is read: what waits for a table cannot be loaded ahead.
+    For regular blocks (``SIZE`` tokens each) nothing is read, because loads that wait for a table cannot run ahead.
     """
     index = tl.arange(0, BS)
     if SIZE == 0:
@@ -150,7 +150,7 @@ def _block(
         start = n * SIZE
         end = start + SIZE
         there = index < SIZE - 1
-        mark = index == SIZE - 1  # known when compiled: only the thread that has it does something
+        mark = index == SIZE - 1  # known when compiled: only the thread that has it works
         if EDGE:
             end = tl.minimum(end, tokens)
             there = there & (start + index < end)
@@ -160,21 +160,21 @@ def _block(
 @triton.jit
 def _weigh(
     scores: tl.tensor,  # [BM, BS], or [BS, BM]
-    scale: tl.tensor,  # of scores, to the base 2; more than 0, so that it can wait
+    scale: tl.tensor,  # of scores, to the base 2; more than 0, so it can be applied late
     key: tl.tensor,  # [BS], positions
     ordinary: tl.tensor,  # [BS], whether keys are
     mark: tl.tensor,  # [BS], whether they are landmarks
     position: tl.tensor,  # [BM]
-    own: tl.tensor,  # [BM], the first tile of the own block
-    first: tl.tensor,  # [BM], the first tile that is seen
+    own: tl.tensor,  # [BM], the first tile of the query's own block
+    first: tl.tensor,  # [BM], the first tile that is visible
     n: tl.tensor,  # this tile
     ramp: tl.tensor,
     window: tl.tensor,
-    EDGE: tl.constexpr,  # keys may lie after queries
+    EDGE: tl.constexpr,  # keys may come after queries
     LIMITED: tl.constexpr,
     KEYS: tl.constexpr,  # the axis of keys: 1, or 0
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """``P`` of a block before it is divided by its sum; one over this sum; and ``g``, ``[BM]`` each."""
+    """Return ``P`` of a block before the division by its sum; one over this sum, and ``g``, ``[BM]`` each."""
     keys, positions = tl.expand_dims(key, 1 - KEYS), tl.expand_dims(position, KEYS)
     landmark = tl.sum(tl.where(tl.expand_dims(mark, 1 - KEYS), scores, 0.0), KEYS) * scale
     seen = tl.expand_dims(ordinary, 1 - KEYS)
@@ -205,7 +205,7 @@ def _attend(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BS: tl.constexpr,
     EDGE: tl.constexpr, LIMITED: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """One block more."""
+    """Attend to one block more."""
     start, end, key, there, mark = _block(n, starts, ordinary, tokens, SIZE, BS, EDGE)
     keys = _rows(k, start, end, ks, BS, D, BD)
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
@@ -237,18 +237,18 @@ def _forward_kernel(
     qb: tl.tensor, qh: tl.tensor, qs: tl.tensor,  # strides
     kb: tl.tensor, kg: tl.tensor, ks: tl.tensor,
     vb: tl.tensor, vg: tl.tensor, vs: tl.tensor,
-    sb: tl.tensor, tb: tl.tensor,  # of starts, and of what has one number for each token
-    heads: tl.tensor, groups: tl.tensor, rows: tl.tensor, before: tl.tensor,  # keys before the first query
+    sb: tl.tensor, tb: tl.tensor,  # of starts, and of tensors with one number per token
+    heads: tl.tensor, groups: tl.tensor, rows: tl.tensor, before: tl.tensor,  # number of keys before the first query
     scale: tl.tensor, ramp: tl.tensor, window: tl.tensor,
-    ROWS: tl.constexpr,  # tells the choice of tiles about the number of rows
+    ROWS: tl.constexpr,  # informs the choice of tiles of the number of rows
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BS: tl.constexpr,
-    SIZE: tl.constexpr,  # tokens of a block where all are alike, else 0
+    SIZE: tl.constexpr,  # tokens of a block if all are alike, else 0
     LIMITED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr,  # rows of a tile of queries
 ) -> None:  # fmt: skip
-    """A tile of queries walks over the blocks that it sees."""
+    """Walk a tile of queries over the blocks that it sees."""
     many = tl.cdiv(rows, BM)
-    at = (many - 1 - tl.program_id(0) % many) * BM  # those with most to do begin
+    at = (many - 1 - tl.program_id(0) % many) * BM  # tiles with the most work begin
     row = at + tl.arange(0, BM)
     head = tl.program_id(0) // many % heads
     b = (tl.program_id(0) // many // heads).to(tl.int64)
@@ -295,7 +295,7 @@ def _differentiate(
     n: tl.tensor, scale: tl.tensor, ramp: tl.tensor, window: tl.tensor,
     EDGE: tl.constexpr, LIMITED: tl.constexpr, KEYS: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:  # fmt: skip
-    """The weights of a block and the gradient of its scores, in the form of these."""
+    """Return the weights of a block and the gradient of its scores, both shaped like ``scores``."""
     p, share, group = _weigh(
         scores, scale * LOG2_E, key, there, mark,
         position, own, first, n, ramp, window, EDGE, LIMITED, KEYS,
@@ -319,7 +319,7 @@ def _queries_step(
     D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr, BS: tl.constexpr,
     EDGE: tl.constexpr, LIMITED: tl.constexpr, PRECISION: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The gradient of the queries from one block more."""
+    """Add one more block to the gradient of the queries."""
     start, end, key, there, mark = _block(n, starts, ordinary, tokens, SIZE, BS, EDGE)
     keys = _rows(k, start, end, ks, BS, D, BD)
     values = _rows(v, start, end, vs, BS, DV, BDV)
@@ -359,7 +359,7 @@ def _queries_kernel(
     SIZE: tl.constexpr, LIMITED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A tile of queries walks over the blocks that it sees: the gradient of the queries, and ``Delta``."""
+    """Walk a tile of queries over the blocks that it sees, for the gradient of the queries and ``Delta``."""
     many = tl.cdiv(rows, BM)
     at = (many - 1 - tl.program_id(0) % many) * BM
     row = at + tl.arange(0, BM)
@@ -425,8 +425,8 @@ def _keys_kernel(
     SIZE: tl.constexpr, LIMITED: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr,
 ) -> None:  # fmt: skip
-    """A block walks over the tiles of queries that see it, one head of its group after the other."""
-    n = tl.program_id(0) % count  # the first have most to do
+    """Walk a block over the tiles of queries that see it, one head of its group after the other."""
+    n = tl.program_id(0) % count  # the first have the most work
     group = tl.program_id(0) // count % groups
     b = (tl.program_id(0) // count // groups).to(tl.int64)
     start, end, key, there, mark = _block(n, starts + b * sb, ordinary + b * tb, tokens, SIZE, BS, True)
@@ -452,7 +452,7 @@ def _keys_kernel(
             dots = tl.load(delta + place + row, mask=row < rows, other=0.0)
             own_first = tl.load(own + before + row, mask=row < rows, other=0)
             sees = tl.load(first + before + row, mask=row < rows, other=0)
-            # Transposed, [BS, BM]: what is made of the scores enters the next products as it lies in registers.
+            # Transposed, [BS, BM]: results from the scores enter the next products as they lie in registers.
             scores = tl.dot(keys, tl.trans(queries), input_precision=PRECISION)
             dp = tl.dot(values, tl.trans(gradient), input_precision=PRECISION)
             w, ds = _differentiate(
@@ -469,7 +469,7 @@ def _keys_kernel(
 def tiles(
     is_landmark: Tensor, key_padding: Tensor | None, documents: Tensor | None, *, window: int | None
 ) -> layout.Tiles:
-    """The tiles for these rows."""
+    """Return the tiles for these rows."""
     return layout.tiles(layout.find(is_landmark, key_padding, documents), window)
 
 
@@ -485,7 +485,7 @@ def landmark_attention(
     ramp: float,
     scale: float,
 ) -> Tensor:
-    """``q [B, H, Tq, D]``, ``k, v [B, G, Tk, D]``, ``is_landmark [B, Tk]`` -> ``[B, H, Tq, Dv]``, causal."""
+    """Take ``q [B, H, Tq, D]``, ``k, v [B, G, Tk, D]``, ``is_landmark [B, Tk]`` -> ``[B, H, Tq, Dv]``, causal."""
     found = tiles(is_landmark, key_padding, documents, window=window)
     if key_padding is not None:
         there = key_padding[:, None, :, None]
@@ -529,12 +529,12 @@ class _LandmarkAttention(torch.autograd.Function):
 
 
 def _queries_grid(q: Tensor) -> Any:
-    """One program for each tile of queries of each head."""
+    """Return one program for each tile of queries of each head."""
     return lambda config: (q.shape[0] * q.shape[1] * -(-q.shape[2] // config["BM"]),)
 
 
 def _told(q: Tensor, k: Tensor, v: Tensor, found: layout.Tiles, settings: dict[str, Any]) -> dict[str, Any]:
-    """What all kernels are told."""
+    """Return the arguments common to all kernels."""
     return {
         **dict(zip(("qb", "qh", "qs"), q.stride(), strict=False)),
         **dict(zip(("kb", "kg", "ks"), k.stride(), strict=False)),
@@ -559,10 +559,10 @@ def _told(q: Tensor, k: Tensor, v: Tensor, found: layout.Tiles, settings: dict[s
         "SIZE": found.size if found.regular else 0,
         "LIMITED": found.limited,
         "PRECISION": precision(q.dtype),
-        "enable_fp_fusion": True,  # Triton 3.9 warns where nothing is said
+        "enable_fp_fusion": True,  # Triton 3.9 warns if this is not set
     }
 
 
 def _stride(x: Tensor) -> int:
-    """From row to row; 0 where all rows are the same."""
+    """Return the stride from row to row; 0 if all rows are the same."""
     return 0 if len(x) == 1 else x.stride(0)

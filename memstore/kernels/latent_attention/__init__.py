@@ -1,4 +1,4 @@
-"""Attention over rows that were chosen for each query: latents of MLA, which are keys and values at once, or both."""
+"""Attention over rows chosen for each query: MLA latents, which are keys and values at once, or keys and values."""
 
 from memstore.kernels.latent_attention.api import attend, attend_rows
 

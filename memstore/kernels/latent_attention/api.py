@@ -1,4 +1,4 @@
-"""Public functions of attention over chosen rows: meaning is checked here, the work is done in the chosen back end."""
+"""Public functions of attention over chosen rows: they check arguments and call the chosen back end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memstore.kernels.latent_attention.layout import inside
 Backend = Literal["auto", "reference", "torch", "native", "triton"]
 
 LARGEST = 512
-"""Numbers of a value, and of a key beyond it, that Triton's kernel holds in registers; fewer in float32."""
+"""Most numbers of a value, and of a key beyond it, that Triton's kernel holds in registers; fewer in float32."""
 
 
 def attend(
@@ -27,12 +27,12 @@ def attend(
     sinks: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Multi-head latent attention in absorbed form, over the rows that were chosen for each query.
+    """Compute multi-head latent attention in absorbed form, over the rows chosen for each query.
 
     DeepSeek-V2 (arXiv 2405.04434, section 2.1.2): a token is stored as one latent and one rotated key for all heads.
     With the key half of the up-projection absorbed into the queries, the latent is key and value:
     ``out[s, h] = sum_j softmax_j(scale * (q_latent[s, h] . c_j + q_rope[s, h] . r_j)) c_j`` over the rows
-    ``[c_j, r_j] = table[ids[s, j]]``. The value half of the up-projection belongs behind it.
+    ``[c_j, r_j] = table[ids[s, j]]``. The caller applies the value half of the up-projection afterwards.
 
     Args:
         q_latent: ``[S, H, C]``: queries times the key half of the up-projection.
@@ -46,11 +46,11 @@ def attend(
 
     Returns:
         ``[S, H, C]`` in the type of the queries; 0 for a query whose places are all unused. Sums are in float32. NaN in
-        a row reaches the queries that chose it, and no others. No gradient.
+        a row only reaches the queries that chose it. No gradient.
 
     Raises:
-        InvalidArgument: shapes, types or devices do not fit, a row does not exist, or the back end is not available.
-            On a GPU, a row that does not exist is not looked for beforehand, which would wait for the device.
+        InvalidArgument: shapes, types or devices do not fit, a row does not exist, or the back end is not available. On
+            a GPU, missing rows are not checked beforehand, because this would wait for the device.
     """
     latent, rope = q_latent.shape[-1], q_rope.shape[-1]
     fit = q_latent.dim() == 3 and q_rope.shape[:-1] == q_latent.shape[:-1] and table.dim() == 2
@@ -76,20 +76,20 @@ def attend_rows(
     sinks: Tensor | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
-    """Attention of every query to the rows of keys and values that were chosen for it.
+    """Attend to the rows of keys and values that were chosen for each query.
 
     Args:
         q: ``[S, H, D]``.
         keys: ``[N, G, D]``; ``H`` is a multiple of ``G``, and head ``h`` uses key head ``h // (H // G)``.
-        values: ``[N, G, Dv]``. Where they are the first numbers of the keys, the very memory, rows are read once.
-        ids: ``[S, k]``, or ``[S, G, k]`` where each key head has a choice of its own; otherwise as for ``attend``.
+        values: ``[N, G, Dv]``. If they are the first numbers of the keys in memory, rows are read once.
+        ids: ``[S, k]``, or ``[S, G, k]`` with a choice for each key head; otherwise as for ``attend``.
         scale: factor on the products.
         sinks: ``[H]``, as for ``attend``.
         backend: as for ``attend``.
 
     Returns:
         The output ``[S, H, Dv]`` and the log-sum-exp of the scores ``[S, H]`` in float32 (float64 for queries in
-        float64), sinks included: with it ``merge_attention`` puts the result under one softmax with others. -inf where
+        float64), sinks included: with it ``merge_attention`` joins the result with others in one softmax. -inf if
         nothing was chosen and there are no sinks.
 
     Raises:
@@ -101,13 +101,13 @@ def attend_rows(
     q, keys, values = q.detach(), keys.detach(), values.detach()
     check_known(backend, Backend)
     if backend == "auto":
-        # Nobody has measured yet whether three products of TF32 for one of float32 pay.
+        # Not measured yet: do three products in TF32 for each one in float32 pay?
         slow = q.device.type == "cuda" and keys.dtype == torch.float32
         choices: tuple[Backend, ...] = ("native",) if q.device.type == "cpu" else () if slow else ("triton",)
         backend = next((each for each in choices if backend_problem(each, q, keys, values) is None), "torch")
     elif problem := backend_problem(backend, q, keys, values):
         raise InvalidArgument(f"backend {backend!r} {problem}")
-    if not len(keys):  # nothing to look up, whatever the ids
+    if not len(keys):  # nothing to look up, for any ids
         keys, values, ids = keys.new_zeros(1, *keys.shape[1:]), values.new_zeros(1, *values.shape[1:]), ids[..., :0]
     if not ids.shape[2]:
         ids = ids.new_full((*ids.shape[:2], 1), -1)
@@ -131,7 +131,7 @@ def attend_rows(
 
 
 def backend_problem(backend: Backend, q: Tensor, keys: Tensor, values: Tensor) -> str | None:
-    """Why a back end cannot take these, and what to do; None if it can."""
+    """Say why a back end cannot take these, and what to do; None if it can."""
     match backend:
         case "triton":
             most = max(values.shape[2], keys.shape[2] - values.shape[2] * inside(keys, values))

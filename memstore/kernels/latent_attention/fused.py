@@ -1,7 +1,7 @@
-"""Attention over chosen rows in PyTorch's own operations, a few queries at a time: what is gathered stays in the cache.
+"""Attention over chosen rows in PyTorch's own operations, a few queries at a time: gathered rows stay in the cache.
 
-To attend to the rows of several queries at once, under a mask, was slower wherever the table had more than twice as
-many rows as a query chose.
+Attending to the rows of several queries at once, with a mask, was slower for tables with more than twice as many rows
+as a query chose.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor
 from memstore.kernels.latent_attention.layout import inside
 
 NUMBERS = 1 << 18
-"""Gathered at a time."""
+"""Numbers gathered at a time."""
 
 
 def attend_rows(
@@ -36,9 +36,9 @@ def attend_rows(
 
 
 def _attend(q: Tensor, keys: Tensor, values: Tensor, ids: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``q [s, h, D]``, ``keys [N, D]``, ``values [N, Dv]``, ``ids [s, k]``."""
+    """Take ``q [s, h, D]``, ``keys [N, D]``, ``values [N, Dv]``, ``ids [s, k]``."""
     there = ids >= 0
-    # An unused place takes a row that was chosen: what lies in others must not reach the sums, were it NaN.
+    # An unused place repeats a chosen row: NaN in other rows must not reach the sums.
     rows = torch.where(there, ids, ids.amax(1, keepdim=True)).clamp(min=0).flatten()
     k = keys.index_select(0, rows).to(q.dtype).view(*ids.shape, -1)
     if inside(keys, values):

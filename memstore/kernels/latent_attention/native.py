@@ -1,4 +1,4 @@
-"""Attention over chosen rows by ``native.c``: rows are copied and widened a few at a time, and nothing else is."""
+"""Attention over chosen rows in ``native.c``: only rows are copied and widened, a few at a time."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from memstore.kernels.native import half_problem, halves, parallel, problem_of, 
 SOURCE = Path(__file__).with_suffix(".c")
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LARGEST = 4096
-"""Numbers of a row: some of them lie on the stack."""
+"""Most numbers of a row: some arrays are on the stack."""
 LANES = 16
 COLUMNS = 64
-"""Numbers of values are filled up to a multiple of that."""
+"""Value numbers are padded to a multiple of this."""
 QUERIES = 1 << 20
-"""Numbers of queries at a time: their results are filled up, too."""
+"""Numbers of queries at a time: their results are padded too."""
 
 
 class _Table(ctypes.Structure):
@@ -52,7 +52,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     (count, heads, dim), groups, size = q.shape, keys.shape[1], values.shape[2]
     keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))
-    more = -(heads // groups) % LANES  # heads that fill the last vector
+    more = -(heads // groups) % LANES  # heads that pad the last vector
     packed = F.pad((q.float() * scale).view(count, groups, -1, dim), (0, 0, 0, more))
     packed = packed.unflatten(2, (-1, LANES)).mT.contiguous()  # [S, G, vectors, D, LANES]
     if sinks is None:
@@ -74,7 +74,7 @@ def _attend(
 
 @cache
 def problem(dtype: torch.dtype) -> str | None:
-    """Why this cannot be for rows of that type; None if it can."""
+    """Say why rows of this type are not supported; None if they are."""
     if dtype not in KINDS:
         return f"takes rows in float32, bfloat16 or float16, got {dtype}; use 'auto' or 'torch'"
     return half_problem(dtype) or problem_of(_library)

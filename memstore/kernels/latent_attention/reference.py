@@ -1,4 +1,4 @@
-"""Attention over chosen rows as one would write it down: gather, score, softmax, sum."""
+"""Attention over chosen rows in its plainest form: gather, score, softmax, sum."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 def attend_rows(
     q: Tensor, keys: Tensor, values: Tensor, ids: Tensor, scale: float, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """``q [S, H, D]``, ``keys [N, G, D]``, ``values [N, G, Dv]``, ``ids [S, 1 or G, k]``, ``sinks [H]``.
+    """Take ``q [S, H, D]``, ``keys [N, G, D]``, ``values [N, G, Dv]``, ``ids [S, 1 or G, k]``, ``sinks [H]``.
 
     Returns the output ``[S, H, Dv]`` and the log-sum-exp of the scores ``[S, H]``; see the public function.
     """

@@ -1,11 +1,11 @@
 """Attention over chosen rows in Triton: gather, score, softmax and sum in one pass.
 
-A program takes some heads of one query, which share the rows that it reads: those of a latent once, as keys and as
-values. The softmax is the running one. Where there are few queries their rows are shared out among programs, and the
-parts are merged by their log-sum-exps.
+A program takes some heads of one query, which share the rows that it reads; a latent is read once, as key and value.
+The softmax is an online softmax. If there are few queries, their rows are split among programs, and the parts are
+merged by their log-sum-exps.
 """
 
-# What the compiler knows is in capitals.
+# Compile-time constants are in capitals.
 # ruff: noqa: N803
 # Triton has no type information.
 # mypy: disable-error-code="untyped-decorator"
@@ -23,18 +23,18 @@ from memstore.kernels.latent_attention.layout import inside
 ROWS = 16
 """Chosen rows at a time."""
 PROGRAMS = 128
-"""With fewer, rows are shared out, so that no part of a device waits."""
+"""With fewer programs, rows are split, so that no part of a device waits."""
 LEAST = 128
 """Rows of a part."""
 THREADS = 256
-"""Of a program."""
+"""Threads of one program."""
 
 
 @triton.jit
 def _attend_kernel(
     q: tl.tensor,  # [S, H, D]
     keys: tl.tensor,  # [N, G, D], strided
-    values: tl.tensor,  # [N, G, DV], strided, where they are not in the keys
+    values: tl.tensor,  # [N, G, DV], strided, if they are not in the keys
     ids: tl.tensor,  # [S, choices, k]
     out: tl.tensor,  # [parts, S, H, DV]
     lse: tl.tensor,  # [parts, S, H] float32
@@ -45,7 +45,7 @@ def _attend_kernel(
     D: tl.constexpr, DV: tl.constexpr, BEGIN: tl.constexpr, BV: tl.constexpr, BR: tl.constexpr,
     BH: tl.constexpr, BK: tl.constexpr, INSIDE: tl.constexpr, PRECISION: tl.constexpr,
 ) -> None:  # fmt: skip
-    """BH heads of one query over one part of its rows. BV covers a value; BR a key from BEGIN on."""
+    """Attend with BH heads of one query to one part of its rows. BV covers a value; BR a key from BEGIN on."""
     query = tl.program_id(0).to(tl.int64) // groups
     group = tl.program_id(0).to(tl.int64) % groups
     part = tl.program_id(2).to(tl.int64)
@@ -97,7 +97,7 @@ def _attend_kernel(
 def attend_rows(
     q: Tensor, keys: Tensor, values: Tensor, ids: Tensor, scale: float, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See the public function; there are queries."""
+    """See the public function; queries must not be empty."""
     (queries, heads, dim), size, k = q.shape, values.shape[2], ids.shape[2]
     groups = keys.shape[1]
     within = inside(keys, values)

@@ -1,4 +1,4 @@
-"""The blocks whose landmarks match best: scores and their top k in one go, without holding all scores."""
+"""Search for the blocks whose landmarks match best: scores and top k in one go, without holding all scores."""
 
 from __future__ import annotations
 
@@ -27,26 +27,26 @@ __all__ = [
 Backend = Literal["auto", "reference", "native", "triton"]
 _NATIVE_TYPES = (torch.float32, torch.bfloat16)
 _PASSED_PRODUCTS = 1 << 23
-"""Products up to which one pass over the keys in C is fastest."""
+"""Most products for which one pass over the keys in C is fastest."""
 
 
 def search_blocks(
     queries: Tensor, landmarks: Tensor, k: int, *, wanted: Tensor | None = None, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
-    """The ``k`` blocks with the largest inner products for every query: the score of a block is that of its best key.
+    """Return the ``k`` blocks with the largest inner products for every query; a block has the score of its best key.
 
     Args:
         queries: ``[H, T, D]``.
         landmarks: ``[G, N, P, D]``, ``P`` keys of each block; query head ``h`` uses key head ``h // (H // G)``.
         k: blocks wanted for each query, at least 1.
-        wanted: ``[N]`` bool: the blocks that count; all if None.
+        wanted: ``[N]`` bool: the blocks that may be found; all if None.
         backend: ``"reference"``, ``"native"`` (in C, compiled at the first use, for a few queries on a CPU),
-            ``"triton"`` (a GPU, or Triton's interpreter), or ``"auto"``: what ``fastest`` says.
+            ``"triton"`` (a GPU, or Triton's interpreter), or ``"auto"``: the choice of ``fastest``.
 
     Returns:
-        Scores ``[H, T, k]`` in float32 (float64 for queries in float64), best first, and blocks ``[H, T, k]`` int64; of
-        equal blocks the smaller first. -inf and -1 where there are fewer. Products are those of float32 numbers,
-        whatever type the landmarks have. No gradient.
+        Scores ``[H, T, k]`` in float32 (float64 for queries in float64), best first, and blocks ``[H, T, k]`` int64;
+        among equal blocks, the smaller first. Missing ones are -inf and -1. Products are in float32 for landmarks of
+        any type. No gradient.
 
     Raises:
         InvalidArgument: shapes, types or devices do not fit, or the back end is not available.
@@ -78,10 +78,10 @@ def search_blocks(
 
 
 def fastest(queries: Tensor, landmarks: Tensor, k: int, products: int) -> Backend:
-    """The back end that ``"auto"`` takes for so many products of a number of a query with one of a landmark.
+    """Return the back end of ``"auto"`` for so many products of a query's number with a landmark's.
 
-    ``queries [..., D]`` and ``landmarks [..., D]`` only show type, device and size. ``"triton"`` on a GPU where it can,
-    ``"native"`` on a CPU for a few queries, else ``"reference"``.
+    ``queries [..., D]`` and ``landmarks [..., D]`` only give type, device and size. It is ``"triton"`` on a GPU if it
+    can, ``"native"`` on a CPU for a few queries, else ``"reference"``.
     """
     if queries.device.type == "cuda" and triton_problem(queries, landmarks) is None:
         return "triton"
@@ -91,12 +91,12 @@ def fastest(queries: Tensor, landmarks: Tensor, k: int, products: int) -> Backen
 
 
 def triton_problem(queries: Tensor, landmarks: Tensor) -> str | None:
-    """Why Triton cannot search this, and what to do; None if it can."""
+    """Say why Triton cannot search this, and what to do; None if it can."""
     return common_problem(queries, landmarks, largest=queries.shape[-1], mixed=True, instead="reference")
 
 
 def native_problem(queries: Tensor, landmarks: Tensor) -> str | None:
-    """Why this cannot be searched in C, and what to do; None if it can."""
+    """Say why this cannot be searched in C, and what to do; None if it can."""
     if queries.device.type != "cpu" or queries.dtype != torch.float32 or landmarks.dtype not in _NATIVE_TYPES:
         return (
             f"takes queries in float32 and landmarks in float32 or bfloat16 on the CPU, got {queries.dtype} and "
@@ -106,7 +106,7 @@ def native_problem(queries: Tensor, landmarks: Tensor) -> str | None:
 
 
 def lists_problem() -> str | None:
-    """Why ``KeyLists`` cannot be searched, which is done in C alone; None if they can."""
+    """Say why ``KeyLists`` cannot be searched, which needs C; None if they can."""
     from memstore.kernels.search_blocks import native
 
     return native.problem()

@@ -1,4 +1,4 @@
-"""The search for blocks by ``native.c``: one pass over the keys, which pays for a few queries."""
+"""The search for blocks in ``native.c``: one pass over the keys, which pays for a few queries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memstore.kernels.native import parallel, problem_of, vectors
 
 SOURCE = Path(__file__).with_suffix(".c")
 LARGEST_K = 256
-"""Blocks wanted up to which this pays: those that were found are kept in order, one by one."""
+"""Most wanted blocks for which this pays: found blocks are kept in order, one by one."""
 
 
 class KeyChunk(NamedTuple):
@@ -24,9 +24,9 @@ class KeyChunk(NamedTuple):
     keys: Tensor
     """``[n, P, D]`` float32 or bfloat16, all chunks in one type"""
     ids: Tensor | None
-    """``[n]`` int64: of the blocks. None: their rows"""
+    """``[n]`` int64: ids of the blocks. None: their rows"""
     wanted: Tensor | None
-    """``[n]`` bool: the blocks that count. None: all"""
+    """``[n]`` bool: the blocks that may be found. None: all"""
 
 
 class _Keys(ctypes.Structure):
@@ -42,9 +42,9 @@ class _Best(ctypes.Structure):
 
 
 def search_chunks(chunks: Sequence[KeyChunk], queries: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The best blocks of all ``chunks`` for ``queries [R, D]``: scores, ids and the keys that matched, ``[R, k]`` each.
+    """Find the best blocks of all ``chunks`` for ``queries [R, D]``: scores, ids and matching keys, ``[R, k]`` each.
 
-    Best first, of equal blocks the smaller id first; -inf, -1 and -1 where there are fewer. Scores are float32.
+    Best first; among equal blocks, the smaller id first. Missing ones are -inf, -1 and -1. Scores are float32.
     Everything is on the CPU.
     """
     rows, dim = queries.shape
@@ -60,17 +60,18 @@ def search_chunks(chunks: Sequence[KeyChunk], queries: Tensor, k: int) -> tuple[
 
 
 class KeyLists:
-    """Lists of keys that stay where they are, of which each query looks into some."""
+    """Lists of keys that never move; each query searches some of them."""
 
     def __init__(self, lists: Sequence[tuple[int, int, int]], dim: int) -> None:
-        """Addresses of the keys ``[m, dim]`` (float32) and ids ``[m]`` (int64) of each list, and how many it has."""
+        """Store each list's addresses of keys ``[m, dim]`` (float32) and ids ``[m]`` (int64), and its length."""
         self._lists = (_Keys * len(lists))(*(_Keys(keys, ids, None, count) for keys, ids, count in lists))
         self._dim = dim
 
     def search(self, queries: Tensor, k: int, lists: Tensor, allowed: range | Tensor) -> tuple[Tensor, Tensor]:
-        """Scores and ids ``[R, k]`` of the best keys in ``lists [R, n]`` for ``queries [R, dim]``.
+        """Return scores and ids ``[R, k]`` of the best keys in ``lists [R, n]`` for ``queries [R, dim]``.
 
-        Ordered as by ``search_chunks``. Only ids that are ``allowed``: a range whose step is 1, or bool for each id.
+        They are ordered as in ``search_chunks``. Only ``allowed`` ids are found: a range with step 1, or bool for each
+        id.
         """
         rows, wanted = len(queries), allowed.contiguous() if isinstance(allowed, Tensor) else None
         queries, lists = queries.float().contiguous(), lists.contiguous()
@@ -85,7 +86,7 @@ class KeyLists:
 
 
 def search_blocks(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``queries [H, T, D]``, ``landmarks [G, N, P, D]``, ``wanted [N]``: see the public function."""
+    """Take ``queries [H, T, D]``, ``landmarks [G, N, P, D]``, ``wanted [N]``: see the public function."""
     by_head = queries.reshape(len(landmarks), -1, queries.shape[2])
     found = [
         search_chunks([KeyChunk(keys.contiguous(), None, None if wanted is None else wanted.contiguous())], rows, k)
@@ -97,12 +98,12 @@ def search_blocks(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | N
 
 @cache
 def problem() -> str | None:
-    """Why this cannot be; None if it can."""
+    """Say why this back end is not available; None if it is."""
     return problem_of(_library)
 
 
 def _nothing(rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores, ids and offsets to be filled in C: what they are must not depend on PyTorch's defaults."""
+    """Make scores, ids and offsets for C to fill; their types must not depend on PyTorch's defaults."""
     scores = torch.full((rows, k), -torch.inf, dtype=torch.float32, device="cpu")
     ids, offsets = torch.full((2, rows, k), -1, dtype=torch.int64, device="cpu")
     return scores, ids, offsets

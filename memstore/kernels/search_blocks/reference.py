@@ -1,4 +1,4 @@
-"""Search as one would write it down: all scores, and the largest of them."""
+"""Search in its plainest form: all scores, and the largest of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def search_blocks(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
-    """``queries [H, T, D]``, ``landmarks [G, N, P, D]``, ``wanted [N]``: see the public function."""
+    """Take ``queries [H, T, D]``, ``landmarks [G, N, P, D]``, ``wanted [N]``: see the public function."""
     heads, tokens, _ = queries.shape
     dtype = torch.promote_types(queries.dtype, torch.float32)
     keys = landmarks.repeat_interleave(heads // len(landmarks), 0).to(dtype)

@@ -1,19 +1,19 @@
-"""Search for blocks in Triton, in two passes, so that never all scores are anywhere.
+"""Search for blocks in Triton, in two passes, so that not all scores exist at once.
 
-Blocks lie in runs of ``RUN``. The best ``k`` blocks are in the ``k`` runs with the largest best scores, for each of
-those has a block that is at least as good. So the first kernel reads all landmarks once and writes one number for each
-run and query; the second one scores the blocks of the ``k`` runs that are left. Equal runs and equal blocks are taken
-in their order, so that the result is the same as that of the reference.
+Blocks are in runs of ``RUN``. The best ``k`` blocks are in the ``k`` runs with the largest best scores, because each of
+these has a block that is at least as good. So the first kernel reads all landmarks once and writes one number for each
+run and query. The second kernel scores the blocks of the remaining ``k`` runs. Equal runs and equal blocks are taken in
+their order, so the result equals the reference.
 
-A running top k in registers, or a heap of each program, would need ``k`` to be small and known to the compiler, and its
-ties would depend on the order of programs.
+A running top k in registers, or a heap of each program, would need a small ``k`` that the compiler knows. Its ties
+would depend on the order of programs.
 
-The first kernel is for matrix units, whose inputs have the type of the landmarks. A query in float32 is given to them
-as a sum of three numbers of that type, which holds all of its bits: what is sorted out is sorted out for certain, up to
-the order of a sum in float32.
+The first kernel is for matrix units, whose inputs have the type of the landmarks. A query in float32 becomes a sum of
+three numbers of that type, which holds all of its bits. So runs are ruled out reliably, up to the order of a sum in
+float32.
 """
 
-# What the compiler knows is in capitals.
+# Compile-time constants are in capitals.
 # ruff: noqa: N803
 # Triton has no type information.
 # mypy: disable-error-code="untyped-decorator"
@@ -30,11 +30,11 @@ from memstore.kernels._tiles import padded
 RUN = 64
 """Blocks of a run."""
 QUERIES = 32
-"""Queries that share the landmarks that are read."""
+"""Queries that share loaded landmarks."""
 THREADS = 256
-"""Of a program: with fewer the rows of a tile do not fit into registers."""
+"""Threads of one program: with fewer, the rows of a tile do not fit into registers."""
 PARTS = {torch.float32: 1, torch.float16: 3, torch.bfloat16: 3}
-"""Numbers of a type that make up one in float32."""
+"""How many numbers of a type make up one in float32."""
 
 
 @triton.jit
@@ -48,7 +48,7 @@ def _best_of_runs_kernel(
     D: tl.constexpr, BD: tl.constexpr,
     PARTS: tl.constexpr, FILTERED: tl.constexpr, RUN: tl.constexpr, BR: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The best score of one run for some queries of one head."""
+    """Find the best score of one run for some queries of one head."""
     run = tl.program_id(0)
     group = tl.program_id(2).to(tl.int64)
     row = tl.program_id(1) * BR + tl.arange(0, BR)
@@ -83,7 +83,7 @@ def _score_runs_kernel(
     rows: tl.tensor, count: tl.tensor, keys: tl.tensor, k: tl.tensor,
     D: tl.constexpr, BD: tl.constexpr, FILTERED: tl.constexpr, RUN: tl.constexpr,
 ) -> None:  # fmt: skip
-    """The scores of one run's blocks for one query."""
+    """Score the blocks of one run for one query."""
     place = tl.program_id(0).to(tl.int64)
     which = tl.program_id(1)
     group = place // rows
@@ -104,7 +104,7 @@ def _score_runs_kernel(
 
 
 def search_blocks(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
-    """See the public function; there are queries and landmarks."""
+    """See the public function; queries and landmarks must not be empty."""
     heads, tokens, dim = queries.shape
     groups, count, keys, _ = landmarks.shape
     if landmarks.stride(3) != 1:
@@ -112,7 +112,7 @@ def search_blocks(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | N
     flat = queries.float().reshape(groups, -1, dim).contiguous()  # [G, R, D]
     rows, runs = flat.shape[1], triton.cdiv(count, RUN)
     filtered = wanted is not None
-    mask = wanted.view(torch.uint8) if wanted is not None else flat  # not read
+    mask = wanted.view(torch.uint8) if wanted is not None else flat  # not read if there is no mask
     sizes = {"D": dim, "BD": padded(dim), "FILTERED": filtered, "RUN": RUN}
     warps = THREADS // (64 if torch.version.hip else 32)
     best = flat.new_empty(groups, rows, runs)
@@ -121,7 +121,7 @@ def search_blocks(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | N
         groups, rows, count, keys, runs, PARTS=PARTS[landmarks.dtype], BR=QUERIES, num_warps=warps, **sizes,
     )  # fmt: skip
     left = min(k, runs)
-    # Runs in their order, so that of equal blocks the smaller one comes first.
+    # Runs in order, so that the smaller of equal blocks comes first.
     chosen = largest(best, left).sort(-1).values.contiguous()
     scores = flat.new_empty(groups, rows, left, RUN)
     _score_runs_kernel[groups * rows, left](
@@ -137,7 +137,7 @@ def search_blocks(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | N
 
 
 def _parts(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``x [...]`` in float32 as a sum of numbers of ``dtype``: ``[PARTS, ...]``."""
+    """Split ``x [...]`` in float32 into a sum of numbers of ``dtype``: ``[PARTS, ...]``."""
     parts = []
     for _ in range(PARTS[dtype]):
         parts.append(x.to(dtype))

@@ -1,15 +1,15 @@
-"""LMDB environments of this process, and the right to write a memory, which one process holds.
+"""LMDB environments of this process, and the lock that lets one process write a memory.
 
 An environment is opened once per memory, shared by every store on it, and never used across a fork. LMDB's locks belong
 to the process and are lost when *any* descriptor of ``lock.mdb`` in it is closed. So an environment must not be opened
-twice, and nothing here opens that file beside LMDB.
+twice, and only LMDB opens that file.
 
-A page of the map that is touched and not in memory stops its thread until the disk has brought it, one page after the
-other; a page that cannot be brought ends the process (a bus error). Where the system lets us, both are asked for
-beforehand.
+Touching a page of the map that is not in memory stops the thread until the disk has read it, one page at a time. If a
+page cannot be read, the process ends (a bus error). If the system allows it, pages are requested beforehand, which
+avoids both.
 
-The lock of the writer is the operating system's, so it is gone when its process is, however it died. ``writer.json`` is
-only there to be read by people and error messages; nothing depends on it.
+The operating system holds the writer's lock, so it ends with its process, however that died. ``writer.json`` only
+serves people and error messages; nothing depends on it.
 """
 
 from __future__ import annotations
@@ -56,14 +56,15 @@ WRITER_NAME = "writer.lock"
 HOLDER_NAME = "writer.json"
 RESERVE_NAME = "reserve"
 MANY_MAPS = 64
-"""Memories open at once that may be why there are no addresses left: 128 TiB are all that x86-64 gives a process."""
+"""With this many open memories, address space may have run out: x86-64 gives a process 128 TiB."""
 MAP_BYTES = 1 << 40
-"""Size of the map: address space, not memory or disk. One size for all, for it must never change while others read."""
+"""Size of the map: address space, not memory or disk. The same for all, because it must not change while others read.
+"""
 
 _WILL_NEED = 3
-_POPULATE_READ = 22  # Linux 5.14; touches pages like a read, and reports what a read would die of
+_POPULATE_READ = 22  # Linux 5.14; touches pages like a read, and reports an error where a read would crash
 _IO_ERRORS = (errno.EFAULT, errno.EIO)
-_WHOSE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # some systems count for the process alone
+_WHOSE = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)  # some systems count only for the whole process
 
 _OWN_NAMES = (
     DATA_NAME,
@@ -74,12 +75,12 @@ _OWN_NAMES = (
     RESERVE_NAME,
     KEYS_NAME,
     f".{KEYS_NAME}",
-)  # and these with a suffix, while being made
-_FIRST_PAGES = 2 * 4096  # bytes; a data file appears with its two meta pages, so a shorter one has lost its end
+)  # and these names with a suffix, while being made
+_FIRST_PAGES = 2 * 4096  # bytes; a data file appears with its two meta pages, so a shorter one is truncated
 _LOCK_FILE_BYTES = 64 * 1024  # room for about 1,000 read transactions at once
 
-_ATTEMPTS = 5  # to look at a tree that a writer changes
-_LOOK_BYTES = 4 << 20  # the first commit put a record there, and later ones use its pages again
+_ATTEMPTS = 5  # to check a tree that a writer changes
+_LOOK_BYTES = 4 << 20  # the first commit put a record there, and later ones reuse its pages
 
 _MOST_TOLD = 4096  # bytes
 _HOLDER = json_checks.table(pid=json_checks.whole(), command=json_checks.text(_MOST_TOLD), started=json_checks.text(64))
@@ -97,8 +98,8 @@ class Environment:
     _data: int | None = None
 
     def data_file(self) -> int:
-        """A descriptor of the data file, to read; it is closed with the environment. For whoever writes."""
-        if self._data is None:  # opening it for each commit would take a twentieth of one
+        """Return a descriptor for reading the data file, for writers; it is closed with the environment."""
+        if self._data is None:  # opening it for each commit would take a twentieth of a commit
             self._data = paths.open_file(self.folder, DATA_NAME, os.O_RDONLY)
         return self._data
 
@@ -114,15 +115,15 @@ class Environment:
             raise _forked(self.folder, self.key[2])
 
 
-# A parent's entries stay in its forks, untouched: closing one there would free the parent's place among the readers.
+# A parent's entries stay untouched in its forks: closing one there would free the parent's reader slot.
 _open: dict[tuple[int, int, int], Environment] = {}
 _guard = threading.Lock()
 
 
 def acquire(folder: Path, *, create: bool = False) -> Environment:
-    """Open the environment in ``folder``, or share the one that this process has open.
+    """Open the environment in ``folder``, or share the open one of this process.
 
-    Without ``create`` its file must exist. Raises ``NotFound`` (nothing there, or never finished), ``NotAMemory``,
+    Without ``create`` its file must exist. Raises ``NotFound`` (it is missing, or was never finished), ``NotAMemory``,
     ``DamagedError``, ``ReadOnlyMemory`` or ``InvalidArgument``.
     """
     with _guard:
@@ -138,7 +139,7 @@ def acquire(folder: Path, *, create: bool = False) -> Environment:
                 raise _forked(folder, other[2])
         env = _open_lmdb(folder)
         try:
-            # LMDB opens by path and follows links. What is not what it was before was exchanged meanwhile.
+            # LMDB opens by path and follows links. If the file differs from before, it was replaced meanwhile.
             if _identity(data) != key or (paths.find(folder / LOCK_NAME) is None and env.flags()["lock"]):
                 raise NotAMemory(f"the files of {folder} were exchanged while they were opened; nothing of it was used")
             _check_length(env, data)
@@ -158,7 +159,7 @@ def _forked(folder: Path, parent: int) -> MemoryInUse:
 
 
 def release(environment: Environment) -> None:
-    """Give back one use; the last one closes. In a fork the environment is the parent's and is left alone."""
+    """Release one use; the last one closes the environment. In a fork it belongs to the parent and is left alone."""
     with _guard:
         environment.users -= 1
         if environment.users == 0 and environment.key[2] == os.getpid():
@@ -167,7 +168,7 @@ def release(environment: Environment) -> None:
 
 
 def _prepare(data: Path) -> None:
-    """Make the files that a new environment starts from, where they are not there yet."""
+    """Make the files of a new environment, if they are missing."""
     try:
         _make_data_file(data)
         _allocate_lock_file(data.parent)
@@ -184,7 +185,7 @@ def _prepare(data: Path) -> None:
 def _make_data_file(data: Path) -> None:
     """Make an empty ``data.mdb``. It appears with its first pages, on disk, or not at all.
 
-    So a shorter file is never what an interrupted creation left, but a memory that was truncated.
+    So a shorter file never comes from an interrupted creation: it is a truncated memory.
     """
     if paths.find(data):
         return
@@ -200,13 +201,13 @@ def _make_data_file(data: Path) -> None:
 
 
 def _new_part(file: Path) -> tuple[Path, int]:
-    """A new file beside ``file``, which is to become that one, and its descriptor."""
+    """Create a new file beside ``file``, to replace it later; return its path and descriptor."""
     part = paths.part_of(file)
     return part, paths.new_file(part)
 
 
 def _allocate_lock_file(folder: Path) -> None:
-    """Give ``lock.mdb`` its disk space now: it is mapped, and on a full disk a sparse page of it would be a bus error.
+    """Allocate the disk space of ``lock.mdb`` now: on a full disk a sparse page of the map would be a bus error.
 
     The file appears whole, under its final name, or not at all.
     """
@@ -223,14 +224,14 @@ def _allocate_lock_file(folder: Path) -> None:
 
 
 def _identity(data: Path) -> tuple[int, int, int]:
-    """The data file and this process; a path would not do, for a folder may be deleted and made anew."""
+    """Identify the data file and this process; a path is not enough, because a folder may be deleted and made again."""
     try:
         facts = paths.find(data)
     except PermissionError:
         raise ReadOnlyMemory(
             f"{data.parent} cannot be looked into: permission denied; change that", memory=data.parent
         ) from None
-    except OSError as error:  # a name that is too long, links in a circle
+    except OSError as error:  # a name that is too long, or a cycle of links
         raise InvalidArgument(f"{data.parent} cannot be the path of a memory: {error.strerror}") from None
     if facts is None:
         if not data.parent.exists():
@@ -252,21 +253,21 @@ def _identity(data: Path) -> tuple[int, int, int]:
 
 
 def strangers(folder: Path) -> list[str]:
-    """Names in ``folder`` that no memory has, nor what an interrupted creation leaves."""
+    """Return names in ``folder`` that belong neither to a memory nor to an interrupted creation."""
     return sorted(file.name for file in folder.iterdir() if not file.name.startswith(_OWN_NAMES))
 
 
 def check_exists(folder: Path) -> None:
-    """Raise ``NotFound`` or ``NotAMemory`` unless the folder has the data of a memory, before anything touches it.
+    """Raise ``NotFound`` or ``NotAMemory`` unless the folder has the data of a memory; touch nothing.
 
-    ``NotAMemory`` also where a name of ours leads out of the folder, see ``paths.py``.
+    Raises ``NotAMemory`` also if one of our names leads out of the folder, see ``paths.py``.
     """
     _identity(folder / DATA_NAME)
     paths.check_names(folder)
 
 
 def check_not_lost(folder: Path) -> None:
-    """Raise ``DamagedError`` where there was a memory and its data file has gone: a new one must not take its place."""
+    """Raise ``DamagedError`` if a memory has lost its data file: a new one must not replace it."""
     # The data file is made before the reserve, so no interrupted creation leaves this: it is a half-copied folder.
     if (folder / RESERVE_NAME).exists() and not (folder / DATA_NAME).exists():
         raise DamagedError(
@@ -278,22 +279,21 @@ def check_not_lost(folder: Path) -> None:
 
 
 def looks_like_ours(folder: Path) -> bool:
-    """Whether the data file has a record of ours near its start, or nothing; for files with a damaged tree."""
+    """Return whether the data file starts with a record of ours or with nothing; for files with a damaged tree."""
     with os.fdopen(paths.open_file(folder, DATA_NAME, os.O_RDONLY), "rb") as data:
         start = data.read(_LOOK_BYTES)[_FIRST_PAGES:]
         return MAGIC in start or not any(start)
 
 
 def unfinished(folder: Path) -> NotFound:
-    """The error for a memory whose creation was interrupted: there is nothing in it yet."""
+    """Return the error for a memory whose creation was interrupted: it is still empty."""
     return NotFound(f"the creation of memory {folder} was interrupted, it holds nothing; create it again")
 
 
 def _open_lmdb(folder: Path) -> lmdb.Environment:
-    # Opened for writing wherever that is possible, since a store that writes may have to share it later. Where not even
-    # the lock file may be written, readers go unlocked: a writer of another user could then reuse pages under a read,
-    # which the checksums find.
-    # Files that are there under another name too, in a backup or as somebody's own, are not written by readers either.
+    # Opened for writing if possible, because a store that writes may have to share it later. If even the lock file is
+    # not writable, readers take no lock. A writer of another user could then reuse pages during a read, which the
+    # checksums detect. Readers do not write files that also have another name, as in a backup or somebody's own copy.
     files = [folder / DATA_NAME, folder / LOCK_NAME]
     single = all(map(paths.is_single, files))
     writable = (
@@ -301,7 +301,7 @@ def _open_lmdb(folder: Path) -> lmdb.Environment:
     )
     read_only_lock = not single or (not writable and not os.access(files[1], os.W_OK))
     try:
-        # One database without a name: to open a named one is to write, and a reader would wait for the writer.
+        # One database without a name: opening a named one writes, and a reader would wait for the writer.
         return lmdb.open(
             str(folder),
             map_size=MAP_BYTES,
@@ -315,14 +315,14 @@ def _open_lmdb(folder: Path) -> lmdb.Environment:
 
 
 def _check_length(env: lmdb.Environment, data: Path) -> None:
-    """Refuse a data file that has lost its end: reading a page past it would be a bus error, not an exception."""
+    """Refuse a truncated data file: reading a page past its end would be a bus error, not an exception."""
     needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
     length = data.stat().st_size
     if length + pages.UNWRITTEN_BYTES < needed:
         raise _truncated(data, f"{length} of {needed} bytes are left")
     if length < needed and not env.flags()["readonly"]:
         with suppress(OSError), os.fdopen(paths.open_file(data.parent, data.name, os.O_RDWR), "r+b") as file:
-            os.posix_fallocate(file.fileno(), length, needed - length)  # never shortens, whatever a writer does now
+            os.posix_fallocate(file.fileno(), length, needed - length)  # never shortens, even while others write
 
 
 def _truncated(data: Path, what: str) -> DamagedError:
@@ -336,10 +336,10 @@ def _truncated(data: Path, what: str) -> DamagedError:
 def tree_problem(
     env: lmdb.Environment, folder: Path, key_bytes: int, checks: Callable[[Any], int | None], *, large: bool = False
 ) -> str | None:
-    """What is wrong with the pages that lead to the values, or None; see ``pages.py``.
+    """Return what is wrong with the pages that lead to the values, or None; see ``pages.py``.
 
-    ``checks`` reads in a transaction what the last four bytes of all keys add up to; None: that is not known.
-    ``large`` looks at a page of each large value too.
+    ``checks`` reads in a transaction the expected sum of the last four bytes of all keys; None if unknown. ``large``
+    also checks a page of each large value.
     """
     for _ in range(_ATTEMPTS):
         with env.begin() as txn:
@@ -353,7 +353,7 @@ def tree_problem(
                 ) from error
             if found is not None and checks(txn) not in (None, found):
                 what = "they lead to other values than those that were written last"
-        # A reader that may not even lock can be overtaken by a writer; then it looks again.
+        # A writer can overtake a reader that has no lock; then the check is repeated.
         with env.begin() as txn:
             if what is None or txn.id() == transaction:
                 return what
@@ -361,7 +361,7 @@ def tree_problem(
 
 
 def translate(error: lmdb.Error, folder: Path) -> MemstoreError:
-    """The error of ours that says what an LMDB error means for a memory."""
+    """Translate an LMDB error into an error of ours that says what it means for a memory."""
     match error:
         case lmdb.MapFullError() | lmdb.TxnFullError() | lmdb.DiskError():
             return full(folder, str(error))
@@ -389,15 +389,15 @@ def translate(error: lmdb.Error, folder: Path) -> MemstoreError:
 
 
 def failure(error: lmdb.Error, folder: Path, needed: int) -> MemstoreError:
-    """``translate`` for what went wrong in a transaction that was to write ``needed`` bytes, 0 for one that reads."""
-    # LMDB reports a write that was cut short as EIO, and a nearly full disk cuts writes short.
+    """Translate an error of a transaction that needed to write ``needed`` bytes, 0 if it only reads."""
+    # LMDB reports an incomplete write as EIO, and a nearly full disk causes incomplete writes.
     if needed and error.code == errno.EIO and not has_room(folder, needed):
         return full(folder, "the disk took only part of it")
     return translate(error, folder)
 
 
 def full(folder: Path, why: str) -> StoreFull:
-    """The error for a batch that found no room."""
+    """Return the error for a batch that does not fit on the disk."""
     return StoreFull(
         f"no room for this batch in memory {folder} ({why}); none of it was stored, what was committed before stands. "
         "Free some space, or forget documents, and try again",
@@ -406,21 +406,21 @@ def full(folder: Path, why: str) -> StoreFull:
 
 
 def check_room(folder: Path, needed: int, used: int) -> None:
-    """Raise ``StoreFull`` before anything is written, where it can be known: free space, and what the file has.
+    """Raise ``StoreFull`` before writing, if free space and the file's own space show that it will not fit.
 
-    ``needed`` are the bytes to be written, ``used`` those that the values take.
+    ``needed`` is the number of bytes to write, ``used`` the number that the values take.
     """
     try:
         free = free_bytes(folder)
         spare = (folder / DATA_NAME).stat().st_blocks * 512 - used
     except OSError:
-        return  # then LMDB finds out
+        return  # then LMDB raises the error
     if needed > free + max(spare, 0):
         raise full(folder, f"{needed:,} bytes are needed, the disk has {free:,}")
 
 
 def has_room(folder: Path, nbytes: int) -> bool:
-    """Whether a file in ``folder`` can grow by ``nbytes``: disk, quota and the process's limit on file sizes."""
+    """Return whether a file in ``folder`` can grow by ``nbytes``: disk, quota, and file size limit of the process."""
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     if limit != resource.RLIM_INFINITY and (folder / DATA_NAME).stat().st_size + nbytes > limit:
         return False
@@ -433,9 +433,9 @@ def has_room(folder: Path, nbytes: int) -> bool:
 
 
 def make_folder(folder: Path) -> Path:
-    """Make the folder, or accept one that is empty or holds what an interrupted creation left.
+    """Make the folder, or accept one that is empty or holds the remains of an interrupted creation.
 
-    Raises ``NotAMemory``, ``ReadOnlyMemory``, or ``DamagedError`` where the data of a memory has gone.
+    Raises ``NotAMemory``, ``ReadOnlyMemory``, or ``DamagedError`` if the data of a memory is missing.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -453,7 +453,7 @@ def make_folder(folder: Path) -> Path:
 
 
 def allocated(path: Path) -> int:
-    """Bytes on disk of a file, 0 for anything else, and for what has left since it was listed."""
+    """Return the bytes of a file on disk; 0 for anything else, and for files deleted since they were listed."""
     try:
         facts = path.lstat()
     except FileNotFoundError:
@@ -481,27 +481,27 @@ _so_far = _Waits()
 
 
 def will_need(address: int, length: int) -> None:
-    """Start to bring ``length`` bytes of a map into memory, without waiting for them."""
+    """Start reading ``length`` bytes of a map into memory, without waiting for them."""
     _advise(address, length, _WILL_NEED)
 
 
 def bring(address: int, length: int) -> bool:
-    """Wait, with the interpreter lock released, until ``length`` bytes of a map are there; False if the disk fails.
+    """Wait without the interpreter lock until ``length`` bytes of a map are in memory; False if the disk fails.
 
-    Where the system has no such call it returns True at once, and the pages come when they are touched.
+    On systems without such a call, return True at once; the pages are then read when they are touched.
     """
     return _advise(address, length, _POPULATE_READ) not in _IO_ERRORS
 
 
 def waited() -> bool:
-    """Whether this thread has asked the disk, or waited for it, since it called this before."""
+    """Return whether this thread has used the disk, or waited for it, since the last call."""
     usage = resource.getrusage(_WHOSE)
     before, _so_far.waits = _so_far.waits, usage.ru_majflt + usage.ru_inblock
     return _so_far.waits != before
 
 
 def _advise(address: int, length: int, advice: int) -> int:
-    """The error number, or 0."""
+    """Call ``madvise``; return the error number, or 0."""
     if _madvise is None:
         return 0
     start = address - address % mmap.PAGESIZE
@@ -517,7 +517,7 @@ class WriterLock:
     def __init__(self, folder: Path) -> None:
         self._pid = os.getpid()
         self._holder = folder / HOLDER_NAME
-        # Before the lock, whose file is emptied when it is opened.
+        # Before taking the lock, because opening its file empties it.
         paths.check_single(folder, WRITER_NAME, DATA_NAME, LOCK_NAME, RESERVE_NAME)
         self._lock = FileLock(folder / WRITER_NAME, thread_local=False)
         try:
@@ -532,7 +532,7 @@ class WriterLock:
                 f"memory {folder} cannot be written ({error.strerror}); open it with mode='r', or change that",
                 memory=folder,
             ) from None
-        # Without locks of the system filelock takes it for locked when the file is there, which it always is.
+        # Without system locks, filelock treats an existing file as a held lock, and this file always exists.
         if _is_soft(self._lock):
             self._lock.release()
             raise ReadOnlyMemory(
@@ -543,7 +543,7 @@ class WriterLock:
         _announce(self._holder)
 
     def release(self) -> None:
-        """Let others write. In a forked child it does nothing: the lock is the parent's."""
+        """Let others write. In a forked child this does nothing: the lock belongs to the parent."""
         if os.getpid() != self._pid or not self._lock.is_locked:
             return
         with suppress(OSError):
@@ -552,12 +552,12 @@ class WriterLock:
 
 
 def _is_soft(lock: BaseFileLock) -> bool:
-    """Whether filelock has made something else of it, because ``flock`` is not there."""
+    """Return whether filelock fell back to another kind of lock, because ``flock`` is missing."""
     return isinstance(lock, SoftFileLock)
 
 
 def _announce(holder: Path) -> None:
-    """Write who we are, whole or not at all. A full disk must not keep anybody from deleting, so failure is allowed."""
+    """Write who holds the lock, whole or not at all. Failure is allowed, because deleting must work on a full disk."""
     now = datetime.now().astimezone().isoformat(timespec="seconds")
     words = json.dumps({"pid": os.getpid(), "command": _command_line(), "started": now})
     with suppress(OSError):
@@ -565,11 +565,11 @@ def _announce(holder: Path) -> None:
 
 
 def _command_line() -> str:
-    """This process's command, shortened: enough to recognise it."""
+    """Return this process's command, shortened but recognisable."""
     program = Path(sys.argv[0] if sys.argv and sys.argv[0] else "python")
     if program.name == "__main__.py":  # python -m PACKAGE
         program = program.absolute().parent
-    # Of the rest no more than our verb: questions and names are not to lie in the open beside an encrypted memory.
+    # Of our arguments, keep only the verb: questions and names must not be readable beside an encrypted memory.
     return " ".join([program.name, *(sys.argv[1:2] if program.name == "memstore" else [])])[:200]
 
 
@@ -577,7 +577,7 @@ def _in_use(folder: Path) -> str:
     try:
         told = json_checks.parse(paths.read(folder, HOLDER_NAME, _MOST_TOLD), HOLDER_NAME, _MOST_TOLD)
         facts: dict[str, Any] = json_checks.fit(told, _HOLDER, HOLDER_NAME)
-        command = repr(facts["command"])[1:-1]  # what a terminal would obey is spelled out
+        command = repr(facts["command"])[1:-1]  # escapes control characters, which a terminal would obey
         mine = " (this one)" if facts["pid"] == os.getpid() else ""
         since = datetime.fromisoformat(facts["started"]).astimezone()
         today = since.date() == datetime.now().astimezone().date()

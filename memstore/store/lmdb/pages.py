@@ -1,25 +1,25 @@
-"""The pages of a data file of LMDB, which are private to it: how they are laid out, and whether their tree is whole.
+"""The private pages of an LMDB data file: their layout, and a check that their tree is whole.
 
 No checksum covers the pages that lead to the values. A flipped bit in one of them can end a reader by a signal, hide
-values that are there, or bring an older commit back; in the list of free pages it can let a writer overwrite what is
-committed. So the pages of the last commit are checked when a memory is opened. The pages of the tree, the values' own
-and the free ones must tile the file without gap or overlap; every key must lie where a search looks for it; and the
-free pages must be those of the last commit. Values are not read (their records have checksums), so this costs one look
-at about one page for every hundred values.
+existing values, or bring an older commit back. In the list of free pages, it can let a writer overwrite committed data.
+So the pages of the last commit are checked when a memory is opened. The pages of the tree, of the values and the free
+ones must tile the file without gap or overlap. Every key must lie where a search looks for it. The free pages must
+match the last commit. Values are not read (their records have checksums), so this reads about one page for every
+hundred values.
 
-A large value takes as many pages as its length asks for, with one exception: LMDB leaves a value that becomes shorter
-within one transaction on the pages that it had. Then the first of them says how many there are, and they are counted.
+A large value takes as many pages as its length needs, with one exception. If a value becomes shorter within one
+transaction, LMDB leaves it on its old pages. Then its first page says how many pages it has, and these are counted.
 
-LMDB never gives a page back: what a deleted value leaves is listed as free, and its bytes stay until something is
-written over them. ``erase_unused`` takes them out of the file: free pages become holes, and what is left over on pages
-in use (the room between the nodes of a page, the end of a large value's last page) becomes zeros. No byte that a reader
-of one of the last two commits looks at is touched, so readers go on, and a process that dies half-way leaves a whole
-memory. Nothing is erased unless everything is understood: both trees of both meta pages are walked, what was met is
-compared with the counts that LMDB keeps itself, and whatever contradicts itself is damage, and left alone.
+LMDB never gives a page back: pages of a deleted value are listed as free, and keep their bytes until they are
+overwritten. ``erase_unused`` removes these bytes from the file. Free pages become holes. The unused parts of pages in
+use (between the nodes of a page, and at the end of a large value's last page) become zeros. Readers of the last two
+commits see none of this, so they go on, and a process that dies half-way leaves a whole memory. Nothing is erased
+unless everything is understood: both trees of both meta pages are walked and compared with LMDB's own counts. Any
+contradiction is damage, and is left alone.
 
-This is the one place here that knows the layout. Two read pages: the check, at each opening, with array operations; and
-the ``Survey`` for erasing, which goes through both commits page by page. One reader for both would be slower in the
-first, or blind in the second. Pages are numbered from 0; the first two are the meta pages.
+Only this module knows the layout. It has two readers: the check at each opening uses array operations, and the
+``Survey`` for erasing goes through both commits page by page. A single reader would be too slow for the check or see
+too little for erasing. Pages are numbered from 0; the first two are the meta pages.
 
 A page, in the data format of LMDB 0.9 on a 64-bit little-endian machine (bytes, kind, meaning):
 
@@ -53,7 +53,7 @@ from memstore.errors import DamagedError
 from memstore.store.contract import Progress
 
 BRANCH, LEAF, OVERFLOW, META = 1, 2, 4, 8  # flags of a page
-LARGE = 1  # flag of a node: its value has pages of its own
+LARGE = 1  # flag of a node: its value has its own pages
 HEADER_BYTES = 16  # of a page, before the places of its nodes
 NODE_BYTES = 8  # of a node, before its key
 NO_PAGE = 2**64 - 1  # root of an empty tree
@@ -61,17 +61,17 @@ MAGIC, FORMAT = 0xBEEFC0DE, 1
 META_BYTES = 152
 PAGE = struct.Struct("<QHHHH")
 NODE = struct.Struct("<IHH")
-METAS = struct.Struct("<IIQQ" + "IHHQQQQQ" * 2 + "QQ")  # behind the header of a meta page
-UNWRITTEN_BYTES = 1 << 20  # LMDB may leave its last pages unwritten where they hold nothing
+METAS = struct.Struct("<IIQQ" + "IHHQQQQQ" * 2 + "QQ")  # after the header of a meta page
+UNWRITTEN_BYTES = 1 << 20  # LMDB may leave its last pages unwritten if they are empty
 
 _KNOWN = (0, 9)
 
 
 class Tree(NamedTuple):
-    """A tree as its meta page describes it."""
+    """A tree as described in its meta page."""
 
     pad: int
-    """Bytes of a page, in the list of free pages."""
+    """Bytes of a page, for the list of free pages."""
     flags: int
     depth: int
     branches: int
@@ -82,25 +82,25 @@ class Tree(NamedTuple):
 
 
 def is_known() -> bool:
-    """Whether the LMDB in use lays pages out like this. Only its number tells: the format in its files stays at 1."""
+    """Return whether the LMDB in use has this layout. Only its version says so: the format in its files stays 1."""
     return lmdb.version()[:2] == _KNOWN
 
 
 def version() -> str:
-    """That of the LMDB in use."""
+    """Return the version of the LMDB in use."""
     return ".".join(map(str, lmdb.version()))
 
 
 _Array = npt.NDArray[Any]
 
 _INTEGER_KEYS = 8  # flag of a tree
-_TREE_FLAGS = 0x3FFF  # the others are flags of the environment
-_CHUNK = 1024  # pages looked at together
+_TREE_FLAGS = 0x3FFF  # the other bits are flags of the environment
+_CHUNK = 1024  # pages checked together
 
 
 @dataclass
 class _Pages:
-    """What a walk over a tree has met: pages that it takes, and counts."""
+    """Pages and counts found by a walk over a tree."""
 
     starts: list[_Array] = field(default_factory=list)
     lengths: list[_Array] = field(default_factory=list)
@@ -111,7 +111,7 @@ class _Pages:
     big: list[_Array] = field(default_factory=list)
     """First pages of large values."""
     spare: int = 0
-    """Pages of large values that their trees count, and that their lengths do not ask for."""
+    """Pages of large values that their trees count, but that their lengths do not need."""
     ends: int = 0
     """Sum of the last four bytes of each key."""
 
@@ -121,20 +121,20 @@ class _Pages:
 
 
 class _PageDamage(Exception):
-    """What is wrong."""
+    """An error in the pages; its text says what is wrong."""
 
 
 def survey(
     data: Path, transaction: int, page_bytes: int, key_bytes: int, *, large: bool = False
 ) -> tuple[str | None, int | None]:
-    """What is wrong with the tree of the commit ``transaction`` in the file ``data``; None if nothing is.
+    """Return what is wrong with the tree of the commit ``transaction`` in the file ``data``, or None.
 
-    And what the last four bytes of all keys, numbers with their first byte in front, add up to, where that is known:
-    see ``values.py``. A read transaction must hold that commit. Keys have ``key_bytes``. ``large`` looks at the first
-    page of each large value too.
+    Also return the sum of the last four bytes of all keys, as big-endian numbers, if known: see ``values.py``. A read
+    transaction must hold that commit. Keys have ``key_bytes``. ``large`` also checks the first page of each large
+    value.
     """
     if not transaction or not is_known():
-        return None, None  # nothing was ever committed, or nobody knows how: LMDB then has to be trusted
+        return None, None  # nothing was ever committed, or the layout is unknown: then LMDB has to be trusted
     with os.fdopen(paths.open_file(data.parent, data.name, os.O_RDONLY), "rb") as file:
         count = os.fstat(file.fileno()).st_size // page_bytes
         pages = np.memmap(file, np.uint8, "r", shape=(count, page_bytes))
@@ -153,16 +153,16 @@ class _Check:
         metas = [METAS.unpack_from(pages[number], HEADER_BYTES) for number in (0, 1)]
         metas.sort(key=lambda meta: meta[-1] != transaction)
         (*found, last, number), (*other, _, before) = metas
-        # Each commit replaces the older of the two; a writer may be one further by now.
+        # Each commit replaces the older of the two; a writer may be one commit further by now.
         _require(number == transaction and abs(number - before) == 1, "its two meta pages do not name two commits")
         self._transaction, self._last = number, last
-        # LMDB does not write pages at the end of the file that a transaction took and gave up again: they are free.
+        # LMDB does not write pages at the end of the file that a transaction took and freed again.
         self._end = min(last + 1, len(pages))
         self._free, self._values = Tree(*found[4:12]), Tree(*found[12:20])
         self._before = (Tree(*other[4:12]), before) if before < number else None
 
     def run(self) -> int:
-        """The sum of the ends of all keys. Raises ``_PageDamage``."""
+        """Return the sum of the ends of all keys. Raises ``_PageDamage``."""
         _require(
             (self._free.pad, self._free.flags & _TREE_FLAGS) == (self._size, _INTEGER_KEYS)
             and (self._values.pad, self._values.flags) == (0, 0),
@@ -176,7 +176,7 @@ class _Check:
         for freed, pages in self._free_pages(self._free, met):
             met.take(pages, np.ones_like(pages))
             newest = freed
-        # Every commit but the first replaces pages and lists them as free, under its own number.
+        # Every commit except the first replaces pages and lists them as free, under its own number.
         _require(newest == self._transaction or self._transaction == 1, "it is not the last commit")
         if self._before and self._before[1] > 1:
             older = max((freed for freed, _ in self._free_pages(self._before[0], _Pages())), default=0)
@@ -185,14 +185,14 @@ class _Check:
         return met.ends
 
     def _tile(self, met: _Pages) -> None:
-        """Every page belongs to one thing: what seems lost is behind a value that became shorter, which says so."""
+        """Check that every page has one use; seemingly lost pages belong to shortened values, which say so."""
         starts, lengths = np.concatenate(met.starts), np.concatenate(met.lengths)
         order = np.argsort(starts)
         starts, lengths = starts[order], lengths[order]
         taken = np.append(starts[1:], self._last + 1) - starts
         longer = (taken != lengths).nonzero()[0]
         good: bool | np.bool_ = True
-        if len(longer):  # which is rare, and to look for them among all large values takes long
+        if len(longer):  # rare, and searching all large values takes long
             large = np.isin(starts[longer], np.concatenate([*met.big, np.empty(0, np.int64)]))
             said = [self._pages_of(number) for number in starts[longer[large]].tolist()]
             good = large.all() and (taken[longer] > lengths[longer]).all() and said == taken[longer].tolist()
@@ -201,7 +201,7 @@ class _Check:
         if self._large:
             self._check_large(starts, taken, met)
 
-    # LMDB frees as many pages as the first of a large value says, from the number on that it says.
+    # LMDB frees as many pages as the first page of a large value states, starting at the stated number.
     def _check_large(self, starts: _Array, taken: _Array, met: _Pages) -> None:
         own = np.sort(np.concatenate([*met.big, np.empty(0, np.int64)]))
         pages = taken[np.searchsorted(starts, own)]
@@ -214,12 +214,12 @@ class _Check:
             _require(bool(good.all()), "the first page of a large value says another number or another length")
 
     def _pages_of(self, number: int) -> int:
-        """How many pages the large value has that begins on page ``number``, as this says; 0 where it says nothing."""
+        """Return the number of pages that page ``number`` states for its large value; 0 if it states none."""
         own, _, flags, pages = struct.unpack_from("<QHHI", self._pages[number])
         return pages if (own, flags) == (number, OVERFLOW) else 0
 
     def _free_pages(self, tree: Tree, met: _Pages) -> Iterator[tuple[int, _Array]]:
-        """Number of a commit, and the pages that it freed."""
+        """Yield the number of a commit, and the pages that it freed."""
         for key, place, length in self._walk(tree, 8, met):
             numbers = np.frombuffer(self._pages.reshape(-1)[place : place + length - length % 8].tobytes(), "<u8")
             _require(
@@ -228,7 +228,7 @@ class _Check:
             yield int(key), numbers[1:].astype(np.int64)
 
     def _walk(self, tree: Tree, key_bytes: int, met: _Pages) -> Iterator[tuple[Any, int, int]]:
-        """Check a tree level by level; yields key, place in the file and length of each value of the list of pages."""
+        """Check a tree level by level; yield key, file offset and length of each value of the list of free pages."""
         found = _Pages()
         if tree.root != NO_PAGE:
             numbers, bounds = np.array([min(tree.root, 2**62)]), np.zeros(1, _keys(key_bytes))
@@ -244,7 +244,7 @@ class _Check:
         met.ends += found.ends
 
     def _branches(self, numbers: _Array, bounds: _Array, key_bytes: int, met: _Pages) -> tuple[_Array, _Array]:
-        """The pages one level below, in order, and the smallest key that a search looks for in each."""
+        """Return the pages one level below, in order, and the smallest key that a search expects in each."""
         below, keys = [], []
         for nodes, chunk_bounds in self._nodes(numbers, bounds, BRANCH, key_bytes, met):
             below.append(nodes.child)
@@ -310,7 +310,7 @@ class _Nodes:
         self.child = header & (2**48 - 1)
         """In a branch: the page below."""
         self.length, self.big = header & (2**32 - 1), (header >> 32 & 0xFFFF) == LARGE
-        """In a leaf: bytes of the value, and whether it has pages of its own."""
+        """In a leaf: bytes of the value, and whether it has its own pages."""
         key = header >> 48 & 0xFFFF
         body: _Array | int = 0
         if kind == LEAF:
@@ -320,19 +320,19 @@ class _Nodes:
         taken = 8 + key + body + (key + body) % 2
         full = np.bincount(self.page, taken, len(pages)) == size - upper
         _require(bool(full.all() and (offset + taken <= size).all()), "the nodes of a page do not fill it")
-        # A key that is left out at the very end has no bytes to show.
+        # A key left out at the very end has no bytes to read.
         self.keys = _unaligned(pages, _keys(key_bytes))[np.minimum(starts + offset + 8, pages.size - key_bytes)]
         self.values = numbers[self.page] * size + offset + 8 + key_bytes
-        """Place of each value in the file; of a big one, of the number of its first page."""
+        """Offset of each value in the file; for a big value, of its first page number."""
 
 
 def _unaligned(pages: _Array, kind: str) -> _Array:
-    """The item of this type that starts at each byte."""
+    """View the item of this type that starts at each byte."""
     return np.ndarray((pages.size - np.dtype(kind).itemsize + 1,), kind, pages.reshape(-1), 0, (1,))
 
 
 def _keys(key_bytes: int) -> str:
-    """The type of keys: those of the list of free pages are numbers."""
+    """Return the type of keys; keys of the list of free pages are numbers."""
     return "<u8" if key_bytes == 8 else f"S{key_bytes}"
 
 
@@ -349,7 +349,7 @@ _MOST_AT_ONCE = 64 << 20  # bytes erased between two reports of progress
 
 @dataclass(frozen=True)
 class Meta:
-    """What one of the two meta pages says: the state of the file at one commit."""
+    """The content of one of the two meta pages: the state of the file at one commit."""
 
     page_bytes: int
     commit: int
@@ -374,7 +374,7 @@ class Meta:
 
 
 def read_metas(file: int) -> tuple[Meta, Meta]:
-    """The states at the last two commits, the older one first. Raises ``DamagedError``."""
+    """Read the states at the last two commits, the older one first. Raises ``DamagedError``."""
     first = Meta.read(file, 0, 0)
     second = Meta.read(file, first.page_bytes, 1)
     if first.page_bytes != second.page_bytes:
@@ -383,7 +383,7 @@ def read_metas(file: int) -> tuple[Meta, Meta]:
 
 
 class _Slack(NamedTuple):
-    """Bytes of a page in use that belong to nothing, and are not zero."""
+    """Bytes of a page in use that are unused and not zero."""
 
     place: int
     """First byte, counted from the start of the file."""
@@ -401,7 +401,7 @@ class _Counts(NamedTuple):
 
 
 class Survey:
-    """Every page that the last two commits use. Nobody may write while it is made: hold the write transaction."""
+    """Every page that the last two commits use. Hold the write transaction while it is made, so that nobody writes."""
 
     def __init__(self, file: int, progress: Progress | None = None) -> None:
         """Walk the trees of an open data file. Raises ``DamagedError`` unless everything is as expected."""
@@ -413,13 +413,13 @@ class Survey:
         self.pages = 1 + max(meta.last_page for meta in self.metas)
         """Pages of the file, used or not."""
         length = os.fstat(file).st_size
-        if length + UNWRITTEN_BYTES < self.pages * self.page_bytes:  # so that a wrong number cannot take all memory
+        if length + UNWRITTEN_BYTES < self.pages * self.page_bytes:  # so that a wrong number cannot use up all memory
             raise _damaged(f"it should have {self.pages} pages, and has {length} bytes")
         self.used: npt.NDArray[np.bool_] = np.zeros(self.pages, np.bool_)
         """``[pages]``: whether a page is used by one of the last two commits."""
         self.used[:2] = True
         self.slack: list[_Slack] = []
-        """What is left over on pages in use."""
+        """Unused bytes on pages in use."""
         self.listed: list[int] = []
         """Pages that the last commit lists as free."""
         self._met = 2
@@ -448,13 +448,13 @@ class Survey:
             raise _damaged(f"the {what} of commit {meta.commit} should have {expected}, and has {found}")
 
     def _check_listed(self) -> None:
-        """No page may be in use and listed as free by the same commit."""
+        """Check that no page is both in use and listed as free by the same commit."""
         listed = np.array(self.listed, np.uint64)
         if listed.size and (listed.max() >= self.pages or bool(self.used[listed].any())):
             raise _damaged("a page that is listed as free is used, or does not exist")
 
     def _walk(self, number: int, depth: int, lists: bool) -> _Counts:
-        """Visit the page ``number`` and all below it; what was there."""
+        """Visit the page ``number`` and all pages below it; return the counts."""
         if number in self._known and not self._newest:
             return self._known[number]
         page = self._page(number, BRANCH if depth > 1 else LEAF)
@@ -482,7 +482,7 @@ class Survey:
         return page
 
     def _nodes(self, number: int, page: bytes) -> list[int]:
-        """Places of the nodes of a page."""
+        """Return the places of the nodes of a page."""
         lower, upper = struct.unpack_from("<HH", page, 12)
         if not HEADER_BYTES <= lower <= upper <= self.page_bytes:
             raise _damaged(f"page {number} has its nodes at {lower} to {upper}")
@@ -493,7 +493,7 @@ class Survey:
         return places
 
     def _value(self, page: bytes, place: int, lists: bool) -> int:
-        """Visit the value of a node in a leaf page; how many overflow pages it has."""
+        """Visit the value of a node in a leaf page; return its number of overflow pages."""
         nbytes, flags, key_bytes = NODE.unpack_from(page, place)
         start = place + NODE_BYTES + key_bytes
         if flags not in (0, LARGE) or start + (8 if flags else nbytes) > self.page_bytes:
@@ -511,7 +511,7 @@ class Survey:
         return pages
 
     def _overflow(self, number: int, nbytes: int) -> tuple[int, bytes]:
-        """The number of pages of a large value, and the first of them."""
+        """Return the number of pages of a large value, and the first of them."""
         first = self._page(number, OVERFLOW)
         pages = int(struct.unpack_from("<I", first, 12)[0])
         if pages * self.page_bytes < nbytes + HEADER_BYTES or number + pages > self.pages:
@@ -527,7 +527,7 @@ class Survey:
             self._left_over(end, os.pread(self._file, rest, end))
 
     def _use(self, pages: range) -> bool:
-        """Note that pages are in use; False where that was known. Raises ``DamagedError`` for what is used twice."""
+        """Mark pages as used; False if they were already. Raises ``DamagedError`` for pages used twice."""
         if self.used[pages.start : pages.stop].any():
             if self._newest:
                 raise _damaged(f"pages {pages.start} to {pages.stop - 1} are used twice")
@@ -543,7 +543,7 @@ class Survey:
             self.slack.append(_Slack(place, len(rest)))
 
     def _list(self, raw: bytes) -> None:
-        """Remember the pages of one entry of the list of free pages: a count, then their numbers."""
+        """Store the pages of one entry of the list of free pages: a count, then their numbers."""
         numbers = np.frombuffer(raw[: len(raw) & ~7], "<u8").tolist()
         if len(raw) % 8 or not numbers or numbers[0] >= len(numbers):
             raise _damaged("an entry of the list of free pages is not as long as it says")
@@ -551,10 +551,10 @@ class Survey:
 
 
 def erase_unused(file: int, progress: Progress | None = None) -> None:
-    """Erase what the last two commits of an open data file do not use; return when that is on disk.
+    """Erase all bytes that the last two commits of an open data file do not use; return when that is on disk.
 
-    The caller holds the write transaction and has made sure that nobody reads an older commit. Raises ``DamagedError``
-    if the file is not understood in every detail; nothing is changed then.
+    The caller holds the write transaction and ensures that nobody reads an older commit. Raises ``DamagedError``, and
+    changes nothing, if any detail of the file is not understood.
     """
     survey = Survey(file, progress)
     size, total = survey.page_bytes, survey.pages * survey.page_bytes
@@ -566,7 +566,7 @@ def erase_unused(file: int, progress: Progress | None = None) -> None:
             done += nbytes
             if progress:
                 progress(done, total)
-    if (length := os.fstat(file).st_size) > total:  # what a write that failed has left behind the last page
+    if (length := os.fstat(file).st_size) > total:  # bytes that a failed write left after the last page
         _erase(file, total, length - total)
     for place, nbytes in survey.slack:
         os.pwrite(file, bytes(nbytes), place)
@@ -574,7 +574,7 @@ def erase_unused(file: int, progress: Progress | None = None) -> None:
 
 
 def _erase(file: int, start: int, nbytes: int) -> None:
-    """Make a hole; zeros where the file system has no holes. What lies behind the end of the file stays there."""
+    """Make a hole, or zeros if the file system has no holes. Bytes after the end of the file stay."""
     nbytes = min(nbytes, os.fstat(file).st_size - start)
     if nbytes <= 0 or _punch(file, start, nbytes):
         return
@@ -586,7 +586,7 @@ def _erase(file: int, start: int, nbytes: int) -> None:
 
 
 def _punch(file: int, start: int, nbytes: int) -> bool:
-    """Whether the file system made a hole."""
+    """Return whether the file system made a hole."""
     libc = ctypes.CDLL(None, use_errno=True)
     fallocate = getattr(libc, "fallocate64", None)
     if fallocate is None:

@@ -1,7 +1,7 @@
 """The store on disk: one LMDB environment in a folder. One process writes, any number read, none waits.
 
 A batch is one LMDB transaction, synced to disk before ``write`` returns. LMDB never overwrites a page that a committed
-transaction refers to, so a process that dies at any instruction leaves the last commit whole, and recovery is nothing.
+transaction refers to, so a process that dies at any instruction leaves the last commit whole. No recovery is needed.
 ``docs/format.md`` describes every byte; ``records.py`` and ``values.py`` implement it.
 """
 
@@ -70,20 +70,20 @@ from memstore.store.records import (
 )
 
 FORMATS = 1, 2, 3
-"""That can be read and written; memories are made in the last one."""
+"""Formats that can be read and written; new memories use the last one."""
 TAIL_FORMATS = 1001, 1002, 1003
-"""The same, of the LMDB part of a memory in Zarr, which is no memory by itself: every LmdbStore refuses it."""
+"""The same for the LMDB part of a Zarr memory, which is no memory by itself: every LmdbStore refuses it."""
 _ITEMS = whole(1, MAX_ITEM + 1)
 FACTS = table(
     {"commit": whole(), "checks": whole(), "tokens_per_value": _ITEMS}, format=whole(), blocks_per_value=_ITEMS
 )
 READER_PATIENCE = 10.0
-"""Seconds that ``compact`` waits for those who still read an older commit."""
+"""Seconds that ``compact`` waits for readers of an older commit."""
 
 _SMALL_BYTES = 64 << 10  # a batch that deletes and writes no more than this may use the reserve
-_PIECE_BYTES = 8 << 20  # verified at a time where values are copied on to arrays of the caller
+_PIECE_BYTES = 8 << 20  # verified at a time when values are copied into the caller's arrays
 _LEAST_RESERVED, _MOST_RESERVED = 256 << 10, 64 << 20  # bytes
-_SHARE_RESERVED = 256  # of what the values take; a deleted page of 4 KiB is noted with 8 bytes
+_SHARE_RESERVED = 256  # of the bytes of the values; a deleted page of 4 KiB is noted with 8 bytes
 _PAGE_BYTES = 4096
 
 
@@ -102,12 +102,12 @@ class LmdbStore(BlockStore):
         self._naming = Naming()
         self._use_format(self._formats[-1])
         self.values = Values(self.path, self._naming)
-        """What a transaction shows; for the stores that are made of this one."""
-        check = partial(_check_large, self._env, self.path, url)  # not a method: nobody would release a forgotten store
+        """Reads of values in a transaction; for stores that are built on this one."""
+        check = partial(_check_large, self._env, self.path, url)  # not a method, which would never be released
         heads = Heads(environment.data_file, self._env.stat()["psize"], check)
         self._changes = Changes(self._naming, heads)
-        self._checked = (-1, 0)  # number of the last commit that was written here, and its sum of checks
-        self._waits = True  # the last read had to wait for the disk, so the next one probably will
+        self._checked = (-1, 0)  # number of the last commit written here, and its sum of checks
+        self._waits = True  # the last read waited for the disk, so the next one probably will
         self._reserve = None if writer is None else _Reserve(self.path)
         self._close = weakref.finalize(self, _release, environment, writer)
 
@@ -123,10 +123,10 @@ class LmdbStore(BlockStore):
     ) -> Self:
         """Make a new memory folder and open it for writing.
 
-        ``blocks_per_value`` consecutive blocks share one LMDB value, and so do the token ids of ``tokens_per_value``
-        of them. ``batch`` is written in the transaction that makes the memory exist: after a kill there is either
-        nothing, which can be created again, or all of it. A function that gives it is called once nobody else can make
-        a memory there. ``url`` is what errors call the memory, where that is not the path.
+        ``blocks_per_value`` consecutive blocks share one LMDB value, and so do the token ids of ``tokens_per_value`` of
+        them. ``batch`` is written in the transaction that makes the memory exist: after a kill the memory exists whole
+        or not at all, and can then be created again. If it is a function, it is called once nobody else can make a
+        memory there. Errors call the memory ``url`` instead of the path, if it is given.
 
         Raises ``InvalidArgument`` if there is a memory already, ``NotAMemory`` if the folder holds something else,
         ``MemoryInUse``, ``ReadOnlyMemory`` or ``StoreFull``.
@@ -146,11 +146,11 @@ class LmdbStore(BlockStore):
 
     @classmethod
     def open(cls, path: str | Path, *, read_only: bool = False, check: bool = True, url: str | None = None) -> Self:
-        """Open an existing memory folder. ``check=False`` does not look whether its tree is damaged, see ``pages.py``.
+        """Open an existing memory folder. ``check=False`` skips the check for a damaged tree, see ``pages.py``.
 
-        ``url`` is what errors call the memory, where that is not the path.
+        Errors call the memory ``url`` instead of the path, if it is given.
 
-        Raises ``NotFound`` (nothing there, or its creation was interrupted: it can be created), ``NotAMemory``,
+        Raises ``NotFound`` (it is missing, or its creation was interrupted: it can be created), ``NotAMemory``,
         ``ForeignMemory``, ``DamagedError``, and for writing ``MemoryInUse`` or ``ReadOnlyMemory``.
         """
         folder = Path(path)
@@ -170,7 +170,7 @@ class LmdbStore(BlockStore):
                 )
             store._read_facts()
             if store._reserve:
-                store._env.reader_check()  # frees the slots of readers that died
+                store._env.reader_check()  # frees the slots of dead readers
                 store._reserve.keep(store.used_bytes())
         except BaseException:
             store.close()
@@ -220,9 +220,9 @@ class LmdbStore(BlockStore):
         self._naming.checked = number != self._formats[0]
 
     def _facts(self) -> dict[str, Any] | None:
-        """What the store says of itself; None where it was never finished. Raises ``DamagedError``, ``NotAMemory``."""
+        """Read the store's own facts; None if it was never finished. Raises ``DamagedError``, ``NotAMemory``."""
         try:
-            # Of one transaction: while another process makes the memory, ``env.stat`` is ahead of what reads see.
+            # From one transaction: while another process makes the memory, ``env.stat`` is ahead of what reads see.
             with self._env.begin(buffers=True) as txn:
                 facts, entries = _facts(txn), txn.stat()["entries"]
         except lmdb.Error as error:
@@ -238,7 +238,7 @@ class LmdbStore(BlockStore):
 
     @property
     def blocks_per_value(self) -> int:
-        """How many consecutive blocks share one LMDB value."""
+        """Return how many consecutive blocks share one LMDB value."""
         return self._naming.lengths[Table.BLOCKS]
 
     def write(self, batch: Batch) -> None:
@@ -264,7 +264,7 @@ class LmdbStore(BlockStore):
         return evicted
 
     def _commit(self, deletes: Deletes, puts: Puts, then: Callable[[Transaction], None] | None = None) -> None:
-        """One transaction: the changes, and what ``then`` does after them."""
+        """Commit one transaction: the changes, and then the work of ``then``."""
         needed = sum(HEADER_BYTES + record.payload.nbytes for _, records in puts for record in records)
         try:
             self._attempt(deletes, puts, then, needed)
@@ -291,13 +291,13 @@ class LmdbStore(BlockStore):
             raise self._failure(error, needed) from error
 
     def _put_facts(self, txn: Transaction) -> tuple[int, int]:
-        """Say which commit this is, and what the checks of all values are then: see ``values.py``."""
+        """Store the number of this commit and the sum of the checks of all values: see ``values.py``."""
         facts, commit, total = {"format": self._format, "blocks_per_value": self.blocks_per_value}, txn.id(), 0
         if self._format == self._formats[-1]:
             facts["tokens_per_value"] = self._naming.lengths[Table.TOKENS]
         if self._naming.checked:
             last, total = self._checked
-            if last != commit - 1:  # the first commit of this process; the facts of its own it need not read again
+            if last != commit - 1:  # the first commit of this process; it need not read its own facts again
                 total = (_facts(txn) or {"checks": 0})["checks"]
             total += self._changes.added
             facts |= {"commit": commit, "checks": total}
@@ -308,9 +308,9 @@ class LmdbStore(BlockStore):
         return commit, total
 
     def _tree_problem(self, *, large: bool = False) -> str | None:
-        """What is wrong with the tree that leads to the values, or with which values it leads to; or None.
+        """Return what is wrong with the tree that leads to the values, or with its set of values; or None.
 
-        ``large`` looks at a page of each large value too, which opening a memory leaves to ``scan``.
+        ``large`` also checks a page of each large value; opening a memory leaves that to ``scan``.
         """
         return environments.tree_problem(self._env, self.path, KEY_BYTES, _checks, large=large)
 
@@ -326,13 +326,13 @@ class LmdbStore(BlockStore):
                     rows[piece] = payloads
 
     def gather(self, keys: Sequence[Key], layouts: Sequence[Layout]) -> list[Bytes]:
-        """Record ``f`` of each of ``keys``, uint8 ``[len(keys), layouts[f].nbytes]``: views of one array of values.
+        """Return record ``f`` of each of ``keys``, uint8 ``[len(keys), layouts[f].nbytes]``, as views of one array.
 
         One snapshot, one pass, one copy, verified. Raises ``NotFound`` or ``DamagedError``.
         """
         self._check_open()
         reader = value_reader(tuple(layouts))
-        try:  # written out: ``_reading`` would take a twentieth of a gather
+        try:  # inlined: ``_reading`` would take a twentieth of a gather
             with self._env.begin(buffers=True) as txn:
                 values = self.values.take(txn, keys, reader, waits=self._waits)
         except lmdb.Error as error:
@@ -341,7 +341,7 @@ class LmdbStore(BlockStore):
         return reader.payloads(values)
 
     def rows(self, keys: Sequence[Key], layout: Layout, which: Numbers, rows: Numbers) -> Bytes:
-        """See ``BlockStore``: from the map, where a block has a value of its own."""
+        """See ``BlockStore``; read from the map if a block has its own value."""
         if self.blocks_per_value > 1 or keys[0].table != Table.BLOCKS:
             return super().rows(keys, layout, which, rows)
         with self._reading() as txn:
@@ -349,7 +349,7 @@ class LmdbStore(BlockStore):
 
     @contextmanager
     def _reading(self) -> Iterator[Transaction]:
-        """A transaction to read in; notes whether the disk was waited for."""
+        """Give a transaction to read in, and note whether it waited for the disk."""
         self._check_open()
         try:
             with self._env.begin(buffers=True) as txn:
@@ -368,7 +368,7 @@ class LmdbStore(BlockStore):
             raise self._failure(error) from error
 
     def checksums(self, keys: Sequence[Key]) -> list[tuple[int, ...]]:
-        """See ``BlockStore``: those of the headers, which are verified; the payloads are not read."""
+        """See ``BlockStore``: the checksums come from the headers, which are verified; the payloads are not read."""
         with self._reading() as txn:
             return self.values.checksums(txn, keys)
 
@@ -404,16 +404,16 @@ class LmdbStore(BlockStore):
             return used_bytes(txn)
 
     def compact(self, progress: Progress | None = None) -> Compaction:
-        """Erase what deleted values have left in the file, in place, and give the space back: see ``pages.py``.
+        """Erase the remains of deleted values in the file, in place, and free the space: see ``pages.py``.
 
-        Readers go on; those that began two commits ago or earlier are waited for. Raises ``MemoryInUse`` where they do
-        not end, ``DamagedError`` where the file is not understood, ``ReadOnlyMemory`` and ``StoreFull``.
+        Readers go on, but it waits for readers that began two commits ago or earlier. Raises ``MemoryInUse`` if they do
+        not end, ``DamagedError`` if the file is not understood, ``ReadOnlyMemory`` and ``StoreFull``.
         """
         self._check_writable()
         _check_known(self.path)
         before = self.size_bytes()
-        # In place, not as a copy: that would need the space twice, and readers stay on their file. Two commits first,
-        # so that neither of the last two, which LMDB keeps whole, has what was deleted before.
+        # In place, not as a copy: that would need the space twice, and readers stay on their file. Two commits first:
+        # LMDB keeps the last two whole, and then neither has the deleted values.
         for _ in range(2):
             self._commit([] if self._naming.checked else [(STORE_KEY, STORE_KEY)], [])
         try:
@@ -428,7 +428,7 @@ class LmdbStore(BlockStore):
 
     def version(self) -> int:
         self._check_open()
-        # Not env.info(): while a commit is under way it names the new transaction already, and reads still see the old.
+        # Not env.info(): during a commit it already names the new transaction, and reads still see the old one.
         with self._env.begin() as txn:
             number: int = txn.id()
             return number
@@ -447,18 +447,18 @@ class LmdbStore(BlockStore):
         self._environment.check_process()
 
     def _failure(self, error: lmdb.Error, needed: int = 0) -> Exception:
-        """The error to raise for one of LMDB's; ``needed`` are the bytes that were to be written."""
+        """Return the error to raise for an LMDB error; ``needed`` bytes were to be written."""
         if not self._close.alive:
             return InvalidArgument(f"this store of memory {self.path} was closed while it was in use")
         return environments.failure(error, self.path, needed)
 
 
 class _Reserve:
-    """The file ``reserve`` of a memory that this process writes: room on the disk that is kept for deleting.
+    """The file ``reserve`` of a memory that this process writes: disk space kept for deleting.
 
-    LMDB needs new pages also to delete: it never overwrites those of the last commit. On a disk that others have filled
-    a memory could then not even be made smaller. So the file holds some space, which is given up for a batch that
-    deletes, and taken back after it.
+    LMDB needs new pages even to delete, because it never overwrites pages of the last commit. So a memory on a full
+    disk could not even be made smaller. Therefore this file holds some space, which is freed for a batch that deletes,
+    and taken back after it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -466,11 +466,11 @@ class _Reserve:
         self._bytes = 0
 
     def keep(self, used_bytes: int) -> None:
-        """Make the file, or let it grow with what the values take; on a disk that is nearly full, as far as it goes."""
+        """Make the file, or grow it with the size of the values; on a nearly full disk, as much as is free."""
         wanted = min(max(_LEAST_RESERVED, used_bytes // _SHARE_RESERVED), _MOST_RESERVED)
         if wanted <= self._bytes:
             return
-        with suppress(OSError, NotAMemory):  # a link was refused when the memory was opened
+        with suppress(OSError, NotAMemory):  # opening the memory has already refused links
             handle = paths.open_file(self._folder, RESERVE_NAME, os.O_RDWR | os.O_CREAT)
             try:
                 if os.fstat(handle).st_size < wanted:
@@ -489,7 +489,7 @@ class _Reserve:
 
 
 def _allocate(handle: int, nbytes: int) -> None:
-    """Give a file disk space, as much as there is of ``nbytes``."""
+    """Allocate up to ``nbytes`` of disk space for a file."""
     while nbytes >= _PAGE_BYTES:
         try:
             os.posix_fallocate(handle, 0, nbytes)
@@ -515,13 +515,13 @@ def _tree_damaged(folder: Path, url: str, what: str) -> DamagedError:
 
 
 def _check_large(env: lmdb.Environment, folder: Path, url: str) -> None:
-    """Raise ``DamagedError`` where the first page of a large value of the last commit is not what it should be."""
+    """Raise ``DamagedError`` if the first page of a large value of the last commit is wrong."""
     if what := environments.tree_problem(env, folder, KEY_BYTES, _checks, large=True):
         raise _tree_damaged(folder, url, what)
 
 
 def _facts(txn: Transaction) -> dict[str, Any] | None:
-    """What the store says of itself, in a transaction. Raises ``DamagedError``."""
+    """Read the store's own facts in a transaction. Raises ``DamagedError``."""
     value = txn.get(Naming().whole(STORE_KEY.to_bytes(), ()))
     if value is None:
         return None
@@ -530,10 +530,10 @@ def _facts(txn: Transaction) -> dict[str, Any] | None:
 
 
 def _checks(txn: Transaction) -> int | None:
-    """What the checks in all keys must add up to; None in format 1, and where the store's facts are damaged."""
+    """Return the expected sum of the checks in all keys; None in format 1, and if the store's facts are damaged."""
     with suppress(DamagedError, ForeignMemory):
         facts = _facts(txn) or {}
-        # A copy that LMDB has compacted begins with commit 1.
+        # A copy compacted by LMDB begins with commit 1.
         return -1 if facts.get("commit", txn.id()) != txn.id() != 1 else facts.get("checks")
     return None
 
@@ -553,14 +553,14 @@ def _wait_for_readers(env: lmdb.Environment, folder: Path, oldest: int, patience
 
 
 def _readers_before(env: lmdb.Environment, oldest: int) -> list[int]:
-    """Processes that read a commit before ``oldest``."""
+    """Return the processes that read a commit before ``oldest``."""
     lines = [line.split() for line in env.readers().splitlines()]
     rows = [line for line in lines if len(line) == 3 and line[0].isdigit() and line[2].isdigit()]
     return [int(pid) for pid, _, commit in rows if int(commit) < oldest]
 
 
 def _check_known(folder: Path) -> None:
-    """Raise ``MemstoreError`` where the LMDB in use may lay out its pages in another way than is known here."""
+    """Raise ``MemstoreError`` if the LMDB in use may have an unknown page layout."""
     if not pages.is_known():
         raise MemstoreError(
             f"memory {folder} was not compacted: this is LMDB {pages.version()}, and only the pages of LMDB 0.9 are "
@@ -571,7 +571,7 @@ def _check_known(folder: Path) -> None:
 
 
 def _erase(folder: Path, progress: Progress | None) -> None:
-    """Erase, and give the space back. Nothing may write meanwhile. Raises ``ReadOnlyMemory`` or ``DamagedError``."""
+    """Erase, and free the space. Nothing may write meanwhile. Raises ``ReadOnlyMemory`` or ``DamagedError``."""
     try:
         handle = paths.open_file(folder, DATA_NAME, os.O_RDWR)
         try:

@@ -1,14 +1,14 @@
-"""How values lie in LMDB, and under which keys; what one transaction shows of them, and what changes them.
+"""The place and the keys of values in LMDB, with their reads and changes in a transaction.
 
-LMDB rounds a value up to pages of 4 KiB, so blocks smaller than a few pages are stored in runs: the values of several
-consecutive items, one after the other in their order, each with headers and checksums of its own. A run has no header.
-A table that is not packed has runs of one item.
+LMDB rounds a value up to pages of 4 KiB, so blocks smaller than a few pages are stored in runs. A run has the values of
+several consecutive items in order, each with its own headers and checksums. A run has no header. A table that is not
+packed has runs of one item.
 
-Behind the key of a run is a check of what was written there last. Checksums in a value find flipped bits, and another
-key's value. They do not find an older value of the same key, which is whole: a disk that loses a write, or an image of
-one that is rolled back, leaves it where the newer one should be. So what a value must be is said where it is looked
-for, in its key, and the store's facts have the sum of all these checks and the number of the commit: an older page of
-the tree changes the sum. Memories of format 1 have neither.
+The key of a run ends with a check of its last written value. Checksums in a value detect flipped bits, and another
+key's value. They do not detect an older value of the same key, which is whole. A disk that loses a write, or a disk
+image that is rolled back, leaves such a value in place of the newer one. So the key itself states which value must
+follow. The store's facts have the sum of all these checks and the number of the commit: an older page of the tree
+changes the sum. Memories of format 1 have neither.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ from memstore.store.records import (
 )
 
 STORE_KEY = Key(Table.META, MAX_DOCUMENT + 1)
-"""Where the store keeps its own facts, as JSON: out of reach of callers, for no document can have this number."""
+"""The key of the store's own facts, as JSON. Callers cannot reach it, because no document can have this number."""
 
 KEY_BYTES = 17
-"""A key (``Key.to_bytes``, 13 bytes) and a check of 4; in format 1 the item has 8 bytes, and there is no check."""
+"""A key (``Key.to_bytes``, 13 bytes) and a check of 4 bytes. In format 1 the item has 8 bytes, without a check."""
 
 _STORE_NAME = STORE_KEY.to_bytes()
 _NAME_BYTES = len(_STORE_NAME)
@@ -67,20 +67,20 @@ _ITEM_AT = 9
 _ZEROS = bytes(KEY_BYTES - _NAME_BYTES)
 _FORMAT_1 = struct.Struct(">BIIQ")
 
-_MOST_KNOWN = 1 << 16  # values, and header checksums of runs, that are remembered: about 16 MB and 6 MB
-_MOST_SEEN = 1 << 19  # values whose rows were read, which are remembered as whole: about 50 MB
+_MOST_KNOWN = 1 << 16  # remembered values, and header checksums of runs: about 16 MB and 6 MB
+_MOST_SEEN = 1 << 19  # remembered verified values whose rows were read: about 50 MB
 _MOST_WRITTEN = 1 << 12  # runs whose last state is remembered: under 1 MB
 _UNKNOWN = (b"", 0)
-_HEAD = 64  # bytes of a value that tell it from others: the header of its first record
+_HEAD = 64  # bytes that identify a value: the header of its first record
 _MOST_PAGES = 1 << 48
-_BEHIND_ALL = b"\xff" * KEY_BYTES  # there is no table of this number
+_BEHIND_ALL = b"\xff" * KEY_BYTES  # no table has this number
 OLDER = "it is an older value than the one that was written last (a write was lost, or rolled back)"
 Cursor = Any  # lmdb.Cursor[memoryview]
 Transaction = Any  # lmdb.Transaction[memoryview]: generic in the stubs only
 
 
 class Naming:
-    """How the values of one environment are shared out and named: what the store's facts say."""
+    """How the values of one environment are grouped and named, according to the store's facts."""
 
     def __init__(self) -> None:
         self.lengths = [1] * len(Table)
@@ -89,7 +89,7 @@ class Naming:
         """Whether keys have a check: from format 2 on."""
 
     def find(self, cursor: Cursor, name: bytes) -> bytes | None:
-        """The whole key of the value ``name``, on which ``cursor`` is then; None where there is none."""
+        """Return the whole key of the value ``name``, and move ``cursor`` to it; None if it is missing."""
         first = self.first(name)
         if not cursor.set_range(first):
             return None
@@ -97,39 +97,39 @@ class Naming:
         return raw if raw.startswith(first) else None
 
     def first(self, name: bytes) -> bytes:
-        """What every whole key of ``name`` begins with; so no smaller one has it."""
+        """Return the common prefix of all whole keys of ``name``; none of them is smaller."""
         return name if self.checked else name[:_ITEM_AT] + _ZEROS + name[_ITEM_AT:]
 
     def last(self, name: bytes) -> bytes:
-        """No larger key has this ``name``."""
+        """Return the upper bound of whole keys of ``name``."""
         return self.first(name).ljust(KEY_BYTES, b"\xff")
 
     def whole(self, name: bytes, sums: Iterable[int]) -> bytes:
-        """The whole key of a value whose headers have the checksums ``sums``.
+        """Return the whole key of a value whose headers have the checksums ``sums``.
 
-        The store's facts are put without any, under the same key in every format: this is how an older memstore finds
-        the number of a newer one.
+        The store's facts have no check, so their key is the same in every format: an older memstore can read the number
+        of a newer format.
         """
         return name + check_of(sums) if self.checked else self.first(name)
 
     def key(self, raw: bytes) -> Key:
-        """The key without its check. Raises ``ValueError`` for a table that there is not."""
+        """Return the key without its check. Raises ``ValueError`` for an unknown table."""
         if self.checked:
             return Key.from_bytes(raw[:_NAME_BYTES])
         table, *numbers = _FORMAT_1.unpack(raw)
         return Key(Table(table), *numbers)
 
     def check(self, raw: bytes) -> int:
-        """What a whole key adds to the sum of all checks."""
+        """Return what a whole key adds to the sum of all checks."""
         return int.from_bytes(raw[_NAME_BYTES:], "big") if self.checked else 0
 
     def holds(self, raw: bytes, sums: Iterable[int]) -> bool:
-        """Whether a value whose headers have the checksums ``sums`` is the one that was written last under ``raw``."""
+        """Return whether a value with the header checksums ``sums`` was written last under ``raw``."""
         return not self.checked or raw[_NAME_BYTES:] == check_of(sums) or raw.startswith(_STORE_NAME)
 
 
 def check_of(sums: Iterable[int]) -> bytes:
-    """The check in a key: the lowest 32 bits of the sum of all header checksums, and so of all that the value says."""
+    """Return the check in a key: the low 32 bits of the sum of all header checksums, which cover the whole value."""
     return (sum(sums) & 0xFFFFFFFF).to_bytes(4, "big")
 
 
@@ -139,32 +139,32 @@ class Values:
     def __init__(self, path: Path, naming: Naming) -> None:
         self._path = path
         self._naming = naming
-        # Whole keys of values that were verified, and the checksum of all their bytes, headers too, by reader and name:
-        # what has the same is the same, and one checksum in place of four and two comparisons of headers is a seventh
-        # of a gather. The whole key says which value it was: another version is found under another one.
+        # Whole keys of verified values, and the checksum of all their bytes with headers, by reader and name. Equal
+        # checksums mean equal values: one checksum replaces four and two header comparisons, which saves a seventh of a
+        # gather. The whole key says which value it was: another version has another key.
         self._known: dict[ValueReader, dict[bytes, tuple[bytes, int]]] = {}
         self._runs: dict[bytes, frozenset[int]] = {}
-        """Header checksums of whole runs that were found to be those of their keys."""
+        """Header checksums of whole runs that match their keys."""
         self._seen: dict[ValueReader, set[bytes]] = {}
-        """Whole keys of values that were verified, for those of which rows are read."""
+        """Whole keys of verified values whose rows were read."""
         self._run_sums = 0
-        """How many those are: runs of small values have hundreds."""
+        """The number of header checksums: runs of small values have hundreds."""
 
     def run(self, key: Key) -> Key:
-        """The key of the LMDB value that ``key`` lies in."""
+        """Return the key of the LMDB value that contains ``key``."""
         return _run_start(key, self._naming.lengths[key.table])
 
     def take(self, txn: Transaction, keys: Sequence[Key], reader: ValueReader, *, waits: bool) -> Bytes:
-        """Copies of values, one to each row ``[len(keys), reader.size]``, verified.
+        """Return verified copies of values, one in each row ``[len(keys), reader.size]``.
 
-        ``waits`` says that the disk will have to be waited for. Raises ``NotFound`` or ``DamagedError``.
+        ``waits`` says that the values must be read from disk first. Raises ``NotFound`` or ``DamagedError``.
         """
         values = np.empty((len(keys), reader.size), np.uint8)
         names = keys.to_bytes() if isinstance(keys, BlockKeys) else [key.to_bytes() for key in keys]
         known = self._known.setdefault(reader, {}).get
         flat, size = values.reshape(-1).data, reader.size
-        with txn.cursor() as cursor:  # its ``get`` leaves the pages to whoever copies them, a transaction's touches all
-            # Through the map: reading through the file descriptor takes half as long again when all is in memory.
+        with txn.cursor() as cursor:  # its ``get`` does not touch the pages, a transaction's touches all
+            # Through the map: reading through the file descriptor takes 1.5 times as long if all is in memory.
             if waits:
                 self._fetch(cursor, {self.run(key): key for key in sorted(keys, reverse=True)})
             find = cursor.get
@@ -206,11 +206,11 @@ class Values:
                     seen.add(place)
                     view = copy
                 whole = np.frombuffer(view[body], np.uint8).reshape(-1, nbytes)
-                whole.take(rows[start:end], 0, out[start:end], "clip")  # it would make another copy to check them
+                whole.take(rows[start:end], 0, out[start:end], "clip")  # otherwise NumPy makes another copy
         return out
 
     def _verify(self, cursor: Cursor, copy: memoryview, name: bytes, key: Key, reader: ValueReader) -> None:
-        """Copy the value of ``key``; remember it if it is, to the last bit, the one that was written last."""
+        """Copy the value of ``key``; remember it if every bit matches the last written value."""
         place, view = self._place(cursor, key)
         copy[:] = self._part(view, key, reader)
         sums = reader.sums(copy, key)
@@ -224,7 +224,7 @@ class Values:
         known[name] = place, checksum(copy)
 
     def _place(self, cursor: Cursor, key: Key) -> tuple[bytes, memoryview]:
-        """The whole key of the LMDB value that has ``key``, and the value. Raises ``NotFound``."""
+        """Return the whole key and the content of the LMDB value that has ``key``. Raises ``NotFound``."""
         place = self._naming.find(cursor, self.run(key).to_bytes())
         if place is None:
             raise self._lacks(key)
@@ -234,11 +234,11 @@ class Values:
         return NotFound(f"there is no {describe(key)} in memory {self._path}")
 
     def _is_last(self, place: bytes, view: memoryview, sums: list[int]) -> bool:
-        """Whether headers with the checksums ``sums`` are of the value that was written last under ``place``."""
+        """Return whether headers with the checksums ``sums`` belong to the value last written under ``place``."""
         if self._naming.lengths[place[0]] == 1:
             return self._naming.holds(place, sums)
         known = self._runs.get(place, frozenset())
-        if not known.issuperset(sums):  # walked over once, not for each of its items
+        if not known.issuperset(sums):  # read once, not again for each of its items
             all_sums = header_sums(view)
             if not self._naming.holds(place, all_sums):
                 return False
@@ -250,7 +250,7 @@ class Values:
         return known.issuperset(sums)
 
     def _part(self, view: memoryview, key: Key, reader: ValueReader) -> memoryview:
-        """What the LMDB value ``view`` has of ``key``: as many bytes as there should be, yet to be verified."""
+        """Return the expected number of bytes of ``key`` in the LMDB value ``view``, not yet verified."""
         length = self._naming.lengths[key.table]
         start: int | None = 0
         if length > 1:
@@ -262,14 +262,15 @@ class Values:
         return view[start : start + reader.size]
 
     def _fetch(self, cursor: Cursor, values: Mapping[Key, Key]) -> None:
-        """Let the disk bring all values at once; read one after the other, each would wait for the one before it.
+        """Read all values from disk at once; one after the other, each would wait for the one before it.
 
-        Also turns an I/O error into one of ours: met in the map, it would end the process.
+        This also turns an I/O error into one of ours; in the map, it would end the process.
         """
-        # Pages that are evicted while reads are warm, and those of the tree, are not asked for: there it still would.
+        # Pages of the tree, and pages evicted during warm reads, are not requested: an I/O error there still ends the
+        # process.
         places = []
         for run, key in sorted(values.items()):
-            # Unlike a transaction's ``get``, a cursor does not touch the pages of what it finds.
+            # Unlike a transaction's ``get``, a cursor does not touch the pages of a value it finds.
             if (raw := self._naming.find(cursor, run.to_bytes())) and (view := cursor.get(raw)) is not None:
                 places.append((key, *_place(view)))
         for _, address, length in places:
@@ -279,7 +280,7 @@ class Values:
                 raise damaged(key, "the disk failed to read it (I/O error)")
 
     def value(self, txn: Transaction, run: Key) -> memoryview | None:
-        """The LMDB value ``run``, as it was written last, its records yet to be verified. Raises ``DamagedError``."""
+        """Return the LMDB value ``run`` as last written; its records are not yet verified. Raises ``DamagedError``."""
         with txn.cursor() as cursor:
             raw = self._naming.find(cursor, run.to_bytes())
             if raw is None:
@@ -289,9 +290,9 @@ class Values:
         return view
 
     def _check_last(self, raw: bytes, view: memoryview, run: Key) -> None:
-        """Raise ``DamagedError`` unless ``view``, the value of ``run`` under ``raw``, was written last."""
+        """Raise ``DamagedError`` unless ``view``, found for ``run`` under ``raw``, is the last written value."""
         if not self._naming.holds(raw, header_sums(view)):
-            for _ in self._entries(view, run):  # which has better words for what is damaged
+            for _ in self._entries(view, run):  # reports damage in better words
                 pass
             raise older(run)
 
@@ -341,7 +342,7 @@ class Values:
         return [key for key in found if first <= key <= last]
 
     def scan(self, txn: Transaction) -> Iterator[ScannedValue]:
-        """Every value, in order, verified, but for the store's own facts; damaged ones are reported, not raised.
+        """Yield every value in order, verified, except the store's own facts; damage is reported, not raised.
 
         The walk goes from leaf to leaf, a read goes down from the root: a value that a read would not find is damaged
         too. Damage of the tree as a whole is reported under ``STORE_KEY``.
@@ -375,7 +376,7 @@ class Values:
 
 
 def _decode(view: memoryview, key: Key) -> tuple[Record, ...]:
-    """The verified records of a value that is all of ``view``, copied. Raises ``DamagedError``."""
+    """Return the verified records of a value that fills ``view``, copied. Raises ``DamagedError``."""
     records, end = decode_value(view, 0, key)
     if end < len(view):
         raise damaged(key, f"{len(view) - end} bytes follow its records")
@@ -383,28 +384,28 @@ def _decode(view: memoryview, key: Key) -> tuple[Record, ...]:
 
 
 def older(key: Key) -> DamagedError:
-    """The error for a whole value that is not the one that should lie there."""
+    """Return the error for a whole value that is older than expected."""
     return damaged(key, OLDER)
 
 
 def used_bytes(txn: Transaction) -> int:
-    """Bytes of the pages of the tree of values, as this transaction sees it."""
-    # As LMDB counts them inside the transaction: so a limit holds exactly after every commit.
+    """Return the bytes of the pages of the tree of values, as this transaction sees it."""
+    # As LMDB counts them inside the transaction: so a limit is exact after every commit.
     stat = txn.stat()
     return int(stat["psize"] * (stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]))
 
 
 def _lost(txn: Transaction, before: bytes, raw: bytes, value: memoryview) -> str | None:
-    """Why reads will not find the value that a walk met at key ``raw``, after key ``before``; None if they will."""
+    """Return why reads will miss the value that a walk met at key ``raw``, after ``before``; None if they find it."""
     if raw <= before:
         return "its key is out of order"
     found = txn.get(raw)
-    # Both views are of the map, so the same place is the same bytes.
+    # Both views are in the map, so equal places mean equal bytes.
     return None if found is not None and _place(found) == _place(value) else "the tree does not lead to it"
 
 
 def _place(view: memoryview) -> tuple[int, int]:
-    """Address and length in bytes."""
+    """Return address and length in bytes."""
     return np.asarray(view).__array_interface__["data"][0], view.nbytes
 
 
@@ -413,24 +414,24 @@ Puts = Sequence[tuple[Key, tuple[Record, ...]]]
 
 
 class Heads:
-    """First pages of large values, looked at before LMDB frees what they say: a number of pages, from a number on."""
+    """First pages of large values, checked before LMDB frees the page range that they state."""
 
     def __init__(self, data: Callable[[], int], page_bytes: int, check_all: Callable[[], None]) -> None:
-        """``data`` gives a descriptor of the data file.
+        """Check pages in the data file, whose descriptor ``data`` returns.
 
-        ``check_all`` raises ``DamagedError`` unless those of the last commit are right; it reads them all.
+        ``check_all`` raises ``DamagedError`` unless the first pages of the last commit are right; it reads them all.
         """
         self._data = data
         self._page_bytes = page_bytes
         self._check_all = check_all
-        # As LMDB decides it: two nodes must fit a page.
+        # As in LMDB: two nodes must fit a page.
         self._small = ((page_bytes - layout.HEADER_BYTES) // 2 & -2) - 2 - layout.NODE_BYTES - KEY_BYTES
         self._known = layout.is_known()
         self.checked = False
-        """Whether all were looked at in this transaction; to be set back when one begins."""
+        """Whether all pages were checked in this transaction; reset when one begins."""
 
     def check(self, value: memoryview) -> None:
-        """Raise ``DamagedError`` unless the pages of ``value``, of the transaction, can be freed."""
+        """Raise ``DamagedError`` unless the pages of ``value``, in this transaction, can be freed."""
         if len(value) <= self._small or self.checked or not self._known:
             return
         head = ctypes.string_at(_place(value)[0] - layout.HEADER_BYTES, layout.HEADER_BYTES)
@@ -438,17 +439,17 @@ class Heads:
         needed = (layout.HEADER_BYTES - 1 + len(value)) // self._page_bytes + 1
         if (flags, pages) == (layout.OVERFLOW, needed) and self._at(own, len(head) + _HEAD) == head + value[:_HEAD]:
             return
-        # Values that this transaction wrote are not in the file yet, and some have more pages than they need.
+        # Values written in this transaction are not in the file yet, and some have more pages than they need.
         self._check_all()
         self.checked = True
 
     def _at(self, page: int, nbytes: int) -> bytes:
-        """What is in the file at the beginning of a page."""
+        """Read the beginning of a page from the file."""
         return os.pread(self._data(), nbytes, page * self._page_bytes) if page < _MOST_PAGES else b""
 
 
 class _Run(NamedTuple):
-    """A run as it was last written here: the checksum of its bytes, the sum of those of its headers, its last item."""
+    """A run as last written here: the checksum of its bytes, the sum of its header checksums, its last item."""
 
     all_bytes: int
     header_sums: int
@@ -461,17 +462,17 @@ class Changes:
     def __init__(self, naming: Naming, heads: Heads) -> None:
         self._naming = naming
         self._heads = heads
-        # Also of transactions that failed: what has the same checksum and the same key is the same.
+        # Failed transactions included: equal checksums and keys mean equal values.
         self._written: dict[bytes, _Run] = {}
         self.added = 0
-        """What this transaction has added to the sum of all checks."""
+        """The change of the sum of all checks in this transaction."""
 
     def begin(self) -> None:
-        """To be called by each transaction."""
+        """Reset the state; call this in each transaction."""
         self.added, self._heads.checked = 0, False
 
     def apply(self, txn: Transaction, deletes: Deletes, puts: Puts) -> None:
-        """Deletions first, then puts. Raises ``DamagedError`` where what shares a run with a change is damaged."""
+        """Apply deletions first, then puts. Raises ``DamagedError`` if a changed run has damaged values."""
         single: dict[Key, tuple[Record, ...]] = {}
         shared: dict[Key, dict[int, tuple[Key, tuple[Record, ...]]]] = {}
         for key, records in puts:
@@ -489,15 +490,15 @@ class Changes:
                 self._put_run(cursor, run, shared[run])
 
     def _put(self, cursor: Cursor, key: Key, value: bytes, sums: list[int], ahead: bytes = b"") -> bytes:
-        """Write a value in place of what was there, which has another whole key.
+        """Replace the value of ``name``, which has another whole key.
 
-        ``ahead`` is the first key behind what was put before in this order, or empty; returns the next one of these.
+        ``ahead`` is the key after the previous put in this order, or empty; return the one after this put.
         """
         name = key.to_bytes()
         first, whole = self._naming.first(name), self._naming.whole(name, sums)
         if (
             ahead[: len(first)] <= first
-        ):  # else there is nothing under this name: blocks are appended in rows, and one look does
+        ):  # otherwise ``name`` is new: blocks are appended in rows, and one lookup is enough
             ahead = bytes(cursor.key()) if cursor.set_range(first) else _BEHIND_ALL
         same = ahead == whole
         if ahead.startswith(first) and not same:
@@ -510,13 +511,13 @@ class Changes:
         return ahead
 
     def _delete(self, cursor: Cursor) -> None:
-        """Delete the value that ``cursor`` is on; it is on the next one then. Raises ``DamagedError``."""
+        """Delete the value at ``cursor``, which moves to the next one. Raises ``DamagedError``."""
         self._heads.check(cursor.value())
         self.added -= self._naming.check(bytes(cursor.key()))
         cursor.delete()
 
     def _put_run(self, cursor: Cursor, run: Key, changes: dict[int, tuple[Key, tuple[Record, ...]]]) -> None:
-        """Write values of one run, keeping its other items. Raises ``DamagedError`` where one of these is damaged."""
+        """Write values of one run, and keep its other items. Raises ``DamagedError`` if one of these is damaged."""
         name = run.to_bytes()
         found = self._naming.find(cursor, name)
         values, total, last = self._kept(cursor, name, found, run, changes) if found else ({}, 0, -1)
@@ -532,9 +533,9 @@ class Changes:
     def _kept(
         self, cursor: Cursor, name: bytes, found: bytes, run: Key, without: Collection[int]
     ) -> tuple[dict[int, bytes | memoryview], int, int]:
-        """What stays of the run ``cursor`` is on, the sum of its header checksums, and its last item.
+        """Return the kept values of the run at ``cursor``, the sum of its header checksums, and its last item.
 
-        Values by their first items: most runs are appended to by who wrote them, and are as they were left then.
+        The values are mapped from their first items. Most runs are extended by their writer, and are unchanged since.
         """
         known = self._written.get(name)
         if known and known.last < min(without):
@@ -553,16 +554,16 @@ class Changes:
             self._delete(cursor)
 
     def _last(self, cursor: Cursor, found: bytes, run: Key) -> memoryview:
-        """The run that ``cursor`` is on. Raises ``DamagedError`` where an older one lies there."""
+        """Return the run at ``cursor``. Raises ``DamagedError`` if it is an older one."""
         view: memoryview = cursor.value()
         if not self._naming.holds(found, header_sums(view)):
             raise older(run)
         return view
 
     def _delete_range(self, cursor: Cursor, first: Key, last: Key) -> None:
-        """Delete the runs inside the range; of runs that its ends cut through, keep the rest."""
+        """Delete the runs inside the range; if its ends cut through a run, keep the rest of it."""
         if first > last:
-            return  # nothing lies between them, and a run that both cut through must not lose what is outside
+            return  # the range is empty, and a run that both ends cut through must keep the items outside
         length = self._naming.lengths[first.table]
         runs = {self._run(first), self._run(last)}
         cut = {run for run in runs if run < first or run._replace(item=run.item + length - 1) > last}
@@ -575,7 +576,7 @@ class Changes:
             self._delete(cursor)
 
     def _trim(self, cursor: Cursor, run: Key, first: Key, last: Key) -> None:
-        """Delete the items of one run that lie in the range."""
+        """Delete the items of one run that are in the range."""
         if found := self._naming.find(cursor, run.to_bytes()):
             old = self._last(cursor, found, run)
             self._replace(cursor, run, _outside(old, run, self._naming.lengths[run.table], first, last))
@@ -594,12 +595,12 @@ class _Entry(NamedTuple):
 
 
 def _run_start(key: Key, length: int) -> Key:
-    """The key of the run of ``length`` items that ``key`` belongs to."""
+    """Return the key of the run of ``length`` items that contains ``key``."""
     return Key(key.table, key.document, key.layer, key.item - key.item % length) if length > 1 else key
 
 
 def _in_run(view: memoryview, run: Key, length: int) -> Iterator[_Entry]:
-    """Walk the values of a run, in order. Verifies headers and addresses, not payloads. Raises ``DamagedError``."""
+    """Yield the values of a run, in order. Verifies headers and addresses, not payloads. Raises ``DamagedError``."""
     start, following = 0, run.item
     while start < len(view):
         entry = _entry(view, start, run._replace(item=following))
@@ -610,7 +611,7 @@ def _in_run(view: memoryview, run: Key, length: int) -> Iterator[_Entry]:
 
 
 def _entry(view: memoryview, start: int, expected: Key) -> _Entry:
-    """The extent of the value that starts at byte ``start``, from the headers of its records."""
+    """Return the extent of the value that starts at byte ``start``, from the headers of its records."""
     first = decode_header(view, start, expected)
     end, headers = start, [first]
     for number in range(first.records):
@@ -626,9 +627,10 @@ def _entry(view: memoryview, start: int, expected: Key) -> _Entry:
 
 
 def _find_in_run(view: memoryview, key: Key, run: Key, length: int, reader: ValueReader) -> int | None:
-    """The byte at which the value of ``key`` starts, or None. The value itself is yet to be verified.
+    """Return the byte at which the value of ``key`` starts, or None. The value itself is not yet verified.
 
-    Blocks of one size lie at multiples of it, so the place is guessed first and only walked to if the guess is wrong.
+    Blocks of one size lie at multiples of it, so the place is guessed first. Only if the guess is wrong, the run is
+    walked.
     """
     guess = (key.item - _first_item(view, run)) * reader.size
     if guess >= 0 and reader.fits(view, guess, key):
@@ -637,19 +639,19 @@ def _find_in_run(view: memoryview, key: Key, run: Key, length: int, reader: Valu
 
 
 def _first_item(view: memoryview, run: Key) -> int:
-    """Item of the first value as its header has it, unverified; the start of the run if there is no header."""
+    """Return the item in the first value's header, unverified; the start of the run if it has no header."""
     return int.from_bytes(view[24:32], "little") if len(view) >= HEADER_BYTES else run.item
 
 
 def _split_run(view: memoryview, run: Key, length: int, without: Container[int] = ()) -> dict[int, memoryview]:
-    """Item -> bytes of its value, copied and verified, for the items of a run that are not in ``without``."""
-    copy = memoryview(bytes(view))  # of all at once: every append to a run comes here
+    """Return item -> bytes of its value, copied and verified, for items of a run that are not in ``without``."""
+    copy = memoryview(bytes(view))  # all values at once: every append to a run comes here
     kept = [entry for entry in _in_run(copy, run, length) if entry.key.item not in without]
     return {entry.key.item: _verified(copy, entry) for entry in kept}
 
 
 def _verified(view: memoryview, entry: _Entry) -> memoryview:
-    """The bytes of a value whose headers are verified. Raises ``DamagedError`` for one of its payloads."""
+    """Return the bytes of a value whose headers are verified. Raises ``DamagedError`` for one of its payloads."""
     start = entry.start
     for header in entry.headers:
         start = check_payload(view, start + HEADER_BYTES, header)
@@ -657,9 +659,9 @@ def _verified(view: memoryview, entry: _Entry) -> memoryview:
 
 
 def _outside(view: memoryview, run: Key, length: int, first: Key, last: Key) -> Mapping[int, bytes | memoryview]:
-    """Item -> bytes of its value, copied and verified, for the items of a run that are not from ``first`` to ``last``.
+    """Return item -> bytes of its value, copied and verified, for items of a run outside ``first`` to ``last``.
 
-    Where the range goes on to the end of the run, nothing from ``first`` on is looked at: it may be damaged.
+    If the range reaches the end of the run, nothing from ``first`` on is read: it may be damaged.
     """
     kept: dict[int, memoryview] = {}
     copy, to_the_end = memoryview(bytes(view)), last.item >= run.item + length - 1
@@ -669,13 +671,13 @@ def _outside(view: memoryview, run: Key, length: int, first: Key, last: Key) -> 
                 kept[entry.key.item] = _verified(copy, entry)
             if to_the_end and entry.key.item + 1 >= first.item:
                 break
-    except DamagedError:  # perhaps of a value that goes
+    except DamagedError:  # perhaps in a value to be deleted
         return _around_damage(copy, run, length, first, last)
     return kept
 
 
 def _around_damage(view: memoryview, run: Key, length: int, first: Key, last: Key) -> dict[int, bytes]:
-    """``_outside``, where values from ``first`` to ``last`` cannot be walked over."""
+    """Do the work of ``_outside`` if the values from ``first`` to ``last`` cannot be walked."""
     kept = [found for found in _scan_run(view, run, length) if not first <= found.key <= last]
     for found in kept:
         if found.damage is not None:
@@ -684,7 +686,7 @@ def _around_damage(view: memoryview, run: Key, length: int, first: Key, last: Ke
 
 
 def _scan_run(view: memoryview, run: Key, length: int) -> Iterator[ScannedValue]:
-    """Every value of a run, verified. What is damaged is reported under its key, and the rest is still found."""
+    """Yield every value of a run, verified. Damage is reported under its key, and the rest is still found."""
     start, following = 0, run.item
     while start < len(view) or following == run.item:
         expected = run._replace(item=min(following, run.item + length - 1))
@@ -702,7 +704,7 @@ def _scan_run(view: memoryview, run: Key, length: int) -> Iterator[ScannedValue]
 
 
 def _resume(view: memoryview, start: int, run: Key) -> int:
-    """The next byte at which a whole value of this run starts, or the end: how a scan passes a damaged header."""
+    """Return the next byte at which a whole value of this run starts, or the end, to pass a damaged header."""
     for position in range(start, len(view), ALIGNMENT):
         if view[position : position + 4] == MAGIC:
             try:

@@ -1,14 +1,14 @@
 """The manifest of a Zarr memory: which blocks are sealed, in which shards, and the checksums of all of them.
 
-An *extent* is a row of shards of one layer of one document: slot ``i`` of it is block ``first + i``. Extents only grow
-at their end, and blocks in them only die: a number of an extent is never used twice, and a slot is never written
-twice. So what a path in the manifest holds never changes while anybody may read it. After a truncation, or where
-blocks of another layout follow, a new extent begins.
+An *extent* is a row of shards of one layer of one document: its slot ``i`` is block ``first + i``. Extents only grow at
+their end, and their blocks are only deleted. The number of an extent is never used twice, and a slot is never written
+twice. So the content of a path in the manifest never changes while it may be read. After a truncation, or before blocks
+of another layout, a new extent begins.
 
-A shard holds the states of consecutive blocks of one layer and one field: the blocks as they are, one after the other,
-then the index that the ``sharding_indexed`` codec (Zarr format 3) puts at the end. All blocks have the same length, so
-the index is known before anything is written, and a block is found without reading it. In a bucket all fields of a
-block lie side by side in one array, since each range of an object is a request. Nothing here does input or output.
+A shard holds the states of consecutive blocks of one layer and one field, unchanged and one after the other. At its end
+is the index of the ``sharding_indexed`` codec (Zarr format 3). All blocks have the same length, so the index is known
+before writing, and blocks are found without reading it. In a bucket all fields of a block lie side by side in one
+array, because each range of an object is a request. This module does no input or output.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ from memstore.json_checks import UnfitValue, anything, array, fit, ranges, table
 from memstore.store.records import ITEM_BYTES, MAX_DIMENSIONS, MAX_DOCUMENT, Bytes, Key, Layout, Record, Table
 
 STORE = MAX_DOCUMENT + 1
-"""The document under whose number the manifest lies in the tail, out of reach of callers."""
+"""The document number under which the manifest lies in the tail; callers cannot reach it."""
 
 OBJECT = re.compile(r"blocks/(\d+\.\d+\.\d+/(\d+/)?)?(\.(zarr\.json|c\.[\d.]+)\.part|zarr\.json|c\.[\d.]+)")
-"""Names of the objects of extents, half-written ones included. Nothing else below ``blocks`` is ours to delete."""
+"""Names of the objects of extents, including half-written ones. We delete nothing else below ``blocks``."""
 
 COUNTERS = Key(Table.META, STORE, 0, 1)
-"""JSON ``{"next_extent": n, "bytes": n}``: numbers of extents are never used twice; bytes of all shards named.
+"""JSON ``{"next_extent": n, "bytes": n}``: the next number, which is never used twice, and the bytes of all named
+shards.
 
-With ``"owner"``, a random name, where the shards do not lie beside the tail: they have an object of that name.
+If the shards are not beside the tail, it also has ``"owner"``, a random name; the shards have an object of that name.
 """
 
 
@@ -43,7 +44,7 @@ HEXADECIMAL = re.compile("[0-9a-f]{32}")
 
 
 def hexadecimal(value: Any, at: str) -> None:
-    """A name that becomes part of a path."""
+    """Check a name that becomes part of a path."""
     if not isinstance(value, str) or not HEXADECIMAL.fullmatch(value):
         raise UnfitValue(f"{at} must be 32 hexadecimal digits")
 
@@ -59,26 +60,26 @@ class Series(NamedTuple):
 
     @property
     def manifest(self) -> Key:
-        """Where the extents of this layer are listed."""
+        """Return the key under which the extents of this layer are listed."""
         return Key(Table.DOCUMENTS, STORE, self.document, self.layer)
 
     def block(self, item: int) -> Key:
-        """Key of a block."""
+        """Return the key of a block."""
         return Key(Table.BLOCKS, self.document, self.layer, item)
 
 
 class Place(NamedTuple):
-    """Where a sealed block lies."""
+    """The place of a sealed block."""
 
     extent: Extent
     shard: int
     slot: int
-    """Its place in the shard."""
+    """The position in the shard."""
 
 
 @dataclass(frozen=True)
 class Extent:
-    """A row of shards and what lives in them."""
+    """A row of shards and their living blocks."""
 
     number: int
     series: Series
@@ -87,9 +88,9 @@ class Extent:
     shard_blocks: int
     """Blocks in a shard."""
     shards: int
-    """How many shards were ever sealed. Those in which nothing lives are gone."""
+    """Number of shards ever sealed. Shards without living blocks are deleted."""
     layouts: tuple[Layout, ...]
-    """One per field."""
+    """One for each field."""
     live: tuple[tuple[int, int], ...]
     """Ranges of blocks that exist, ``[start, stop)`` each, in order."""
     joined: bool = False
@@ -97,52 +98,52 @@ class Extent:
 
     @cached_property
     def arrays(self) -> tuple[Layout, ...]:
-        """What a block is in each array: one of its fields, or all of them."""
+        """Return the content of a block in each array: one of its fields, or all of them."""
         return (joined_layout(self.layouts),) if self.joined else self.layouts
 
     @property
     def stop(self) -> int:
-        """The block after the last slot."""
+        """Return the block after the last slot."""
         return self.first + self.shards * self.shard_blocks
 
     @cached_property
     def folder(self) -> str:
-        """Where its arrays are."""
+        """Return the folder of its arrays."""
         return f"blocks/{self.series.document}.{self.series.layer}.{self.number}"
 
     @property
     def shard_bytes(self) -> int:
-        """Length of the objects of one shard together."""
+        """Return the length of all objects of one shard together."""
         return sum(
             self.shard_blocks * layout.nbytes + len(shard_index(self.shard_blocks, layout.nbytes))
             for layout in self.arrays
         )
 
     def shard_path(self, record: int, shard: int) -> str:
-        """The object that holds one field of one shard, or all of its fields."""
+        """Return the object that holds one field of one shard, or all of its fields."""
         array = 0 if self.joined else record
         return f"{self.folder}/{array}/{shard_name(shard, self.arrays[array])}"
 
     def parts(self, values: Sequence[Sequence[Bytes]]) -> Iterator[list[Bytes]]:
-        """What lies in the shard of each array, for blocks whose fields are ``values``: uint8, one after the other."""
+        """Yield the content of each array's shard, for blocks with the fields ``values``: uint8, in order."""
         if self.joined:
             yield [payload for value in values for payload in value]
         else:
             yield from map(list, zip(*values, strict=True))
 
     def sums(self, shard: int) -> Key:
-        """Where the checksums of a shard are: ``[shard_blocks, fields]`` int64, XXH3 of each block's bytes."""
+        """Return the key of a shard's checksums: ``[shard_blocks, fields]`` int64, XXH3 of each block's bytes."""
         return Key(Table.META, STORE, self.number, shard)
 
     def place(self, block: int) -> Place | None:
-        """Where a block is, or None if it does not live here."""
+        """Return the place of a block, or None if it does not live here."""
         for start, stop in self.live:
             if start <= block < stop:
                 return Place(self, *divmod(block - self.first, self.shard_blocks))
         return None
 
     def live_shards(self) -> set[int]:
-        """Shards in which something lives."""
+        """Return the shards that have living blocks."""
         found: set[int] = set()
         for start, stop in self.live:
             found.update(
@@ -151,16 +152,16 @@ class Extent:
         return found
 
     def blocks(self) -> int:
-        """Slots up to the last living block: the length of its arrays."""
+        """Return the slots up to the last living block, which is the length of the arrays."""
         return self.live[-1][1] - self.first
 
     def without(self, first: int, last: int) -> Extent:
-        """The same without blocks ``first`` to ``last`` (included)."""
+        """Return the extent without blocks ``first`` to ``last`` (included)."""
         parts = [((start, min(stop, first)), (max(start, last + 1), stop)) for start, stop in self.live]
         return replace(self, live=tuple(part for pair in parts for part in pair if part[0] < part[1]))
 
     def grown(self) -> Extent:
-        """The same with one more shard, all of it alive."""
+        """Return the extent with one more shard, fully alive."""
         grown = replace(self, shards=self.shards + 1)
         start = self.stop
         if self.live and self.live[-1][1] == start:
@@ -168,7 +169,7 @@ class Extent:
         return replace(grown, live=(*self.live, (start, grown.stop)))
 
     def facts(self, record: int) -> dict[str, Any]:
-        """What the array of a field says about itself to readers that do not know the manifest."""
+        """Return the attributes of a field's array, for readers that do not know the manifest."""
         return {
             "document": self.series.document,
             "layer": self.series.layer,
@@ -179,7 +180,7 @@ class Extent:
 
 
 def find_place(extents: Sequence[Extent], block: int) -> Place | None:
-    """Where a block of a layer is sealed, or None: then it is in the tail, if anywhere."""
+    """Return the place of a sealed block, or None: then it can only be in the tail."""
     for extent in extents:
         if extent.first <= block < extent.stop and (place := extent.place(block)):
             return place
@@ -190,7 +191,7 @@ _ITEM = whole(0, 2**32 - 1)
 
 
 def yes(value: Any, at: str) -> None:
-    """What stands for a fact by being there."""
+    """Check a fact that is true whenever it is stated."""
     if value is not True:
         raise UnfitValue(f"{at} must be true")
 
@@ -220,7 +221,7 @@ EXTENTS = array(
 
 
 def to_record(extents: Sequence[Extent]) -> Record:
-    """The extents of one layer as stored."""
+    """Encode the extents of one layer as stored."""
     return Record.from_json(
         [
             {
@@ -238,7 +239,7 @@ def to_record(extents: Sequence[Extent]) -> Record:
 
 
 def from_record(series: Series, record: Record) -> tuple[Extent, ...]:
-    """The inverse of ``to_record``. Raises ``DamagedError``."""
+    """Invert ``to_record``. Raises ``DamagedError``."""
     what = f"the list of shards of document {series.document}, layer {series.layer}"
     extents = fit(record.to_json(), EXTENTS, what)
     for values in extents:
@@ -261,26 +262,26 @@ def from_record(series: Series, record: Record) -> tuple[Extent, ...]:
 
 
 SHARD_BYTES = 8 << 20
-"""How long the shards of the largest field are, about: the others are shorter."""
+"""Approximate length of the shards of the largest field; other shards are shorter."""
 
-_ZARR_TYPES = {"bfloat16": "uint16", "json": "uint8"}  # what Zarr has no type for is stored as its bits
+_ZARR_TYPES = {"bfloat16": "uint16", "json": "uint8"}  # types that Zarr lacks are stored as their bits
 
 
 def blocks_per_shard(layouts: Sequence[Layout], shard_bytes: int, *, joined: bool) -> int:
-    """How many blocks make a shard; 0 where blocks cannot be sealed, because a field of them is empty."""
+    """Return the number of blocks in a shard; 0 if blocks cannot be sealed, because a field is empty."""
     sizes = [layout.nbytes for layout in layouts]
     return max(1, shard_bytes // (sum(sizes) if joined else max(sizes))) if min(sizes) else 0
 
 
-# Shards are written as bytes, not through the Zarr library, which writes a block of zeros as nothing and does not sync.
-# All blocks have one length and are not compressed, so the index is known beforehand and a block is one range.
+# Shards are written as bytes. The Zarr library does not store a block of zeros, and does not sync. All blocks have one
+# length and are not compressed, so the index is known beforehand and a block is one range.
 def shard_object(payloads: Sequence[Bytes], blocks: int, block_bytes: int) -> list[memoryview | bytes]:
-    """The parts of a shard of so many blocks, to be written one after the other; ``payloads`` (uint8) are its bytes."""
+    """Return the parts of a shard of ``blocks`` blocks in writing order; ``payloads`` (uint8) are its bytes."""
     return [*(payload.data for payload in payloads), shard_index(blocks, block_bytes)]
 
 
 def joined_layout(layouts: Sequence[Layout]) -> Layout:
-    """Fields side by side: as a first dimension where they are alike, else as bytes."""
+    """Return the layout of fields side by side: along a first dimension if they are alike, else as bytes."""
     if len(set(layouts)) == 1 and len(layouts[0].shape) < MAX_DIMENSIONS:
         return Layout(layouts[0].dtype, (len(layouts), *layouts[0].shape))
     return Layout("uint8", (sum(layout.nbytes for layout in layouts),))
@@ -288,7 +289,7 @@ def joined_layout(layouts: Sequence[Layout]) -> Layout:
 
 @lru_cache(maxsize=64)
 def shard_index(blocks: int, block_bytes: int) -> bytes:
-    """Offset and length of each block, 64 bits each, then their CRC-32C: ``16 * blocks + 4`` bytes."""
+    """Return offset and length of each block, 64 bits each, then their CRC-32C: ``16 * blocks + 4`` bytes."""
     try:
         import google_crc32c
     except ImportError:
@@ -301,7 +302,7 @@ def shard_index(blocks: int, block_bytes: int) -> bytes:
 
 
 def array_json(layout: Layout, blocks: int, shard_blocks: int, facts: dict[str, Any]) -> bytes:
-    """``zarr.json`` of an array of ``blocks`` blocks of one field: ``[blocks, *layout.shape]``."""
+    """Return ``zarr.json`` of an array of ``blocks`` blocks of one field: ``[blocks, *layout.shape]``."""
     little = {"name": "bytes", "configuration": {"endian": "little"}}
     sharding = {
         "chunk_shape": [1, *layout.shape],
@@ -324,10 +325,10 @@ def array_json(layout: Layout, blocks: int, shard_blocks: int, facts: dict[str, 
 
 
 def group_json() -> bytes:
-    """``zarr.json`` of a group, which is what makes folders visible to Zarr tools."""
+    """Return ``zarr.json`` of a group, which makes folders visible to Zarr tools."""
     return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}, indent=2).encode()
 
 
 def shard_name(shard: int, layout: Layout) -> str:
-    """Name of the object of a shard, in the folder of its array."""
+    """Return the name of a shard's object, in the folder of its array."""
     return ".".join(["c", str(shard), *["0"] * len(layout.shape)])

@@ -1,10 +1,10 @@
-"""Where shards lie: a folder, any store of the ``zarr`` library, or a bucket of object storage.
+"""Storage for shards: a folder, any store of the ``zarr`` library, or a bucket of object storage.
 
 An object is written whole, under its final name, or not at all.
 
-A bucket is used through ``obstore``: S3 and what speaks like it, Google, Azure. Every request has a deadline and is
-tried again where the storage is busy or away. A shard is put only where nothing lies, so that nobody's is ever
-replaced; what differs there is somebody else's. Errors are ``OSError`` of one line.
+A bucket is used through ``obstore``: S3 and compatible storage, Google, Azure. Every request has a deadline, and is
+tried again if the storage is busy or not reachable. A shard is put only under a free name, so no other memory's shard
+is ever replaced; a different object there belongs to another memory. Errors are ``OSError`` of one line.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ _MOST_PARTS = 512  # buffers of one system call; the limit is 1,024
 
 @dataclass(frozen=True)
 class RangeRead:
-    """Consecutive bytes of an object, and where they go."""
+    """Consecutive bytes of an object, and the buffers to fill."""
 
     path: str
     start: int
     """Offset in bytes."""
     parts: tuple[memoryview, ...]
-    """Filled one after the other."""
+    """Buffers, filled one after the other."""
 
     @property
     def nbytes(self) -> int:
@@ -56,48 +56,48 @@ class RangeRead:
 
 
 class Objects(ABC):
-    """Named byte strings that never change once anybody may read them. Names are paths with slashes."""
+    """Named byte strings that never change once they can be read. Names are paths with slashes."""
 
     elsewhere = True
-    """Whether they lie apart from their tail, so that somebody may bring the wrong ones together."""
+    """Whether the objects lie apart from their tail, so that wrong pairs are possible."""
     joined = False
-    """Whether all fields of a block shall lie side by side."""
+    """Whether all fields of a block are stored side by side."""
     doubtful = False
-    """Whether something may lie there that nothing will ever name: a bucket is looked through for it later."""
+    """Whether objects may exist that nothing will ever name; a bucket is searched for them later."""
 
     @abstractmethod
     def put(self, path: str, parts: Sequence[memoryview | bytes], *, durable: bool = True) -> None:
-        """Write ``parts`` as one object, replacing what was there; on disk when it returns, if ``durable``.
+        """Write ``parts`` as one object, which replaces an older one; if ``durable``, it is on disk on return.
 
         Raises ``OSError``.
         """
 
     @abstractmethod
     def read(self, reads: Sequence[RangeRead]) -> list[str | None]:
-        """Fill the parts of all reads. For each read None, or why it could not be read."""
+        """Fill the parts of all reads. For each read return None, or why it failed."""
 
     @abstractmethod
     def names(self, folder: str) -> Iterator[str]:
-        """Every object below ``folder``."""
+        """Yield every object below ``folder``."""
 
     @abstractmethod
     def delete(self, path: str) -> None:
-        """Delete an object. That it does not exist is no error. Raises ``OSError``."""
+        """Delete an object; it may be missing. Raises ``OSError``."""
 
     @abstractmethod
     def delete_folder(self, folder: str) -> None:
-        """Delete all objects below ``folder``. That there are none is no error. Raises ``OSError``."""
+        """Delete all objects below ``folder``, if any. Raises ``OSError``."""
 
     @abstractmethod
     def close(self) -> None:
-        """Release what is open."""
+        """Release all open resources."""
 
 
 class FileObjects(Objects):
     """Objects in a folder."""
 
-    # Not through the Zarr library: its ``LocalStore`` does not sync, and opens the file anew for each range. A path is
-    # never used for two contents, so open files need no second look.
+    # Not through the Zarr library: its ``LocalStore`` does not sync, and opens the file again for each range. A path
+    # never changes its content, so open files need no second check.
 
     def __init__(self, folder: Path, *, elsewhere: bool = False) -> None:
         self._folder = folder
@@ -143,12 +143,12 @@ class FileObjects(Objects):
             os.rmdir(last, dir_fd=handle)
 
     def close(self) -> None:
-        """Forget the open files; each is closed when the last read of it ends."""
+        """Forget the open files; each is closed after its last read."""
         with self._lock:
             self._files.clear()
 
     def _file(self, path: str) -> _File | str:
-        """The open file, or why it cannot be opened."""
+        """Return the open file, or why it cannot be opened."""
         with self._lock:
             if path in self._files:
                 self._files.move_to_end(path)
@@ -171,7 +171,7 @@ class FileObjects(Objects):
 
 
 class _File:
-    """An open file; closed when nobody refers to it, for another thread may still read what the table has dropped."""
+    """An open file; closed when nothing refers to it, because other threads may read it after the table dropped it."""
 
     def __init__(self, handle: int) -> None:
         self.handle = handle
@@ -231,11 +231,11 @@ class ZarrObjects(Objects):
             _raise_os_error(result)
 
     def close(self) -> None:
-        """The store is the caller's."""
+        """Do nothing: the store belongs to the caller."""
 
 
 def _wait(*work: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Run ``work`` on the event loop of the ``zarr`` library: results, or the exceptions that came instead."""
+    """Run ``work`` on the event loop of the ``zarr`` library: return results, or exceptions in their place."""
     from zarr.core.sync import sync
 
     async def run() -> list[Any]:
@@ -245,7 +245,7 @@ def _wait(*work: Coroutine[Any, Any, Any]) -> list[Any]:
 
 
 def _checked(work: Coroutine[Any, Any, Any]) -> Any:
-    """The result of ``work``. Whatever goes wrong is an ``OSError``: every storage has exceptions of its own."""
+    """Return the result of ``work``. Every error becomes ``OSError``, because each storage has its own exceptions."""
     (result,) = _wait(work)
     _raise_os_error(result)
     return result
@@ -259,14 +259,14 @@ def _raise_os_error(result: Any) -> None:
 
 
 def _taken(read: RangeRead, found: Any) -> str | None:
-    """Copy what a store has ``found`` to where it goes; why not, where it cannot be read."""
+    """Copy the result ``found`` of a store to the buffers of ``read``; return the error, if any."""
     if isinstance(found, BaseException):
         return f"its shard {read.path} cannot be read ({found})".splitlines()[0]
     return absent(read.path) if found is None else spread(read, memoryview(found.to_bytes()))
 
 
 def spread(read: RangeRead, raw: memoryview) -> str | None:
-    """Copy what was read to where it goes; why not, where it is too short."""
+    """Copy the bytes ``raw`` to the buffers of ``read``; return the error if they are too short."""
     if raw.nbytes != read.nbytes:
         return f"its shard {read.path} is truncated: {raw.nbytes} of {read.nbytes} bytes at offset {read.start}"
     start = 0
@@ -277,32 +277,32 @@ def spread(read: RangeRead, raw: memoryview) -> str | None:
 
 
 def absent(path: str) -> str:
-    """What a read says of an object that does not exist."""
+    """Return the error of a read whose object does not exist."""
     return f"its shard {path} is not there"
 
 
 T = TypeVar("T")
 AT_ONCE = 64
-"""Requests under way at a time."""
+"""Concurrent requests."""
 READS_AHEAD = 32
-"""Reads, each of a list in one layer, under way at a time: about as many as a model has layers that retrieve."""
+"""Concurrent reads, each of a list in one layer: about as many as a model has layers that retrieve."""
 GAP_BYTES = 256 << 10
-"""Ranges of an object that lie no further apart are one request: so much comes in the time that another would take."""
+"""Ranges of an object with smaller gaps are one request: reading the gap is faster than another request."""
 RETRIES: RetryConfig = {
     "max_retries": 5,
     "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
     "retry_timeout": timedelta(seconds=60),
 }
-"""How often ``obstore`` tries again before a storage counts as not reached, and for how long."""
+"""How often, and for how long, ``obstore`` tries again before a storage counts as unreachable."""
 CLIENT: ClientConfig = {"timeout": timedelta(seconds=30), "connect_timeout": timedelta(seconds=5)}
 
 
 def from_url(url: str) -> BucketObjects:
-    """The objects at ``url``. ``obstore`` looks for address and keys in the usual places. Raises ``OSError``."""
+    """Open the objects at ``url``. ``obstore`` finds address and keys in the usual places. Raises ``OSError``."""
     from obstore.store import from_url as found
 
     client = CLIENT.copy()
-    if os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true":  # which options given here would hide
+    if os.environ.get("AWS_ALLOW_HTTP", "").lower() == "true":  # options passed here would hide it
         client["allow_http"] = True
     with told(url):
         return BucketObjects(found(url, retry_config=RETRIES, client_options=client))
@@ -319,7 +319,7 @@ class LostRace(OSError):
 
 
 class _NoAnswer(OSError):
-    """There was no answer in time: what was asked for may have been done."""
+    """There was no answer in time: the request may have been carried out."""
 
 
 class _StoredObject(NamedTuple):
@@ -330,7 +330,7 @@ class _StoredObject(NamedTuple):
 
 
 Tag = Mapping[str, str]
-"""What names a version of an object, in the words of its storage: ``e_tag``, ``version``, or both."""
+"""The name of an object's version, in the terms of its storage: ``e_tag``, ``version``, or both."""
 
 
 class BucketObjects(Objects):
@@ -343,7 +343,7 @@ class BucketObjects(Objects):
         self._workers = ThreadPoolExecutor(AT_ONCE, "memstore-bucket")
 
     def put(self, path: str, parts: Sequence[memoryview | bytes], *, durable: bool = True) -> None:
-        """One request. What is ``durable`` is put only where nothing lies, or the same. Raises ``OSError``."""
+        """Put an object in one request. A ``durable`` one never replaces a different object. Raises ``OSError``."""
         whole = b"".join(parts)
         try:
             if durable:
@@ -360,9 +360,9 @@ class BucketObjects(Objects):
             raise
 
     def put_new(self, path: str, content: bytes, *, instead: Tag | None = None) -> Tag:
-        """Put an object where nothing lies, or ``instead`` of the version of this tag; its tag.
+        """Put an object under a free name, or ``instead`` of the version with this tag; return its tag.
 
-        Raises ``LostRace``, also where an earlier try of this call was not answered and did put it: compare the two.
+        Raises ``LostRace``, also if an earlier unanswered try of this call did put it: compare the two.
         """
         from obstore.exceptions import AlreadyExistsError, PreconditionError
 
@@ -375,7 +375,7 @@ class BucketObjects(Objects):
             raise
 
     def get(self, path: str) -> _StoredObject | None:
-        """An object, whole; None where there is none. Raises ``OSError``, also where there is no such bucket."""
+        """Return a whole object; None if it is missing. Raises ``OSError``, also if the bucket does not exist."""
         try:
             with told(path):
                 found = self._store.get(path)
@@ -386,16 +386,16 @@ class BucketObjects(Objects):
             raise
 
     def get_all(self, paths: Sequence[str]) -> Iterator[_StoredObject | None]:
-        """Several objects, in order, some at a time. Raises ``OSError``."""
+        """Get several objects in order, some of them at a time. Raises ``OSError``."""
         return self._workers.map(self.get, paths)
 
     def put_all(self, objects: Sequence[tuple[str, bytes]]) -> None:
-        """Several objects, some at a time. Raises ``OSError``."""
+        """Put several objects, some of them at a time. Raises ``OSError``."""
         for _ in self._workers.map(lambda each: self.put(each[0], [each[1]]), objects):
             pass
 
     def read(self, reads: Sequence[RangeRead]) -> list[str | None]:
-        """All ranges at once; those of one object that lie close together are one request."""
+        """Read all ranges at once; nearby ranges of one object are one request."""
         by_path: dict[str, list[int]] = {}
         for number, read in enumerate(reads):
             by_path.setdefault(read.path, []).append(number)
@@ -407,7 +407,7 @@ class BucketObjects(Objects):
         return problems
 
     def _read(self, reads: Sequence[RangeRead]) -> list[str | None]:
-        """Ranges of one object."""
+        """Read ranges of one object."""
         path = reads[0].path
         starts, ends = [read.start for read in reads], [read.start + read.nbytes for read in reads]
         try:
@@ -430,7 +430,7 @@ class BucketObjects(Objects):
         self.delete_all([name for name in self.names(folder) if OBJECT.fullmatch(name)])
 
     def delete_all(self, paths: Sequence[str]) -> None:
-        """Delete keys, a thousand in a request where the storage can. Raises ``OSError``."""
+        """Delete keys, a thousand in a request if the storage can do that. Raises ``OSError``."""
         if not paths:
             return
         try:
@@ -444,10 +444,10 @@ class BucketObjects(Objects):
 
 
 def _repeated(path: str, ask: Callable[[], T]) -> T:
-    """What ``ask`` answers, asked again where no answer comes. Raises ``OSError``.
+    """Return the answer of ``ask``, and ask again if no answer comes. Raises ``OSError``.
 
-    Of a request that may have been done ``obstore`` asks again only where it knows that twice is as good as once, which
-    it does not of conditional puts and bulk deletes.
+    After a lost answer, ``obstore`` repeats only requests that it knows to be idempotent. Conditional puts and bulk
+    deletes are not among them.
     """
     until = time.monotonic() + RETRIES.get("retry_timeout", timedelta()).total_seconds()
     for tries in range(RETRIES["max_retries"], -1, -1):
@@ -462,7 +462,7 @@ def _repeated(path: str, ask: Callable[[], T]) -> T:
 
 @contextmanager
 def told(path: str) -> Iterator[None]:
-    """What goes wrong inside, of whatever library, as an ``OSError`` of one line that names the object."""
+    """Translate errors of any library into an ``OSError`` of one line that names the object."""
     from obstore.exceptions import BaseError
 
     try:
@@ -473,7 +473,7 @@ def told(path: str) -> Iterator[None]:
 
 
 def reason(error: BaseException) -> str:
-    """What a storage said, in a few words and without the address of anything."""
+    """Return the message of a storage in a few words, without any address."""
     said = str(error)
     words = [found[1] for pattern in (_CODE, _STATUS) if (found := pattern.search(said))]
     words += ["no answer in time"] if _LATE.search(said) else []

@@ -1,9 +1,9 @@
 """The tail of a memory in a bucket, as other computers see it: pieces named by their hash, and a manifest last.
 
 A version of the tail is the pages of its data file, cut into pieces. A piece that did not change is in the bucket
-already. When all are there, ``manifest.json`` names them, by a put that succeeds only for the writer who has seen the
-manifest before: so two writers cannot lose each other's versions, and whoever reads finds the last one that is whole.
-Pieces that a version does not need any more are deleted by the one after it, since somebody may be fetching them.
+already. When all are uploaded, ``manifest.json`` names them, with a put that succeeds only for the writer who saw the
+manifest before. So two writers cannot lose each other's versions, and readers find the last whole version. Pieces that
+a version no longer needs are deleted with the next version, because a reader may still be fetching them.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from memstore.store.zarr.objects import BucketObjects, LostRace, Tag
 
 MANIFEST = "manifest.json"
 NOTE = "published.json"
-"""Beside the tail: which version its writer has put, and whether all in the bucket is known."""
+"""A file beside the tail: the version that its writer has put, and whether the bucket's content is known."""
 PIECE_BYTES = 4 << 20
 HELD = 16
-"""Pieces that are held at a time."""
+"""Pieces held in memory at a time."""
 PATIENCE = 30.0
-"""Seconds after which what was committed is published, while somebody writes."""
+"""Seconds after which commits are published while writing goes on."""
 
 _FORMAT = 1
-_MOST_BYTES = 64 << 20  # of a manifest: it names a million pieces
-_ATTEMPTS = 5  # to fetch a version while newer ones are put
+_MOST_BYTES = 64 << 20  # of a manifest, enough to name a million pieces
+_ATTEMPTS = 5  # to fetch a version while newer ones are published
 
 logger = logging.getLogger(__name__)
 
@@ -57,35 +57,35 @@ _NOTE = table(number=whole(), commit=whole(), next=text(32), swept=whole(0, 1))
 
 @dataclass(frozen=True, kw_only=True)
 class Version:
-    """What a manifest says."""
+    """The content of a manifest."""
 
     owner: str
     """Random name of the memory."""
     number: int = 0
     """Grows by one with each version; 0 before the first."""
     nbytes: int = 0
-    """Of the data file."""
+    """Bytes of the data file."""
     piece_bytes: int = PIECE_BYTES
     pieces: tuple[str, ...] = ()
     """Hashes of the pieces of the data file, in order."""
     stale: tuple[str, ...] = ()
-    """Pieces of versions before that this one does not need."""
+    """Pieces of earlier versions that this one does not need."""
     tag: Tag = field(default_factory=dict)
-    """Of the object that says it."""
+    """Tag of the manifest's object."""
 
     def encoded(self) -> bytes:
-        """As it lies in the bucket."""
+        """Encode the version as it is stored in the bucket."""
         facts = {name: value for name, value in vars(self).items() if name != "tag"}
         return json.dumps({"format": _FORMAT, **facts}).encode()
 
     @property
     def digest(self) -> str:
-        """Of what it says."""
+        """Return the hash of the content."""
         return _digest(self.encoded())
 
 
 def last_version(bucket: BucketObjects) -> Version | None:
-    """The version that was put last; None where there is none. Raises ``OSError`` and ``DamagedError``."""
+    """Return the version that was put last; None if none exists. Raises ``OSError`` and ``DamagedError``."""
     found = bucket.get(MANIFEST)
     if found is None:
         return None
@@ -96,24 +96,24 @@ def last_version(bucket: BucketObjects) -> Version | None:
 
 
 def piece_path(name: str) -> str:
-    """Where a piece lies."""
+    """Return the path of a piece."""
     return f"tail/{name}"
 
 
 class Publisher:
-    """Puts versions of the tail in ``folder``; for the one process that writes it."""
+    """Puts versions of the tail in ``folder``; for the only process that writes it."""
 
     def __init__(self, folder: Path, bucket: BucketObjects) -> None:
         self._folder = folder
         self._bucket = bucket
         self._version: Version | None = None
         self._unanswered: tuple[Version, int] | None = None
-        """A version that may have been put, for no answer came, and its commit."""
+        """A version whose put was not answered, so it may exist, and its commit."""
         self._published = -1
         self._when = time.monotonic()
 
     def claim(self, owner: str) -> None:
-        """Make an empty place in the bucket this memory's. Raises ``ForeignMemory`` and ``OSError``."""
+        """Claim an empty place in the bucket for this memory. Raises ``ForeignMemory`` and ``OSError``."""
         first = Version(owner=owner)
         try:
             self._version = self._put(first)
@@ -121,9 +121,9 @@ class Publisher:
             raise ForeignMemory("the shards that were given belong to another memory; choose an empty place") from None
 
     def found(self, version: Version | None, owner: str) -> None:
-        """Go on after the version that lies there. Raises ``MemoryInUse`` where this tail is older than that."""
+        """Go on after the version in the bucket. Raises ``MemoryInUse`` if this tail is older."""
         note = self._note()
-        # A process that was killed may have put a version and not have noted that it did.
+        # A killed process may have put a version without noting it.
         if version is not None and version.number != note["number"] and version.digest != note["next"]:
             raise MemoryInUse(
                 f"another writer has published version {version.number} of this memory, and the tail in {self._folder} "
@@ -134,23 +134,23 @@ class Publisher:
             self._published = note["commit"]
 
     def swept(self) -> bool:
-        """Whether the last process that wrote has left nothing in the bucket that no manifest names.
+        """Return whether the last writer left only named objects in the bucket.
 
-        From now on that is unknown, until ``close``.
+        From now on this is unknown, until ``close``.
         """
         swept = self._note()["swept"]
         self._write_note()
         return bool(swept)
 
     def due(self, commit: int) -> bool:
-        """Whether what was committed should be put by now."""
+        """Return whether the commits should be published by now."""
         return commit != self._published and time.monotonic() - self._when > PATIENCE
 
     def publish(self, commit: int, *, prune: bool = False) -> None:
-        """Put the tail as it is after ``commit``, which nobody changes meanwhile, if that was not put before.
+        """Put the tail as of ``commit``, unless that was put before; nobody may change it meanwhile.
 
-        ``prune`` deletes what the version before needed too. Raises ``MemoryInUse`` where another writer has put one,
-        and ``OSError``.
+        ``prune`` also deletes pieces that only the previous version needed. Raises ``MemoryInUse`` if another writer
+        has published, and ``OSError``.
         """
         self._look_for_unanswered()
         before = self._version
@@ -198,33 +198,33 @@ class Publisher:
             logger.warning("memory %s: pieces that no version needs were not deleted: %s", self._folder, error)
 
     def _put(self, version: Version, instead: Tag | None = None) -> Version:
-        """Put a manifest; what was put, with its tag. Raises ``LostRace`` and ``OSError``."""
+        """Put a manifest; return it with its tag. Raises ``LostRace`` and ``OSError``."""
         try:
             return replace(version, tag=self._bucket.put_new(MANIFEST, version.encoded(), instead=instead))
-        except LostRace:  # to this writer itself, where the answer to a first try did not come
+        except LostRace:  # lost to this writer itself, if the answer to a first try was lost
             there = last_version(self._bucket)
             if there is None or there.digest != version.digest:
                 raise
             return there
 
     def _look_for_unanswered(self) -> None:
-        """Find out whether the version before, to which no answer came, was put. Raises ``OSError``."""
+        """Find out whether the previous, unanswered version was put. Raises ``OSError``."""
         if self._unanswered is None:
             return
         version, commit = self._unanswered
         there = last_version(self._bucket)
         if there is not None and there.digest == version.digest:
             self._version, self._published = there, commit
-            self._bucket.doubtful = True  # what it made unnecessary was not deleted
+            self._bucket.doubtful = True  # pieces that it made unnecessary were not deleted
         self._unanswered = None
 
     def close(self) -> None:
-        """Note that all that lies in the bucket is named."""
+        """Note that the manifest names all objects in the bucket."""
         if not self._bucket.doubtful and self._version is not None:
             self._write_note(swept=1)
 
     def strays(self, names: Iterator[str]) -> list[str]:
-        """Those of ``names``, of objects below ``tail``, that are no pieces of the last version or the one before."""
+        """Return those of the object ``names`` below ``tail`` that are no pieces of the last two versions."""
         assert self._version is not None
         known = {piece_path(name) for name in (*self._version.pieces, *self._version.stale)}
         return [name for name in names if name not in known and HEXADECIMAL.fullmatch(name.removeprefix("tail/"))]
@@ -248,9 +248,9 @@ def _pieces(data: Path) -> Iterator[bytes]:
 
 
 def fetch(bucket: BucketObjects, folder: Path, url: str) -> Path:
-    """The last published version as a memory folder below ``folder``, to read: only pieces that lack there are got.
+    """Fetch the last published version into a memory folder below ``folder``, for reading; only missing pieces.
 
-    Raises ``NotFound``, ``OSError``, and ``DamagedError`` for pieces that are not what the manifest says.
+    Raises ``NotFound``, ``OSError``, and ``DamagedError`` for pieces that do not match the manifest.
     """
     for _ in range(_ATTEMPTS):
         version = last_version(bucket)
@@ -263,7 +263,7 @@ def fetch(bucket: BucketObjects, folder: Path, url: str) -> Path:
 
 
 def _fetched(bucket: BucketObjects, version: Version, target: Path) -> bool:
-    """Bring the pieces of a version together; whether all were there."""
+    """Assemble the pieces of a version; return whether all were found."""
     earlier = sorted(target.parent.glob("*/pieces.json"), key=lambda path: path.stat().st_mtime)
     part = target.with_name(f".{uuid4().hex}.part")
     (part / "tail").mkdir(parents=True)
@@ -297,7 +297,7 @@ def _fetched(bucket: BucketObjects, version: Version, target: Path) -> bool:
 
 
 def _known_pieces(told: Path) -> dict[str, tuple[Path, int, int]]:
-    """Pieces of a version that was fetched before: its file, place and length."""
+    """Return pieces of a version fetched before: the file, place and length of each."""
     with suppress(OSError, ValueError, TypeError):
         length, names = json.loads(told.read_text())
         data = told.parent / "tail" / DATA_NAME

@@ -1,13 +1,13 @@
 """A store whose old blocks are Zarr arrays: any Zarr tool can read them, and object storage can hold them.
 
-What is small or recent lies in an ``LmdbStore`` in the folder ``tail``: every table but BLOCKS, and the blocks of each
-layer until there are enough of them, behind which another follows, for a whole shard of 4 to 16 MB. Then they are
-*sealed*: the shard is written and synced first, and after it one transaction of the tail names it in the manifest and
-deletes the blocks from the tail. A process that dies at any instruction leaves the blocks in one of the two places. A
-shard is never written in part and never changed; what no manifest names does not exist.
+Small and recent values are in an ``LmdbStore`` in the folder ``tail``: every table except BLOCKS, and recent blocks.
+When the blocks of a layer fill a whole shard of 4 to 16 MB, and another block follows, they are *sealed*: the shard is
+written and synced first. After it, one transaction of the tail names it in the manifest and deletes the blocks from the
+tail. A process that dies at any instruction leaves the blocks in one of the two places. A shard is never written in
+part and never changed. If no manifest names a shard, it does not exist.
 
-Sealing is housekeeping: it comes after the commit of the batch that made it due, and when it fails (a full disk, say)
-the blocks stay in the tail, where they are as safe, until it is tried again.
+Sealing is housekeeping: it comes after the commit of the batch that made it due. If it fails (on a full disk, say), the
+blocks stay in the tail, where they are as safe, until the next try.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class ZarrStore(BlockStore):
     """A store in the folder ``path``; made by ``create`` or ``open``.
 
     ``shards`` is another folder for the arrays, or a store of the ``zarr`` library, such as an ``ObjectStore`` on
-    object storage; without it they lie beside the tail. It is given each time the memory is opened.
+    object storage. Without it the arrays lie beside the tail. Pass it each time the memory is opened.
     """
 
     capabilities = Capabilities(durable=True)
@@ -113,11 +113,11 @@ class ZarrStore(BlockStore):
     ) -> Self:
         """Make a new memory folder and open it for writing.
 
-        ``shard_bytes`` is how long shards of the largest field are, 8 MiB by default. ``blocks_per_value`` and
-        ``tokens_per_value`` are those of the tail, and ``url`` is what errors call the memory, as in
-        ``LmdbStore.create``. ``batch`` is there when the memory is, or there is no memory.
+        ``shard_bytes`` is the length of shards of the largest field, 8 MiB by default. ``blocks_per_value`` and
+        ``tokens_per_value`` apply to the tail. Errors call the memory ``url``, as in ``LmdbStore.create``. The memory
+        exists with ``batch``, or not at all.
 
-        Raises what ``LmdbStore.create`` raises, ``DamagedError`` also for shards whose tail has gone.
+        Raises what ``LmdbStore.create`` raises, and ``DamagedError`` for shards whose tail is missing.
         """
         folder = _check_folder(Path(path))
         paths.check_names(folder)
@@ -158,8 +158,8 @@ class ZarrStore(BlockStore):
     def write(self, batch: Batch) -> None:
         """Apply ``batch`` in one durable transaction, then seal what is due.
 
-        Raises ``StoreFull``, ``ReadOnlyMemory``, ``InvalidArgument``, or ``DamagedError`` when values that have to be
-        read for it are damaged. Nothing of the batch is visible then, and the store stays usable.
+        Raises ``StoreFull``, ``ReadOnlyMemory``, ``InvalidArgument``, or ``DamagedError`` if values that it must read
+        are damaged. Then no part of the batch is visible, and the store stays usable.
         """
         self._write(batch)
 
@@ -168,9 +168,9 @@ class ZarrStore(BlockStore):
 
         def make_room(txn: Any) -> None:
             nonlocal evicted, rest
-            # A transaction that is tried again, with the room of the reserve, begins its evictions anew.
+            # If a transaction is tried again, with the room of the reserve, it repeats its evictions.
             waiting, rest = tee(rest)
-            # Of the open transaction: each eviction is worked out from the manifest that the one before has left.
+            # From the open transaction: each eviction uses the manifest that the previous one left.
             snapshot = Snapshot(self._tail, txn)
             cuts.clear()
 
@@ -185,7 +185,7 @@ class ZarrStore(BlockStore):
         return evicted
 
     def _write(self, batch: Batch, then: Callable[[Any], None] | None = None, more: Sequence[Cut] = ()) -> None:
-        """Apply ``batch`` and what ``then`` does, which cuts ``more`` extents, in one transaction; seal what is due."""
+        """Apply ``batch`` and ``then``, which cuts ``more`` extents, in one transaction; then seal due blocks."""
         self._tail.check_writable()
         check_batch(batch)
         if self._overtaken:
@@ -203,7 +203,7 @@ class ZarrStore(BlockStore):
                 self._publish_soon()
 
     def _changes(self, batch: Batch, snapshot: Snapshot) -> tuple[list[Cut], Deletes, Puts]:
-        """What ``batch`` does to the extents that ``snapshot`` shows, and to the tail with its manifest."""
+        """Return the changes by ``batch`` to the extents in ``snapshot``, and to the tail with its manifest."""
         cuts = cuts_of(batch, snapshot)
         deletes, puts = manifest_changes(cuts, snapshot)
         return cuts, [*batch.deletes, *deletes], [*batch.puts, *puts]
@@ -267,15 +267,15 @@ class ZarrStore(BlockStore):
             self._garbage.scans -= 1
 
     def sync(self) -> None:
-        """Every commit is synced already; this asks the disk once more. What lies in a bucket is published.
+        """Sync once more, although every commit is synced already, and publish a memory in a bucket.
 
-        Raises ``MemoryInUse`` where another writer has published, ``MemstoreError`` where the bucket is not reached.
+        Raises ``MemoryInUse`` if another writer has published, ``MemstoreError`` if the bucket is not reachable.
         """
         self._tail.sync()
         self._publish()
 
     def _publish(self, *, prune: bool = False) -> None:
-        """Let other computers see what is committed; what no version names any more is deleted then."""
+        """Publish the last commit to other computers, then delete objects that no version names any more."""
         if self._publisher is None:
             return
         with self._writing:
@@ -295,7 +295,7 @@ class ZarrStore(BlockStore):
             self._garbage.sweep()
 
     def _publish_soon(self) -> None:
-        """The same, beside other work: what goes wrong is said in the log, and by the next write where it must stop."""
+        """Publish beside other work: errors are logged, and the next write raises those that must stop it."""
         try:
             self._publish()
         except MemstoreError as error:
@@ -308,11 +308,11 @@ class ZarrStore(BlockStore):
         return self._tail.used_bytes() + self._sealed_bytes()
 
     def compact(self, progress: Progress | None = None) -> Compaction:
-        """Erase what deleted values have left in the tail, and in shards that they share with living ones.
+        """Erase the remains of deleted values in the tail, and in shards that also have living ones.
 
-        Shards of which nothing is alive are deleted at once anyway. Living blocks beside dead ones are written to the
-        tail again, and from there into new shards when there are enough of them; so this takes the room of one shard
-        at a time. Raises what ``LmdbStore.compact`` raises, ``StoreFull``, and ``DamagedError`` for a living block.
+        Shards without living blocks are always deleted at once. Living blocks beside dead ones are written to the tail
+        again, and from there into new shards when they are enough. So this needs space for one shard at a time. Raises
+        what ``LmdbStore.compact`` raises, ``StoreFull``, and ``DamagedError`` for a living block.
         """
         before = self._sealed_bytes() + self._tail.size_bytes()
         with self._writing:
@@ -328,11 +328,11 @@ class ZarrStore(BlockStore):
             return [each for series in snapshot.all_series() for each in snapshot.extents(series)]
 
     def _leave(self, extent: Extent, shard: int) -> None:
-        """Move the living blocks of a shard to the tail, if there are dead ones in it; the shard is deleted then."""
+        """If a shard has dead blocks, move its living ones to the tail and delete the shard."""
         first = extent.first + shard * extent.shard_blocks
         living = [block for block in range(first, first + extent.shard_blocks) if extent.place(block)]
-        # A shard with one dead block goes as one with many does: what was forgotten shall be gone. The living blocks
-        # are a batch like any other, so a kill leaves a whole memory, and new shards follow by themselves.
+        # A shard with a single dead block is deleted too: forgotten states must not stay. The living blocks are a batch
+        # like any other, so a kill leaves a whole memory, and new shards follow automatically.
         if len(living) == extent.shard_blocks:
             return
         batch = Batch()
@@ -358,7 +358,7 @@ class ZarrStore(BlockStore):
             self._close()
 
     def _started(self) -> Self:
-        """The store, once its shards are known to be its own."""
+        """Return the store, once its shards are known to belong to it."""
         try:
             self._check_owner()
         except BaseException:
@@ -369,7 +369,7 @@ class ZarrStore(BlockStore):
         return self
 
     def _check_owner(self) -> None:
-        """Raise ``ForeignMemory`` unless the shards are those of this memory: others must not be touched."""
+        """Raise ``ForeignMemory`` unless the shards belong to this memory: others must not be touched."""
         with self._tail.snapshot() as snapshot:
             counters = snapshot.counters()
         owner = counters.get("owner")
@@ -384,12 +384,12 @@ class ZarrStore(BlockStore):
             raise ForeignMemory(f"the shards that were given are not those of memory {self.path}; nothing was touched")
 
     def _owned(self, owner: str, *, fresh: bool) -> bool:
-        """Whether the place of the shards is this memory's, which has sealed none yet if it is ``fresh``."""
+        """Return whether the place of the shards belongs to this memory; a ``fresh`` one has sealed none yet."""
         if isinstance(self._objects, BucketObjects) and (version := last_version(self._objects)):
             if self._publisher and version.owner == owner:
                 self._publisher.found(version, owner)
             return version.owner == owner
-        if isinstance(self._objects, BucketObjects) and fresh:  # who made it was killed before it claimed the place
+        if isinstance(self._objects, BucketObjects) and fresh:  # its creator was killed before claiming the place
             if self._publisher:
                 self._publisher.claim(owner)
             return True
@@ -401,7 +401,7 @@ class ZarrStore(BlockStore):
         return not problem
 
     def _claim(self, counters: dict[str, Any]) -> None:
-        """Make shards that lie elsewhere this memory's own, before the first of them is written."""
+        """Claim the place of shards elsewhere for this memory, before the first shard is written."""
         if next(self._objects.names("blocks"), None):
             raise ForeignMemory("the shards that were given belong to another memory; choose an empty place")
         owned = {**counters, "owner": uuid.uuid4().hex}
@@ -416,22 +416,22 @@ class ZarrStore(BlockStore):
                 raise
 
     def _clean(self) -> None:
-        """Delete what an interrupted process left, which is what the manifest does not name; make what it lacks."""
+        """Delete the objects of interrupted processes, which the manifest does not name; make missing ones."""
         if self._publisher and self._publisher.swept():
-            return  # to list a bucket takes a request for each thousand shards
+            return  # listing a bucket takes a request for each thousand shards
         try:
-            self._publish()  # before anything goes: the version that others read may name what this one does not
+            self._publish()  # first, because the version that others read may name objects that this manifest does not
             named = self._named()
             names = set(self._objects.names("blocks"))
             strays = self._publisher.strays(self._objects.names("tail")) if self._publisher else []
-        except (MemstoreError, OSError) as error:  # what cannot be told from garbage stays
+        except (MemstoreError, OSError) as error:  # keep objects that may not be garbage
             self._objects.doubtful = True
             logger.warning("memory %s was not cleaned of what an interruption may have left: %s", self.path, error)
             return
         self._garbage.collect(named, names, strays)
 
     def _named(self) -> set[str]:
-        """Every object that there should be below ``blocks``. Raises ``DamagedError``."""
+        """Return every object that should exist below ``blocks``. Raises ``DamagedError``."""
         named = {"blocks/zarr.json"}
         with self._tail.snapshot() as snapshot:
             for series in snapshot.all_series():
@@ -457,7 +457,7 @@ def _objects(folder: Path, shards: Store | Objects | Path | None) -> Objects:
 
 
 def _check_folder(folder: Path) -> Path:
-    """Accept a folder that is not there, is empty, or holds what an interrupted creation left."""
+    """Accept a folder that is missing, empty, or the remains of an interrupted creation."""
     if folder.is_dir() and (strange := sorted({file.name for file in folder.iterdir()} - _OWN_NAMES)):
         if DATA_NAME in strange:
             raise NotAMemory(f"{folder} holds a memory in LMDB; open it without zarr:, or choose another folder")
@@ -467,7 +467,7 @@ def _check_folder(folder: Path) -> Path:
 
 def _check_tail(folder: Path) -> None:
     """Raise ``DamagedError`` for shards without the tail that names them: a new memory would take them for garbage."""
-    # This is what a half-copied folder looks like; an interrupted creation never leaves it.
+    # A half-copied folder looks like this; an interrupted creation never leaves it.
     if not (folder / TAIL_NAME / DATA_NAME).exists() and any(each.is_dir() for each in (folder / "blocks").glob("*")):
         raise DamagedError(
             f"memory zarr:{folder} has blocks in shards, but {TAIL_NAME}/{DATA_NAME}, which says what they are, was "
@@ -479,7 +479,7 @@ def _check_tail(folder: Path) -> None:
 
 
 def _no_memory(folder: Path) -> MemstoreError:
-    """The error for a folder without a tail."""
+    """Return the error for a folder without a tail."""
     if not folder.exists():
         return NotFound(f"there is no memory at {folder}: check the path, or make one (memstore read TEXT MEMORY)")
     if folder.is_dir():

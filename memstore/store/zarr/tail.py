@@ -1,8 +1,8 @@
-"""The LMDB part of a Zarr memory; how blocks leave it for shards, are read there, and leave these again.
+"""The LMDB part of a Zarr memory; how blocks move from it to shards, are read and are deleted there.
 
-The tail has the small tables, the blocks that are not sealed yet, and the manifest: where sealed blocks are, and their
-checksums. Blocks of a layer are sealed in a shard of their own as soon as there are enough of them. Objects that no
-manifest names any more are deleted, at the latest when the memory is next opened to write.
+The tail has the small tables, the unsealed blocks, and the manifest with the places and checksums of sealed blocks.
+Blocks of a layer are sealed in a separate shard as soon as they fill one. Objects that no manifest names any more are
+deleted, at the latest when the memory is next opened to write.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ from memstore.store.zarr.extents import (
 )
 from memstore.store.zarr.objects import Objects, RangeRead
 
-_CACHED_SHARDS = 1024  # whose checksums are kept: 8 bytes for each block and field
+_CACHED_SHARDS = 1024  # shards whose checksums are kept: 8 bytes for each block and field
 
 Sums = npt.NDArray[np.uint64]
 Deletes = list[tuple[Key, Key]]
 Puts = list[tuple[Key, tuple[Record, ...]]]
 
 CHECKSUM_ROOM = 1000
-"""Blocks of a layer that are believed without a look at the size of the tail."""
+"""Blocks of a layer that are accepted without comparing them with the size of the tail."""
 _SUM_BYTES = 8
 
 
 class Tail(LmdbStore):
-    """An ``LmdbStore`` that also knows which blocks are sealed. Its format number keeps it from being opened alone."""
+    """An ``LmdbStore`` with a manifest of sealed blocks. Its format number keeps it from being opened alone."""
 
     _formats = TAIL_FORMATS
 
@@ -76,16 +76,16 @@ class Tail(LmdbStore):
         """Not for callers: see ``LmdbStore``."""
         super().__init__(environment, writer, url)
         self.extents: dict[Series, tuple[bytes, tuple[Extent, ...]]] = {}
-        """Extents that were read of the manifest before, and the value that said so: good while it is the same."""
+        """Extents read from the manifest, and the value they came from; valid while that is unchanged."""
         self.sums: OrderedDict[tuple[int, int], Sums] = OrderedDict()
-        """Checksums of shards that were read before, good for ever."""
+        """Checksums of shards that were read before; valid forever."""
 
     def commit(self, deletes: Deletes, puts: Puts, then: Callable[[Any], None] | None = None) -> None:
-        """``write`` for checked changes, those of the manifest among them; ``then`` may refuse or do more."""
+        """Write checked changes, including those of the manifest; ``then`` may refuse or do more."""
         self._commit(deletes, puts, then)
 
     def apply(self, txn: Any, deletes: Deletes, puts: Puts) -> None:
-        """More changes of the same kind, in a transaction that ``then`` was called with."""
+        """Apply more changes of the same kind, in a transaction that ``then`` was called with."""
         self._changes.apply(txn, deletes, puts)
 
     def check_writable(self) -> None:
@@ -96,7 +96,7 @@ class Tail(LmdbStore):
 
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
-        """One state of the tail and its manifest, whatever is written meanwhile."""
+        """Give one state of the tail and its manifest, unaffected by later writes."""
         with self._reading() as txn:
             yield Snapshot(self, txn)
 
@@ -109,7 +109,7 @@ class Snapshot:
         self._txn = txn
 
     def extents(self, series: Series) -> tuple[Extent, ...]:
-        """What is sealed of one layer of a document. Raises ``DamagedError``."""
+        """Return the extents of one layer of a document. Raises ``DamagedError``."""
         raw = self._raw(series.manifest)
         if raw is None:
             self._tail.extents.pop(series, None)
@@ -118,7 +118,7 @@ class Snapshot:
         if known is None or known[0] != raw:
             records, _ = decode_value(memoryview(raw), 0, series.manifest)
             extents = from_record(series, records[0])
-            # Each block has checksums here: what says that there are more blocks is not to be counted through.
+            # Each block has checksums here, so a larger number of blocks is damage, and must not be counted through.
             blocks = sum(stop - start for extent in extents for start, stop in extent.live)
             if blocks > CHECKSUM_ROOM and blocks * _SUM_BYTES > used_bytes(self._txn):
                 raise DamagedError(
@@ -130,7 +130,7 @@ class Snapshot:
         return known[1]
 
     def sums(self, extent: Extent, shard: int) -> Sums:
-        """Checksums of the blocks of a shard, ``[shard_blocks, fields]``. Raises ``DamagedError``."""
+        """Return the checksums of the blocks of a shard, ``[shard_blocks, fields]``. Raises ``DamagedError``."""
         name = (extent.number, shard)
         if (sums := self._tail.sums.get(name)) is None:
             key = extent.sums(shard)
@@ -145,16 +145,16 @@ class Snapshot:
         return sums
 
     def series(self, first: Series, last: Series) -> list[Series]:
-        """The layers that have something sealed, from ``first`` to ``last`` (included), in order."""
+        """Return the layers with sealed blocks, from ``first`` to ``last`` (included), in order."""
         keys = self._tail.values.keys(self._txn, first.manifest, last.manifest)
         return [Series(key.layer, key.item) for key in keys]
 
     def all_series(self) -> list[Series]:
-        """Every layer of every document that has something sealed."""
+        """Return every layer of every document that has sealed blocks."""
         return self.series(Series(0, 0), Series(STORE, MAX_LAYER))
 
     def counters(self) -> dict[str, Any]:
-        """The next number of an extent, the bytes of all shards, and the owner of shards that lie elsewhere."""
+        """Return the next number of an extent, the bytes of all shards, and the owner of shards that lie elsewhere."""
         raw = self._raw(COUNTERS)
         if raw is None:
             return {"next_extent": 1, "bytes": 0}
@@ -162,11 +162,11 @@ class Snapshot:
         return fit(counters, COUNTERS_VALUE, "the value that counts shards")  # type: ignore[no-any-return]
 
     def keys(self, first: Key, last: Key) -> list[Key]:
-        """Keys in the tail, in order. Raises ``DamagedError``."""
+        """Return keys in the tail, in order. Raises ``DamagedError``."""
         return self._tail.values.keys(self._txn, first, last)
 
     def scan(self) -> Iterator[ScannedValue]:
-        """Every value of the tail; of the manifest's own only damaged ones."""
+        """Yield every value of the tail; of the manifest's own values, only damaged ones."""
         return (entry for entry in self._tail.values.scan(self._txn) if entry.key.document != STORE or entry.damage)
 
     def read(self, keys: Mapping[int, Key], layouts: tuple[Layout, ...], rows: Sequence[Sequence[memoryview]]) -> None:
@@ -183,7 +183,7 @@ class Snapshot:
 
 
 class _BlockRead(NamedTuple):
-    """A sealed block to be read, and the rows it goes to."""
+    """A sealed block to read, and its row in the result."""
 
     key: Key
     place: Place
@@ -208,7 +208,7 @@ class SealedBlocks:
     def from_tail(
         self, snapshot: Snapshot, keys: Sequence[Key], layouts: Sequence[Layout], rows: list[list[memoryview]]
     ) -> list[_BlockRead]:
-        """Fill the rows of what is not sealed; return what is."""
+        """Fill the rows of unsealed blocks; return the sealed ones."""
         sealed: list[_BlockRead] = []
         unsealed: dict[int, Key] = {}
         extents: dict[Series, tuple[Extent, ...]] = {}
@@ -224,7 +224,7 @@ class SealedBlocks:
         return sealed
 
     def place(self, snapshot: Snapshot, key: Key, known: dict[Series, tuple[Extent, ...]]) -> Place | None:
-        """Where a sealed block lies, None for what is not sealed; ``known`` are extents that were looked up before."""
+        """Return the place of a sealed block, None for an unsealed one; ``known`` are extents looked up before."""
         if key.table != Table.BLOCKS:
             return None
         series = Series(key.document, key.layer)
@@ -233,7 +233,7 @@ class SealedBlocks:
         return find_place(known[series], key.item)
 
     def fill(self, sealed: list[_BlockRead]) -> Failure | None:
-        """Fill the rows of sealed blocks: per shard and field one read for each row of neighbours, then checksums."""
+        """Fill the rows of sealed blocks: one read per shard, field and run of neighbours, then check the sums."""
         order = sorted(sealed, key=lambda one: (one.place.extent.number, one.place.shard, one.place.slot))
         reads: list[RangeRead] = []
         blocks: list[list[_BlockRead]] = []
@@ -253,19 +253,19 @@ class SealedBlocks:
         return None
 
     def scan(self, snapshot: Snapshot) -> Iterator[ScannedValue]:
-        """Every sealed block, in order, verified; damaged ones are reported, not raised."""
+        """Yield every sealed block, in order, verified; damage is reported, not raised."""
         for series in snapshot.all_series():
             try:
                 extents = snapshot.extents(series)
             except MemstoreError:
-                continue  # the scan of the tail has met it
+                continue  # the scan of the tail has reported it
             places = ((item, extent.place(item)) for extent in extents for item in items(extent))
             for item, place in sorted(places, key=lambda pair: pair[0]):
                 if place and (scanned := self._scan_block(snapshot, series.block(item), place)):
                     yield scanned
 
     def _scan_block(self, snapshot: Snapshot, key: Key, place: Place) -> ScannedValue | None:
-        """One sealed block, and with the first of a shard the shard's index; None for one that has been deleted."""
+        """Scan one sealed block, and with the first of a shard its index; None for a deleted block."""
         layouts = place.extent.layouts
         rows = [np.empty(layout.nbytes, np.uint8) for layout in layouts]
         try:
@@ -282,7 +282,7 @@ class SealedBlocks:
         return None if gone else ScannedValue(key, (), failure.error)
 
     def _check_index(self, read: _BlockRead) -> Failure | None:
-        """What Zarr tools find blocks by; nothing here depends on it."""
+        """Check the index by which Zarr tools find blocks; memstore does not depend on it."""
         extent, shard, _ = read.place
         for record, layout in enumerate(extent.arrays):
             expected = shard_index(extent.shard_blocks, layout.nbytes)
@@ -296,12 +296,12 @@ class SealedBlocks:
 
 
 def items(extent: Extent) -> Iterator[int]:
-    """The living blocks of an extent."""
+    """Yield the living blocks of an extent."""
     return (item for start, stop in extent.live for item in range(start, stop))
 
 
 def _neighbours(order: list[_BlockRead]) -> Iterator[list[_BlockRead]]:
-    """Blocks in order of their places, those side by side together."""
+    """Group blocks in order of their places into runs of neighbours."""
     run: list[_BlockRead] = []
     for one in order:
         if run and not _follows(run[-1].place, one.place):
@@ -317,7 +317,7 @@ def _follows(before: Place, after: Place) -> bool:
 
 
 def _range_read(run: list[_BlockRead], record: int) -> RangeRead:
-    """The bytes of one array of neighbours."""
+    """Return the read of one array for neighbouring blocks."""
     extent, shard, slot = run[0].place
     start = slot * extent.arrays[record].nbytes
     rows = (one.rows if extent.joined else one.rows[record : record + 1] for one in run)
@@ -325,7 +325,7 @@ def _range_read(run: list[_BlockRead], record: int) -> RangeRead:
 
 
 def _check_sealed(key: Key, place: Place, layouts: Sequence[Layout]) -> None:
-    """Raise ``DamagedError`` unless a sealed block is of these layouts."""
+    """Raise ``DamagedError`` unless a sealed block has these layouts."""
     if place.extent.layouts != tuple(layouts):
         raise damaged(key, f"it holds {list(place.extent.layouts)}, and {list(layouts)} was expected")
 
@@ -334,14 +334,14 @@ logger = logging.getLogger(__name__)
 
 
 class Sealer:
-    """Seals what the tail of the memory in the folder ``path`` has too much of. Whoever calls it holds its lock."""
+    """Seals excess blocks in the tail of the memory in the folder ``path``. Callers hold its lock."""
 
     def __init__(self, path: Path, tail: Tail, objects: Objects, shard_bytes: int) -> None:
         self._path = path
         self._tail = tail
         self._objects = objects
         self._shard_bytes = shard_bytes
-        self._waiting: dict[Series, int] = {}  # blocks in the tail, at most: those rewritten are counted twice
+        self._waiting: dict[Series, int] = {}  # blocks in the tail, at most: rewritten ones are counted twice
 
     def seal_due(self, batch: Batch) -> None:
         """Seal the layers that have enough blocks in the tail, now that ``batch`` is committed."""
@@ -360,11 +360,11 @@ class Sealer:
                 self._seal_series(series)
 
     def _seal_series(self, series: Series) -> None:
-        """Seal all whole shards of one layer. What goes wrong is said in the log, and tried again a shard later."""
+        """Seal all whole shards of one layer. Errors are logged, and sealing is tried again a shard later."""
         self._waiting[series] = 0
         try:
             keys = self._tail.keys(series.block(0), series.block(MAX_ITEM))
-            # The newest block of a layer stays in the tail: it may be incomplete, and a store cannot know.
+            # The newest block of a layer stays in the tail: it may be incomplete, which a store cannot know.
             for run in _runs([key.item for key in keys[:-1]]):
                 self._seal_run(series, run)
             self._waiting[series] = len(self._tail.keys(series.block(0), series.block(MAX_ITEM)))
@@ -424,11 +424,11 @@ class Sealer:
 
 
 def write_arrays(objects: Objects, extent: Extent) -> None:
-    """Write the ``zarr.json`` of the arrays of an extent: as long as what is alive in it.
+    """Write the ``zarr.json`` of the arrays of an extent: as long as its living blocks.
 
-    They are for other tools, and follow from the manifest.
+    They serve other tools, and are derived from the manifest.
     """
-    # Not worth a sync, nor a new file for each block that leaves: the manifest is the truth.
+    # Not worth a sync, nor a new file for each deleted block: the manifest is the truth.
     for record, layout in enumerate(extent.arrays):
         values = array_json(layout, extent.blocks(), extent.shard_blocks, extent.facts(record))
         objects.put(f"{extent.folder}/{record}/zarr.json", [values], durable=False)
@@ -439,7 +439,7 @@ def _layouts(value: tuple[Record, ...] | None) -> tuple[Layout, ...]:
 
 
 def _runs(items: list[int]) -> Iterator[range]:
-    """Ascending numbers as ranges without gaps."""
+    """Yield ascending numbers as ranges without gaps."""
     start = 0
     for stop in range(1, len(items) + 1):
         if stop == len(items) or items[stop] != items[stop - 1] + 1:
@@ -454,12 +454,12 @@ class Cut(NamedTuple):
     new: Extent
 
     def dead_shards(self) -> set[int]:
-        """Shards in which nothing lives any more."""
+        """Return the shards without living blocks."""
         return self.old.live_shards() - self.new.live_shards()
 
 
 def cuts_of(batch: Batch, snapshot: Snapshot) -> list[Cut]:
-    """The extents that lose blocks by ``batch``: what is written again lives in the tail from then on."""
+    """Return the extents that lose blocks by ``batch``; rewritten blocks live in the tail from then on."""
     pairs = [
         Cut(extent, _without(extent, ranges))
         for series, ranges in _gone(batch, snapshot).items()
@@ -469,7 +469,7 @@ def cuts_of(batch: Batch, snapshot: Snapshot) -> list[Cut]:
 
 
 def manifest_changes(cuts: Sequence[Cut], snapshot: Snapshot) -> tuple[Deletes, Puts]:
-    """What has to be deleted and put in the manifest, in the transaction of the batch."""
+    """Return the deletes and puts in the manifest, for the transaction of the batch."""
     deletes: Deletes = []
     puts: Puts = []
     after = {cut.old.number: cut.new for cut in cuts}
@@ -490,7 +490,7 @@ def manifest_changes(cuts: Sequence[Cut], snapshot: Snapshot) -> tuple[Deletes, 
 
 
 def _gone(batch: Batch, snapshot: Snapshot) -> dict[Series, list[tuple[int, int]]]:
-    """Ranges of blocks (both ends included) that are deleted or written again, by layer."""
+    """Return ranges of blocks (both ends included) that are deleted or rewritten, by layer."""
     gone: dict[Series, list[tuple[int, int]]] = {}
     for first, last in batch.deletes:
         if first.table == Table.BLOCKS and first <= last:
@@ -512,17 +512,17 @@ def _without(extent: Extent, ranges: Iterable[tuple[int, int]]) -> Extent:
 
 
 class Garbage:
-    """What is to be deleted among the objects of the memory in the folder ``path``."""
+    """The objects to delete of the memory in the folder ``path``."""
 
     def __init__(self, path: Path, objects: Objects) -> None:
         self._path = path
         self._objects = objects
         self._garbage: list[str] = []  # objects, and folders with a slash at the end
         self.scans = 0
-        """Scans of this process that are under way."""
+        """Running scans of this process."""
 
     def drop(self, cut: Cut) -> None:
-        """Let go of shards that the manifest does not name any more, and shorten the arrays that other tools see."""
+        """Drop shards that the manifest does not name any more, and shorten the arrays that other tools see."""
         old, new = cut
         if not new.live:
             self._garbage.append(f"{old.folder}/")
@@ -533,7 +533,7 @@ class Garbage:
             self._try(lambda: write_arrays(self._objects, new), old.folder)
 
     def sweep(self) -> None:
-        """Delete what no manifest names, unless a scan of this process still goes through it."""
+        """Delete objects that no manifest names, unless a scan of this process is running."""
         if self.scans:
             return
         garbage, self._garbage = self._garbage, []
@@ -542,7 +542,7 @@ class Garbage:
             self._try(partial(delete, path.rstrip("/")), path)
 
     def _try(self, work: Callable[[], None], what: str) -> None:
-        """Do what may fail without harm: the next opening for writing deletes what is left."""
+        """Do work that may fail without harm: the next opening for writing deletes the rest."""
         try:
             work()
         except (OSError, NotAMemory) as error:
@@ -550,9 +550,9 @@ class Garbage:
             logger.warning("memory %s: %s could not be brought up to date: %s", self._path, what, error)
 
     def collect(self, named: set[str], names: set[str], strays: Sequence[str] = ()) -> None:
-        """Delete what an interrupted process left: of ``names``, what the manifest has not ``named``; make groups.
+        """Delete the remains of an interrupted process: all ``names`` that are not ``named``; make groups.
 
-        ``strays`` are deleted too.
+        Delete ``strays`` too.
         """
         if "blocks/zarr.json" not in names:
             for path in ("zarr.json", "blocks/zarr.json"):
@@ -566,10 +566,10 @@ class Garbage:
 
 
 def shard_paths(extent: Extent, shards: Iterable[int]) -> list[str]:
-    """The objects of some shards of an extent."""
+    """Return the objects of some shards of an extent."""
     return [extent.shard_path(record, shard) for shard in shards for record in range(len(extent.arrays))]
 
 
 def _folder(path: str) -> str:
-    """The folder of the extent that an object belongs to."""
+    """Return the folder of the extent that an object belongs to."""
     return "/".join(path.split("/")[:2])
