@@ -84,9 +84,9 @@ class _HilsAttention(torch.autograd.Function):
         dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
         dweights = _chosen_backward(q, keys, values, blocks, weights[..., :-1], g, scale, (dq, dkeys, dvalues))
         dscores = weights[..., :-1] * (dweights - total.unsqueeze(-1))
-        du, dkbar, dbias = _scores_backward(wide_u, kbar.to(wide), blocks, dscores, scale)
+        du, dkbar, dbias = scores_backward(wide_u, kbar.to(wide), blocks, dscores, scale)
         m = wide_u[:, :, size - 1 :: size]
-        dm, dpooled = _pool_backward(m, keys, dkbar, dbias, scale)
+        dm, dpooled = pool_backward(m, keys, dkbar, dbias, scale)
         du[:, :, size - 1 :: size] += dm
         whole = keys.shape[2] * size
         dk[:, :, :whole].unflatten(2, (-1, size))[:, :, :, :-1] += dkeys + dpooled
@@ -289,7 +289,7 @@ def best_blocks(scores: Tensor, lse: Tensor, *, groups: int, top_k: int) -> tupl
     return F.pad(blocks, (0, missing), value=-1), F.pad(best.gather(-1, order), (0, missing), value=-math.inf)
 
 
-def _scores_backward(
+def scores_backward(
     u: Tensor, kbar: Tensor, blocks: Tensor, dscores: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of ``u``, mean keys and entropies from those of the estimates ``[B, H, M, K]``."""
@@ -309,7 +309,7 @@ def _scores_backward(
     return du, dkbar, dbias
 
 
-def _pool_backward(m: Tensor, keys: Tensor, dkbar: Tensor, dbias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def pool_backward(m: Tensor, keys: Tensor, dkbar: Tensor, dbias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Return gradients of landmark queries ``[B, H, N, D]`` and keys ``[B, G, N, S - 1, D]``."""
     groups = keys.shape[1]
     m, dkbar, dbias = (x.unflatten(1, (groups, -1)).transpose(2, 3) for x in (m, dkbar, dbias))  # [B, G, N, R, D]

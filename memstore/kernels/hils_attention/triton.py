@@ -30,8 +30,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-import memstore.kernels.hils_attention.fused as fused
 from memstore.kernels._tiles import Machine, config, machine, padded, precision, tiled
+from memstore.kernels.hils_attention.fused import Sizes, choose_blocks, pool_backward, scores_backward
 from memstore.kernels.hils_attention.reference import block_weights, in_blocks, pool_landmarks
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -289,13 +289,13 @@ def hils_attention(
     q: Tensor, k: Tensor, v: Tensor, u: Tensor, *, size: int, window: int, top_k: int, softmax1: bool, scale: float
 ) -> Tensor:
     """Take ``q, u [B, H, T, D]``, ``k, v [B, G, T, D]`` -> ``[B, H, T, D]``."""
-    out: Tensor = _HilsAttention.apply(q, k, v, u, fused.Sizes(size, window, top_k, softmax1, scale))  # type: ignore[no-untyped-call]
+    out: Tensor = _HilsAttention.apply(q, k, v, u, Sizes(size, window, top_k, softmax1, scale))  # type: ignore[no-untyped-call]
     return out
 
 
 class _HilsAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, u: Tensor, sizes: fused.Sizes) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, u: Tensor, sizes: Sizes) -> Tensor:
         q, k, v = (x.contiguous() for x in (q, k, v))
         size, window, top_k, softmax1, scale = sizes
         told = _told(q, k, sizes)
@@ -306,7 +306,7 @@ class _HilsAttention(torch.autograd.Function):
             _window_kernel[_tiles_of(q)](q=q, k=k, v=v, out=near, lse=lse, **told)
         place: dict[str, Any] = {"size": size, "window": window, "first": 0, "scale": scale}
         rounded = lse.to(q.dtype)
-        blocks, scores = fused.choose_blocks(u, kbar, bias, rounded, groups=k.shape[1], top_k=top_k, **place)
+        blocks, scores = choose_blocks(u, kbar, bias, rounded, groups=k.shape[1], top_k=top_k, **place)
         weights = block_weights(scores, rounded, softmax1=softmax1)
         matrix = _matrix(weights, blocks, kbar.shape[2])
         with torch.cuda.device_of(q):
@@ -338,15 +338,15 @@ class _HilsAttention(torch.autograd.Function):
         at = blocks.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3)
         dweights = dmatrix.gather(2, at.clamp(min=0)).transpose(2, 3) if count else torch.zeros_like(weights[..., :-1])
         dscores = (weights[..., :-1] * (dweights - delta.unsqueeze(-1))).masked_fill_(at.transpose(2, 3) < 0, 0)
-        du, dkbar, dbias = fused._scores_backward(u.float(), kbar.float(), blocks, dscores, scale)
+        du, dkbar, dbias = scores_backward(u.float(), kbar.float(), blocks, dscores, scale)
         keys = in_blocks(k, size).float()
-        dm, dpooled = fused._pool_backward(u[:, :, size - 1 :: size].float(), keys, dkbar, dbias, scale)
+        dm, dpooled = pool_backward(u[:, :, size - 1 :: size].float(), keys, dkbar, dbias, scale)
         du[:, :, size - 1 :: size] += dm
         dk[:, :, : count * size].unflatten(2, (count, size))[:, :, :, :-1] += dpooled.to(dk.dtype)
         return dq, dk, dv, du.to(u.dtype), None
 
 
-def _told(q: Tensor, k: Tensor, sizes: fused.Sizes) -> dict[str, Any]:
+def _told(q: Tensor, k: Tensor, sizes: Sizes) -> dict[str, Any]:
     """Return the arguments common to all kernels."""
     return {
         "tokens": q.shape[2],

@@ -62,7 +62,7 @@ class IndexChoice(Choice):
     """Microseconds of choosing."""
 
     @property
-    def searched(self) -> bool:  # type: ignore[override]  # type: ignore[override]  # it is never set
+    def searched(self) -> bool:  # type: ignore[override]  # it is never set
         """See ``Choice``."""
         return self.scores is not None
 
