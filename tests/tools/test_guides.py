@@ -34,7 +34,7 @@ QUESTIONS = {
     "Which index should I choose?": ("docs/choose.md", "An index", ["`exact`", "`auto`"]),
     "How large should blocks be, and how many?": ("docs/choose.md", "Sizes", ["`block_size`", "`Retrieval.top_k`"]),
     "How do I keep a memory below a size?": ("docs/keeping.md", "Keeping a memory for months", ["memstore limit"]),
-    "How do I make a backup?": ("docs/keeping.md", "Backup and upgrade", ["memstore copy"]),
+    "How do I make a backup?": ("docs/keeping.md", "Backup, move and upgrade", ["memstore copy"]),
     "What if the disk is full?": ("docs/keeping.md", "A full disk", ["no room for this batch", "memstore compact"]),
     "What does a memory tell whoever gets the file?": ("docs/security.md", "What a memory tells", ["text", "encrypt"]),
     "How do I write a store of my own?": ("docs/stores.md", "Writing a store", ["class ", "BlockStore"]),

@@ -67,8 +67,8 @@ MODELS = {
     "SmolLM2-135M": (30, 3, 64),
     "Qwen2.5-0.5B": (24, 2, 64),
     "Llama-3.2-1B": (16, 8, 64),
-    "Qwen2.5-7B": (28, 4, 128),
     "Llama-3.1-8B": (32, 8, 128),
+    "Qwen3-8B": (36, 8, 128),
 }
 """Layers, heads of keys and values, and their size: of the models' configurations."""
 
@@ -211,7 +211,7 @@ PROSE_FIGURES: list[tuple[str, str, Callable[[], object]]] = [
         for page in ("choose.md", "troubleshooting.md", "../README.md")
         for before, after, model, codec in (
             ("", r" to \d+ KB", "Qwen2.5-0.5B", "int4"),
-            (r"\d+ to ", " KB", "Llama-3.1-8B", "none"),
+            (r"\d+ to ", " KB", "Qwen3-8B", "none"),
         )
     ),
     ("../README.md", r"and ([\d.]+) GB of disk", lambda: f"{stock_memory(2):.1f}"),
