@@ -35,6 +35,7 @@ from memstore.models.causal import CausalLM, uncompiled
 from memstore.models.hils.cache import HilsCache
 from memstore.models.hils.configuration import HilsConfig, OlmoHilsConfig, QwenHilsConfig
 from memstore.models.packing import Packing
+from memstore.models.stock import COPIED, TOKENS, check_computes_as_llama, check_is_model, take_over
 from memstore.readers.caches import takes_cache, with_cache
 
 
@@ -370,20 +371,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "olmo3": {"norm_after": True, "layerwise_qk_norm": True, "layerwise_lmkq_norm": True},
 }
 """Kinds of models that a ``HilsForCausalLM`` can compute, with their options in its configuration."""
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-COPIED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_hidden_layers",
-    "rms_norm_eps",
-    "initializer_range",
-    "tie_word_embeddings",
-    *TOKENS,
-    "dtype",
-)
 
 
 def make_hils(model: PreTrainedModel, **changes: Any) -> HilsForCausalLM:
@@ -405,24 +392,13 @@ def make_hils(model: PreTrainedModel, **changes: Any) -> HilsForCausalLM:
         UnsupportedModel: within its window, the model computes something other than a HiLS model does.
         InvalidArgument: options that are not possible.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise InvalidArgument(
-            "make_hils takes a model, as AutoModelForCausalLM.from_pretrained loads it, without adapters, not a "
-            f"{type(model).__name__}"
-        )
+    check_is_model(model, "make_hils")
     config = _configuration(model.config, changes)
     with torch.device("meta"):
         made = HilsForCausalLM(config)
     weights = dict(model.state_dict(keep_vars=True))
     weights.update(_new_weights(made, model, weights))
-    expected = set(made.state_dict())
-    if expected != set(weights):
-        odd = ", ".join(sorted(expected ^ set(weights))[:4])
-        raise UnsupportedModel(
-            f"the model's weights are not those of its kind ({odd}, ...); load it as it was saved, without "
-            "quantisation or adapters"
-        )
-    made.load_state_dict(weights, assign=True)
+    take_over(made, weights)
     made.generation_config = model.generation_config
     made.train(model.training)
     return made
@@ -459,21 +435,17 @@ def _configuration(stock: Any, changes: dict[str, Any]) -> HilsConfig:
         )
     rope = _rope(stock)
     windows = set(getattr(stock, "layer_types", None) or ()) - {"full_attention"}
-    wrong = {
+    others = {
         f"rope_type is {rope.get('rope_type')!r}, not 'default' (the released 7B was trained without the scaling of "
         "its OLMo: set it so)": rope.get("rope_type", "default") != "default",
         "it has sliding windows; set layer_types to full attention": bool(windows) and stock.model_type != "olmo3",
-        f"hidden_act is {getattr(stock, 'hidden_act', None)!r}, not 'silu'": getattr(stock, "hidden_act", "") != "silu",
-        "it has biases (attention_bias)": bool(getattr(stock, "attention_bias", False)),
-        "it has biases (mlp_bias)": bool(getattr(stock, "mlp_bias", False)),
-        "it has attention dropout; set attention_dropout=0": bool(getattr(stock, "attention_dropout", 0)),
     }
-    if found := [reason for reason, is_so in wrong.items() if is_so]:
-        raise UnsupportedModel(f"this {stock.model_type} cannot become a HiLS model: {'; '.join(found)}")
+    check_computes_as_llama(stock, "a HiLS model", others)
     given = {
         **{name: getattr(stock, name, None) for name in COPIED},
         **LAYOUTS[stock.model_type],
         "head_dim": getattr(stock, "head_dim", None),
+        "rms_norm_eps": stock.rms_norm_eps,
         "hils_norm_eps": stock.rms_norm_eps,
         "rope_theta": float(rope["rope_theta"]),
         "enable_external_lmk_embed": True,

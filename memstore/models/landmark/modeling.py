@@ -58,6 +58,7 @@ from memstore.models.causal import CausalLM, Decoder, uncompiled
 from memstore.models.landmark.cache import LandmarkCache, Past, WindowCache
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.packing import Packing
+from memstore.models.stock import COPIED, TOKENS, check_computes_as_llama, check_is_model, take_over
 from memstore.readers.caches import takes_cache, with_cache
 
 if TYPE_CHECKING:
@@ -520,19 +521,6 @@ class LandmarkForCausalLM(CausalLM):
 
 STOCK = ("llama", "mistral", "qwen2")
 """Kinds of models that compute the Llama form of ``LandmarkForCausalLM``. SmolLM2 is a ``llama``."""
-TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
-COPIED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_hidden_layers",
-    "initializer_range",
-    "tie_word_embeddings",
-    *TOKENS,
-    "dtype",
-)
 ADAPTED = ("q_proj", "k_proj", "v_proj", "o_proj")
 """Projections that LoRA adapts if only a rank is given."""
 OWN = ("model.landmark.", "model.context_miss.")
@@ -559,11 +547,7 @@ def make_landmark(
         UnsupportedModel: the model differs from the Llama form.
         InvalidArgument: options that are not allowed.
     """
-    if not isinstance(model, PreTrainedModel):
-        raise InvalidArgument(
-            "make_landmark takes a model, as AutoModelForCausalLM.from_pretrained loads it, without adapters, "
-            f"not a {type(model).__name__}"
-        )
+    check_is_model(model, "make_landmark")
     config = _configuration(model, block_size, changes)
     with torch.device("meta"):
         made = LandmarkForCausalLM(config)
@@ -573,7 +557,7 @@ def make_landmark(
     for name in [name for name, _ in made.named_parameters() if name.startswith(OWN)]:
         weights[name] = nn.Parameter(mean.to(model.dtype, copy=True))
     made.generation_config = model.generation_config
-    _take_over(made, weights)
+    take_over(made, weights)
     made.train(model.training)
     return made if lora is None else with_adapters(made, lora)
 
@@ -596,7 +580,7 @@ def unmake_landmark(model: LandmarkForCausalLM | PeftModel) -> PreTrainedModel:
     # Its frequencies are no parameters, so the code below would not copy them.
     stock.model.rotary_emb = type(stock.model.rotary_emb)(config).to(inner.device)
     weights = inner.state_dict(keep_vars=True)
-    _take_over(stock, {name: tensor for name, tensor in weights.items() if not name.startswith(OWN)})
+    take_over(stock, {name: tensor for name, tensor in weights.items() if not name.startswith(OWN)})
     stock.generation_config = inner.generation_config
     stock.train(inner.training)
     return stock
@@ -678,29 +662,11 @@ def _check(stock: PreTrainedConfig) -> None:
         )
     rope = getattr(stock, "rope_parameters", None) or {}
     window = getattr(stock, "sliding_window", None)
-    wrong = {
+    others = {
         f"rope_type is {rope.get('rope_type')!r}, not 'default'": rope.get("rope_type", "default") != "default",
         f"it has a sliding window of {window} tokens; set sliding_window=None": window is not None,
-        f"hidden_act is {getattr(stock, 'hidden_act', None)!r}, not 'silu'": getattr(stock, "hidden_act", "") != "silu",
-        "it has biases (attention_bias)": bool(getattr(stock, "attention_bias", False)),
-        "it has biases (mlp_bias)": bool(getattr(stock, "mlp_bias", False)),
-        "it has attention dropout; set attention_dropout=0": bool(getattr(stock, "attention_dropout", 0)),
     }
-    found = [reason for reason, is_so in wrong.items() if is_so]
-    if found:
-        raise UnsupportedModel(f"this {stock.model_type} cannot become a landmark model: {'; '.join(found)}")
-
-
-def _take_over(model: PreTrainedModel, weights: dict[str, Tensor]) -> None:
-    """Make ``weights`` the parameters of ``model``, which has none yet."""
-    expected = set(model.state_dict())
-    if expected != set(weights):
-        odd = ", ".join(sorted(expected ^ set(weights))[:4])
-        raise UnsupportedModel(
-            f"the model's weights are not those of its kind ({odd}, ...); load it as it was saved, without "
-            "quantisation or adapters"
-        )
-    model.load_state_dict(weights, assign=True)
+    check_computes_as_llama(stock, "a landmark model", others)
 
 
 # Lets transformers' own loaders recognise a saved landmark model once its class is imported.

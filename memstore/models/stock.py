@@ -1,0 +1,63 @@
+"""A stock Llama-like model becomes a model of this package: what is taken over, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from memstore.errors import InvalidArgument, UnsupportedModel
+
+TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+COPIED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "num_hidden_layers",
+    "initializer_range",
+    "tie_word_embeddings",
+    *TOKENS,
+    "dtype",
+)
+"""Fields of a stock configuration that keep their names."""
+
+
+def check_is_model(model: Any, maker: str) -> None:
+    """Raise ``InvalidArgument`` if ``model`` is not a plain model of transformers; ``maker`` is the called function."""
+    if not isinstance(model, PreTrainedModel):
+        raise InvalidArgument(
+            f"{maker} takes a model, as AutoModelForCausalLM.from_pretrained loads it, without adapters, not a "
+            f"{type(model).__name__}"
+        )
+
+
+def check_computes_as_llama(stock: Any, name: str, others: Mapping[str, bool]) -> None:
+    """Raise ``UnsupportedModel`` if a stock configuration has features that the Llama form does not compute.
+
+    ``name`` is the model that it would become; ``others`` are further reasons against it, and whether they hold.
+    """
+    wrong = {
+        **others,
+        f"hidden_act is {getattr(stock, 'hidden_act', None)!r}, not 'silu'": getattr(stock, "hidden_act", "") != "silu",
+        "it has biases (attention_bias)": bool(getattr(stock, "attention_bias", False)),
+        "it has biases (mlp_bias)": bool(getattr(stock, "mlp_bias", False)),
+        "it has attention dropout; set attention_dropout=0": bool(getattr(stock, "attention_dropout", 0)),
+    }
+    if found := [reason for reason, is_so in wrong.items() if is_so]:
+        raise UnsupportedModel(f"this {stock.model_type} cannot become {name}: {'; '.join(found)}")
+
+
+def take_over(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
+    """Make ``weights`` the parameters of ``model``, which has none yet. Raises ``UnsupportedModel`` for other names."""
+    expected = set(model.state_dict())
+    if expected != set(weights):
+        odd = ", ".join(sorted(expected ^ set(weights))[:4])
+        raise UnsupportedModel(
+            f"the model's weights are not those of its kind ({odd}, ...); load it as it was saved, without "
+            "quantisation or adapters"
+        )
+    model.load_state_dict(weights, assign=True)
