@@ -142,6 +142,7 @@ class Attachment(ABC):
         self._places = _places(memory)
         self._opening: dict[str, Any] = {"mode": mode, "index": index, "device": on}
         self._memories: tuple[Memory, ...] | None = None
+        self._has_read = False
         self._stack = ExitStack()
         self.observers: list[Observer] = []
         """They see what calls of the model retrieve, but not what reading retrieves."""
@@ -193,7 +194,8 @@ class Attachment(ABC):
             self._stack.close()
         finally:
             self._memories = None
-            _return_freed_memory()
+            if self._has_read:  # questions alone free little, and a server attaches for each
+                _return_freed_memory()
 
     def _join(self) -> None:
         """Join the other ranks if a process group was given."""
@@ -456,7 +458,7 @@ class Attachment(ABC):
 
     def _run(self, job: Job, pieces: Iterator[Tensor], stored: int, total: int | None, progress: bool) -> float:
         """Read ``pieces`` at the end of the document, and return the seconds that it took."""
-        begun = time.perf_counter()
+        begun, self._has_read = time.perf_counter(), True
         told = progress_bar(job.document.name, stored, total, show=True) if progress else nullcontext(lambda _: None)
         with torch.no_grad(), evaluating(self.model), told as advance:
             cut = segments(self._prepared(pieces), stored, self._segment_tokens)
