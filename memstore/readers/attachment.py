@@ -48,7 +48,7 @@ UNNAMED = "document"
 """The name of a memory's first document, if none is given."""
 Place = Memory | str | Path
 """A memory: an open one, or its path."""
-FREED_BYTES = 16 << 20
+FREED_BYTES = 32 << 20
 """After so many bytes of states, freed memory goes back to the system."""
 COMPARED = 1 << 16
 """Stored tokens that are held in memory at once while a text is compared with them."""
@@ -142,7 +142,6 @@ class Attachment(ABC):
         self._places = _places(memory)
         self._opening: dict[str, Any] = {"mode": mode, "index": index, "device": on}
         self._memories: tuple[Memory, ...] | None = None
-        self._has_read = False
         self._stack = ExitStack()
         self.observers: list[Observer] = []
         """They see what calls of the model retrieve, but not what reading retrieves."""
@@ -194,8 +193,6 @@ class Attachment(ABC):
             self._stack.close()
         finally:
             self._memories = None
-            if self._has_read:  # questions alone free little, and a server attaches for each
-                _return_freed_memory()
 
     def _join(self) -> None:
         """Join the other ranks if a process group was given."""
@@ -458,7 +455,7 @@ class Attachment(ABC):
 
     def _run(self, job: Job, pieces: Iterator[Tensor], stored: int, total: int | None, progress: bool) -> float:
         """Read ``pieces`` at the end of the document, and return the seconds that it took."""
-        begun, self._has_read = time.perf_counter(), True
+        begun = time.perf_counter()
         told = progress_bar(job.document.name, stored, total, show=True) if progress else nullcontext(lambda _: None)
         with torch.no_grad(), evaluating(self.model), told as advance:
             cut = segments(self._prepared(pieces), stored, self._segment_tokens)
