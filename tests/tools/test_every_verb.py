@@ -216,7 +216,7 @@ def shelf(tmp_path_factory: pytest.TempPathFactory, model_folder: Path) -> Path:
     folder = tmp_path_factory.mktemp("shelf")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        patch.setattr("memstore.tools.gguf.smollm2_path", lambda: model_folder)
+        patch.setattr("memstore.tools.gguf.smollm2_path", lambda *_: model_folder)
         for name in ("moby-dick", "draft", "final"):
             Path(f"{name}.txt").write_text(PROSE * 4 + name)
             assert main(["read", f"{name}.txt", "notes.mem"]) == 0
@@ -234,7 +234,7 @@ def library(shelf: Path, tmp_path: Path, model_folder: Path, monkeypatch: pytest
     """A copy of it, in which a command runs."""
     shutil.copytree(shelf, tmp_path / "library")
     monkeypatch.chdir(tmp_path / "library")
-    monkeypatch.setattr("memstore.tools.gguf.smollm2_path", lambda: model_folder)
+    monkeypatch.setattr("memstore.tools.gguf.smollm2_path", lambda *_: model_folder)
     monkeypatch.setattr("sys.stdin", io.StringIO(""))  # nobody talks
     return tmp_path / "library"
 

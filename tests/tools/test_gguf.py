@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import memstore
 from memstore import paths, wheels
 from memstore.errors import DamagedError, InvalidArgument, UnsupportedModel
+from memstore.readers.kinds import STOCK
 from memstore.tools import gguf
-from memstore.tools.models import resolve_model
+from memstore.tools.models import kind_named, load_model, load_tokenizer, resolve_model
 from tests.test_wheels import tiny_wheel
 from tests.tools.conftest import Cli
 
@@ -79,6 +81,26 @@ def test_a_gguf_file_that_changed_is_converted_again(gguf_file: Path) -> None:
     gguf_file.write_bytes(b"GGUF and more" + bytes(1 << 20))
     resolve_model(str(gguf_file))
     assert marker.read_text() != before
+
+
+def test_weights_are_kept_in_the_precision_they_run_in(
+    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert kind_named(str(gguf_file)) is STOCK
+    assert not (tmp_path / "cache" / "gguf").exists()
+    half = load_model(str(gguf_file), "bfloat16").model
+    folder = Path(resolve_model(str(gguf_file)))
+    kept = load_file(folder / "model.safetensors")
+    assert {each.dtype for each in kept.values()} == {torch.bfloat16}
+    load_tokenizer(str(gguf_file))
+    assert [each.name for each in folder.parent.iterdir() if each.is_dir()] == [folder.name]  # none but the asked one
+    whole = load_model(str(gguf_file), "float32").model
+    assert len([each for each in folder.parent.iterdir() if each.is_dir()]) == 2
+    assert all(torch.equal(a, b.bfloat16()) for a, b in zip(half.parameters(), whole.parameters(), strict=True))
+    shutil.rmtree(folder)
+    monkeypatch.setattr(gguf, "convert", None)  # the float32 weights are rounded, without the file
+    again = load_model(str(gguf_file), "bfloat16").model
+    assert all(torch.equal(a, b) for a, b in zip(half.parameters(), again.parameters(), strict=True))
 
 
 def test_a_gguf_file_that_lacks_weights_is_no_model(

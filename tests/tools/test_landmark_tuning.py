@@ -38,7 +38,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module", autouse=True)
 def tiny_smollm2(model_folder: Path) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("memstore.tools.gguf.smollm2_path", lambda: model_folder)
+        patch.setattr("memstore.tools.gguf.smollm2_path", lambda *_: model_folder)
         yield
 
 
