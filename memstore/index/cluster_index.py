@@ -92,11 +92,12 @@ class Clusters:
         centres = _kmeans((keys[sample] - mean) @ root, count)
         lists = torch.empty(len(keys), dtype=torch.int64)
         squares, sizes, sums = torch.zeros(count), torch.zeros(count), torch.zeros(count, keys.shape[1])
-        half = centres.square().sum(1) / 2
+        nearest = require_faiss().IndexFlatL2(keys.shape[1])
+        nearest.add(centres.numpy())
         for start in range(0, len(keys), STEP):
             rows = keys[start : start + STEP]
             white = (rows - mean) @ root
-            near = torch.cat([(piece @ centres.T - half).argmax(1) for piece in white.split(4096)])
+            near = torch.from_numpy(nearest.search(white.numpy(), 1)[1][:, 0])
             lists[start : start + STEP] = near
             sizes += torch.bincount(near, minlength=count)
             sums.index_add_(0, near, rows)
@@ -206,17 +207,17 @@ def _metric(queries: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _kmeans(sample: Tensor, count: int) -> Tensor:
-    """Return ``count`` centres ``[C, D]`` of ``sample [m, D]``; a cluster without members restarts elsewhere."""
-    generator = torch.Generator().manual_seed(0)
-    centres = sample[torch.randperm(len(sample), generator=generator)[:count]].clone()
-    for _ in range(ITERATIONS):
-        half = centres.square().sum(1) / 2
-        near = torch.cat([(piece @ centres.T - half).argmax(1) for piece in sample.split(4096)])
-        sizes = torch.bincount(near, minlength=count)
-        centres = torch.zeros_like(centres).index_add_(0, near, sample) / sizes.clamp(min=1)[:, None]
-        lonely = (sizes == 0).nonzero().squeeze(1)
-        centres[lonely] = sample[torch.randint(len(sample), (len(lonely),), generator=generator)]
-    return centres
+    """Return ``count`` centres ``[C, D]`` of ``sample [m, D]``."""
+    kmeans = require_faiss().Kmeans(
+        sample.shape[1],
+        count,
+        niter=ITERATIONS,
+        seed=0,
+        min_points_per_centroid=1,
+        max_points_per_centroid=max(1, -(-len(sample) // count)),
+    )
+    kmeans.train(sample.numpy())
+    return torch.from_numpy(kmeans.centroids)
 
 
 SMALLEST = 16_384
@@ -521,6 +522,7 @@ def make_base(tail: tuple[Tensor, Tensor], old: Old | None, logged: Tensor, want
     They suit queries like ``logged [G, m, D]``. Every eighth of these is held out, to find how many lists must be read
     for the ``wanted`` share of the best keys.
     """
+    require_faiss().omp_set_num_threads(torch.get_num_threads())
     ids, keys = tail if old is None else _joined(tail, old)
     count = min(max(16, int(4 * (len(ids) * keys.shape[2]) ** 0.5)), len(ids) * keys.shape[2])
     heads, tests = [], []
