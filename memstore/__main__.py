@@ -31,14 +31,19 @@ _pressed: list[bool] = []
 
 # Nothing heavy is imported here: Ctrl-C while the rest is loaded then ends in one line. An interrupted import may
 # surface as any error later. So after Ctrl-C, every error counts as an interrupt.
-def run() -> int:
-    """Run the command line and return the exit code.
+def run(*, resident: bool = True) -> int:
+    """Run the command line and return the exit code. With ``resident``, a resident process may do it.
 
     Loading takes a moment, in which Ctrl-C must end the command in one line, as at any other time. The command line
     owns the process: after its output is complete, Ctrl-C ends it silently.
     """
     listen()
     try:
+        if resident and sys.argv[1:2] in (["ask"], ["chat"]):  # those that answer a person
+            from memstore.tools.resident import run_resident
+
+            if (code := run_resident(sys.argv[1:])) is not None:
+                return code
         from memstore.tools.app import main as run_verb
 
         return run_verb(pressed=pressed)
@@ -54,9 +59,9 @@ def run() -> int:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def main() -> int:
+def main(*, resident: bool = True) -> int:
     """Run the command line and end the process. Return the exit code if Python must end the process."""
-    code = run()
+    code = run(resident=resident)
     leave(code)
     return code
 

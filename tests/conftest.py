@@ -15,6 +15,7 @@ from types import SimpleNamespace
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each process that a test starts compiles all modules again
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # also for the processes that tests start
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["MEMSTORE_RESIDENT"] = "off"  # no process that outlives the tests
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what cuBLAS asks for where sums must be repeatable
 
 import pytest

@@ -204,6 +204,9 @@ def options(
     context: typer.Context,
     *,
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.")] = False,
+    no_resident: Annotated[  # noqa: ARG001 - memstore.__main__ sees it
+        bool, typer.Option("--no-resident", help="Run ask and chat in a process of their own, with its own imports.")
+    ] = False,
 ) -> None:
     """A searchable, persistent memory for transformers."""
     if version:

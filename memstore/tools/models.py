@@ -120,7 +120,7 @@ def load_model(name: str, dtype: str = "auto", *, device: str = "cpu") -> Loaded
 # Collecting garbage among a million objects that stay takes a fifth of the time of loading, and nearly as much at any
 # later collection. The objects belong to the libraries, so they are skipped from then on.
 @cache
-def _libraries() -> Any:
+def import_libraries() -> Any:
     """Import the ``transformers`` package, with all that it loads for any model."""
     transformers = require_transformers()
     _ = transformers.PreTrainedModel  # names of the package are loaded at first use
@@ -144,7 +144,7 @@ def _uncollected() -> Iterator[None]:
 def _load(name: str, dtype: str, device: str) -> LoadedModel:
     check_device(device)
     precision = resolve_dtype(dtype, device=device)
-    transformers = _libraries()
+    transformers = import_libraries()
     kind = kind_named(name)
     source = resolve_model(name, str(precision).removeprefix("torch."))
     if not kind.half:

@@ -1,0 +1,218 @@
+"""The resident process: commands run in it as they would by themselves, for this user alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from memstore.tools import resident
+from tests.tools.conftest import Cli
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
+
+Command = Callable[..., "subprocess.Popen[str]"]
+SERVE = "from memstore.tools import resident; resident.LOOK_SECONDS = 0.2; {}; resident.serve()"
+
+
+def until(true: Callable[[], object], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < end, "in vain"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def runtime(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of the sockets; the processes that were started in it end with the tests."""
+    folder = tmp_path_factory.mktemp("runtime")
+    yield folder
+    for lock in (folder / "memstore").glob("*.lock"):
+        os.kill(int(lock.read_text()), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def command(runtime: Path) -> Command:
+    """Starts ``memstore`` in a new process, which may use a resident one.
+
+    As an installed script does: ``python -m`` puts the working directory first in the path of imports.
+    """
+    script = runtime / "script.py"
+    script.write_text("import sys\nfrom memstore.__main__ import main\nsys.exit(main())\n")
+
+    def start(*arguments: object, **options: object) -> subprocess.Popen[str]:
+        given = {"env": {}, "cwd": None, **options}
+        env = {**os.environ, resident.VARIABLE: "", "XDG_RUNTIME_DIR": str(runtime), **given.pop("env")}  # type: ignore[dict-item]
+        line = [sys.executable, str(script), *map(str, arguments)]
+        pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        return subprocess.Popen(line, text=True, env=env, **{**pipes, **given})  # type: ignore[call-overload,no-any-return]
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def server(command: Command, runtime: Path) -> Path:
+    """The socket of a resident process that a first command has started."""
+    first = command("ask", runtime / "nothing", "Who?")
+    assert first.communicate()[1].startswith("memstore: there is no memory at")
+    folder = runtime / "memstore"
+    until(lambda: [each for each in folder.iterdir() if each.is_socket()])
+    (path,) = (each for each in folder.iterdir() if each.is_socket())
+    return path
+
+
+@pytest.fixture
+def text_memory(cli: Cli, model_folder: Path, tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text("A text that is long enough. " * 20)
+    assert cli("read", tmp_path / "text.txt", tmp_path / "text.mem", "--model", model_folder).code == 0
+    return tmp_path / "text.mem"
+
+
+def children(server: Path) -> list[int]:
+    number = int(server.with_suffix(".lock").read_text())
+    return [int(each) for each in Path(f"/proc/{number}/task/{number}/children").read_text().split()]
+
+
+def test_a_command_says_what_it_says_by_itself(command: Command, server: Path, text_memory: Path) -> None:
+    def asked(**options: object) -> subprocess.Popen[str]:
+        line = ("ask", text_memory.name, "-", "--max-tokens", 3, "--json")
+        return command(*line, cwd=text_memory.parent, umask=0o027, **options)
+
+    served = asked()
+    until(lambda: children(server))
+    (child,) = children(server)
+    until(lambda: "Umask:\t0027" in Path(f"/proc/{child}/status").read_text())
+    assert Path(f"/proc/{child}/cwd").resolve() == text_memory.parent.resolve()
+    told = []
+    for each in (served, asked(env={resident.VARIABLE: "off"})):
+        out, err = each.communicate("Who?")
+        told.append((each.returncode, err, {**json.loads(out), "seconds": None}))
+    assert told[0] == told[1]
+    assert told[0][0] == 0
+
+
+@pytest.mark.parametrize("arguments", [("ask", "nothing", "Who?"), ("ask",), ("ask", "--help"), ("chat", "--help")])
+def test_its_exit_codes_and_errors_are_those_of_a_process_of_its_own(
+    command: Command, server: Path, arguments: tuple[str, ...], tmp_path: Path
+) -> None:
+    served, alone = command(*arguments, cwd=tmp_path), command(*arguments, cwd=tmp_path, env={resident.VARIABLE: "off"})
+    assert (*served.communicate(), served.returncode) == (*alone.communicate(), alone.returncode)
+    assert server.is_socket()
+
+
+def test_ctrl_c_reaches_it(command: Command, server: Path, text_memory: Path) -> None:
+    waits = command("ask", text_memory, "-")  # for its question
+    until(lambda: children(server))
+    time.sleep(0.5)
+    waits.send_signal(signal.SIGINT)
+    assert "interrupted" in waits.communicate()[1]
+    assert waits.returncode == 130
+    until(lambda: not children(server))
+
+
+def test_it_ends_with_its_caller(command: Command, server: Path, text_memory: Path) -> None:
+    waits = command("ask", text_memory, "-")
+    until(lambda: children(server))
+    waits.kill()
+    until(lambda: not children(server))
+    waits.communicate()
+
+
+def test_only_this_user_is_let_in(server: Path) -> None:
+    assert stat.S_IMODE(server.stat().st_mode) == 0o600
+    assert stat.S_IMODE(server.parent.stat().st_mode) == 0o700
+
+
+def test_a_folder_that_others_may_enter_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(resident.VARIABLE, "")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (tmp_path / "memstore").mkdir(mode=0o755)
+    (tmp_path / "memstore").chmod(0o755)
+    assert resident.run_resident(["ask", "nothing", "Who?"]) is None
+    assert [*(tmp_path / "memstore").iterdir()] == []
+    (tmp_path / "memstore").rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    (tmp_path / "memstore").symlink_to(tmp_path / "elsewhere")
+    assert resident.run_resident(["ask", "nothing", "Who?"]) is None
+    assert [*(tmp_path / "elsewhere").iterdir()] == []
+
+
+@pytest.mark.parametrize(
+    "sent", [b"", b"1", struct.pack("!I", 4) + b"nope", struct.pack("!I", 2**31), b"\x00\x00\x00\x02{}"]
+)
+def test_other_bytes_do_it_no_harm(server: Path, sent: bytes) -> None:
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(str(server))
+        assert peer.recv(1) == resident.READY
+        peer.sendall(sent)
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.settimeout(20)
+        peer.connect(str(server))
+        assert peer.recv(1) == resident.READY
+    assert children(server) == []
+
+
+@pytest.mark.parametrize("changed", [{"OMP_NUM_THREADS": "7"}, {"LC_ALL": "C"}, {"PATH": "/nowhere"}])
+def test_processes_that_import_differently_do_not_share_one(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, str]
+) -> None:
+    before = resident._identity()
+    monkeypatch.setenv("TERM", "other")
+    assert resident._identity() == before
+    for name, value in changed.items():
+        monkeypatch.setenv(name, value)
+    assert resident._identity() != before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env"),
+    [
+        (("ask", "nothing", "Who?"), {resident.VARIABLE: "off"}),
+        (("--no-resident", "ask", "nothing", "Who?"), {}),
+        (("ask", "nothing", "Who?", "--device", "cpu"), {}),
+        (("ls", "nothing"), {}),
+    ],
+)
+def test_whoever_does_not_want_one_starts_none(
+    command: Command, tmp_path: Path, arguments: tuple[str, ...], env: dict[str, str]
+) -> None:
+    alone = command(*arguments, env={"XDG_RUNTIME_DIR": str(tmp_path), **env})
+    alone.communicate()
+    assert alone.returncode == 3
+    assert [*tmp_path.glob("memstore/*")] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", ["resident.IDLE_SECONDS = 0", "resident.LEAST_FREE_KB = 1 << 50"])
+def test_it_ends_when_idle_or_memory_is_short(tmp_path: Path, ends: str) -> None:
+    path = tmp_path / "socket"
+    assert subprocess.run([sys.executable, "-c", SERVE.format(ends), path], timeout=120, check=False).returncode == 0
+    assert [each.name for each in tmp_path.iterdir()] == ["socket.lock"]
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_is_told_and_replaced(command: Command, text_memory: Path, tmp_path: Path) -> None:
+    env = {"XDG_RUNTIME_DIR": str(tmp_path)}
+    command("ask", "nothing", "Who?", env=env).communicate()
+    until(lambda: [each for each in (tmp_path / "memstore").iterdir() if each.is_socket()])
+    (path,) = (each for each in (tmp_path / "memstore").iterdir() if each.is_socket())
+    waits = command("ask", text_memory, "-", env=env)
+    until(lambda: children(path))
+    number = int(path.with_suffix(".lock").read_text())
+    os.kill(number, signal.SIGKILL)
+    assert "the resident process ended; run the command again" in waits.communicate()[1]
+    assert waits.returncode == 1
+    again = command("ask", "nothing", "Who?", env=env)
+    assert "there is no memory" in again.communicate()[1]
+    until(lambda: int(path.with_suffix(".lock").read_text() or 0) != number)
+    os.kill(int(path.with_suffix(".lock").read_text()), signal.SIGKILL)
