@@ -34,6 +34,7 @@ from memstore.readers.passages import (
     SENTENCES,
     Passage,
     PassageReader,
+    absent,
     quotes,
     stored,
     unsupported,
@@ -61,6 +62,9 @@ FEW = 2
 BEFORE = 0.2
 """The weight of a token of the previous exchange, if a question refers to it. Where the subject has changed after all,
 a higher weight would cost the best blocks for the question itself (docs/notes/questions.md)."""
+LEAST_COVERAGE = 0.4
+"""Below this share of a question's words in the quoted paragraphs, the memory probably has nothing on it. At this value
+no right answer to the chosen questions of SQuAD is doubted, and 0.8 of the questions about other texts are."""
 _LABELLED = re.compile(r"(?:.*\n)?\s*(?:question|q):\s*(.+?)\s*\n\s*(?:answer|a):\s*", re.IGNORECASE | re.DOTALL)
 _ASKING = re.compile(r"\b(who|whom|whose|what|which|when|where|why|how)\b", re.IGNORECASE)
 _REFERRING = re.compile(
@@ -140,6 +144,11 @@ class Answer:
     """The scores of the chosen blocks, by (document, block). Blocks that needed no choice have none."""
     quoted: list[tuple[str, int]]
     """The blocks whose paragraph also stood as text before the question, best first."""
+    absent: list[str] | None
+    """Words of the question that the quoted paragraphs lack. None if nothing was quoted, if the question refers to what
+    was said before it, or if its words cannot be told apart (one word, or a script without spaces)."""
+    coverage: float | None
+    """The share of the question's words that the quoted paragraphs have, from 0 to 1; None where ``absent`` is None."""
     missing: dict[tuple[str, int], str]
     """Blocks that could not be read and are missing in the answer, as (document, block), with the reason. Empty unless
     ``Retrieval(on_error="miss")``."""
@@ -147,6 +156,15 @@ class Answer:
 
     def __str__(self) -> str:
         return self.text
+
+    @property
+    def found(self) -> bool | None:
+        """Whether the memory has something on the question: its paragraphs have ``LEAST_COVERAGE`` of its words.
+
+        None where ``coverage`` is None. It tells questions about other subjects, not details that the text leaves out
+        (docs/measured.md).
+        """
+        return None if self.coverage is None else self.coverage >= LEAST_COVERAGE
 
     def sources(self, most: int = MAX_SOURCES) -> list[Passage]:
         """Return the ``most`` blocks that matter most for the answer: quoted ones, best first, then by attention.
@@ -484,7 +502,7 @@ def generate_answer(
     memory = reader.memory
     begun = time.perf_counter()
     options = {"do_sample": False, **options}
-    quoted, asked = list[tuple[str, int]](), prompt
+    quoted, asked, lacking = list[tuple[str, int]](), prompt, None
     if teller.frame is not None:
         if reader.takes_questions:
             options["query"] = [*said, question]  # not the template around it, which is the same for all questions
@@ -497,6 +515,7 @@ def generate_answer(
                 longer = replace(prompt, words=[*encode(reader.tokenizer, text), *prompt.words])
                 if best and not too_long(reader.model, len(longer.tokens), max_tokens):
                     quoted, prompt = best, longer
+                    lacking = None if any(exchange) else absent(looked_up, text)
         options["eos_token_id"] = teller.ends or None
     options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), teller.over]
     traces = memory.traces if trace else Traces(None, memory.url)
@@ -523,6 +542,8 @@ def generate_answer(
         used=most_weight(steps),
         scores=best_scores(steps),
         quoted=quoted,
+        absent=None if lacking is None else lacking[0],
+        coverage=None if lacking is None else lacking[1],
         missing=missing,
         reader=reader,
     )

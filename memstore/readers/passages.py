@@ -49,6 +49,10 @@ SENTENCES = re.compile(r"(?<=\w{3}\.)\s+|(?<=[!?])\s+|(?<=[!?][\"')\u201d\u2019]
 """The end of a sentence, but not after "Dr." and the like."""
 
 
+UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
+"""Letters of scripts that put no spaces between words: Thai, Lao, Burmese, Khmer, Japanese and Chinese."""
+
+
 class PassageReader(Protocol):
     """The part of a reader that is needed to return passages; a ``Reader`` has it."""
 
@@ -306,6 +310,18 @@ def unsupported(reader: PassageReader, places: Iterable[tuple[str, int]], questi
                 known.update(word[:STEM] for word in words_of(_Surroundings.of(reader.tokenizer, document, block).text))
     words = dict.fromkeys(words_of(answer))
     return [word for word in words if word not in FUNCTION_WORDS and word[:STEM] not in known]
+
+
+def absent(question: str, text: str) -> tuple[list[str], float] | None:
+    """Return the words of ``question`` that ``text`` lacks, in order, and the share that it has.
+
+    None for a question of one word, or in a script without spaces. Words are the same as in ``unsupported``.
+    """
+    words, there = dict.fromkeys(asked_words(question)), {word[:STEM] for word in words_of(text)}
+    if len(words) < 2 or UNSPACED.search(question):
+        return None
+    lacking = [word for word in words if word[:STEM] not in there]
+    return lacking, 1 - len(lacking) / len(words)
 
 
 def passages(reader: PassageReader, matches: Sequence[Match], words: str) -> list[Passage]:

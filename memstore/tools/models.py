@@ -57,12 +57,12 @@ def resolve_model(name: str, dtype: str | None = None) -> str:
     if name == SMOLLM2:
         from memstore.tools.gguf import smollm2_path
 
-        return str(smollm2_path(dtype))
+        return str(smollm2_path(dtype, _usual_precision))
     path = Path(name).expanduser()
     if (file := gguf_in(path)) is not None:
         from memstore.tools.gguf import converted
 
-        return str(converted(file, dtype))
+        return str(converted(file, dtype, _usual_precision))
     if path.is_dir():
         if not (path / "config.json").exists():
             raise InvalidArgument(f"{name} is not a model directory: it has neither config.json nor one GGUF file.")
@@ -329,6 +329,10 @@ def resolve_dtype(name: str, *, device: str = "cpu") -> torch.dtype:
         return torch.bfloat16 if device != "cpu" or computes_bfloat16() else torch.float32
     dtype: torch.dtype = getattr(torch, name)
     return dtype
+
+
+def _usual_precision() -> str:
+    return str(resolve_dtype("auto")).removeprefix("torch.")
 
 
 def computes_bfloat16() -> bool:

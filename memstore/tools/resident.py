@@ -32,7 +32,7 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NoReturn
@@ -59,7 +59,13 @@ VARIABLES = (
     *("PYTHON", "VIRTUAL_ENV", "PATH", "HOME", "XDG_", "TMPDIR", "LANG", "LC_"),
 )
 """Beginnings of the variables that are read when libraries are imported."""
-START = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from memstore.tools.resident import serve; serve()"
+START = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from memstore.__main__ import main
+from memstore.tools.resident import serve
+serve(main)
+"""
 
 
 def run_resident(arguments: Sequence[str]) -> int | None:
@@ -184,8 +190,11 @@ def _start(path: Path) -> None:
         )
 
 
-def serve() -> None:
-    """Be the resident process at the socket that the last argument names, unless another process is."""
+def serve(main: Callable[..., int]) -> None:
+    """Be the resident process at the socket that the last argument names, unless another process is.
+
+    ``main``: runs the command line that ``sys.argv`` has, and ends the process.
+    """
     path = Path(sys.argv[-1])
     lock = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
@@ -210,7 +219,7 @@ def serve() -> None:
         listening.bind(str(path))
         listening.listen()
         try:
-            _Resident(listening, lock, threads).run()
+            _Resident(listening, lock, threads, main).run()
         finally:
             path.unlink(missing_ok=True)
 
@@ -218,9 +227,9 @@ def serve() -> None:
 class _Resident:
     """The loop of the resident process."""
 
-    def __init__(self, listening: socket.socket, lock: int, threads: int) -> None:
-        """``threads``: the number that a child computes with unless it is told otherwise."""
-        self._listening, self._lock, self._threads = listening, lock, threads
+    def __init__(self, listening: socket.socket, lock: int, threads: int, main: Callable[..., int]) -> None:
+        """``threads``: the number that a child computes with unless it is told otherwise. ``main``: see ``serve``."""
+        self._listening, self._lock, self._threads, self._main = listening, lock, threads, main
         self._events = selectors.DefaultSelector()
         self._events.register(listening, selectors.EVENT_READ)
         self._children = dict[int, tuple[socket.socket, int, int]]()
@@ -322,9 +331,7 @@ class _Resident:
             torch.set_num_threads(self._threads)
             before = {*sys.modules}
             atexit.register(lambda: os.write(pipe, " ".join({*sys.modules} - before).encode()[: 1 << 15]))
-            from memstore import __main__
-
-            code = __main__.main(resident=False)
+            code = self._main(resident=False)
         finally:
             os._exit(code)
 

@@ -204,6 +204,32 @@ def test_words_of_an_answer_that_no_source_has_are_told(said: str, own: list[str
         assert (answer.text, answer.unsupported()) == (said, own)
 
 
+@pytest.mark.parametrize(
+    ("question", "lacking", "coverage", "found"),
+    [
+        ("What does the log say in line 7?", ["say"], 0.75, True),
+        ("Which mountains of Peru are in the log?", ["mountains", "peru"], 1 / 3, False),
+        ("Why?", None, None, None),
+        ("\u706f\u5854\u662f \u8c01\u5efa\u7684\uff1f", None, None, None),
+    ],
+)
+def test_an_answer_says_which_words_of_the_question_were_not_found(
+    question: str, lacking: list[str] | None, coverage: float | None, found: bool | None
+) -> None:
+    with attached("ram:", 1) as reader:
+        reader.read(TEXT, document="log")
+        answer = reader.ask(question, max_tokens=1)
+        assert (answer.absent, answer.found) == (lacking, found)
+        assert answer.coverage == (None if coverage is None else pytest.approx(coverage))
+
+
+def test_without_a_quote_nothing_is_said_of_the_questions_words() -> None:
+    with attached("ram:", 0) as reader:
+        reader.read(TEXT, document="log")
+        answer = reader.ask("Which mountains of Peru are in the log?", max_tokens=1)
+        assert (answer.absent, answer.coverage, answer.found) == (None, None, None)
+
+
 def test_the_states_of_the_blocks_are_attended_to_as_they_are_without_quotes() -> None:
     chosen = []
     for quote in (0, 3):

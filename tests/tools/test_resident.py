@@ -22,7 +22,7 @@ from tests.tools.conftest import Cli
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 
 Command = Callable[..., "subprocess.Popen[str]"]
-SERVE = "from memstore.tools import resident; resident.LOOK_SECONDS = 0.2; {}; resident.serve()"
+SERVE = "from memstore.tools import resident; resident.LOOK_SECONDS = 0.2; {}; resident.serve(print)"
 
 
 def until(true: Callable[[], object], seconds: float = 60) -> None:
@@ -214,5 +214,5 @@ def test_a_process_that_dies_is_told_and_replaced(command: Command, text_memory:
     assert waits.returncode == 1
     again = command("ask", "nothing", "Who?", env=env)
     assert "there is no memory" in again.communicate()[1]
-    until(lambda: int(path.with_suffix(".lock").read_text() or 0) != number)
+    until(lambda: path.with_suffix(".lock").read_text().strip() not in ("", str(number)))
     os.kill(int(path.with_suffix(".lock").read_text()), signal.SIGKILL)

@@ -67,10 +67,15 @@ class WordRanker(Ranker):
         self._index = WordIndex(torch.tensor([word for each in words for word in each]), of, len(texts))
 
     def _best(self, question: str, depth: int) -> list[int]:
-        known = [self._numbers[word] for word in asked_words(question) if word in self._numbers]
-        scores = self._index.score(torch.tensor(known, dtype=torch.int64))
-        ranked: list[int] = scores.argsort(descending=True, stable=True)[:depth].tolist()  # of equal ones the first
+        ranked: list[int] = (
+            self.scores(question).argsort(descending=True, stable=True)[:depth].tolist()
+        )  # of equal ones the first
         return ranked
+
+    def scores(self, question: str) -> Tensor:
+        """Return the scores ``[blocks]`` of all blocks."""
+        known = [self._numbers[word] for word in asked_words(question) if word in self._numbers]
+        return self._index.score(torch.tensor(known, dtype=torch.int64))
 
 
 class SentenceRanker(Ranker):
@@ -85,9 +90,13 @@ class SentenceRanker(Ranker):
         self._vectors = torch.cat([embed(texts[at : at + AT_ONCE]) for at in range(0, len(texts), AT_ONCE)])
 
     def _best(self, question: str, depth: int) -> list[int]:
-        scores = self._vectors @ self._embed([question])[0]
+        scores = self.scores(question)
         ranked: list[int] = scores.topk(min(depth, len(scores))).indices.tolist()
         return ranked
+
+    def scores(self, question: str) -> Tensor:
+        """Return the scores ``[blocks]`` of all blocks."""
+        return self._vectors @ self._embed([question])[0]
 
 
 class MemoryRanker(Ranker):

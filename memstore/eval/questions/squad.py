@@ -1,6 +1,7 @@
 """SQuAD 2.0, development set: questions about one paragraph of Wikipedia each (Rajpurkar et al. 2018).
 
-Only questions with an answer are asked: 5,928 about 1,204 paragraphs. The pooled paragraphs could answer the others.
+``memstore eval squad`` asks the questions with an answer: 5,928 about 1,204 paragraphs. The authors wrote the others
+about the same paragraphs so that they look answerable, and other pooled paragraphs could answer them.
 """
 
 from __future__ import annotations
@@ -17,12 +18,13 @@ ARTICLES = 280
 """Articles of the training part, drawn at random, that train a router."""
 
 
-def load(data: Any = None, count: int | None = None) -> QuestionSet:
+def load(data: Any = None, count: int | None = None, *, answerable: bool = True) -> QuestionSet:
     """Load the set from ``data``, as in its official file; by default from the package index.
 
-    ``count``: only the first paragraphs.
+    ``count``: only the first paragraphs. ``answerable``: questions with an answer, or else those without.
     """
-    return _set("squad", SOURCE, (load_json("squad.json") if data is None else data)["data"], count)
+    articles = (load_json("squad.json") if data is None else data)["data"]
+    return _set("squad", SOURCE, articles, count, answerable=answerable)
 
 
 def load_training() -> QuestionSet:
@@ -32,7 +34,7 @@ def load_training() -> QuestionSet:
     return _set("squad-train", TRAINING_SOURCE, articles[:ARTICLES])
 
 
-def _set(name: str, source: str, articles: Any, count: int | None = None) -> QuestionSet:
+def _set(name: str, source: str, articles: Any, count: int | None = None, *, answerable: bool = True) -> QuestionSet:
     entries = [paragraph for article in articles for paragraph in article["paragraphs"]][:count]
     numbers = numbered([entry["context"] for entry in entries])
     questions = [
@@ -44,6 +46,6 @@ def _set(name: str, source: str, articles: Any, count: int | None = None) -> Que
         )
         for entry in entries
         for asked in entry["qas"]
-        if not asked.get("is_impossible", False)
+        if asked.get("is_impossible", False) != answerable
     ]
     return QuestionSet(name, source, tuple(numbers), tuple(questions))

@@ -64,6 +64,8 @@ class AnswerWithPassages:
     sources: list[Passage]
     unsupported: list[str]
     """Words of the answer that neither the question nor its passages contain: perhaps made up."""
+    coverage: float | None
+    """The share of the question's words in the quoted passage. Below 0.4 the memory probably has nothing on it."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ class Agents(MCPServer[Any]):
             if not reader.names:
                 raise NotFound("the memory holds no documents yet: there is nothing to answer from")
             answer = reader.ask(question, max_tokens=max_tokens, stopping_criteria=job.stopping)
-            return AnswerWithPassages(answer.text, answer.sources(), answer.unsupported())
+            return AnswerWithPassages(answer.text, answer.sources(), answer.unsupported(), answer.coverage)
 
         return await self._done(work)
 

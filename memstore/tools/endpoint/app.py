@@ -293,8 +293,9 @@ def _reason(result: Result) -> str:
 
 def _receipt(result: Result) -> dict[str, Any]:
     """Return the sources of an answer, the blocks that were missing (if any), and the number of its trace."""
-    more = {"missing": result.missing or None, "trace": result.trace}
     receipt = {"sources": result.sources, "unsupported": result.unsupported}
+    more = {name: getattr(result, name) or None for name in ("absent", "missing")}
+    more |= {"coverage": result.coverage, "trace": result.trace}
     return receipt | {name: told for name, told in more.items() if told is not None}
 
 

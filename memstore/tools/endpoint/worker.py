@@ -76,6 +76,10 @@ class Result:
     sources: list[dict[str, Any]]
     unsupported: list[str] = field(default_factory=list)
     """Words of the answer that neither the question nor its sources contain."""
+    coverage: float | None = None
+    """The share of the question's words that the quoted paragraphs have; see ``Answer``."""
+    absent: list[str] | None = None
+    """Words of the question that they lack."""
     missing: list[dict[str, Any]] = field(default_factory=list)
     """Blocks that could not be read and were left out."""
     trace: int | None = None
@@ -336,7 +340,19 @@ def _result(made: Answer, job: QueuedJob, length: int) -> Result:
     unsupported = [] if left else made.unsupported()
     missing = [{"document": name, "block": block, "error": why} for (name, block), why in made.missing.items()]
     tokens = len(made.thought) + len(made.tokens)
-    return Result(made.text, made.ended, length, tokens, made.seconds, sources, unsupported, missing, made.trace)
+    return Result(
+        text=made.text,
+        ended=made.ended,
+        prompt_tokens=length,
+        tokens=tokens,
+        seconds=made.seconds,
+        sources=sources,
+        unsupported=unsupported,
+        coverage=made.coverage,
+        absent=made.absent,
+        missing=missing,
+        trace=made.trace,
+    )
 
 
 def _prompt(reader: Reader, frame: Template, ask: Ask) -> Prompt:
