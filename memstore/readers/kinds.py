@@ -75,7 +75,8 @@ class Kind:
     """Its other names in configurations, if a kind has several families."""
     options: tuple[str, ...] = ()
     """The options that this kind takes and some others do not: options of ``attach``, ``Reader.read``,
-    ``Reader.generate`` and ``Reader.ask``, and fields of ``Retrieval`` as ``Retrieval.top_k``."""
+    ``Reader.generate`` and ``Reader.ask``, and fields of ``Retrieval`` as ``Retrieval.top_k``. Those of ``attach`` are
+    keywords of the reader's ``__init__``; fields are in ``self.retrieval``."""
 
     def takes(self, name: str) -> bool:
         """Whether it takes the option ``name``; see ``options``."""

@@ -244,6 +244,8 @@ class ReaderTests(ABC):
             assert {match.block for match in found} <= set(reader.document.blocks)
             with pytest.raises(InvalidArgument, match="at least one token"):
                 reader.search([])
+            with pytest.raises(InvalidArgument):
+                reader.search(question, layer=1000)
 
     def test_what_is_retrieved_can_be_recorded(self) -> None:
         model = self.model()

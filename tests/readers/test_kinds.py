@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,34 @@ def test_a_model_whose_kind_is_not_installed_is_refused_with_the_remedy(tmp_path
         (tmp_path / name).write_text(json.dumps({"model_type": "elsewhere"}))
     with pytest.raises(UnsupportedModel, match=r"entry point of memstore\.kinds"):
         load_model(str(tmp_path))
+
+
+def blocks_of_code() -> list[str]:
+    """The two blocks of Python of docs/own_mechanism.md."""
+    page = Path(__file__).parents[2] / "docs" / "own_mechanism.md"
+    return re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+
+
+def test_the_tests_of_the_page_are_passed() -> None:
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(blocks_of_code()[0], names)  # noqa: S102 - it is ours
+    suite = names["TestMine"]()
+    suite.test_the_reader_is_that_of_its_kind()
+    suite.test_rows_of_a_batch_are_answered_as_each_alone()  # sensitive to odd sizes of heads
+    suite.test_what_is_retrieved_can_be_recorded()
+
+
+def test_the_model_of_the_page_reads_answers_and_is_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(blocks_of_code()[1], {})  # noqa: S102 - it is ours
+    loaded = load_model("mine")
+    with memstore.attach(loaded.model, "mine.mem", tokenizer=loaded.tokenizer) as reader:
+        reader.read("The last ferry leaves at 17:10. " * 20, document="notes")
+    with memstore.attach(loaded.model, "mine.mem", document="notes", tokenizer=loaded.tokenizer) as reader:
+        assert reader.ask("Where?", max_tokens=20, trace=True).sources()
+        (trace,) = reader.memory.traces.list()
+        assert trace.info["mechanism"] == "knn-lm"
+        assert trace.used()
 
 
 def test_an_entry_point_that_is_no_kind_is_refused() -> None:
