@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from examples.knn_lm.kind import KNN_LM
 from examples.knn_lm.modeling import KNNLMForCausalLM
 from memstore import MemorySpec
-from memstore.memory.search import Match, search_vectors
+from memstore.memory.search import Match, check_layer, search_vectors
 from memstore.memory.trace_file import Look
 from memstore.readers.asking import Query
 from memstore.readers.attachment import Job
@@ -126,12 +126,13 @@ class KNNLMReader(Reader):
     def _keys(self, hidden: Tensor) -> Tensor:
         return F.normalize(hidden.float(), dim=-1).cpu()
 
-    def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:  # noqa: ARG002 - there is one
+    def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
         """Blocks by their best token for the query's last one."""
+        layer = check_layer(self.memory, layer)
         if not self.document.complete_blocks:
             return []
         queries = self._keys(self.model.states(query.tokens)[None, -1:])
-        return search_vectors([self.document], queries, top_k, layer=0)
+        return search_vectors([self.document], queries, top_k, layer=layer)
 
     def _described(self) -> dict[str, Any]:
         return {"mechanism": "knn-lm", "layers": [0], "heads": 1, "top_k": self.model.config.knn_tokens}

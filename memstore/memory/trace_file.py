@@ -83,9 +83,15 @@ class Look:
     unknown.
     """
     tiers: Array
-    """``[R, K]`` int8: index into ``TIERS``, the tier of the states at the time of the gather; -1 for none."""
+    """``[R, K]`` int8: index into ``TIERS`` (device, host, disk, own), the tier of the states when they were gathered.
+
+    -1 for none.
+    """
     elsewhere: Array | None = None
-    """``[H, 4]`` float32: the share of attention for each of ``ELSEWHERE``. None if unknown."""
+    """``[H, 4]`` float32: the share of attention for each of ``ELSEWHERE``: sink, window, question and answer.
+
+    None if unknown.
+    """
     search_us: float = 0.0
     """Microseconds of searching; 0 if another layer or an earlier step did the search."""
     gather_us: float = 0.0

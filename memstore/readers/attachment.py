@@ -304,7 +304,10 @@ class Attachment(ABC):
 
     @abstractmethod
     def _install(self, stack: ExitStack) -> None:
-        """Let the model see the memory, until ``stack`` is closed."""
+        """Let the model see the memory, until ``stack`` is closed: push onto it what undoes each change.
+
+        When a call of the model begins, each of ``self.observers`` must get ``Observer.begin``.
+        """
 
     # Reading
 
@@ -478,7 +481,7 @@ class Attachment(ABC):
     @property
     @abstractmethod
     def _segment_tokens(self) -> int:
-        """Tokens between the places where a text is cut."""
+        """Tokens between the places where a text is cut, counted from its beginning; usually whole blocks."""
 
     @property
     def _step(self) -> int:
@@ -509,9 +512,11 @@ class Attachment(ABC):
 
     @abstractmethod
     def _read_segments(self, job: Job, segments: Iterator[Tensor]) -> Generator[int]:
-        """Read ``segments`` at the end of the document and commit them; yield the tokens of each.
+        """Read ``segments`` at the end of ``job.document`` and commit them; yield the number of tokens of each.
 
-        If ``segments`` raises, or reading is stopped, the complete segments stay committed.
+        A segment is int64 ``[n]`` on the CPU. If the document ends within a block, the batch of ``Document.append``
+        begins with this block, and its states are put again from its first token. If ``segments`` raises, or reading
+        is stopped, the complete segments stay committed.
         """
 
     def _check_reading(self, document: Document, options: dict[str, Any] | None) -> None:

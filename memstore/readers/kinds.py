@@ -29,6 +29,8 @@ logger = logging.getLogger("memstore")
 ENTRY_POINTS = "memstore.kinds"
 """The group of entry points for kinds of other packages. Each is a ``Kind``, named by the ``model_type`` of its
 models."""
+NOT_INSTALLED = f"If a package brings this kind of model, install it: it needs an entry point of {ENTRY_POINTS}."
+"""What to do about a model of a type that neither memstore nor transformers knows."""
 PASSKEY, TWO_HOP, LANDMARK_PASSKEY, HILS_PASSKEY = "passkey", "two-hop", "landmark-passkey", "hils-passkey"
 INDEXED_PASSKEY, BLOCKS_PASSKEY = "indexed-passkey", "indexed-blocks-passkey"
 """Models that come with the package: two DRTs, a landmark model, a HiLS model, and two with an index of their own, for
@@ -46,9 +48,9 @@ class Kind:
     """One kind of model."""
 
     name: str
-    """Its name in messages, with an article."""
+    """Its name in messages, without an article."""
     key: str | None
-    """Its name in configurations; None if they may call it anything."""
+    """Its ``model_type`` in configurations, and the name of its entry point; None if they may call it anything."""
     loader: str
     """The function that loads a folder, in the form of ``pkgutil.resolve_name``."""
     reader: str
@@ -73,7 +75,8 @@ class Kind:
     """Its other names in configurations, if a kind has several families."""
     options: tuple[str, ...] = ()
     """The options that this kind takes and some others do not: options of ``attach``, ``Reader.read``,
-    ``Reader.generate`` and ``Reader.ask``, and fields of ``Retrieval`` as ``Retrieval.top_k``."""
+    ``Reader.generate`` and ``Reader.ask``, and fields of ``Retrieval`` as ``Retrieval.top_k``. Those of ``attach`` are
+    keywords of the reader's ``__init__``; fields are in ``self.retrieval``."""
 
     def takes(self, name: str) -> bool:
         """Whether it takes the option ``name``; see ``options``."""

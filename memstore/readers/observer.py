@@ -58,6 +58,7 @@ class Choice(ABC):
     """
 
     layer: int
+    """The number of the layer."""
     searched: bool
     """Whether this segment searched for the lists. False if an earlier one did, or if all blocks fit without a
     search."""

@@ -398,7 +398,10 @@ class Reader(Attachment):
 
     @abstractmethod
     def _described(self) -> dict[str, Any]:
-        """Return the part of a trace's info that describes the model and its retrieval."""
+        """Return the part of a trace's info that describes the model and its retrieval.
+
+        ``mechanism``: a name; ``layers``: those that retrieve; ``heads``: query heads; ``top_k``: entries of a list.
+        """
 
     def search(self, text: str | Sequence[str] | Tokens, top_k: int = 8, *, layer: int | None = None) -> list[Match]:
         """Return the ``top_k`` blocks that ``text`` finds, searching after the document, best first.
@@ -419,7 +422,11 @@ class Reader(Attachment):
 
     @abstractmethod
     def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
-        """See ``search``."""
+        """See ``search``. ``query.tokens [n]`` choose. ``layer`` None: the layer, or layers, that the kind prefers.
+
+        A document without complete blocks has no matches. Raises ``InvalidArgument`` for a layer that does not choose;
+        ``memstore.memory.search.check_layer`` does so if layers of the model are those of the memory.
+        """
 
     def audit(
         self, text: str | Tokens, *, tokens: int | None = None, top_k: int | None = None, progress: bool = False

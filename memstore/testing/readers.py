@@ -19,12 +19,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 import memstore
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory, UnsupportedModel
+from memstore.memory.trace_file import TIERS
 from memstore.readers.kinds import OPTIONS, Kind, kind_of
 from memstore.readers.reader import Reader
 
@@ -81,9 +83,12 @@ class ReaderTests(ABC):
             return self.asked(reader)
 
     def test_the_reader_is_that_of_its_kind(self) -> None:
-        reader = self.attach(self.model(), "ram:")
-        assert reader.kind is (self.kind or kind_of(self.model())), "is the package with the entry point installed?"
-        assert isinstance(reader, reader.kind.reader_class())
+        model = self.model()
+        kind = kind_of(model)
+        assert self.kind in (None, kind), "install the package whose entry point names this kind"
+        reader = self.attach(model, "ram:")
+        assert reader.kind is kind
+        assert isinstance(reader, kind.reader_class())
 
     # Reading
 
@@ -132,6 +137,13 @@ class ReaderTests(ABC):
             assert (result.new_tokens, len(reader)) == (len(text) - half, len(text))
             assert not torch.equal(self.asked(reader), before)
             assert reader.read(text).new_tokens == 0
+
+    def test_a_block_is_seen_before_it_is_complete(self) -> None:
+        model = self.model()
+        with self.attach(model, "ram:") as reader:
+            bare = self.asked(reader)
+            reader.read(self.text(model)[:3])  # so few that a list of single tokens has them all
+            assert not torch.equal(self.asked(reader), bare)
 
     def test_another_process_answers_the_same(self, tmp_path: Path) -> None:
         model = self.model()
@@ -232,6 +244,8 @@ class ReaderTests(ABC):
             assert {match.block for match in found} <= set(reader.document.blocks)
             with pytest.raises(InvalidArgument, match="at least one token"):
                 reader.search([])
+            with pytest.raises(InvalidArgument):
+                reader.search(question, layer=1000)
 
     def test_what_is_retrieved_can_be_recorded(self) -> None:
         model = self.model()
@@ -247,6 +261,16 @@ class ReaderTests(ABC):
             assert (trace.info["question"], trace.info["prompt"]) == ("why?", question[0].tolist())
             assert trace.info["documents"] == ["text"]
             assert [step.token for step in trace.steps()] == new.tolist()
+            looks = [look for step in trace.steps() for look in step.looks]
+            assert looks, "no observer was told of a choice"
+            stored = {-1, *reader.document.blocks}
+            for look in looks:
+                assert set(look.blocks[look.document == 0].tolist()) <= stored, "blocks of the document"
+                assert set(look.tiers.ravel().tolist()) <= {-1, *range(len(TIERS))}
+                assert len(look.weights) % len(look.blocks) == 0, "as many query heads for each list"
+                shares = np.nan_to_num(look.weights)
+                assert (shares >= 0).all(), "shares of attention"
+                assert (shares.sum(1) < 1.01).all(), "shares of attention"
 
     def test_an_audit_says_what_attention_wanted_or_that_there_is_none(self) -> None:
         model = self.model()

@@ -215,10 +215,7 @@ def attached(
 
     kind = kind_of(loaded.model)
     if top_k is not None and not kind.takes("Retrieval.top_k"):
-        trained: Any = loaded.model.config
-        raise InvalidArgument(
-            f"a {kind.name} retrieves as much as it was trained with ({trained.retrieval_top_k}): leave --top-k out."
-        )
+        raise InvalidArgument(f"a {kind.name} retrieves as much as it was trained with: leave --top-k out.")
     made = memory.spec if isinstance(memory, memstore.Memory) else None
     chosen = {"on_error": on_error} | ({} if top_k is None else {"top_k": top_k})
     retrieval = replace(kind.reader_class().default_retrieval(loaded.model, made), **chosen)

@@ -21,6 +21,7 @@ from memstore.errors import InvalidArgument, MemstoreError, NotFound, Unsupporte
 from memstore.paths import user_folder
 from memstore.readers import kinds
 from memstore.readers.kinds import (
+    NOT_INSTALLED,
     PASSKEY,
     STOCK,
     Kind,
@@ -357,4 +358,5 @@ def _loading(name: str) -> Iterator[None]:
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         raise NotFound(f"no model {name!r} could be loaded{offline}: {first_line(error)}") from error
     except ValueError as error:
-        raise UnsupportedModel(f"the model {name!r} cannot be loaded: {first_line(error)}") from error
+        hint = f" {NOT_INSTALLED}" if "does not recognize this architecture" in str(error) else ""
+        raise UnsupportedModel(f"the model {name!r} cannot be loaded: {first_line(error)}{hint}") from error

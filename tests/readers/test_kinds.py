@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import BloomConfig, BloomForCausalLM
 
 import memstore
 from examples.knn_lm.kind import KNN_LM
 from examples.knn_lm.modeling import KNNLMConfig, KNNLMForCausalLM
-from memstore.errors import InvalidArgument
+from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.readers import kinds
 from memstore.readers.kinds import STOCK, kind_in, kind_of
+from memstore.readers.observer import Recording
 from memstore.testing.readers import ReaderTests
+from memstore.tools.models import load_model
 from tests.readers.models import tiny
 
 
@@ -85,6 +89,62 @@ def test_what_followed_the_text_is_likelier_with_the_memory() -> None:
         reader.read(text)
         after = model(question).logits[0, -1].exp()[follows]
     assert float(after) > float(before) + 0.1
+
+
+def test_the_suite_finds_a_reader_that_tells_no_observer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Recording, "choice", lambda *_: None)
+    with pytest.raises(AssertionError, match="no observer was told of a choice"):
+        TestKNNLM().test_what_is_retrieved_can_be_recorded()
+
+
+def test_the_suite_says_that_a_kind_is_not_installed() -> None:
+    suite = TestKNNLM()
+    vars(suite)["model"] = lambda: tiny("llama")
+    with pytest.raises(AssertionError, match="install the package whose entry point names this kind"):
+        suite.test_the_reader_is_that_of_its_kind()
+
+
+def test_a_model_whose_kind_is_not_installed_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    class Elsewhere(BloomForCausalLM):
+        """A model of another package, whose attention is its own."""
+
+    config = BloomConfig(vocab_size=60, hidden_size=32, n_layer=2, n_head=4)
+    with pytest.raises(UnsupportedModel, match=r"entry point of memstore\.kinds"):
+        memstore.attach(Elsewhere(config), "ram:").open()
+    with pytest.raises(UnsupportedModel, match=r"GPT-2\.$"):  # one of transformers cannot be helped by a package
+        memstore.attach(BloomForCausalLM(config), "ram:").open()
+    for name in ("config.json", "tokenizer.json"):
+        (tmp_path / name).write_text(json.dumps({"model_type": "elsewhere"}))
+    with pytest.raises(UnsupportedModel, match=r"entry point of memstore\.kinds"):
+        load_model(str(tmp_path))
+
+
+def blocks_of_code() -> list[str]:
+    """The two blocks of Python of docs/own_mechanism.md."""
+    page = Path(__file__).parents[2] / "docs" / "own_mechanism.md"
+    return re.findall(r"```python\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+
+
+def test_the_tests_of_the_page_are_passed() -> None:
+    names: dict[str, Any] = {"__name__": "page"}
+    exec(blocks_of_code()[0], names)  # noqa: S102 - it is ours
+    suite = names["TestMine"]()
+    suite.test_the_reader_is_that_of_its_kind()
+    suite.test_rows_of_a_batch_are_answered_as_each_alone()  # sensitive to odd sizes of heads
+    suite.test_what_is_retrieved_can_be_recorded()
+
+
+def test_the_model_of_the_page_reads_answers_and_is_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    exec(blocks_of_code()[1], {})  # noqa: S102 - it is ours
+    loaded = load_model("mine")
+    with memstore.attach(loaded.model, "mine.mem", tokenizer=loaded.tokenizer) as reader:
+        reader.read("The last ferry leaves at 17:10. " * 20, document="notes")
+    with memstore.attach(loaded.model, "mine.mem", document="notes", tokenizer=loaded.tokenizer) as reader:
+        assert reader.ask("Where?", max_tokens=20, trace=True).sources()
+        (trace,) = reader.memory.traces.list()
+        assert trace.info["mechanism"] == "knn-lm"
+        assert trace.used()
 
 
 def test_an_entry_point_that_is_no_kind_is_refused() -> None:

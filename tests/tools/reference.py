@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
+import itertools
 import re
 import types
 import typing
@@ -11,6 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
+
+import numpy as np
 
 import memstore
 from memstore.tools.app import command_line
@@ -39,8 +43,10 @@ FUNCTIONS = ("attach", "open", "read_many", "copy")
 CLASSES = ("Reader", "Memory", "Document", "Retrieval", "MemorySpec", "Fingerprint")
 
 BUILD_ON = (
-    "memstore.store:BlockStore", "memstore.index:VectorIndex", "memstore.testing.stores:StoreTests",
-    "memstore.testing.stores:StoreMachine",
+    "memstore.store:BlockStore", "memstore.index:VectorIndex", "memstore.readers.kinds:Kind",
+    "memstore.readers.reader:Reader", "memstore.memory:LayerView", "memstore.readers.observer:Observer",
+    "memstore.readers.observer:Choice", "memstore.memory.trace_file:Look",
+    "memstore.readers.asking:Answer", "memstore.testing.stores:StoreTests", "memstore.testing.stores:StoreMachine",
     "memstore.testing.indexes:IndexTests", "memstore.testing.readers:ReaderTests", "memstore.testing.torture:Subject",
     "memstore.models.drt:DRTForCausalLM", "memstore.models.drt:SharedBlocks",
     "memstore.models.landmark:LandmarkForCausalLM", "memstore.models.landmark:make_landmark",
@@ -49,6 +55,8 @@ BUILD_ON = (
     "memstore.models.memorizing:load_knn_memory",
 )  # fmt: skip
 """What pages tell people to subclass, train or call, beside the names of ``memstore`` itself."""
+CALLED = ("Answer", "LayerView", "Observer")
+"""Those whose methods people call, and do not write."""
 
 
 def pages() -> dict[str, str]:
@@ -130,12 +138,37 @@ def _fields(kind: Any) -> dict[str, str]:
     return found
 
 
+def _annotations(kind: Any) -> dict[str, str]:
+    """Name of a class's own attribute -> its type as it is written, and its default if it has one."""
+    return {
+        name: re.sub(r"ClassVar\[(.*)\]", r"\1", hint) + (f" = {vars(kind)[name]!r}" if name in vars(kind) else "")
+        for name, hint in inspect.get_annotations(kind).items()
+    }
+
+
+def _words(kind: Any) -> dict[str, str]:
+    """Name of a field -> the string below it, behind a colon."""
+    (tree,) = ast.parse(inspect.getsource(kind)).body
+    found = {}
+    for field, below in itertools.pairwise(typing.cast("ast.ClassDef", tree).body):
+        if (
+            isinstance(field, ast.AnnAssign)
+            and isinstance(field.target, ast.Name)
+            and isinstance(below, ast.Expr)
+            and isinstance(below.value, ast.Constant)
+        ):
+            found[field.target.id] = ": " + " ".join(str(below.value.value).replace("``", "`").split())
+    return found
+
+
 def _type(hint: Any) -> str:
     """As it is written; of a choice, the values."""
     if typing.get_origin(hint) is typing.Literal:
         return " | ".join(repr(each) for each in typing.get_args(hint))
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return " | ".join(_type(each) for each in typing.get_args(hint))
+    if typing.get_origin(hint) is np.ndarray:
+        return "ndarray"
     return "None" if hint is type(None) else re.sub(r"\b(\w+\.)+", "", inspect.formatannotation(hint))
 
 
@@ -149,9 +182,15 @@ def _to_build_on(module: str, name: str) -> Iterator[str]:
         return
     doc, fields = inspect.getdoc(what) or "", _fields(what)
     yield _prose(doc, fields)
-    if fields and "Attributes:" not in doc:
-        yield "".join(f"- `{field}: {kind}`\n" for field, kind in fields.items())
-    for member in sorted(getattr(what, "__abstractmethods__", ())):
+    if "Attributes:" not in doc:
+        words = _words(what)
+        fields = fields or {field: hint for field, hint in _annotations(what).items() if field in words}
+        if fields:
+            yield "".join(f"- `{field}: {hint}`{words.get(field, '')}\n" for field, hint in fields.items())
+    members = sorted(getattr(what, "__abstractmethods__", ()))
+    if name in CALLED:
+        members = sorted(member for member in vars(what) if not member.startswith("_") and member not in fields)
+    for member in members:
         method = inspect.getattr_static(what, member)
         if isinstance(method, property):
             yield f"    {member}\n"

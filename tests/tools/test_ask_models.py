@@ -168,6 +168,11 @@ def test_memorizing_models_take_blocks_of_any_size(
     assert again.code == 0, again.err
 
 
+def test_a_model_with_its_own_index_does_not_take_a_number_of_blocks(cli: Cli, text: Path, tmp_path: Path) -> None:
+    done = cli("read", text, tmp_path / "log.mem", "--model", "indexed-passkey", "--top-k", 3)
+    assert (done.code, "leave --top-k out" in done.err) == (USAGE, True), done.err
+
+
 @pytest.mark.parametrize(
     ("kind", "verb", "arguments", "code", "words"),
     [

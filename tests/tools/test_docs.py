@@ -71,6 +71,7 @@ RUN = {
     "docs/howto.md": ("tests/tools/test_howto.py", 4),
     "docs/indexes.md": ("tests/index/test_indexes_doc.py", 3),
     "docs/models.md": ("tests/tools/test_models_doc.py", 2),
+    "docs/own_mechanism.md": ("tests/readers/test_kinds.py", 2),
     "docs/scale.md": ("tests/tools/test_scale_doc.py", 3),
     "docs/stores.md": ("tests/store/test_stores_doc.py", 3),
 }

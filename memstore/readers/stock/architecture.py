@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from memstore.errors import MemstoreError, UnsupportedModel
 from memstore.kernels import block_attention
 from memstore.readers.fingerprint import dividing
+from memstore.readers.kinds import NOT_INSTALLED
 from memstore.readers.stock.linear import LinearLayers, find_linear_layers
 
 if TYPE_CHECKING:
@@ -698,7 +699,9 @@ def _describe_positions(config: Any, learned: bool) -> str:
 
 
 def _unsupported(model: nn.Module, reason: str) -> UnsupportedModel:
+    known = type(model).__module__.startswith("transformers.")
     return UnsupportedModel(
         f"cannot attach a memory to {type(model).__name__}: {reason}. Use a decoder that goes through the attention "
         "interface, such as Llama, Qwen, Mistral, Gemma, Phi, GPT-NeoX or GPT-2."
+        + ("" if known else f" {NOT_INSTALLED}")
     )
