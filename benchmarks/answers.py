@@ -156,16 +156,16 @@ class Asking:
         self._rankers = {f"{ranker.name} as text": ranker for ranker in rankers}
         self._frame = Template.of(reader.tokenizer, system) or Template.plain(system)
         self._ends = self._frame.ends(reader.tokenizer)
-        self._states = dict[str, tuple[list[int], DynamicCache]]()
+        self.kept = dict[str, tuple[list[int], DynamicCache]]()
         """Tokens of a prompt with all of the text up to the question, and what is kept of their states, by way."""
 
     def rows(self, question: Question, ways: Sequence[str]) -> Iterator[dict[str, Any]]:
         """What the model says to a question in each way, how right it is, and how long it takes."""
         for way in ways or USUAL:
-            if way in (WHOLE, COMPRESSED) and way not in self._states:
-                self._states[way] = self._read(compressed=way == COMPRESSED)
+            if way in (WHOLE, COMPRESSED) and way not in self.kept:
+                self.kept[way] = self.states(compressed=way == COMPRESSED)
             begun = time.perf_counter(), time.process_time()
-            said = self._say(question, way)
+            said = self.say(question, way)
             spent = time.perf_counter() - begun[0], time.process_time() - begun[1]
             yield {
                 "id": question.id,
@@ -178,18 +178,19 @@ class Asking:
                 "cpu_ms": round(1e3 * spent[1]),
             }
 
-    def _say(self, question: Question, way: str) -> str:
+    def say(self, question: Question, way: str) -> str:
+        """Return what the model says to a question in a way."""
         if way == MEMORY:
             return self._reader.ask(question.text, system=self._system, max_tokens=MOST).text
-        if way in self._states:
-            return self._decoded(self._behind(*self._states[way], question))
+        if way in self.kept:
+            return self._decoded(self._behind(*self.kept[way], question))
         before: list[str] = []
         if quoted := QUOTED.fullmatch(way):
             usual = self._reader.retrieval
             self._reader.retrieval = replace(usual, quote=int(quoted[1]))
             try:
                 if not quoted[2]:
-                    return self._say(question, MEMORY)
+                    return self.say(question, MEMORY)
                 before = [quotes(self._reader, [question.text], question.text)[1].strip()]
             finally:
                 self._reader.retrieval = usual
@@ -207,7 +208,7 @@ class Asking:
         return self._decoded(made)
 
     @torch.inference_mode()
-    def _read(self, *, compressed: bool) -> tuple[list[int], DynamicCache]:
+    def states(self, *, compressed: bool) -> tuple[list[int], DynamicCache]:
         """What every prompt with all of the text begins with, and its states."""
         begin: list[int] = [*commonprefix([self._prompt((*self._asked.paragraphs, each)) for each in ("Who?", "2")])]  # noqa: RUF071
         cache, ids = DynamicCache(config=self._model.config), torch.tensor([begin])

@@ -103,11 +103,9 @@ def resident(command: list[str], folder: Path) -> Iterator[Callable[[], float]]:
     number = int(paths[0].with_suffix(".lock").read_text())
 
     def served() -> float:
-        before = ended(number), os.times()
+        before = ended(number) + ended(os.getpid())
         subprocess.run(command, **options)
-        after = ended(number), os.times()
-        own = sum(getattr(after[1], each) - getattr(before[1], each) for each in ("children_user", "children_system"))
-        return own + after[0] - before[0]
+        return ended(number) + ended(os.getpid()) - before
 
     served()  # its modules are imported from then on
     try:
