@@ -24,6 +24,7 @@ import importlib
 import io
 import json
 import os
+import select
 import selectors
 import signal
 import socket
@@ -47,6 +48,9 @@ LEAST_FREE_KB = 1 << 20
 LOOK_SECONDS = 15.0
 PATIENCE = 1.0
 """Seconds that either side waits for the other to begin."""
+TRIAL_SECONDS = 60.0
+UNABLE = "unable"
+"""Content of the lock file where children of a resident process cannot compute: none is started again."""
 READY = b"1"
 LARGEST = 1 << 24
 """Most bytes of a request."""
@@ -177,6 +181,9 @@ def _received(peer: socket.socket, size: int) -> bytes:
 
 
 def _start(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        if path.with_suffix(".lock").read_text() == UNABLE:
+            return
     if _free_kb() < 2 * LEAST_FREE_KB:
         return
     with contextlib.suppress(OSError):
@@ -213,6 +220,10 @@ def serve(main: Callable[..., int]) -> None:
     # An OpenMP thread that this process starts would be missing in its children, which would wait for it for ever.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    if not _children_compute(threads):
+        os.truncate(lock, 0)
+        os.pwrite(lock, UNABLE.encode(), 0)
+        return
     path.unlink(missing_ok=True)
     os.umask(0o177)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
@@ -222,6 +233,26 @@ def serve(main: Callable[..., int]) -> None:
             _Resident(listening, lock, threads, main).run()
         finally:
             path.unlink(missing_ok=True)
+
+
+def _children_compute(threads: int) -> bool:
+    """Try whether a child of this process can compute. With some builds of libraries it would wait for ever."""
+    import torch
+
+    pid = os.fork()
+    if pid == 0:
+        torch.set_num_threads(threads)
+        for dtype in (torch.float32, torch.bfloat16):
+            _ = torch.ones(512, 512, dtype=dtype) @ torch.ones(512, 512, dtype=dtype)
+            _ = torch.ones(1 << 20, dtype=dtype).sum()
+        os._exit(0)
+    ended = os.pidfd_open(pid)
+    try:
+        if not select.select([ended], [], [], TRIAL_SECONDS)[0]:
+            os.kill(pid, signal.SIGKILL)
+        return os.waitpid(pid, 0)[1] == 0
+    finally:
+        os.close(ended)
 
 
 class _Resident:
