@@ -50,7 +50,7 @@ def run(*, resident: bool = True) -> int:
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
-        sys.stderr.write(f"memstore: the command needs {error.name}: pip install 'torch-memstore[cli]'\n")
+        sys.stderr.write(f"memstore: the command needs the package {error.name}: pip install 'torch-memstore[cli]'\n")
         return MISSING
     except KeyboardInterrupt:
         sys.stderr.write("memstore: interrupted; run the same command again\n")

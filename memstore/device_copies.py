@@ -26,10 +26,10 @@ def device_of(device: object) -> torch.device:
     try:
         chosen = torch.device(device)  # type: ignore[call-overload]  # this call tests the argument
     except (RuntimeError, TypeError) as error:
-        raise InvalidArgument(f"device must be a device of torch such as 'cpu' or 'cuda:0', not {device!r}.") from error
+        raise InvalidArgument(f"device must be a torch device such as 'cpu' or 'cuda:0', not {device!r}.") from error
     assert isinstance(chosen, torch.device)
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise InvalidArgument(f"there is no device {str(chosen)!r}: torch sees no GPU here; use 'cpu'.")
+        raise InvalidArgument(f"device {str(chosen)!r} does not exist: torch finds no GPU on this machine. Use 'cpu'.")
     return torch.device("cuda", torch.cuda.current_device()) if chosen == torch.device("cuda") else chosen
 
 

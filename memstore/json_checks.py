@@ -49,13 +49,13 @@ def check_storable(raw: bytes, check: Check, what: str) -> None:
 
 def _parsed(raw: bytes, most_bytes: int) -> Any:
     if len(raw) > most_bytes:
-        raise UnfitValue(f"it has {len(raw):,} bytes, and {most_bytes:,} is the most")
+        raise UnfitValue(f"it has {len(raw):,} bytes; at most {most_bytes:,} are allowed")
     if len(raw) > MAX_JSON_VALUES and sum(map(raw.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:
         raise UnfitValue(f"it has more than {MAX_JSON_VALUES:,} values")
     try:
         value = _DECODER.decode(raw.decode())
     except RecursionError:
-        raise UnfitValue(f"it is nested more than {MAX_DEPTH} levels deep") from None
+        raise UnfitValue(f"it has more than {MAX_DEPTH} levels of nesting") from None
     if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH:
         check_depth(value)
     return value
@@ -69,7 +69,7 @@ def check_depth(value: Any) -> None:
         if not inner:
             return
         level = [part for each in inner for part in (each.values() if isinstance(each, dict) else each)]
-    raise UnfitValue(f"it is nested more than {MAX_DEPTH} levels deep")
+    raise UnfitValue(f"it has more than {MAX_DEPTH} levels of nesting")
 
 
 def fit(value: Any, check: Check, what: str) -> Any:
@@ -106,11 +106,11 @@ def text(most: int) -> Check:
 
     def check(value: Any, at: str) -> None:
         if not isinstance(value, str) or len(value) > most:
-            _unfit(at, f"a text of up to {most:,} characters", value)
+            _unfit(at, f"a text of at most {most:,} characters", value)
         try:
             value.encode()
         except UnicodeEncodeError:  # half of a character, which JSON allows
-            _unfit(at, "a text of whole characters", value)
+            _unfit(at, "a text of valid Unicode", value)
 
     return check
 
@@ -125,7 +125,7 @@ def array(inner: Check, most: int) -> Check:
 
     def check(value: Any, at: str) -> None:
         if not isinstance(value, list | tuple) or len(value) > most:
-            _unfit(at, f"a list of up to {most:,} values", value)
+            _unfit(at, f"a list of at most {most:,} values", value)
         for place, each in enumerate(value):
             inner(each, f"{at}[{place}]")
 
@@ -161,7 +161,7 @@ def members(inner: Check, most: int) -> Check:
 
     def check(value: Any, at: str) -> None:
         if not isinstance(value, Mapping) or len(value) > most:
-            _unfit(at, f"an object of up to {most:,} members", value)
+            _unfit(at, f"an object with at most {most:,} members", value)
         for name, each in value.items():
             inner(each, f"{at}[{name if len(name) <= 30 else reprlib.repr(name)}]")
 
@@ -193,7 +193,7 @@ def _unfit(at: str, expected: str, value: Any) -> NoReturn:
 
 
 def _no_number(constant: str) -> NoReturn:
-    raise UnfitValue(f"{constant} is no JSON number")
+    raise UnfitValue(f"{constant} is not a JSON number")
 
 
 _DECODER = json.JSONDecoder(parse_constant=_no_number)

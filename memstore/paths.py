@@ -96,7 +96,9 @@ def check_names(folder: Path) -> None:
     except (FileNotFoundError, NotADirectoryError):
         pass
     except PermissionError:
-        raise ReadOnlyMemory(f"the names in {folder} cannot be read: permission denied; change that") from None
+        raise ReadOnlyMemory(
+            f"the files in {folder} cannot be listed: permission denied. Change the permissions of the folder"
+        ) from None
     except OSError as error:
         raise shortage(error.errno, folder) or error from None
 
@@ -116,8 +118,8 @@ def check_single(folder: Path, *names: str) -> None:
     for name in names:
         if not is_single(folder / name):
             raise ReadOnlyMemory(
-                f"{folder / name} is one file under several names (hard links): writing would change it under all of "
-                f"them, in a backup too. Close the memory, give it a file of its own (cp {name} own && mv own {name}), "
+                f"{folder / name} has several names (hard links), so writing would also change the other files, "
+                f"perhaps a backup. Close the memory, make this file separate (cp {name} own && mv own {name}), "
                 "and try again; mode='r' reads it as it is",
                 memory=folder,
             )
@@ -147,9 +149,9 @@ def _check(path: Path, facts: os.stat_result, kind: int) -> None:
     if (found := stat.S_IFMT(facts.st_mode)) == kind:
         return
     raise NotAMemory(
-        f"{path} is {_KINDS.get(found, 'a device')}, and memstore expects {_KINDS[kind]} there; it was not followed, "
-        "and nothing was changed. Put the real one in its place. To have a part of a memory on another disk, mount "
-        "that disk there (mount --bind), or move all of the memory"
+        f"{path} is {_KINDS.get(found, 'a device')}, but memstore expects {_KINDS[kind]} there. It was not "
+        "followed, and nothing was changed. Put the real one in its place. For a part of a memory on another "
+        "disk, mount that disk there (mount --bind), or move the whole memory"
     )
 
 
@@ -284,12 +286,12 @@ def shortage(code: int | None, folder: Path) -> MemstoreError | None:
         case errno.EMFILE | errno.ENFILE:
             what, remedy = "too many files are open", "close some, or raise the limit (ulimit -n)"
         case errno.ENOMEM:
-            what, remedy = "the system gives no more memory", "end other processes, or raise the limit (ulimit -v)"
+            what, remedy = "the system gives no more memory", "the system has no memory left"
         case _:
             return None
     return MemstoreError(
-        f"memory {folder} cannot be used now: {what} in this process or on this machine. Nothing is damaged; {remedy}, "
-        "and try again",
+        f"memory {folder} cannot be used now: {what} in this process or on this machine. Nothing is damaged; "
+        f"{remedy}, and try again",
         memory=folder,
     )
 

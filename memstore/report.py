@@ -211,7 +211,9 @@ def tokens_of(option: str, text: str | None, least: int) -> int | None:
         return None
     count = token_count(text)
     if count is None or count < least:
-        raise InvalidArgument(f"{option} must be a number of tokens from {least} on, such as 512 or 8K, not {text!r}")
+        raise InvalidArgument(
+            f"{option} must be a number of tokens of at least {least}, such as 512 or 8K, not {text!r}"
+        )
     return count
 
 
@@ -221,10 +223,12 @@ def token_counts(option: str, text: str, *, least: int, such_as: str, what: str)
     for part in text.split(","):
         count = token_count(part)
         if count is None or count < least:
-            raise InvalidArgument(f"{option} {text!r}: {part!r} is no number of tokens. Write such as {such_as}.")
+            raise InvalidArgument(
+                f"{option} {text!r}: {part!r} is not a number of tokens. Write numbers such as {such_as}."
+            )
         counts.append(count)
     if len(set(counts)) < len(counts):
-        raise InvalidArgument(f"{option} {text!r} names a {what} twice")
+        raise InvalidArgument(f"{option} {text!r} has the same {what} twice: leave one out")
     return counts
 
 

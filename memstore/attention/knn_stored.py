@@ -60,7 +60,7 @@ class StoredTokens:
     def __init__(self, documents: Sequence[Document]) -> None:
         """Raises ``InvalidArgument`` if a memory was not made with ``token_spec``."""
         if not documents:
-            raise InvalidArgument("a memory of tokens needs a document for each row of the batch, and got none")
+            raise InvalidArgument("a memory of tokens needs one document for each row of the batch, got no document")
         self.documents = list(documents)
         self.gathered: list[list[int]] = [[] for _ in documents]
         """The blocks that the last search gathered, for each row."""
@@ -71,7 +71,7 @@ class StoredTokens:
         self.spec = documents[0].memory.spec
         if self.spec.layers != 1 or set(self.spec.fields) != set(FIELDS):
             raise InvalidArgument(
-                f"expected a memory of single tokens, made with token_spec, not one of {self.spec.layers} layers "
+                f"expected a memory of single tokens, made with token_spec; got one of {self.spec.layers} layers "
                 f"with the fields {list(self.spec.fields)}"
             )
 

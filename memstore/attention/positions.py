@@ -83,7 +83,7 @@ def positional_jumps(is_landmark: Tensor, largest: int, *, generator: torch.Gene
     texts.
     """
     if largest < 1:
-        raise InvalidArgument(f"positions must jump by at least 1, not {largest}")
+        raise InvalidArgument(f"the largest jump of positions must be at least 1, not {largest}")
     extra = torch.randint(largest, is_landmark.shape, generator=generator, device=is_landmark.device) * is_landmark
     return torch.arange(is_landmark.shape[1], device=is_landmark.device) + extra.cumsum(1) - extra
 

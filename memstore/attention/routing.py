@@ -97,8 +97,8 @@ class Router:
         if found != shapes or len(arrays) != len(shapes) or not all(each.isfinite().all() for each in arrays.values()):
             whose, cure = "the memory's router", "restore the memory from a copy"
             if file is not None:
-                whose, cure = f"the router {file}", "name what memstore train router wrote"
-            raise DamagedError(f"{whose} must be finite arrays of float32 of the shapes {shapes}, not {found}; {cure}")
+                whose, cure = f"the router {file}", "pass a file that memstore train router wrote"
+            raise DamagedError(f"{whose} must hold finite float32 arrays of the shapes {shapes}, got {found}; {cure}")
         return cls(**arrays)
 
 
@@ -131,16 +131,20 @@ class TrainedRouter(NamedTuple):
         from safetensors import SafetensorError, safe_open
 
         if not Path(path).is_file():
-            raise NotFound(f"no file {path}: name what memstore train router wrote")
+            raise NotFound(f"there is no file {path}: pass a file that memstore train router wrote")
         try:
             with safe_open(path, "pt") as file:
                 told = file.metadata() or {}
                 arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
         except SafetensorError as error:
-            raise DamagedError(f"{path} is no router: {error}; name what memstore train router wrote") from None
+            raise DamagedError(
+                f"{path} is not a router file: {error}; pass a file that memstore train router wrote"
+            ) from None
         layer = told.get("layer", "")
         if not layer.isdecimal() or "model" not in told:
-            raise DamagedError(f"{path} is no router: it does not say its layer; name what memstore train router wrote")
+            raise DamagedError(
+                f"{path} is not a router file: it does not name its layer; pass a file that memstore train router wrote"
+            )
         embedding = arrays.pop("embedding", None)
         return cls(int(layer), Router.from_arrays(arrays, hidden, dim, file=path), told["model"], embedding)
 

@@ -40,5 +40,5 @@ def scorer_of(kind: Kind, model: Any) -> Any:
     """Return the scorer of documents with ``model`` and a memory of tokens. Raises ``UnsupportedModel`` without one."""
     scorer = evaluation_of(kind).document_scorer
     if scorer is None:
-        raise UnsupportedModel(f"a {kind.name} has no memory of tokens")
+        raise UnsupportedModel(f"a {kind.name} has no memory of tokens: choose a model that has one")
     return scorer(model)

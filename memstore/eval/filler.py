@@ -28,7 +28,7 @@ class Filler:
 
     def __init__(self, tokens: NDArray[Any], name: str) -> None:
         if not len(tokens):
-            raise InvalidArgument(f"the filler ({name}) is empty: name files with text, with --filler.")
+            raise InvalidArgument(f"the filler ({name}) is empty: name text files with --filler.")
         self.tokens = tokens
         self.name = name
 
@@ -110,12 +110,15 @@ def _file(path: Path) -> Iterator[str]:
                 some = some or bool(piece.strip())
                 yield piece
     except FileNotFoundError:
-        raise NotFound(f"no filler {path}. Name text files with --filler, or leave it out.") from None
+        raise NotFound(
+            f"there is no filler file {path}. Name text files with --filler, or leave the option out."
+        ) from None
     except IsADirectoryError:
         raise InvalidArgument(f"the filler {path} is a folder. Name text files, each with --filler.") from None
     except UnicodeDecodeError as error:
         raise InvalidArgument(
-            f"the filler {path} is not UTF-8 text (byte {error.start:,} of a piece). Name a text file, or convert it."
+            f"the filler {path} is not UTF-8 text (at byte {error.start:,} of a piece). Name a text file, or "
+            "convert it to UTF-8."
         ) from None
     if not some:
         raise InvalidArgument(f"the filler {path} is empty. Name a file with text.")

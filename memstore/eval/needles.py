@@ -124,7 +124,7 @@ def topics() -> list[str]:
         from pydoc_data.topics import topics as texts
     except ImportError:  # some distributions of Python leave it out
         raise NotFound(
-            "this Python lacks pydoc_data, its language reference; give another text, or use another Python"
+            "this Python has no pydoc_data (its language reference); use another text, or another Python"
         ) from None
     return [str(texts[name]) for name in sorted(texts)]
 
@@ -154,9 +154,12 @@ def hide(text: str, needles: Sequence[Needle], tokenizer: Any, tokens: int, rng:
     hidden: list[list[int]] = [tokenizer(f" {n.sentence} ", add_special_tokens=False)["input_ids"] for n in needles]
     length = tokens - sum(map(len, hidden))
     if not needles or length < len(needles):
-        raise InvalidArgument(f"{len(needles)} needles do not fit into {tokens} tokens with text around each")
+        raise InvalidArgument(
+            f"{len(needles)} needles do not fit into {tokens} tokens, because each needs text around it: use "
+            "fewer needles or more tokens"
+        )
     if len(hay) < length:
-        raise InvalidArgument(f"the text has {len(hay)} tokens, {length} are needed")
+        raise InvalidArgument(f"the text has {len(hay)} tokens, but {length} are needed: use a longer text")
     ends = [i + 1 for i, token in enumerate(hay[:length]) if tokenizer.decode([token]).rstrip().endswith(".")]
     share = length / len(needles)
     result: list[int] = []

@@ -11,6 +11,10 @@ from memstore.train.options import option
 class ContextPerplexity:
     """Perplexity of the same last tokens after contexts of each length, with a memory and with retrieval off."""
 
-    lengths: list[int] | None = option("Lengths of the context. Without it: 2K,8K,32K.", tokens=1)
-    scored: int | None = option("Tokens scored at the end of each sample. Without it: 1024.", min=1)
-    samples: int | None = option("Places of the text, the same for all lengths. Without it: 4.", min=1)
+    lengths: list[int] | None = option(
+        "Score after contexts of these lengths, in tokens. Default: 2K,8K,32K.", tokens=1
+    )
+    scored: int | None = option("Score this many tokens at the end of each sample. Default: 1024.", min=1)
+    samples: int | None = option(
+        "Measure at this many places of the text, the same for all lengths. Default: 4.", min=1
+    )

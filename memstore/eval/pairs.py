@@ -40,15 +40,17 @@ def read_pairs(path: Path, *, prompt: str = "prompt", answer: str = "answer") ->
 
 def _pair(value: Any, where: str, prompt: str, answer: str) -> tuple[str, str]:
     if not isinstance(value, dict):
-        raise InvalidArgument(f"{where} is not an object with {prompt!r} and {answer!r}, but {type(value).__name__}")
+        raise InvalidArgument(f"{where} must be an object with {prompt!r} and {answer!r}, not {type(value).__name__}")
     for name in (prompt, answer):
         if name not in value:
             raise InvalidArgument(
-                f"{where} has no text {name!r}; its fields are {', '.join(map(repr, value)) or 'none'}. "
-                "Choose fields with --prompt-field and --answer-field."
+                f"{where} has no field {name!r}; its fields are {', '.join(map(repr, value)) or 'none'}. Choose "
+                "fields with --prompt-field and --answer-field."
             )
         if not isinstance(value[name], str) or not value[name].strip():
-            raise InvalidArgument(f"{where} has no text {name!r}, but {json.dumps(value[name])[:40]}: give text.")
+            raise InvalidArgument(
+                f"{where}: the field {name!r} must be a non-empty text, not {json.dumps(value[name])[:40]}."
+            )
     return value[prompt], value[answer]
 
 

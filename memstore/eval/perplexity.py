@@ -122,13 +122,13 @@ def _check(tokens: int, lengths: Sequence[int], scored: int, samples: int) -> No
     if not lengths or min(lengths) < scored + 2:
         shortest = min(lengths, default=0)
         raise InvalidArgument(
-            f"a length of {shortest:,} has no room for {scored:,} scored tokens and context: choose longer --lengths, "
-            "or fewer with --scored"
+            f"a length of {shortest:,} has no room for context before the {scored:,} scored tokens: choose longer "
+            "--lengths, or a smaller --scored"
         )
     if tokens < max(lengths):
         raise InvalidArgument(
-            f"the text has {tokens:,} tokens, fewer than the length {max(lengths):,}. Name a longer text, or shorter "
-            "--lengths"
+            f"the text has {tokens:,} tokens, fewer than the length {max(lengths):,}. Use a longer text, or "
+            "shorter --lengths"
         )
 
 

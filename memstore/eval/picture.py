@@ -28,7 +28,7 @@ def check_picture(path: Path) -> None:
     if path.suffix.lower() not in SUFFIXES:
         raise InvalidArgument(f"the picture {path} must end in {' or '.join(SUFFIXES)}")
     if not path.absolute().parent.is_dir():
-        raise NotFound(f"no folder {path.parent} for the picture. Make it first, or choose another.")
+        raise NotFound(f"the folder {path.parent} does not exist: create it, or choose another folder for the picture.")
     figure_class()
 
 
@@ -82,7 +82,7 @@ def save_picture(figure: Any, path: Path) -> None:
         else:
             path.write_bytes(drawn.getvalue())
     except PermissionError:
-        raise ReadOnlyMemory(f"the picture {path} cannot be written: permission denied.") from None
+        raise ReadOnlyMemory(f"the picture {path} cannot be written: permission denied. Choose another path.") from None
 
 
 def tokens_label(tokens: int) -> str:

@@ -149,7 +149,9 @@ def heat(trace: Trace, *, words: Sequence[str] | None = None, layer: int | None 
     by_step = [{(name, at): w for name, at, w in most_weight([step], layer=layer, head=head)} for step in steps]
     names, cells, others = _rows(by_step)
     if not names:
-        raise InvalidArgument(f"trace {trace.number} retrieved nothing{_where(layer, head)}; there is nothing to draw")
+        raise InvalidArgument(
+            f"trace {trace.number} retrieved no block{_where(layer, head)}; choose another trace, layer or head"
+        )
     parts = bins(len(steps), COLUMNS)
     cells = pooled(cells, parts)
     rows, columns = cells.shape
@@ -179,7 +181,7 @@ def tiers(trace: Trace) -> Any:
     steps = _steps(trace)
     counts = np.array([counted(step) for step in steps], float).T
     if not counts.sum():
-        raise InvalidArgument(f"trace {trace.number} retrieved nothing; there is nothing to draw")
+        raise InvalidArgument(f"trace {trace.number} retrieved no block; choose another trace")
     parts = bins(len(steps), COLUMNS // 4)
     counts = pooled(counts, parts)
     figure = new_figure(
@@ -213,7 +215,10 @@ def margins(trace: Trace, *, layer: int | None = None) -> Any:
     steps = _steps(trace)
     leads = [_leads(step.looks, layer) for step in steps]
     if not any(len(each) for each in leads):
-        raise InvalidArgument(f"no list of trace {trace.number}{_where(layer, None)} has two blocks to compare")
+        raise InvalidArgument(
+            f"no top-k list of trace {trace.number}{_where(layer, None)} has two blocks to compare; choose "
+            "another trace or layer"
+        )
     parts = bins(len(steps), COLUMNS)
     figure = new_figure(
         3.5 + 0.1 * len(parts),
@@ -243,7 +248,7 @@ def margins(trace: Trace, *, layer: int | None = None) -> Any:
 def _steps(trace: Trace) -> list[Step]:
     steps = [step for step in trace.steps() if step.looks]
     if not steps:
-        raise InvalidArgument(f"trace {trace.number} has no step that retrieved anything; there is nothing to draw")
+        raise InvalidArgument(f"no step of trace {trace.number} retrieved a block; choose another trace")
     return steps
 
 
@@ -367,8 +372,8 @@ def document_margins(document: Document, *, layer: int | None = None, top_k: int
     blocks = document.complete_blocks
     if len(blocks) < top_k + 2:
         raise InvalidArgument(
-            f"document {document.name!r} has {len(blocks)} searchable blocks; to compare {top_k} of them with the next "
-            f"it needs {top_k + 2}: take a smaller top_k"
+            f"document {document.name!r} has {len(blocks)} searchable blocks, but comparing {top_k} of them with "
+            f"the next one needs {top_k + 2}: use a smaller top_k"
         )
     asking = [blocks[part.start] for part in bins(len(blocks), ASKING)]
     scores = _best_others(document, layer, asking, top_k + 1)
@@ -376,8 +381,9 @@ def document_margins(document: Document, *, layer: int | None = None, top_k: int
         7.5,
         3.6,
         title=f"Score margins in {drawable(document.name, longest=32)}, layer {layer}",
-        caption=f"{len(asking):,} of {len(blocks):,} blocks ask with their own landmark; themselves left out. "
-        "Scores are inner products of landmarks, mean over key heads. Equal scores have no mark.",
+        caption=f"Each of {len(asking):,} of the {len(blocks):,} blocks asks with its own landmark; a block never "
+        "finds itself. Scores are inner products of landmarks, mean over key heads. Equal scores have no "
+        "mark.",
     )
     axes = figure.subplots()
     size = 3.0 if len(asking) > 100 else 5.0
@@ -398,8 +404,8 @@ def _layer(document: Document, layer: int | None) -> int:
     if not len(document.complete_blocks):
         size = document.memory.spec.block_size
         raise InvalidArgument(
-            f"document {document.name!r} has {len(document)} tokens, and only whole blocks of {size} have landmarks: "
-            "name a longer one"
+            f"document {document.name!r} has {len(document)} tokens, but only whole blocks of {size} tokens have "
+            "landmarks: choose a longer document"
         )
     if layer is not None and layer not in layers:
         raise InvalidArgument(
@@ -463,7 +469,7 @@ def audit_picture(audit: Audit) -> Any:
     Raises ``InvalidArgument`` for an audit without a layer.
     """
     if not audit.layers:
-        raise InvalidArgument("this audit has no layer that retrieves; there is nothing to draw")
+        raise InvalidArgument("no layer of this audit retrieves, so there is nothing to draw")
     captured = _table([layer.captured for layer in audit.layers])
     recall = _table([layer.recall for layer in audit.layers])
     rows, heads = captured.shape
@@ -473,10 +479,10 @@ def audit_picture(audit: Audit) -> Any:
     figure = new_figure(
         5.2 + 0.42 * min(heads, 16),
         2.0 + 0.2 * rows,
-        title=f"What was retrieved, of what should have been: {', '.join(audit.documents)}",
-        caption=f"{audit.top_k:,} of {stored:,} {unit} retrieved, {audit.steps} steps. Captured mass: share of "
-        f"{mass} that the retrieved ones hold. Recall: of the true best {unit}. White is 0, black is 100%. "
-        "Dotted: both by chance.",
+        title=f"Retrieved blocks, compared with the true best: {', '.join(audit.documents)}",
+        caption=f"{audit.top_k:,} of {stored:,} {unit} retrieved, {audit.steps} steps. Captured mass: the share of "
+        f"{mass} that went to the retrieved ones. Recall: the share of the true best {unit} that was "
+        "retrieved. White is 0%, black is 100%. Dotted: both by chance.",
     )
     left, middle, right = figure.subplots(1, 3, sharey=True)
     _cells(left, captured, "captured mass")

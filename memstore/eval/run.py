@@ -61,13 +61,13 @@ class TaskPlan:
 
     def __post_init__(self) -> None:
         if self.task not in TASKS:
-            raise InvalidArgument(f"no task is called {self.task!r}; choose one of {', '.join(TASKS)}")
+            raise InvalidArgument(f"there is no task {self.task!r}; choose one of {', '.join(TASKS)}")
         if self.samples < 1:
             raise InvalidArgument(f"samples must be at least 1, not {self.samples}")
         if not self.lengths or min(self.lengths) < 1:
-            raise InvalidArgument(f"lengths are numbers of tokens, at least one of them, not {list(self.lengths)}")
+            raise InvalidArgument(f"lengths must be numbers of tokens, at least one of them; got {list(self.lengths)}")
         if self.depths is not None and not (self.depths and all(0 <= depth <= 1 for depth in self.depths)):
-            raise InvalidArgument(f"depths are from 0 (the beginning) to 1 (the end), not {list(self.depths)}")
+            raise InvalidArgument(f"depths must be from 0 (the beginning) to 1 (the end), got {list(self.depths)}")
 
 
 @dataclass(frozen=True)
@@ -283,5 +283,5 @@ def ask(model: Any, cache: Any, sample: Sample) -> Reply:
     kind = kind_of(model)
     question = evaluation_of(kind).ask
     if question is None:
-        raise UnsupportedModel(f"a {kind.name} cannot be asked for needles")
+        raise UnsupportedModel(f"a {kind.name} cannot search for needles: choose a model with a memory")
     return question(model, cache, sample)

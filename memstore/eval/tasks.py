@@ -39,7 +39,10 @@ class Phrases:
         self._known: dict[str, list[int]] = {}
         digits = [self(str(digit)) for digit in range(10)]
         if any(len(ids) != 1 for ids in digits):
-            raise InvalidArgument("needles are made of digits, and this tokenizer has no token for each of them alone")
+            raise InvalidArgument(
+                "needles consist of digits, but this tokenizer has no separate token for each digit: use another "
+                "tokenizer"
+            )
         self._digits = [ids[0] for ids in digits]
 
     def __call__(self, text: str) -> list[int]:
@@ -163,7 +166,9 @@ class Sample:
 def check_room(riddle: Riddle, length: int, tokens_per_block: int) -> None:
     """Raise ``InvalidArgument`` for a length that is too short for the needles and a block of filler."""
     if length < (least := sum(map(len, riddle.needles)) + tokens_per_block):
-        raise InvalidArgument(f"a haystack of {length:,} tokens is too short for its needles: {least} are the least")
+        raise InvalidArgument(
+            f"a haystack of {length:,} tokens is too short for its needles: use at least {least} tokens"
+        )
 
 
 def plant(

@@ -68,7 +68,9 @@ def _class(kind: str) -> Any:
     plugins = entry_points(group=ENTRY_POINTS)
     if kind not in plugins.names:
         known = ", ".join(sorted({*_HOMES, *plugins.names}))
-        raise InvalidArgument(f"There is no index {kind!r}; there is: {known}. Settings follow a colon: faiss:HNSW32.")
+        raise InvalidArgument(
+            f"There is no index {kind!r}; choose from {known}. Settings follow a colon: faiss:HNSW32."
+        )
     return plugins[kind].load()
 
 

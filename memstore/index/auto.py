@@ -77,7 +77,7 @@ class AutoIndex(ClusterIndex):
                 self._tail.take(content)
             case other:
                 raise DamagedError(
-                    f"{path} is of another index: it has index {other!r}, not 'exact'. Rebuild the index."
+                    f"{path} belongs to another index: its index is {other!r}, not 'exact'. Rebuild the index."
                 )
         self._large, self._refused = self._base is not None, None
         self._grow()
@@ -102,17 +102,21 @@ class AutoIndex(ClusterIndex):
         base, refused = self._base, self._refused
         if base is not None:
             return (
-                f"recall {base.recall:.3f} on queries put aside, {_looked(base)}; {self.wanted_recall:g} is asked for"
+                f"the recall on held-out queries was {base.recall:.3f}, {_looked(base)}; the setting asks for "
+                f"{self.wanted_recall:g}"
             )
         if refused is not None:
-            return f"recall {refused.recall:.3f} was reached {_looked(refused)}, which is no faster than exact search"
-        return f"clusters are made of the keys once there were {ENOUGH} different queries to make them for"
+            return (
+                f"the recall of {refused.recall:.3f} was reached {_looked(refused)}, which is no faster than "
+                "exact search"
+            )
+        return f"clusters are built once there were {ENOUGH} different queries"
 
 
 def _obstacle(recall: float, device: torch.device) -> str:
     """Return why no clusters may be made; empty if they may."""
     if recall >= 1:
-        return "a recall of 1 was asked for"
+        return "the setting asks for a recall of 1"
     if device.type != "cpu":
         return f"keys on {device} are searched exactly"
     return "" if find_spec("faiss") else "FAISS is not installed: pip install 'torch-memstore[faiss]'"
@@ -129,5 +133,5 @@ def _recall(settings: str) -> float:
     except ValueError:
         recall = -1.0
     if (settings and name != "recall") or not 0 < recall <= 1:
-        raise InvalidArgument(f"auto:{settings}: write auto, or auto:recall=0.99 with a number above 0, 1 at most.")
+        raise InvalidArgument(f"auto:{settings}: write auto, or auto:recall=0.99 with a number above 0 and at most 1.")
     return recall

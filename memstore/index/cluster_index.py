@@ -56,7 +56,7 @@ def require_faiss() -> Any:
         import faiss
     except ImportError as error:
         raise InvalidArgument(
-            "an index of clusters needs FAISS, which is not installed: pip install 'torch-memstore[faiss]', or use "
+            "a cluster index needs FAISS, which is not installed: pip install 'torch-memstore[faiss]', or use "
             "index='exact'"
         ) from error
     return faiss
@@ -614,7 +614,6 @@ def _share(settings: str) -> float:
         share = 0.0
     if not 0 < share <= 1:
         raise InvalidArgument(
-            f"the setting of an index of clusters is the share of the best blocks to find, such as clusters:0.99, not "
-            f"{settings!r}"
+            f"the setting of a cluster index is the wanted recall, such as clusters:0.99, not {settings!r}"
         )
     return share

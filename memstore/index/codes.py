@@ -52,7 +52,9 @@ class CodeIndex(VectorIndex):
 
     def _prepare(self, settings: str) -> None:
         if settings not in ("", PRUNED):
-            raise InvalidArgument(f"Write 'codes', or 'codes:{PRUNED}', not 'codes:{settings}'.")
+            raise InvalidArgument(
+                f"A code index has one setting: write 'codes' or 'codes:{PRUNED}', not 'codes:{settings}'."
+            )
         self.capabilities = IndexCapabilities(exact=False, dense=True, routes=settings == PRUNED)
         self._refuse()
         self._room = max(1, CHUNK_KEYS // self.keys_per_block)
@@ -76,7 +78,7 @@ class CodeIndex(VectorIndex):
         contract.check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
         if bool((keys != keys.round()).any()) or (keys.numel() and float(keys.abs().max()) > LARGEST):
             raise InvalidArgument(
-                "Keys of an index of codes must be whole numbers from -127 to 127; use 'exact' for any others."
+                "Keys of a code index must be whole numbers from -127 to 127; use 'exact' for other keys."
             )
         contract.check_new(torch.isin(ids, self._ids), ids)
         start, codes = 0, keys.to(torch.int8).transpose(0, 1)
@@ -128,7 +130,7 @@ class CodeIndex(VectorIndex):
         """
         contract.check_top_k(k)
         if self.key_heads != 1:
-            raise InvalidArgument(f"blocks are routed by the codes of one key head; this index has {self.key_heads}.")
+            raise InvalidArgument(f"routing by codes needs one key head; this index has {self.key_heads}.")
         rows, tokens = self._rows(allowed), self._grouped(queries[None])[0]
         weights = tokens.norm(dim=-1)
         if rows.numel() <= CANDIDATES + SAMPLE or self.keys_per_block <= RUN:

@@ -91,9 +91,9 @@ class VectorIndex(ABC):
         """Raise ``InvalidArgument`` for any settings, and for a device that the index does not support."""
         kind = type(self).__name__
         if settings:
-            raise InvalidArgument(f"{kind} has no settings: leave ':{settings}' out.")
+            raise InvalidArgument(f"{kind} has no settings: leave out ':{settings}'.")
         if self.device.type != "cpu" and not self.capabilities.devices:
-            raise InvalidArgument(f"{kind} is searched on the CPU, not on {self.device}; use 'exact' there.")
+            raise InvalidArgument(f"{kind} searches on the CPU, not on {self.device}; use 'exact' there.")
 
     @abstractmethod
     def add(self, ids: Tensor, keys: Tensor) -> None:
@@ -120,7 +120,7 @@ class VectorIndex(ABC):
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the score of every block: ``([H, T, N] float32, ids [N])``. Only with ``capabilities.dense``."""
-        raise NotImplementedError(f"{type(self).__name__} cannot score every block; use search()")
+        raise NotImplementedError(f"{type(self).__name__} cannot score every block; call search()")
 
     def route(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Route query tokens ``[T, D]`` together to the best blocks, by late interaction: ``(scores [k], ids [k])``.
@@ -128,7 +128,7 @@ class VectorIndex(ABC):
         Tokens are weighted by the length of their codes. Best first; all blocks if fewer than ``k`` exist. Only with
         ``capabilities.routes``.
         """
-        raise NotImplementedError(f"{type(self).__name__} cannot route; use score()")
+        raise NotImplementedError(f"{type(self).__name__} cannot route; call score()")
 
     def finish(self) -> None:  # noqa: B027 - most indexes have nothing to do
         """Finish the work that would run beside the next searches (training, rebuilding), and wait for it."""
@@ -175,12 +175,12 @@ def check_ids(ids: Tensor) -> None:
     if ids.numel() and int(ids[0]) < 0:
         raise InvalidArgument(f"ids must not be negative; the first is {int(ids[0])}.")
     if bool((ids[1:] <= ids[:-1]).any()):
-        raise InvalidArgument("ids must be strictly ascending; sort them and drop repeated ones.")
+        raise InvalidArgument("ids must be strictly ascending; sort them and drop duplicates.")
 
 
 def check_new(held: Tensor, ids: Tensor) -> None:
     """Check that none of ``ids [n]`` is in the index; ``held [n]`` bool says which are."""
-    _check_each(~held, ids, "in the index already; remove them first")
+    _check_each(~held, ids, "already in the index; remove them first")
 
 
 def check_held(held: Tensor, ids: Tensor) -> None:
@@ -209,9 +209,9 @@ def check_numbers(name: str, numbers: Tensor) -> None:
         least, largest = numbers.detach().aminmax()
         most = float(torch.maximum(-least, largest))  # one wait for a device
     if not math.isfinite(most):
-        raise InvalidArgument(f"{name} must be finite; these contain NaN or infinity, which no search can order.")
+        raise InvalidArgument(f"{name} must be finite; these contain NaN or infinity.")
     if most > LARGEST:
-        raise InvalidArgument(f"{name} must lie within {LARGEST:g}; these reach {most:g}, whose products overflow.")
+        raise InvalidArgument(f"{name} must lie within {LARGEST:g}; these reach {most:g}, and their products overflow.")
 
 
 def check_queries(queries: Tensor, key_heads: int, key_dim: int, *, wait: bool = True) -> None:
@@ -238,7 +238,7 @@ def check_tensor(name: str, value: object) -> None:
         raise InvalidArgument(f"{name} must be a torch tensor, not {type(value).__name__}.")
     if value.is_meta or value.layout != torch.strided:
         kind = "a meta tensor" if value.is_meta else f"of layout {value.layout}"
-        raise InvalidArgument(f"{name} must be a dense tensor with numbers in it; this one is {kind}.")
+        raise InvalidArgument(f"{name} must be a dense tensor that holds numbers; this one is {kind}.")
 
 
 def check_top_k(k: int) -> None:
@@ -253,7 +253,7 @@ def check_allowed(allowed: range | Tensor | None) -> None:
     if not isinstance(allowed, range | Tensor | None):
         raise InvalidArgument(f"allowed must be a range, int64 ids or None, not a {type(allowed).__name__}.")
     if isinstance(allowed, range) and max(map(abs, (allowed.start, allowed.stop, allowed.step))) > LARGEST_ID:
-        raise InvalidArgument(f"allowed must be of block ids, which are int64, not {allowed}.")
+        raise InvalidArgument(f"allowed must be int64 block ids, not {allowed}.")
 
 
 def allows(allowed: range | Tensor, ids: Tensor) -> Tensor:

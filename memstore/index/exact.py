@@ -63,8 +63,8 @@ class ExactIndex(VectorIndex):
     def _prepare(self, settings: str) -> None:
         if self.dtype not in (torch.float32, torch.bfloat16, torch.int8, torch.bool):
             raise InvalidArgument(
-                "dtype of an exact index must be torch.float32 or torch.bfloat16, for codes torch.int8 or torch.bool, "
-                f"not {self.dtype}."
+                "dtype of an exact index must be torch.float32 or torch.bfloat16 (for codes torch.int8 or "
+                f"torch.bool), not {self.dtype}."
             )
         self._refuse(settings)
         sizes = self.key_heads, self.keys_per_block, self.key_dim

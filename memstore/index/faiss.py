@@ -77,15 +77,15 @@ class FaissIndex(ExactIndex):
         there = self.device.type != "cpu"
         if there and not has_gpus():
             raise InvalidArgument(
-                f"The index faiss lies in host memory, not on {self.device}: this FAISS was built without GPUs, or "
-                "sees none; use 'exact' there."
+                f"The index faiss is in host memory, not on {self.device}: this FAISS has no GPU support, or "
+                "finds no GPU; use 'exact' there."
             )
         super()._prepare("")
         self.settings = parse(settings or "Flat")
         made = make(self.settings.factory, self.key_dim)
         if there and isinstance(made, library().IndexHNSW):
             raise InvalidArgument(
-                f"faiss:{self.settings.factory}: FAISS has no HNSW on a GPU; use IVF1024,Flat there, or 'exact'."
+                f"faiss:{self.settings.factory}: FAISS has no HNSW on a GPU; use IVF1024,Flat or 'exact' there."
             )
         needed = TRAINING_KEYS * lists(made)
         self._fewest = -(-max(FEWEST_KEYS, needed) // self.keys_per_block)
@@ -257,14 +257,14 @@ class Settings(NamedTuple):
 def parse(text: str) -> Settings:
     """Parse the settings. Raises ``InvalidArgument``, naming what is wrong."""
     if any(int(number) > LARGEST_NUMBER for number in re.findall(r"\d+", text)):
-        raise InvalidArgument(f"faiss:{text}: no number in it may be larger than {LARGEST_NUMBER:,}.")
+        raise InvalidArgument(f"faiss:{text}: numbers must be at most {LARGEST_NUMBER:,}.")
     factory, *options = text.split(";")
     values: dict[str, int] = {}
     for option in options:
         name, _, value = option.partition("=")
         if name not in Settings._fields[1:] or not value.isdecimal() or int(value) < 1:
             known = ", ".join(f"{field}=N" for field in Settings._fields[1:])
-            raise InvalidArgument(f"faiss:{text}: {option!r} is no option; options are {known}, N at least 1.")
+            raise InvalidArgument(f"faiss:{text}: {option!r} is not an option; options are {known}, with N at least 1.")
         values[name] = int(value)
     return Settings(factory, **values)
 
@@ -293,7 +293,7 @@ def make(factory: str, dim: int) -> Any:
     """Make an empty FAISS index for inner products. Raises ``InvalidArgument`` for unusable factory strings."""
     faiss = library()
     if any(int(links) < FEWEST_LINKS for links in re.findall(r"HNSW(\d+)", factory)):
-        raise InvalidArgument(f"faiss:{factory}: a key needs at least {FEWEST_LINKS} links; HNSW32 gives it 32.")
+        raise InvalidArgument(f"faiss:{factory}: each key needs at least {FEWEST_LINKS} links; HNSW32 gives it 32.")
     try:
         index = faiss.index_factory(dim, factory, faiss.METRIC_INNER_PRODUCT)
     except RuntimeError as error:
@@ -302,11 +302,13 @@ def make(factory: str, dim: int) -> Any:
     usable = (faiss.IndexFlat, faiss.IndexScalarQuantizer, faiss.IndexIVF, faiss.IndexHNSW)
     if not isinstance(index, usable) or isinstance(index, faiss.IndexIVFFastScan):
         raise InvalidArgument(
-            f"faiss:{factory} ({type(index).__name__}) cannot filter or remove. Use Flat, SQ8, HNSW32, IVF1024,Flat, "
-            "IVF1024,SQ8 or IVF1024,PQ16np; winners are always scored again in float32."
+            f"faiss:{factory} ({type(index).__name__}) cannot filter or remove. Use Flat, SQ8, HNSW32, "
+            "IVF1024,Flat, IVF1024,SQ8 or IVF1024,PQ16np; memstore scores the best keys again in float32."
         )
     if isinstance(index, faiss.IndexIVF) and index.nlist < 1:
-        raise InvalidArgument(f"faiss:{factory}: there must be at least one list; write IVF1024 for 1,024 of them.")
+        raise InvalidArgument(
+            f"faiss:{factory}: the number of lists must be at least 1; write IVF1024 for 1,024 lists."
+        )
     return index
 
 

@@ -56,7 +56,7 @@ class Content(NamedTuple):
     def require(self, holds: bool, name: str) -> None:
         """Raise ``DamagedError``, which calls the fault ``name``, unless ``holds``."""
         if not holds:
-            raise DamagedError(f"{self.path} is damaged: its {name} are not those of an index. Rebuild the index.")
+            raise DamagedError(f"{self.path} is damaged: its {name} do not belong to an index. Rebuild the index.")
 
 
 def save(path: Path, facts: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
@@ -93,13 +93,15 @@ def load(path: Path, facts: Mapping[str, Any]) -> Content:
     from safetensors import SafetensorError, safe_open
 
     if not path.is_file():
-        raise NotFound(f"There is no index file {path}. An index can always be rebuilt from its memory.")
+        raise NotFound(f"There is no index file {path}. Rebuild the index from its memory.")
     try:
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             if metadata.get("kind") != KIND:
                 found = metadata.get("kind")
-                raise DamagedError(f"{path} is no index of this version (its kind is {found!r}). Rebuild the index.")
+                raise DamagedError(
+                    f"{path} is not an index file of this version (its kind is {found!r}). Rebuild the index."
+                )
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no dict
         there, sums = (parse(metadata[each].encode(), str(path)) for each in ("facts", "checksums"))
         fit([there, sums], row(members(anything, 1000), members(text(1000), 1000)), str(path))
@@ -108,12 +110,12 @@ def load(path: Path, facts: Mapping[str, Any]) -> Content:
     except DamagedError:
         raise
     except (SafetensorError, OSError, ValueError, KeyError) as error:
-        raise DamagedError(f"{path} is not a whole index file ({error}). Rebuild the index.") from error
+        raise DamagedError(f"{path} is not a complete index file ({error}). Rebuild the index.") from error
     if found_sums != sums:
-        raise DamagedError(f"{path} is damaged: it is not what was written. Rebuild the index.")
+        raise DamagedError(f"{path} is damaged: its bytes have changed. Rebuild the index.")
     if wrong := [name for name in facts if there.get(name) != facts[name]]:
         differences = "; ".join(f"{name} {there.get(name)!r}, not {facts[name]!r}" for name in wrong)
-        raise DamagedError(f"{path} is of another index: it has {differences}. Rebuild the index.")
+        raise DamagedError(f"{path} belongs to another index: it has {differences}. Rebuild the index.")
     return Content(path, tensors, there)
 
 

@@ -162,7 +162,7 @@ class MilvusIndex(VectorIndex):
         from pymilvus import MilvusException
 
         if self._client is None:
-            raise InvalidArgument(f"this index has been closed; open the memory again to search {self.where}")
+            raise InvalidArgument(f"this index is closed; open the memory again to search {self.where}")
         try:
             return getattr(self._client, what)(*arguments, **options)
         except MilvusException as error:
@@ -180,7 +180,7 @@ def _connect(where: str) -> Any:
     server = where.startswith(SERVERS)
     if not server and not where.endswith(".db"):
         raise InvalidArgument(
-            f"an index in Milvus needs a file that ends in .db, or a server: milvus:landmarks.db or "
+            "an index in Milvus needs a file ending in .db or a server, such as milvus:landmarks.db or "
             f"milvus:http://localhost:19530, not milvus:{where}"
         )
     try:
@@ -190,8 +190,8 @@ def _connect(where: str) -> Any:
             import milvus_lite  # noqa: F401 - the client would ask for it later, in other words
     except ImportError as error:
         raise InvalidArgument(
-            f"an index in Milvus needs {error.name}, which is not installed: pip install 'torch-memstore[milvus]', or "
-            "use index='exact'"
+            f"an index in Milvus needs the package {error.name}, which is not installed: pip install "
+            "'torch-memstore[milvus]', or use index='exact'"
         ) from error
     if not server:
         Path(where).expanduser().parent.mkdir(parents=True, exist_ok=True)
@@ -200,10 +200,10 @@ def _connect(where: str) -> Any:
     except (pymilvus.MilvusException, OSError) as error:
         if not server:
             raise MemstoreError(
-                f"Milvus cannot open {where}: {error}. One process at a time has such a file: give each one its own "
-                "(it is filled from the memory), or use index='exact'."
+                f"Milvus cannot open {where}: {error}. Only one process can open such a file. Give each process a "
+                "file of its own (memstore fills it from the memory), or use index='exact'."
             ) from error
-        raise MemstoreError(f"no Milvus answers at {where}: {error}. Start it, or use index='exact'.") from error
+        raise MemstoreError(f"no Milvus server answers at {where}: {error}. Start it, or use index='exact'.") from error
 
 
 def _among(there: set[int], allowed: range | Tensor | None) -> str | None:

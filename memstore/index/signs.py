@@ -39,7 +39,7 @@ class SignIndex(VectorIndex):
     def _prepare(self, settings: str) -> None:
         self._refuse(settings)
         if reason := problem():
-            raise InvalidArgument(f"An index of signs {reason.replace('auto', 'exact')}.")
+            raise InvalidArgument(f"A sign index {reason.replace('auto', 'exact')}.")
         self._words, self._ids = self._room_for(0)
         self._held = slice(0, 0)  # the rows in use; their ids ascend
 

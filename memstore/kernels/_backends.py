@@ -31,7 +31,7 @@ def check_grouped(q: Tensor, k: Tensor, v: Tensor, *, heads: int = 1) -> None:
     """
     fit = len(k) == len(q) and k.shape[-1] == q.shape[-1] and k.shape[:-1] == v.shape[:-1]
     if not fit or not k.shape[heads] or q.shape[heads] % k.shape[heads]:
-        raise InvalidArgument(f"shapes do not fit (H must be a multiple of G): {shapes(q=q, k=k, v=v)}")
+        raise InvalidArgument(f"H must be a multiple of G, and the shapes must agree; got {shapes(q=q, k=k, v=v)}")
 
 
 def check_device(**tensors: Tensor | None) -> None:
@@ -39,7 +39,7 @@ def check_device(**tensors: Tensor | None) -> None:
     places = {name: str(tensor.device) for name, tensor in tensors.items() if tensor is not None}
     if len(set(places.values())) > 1:
         where = ", ".join(f"{name} on {place}" for name, place in places.items())
-        raise InvalidArgument(f"expected all tensors on one device, got {where}")
+        raise InvalidArgument(f"all tensors must be on one device, got {where}")
 
 
 def check_known(backend: str, known: Any) -> None:
@@ -81,18 +81,18 @@ def triton_problem(*tensors: Tensor, largest: int, mixed: bool = False, instead:
     if importlib.util.find_spec("triton") is None:
         return f"is not installed: pip install 'torch-memstore[gpu]', or {way_out}"
     if largest > LARGEST_HEAD:
-        return f"has heads of at most {LARGEST_HEAD}, got {largest}; {way_out}"
+        return f"takes heads of at most {LARGEST_HEAD}, got {largest}; {way_out}"
     types = list(dict.fromkeys(tensor.dtype for tensor in tensors))
     if not set(types) <= set(TRITON_TYPES) or (len(types) > 1 and not mixed):
         alike = "" if mixed else ", the same for all tensors"
         found = " and ".join(map(str, types))
-        return f"takes float32, float16 or bfloat16{alike}, got {found}; cast them, or {way_out}"
+        return f"takes float32, float16 or bfloat16{alike}, got {found}; convert the tensors, or {way_out}"
     if tensors[0].device.type != "cuda":
         from memstore.kernels._tiles import interpreted
 
         if not interpreted():
             return (
-                f"needs a GPU, or TRITON_INTERPRET=1 before the first import of Triton, got tensors on "
+                "needs a GPU, or TRITON_INTERPRET=1 set before Triton is imported; got tensors on "
                 f"{tensors[0].device}; {way_out}"
             )
     return None

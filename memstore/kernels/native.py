@@ -66,7 +66,7 @@ def halves() -> list[str]:
 def half_problem(dtype: object) -> str | None:
     """Say why a loop cannot read ``dtype``, a type of PyTorch; None if it can."""
     if str(dtype) == "torch.float16" and not halves():
-        return "takes float16 on an x86-64 processor with F16C alone; use 'auto' or 'torch'"
+        return "takes float16 only on an x86-64 processor with F16C; use 'auto' or 'torch'"
     return None
 
 
@@ -93,7 +93,7 @@ def parallel(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
 def library(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
     """Load the functions of the C file ``source``, compiled with ``flags``. Raises ``Unavailable``."""
     if os.environ.get(VARIABLE) == "0":
-        raise Unavailable(f"is forbidden by {VARIABLE}=0; unset it, or use 'auto'")
+        raise Unavailable(f"is switched off by {VARIABLE}=0; unset it, or use 'auto'")
     if sys.platform == "win32":
         raise Unavailable("needs Linux or macOS; use 'auto'")
     try:
@@ -119,7 +119,7 @@ def _kept_folder() -> Path | None:
         problem = str(error)
     if problem is None:
         return folder
-    _log_once(f"Compiled code is not kept: {problem}")
+    _log_once(f"The compiled code cannot be cached: {problem}")
     return None
 
 
@@ -134,13 +134,16 @@ def _not_private(folder: Path) -> str | None:
     finally:
         os.close(handle)
     if about.st_uid != os.getuid() or about.st_mode & 0o022 or not os.access(folder, os.W_OK):
-        return f"{folder} is not this user's alone"
+        return f"the folder {folder} belongs to another user"
     for above in {*folder.parents, *folder.resolve().parents}:
         found = above.lstat()
         # In a folder with the sticky bit, such as /tmp, only owners can rename their files.
         others = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX and not stat.S_ISLNK(found.st_mode)
         if found.st_uid not in (0, os.getuid()) or others:
-            return f"others could exchange {folder}, for {above} is theirs, or they may write to it (chmod go-w)"
+            return (
+                f"other users could replace {folder}, because {above} belongs to them or they can write to it "
+                "(chmod go-w)"
+            )
     return None
 
 
@@ -163,7 +166,7 @@ def _compile(source: Path, flags: Sequence[str], folder: Path, name: str) -> Pat
                 command, capture_output=True, text=True, errors="replace", timeout=MOST_SECONDS, check=False
             )
         except subprocess.TimeoutExpired as error:
-            raise Unavailable(f"was not compiled within {MOST_SECONDS} s; use 'auto'") from error
+            raise Unavailable(f"did not compile within {MOST_SECONDS} s; use 'auto'") from error
         if result.returncode or not made.exists():
             lines = [line for line in result.stderr.splitlines() if "error" in line]
             reason = lines[0] if lines else f"exit code {result.returncode} of {command[0]}"
@@ -181,7 +184,7 @@ def _compiler() -> list[str]:
     for candidate in [chosen] if chosen else [["cc"], ["gcc"], ["clang"]]:
         if shutil.which(candidate[0]):
             return candidate
-    raise Unavailable("needs a C compiler (cc, gcc, clang, or the one that CC names); use 'auto'")
+    raise Unavailable("needs a C compiler (cc, gcc, clang, or the one named by CC); use 'auto'")
 
 
 def _digest(path: Path) -> str:

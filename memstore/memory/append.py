@@ -215,13 +215,16 @@ class Append:
         """
         place, spec = self.after.tokens if at is None else at, self._shared.spec
         if not self.before.tokens < place <= self.after.tokens:
-            raise InvalidArgument(f"recurrent states after token {place} do not go with what is appended here.")
+            raise InvalidArgument(
+                f"recurrent states after token {place} must end among the appended tokens: pass at= with the number "
+                "of tokens read."
+            )
         found = [(tensor.dtype, tuple(tensor.shape)) for tensor in states]
         expected = [(torch_dtype(each.dtype), each.shape) for each in spec.recurrent]
         if not expected or found != expected:
             raise InvalidArgument(f"recurrent states: expected {expected}, not {found}.")
         if not all(finite(tensor) for tensor in states):
-            raise InvalidArgument("recurrent states contain NaN or infinity. Find out where they come from.")
+            raise InvalidArgument("recurrent states contain NaN or infinity. Find the cause before you store them.")
         self._recurrent[place] = [to_record(tensor.detach().cpu()) for tensor in states]
 
     def __enter__(self) -> Self:
@@ -301,12 +304,14 @@ class Append:
 
     def _check_whole(self) -> None:
         if missing := sorted(set(range(self._shared.spec.layers)) - set(self._layers)):
-            raise InvalidArgument(f"layers {missing} were not put; nothing was written. Put every layer in the body.")
+            raise InvalidArgument(
+                f"layers {missing} were not put, so nothing was written. Put every layer in the body of the with block."
+            )
 
     def _check_new(self, layer: int) -> None:
         self._shared.check_layer(layer)
         if layer in self._layers:
-            raise InvalidArgument(f"layer {layer} was put already; put all its fields at once.")
+            raise InvalidArgument(f"layer {layer} was put already; put all its fields in one call.")
 
     def _check_stored(self, layer: int, complete: Sequence[Tensor], last: Mapping[str, Tensor]) -> None:
         spec, blocks = self._shared.spec, (self._complete, len(self.blocks) - self._complete)
@@ -326,8 +331,8 @@ class Append:
         states = tensor.detach().to("cpu", torch_dtype(spec.dtype))
         if not finite(states):
             raise InvalidArgument(
-                f"layer {layer}, {name}: as {spec.dtype} they contain NaN or infinity, and attention to them gives "
-                "nothing else. Find out where they come from, or use a dtype of a wider range (bfloat16, float32)."
+                f"layer {layer}, {name}: as {spec.dtype} they contain NaN or infinity. Find the cause, or use a "
+                "dtype with a wider range (bfloat16, float32)."
             )
         return states
 
@@ -335,7 +340,7 @@ class Append:
         spec = self._shared.spec
         if layer not in spec.index_layers:
             if landmarks is not None:
-                raise InvalidArgument(f"layer {layer} has no landmarks; layers that have: {spec.index_layers}.")
+                raise InvalidArgument(f"layer {layer} has no landmarks; layers with landmarks: {spec.index_layers}.")
             return None
         expected = [len(self.blocks), spec.key_heads, spec.keys_per_block, spec.key_dim]
         if landmarks is None:
@@ -358,8 +363,8 @@ def _checked_reading(state: DocumentState, reading: Mapping[str, Any]) -> dict[s
     values: dict[str, Any] = json.loads(text)
     if state.tokens and values != state.reading:
         raise InvalidArgument(
-            f"document {state.name!r} was begun with reading={state.reading}, not {values}: its states would not "
-            "belong together. Go on with the same, or use another document."
+            f"document {state.name!r} was begun with reading={state.reading}, not {values}, so the states would "
+            "not fit together. Use the same reading, or another document."
         )
     return values
 
@@ -379,5 +384,5 @@ def as_tokens(tokens: Tokens) -> Tensor:
         raise InvalidArgument(f"tokens must be integers of shape [t], not {ids.dtype} of {list(ids.shape)}.")
     low, high = map(int, ids.aminmax())
     if low < 0 or high > _LARGEST_TOKEN:
-        raise InvalidArgument(f"token ids must be from 0 to {_LARGEST_TOKEN}; these are {low} to {high}.")
+        raise InvalidArgument(f"token ids must be from 0 to {_LARGEST_TOKEN}; got {low} to {high}.")
     return ids.detach().to("cpu", torch.int32)

@@ -62,7 +62,7 @@ def copy_document(
     ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
     """
     if source.memory is memory and source.name == name:
-        raise InvalidArgument(f"a copy of document {name!r} in its own memory needs another name.")
+        raise InvalidArgument(f"a copy of document {name!r} in its own memory needs a different name.")
     check_same(replace(memory.spec, codec=source.memory.spec.codec), source.memory)
     if source.memory is not memory:
         info, arrays = source.memory.facts()
@@ -90,8 +90,8 @@ def _copy(source: Document, memory: Memory, name: str, advance: Callable[[int], 
         advance(len(target) - done)
     if source.located()[0].edits != edits:
         raise InvalidArgument(
-            f"document {source.name!r} was truncated while it was copied, so the copy may hold what it has lost: "
-            f"forget document {name!r} of {memory.url}, and copy again."
+            f"document {source.name!r} was truncated during the copy, so the copy may hold blocks that the source "
+            f"has lost. Forget document {name!r} of {memory.url}, and copy again."
         )
     _check_digests(source, target)
     return target
@@ -119,7 +119,7 @@ def copy_memory(
     ``memstore.open``.
     """
     if _place(source) == _place(target):
-        raise InvalidArgument(f"{source} and {target} are the same memory; name another place for the copy.")
+        raise InvalidArgument(f"source and target are the same memory: {source} and {target}. Name another target.")
     with (
         open_memory(source, mode="r", key=key) as old,
         open_memory(
@@ -165,8 +165,8 @@ def _check_beginning(source: Document, target: Document) -> None:
         same = _ids(source, there).equal(_ids(target, there))
     if not same or len(target) > len(source) or len(target) < first * size:
         raise InvalidArgument(
-            f"memory {target.memory.url} has a document {target.name!r} that is no beginning of document "
-            f"{source.name!r} of {source.memory.url}; copy it under another name, or forget that one first."
+            f"document {target.name!r} of memory {target.memory.url} is not the beginning of document "
+            f"{source.name!r} of {source.memory.url}. Copy under another name, or forget the old document first."
         )
 
 
@@ -182,8 +182,8 @@ def _copy_blocks(source: Document, target: Document, blocks: range, done: int) -
     size, live = source.memory.spec.block_size, common(blocks, state.live())
     if live.start > blocks.start:
         raise InvalidArgument(
-            f"document {source.name!r} lost its blocks below {live.start} while it was copied: forget document "
-            f"{target.name!r} of {target.memory.url}, and copy again when nobody reads more into it."
+            f"document {source.name!r} lost its blocks before {live.start} during the copy. Forget document "
+            f"{target.name!r} of {target.memory.url}, and copy again when nothing else is writing."
         )
     ids = torch.cat([source.tokens(block) for block in live])
     as_it_is = source.memory.spec.codec == target.memory.spec.codec
@@ -226,8 +226,9 @@ def _check_digests(source: Document, target: Document) -> None:
     digests = {source.digest, target.digest} - {None}
     if fingerprint == theirs and len(source) == len(target) and len(digests) > 1:
         raise DamagedError(
-            f"the token ids of document {source.name!r} are not those that were read: its digest is {source.digest}, "
-            f"that of its copy {target.digest}. Run verify on {source.memory.url}, and forget the copy."
+            f"the token ids of document {source.name!r} have changed since they were read: their digest is "
+            f"{source.digest}, but the copy has {target.digest}. Run verify on {source.memory.url}, and forget "
+            "the copy."
         )
 
 

@@ -306,7 +306,9 @@ class Document:
             blocks = state.blocks if n_blocks is None else n_blocks
             check_whole("n_blocks", blocks, 0, state.blocks)
             if child.id is not None:
-                raise InvalidArgument(f"there is a document {name!r} already; choose another name, or forget it first.")
+                raise InvalidArgument(
+                    f"a document {name!r} exists already; choose another name, or forget the old one first."
+                )
             number = self._shared.next_document()
             batch, fork = forking(self._shared, self._handle.id, state, name, blocks, number)
             batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
@@ -391,7 +393,7 @@ class Document:
             self._handle.current()  # finds its number, or that it was forgotten
             number = self._handle.id
             if number is None:
-                raise NotFound(f"document {self.name!r} has nothing in it yet; append to it first.")
+                raise NotFound(f"document {self.name!r} is empty; append to it first.")
             self._shared.retention.change(lambda rules: change(rules, number))
 
     def _commit(self, append: Append) -> None:
@@ -399,8 +401,8 @@ class Document:
             now = self._handle.current()
             if now != append.before:
                 raise InvalidArgument(
-                    f"document {self.name!r} changed while this append was open ({append.before.tokens} tokens then, "
-                    f"{now.tokens} now); nothing was written. Append again."
+                    f"document {self.name!r} changed during this append (from {append.before.tokens} to "
+                    f"{now.tokens} tokens); nothing was written. Append again."
                 )
             incomplete = range(append.blocks.start, now.blocks)
             last = self._read_tokens(now, incomplete) if incomplete else None
@@ -433,7 +435,7 @@ class Document:
         if full.stop < blocks.stop:
             records = self._shared.store.get(places.tokens(full.stop))
             if records is None:
-                raise NotFound(f"document {self.name!r}: the tokens of block {full.stop} are gone; run verify.")
+                raise NotFound(f"document {self.name!r}: the token ids of block {full.stop} are missing; run verify.")
             parts.append(from_record(records[0])[: state.tokens - full.stop * size])
         return torch.cat(parts)
 

@@ -114,7 +114,9 @@ class DocumentState:
 
     def gap_message(self, block: int) -> str:
         """Return the message for access to a block in a gap."""
-        return f"document {self.name!r}: block {block} was damaged, and a repair has dropped it; the others are whole."
+        return (
+            f"document {self.name!r}: block {block} was damaged, and a repair removed it; the other blocks are intact."
+        )
 
     def grown(self, tokens: int, block_size: int, capacity: int | None) -> DocumentState:
         """Return the state after an append of ``tokens`` tokens."""
@@ -305,7 +307,9 @@ class Homes:
         met = set[int]()
         while number not in self._known:
             records = self._store.get(Address(number).branch)
-            values = {} if records is None else fit(records[0].to_json(), BRANCH, f"what is stored of home {number}")
+            values = (
+                {} if records is None else fit(records[0].to_json(), BRANCH, f"the stored branch of number {number}")
+            )
             if values:
                 self._documents[number] = values["document"]
             if "parent" not in values:
@@ -315,7 +319,7 @@ class Homes:
             chain.append((number, values.get("stop", 0)))
             number = values["parent"]
             if number in met:
-                raise DamagedError(f"home {number} of this memory is a branch of itself; run verify")
+                raise DamagedError(f"the blocks of number {number} branch off from themselves; run verify")
         for each, stop in reversed(chain):
             self._known[each] = _joined(each, stop, self._known[number])
             number = each
@@ -345,7 +349,7 @@ class Homes:
 
 def _joined(number: int, stop: int, below: Home) -> Home:
     if stop <= below.start:
-        raise DamagedError(f"home {number} of this memory shares no block with home {below.number}; run verify")
+        raise DamagedError(f"number {number} of this memory shares no block with number {below.number}; run verify")
     return Home(number, stop, below)
 
 
@@ -547,7 +551,7 @@ class Catalog:
         if key.layer or key.item:
             # A look-up of the document would not find it, and report it as missing.
             raise DamagedError(
-                f"memory {self._url}: the entry of document {key.document} lies under a damaged key; run verify"
+                f"memory {self._url}: the entry of document {key.document} is stored under a damaged key; run verify"
             )
         return key.document
 

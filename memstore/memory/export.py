@@ -137,7 +137,7 @@ def export_memory(
                 beginnings.add(document)
         info, arrays = source.facts()
         if sum(value.nbytes for each in arrays.values() for value in each.values()) > MOST_FILE_BYTES:
-            raise InvalidArgument(f"an export holds arrays of up to {MOST_FILE_BYTES:,} bytes; use memstore copy.")
+            raise InvalidArgument(f"an export holds arrays of at most {MOST_FILE_BYTES:,} bytes; use memstore copy.")
         tensors = {f"arrays.{name}.{key}": value for name, each in arrays.items() for key, value in each.items()}
         manifest = {
             "format": FORMAT,
@@ -182,7 +182,7 @@ def _made(folder: Path) -> Iterator[Path]:
     place = folder.with_name(f"{folder.name}.incomplete")
     # A process that was killed before it had its lock has left an empty folder.
     if paths.find(place, stat.S_IFDIR) and not paths.find(place / _LOCK) and any(place.iterdir()):
-        raise InvalidArgument(f"{place}, where the export is written first, exists already; remove or rename it.")
+        raise InvalidArgument(f"{place} exists already, and the export is written there first; remove or rename it.")
     place.mkdir(parents=True, exist_ok=True)
     lock = filelock.FileLock(place / _LOCK)
     try:
@@ -192,7 +192,7 @@ def _made(folder: Path) -> Iterator[Path]:
     try:
         _clear(place)
         if strange := next((each.name for each in place.iterdir() if each.name != _LOCK), None):
-            raise InvalidArgument(f"{place}, where the export is written first, has {strange} in it; remove that.")
+            raise InvalidArgument(f"{place}, where the export is written first, contains {strange}; remove that.")
         yield place
         (place / _LOCK).unlink()
         paths.sync_folder(place)
@@ -205,8 +205,8 @@ def _made(folder: Path) -> Iterator[Path]:
             place.rmdir()
         if isinstance(error, OSError) and error.errno in paths.FULL:
             raise StoreFull(
-                f"no room for the export {folder}: {error.strerror}. Nothing of it was left; make room, or name "
-                "another disk."
+                f"there is no room for the export {folder}: {error.strerror}. The unfinished export was removed. "
+                "Free some space, or use another disk."
             ) from error
         raise
     finally:
@@ -269,7 +269,7 @@ class _Pieces:
         now = self._document.located()[0]
         if now.edits != state.edits or now.first > complete.start:
             raise InvalidArgument(
-                f"document {state.name!r} lost blocks while it was exported; export again when nobody changes it."
+                f"document {state.name!r} lost blocks during the export; export again when nothing else is writing."
             )
         return {
             "name": state.name,
@@ -355,8 +355,8 @@ def _read_manifest(folder: Path) -> tuple[MemorySpec, Rules[str], Values]:
     path = folder / NAME
     if not folder.is_dir() or paths.find(path) is None:
         raise NotAMemory(
-            f"{folder} is not a finished export: it has no {NAME}, which is written last. Export again, or name the "
-            "folder that memstore export made."
+            f"{folder} is not a finished export: it lacks {NAME}, which is written last. Export again, or name a "
+            "folder that memstore export wrote."
         )
     spec, rules, manifest = _parsed(path)
     recurrent = sum(layout.nbytes for layout in spec.recurrent)
@@ -364,13 +364,13 @@ def _read_manifest(folder: Path) -> tuple[MemorySpec, Rules[str], Values]:
     for file in _files(manifest):
         name, nbytes = file["name"], file["nbytes"]
         if not FILE.fullmatch(name):
-            raise DamagedError(f"{path} is damaged: no file of an export is called {name!r}. Export again.")
+            raise DamagedError(f"{path} is damaged: {name!r} is not a file name of an export. Export again.")
         facts = paths.find(folder / name)
         size = None if facts is None else facts.st_size
         if nbytes > most:
-            raise DamagedError(f"{path} is damaged: {name} has {nbytes:,} bytes, and {most:,} is the most.")
+            raise DamagedError(f"{path} is damaged: {name} has {nbytes:,} bytes, but at most {most:,} are allowed.")
         if size != nbytes:
-            found = "is missing" if size is None else f"has {size:,} bytes of {nbytes:,}"
+            found = "is missing" if size is None else f"has {size:,} of {nbytes:,} bytes"
             raise DamagedError(
                 f"the export {folder} is incomplete: {name} {found}. Restore it from a copy, or export again.",
                 remedy="restore",
@@ -389,15 +389,15 @@ def _content(folder: Path, file: Values) -> bytes:
             remedy="restore",
         ) from None
     if len(content) != file["nbytes"] or hashlib.sha256(content).hexdigest() != file["sha256"]:
-        raise _damaged(folder, file, "its SHA-256 is not that of the manifest")
+        raise _damaged(folder, file, "its SHA-256 differs from the manifest")
     return content
 
 
 def _damaged(folder: Path, file: Values, what: str) -> DamagedError:
     """Return the error for a file with wrong content."""
     return DamagedError(
-        f"the export {folder} is damaged: {file['name']}: {what}. Nothing of it was used. Restore it from a copy, or "
-        "export again.",
+        f"the export {folder} is damaged: {file['name']}: {what}. Nothing was imported from this file. Restore it "
+        "from a copy, or export again.",
         remedy="restore",
     )
 
@@ -488,7 +488,9 @@ def _take_facts(folder: Path, manifest: Values, memory: Memory) -> None:
             name: {key: tensors[f"arrays.{name}.{key}"] for key in keys} for name, keys in manifest["arrays"].items()
         }
     except KeyError as error:
-        raise DamagedError(f"the export {folder} is damaged: the tensor {error} is missing.") from None
+        raise DamagedError(
+            f"the export {folder} is damaged: it lacks the tensor {error}. Restore it from a copy, or export again."
+        ) from None
     memory.put_facts(manifest["info"], arrays, str(folder))
 
 
@@ -498,8 +500,8 @@ def _import(folder: Path, entry: Values, memory: Memory, count: Callable[[int], 
     if there.id is not None:
         if len(there) != entry["tokens"] or not _begins(folder, entry, there):
             raise InvalidArgument(
-                f"memory {memory.url} has another document {entry['name']!r} than the export {folder}: forget that one "
-                "first, or import into another memory."
+                f"memory {memory.url} has a document {entry['name']!r} that differs from the one in the export "
+                f"{folder}: forget it first, or import into another memory."
             )
         if begun.id is not None:  # it is complete since the last run
             memory.forget(staged)
@@ -514,8 +516,8 @@ def _import(folder: Path, entry: Values, memory: Memory, count: Callable[[int], 
             _append(folder, file, document, count)
         if len(document) != entry["tokens"] or _differ(document.digest, entry["digest"]):
             raise DamagedError(
-                f"the export {folder} is damaged: document {entry['name']!r} is not what its manifest says. Restore it "
-                "from a copy, or export again.",
+                f"the export {folder} is damaged: document {entry['name']!r} differs from its manifest. Restore "
+                "it from a copy, or export again.",
                 remedy="restore",
             )
     except DamagedError:
@@ -589,7 +591,7 @@ def _append(folder: Path, file: Values, document: Document, count: Callable[[int
                 states = [tensors[f"recurrent.{place}.{number}"] for number in range(len(spec.recurrent))]
                 batch.put_recurrent(states, at=place)
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise _damaged(folder, file, f"it does not hold what a memory stores ({error})") from None
+        raise _damaged(folder, file, f"its content does not fit a memory ({error})") from None
     count(file["tokens"])
 
 
@@ -634,10 +636,10 @@ def export_table(
         import pyarrow as pa
         import pyarrow.parquet as parquet
     except ModuleNotFoundError:
-        raise NotFound("a table in Parquet needs the package pyarrow: pip install 'torch-memstore[tables]'") from None
+        raise NotFound("a Parquet table needs the package pyarrow: pip install 'torch-memstore[tables]'") from None
     path = Path(file)
     if path.exists() or path.is_symlink():
-        raise InvalidArgument(f"{path} exists already; name a new file for the table.")
+        raise InvalidArgument(f"{path} exists already; name a new file.")
     chosen = _chosen(memory, documents)
     schema, rows = _schema(memory, pa), 0
     # No reader may trust statistics of numbers with a NaN, but DuckDB 2.0 does: it skips rows that a filter wants.
@@ -659,7 +661,9 @@ def export_table(
     except BaseException as error:
         unfinished.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno in paths.FULL:
-            raise StoreFull(f"no room for {path}; nothing of it was left. Make room, or name another disk.") from error
+            raise StoreFull(
+                f"there is no room for {path}; the unfinished file was removed. Free some space, or use another disk."
+            ) from error
         raise
     return rows
 

@@ -105,7 +105,7 @@ class IndexFiles:
                 paths.find(path.with_suffix(".index"))
                 index.load(path.with_suffix(".index"))
             except (DamagedError, NotFound, NotAMemory) as error:
-                _log.warning("An index is built anew from the memory: %s", error)
+                _log.warning("An index is rebuilt from the memory: %s", error)
                 continue
             held = range(about["first"], about["stop"])
             if len(index) == len(held):
@@ -204,7 +204,7 @@ def damaged(folder: Path | None) -> Iterator[tuple[Path, str]]:
         about = _read(path)
         try:
             if about is None:
-                raise DamagedError(f"{path} is damaged: it is not what was written. Rebuild the index.")
+                raise DamagedError(f"{path} is damaged: its bytes have changed. Rebuild the index.")
             if str(about.get("index")).partition(":")[0] in BUILT_IN:
                 paths.find(path.with_suffix(".index"))
                 from memstore.index import files

@@ -79,8 +79,8 @@ def open_memory(
         memory = Memory(shared, opened)
         if memory.encrypted and index.partition(":")[0] == "milvus":
             raise InvalidArgument(
-                f"memory {url} is encrypted, and Milvus keeps landmarks in files of its own, in the open; choose "
-                "another index."
+                f"memory {url} is encrypted, but Milvus would keep its landmarks unencrypted in files of its own; "
+                "choose another index."
             )
         if index != "exact":
             shared.new_index().close()  # so that an unusable index is an error now, not at the first search
@@ -290,7 +290,7 @@ class Memory:
         self._shared.check_writable()
         store = self._shared.store
         if not isinstance(store, EncryptedStore):
-            raise InvalidArgument(f"memory {self.url} is not encrypted; memstore copy makes an encrypted one of it.")
+            raise InvalidArgument(f"memory {self.url} is not encrypted; make an encrypted copy with memstore copy.")
         with self._shared.writing:
             store.table.change_key(read_key(key))
 
@@ -314,8 +314,8 @@ class Memory:
                 if error.errno not in FULL:
                     raise
                 raise StoreFull(
-                    f"no room for the indexes of memory {self.url} ({error.strerror}); the memory itself is whole. "
-                    "Make room, and build them again",
+                    f"there is no room for the indexes of memory {self.url} ({error.strerror}); the memory itself "
+                    "is intact. Free some space, and build the indexes again",
                     memory=self.url,
                 ) from error
         if progress is not None:
@@ -447,7 +447,7 @@ class Memory:
                 try:
                     index.close()
                 except (MemstoreError, OSError) as error:  # the index can always be built again
-                    _log.warning("An index of memory %s was not kept: %s", self.url, error)
+                    _log.warning("An index of memory %s was not saved: %s", self.url, error)
         finally:  # the lock is released even if a foreign index raises
             self._shared.blocks.close()
             _close(self._opened)
@@ -518,15 +518,18 @@ def check_name(name: object) -> None:
         good = False
     if not good:
         found = repr(name) if len(repr(name)) <= LONGEST_NAME else f"one that begins with {repr(name)[:50]}"
-        raise InvalidArgument(f"the name of a document is a text of 1 to {LONGEST_NAME} bytes in UTF-8, not {found}.")
+        raise InvalidArgument(
+            f"the name of a document must be a text of 1 to {LONGEST_NAME} bytes in UTF-8, not {found}."
+        )
 
 
 def check_same(spec: MemorySpec, memory: SharedStore | Container) -> None:
     """Raise ``ForeignMemory`` unless ``memory`` was made for ``spec``."""
     if differences := spec.differences(memory.spec):
         raise ForeignMemory(
-            f"memory {memory.url} was made for something else: {'; '.join(differences)}. Its states are not used. "
-            "Open it with the model and settings that it was made with, or make a new memory at another path.",
+            f"memory {memory.url} does not fit this model or these settings: {'; '.join(differences)}. Its states "
+            "are not used. Open it with the model and settings that it was made with, or make a new memory at "
+            "another path.",
             memory=memory.url,
         )
 

@@ -85,8 +85,8 @@ class Repair:
         for _ in range(_ROUNDS):
             if any(finding.kind == "crash" for finding in findings):
                 raise DamagedError(
-                    f"memory {self._shared.url} cannot be repaired in place: the tree around its values is damaged. "
-                    f"To save what can still be read: memstore repair {quote(self._shared.url)} --to NEW",
+                    f"memory {self._shared.url} cannot be repaired in place: the tree of its values is damaged. "
+                    f"Save the readable part: memstore repair {quote(self._shared.url)} --to NEW",
                     memory=self._shared.url,
                     remedy="repair",
                 )
@@ -123,7 +123,7 @@ class Repair:
         except _UNREADABLE:
             pass
         batch.put(NEXT_DOCUMENT, next_document_record(last + _FIRST_AGAIN))
-        yield RepairStep(message=f"the number of the next document was lost; it will be {last + _FIRST_AGAIN}")
+        yield RepairStep(message=f"the number of the next document was lost; the new number is {last + _FIRST_AGAIN}")
 
     def _rules(self, batch: Batch) -> Iterator[RepairStep]:
         """Remove damaged limits and pins."""
@@ -132,7 +132,7 @@ class Repair:
         except _UNREADABLE:
             for key in (KEEPING, *lost_keys(self._shared.store)):
                 batch.delete(key)
-            yield RepairStep(message="the limit, pins and times to live were damaged and are gone; set them anew")
+            yield RepairStep(message="the limit, pins and times to live were damaged and are removed; set them again")
 
     def _entries(self, batch: Batch, check: Check) -> Iterator[RepairStep]:
         """Rebuild damaged entries of documents: all but the name follows from the token ids.
@@ -151,11 +151,11 @@ class Repair:
             state = told_by_tokens(self._shared, number, name)
             if state is None:
                 yield RepairStep(
-                    message=f"document number {number} has a damaged entry and no token ids, so it is gone"
+                    message=f"document number {number} has a damaged entry and no token ids, so it is lost"
                 )
             else:
                 batch.put(entry, state.to_record())
-                message = f"document number {number} had lost its entry, and with it its name: it is {name!r} now"
+                message = f"document number {number} had lost its entry, and with it its name; the new name is {name!r}"
                 yield RepairStep(message=message, document=name)
 
     def _branches(self, batch: Batch, check: Check) -> Iterator[RepairStep]:
@@ -168,14 +168,15 @@ class Repair:
             home = number if state.home is None else state.home
             batch.put(Address(home).branch, Record.from_json(facts))
             yield RepairStep(
-                message=f"where document {state.name!r} has its shared blocks was lost; its entry tells it"
+                message=f"the record of the shared blocks of document {state.name!r} was lost; it is restored from "
+                "the document's entry"
             )
         written = {key for key, _ in batch.puts}
         for home in sorted(check.damaged_branches):
             if Address(home).branch not in written:
                 batch.delete(Address(home).branch)
                 yield RepairStep(
-                    message=f"where the blocks before those of number {home} lie was damaged: they are lost"
+                    message=f"the record of the blocks before those of number {home} was damaged; those blocks are lost"
                 )
 
     def _unknown(self, batch: Batch, unknown: list[tuple[Key, Key]]) -> Iterator[RepairStep]:
@@ -183,7 +184,7 @@ class Repair:
         for first, last in unknown:
             batch.delete(first, last)
         if unknown:
-            yield RepairStep(message=f"values that no document needs were removed, in {len(unknown)} places")
+            yield RepairStep(message=f"values that no document needs are removed, in {len(unknown)} places")
 
     def _indexes(self, findings: list[Finding], dry_run: bool) -> Iterator[RepairStep]:
         """Remove damaged kept indexes, which are built again."""
@@ -192,7 +193,7 @@ class Repair:
         for path, _ in damaged(folder_of(folder(self._shared.url))):
             if not dry_run:
                 remove(path)
-            yield RepairStep(message=f"the kept index {path.stem} was damaged; it is built anew where it is wanted")
+            yield RepairStep(message=f"the saved index {path.stem} was damaged; it is rebuilt when it is needed")
 
     # Repair cuts instead of patching, because every block was computed from the earlier ones.
     def _truncations(self, findings: list[Finding], dry_run: bool) -> Iterator[RepairStep]:
@@ -208,7 +209,7 @@ class Repair:
             if not dry_run:
                 document.truncate(keep)
             lost = before - min(before, keep * size)
-            message = f"document {name!r} ends before block {keep} now: {before - lost} tokens stay, {lost} are lost"
+            message = f"document {name!r} now ends before block {keep}: {before - lost} tokens stay, {lost} are lost"
             yield RepairStep(message=message, document=name, tokens_lost=lost)
 
     def _drops(self, findings: list[Finding], dry_run: bool) -> Iterator[RepairStep]:
@@ -224,7 +225,7 @@ class Repair:
         for number, state in states.items():
             if state.name in hashes:
                 states[number] = _without_hashes(batch, shared.places(number, state), state, hashes[state.name])
-                message = f"document {state.name!r} goes on without hashes of its history: its text is not reused"
+                message = f"document {state.name!r} continues without the hashes of its history: its text is not reused"
                 yield RepairStep(message=message, document=state.name)
         after = {
             number: _without_blocks(shared, shared.places(number, state), state, blocks[state.name])
@@ -239,7 +240,7 @@ class Repair:
             gone = sum(map(len, states[number].present())) - sum(map(len, left.present()))
             stay = _tokens(left, size)
             tokens = _tokens(states[number], size) - stay
-            message = f"document {left.name!r} goes on without {gone} damaged blocks: {tokens} tokens are lost"
+            message = f"document {left.name!r} continues without {gone} damaged blocks: {tokens} tokens are lost"
             yield RepairStep(message=f"{message}, {stay} stay", document=left.name, tokens_lost=tokens)
 
 

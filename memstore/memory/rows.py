@@ -73,7 +73,7 @@ def to_record(tensor: Tensor) -> Record:
     """Return the tensor as a record. Raises ``InvalidArgument`` for a dtype that a store does not know."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in _TYPES:
-        raise InvalidArgument(f"a memory keeps {', '.join(_TYPES)}, not {tensor.dtype}; convert the tensor first.")
+        raise InvalidArgument(f"a memory stores {', '.join(_TYPES)}, not {tensor.dtype}; convert the tensor first.")
     return Record(Layout(name, tuple(tensor.shape)), byte_rows(tensor.reshape(1, -1))[0])
 
 
@@ -275,7 +275,7 @@ class Runs:
         layouts = [record.layout for record in records or ()]
         good = len(layouts) == 1 and layouts[0].dtype == expected.dtype and layouts[0].shape[1:] == expected.shape[1:]
         if not records or not good or layouts[0].shape[0] < rows:
-            found = f"{layouts} lies there" if layouts else "there is nothing"
+            found = f"found {layouts}" if layouts else "found nothing"
             raise DamagedError(
                 f"{self._table.name.lower()} of document {key.document}, layer {self._layer}, run {key.item}: "
                 f"expected {expected}, {found}; run verify"
@@ -370,9 +370,9 @@ def read_recurrent(store: BlockStore, layouts: Sequence[Layout], number: int, pl
     key = Address(number).recurrent(place)
     records = store.get(key)
     if records is None:
-        raise NotFound(f"{describe(key)}: the recurrent state after {place} tokens is not kept")
+        raise NotFound(f"{describe(key)}: there is no recurrent state after {place} tokens")
     if [record.layout for record in records] != list(layouts):
-        raise DamagedError(f"{describe(key)}: it is not the state of this model's layers; run verify")
+        raise DamagedError(f"{describe(key)}: the state does not fit the layers of this model; run verify")
     return [from_record(record) for record in records]
 
 

@@ -48,8 +48,8 @@ BELIEVED = 30 * DAY
 """Longest plausible time between two writes, in seconds; see ``Rules.believes``."""
 
 _log = logging.getLogger("memstore")
-_NO_ROOM = "the limit had no room for it"
-_OVER = "its time to live was over"
+_NO_ROOM = "because the limit had no room for it"
+_OVER = "because its time to live was over"
 _MOST = 10_000_000
 _NUMBER = whole(0, MAX_DOCUMENT)
 STORED = table(
@@ -115,8 +115,8 @@ class Rules(Generic[K]):
         if seconds is not None:
             if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < LONGEST:
                 raise InvalidArgument(
-                    "seconds must be a positive number, of a thousand years at most, or None for no end, "
-                    f"not {seconds!r}."
+                    "seconds must be a positive number of at most a thousand years, or None for no expiry; not "
+                    f"{seconds!r}."
                 )
             times[document] = now + seconds
         return replace(self, expires=times, clock=now)
@@ -199,12 +199,16 @@ class Rules(Generic[K]):
 
         Raises ``ForeignMemory`` for rules that this version does not know, and ``DamagedError``.
         """
-        fit(values, schema, "the value with the rules of a memory")
+        fit(values, schema, "the rules of a memory")
         if unknown := set(values) - {each.name for each in fields(cls)}:
-            raise ForeignMemory(f"a newer memstore wrote this memory: its rules have {on_one_line(unknown)}; upgrade")
+            raise ForeignMemory(
+                f"a newer memstore wrote this memory: its rules have {on_one_line(unknown)}; upgrade memstore"
+            )
         if values["when_full"] not in get_args(WhenFull):
             asked = on_one_line([values["when_full"]])
-            raise ForeignMemory(f"a newer memstore wrote this memory: when full, it should {asked}; upgrade")
+            raise ForeignMemory(
+                f"a newer memstore wrote this memory: its rule for a full memory is {asked}; upgrade memstore"
+            )
         maps = {name: dict(values[name]) for name in ("expires", "reads") if name in values}
         return cls(**{**values, **maps, "pinned": frozenset(values["pinned"])})
 
@@ -266,8 +270,8 @@ class Retention:
         if not self._sure:
             if lost := lost_keys(self._store):
                 raise DamagedError(
-                    f"memory {self._url}: {describe(lost[0])} holds another key's value, maybe the limit, pins and "
-                    "times to live; run verify, then repair"
+                    f"memory {self._url}: {describe(lost[0])} holds the value of another key, perhaps the limit, "
+                    "pins and times to live; run verify, then repair"
                 )
             self._sure = True
         return read_rules(self._store)
@@ -366,8 +370,8 @@ class Retention:
     def _doubt(self, documents: int) -> None:
         if not self._warned:
             _log.warning(
-                "memory %s: %d documents seem to have expired, but the clock is behind the last write or more than 30 "
-                "days ahead of it, so they stay; if the clock is right, call memory.expire()",
+                "memory %s: %d documents seem to have expired, but they stay, because the clock is behind the "
+                "last write or more than 30 days ahead of it. If the clock is right, call memory.expire()",
                 self._url,
                 documents,
             )
@@ -380,7 +384,7 @@ class Retention:
             for told in self._forgotten:
                 told(names)
         except MemstoreError as error:  # the append is stored anyway
-            _log.warning("memory %s: traces of what was forgotten are still there: %s", self._url, error)
+            _log.warning("memory %s: traces of forgotten documents could not be removed: %s", self._url, error)
 
 
 def _add(batch: Batch, other: Batch) -> None:

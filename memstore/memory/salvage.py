@@ -83,7 +83,8 @@ def salvage(source: str | Path, target: str | Path, *, key: KeySource | None = N
         at: At | None = next((tuple(line["at"]) for line in reversed(lines) if "at" in line), None)
         if at is None or at in skip or len(skip) == _MOST_CRASHES:
             raise DamagedError(
-                f"memory {source} cannot be read: the process that tried was ended {end}. Restore it from a copy",
+                f"memory {source} cannot be read: the process that tried was ended {end}. Restore the memory from "
+                "a copy",
                 memory=source,
                 remedy="restore",
             )
@@ -158,7 +159,7 @@ class _Rescue:
         """Save the document; return the content of its ``SavedDocument``."""
         state = self._state() if _begin((self._number, _WHOLE), self._skip) else None
         if state is None:
-            message = f"document number {self._number} is lost: its entry, and with it its name, cannot be read"
+            message = f"document number {self._number} is lost: its entry, which has its name, cannot be read"
             return {"document": "", "tokens": 0, "tokens_lost": 0, "message": message}
         target, places = self._target(state), self._old.places(self._number, state)
         for part in places.present(range(target.n_blocks, state.blocks)):
@@ -186,7 +187,7 @@ class _Rescue:
     def _save(self, target: Document, state: DocumentState, places: Places, block: int) -> None:
         try:
             if not _begin((self._number, block), self._skip):
-                raise DamagedError("reading it ended the process that read")
+                raise DamagedError("reading it crashed the process")
             found = _read(self._old, places, state, block)
             found.recurrent.update(self._recurrent(state, block))
         except (DamagedError, NotFound) as error:
@@ -235,7 +236,7 @@ class _Rescue:
         lost = max(0, blocks * self._size - (-state.tokens % self._size) - there)
         message = f"document {state.name!r}: {there} tokens saved, {lost} lost"
         if not lost and state.digest not in (None, target.digest):
-            message += "; but its token ids are not those that were read, so do not trust it"
+            message += "; but its token ids have changed since they were read, so do not trust it"
         if lost and self._lost:
             message += f"; {self._lost[0]}" + (f", and {len(self._lost) - 1} more" if len(self._lost) > 1 else "")
         return {"document": state.name, "tokens": there, "tokens_lost": lost, "message": message}

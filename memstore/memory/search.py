@@ -68,9 +68,9 @@ def check_layer(memory: Memory, layer: int | None) -> int:
     """Return ``layer``, by default the last one with landmarks. Raises ``InvalidArgument`` for one without."""
     layers = memory.spec.index_layers
     if not layers:
-        raise InvalidArgument("this memory has no landmarks in any layer: there is nothing to search.")
+        raise InvalidArgument("no layer of this memory has landmarks, so it cannot be searched.")
     if layer is not None and (isinstance(layer, bool) or layer not in layers):
-        raise InvalidArgument(f"layer {layer!r} has no landmarks to search; layers that have: {_listed(layers)}.")
+        raise InvalidArgument(f"layer {layer!r} has no landmarks to search; layers with landmarks: {_listed(layers)}.")
     return layers[-1] if layer is None else layer
 
 
@@ -78,11 +78,11 @@ def _check(spec: MemorySpec, queries: Tensor, top_k: int) -> None:
     check_tensor("queries", queries)
     if queries.dim() != 3 or queries.shape[-1] != spec.key_dim or not len(queries) or len(queries) % spec.key_heads:
         raise InvalidArgument(
-            f"expected queries [H, T, {spec.key_dim}] with H a multiple of {spec.key_heads}, the key heads of the "
-            f"memory, not {list(queries.shape)}."
+            f"expected queries [H, T, {spec.key_dim}] with H a multiple of {spec.key_heads} (the key heads of the "
+            f"memory), got {list(queries.shape)}."
         )
     if not queries.shape[1]:
-        raise InvalidArgument("the queries must be at least one vector.")
+        raise InvalidArgument("queries must hold at least one vector.")
     check_numbers("queries", queries)
     check_whole("top_k", top_k, 1, 2**31 - 1)
 

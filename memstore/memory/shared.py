@@ -100,8 +100,8 @@ class SharedStore:
     def __reduce__(self) -> NoReturn:
         # This refuses both pickle and copy: two memories on one store would close it for each other.
         raise InvalidArgument(
-            f"the open memory {self.url} cannot be copied or sent to another process; send its url, and open it in the "
-            "worker: memstore.open(url, mode='r')",
+            f"the open memory {self.url} cannot be copied or sent to another process; send its url, and open it "
+            "there: memstore.open(url, mode='r')",
             memory=self.url,
         )
 
@@ -197,8 +197,8 @@ class SharedStore:
                 return state
         assert state is not None
         raise DamagedError(
-            f"the entry of document {state.name!r} is damaged: {state.tokens:,} tokens in {state.blocks:,} blocks are "
-            "more than the whole memory holds; run verify",
+            f"the entry of document {state.name!r} is damaged: {state.tokens:,} tokens in {state.blocks:,} blocks "
+            "are more than the whole memory has; run verify",
             memory=self.url,
         )
 
@@ -295,7 +295,8 @@ class Handle:
         state = self.shared.state(number)
         if state is None:
             raise NotFound(
-                f"document {self.name!r} of memory {self.shared.url} was forgotten; ask the memory for it again."
+                f"document {self.name!r} of memory {self.shared.url} was forgotten; get the document from the "
+                "memory again."
             )
         return state
 
@@ -348,7 +349,7 @@ class NamedValues:
         from memstore.index.contract import check_tensor  # imports PyTorch, needed only to write arrays
 
         if not isinstance(arrays, dict):
-            raise InvalidArgument(f"arrays must be tensors by their names, not {type(arrays).__name__}.")
+            raise InvalidArgument(f"arrays must be a dict of tensors by name, not {type(arrays).__name__}.")
         for key, tensor in arrays.items():
             check_tensor(f"the array {key!r}", tensor)
         records = [to_record(tensor) for tensor in arrays.values()]
@@ -432,15 +433,15 @@ class NamedValues:
                     item += 1
                 elif head["kind"] == "arrays" and _contents(self._shared.store.get(key) or ()) != _contents(records):
                     raise ForeignMemory(
-                        f"memory {self._shared.url} has other arrays under the name {head['name']!r} than {source}, "
-                        "so their states do not go together. Copy to a new memory."
+                        f"memory {self._shared.url} has other arrays under the name {head['name']!r} than "
+                        f"{source}, so their states do not fit together. Copy to a new memory."
                     )
             if batch.puts:
                 self._shared.commit(batch)
 
     def _put(self, kind: str, name: str, facts: dict[str, Any], records: list[Record]) -> None:
         if not isinstance(name, str) or not name:
-            raise InvalidArgument(f"the name of a fact must be a text that is not empty, not {name!r}.")
+            raise InvalidArgument(f"the name of a fact must be a non-empty text, not {name!r}.")
         head = _head(kind, name, facts)
         # An unreadable value would block access to all the others.
         for check in (NAMED_VALUE, INFO if kind == "info" else ARRAYS):

@@ -219,12 +219,12 @@ class MemorySpec:
                 f"index_layers must be ascending layers from 0 to {self.layers - 1}, not {self.index_layers}."
             )
         if self.key_dtype == "bit" and self.key_dim % 8:
-            raise InvalidArgument(f"key_dim must be a multiple of 8 where key_dtype is 'bit', not {self.key_dim}.")
+            raise InvalidArgument(f"key_dim must be a multiple of 8 if key_dtype is 'bit', not {self.key_dim}.")
         _check_shapes("landmarks", [(self.key_heads, self.keys_per_block, self.key_dim)])
 
     def _check_recurrent(self) -> None:
         if len(self.recurrent) > MOST_RECORDS:
-            raise InvalidArgument(f"recurrent has {len(self.recurrent)} tensors, and {MOST_RECORDS} is the most.")
+            raise InvalidArgument(f"recurrent has {len(self.recurrent)} tensors; at most {MOST_RECORDS} are allowed.")
         for layout in self.recurrent:
             _one_of("recurrent", layout.dtype, DTYPES)
         _check_shapes("recurrent", [layout.shape for layout in self.recurrent])
@@ -244,7 +244,7 @@ def _check_shapes(what: str, shapes: Iterable[tuple[int, ...]]) -> None:
         numbers += math.prod(shape)
     if numbers > MOST_NUMBERS:
         raise InvalidArgument(
-            f"{what}: a block of one layer has {numbers:,} numbers, and {MOST_NUMBERS:,} is the most."
+            f"{what}: a block of one layer has {numbers:,} numbers; at most {MOST_NUMBERS:,} are allowed."
         )
 
 
@@ -345,13 +345,13 @@ def read_header(store: BlockStore, url: str) -> Header:
         records = store.get(HEADER)
     except DamagedError as error:
         raise DamagedError(
-            f"memory {url} has lost its header, without which nothing of it can be understood ({error}). "
-            "Restore it from a copy",
+            f"memory {url} has lost its header, so none of its values can be interpreted ({error}). Restore it "
+            "from a copy",
             memory=url,
             remedy="restore",
         ) from error
     if records is None:
-        raise NotAMemory(f"{url} has no header of a memory; it holds something else, or was made by hand.")
+        raise NotAMemory(f"{url} has no header of a memory, so it is not a memory. Check the path.")
     values: dict[str, Any] = fit(records[0].to_json(), FACTS, f"the header of memory {url}")
     if values["format"] > FORMAT:
         raise ForeignMemory(
@@ -361,7 +361,10 @@ def read_header(store: BlockStore, url: str) -> Header:
     try:
         spec = MemorySpec.from_dict(values["spec"])
         if values["blocks_per_run"] > 1 and run_layout(spec, values["blocks_per_run"]).nbytes > MOST_RUN_BYTES:
-            raise DamagedError(f"memory {url}: no memstore writes {values['blocks_per_run']:,} blocks in one run")
+            raise DamagedError(
+                f"memory {url} has a damaged header: it names {values['blocks_per_run']:,} blocks per run, which "
+                "no memstore writes"
+            )
         return Header(spec, values["blocks_per_run"])
     except InvalidArgument as error:
         raise ForeignMemory(f"memory {url} has a spec that this memstore cannot use: {error}") from error

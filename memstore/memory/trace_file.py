@@ -303,8 +303,8 @@ class TraceFile:
         """Return our error for ``error``, from SQLite or from decoding."""
         if not isinstance(error, sqlite3.OperationalError) or "no such" in str(error) or "malformed" in str(error):
             return DamagedError(
-                f"the traces of memory {self._url} are damaged ({error}). The memory itself does not need them: "
-                f"delete {self.path}, and record them again.",
+                f"the traces of memory {self._url} are damaged ({error}). The memory itself is not affected: "
+                f"delete {self.path}, and record the traces again.",
                 remedy="repair",
             )
         kinds: dict[str, type[MemstoreError]] = {
@@ -324,8 +324,8 @@ class TraceFile:
         ):
             kind = StoreFull
         return kind(
-            f"the traces of memory {self._url} cannot be used ({error}): {self.path} and its folder must be writable, "
-            "with room on the disk, and no other process may hold them for long."
+            f"the traces of memory {self._url} cannot be used ({error}). Make {self.path} and its folder "
+            "writable, free some space, and close other processes that hold the file."
         )
 
     @contextmanager
@@ -369,8 +369,8 @@ class TraceFile:
         # A journal can name any file by its path, which SQLite then reads and deletes. Our log names none.
         if paths.find(journal) is not None:
             raise DamagedError(
-                f"{journal} is not memstore's, and SQLite would do what it says to other files. The memory itself does "
-                f"not need it: delete {journal}",
+                f"{journal} was not written by memstore, and SQLite would follow its instructions on other files. "
+                f"The memory itself does not need it: delete {journal}",
                 remedy="repair",
             )
         return paths.find(path) is not None
@@ -406,7 +406,8 @@ class TraceFile:
         found = _schema(connection)
         if found and found != _own_schema():
             raise DamagedError(
-                f"{self.path} has other tables, views or triggers than traces of a memory; delete it, or move it away."
+                f"{self.path} has other tables, views or triggers than a trace file of memstore; delete it, or "
+                "move it away."
             )
         return version
 

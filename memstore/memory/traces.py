@@ -421,7 +421,7 @@ class Recorder:
 
     def _give_up(self, error: MemstoreError) -> None:
         # Traces.record raises, because nothing has begun yet. After that the answer matters more than its trace.
-        _log.warning("trace %d is not recorded any further: %s", self.number, error)
+        _log.warning("recording of trace %d has stopped: %s", self.number, error)
         self._stop()
 
     def _stop(self) -> None:

@@ -77,7 +77,7 @@ def remote_places(url: str) -> _Remote:
         known = ", ".join(f"zarr+{scheme}://..." for scheme in SCHEMES)
         raise InvalidArgument(f"cannot open {url!r}: expected one of {known}, such as zarr+s3://bucket/prefix")
     if set(options) - {"tail"} or options.get("tail") == [""]:
-        raise InvalidArgument(f"cannot open {url!r}: behind the question mark only tail=PATH is understood")
+        raise InvalidArgument(f"cannot open {url!r}: after the question mark, only tail=PATH is allowed")
     shards = parts._replace(query="").geturl().rstrip("/")
     if "tail" in options:
         return _Remote(shards, Path(options["tail"][-1]))
@@ -95,14 +95,14 @@ def open_shards(remote: _Remote, *, read_only: bool) -> BucketObjects | Path:
             if not read_only:
                 folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InvalidArgument(f"the folder {folder} cannot be made: {error.strerror}") from None
+            raise InvalidArgument(f"the folder {folder} cannot be created: {error.strerror}") from None
         return folder
     try:
         import obstore  # noqa: F401 - whether it is there
 
         from memstore.store.zarr.objects import from_url
     except ImportError:
-        raise InvalidArgument("memories in Zarr need 'pip install torch-memstore[zarr]'.") from None
+        raise InvalidArgument("memories in Zarr need a package: pip install 'torch-memstore[zarr]'") from None
     try:
         return from_url(remote.shards)
     except OSError as error:
@@ -175,7 +175,7 @@ def _unlocked(store: BlockStore, url: str | Path, key: MasterKey | None) -> Bloc
     key = key or key_of_environment()
     if key is None:
         raise WrongKey(
-            f"memory {url} is encrypted: pass the file of its key (--key-file FILE, or {VARIABLE}=FILE; in Python "
+            f"memory {url} is encrypted: pass its key file (--key-file FILE, or {VARIABLE}=FILE; in Python "
             "memstore.open(..., key=FILE))",
             memory=str(url),
         )
@@ -216,8 +216,8 @@ def _is_plain(url: str | Path) -> bool:
 
 def _needs_no_key(url: str | Path) -> WrongKey:
     return WrongKey(
-        f"memory {url} is not encrypted, and a key was given: open it without. memstore copy makes an encrypted one "
-        "of it",
+        f"memory {url} is not encrypted, but a key was given: open it without a key. memstore copy makes an "
+        "encrypted copy",
         memory=str(url),
     )
 
@@ -228,7 +228,7 @@ def _open(url: str | Path, mode: Mode, blank: NewMemory | None) -> OpenStore:
     if mode == "x" and blank is None:
         raise InvalidArgument("mode 'x' creates a memory, which needs a spec; pass spec=MemorySpec(...).")
     if url in ("", "zarr:"):  # pathlib would read it as the working directory
-        raise InvalidArgument(f"the path of the memory is empty: {str(url)!r}. Name a folder; the one you are in is ./")
+        raise InvalidArgument(f"the path of the memory is empty: {str(url)!r}. Name a folder; ./ is the current one")
     scheme = _SCHEME.match(url) if isinstance(url, str) else None
     if scheme is None:
         return _open_lmdb(Path(url), mode, blank)
@@ -239,12 +239,14 @@ def _open(url: str | Path, mode: Mode, blank: NewMemory | None) -> OpenStore:
     if is_remote(url):
         return _open_remote(str(url), mode, blank)
     if blank is not None and blank.key is not None:
-        raise InvalidArgument(f"{url} cannot be encrypted: that is for memories on disk, in buckets and in ram:")
+        raise InvalidArgument(
+            f"{url} cannot be encrypted: encryption works for memories on disk, in buckets and in ram:"
+        )
     found = _plugin(scheme[1], str(url))(str(url), mode, blank)
     if not isinstance(found, OpenStore):
         raise InvalidArgument(
-            f"the package that opens {scheme[1]}: gave a {type(found).__name__}, and not an OpenStore; "
-            "tell its authors, who find in docs/stores.md what is expected."
+            f"the package that opens {scheme[1]}: returned a {type(found).__name__} instead of an OpenStore. "
+            "Report this to its authors; docs/stores.md says what is expected."
         )
     return found
 
@@ -258,7 +260,7 @@ def opened(store: BlockStore, url: str, mode: Mode, blank: NewMemory | None) -> 
     with ExitStack() as refused:
         refused.callback(store.close)
         if mode == "x" and store.version():
-            raise InvalidArgument(f"there is a memory at {url} already; open it with mode 'a', or choose another path.")
+            raise InvalidArgument(f"a memory exists already at {url}; open it with mode 'a', or choose another path.")
         if not store.version():
             if mode == "r" or blank is None:
                 raise _missing(url, mode)
@@ -333,7 +335,8 @@ class OpenFolder:
             if os.path.samestat(os.fstat(self._open), self._folder.stat()):
                 return
         raise NotFound(
-            f"the memory that was opened at {self._folder} was removed or replaced: put it back, or begin again",
+            f"the memory that was opened at {self._folder} was removed or replaced: put it back, or open the "
+            "memory again",
             memory=str(self._folder),
         )
 
@@ -342,14 +345,14 @@ def _plugin(scheme: str, url: str) -> Callable[[str, Mode, NewMemory | None], ob
     plugins = entry_points(group=ENTRY_POINTS)
     if scheme not in plugins.names:
         others = "".join(f", {name}:..." for name in sorted(plugins.names))
-        here = f"a path (for a folder of this name, ./{url}), zarr:PATH, zarr+s3://BUCKET/PREFIX, ram:, ram:NAME"
+        here = f"a path (write ./{url} for a folder of this name), zarr:PATH, zarr+s3://BUCKET/PREFIX, ram:, ram:NAME"
         raise InvalidArgument(f"cannot open {url!r}: supported are {here}{others}.")
     try:
         return cast("Callable[[str, Mode, NewMemory | None], object]", plugins[scheme].load())
     except (ImportError, AttributeError) as error:
         raise InvalidArgument(
-            f"cannot open {url!r}: {plugins[scheme].value}, which another package brings for it, cannot be loaded "
-            f"({error}). Mend or remove that package."
+            f"cannot open {url!r}: {plugins[scheme].value}, which another package provides, cannot be loaded "
+            f"({error}). Repair or remove that package."
         ) from error
 
 
@@ -399,8 +402,8 @@ def _open_remote(url: str, mode: Mode, blank: NewMemory | None, **options: Any) 
         if isinstance(error, MemstoreError):
             raise
         raise MemstoreError(
-            f"the storage of {url} cannot be used ({' '.join(str(error).split())[:200]}); nothing was changed. Check "
-            "the address and the keys to it"
+            f"the storage of {url} cannot be used ({' '.join(str(error).split())[:200]}); nothing was changed. "
+            "Check the address and its credentials"
         ) from error
 
 
@@ -411,8 +414,8 @@ def _elsewhere(
     if isinstance(shards, Path):
         if mode == "r" or blank is None:
             raise NotFound(
-                f"there is no memory at {url}: its tail would lie in {tail}. Check the url and its ?tail=PATH, or "
-                "create it"
+                f"there is no memory at {url}: its tail should be in {tail}. Check the url and its ?tail=PATH, or "
+                "create the memory"
             )
         return mode, tail
     from memstore.store.zarr.published import fetch, last_version
@@ -421,8 +424,8 @@ def _elsewhere(
         return "r", fetch(shards, tail, url)
     if last_version(shards) is not None:
         raise ForeignMemory(
-            f"the memory at {url} is written by another computer, or its tail is not in {tail}: open it with mode='r' "
-            "to read it, or copy it to another place to write there"
+            f"another computer writes the memory at {url}, or its tail is not in {tail}. Open it with mode='r' to "
+            "read it. To write here, copy it to another place"
         )
     return mode, tail
 

@@ -142,7 +142,7 @@ class Check:
             self._findings.append(finding)
             if len(self._findings) == _MOST:
                 self._findings.append(
-                    Finding(kind="crash", message=f"there are more than {_MOST} findings; the check stopped.")
+                    Finding(kind="crash", message=f"there are more than {_MOST} findings; the check stopped there.")
                 )
                 break
         return self._findings
@@ -152,7 +152,7 @@ class Check:
             for scanned in self._store.scan():
                 yield from self._value(scanned)
         except MemstoreError as error:
-            yield Finding(kind="crash", message=f"the values cannot all be read: {error}", remedy=error.remedy)
+            yield Finding(kind="crash", message=f"some values cannot be read: {error}", remedy=error.remedy)
         for state in self.documents.values():
             for message in self._contradictions(state):
                 yield Finding(kind="mismatch", message=message, document=state.name)
@@ -224,7 +224,7 @@ class Check:
             try:
                 problem = self._problem(key, scanned.records)
             except (KeyError, TypeError, ValueError, MemstoreError) as error:
-                problem = f"its content makes no sense ({error})"
+                problem = f"its content is invalid ({error})"
         if problem is not None and key.document > MAX_DOCUMENT:  # a fault of the whole tree: see ``BlockStore.scan``
             yield Finding(kind="crash", message=problem, remedy=None if damage is None else damage.remedy)
         elif problem is not None:
@@ -247,7 +247,7 @@ class Check:
             case Table.DOCUMENTS:
                 state = DocumentState.from_record(records[0])
                 if not self._room.holds(state):
-                    return f"{state.tokens:,} tokens in {state.blocks:,} blocks are more than the whole memory holds"
+                    return f"{state.tokens:,} tokens in {state.blocks:,} blocks are more than the whole memory has"
                 self.documents[key.document] = state
                 return None
             case Table.TOKENS:
@@ -276,14 +276,14 @@ class Check:
             return None
         if 0 < key.document <= MAX_DOCUMENT and key == Address(key.document).branch:
             self.branches[key.document] = head
-            fit(head, BRANCH, "what is stored of a home")
+            fit(head, BRANCH, "the stored branch of a document")
             whole = "spans" in head or {"parent", "stop"} < head.keys()
-            return None if whole else "it does not say what this home is a branch of"
+            return None if whole else "it does not name the document that it branches off from"
         if key.item < FIRST_NAMED.item or key.document or key.layer:
-            return "nothing of a memory belongs here"
+            return "memstore stores nothing under this key"
         fit(head, NAMED_VALUE, "a named value")
         expected = 1 + len(head["arrays"]) if head["kind"] == "arrays" else 1
-        return None if len(records) == expected else f"{head['name']!r} has {len(records)} records, not {expected}"
+        return None if len(records) == expected else f"{head['name']!r} has {len(records)} records, expected {expected}"
 
     def _layouts_of(self, key: Key, found: list[Layout]) -> list[Layout]:
         """Return the expected layouts of a block: while incomplete, it is stored without a codec."""
@@ -327,23 +327,25 @@ class Check:
         """Yield contradictions in an entry, beside those that ``DocumentState.check`` finds."""
         size, full = self._header.spec.block_size, state.tokens // self._header.spec.block_size
         if -(-state.tokens // size) != state.blocks:
-            yield f"{state.tokens} tokens do not make blocks {state.first} to {state.blocks} of {size}"
+            yield f"{state.tokens} tokens do not fit blocks {state.first} to {state.blocks} of {size} tokens"
         if state.spans and state.spans[-1][2] > full:
             yield f"the spans {reprlib.repr(list(state.spans))} go beyond its last complete block"
         if state.branch is not None and not 0 < state.branch[1] <= full:
-            yield f"it is said to share {state.branch[1]} blocks, and has not so many complete ones"
+            yield f"it claims to share {state.branch[1]} blocks, but it has fewer complete ones"
         edges = [0, *(edge for part in state.dropped for edge in part)]
         if edges != sorted(edges) or edges[-1] > full or (state.dropped and state.digest):
             told = reprlib.repr(list(state.dropped))
-            yield f"the blocks that are said to be dropped, {told}, are not blocks of the document"
+            yield f"the blocks recorded as removed, {told}, are not blocks of the document"
 
     def _branches(self) -> Iterator[Finding]:
         """Compare the stored branches of homes with the entries."""
         for number, expected in self.lost_branches().items():
-            message = f"expected {json.dumps(expected)} of home {expected['document']}, found another value or none"
+            message = f"expected {json.dumps(expected)} for number {expected['document']}, found another value or none"
             yield Finding(kind="mismatch", message=message, document=self.documents[number].name)
         for home in self.branches.keys() - set(self._usage.owners()):
-            yield Finding(kind="unknown", message=f"no document has blocks at home {home}, of which a branch is told")
+            yield Finding(
+                kind="unknown", message=f"there is a branch for number {home}, but no document has blocks there"
+            )
             self.unknown.append((Address(home).branch, Address(home).branch))
 
     def lost_branches(self) -> dict[int, dict[str, int]]:
@@ -373,7 +375,7 @@ class Check:
             for layer in sorted(self._layers.get((table, owner), set()) - set(known)):
                 key = Key(table, owner, layer)
                 self.unknown.append((key, key._replace(item=MAX_ITEM)))
-                yield from self._named("unknown", key, f"layer {layer} has values it should not have")
+                yield from self._named("unknown", key, f"layer {layer} has values, but should have none")
 
     def _compare(
         self, table: Table, owner: int, layer: int, blocks: list[range], *, allowed: list[range] | None = None
@@ -388,7 +390,7 @@ class Check:
         for extra in seen.outside(needed if allowed is None else [_items_of(part, length) for part in allowed]):
             key = Key(table, owner, layer, extra.start)
             self.unknown.append((key, key._replace(item=extra.stop - 1)))
-            what = _items(table, extra, "there, and no entry refers to them")
+            what = _items(table, extra, "stored, but no entry refers to them")
             yield self._finding("unknown", key, what, self._blocks_of(key, len(extra)), self.documents.get(owner))
 
     def _next_document(self) -> Iterator[Finding]:
@@ -401,7 +403,7 @@ class Check:
                 return
         except (MemstoreError, LookupError, TypeError, ValueError):
             return  # damaged, and reported already
-        message = f"the next document would get number {following}, and there are documents up to number {last}"
+        message = f"the next document would get number {following}, but there are documents up to number {last}"
         yield Finding(kind="mismatch", message=message)
 
     def _named(self, kind: str, key: Key, message: str, items: int = 1) -> Iterator[Finding]:
@@ -466,7 +468,7 @@ class Check:
         except (DamagedError, NotFound):
             return  # reported already, as damaged or missing
         for block in wrong:
-            message = "the token ids, or the hash, are not those that the history of the document has here"
+            message = "the token ids, or the hash, do not fit the history of the document"
             yield from self._named("mismatch", Key(Table.TOKENS, places.owner(block), 0, block), message)
 
     def _digest(self, state: DocumentState, places: Places, complete: range) -> Iterator[Finding]:
@@ -478,7 +480,7 @@ class Check:
         except DamagedError:
             return
         if found != state.digest:
-            message = f"the digest of document {state.name!r} is {state.digest}, that of its tokens {found}"
+            message = f"the digest of document {state.name!r} is {state.digest}, but its tokens give {found}"
             yield Finding(kind="mismatch", message=message, document=state.name)
 
     def _hash_before(self, state: DocumentState, places: Places, block: int) -> bytes:
@@ -497,7 +499,7 @@ class Check:
                 start = max(run * HASHES_PER_RUN, places.node.at(part.start).base)
                 for place in ((block - start) * HASH_BYTES for block in together):
                     if len(stored) < place + HASH_BYTES:
-                        raise DamagedError(f"the hashes of run {run} of number {owner} are not all there")
+                        raise DamagedError(f"some hashes of run {run} of number {owner} are missing")
                     yield stored[place : place + HASH_BYTES]
 
 
@@ -558,7 +560,7 @@ def damaged_indexes(url: str) -> list[Finding]:
     from memstore.memory.index_files import damaged, folder_of
 
     found = damaged(folder_of(path))
-    return [Finding(kind="index", message=f"{what} It is built anew where it is wanted.") for _, what in found]
+    return [Finding(kind="index", message=f"{what} It is rebuilt when it is needed.") for _, what in found]
 
 
 def in_child(path: str, key: MasterKey | None = None) -> list[Finding]:
@@ -570,8 +572,8 @@ def in_child(path: str, key: MasterKey | None = None) -> list[Finding]:
     findings = [_from_json(line) for line in lines]
     if crash is not None:
         message = (
-            f"the process that checked the memory was ended {crash}: probably the tree around the values is damaged, "
-            f"and not every value could be read. To save what can: memstore repair {quote(path)} --to NEW"
+            f"the process that checked the memory was ended {crash}. Probably the tree of its values is damaged, "
+            f"so not every value could be read. Save the readable part: memstore repair {quote(path)} --to NEW"
         )
         findings.append(Finding(kind="crash", message=message, remedy="repair"))
     return findings
@@ -590,7 +592,7 @@ def lines_of_child(command: list[str], order: str = "") -> tuple[list[dict[str, 
         return [line for line in lines if line != DONE], None
     code = child.returncode
     reason = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit status {code}"
-    words = child.stderr.strip().splitlines()[-1:] or ["it said nothing"]
+    words = child.stderr.strip().splitlines()[-1:] or ["without a message"]
     return [line for line in lines if line != DONE], f"{reason} ({words[0]})"
 
 

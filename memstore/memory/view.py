@@ -138,7 +138,7 @@ class LayerView:
         """
         spec = self._shared.spec
         if len(spec.fields) != 1 or spec.codec != "none":
-            raise InvalidArgument("rows are read of memories with one field and no codec.")
+            raise InvalidArgument("rows can be read only in memories with one field and no codec.")
         blocks, which = np.unique(tokens.numpy() // spec.block_size, return_inverse=True)
         ids, rows = blocks.tolist(), tokens.numpy() % spec.block_size
         if not ids:
@@ -241,7 +241,7 @@ class LayerView:
     def _searchable(self) -> _LayerIndex:
         if self.index is None:
             layers = ", ".join(str(layer) for layer in self._shared.spec.index_layers) or "none"
-            raise InvalidArgument(f"layer {self._layer} has no landmarks to search; layers that have: {layers}.")
+            raise InvalidArgument(f"layer {self._layer} has no landmarks to search; layers with landmarks: {layers}.")
         return self.index
 
     def _refs(self, blocks: Sequence[int], state: DocumentState, layers: Sequence[int] = ()) -> BlockRefs:
@@ -300,7 +300,7 @@ class LayerView:
             except (DamagedError, NotFound) as reason:
                 return DamagedError(
                     f"document {self._name!r}, layer {self._layer}, block {block} is damaged or lost ({reason}). "
-                    "Nothing of it was used. Run verify to see what else is; forget the document and read it again."
+                    "It was not used. Run verify to find other damage; forget the document and read it again."
                 )
         return DamagedError(f"document {self._name!r}, layer {self._layer}: {error}")
 
@@ -314,8 +314,8 @@ class LayerView:
             except DamagedError as reason:
                 return DamagedError(
                     f"document {self._name!r}, layer {self._layer}, landmarks of blocks {piece.start} to "
-                    f"{piece.stop - 1} are damaged or lost ({reason}). Nothing of them was used. "
-                    "Run verify to see what else is; forget the document and read it again."
+                    f"{piece.stop - 1} are damaged or lost ({reason}). They were not used. Run verify to find "
+                    "other damage; forget the document and read it again."
                 )
         return DamagedError(f"document {self._name!r}, layer {self._layer}: {error}")
 
@@ -356,7 +356,7 @@ def _as_ids(blocks: Tensor | Sequence[int]) -> list[int]:
         return list(blocks.tolist())
     if isinstance(blocks, range) and blocks.step != 1:
         # One rule for tokens, landmarks and gather.
-        raise InvalidArgument(f"blocks must be a range without steps, not {blocks}; name them one by one: list(...).")
+        raise InvalidArgument(f"blocks must be a range of step 1, not {blocks}; for other steps pass list(...).")
     try:
         return list(map(index, blocks))
     except TypeError:
@@ -433,8 +433,9 @@ def prefetch(views: Sequence[LayerView], blocks: Tensor | Sequence[int]) -> None
 def cannot_score(index: str) -> str:
     """Return the error message for scoring every block with an index that only finds the best."""
     return (
-        f"the index {index!r} finds the best blocks and cannot score all of them, as attached models, lists that heads "
-        "or tokens share, and searches by vectors need: open the memory with index='exact' (nothing stored changes)."
+        f"the index {index!r} finds the best blocks, but cannot score all of them. Attached models, top-k lists "
+        "shared by heads or tokens, and searches by vector need all scores: open the memory with index='exact' "
+        "(nothing stored changes)."
     )
 
 

@@ -72,7 +72,9 @@ class ModelCache:
     def check_order(self, rows: list[int]) -> None:
         """Raise ``InvalidArgument`` if ``rows`` would change places under an observer, who knows rows by number."""
         if self.observers and rows != list(range(self.rows)):
-            raise InvalidArgument("a cache that is traced keeps its rows in order; generate without beams, or untraced")
+            raise InvalidArgument(
+                "a traced cache keeps the order of its rows: generate without beams, or without a trace"
+            )
 
     def fits(self, config: PreTrainedConfig) -> bool:
         """Return whether a model of this configuration may continue with this cache."""
@@ -81,16 +83,14 @@ class ModelCache:
     def belong_to(self, model: nn.Module) -> None:
         """Make ``model`` the owner. Raise ``InvalidArgument`` if another model has begun."""
         if self.owner is not None and self.owner() is not model:
-            raise InvalidArgument(
-                "past_key_values was computed by another model than this one: each model needs a cache of its own"
-            )
+            raise InvalidArgument("past_key_values was computed by another model: use one cache for each model")
         self.owner = weakref.ref(model)
 
     def crop(self, max_length: int) -> None:
         """Refuse: states that have left the window cannot be brought back."""
         raise NotImplementedError(
-            f"a {type(self).__name__} cannot be cut to {max_length} tokens, for what has left its window is gone; "
-            "assisted generation and prompt look-up do not work with it"
+            f"a {type(self).__name__} cannot be cut to {max_length} tokens, because states outside its window are "
+            "gone. Assisted generation and prompt look-up do not work with it"
         )
 
 

@@ -76,8 +76,8 @@ class CausalLM(PreTrainedModel, GenerationMixin):
             trained = cls.config_class.from_pretrained(pretrained_model_name_or_path, **found).block_size
             if size != trained:
                 raise InvalidArgument(
-                    f"block_size {size} does not match {pretrained_model_name_or_path}, which was trained with blocks "
-                    f"of {trained}: leave it out"
+                    f"block_size {size} does not match {pretrained_model_name_or_path}, which was trained with "
+                    f"blocks of {trained} tokens: leave block_size out"
                 )
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
 
@@ -95,12 +95,12 @@ class CausalLM(PreTrainedModel, GenerationMixin):
     ) -> dict[str, Any]:
         """Return the inputs of ``forward`` at each step of ``generate``: the tokens that the cache does not have."""
         if not input_ids.shape[1]:
-            raise InvalidArgument("a prompt has at least one token; this one has none")
+            raise InvalidArgument("the prompt is empty; pass at least one token")
         known = 0 if past_key_values is None else past_key_values.get_seq_length()
         if known >= input_ids.shape[1]:
             raise InvalidArgument(
-                f"past_key_values holds {known} given tokens already, and no more than {input_ids.shape[1]} are given: "
-                "give the whole conversation, or make a new cache"
+                f"past_key_values holds {known} tokens, so input_ids must be longer, but it has "
+                f"{input_ids.shape[1]}: pass the whole conversation, or make a new cache"
             )
         # `generate` never writes padding itself; reading the mask would mean waiting for the device.
         written = known == input_ids.shape[1] - 1 and not kwargs.get("is_first_iteration", False)
@@ -123,8 +123,8 @@ class CausalLM(PreTrainedModel, GenerationMixin):
         """
         if labels is not None and (logits_to_keep or labels.shape != hidden.shape[:2]):
             raise InvalidArgument(
-                f"labels need logits of all {list(hidden.shape[:2])} tokens, one label each (-100: none); got labels "
-                f"{list(labels.shape)} and logits_to_keep={logits_to_keep}"
+                f"labels need the logits of all {list(hidden.shape[:2])} tokens, and one label for each token "
+                f"(-100: no label); got labels {list(labels.shape)} and logits_to_keep={logits_to_keep}"
             )
         logits: Tensor = self.lm_head(_last(hidden, mask, logits_to_keep) if logits_to_keep else hidden)
         if labels is None:
@@ -145,11 +145,13 @@ class CausalLM(PreTrainedModel, GenerationMixin):
             low, high = int(input_ids.min()), int(input_ids.max())
             if low < 0 or high >= self.config.vocab_size:
                 raise InvalidArgument(
-                    f"token ids must be from 0 to {self.config.vocab_size - 1}, got {low}..{high}; "
-                    "was the text encoded with this model's tokenizer?"
+                    f"token ids must be from 0 to {self.config.vocab_size - 1}, got {low} to {high}: encode the "
+                    "text with this model's tokenizer"
                 )
         if mask is not None and (mask.dim() != 2 or len(mask) != len(input_ids) or mask.shape[1] < input_ids.shape[1]):
-            raise InvalidArgument(f"expected a mask for {list(input_ids.shape)} tokens, got {list(mask.shape)}")
+            raise InvalidArgument(
+                f"expected an attention mask for {list(input_ids.shape)} tokens, got {list(mask.shape)}"
+            )
 
     def going_on(
         self, past: Cache | None, kind: type[Cache], input_ids: Tensor, use_cache: bool | None
@@ -166,15 +168,15 @@ class CausalLM(PreTrainedModel, GenerationMixin):
         """Take the cache over. Raise ``InvalidArgument`` for another kind, size, configuration or model."""
         if not isinstance(cache, kind):
             raise InvalidArgument(
-                f"past_key_values of a {type(self).__name__} is a {kind.__name__}, not {type(cache).__name__}"
+                f"a {type(self).__name__} needs past_key_values of type {kind.__name__}, not {type(cache).__name__}"
             )
         if cache.rows != len(input_ids):
             raise InvalidArgument(
-                f"past_key_values has {cache.rows} rows, input_ids has {len(input_ids)}: make a cache for so many "
-                "(each beam and each returned sequence is a row)"
+                f"past_key_values has {cache.rows} rows, but input_ids has {len(input_ids)}. Make a cache with "
+                "one row for each sequence, also for each beam"
             )
         if not cache.fits(self.config):
-            raise InvalidArgument("past_key_values was made for another configuration than this model's")
+            raise InvalidArgument("past_key_values was made for a model with another configuration: make a new cache")
         cache.belong_to(self.model)
 
 
@@ -213,15 +215,15 @@ def check_heads(config: Any) -> None:
     hidden, heads, groups = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     if hidden % heads or heads % groups:
         raise InvalidArgument(
-            "hidden_size must be a multiple of num_attention_heads, and that of num_key_value_heads; "
-            f"they are {hidden}, {heads}, {groups}"
+            "hidden_size must be a multiple of num_attention_heads, and num_attention_heads of "
+            f"num_key_value_heads; got {hidden}, {heads} and {groups}"
         )
 
 
 def check_block_size(config: Any) -> None:
     """Check that a block has a landmark and at least one token."""
     if config.block_size < 2:
-        raise InvalidArgument(f"block_size counts the landmark, so it must be at least 2, not {config.block_size}")
+        raise InvalidArgument(f"block_size includes the landmark, so it must be at least 2, not {config.block_size}")
 
 
 def preset(presets: Mapping[str, Mapping[str, Any]], name: str, changes: Mapping[str, Any]) -> dict[str, Any]:

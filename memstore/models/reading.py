@@ -37,7 +37,7 @@ class CacheReader(Reader, Generic[C]):
         that are stored now.
         """
         if rows < 1:
-            raise InvalidArgument(f"a cache has at least one row, not {rows}")
+            raise InvalidArgument(f"a cache needs at least one row, not {rows}")
         cache = self._made(rows, **options)
         cache.observers += self.observers
         return cache
@@ -64,9 +64,7 @@ class CacheReader(Reader, Generic[C]):
         if cache_in(given) is not None or len(args) > 2 or not isinstance(ids, Tensor):
             return None
         if len(_OPEN[self.model]) > 1:
-            raise InvalidArgument(
-                f"this model has several memories attached: say which one with {CACHE}=reader.cache()"
-            )
+            raise InvalidArgument(f"this model has several memories attached: choose one with {CACHE}=reader.cache()")
         return args, with_cache(given, self.cache(len(ids)))
 
     def _tokens(self, document: Document, first: int, count: int) -> Tensor:

@@ -30,7 +30,7 @@ def check_is_model(model: Any, maker: str) -> None:
     """Raise ``InvalidArgument`` if ``model`` is not a plain model of transformers; ``maker`` is the called function."""
     if not isinstance(model, PreTrainedModel):
         raise InvalidArgument(
-            f"{maker} takes a model, as AutoModelForCausalLM.from_pretrained loads it, without adapters, not a "
+            f"{maker} takes a model loaded with AutoModelForCausalLM.from_pretrained, without adapters; got a "
             f"{type(model).__name__}"
         )
 
@@ -57,7 +57,7 @@ def take_over(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
     if expected != set(weights):
         odd = ", ".join(sorted(expected ^ set(weights))[:4])
         raise UnsupportedModel(
-            f"the model's weights are not those of its kind ({odd}, ...); load it as it was saved, without "
+            f"the weights do not fit this kind of model ({odd}, ...); load the model as it was saved, without "
             "quantisation or adapters"
         )
     model.load_state_dict(weights, assign=True)

@@ -211,13 +211,13 @@ class Template:
         # Some templates refuse a system prompt. Jinja's errors are not imported here.
         except Exception as error:
             if not system:
-                raise InvalidArgument(f"the model's chat template does not work: {error}. Ask with raw=True") from error
+                raise InvalidArgument(f"the model's chat template fails: {error}. Ask with raw=True") from error
             text = _rendered(tokenizer, [("user", f"{system}\n\n{user}"), *turns[1:]])
         parts = []
         for word in _WORDS:
             part, found, text = text.partition(word)
             if not found:
-                raise InvalidArgument("the model's chat template leaves words out. Ask with raw=True")
+                raise InvalidArgument("the model's chat template drops some of the messages. Ask with raw=True")
             parts.append(part)
         return cls(parts[0], text, parts[1], parts[2])
 
@@ -454,7 +454,7 @@ def too_long(model: Any, length: int, new: int) -> str | None:
     most = _most_tokens(model)
     if most is None or length + new <= most:
         return None
-    return f"the model takes {most:,} tokens, got {length:,} and {new:,} to be generated"
+    return f"the model takes at most {most:,} tokens, but the prompt has {length:,}, and {new:,} more were requested"
 
 
 def fitting(model: Any, length: int, new: int) -> int:
@@ -468,8 +468,8 @@ def check_words(model: Any, text: str) -> None:
     most = CHARACTERS * (_most_tokens(model) or MOST_ASKED)
     if len(text) > most:
         raise InvalidArgument(
-            f"the question has {len(text):,} characters, and this model takes at most {most:,}: ask for less, or read "
-            "the text into the memory"
+            f"the question has {len(text):,} characters, but this model takes at most {most:,}: ask a shorter "
+            "question, or read the text into the memory"
         )
 
 
@@ -477,7 +477,7 @@ def check_asked(model: Any, tokens: int) -> None:
     """Raise ``InvalidArgument`` if a query has more ``tokens`` than a model takes."""
     most = _most_tokens(model) or MOST_ASKED
     if tokens > most:
-        raise InvalidArgument(f"a query has at most {most:,} tokens here, got {tokens:,}: look for less at once")
+        raise InvalidArgument(f"a query has at most {most:,} tokens here, got {tokens:,}: search with a shorter text")
 
 
 def generate_answer(
@@ -498,7 +498,7 @@ def generate_answer(
     ``said``: the turns of user and model before the question. ``session``: the document of the conversation.
     """
     if reason := too_long(reader.model, len(prompt.tokens), max_tokens):
-        raise InvalidArgument(f"{reason}: ask in fewer words, or read long texts into the memory")
+        raise InvalidArgument(f"{reason}: ask a shorter question, or read long texts into the memory")
     memory = reader.memory
     begun = time.perf_counter()
     options = {"do_sample": False, **options}
@@ -572,11 +572,13 @@ class Conversation:
 
     def __init__(self, reader: _Asker, session: str, system: str | None) -> None:
         if not reader.several:
-            raise InvalidArgument(f"a {reader.kind.name} sees one document at a time, a conversation needs several")
+            raise InvalidArgument(
+                f"a {reader.kind.name} sees one document at a time, but a conversation needs several: use a stock model"
+            )
         if reader.tokenizer is None:
-            raise InvalidArgument("to talk, give attach the tokenizer: attach(..., tokenizer=tokenizer)")
+            raise InvalidArgument("chat needs the tokenizer: attach(..., tokenizer=tokenizer)")
         if not session.strip():
-            raise InvalidArgument("the name of the session is empty")
+            raise InvalidArgument("the name of the session is empty: pass a name")
         self.reader, self.session = reader, session
         self.name = CHAT + session
         """The name of its document."""
@@ -601,7 +603,7 @@ class Conversation:
         If it is interrupted, the tokens of the answer so far are kept.
         """
         if not words.strip():
-            raise InvalidArgument("there is nothing said: give some words")
+            raise InvalidArgument("the message is empty: pass some words")
         self.turns = self._kept()  # another process may have forgotten the session
         self._complete()
         asked, start, said = self._framed(words), self._tokens, [turn.text for turn in self.turns[-2:]]

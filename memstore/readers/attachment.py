@@ -126,13 +126,18 @@ class Attachment(ABC):
         self.retrieval = self.default_retrieval(model) if retrieval is None else retrieval
         check_retrieval(self.kind, self.retrieval)
         if process_group is not None and mode != "r":
-            raise InvalidArgument("with process_group a memory is only asked: use mode='r', and read with one process")
+            raise InvalidArgument(
+                "with process_group a memory can only be asked: use mode='r', and read texts with one process"
+            )
         if process_group is not None and self.retrieval.on_error == "miss":
-            raise InvalidArgument("on_error='miss' is for one process: ranks would attend to different lists")
+            raise InvalidArgument(
+                "on_error='miss' works in one process only, because ranks would attend to different blocks: use "
+                "on_error='raise'"
+            )
         if not self.divisible and dividing(model) is not None:
             raise UnsupportedModel(
-                f"the weights of this {self.kind.name} are divided among processes, which is for stock models: give "
-                "each the whole model"
+                f"the weights of this {self.kind.name} are divided among processes, which only stock models "
+                "support: give each process the whole model"
             )
         self._process_group = process_group
         self.share: Share | None = None
@@ -150,7 +155,7 @@ class Attachment(ABC):
         for what, given in (("memories", self._places), ("documents", self.names or [])):
             if len(given) > 1 and not self.several:
                 raise InvalidArgument(
-                    f"a {self.kind.name} goes on after one document at a time, got {len(given)} {what}: attach one "
+                    f"a {self.kind.name} continues one document at a time, got {len(given)} {what}: attach one "
                     "after the other"
                 )
 
@@ -198,7 +203,7 @@ class Attachment(ABC):
         """Join the other ranks if a process group was given."""
         if self._process_group is not None:
             if any(memory.mode != "r" for memory in self.memories):
-                raise InvalidArgument("with process_group a memory is only asked: open it with mode='r'")
+                raise InvalidArgument("with process_group a memory can only be asked: open it with mode='r'")
             self.share = Share(Ranks(self._process_group))
 
     # The memory
@@ -208,7 +213,8 @@ class Attachment(ABC):
         """The memories, open. Texts are read into the first one."""
         if self._memories is None:
             raise InvalidArgument(
-                "a memory is read and asked inside a with block: with memstore.attach(model, memory) as reader: ..."
+                "this reader is not open: use it inside a with block: with memstore.attach(model, memory) as "
+                "reader: ..."
             )
         return self._memories
 
@@ -235,7 +241,7 @@ class Attachment(ABC):
             names = [each.name for each in self.memory.documents()]
             if len(names) > 1 or (self.names is not None and len(self.names) > 1):
                 shown = ", ".join(map(repr, self.names or names))
-                raise InvalidArgument(f"which document? Pass document=NAME, there are {shown}")
+                raise InvalidArgument(f"the memory has several documents: pass document=NAME, one of {shown}")
             name = names[0] if names else UNNAMED
         document = self.memory.document(name)
         return document if self.share is None else SharedDocument(document, self.share)
@@ -295,8 +301,8 @@ class Attachment(ABC):
         if another and isinstance(maker, str) and name and maker != name:
             maker, name = on_one_line([maker]), on_one_line([name])
             raise ForeignMemory(
-                f"memory {memory.url} was read by {maker}, not by {name}: attach {maker} (leave --model out), or read "
-                "the text into a new memory"
+                f"memory {memory.url} was read by {maker}, not by {name}: attach {maker} (leave --model out), or "
+                "read the text into a new memory"
             )
 
     def _begin(self) -> None:  # noqa: B027 - nothing for most
@@ -345,7 +351,7 @@ class Attachment(ABC):
         check_options(self.kind, {"score": score or None, "retrieve": retrieve})
         tokens = self._given(text)
         if score is not None and score < 0:
-            raise InvalidArgument(f"score is a number of tokens, got {score}")
+            raise InvalidArgument(f"score must be a number of tokens from 0 on, got {score}")
         if score and not isinstance(tokens, Tensor):
             raise InvalidArgument("score needs the whole text: pass all its tokens in one call")
         target, retrieving = self._target(document), retrieve is None or retrieve
@@ -356,8 +362,8 @@ class Attachment(ABC):
             target.reuse(unscored, reading=options, step=self._step)
         if target.blocks.start:
             raise InvalidArgument(
-                f"document {target.name!r} has lost its first blocks: go on with append(), or read the text under "
-                "another name"
+                f"document {target.name!r} has lost its first blocks: continue it with append(), or read the text "
+                "under another name"
             )
         stored = len(target)
         self._check_reading(target, options)
@@ -385,7 +391,7 @@ class Attachment(ABC):
         """
         tokens = self._given(text)
         if not isinstance(tokens, Tensor):
-            raise InvalidArgument("an update needs the whole text at once, not in pieces")
+            raise InvalidArgument("update needs the whole text: pass all its tokens in one call")
         self._check_writable()
         target, size = self._target(document), self.memory.spec.block_size
         if target.id is not None and not target.blocks.start:
@@ -424,12 +430,12 @@ class Attachment(ABC):
             return text  # type: ignore[return-value]  # pieces
         if isinstance(text, Tensor):
             if text.dtype == torch.bool:
-                raise InvalidArgument("expected token ids, got a mask of True and False")
+                raise InvalidArgument("expected token ids, got a boolean mask")
             if text.dim() == 2 and len(text) == 1:
                 text = text[0]
         tokens = self._checked(as_tokens(text))  # type: ignore[arg-type]  # it raises for anything else
         if not len(tokens):
-            raise InvalidArgument("there is nothing to read: the text has no tokens")
+            raise InvalidArgument("the text has no tokens: pass a text that is not empty")
         return tokens
 
     def _pieces(self, tokens: Tensor | Iterable[Tokens]) -> Iterator[Tensor]:
@@ -441,7 +447,7 @@ class Attachment(ABC):
 
     def _encoded(self, text: str) -> list[int]:
         if self.tokenizer is None:
-            raise InvalidArgument("to read a string, give attach the tokenizer: attach(..., tokenizer=tokenizer)")
+            raise InvalidArgument("to read a string, pass the tokenizer: attach(..., tokenizer=tokenizer)")
         return encode(self.tokenizer, text)
 
     def _target(self, name: str | None) -> Document:
@@ -453,7 +459,7 @@ class Attachment(ABC):
     def _check_writable(self) -> None:
         if self.memory.mode == "r":
             raise ReadOnlyMemory(
-                f"the memory {self.memory.url} was opened with mode='r'; open it with mode='a' to read a text into it"
+                f"memory {self.memory.url} is open with mode='r'; open it with mode='a' to read texts into it"
             )
 
     def _run(self, job: Job, pieces: Iterator[Tensor], stored: int, total: int | None, progress: bool) -> float:
@@ -471,7 +477,7 @@ class Attachment(ABC):
                         _return_freed_memory()
                         written = 0
                     if self.stopping():
-                        raise BrokenOff(f"reading {job.document.name} was broken off; what was read is stored")
+                        raise BrokenOff(f"reading {job.document.name} was cancelled; the part that was read is stored")
         return time.perf_counter() - begun
 
     def _result(self, job: Job, stored: int, reused: int, seconds: float) -> ReadResult:
@@ -531,7 +537,7 @@ class Attachment(ABC):
         if changed:
             different = "; ".join(f"{key}={before.get(key)!r}, now {options.get(key)!r}" for key in changed)
             raise InvalidArgument(
-                f"document {document.name!r} was begun with {different}: go on with the same options, or read the text "
+                f"document {document.name!r} was begun with {different}: use the same options, or read the text "
                 "under another name"
             )
 
@@ -542,8 +548,8 @@ class Attachment(ABC):
             low, high = int(tokens.min()), int(tokens.max())
             if low < 0 or high > last:
                 raise InvalidArgument(
-                    f"token ids must be from 0 to {last}, got {low}..{high}; "
-                    "was the text encoded with this model's tokenizer?"
+                    f"token ids must be from 0 to {last}, got {low} to {high}: encode the text with this model's "
+                    "tokenizer"
                 )
         return tokens
 
@@ -553,7 +559,7 @@ def check_options(kind: Kind, given: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if value is not None and not kind.takes(name):
             wanted = " and ".join(f"{each.name}s" for each in KINDS if each.takes(name))
-            raise InvalidArgument(f"{name} is for {wanted}; a {kind.name} does not take it: leave it out")
+            raise InvalidArgument(f"{name} is for {wanted}, not for a {kind.name}: leave it out")
 
 
 def check_retrieval(kind: Kind, retrieval: Retrieval) -> None:
@@ -566,7 +572,7 @@ def _places(memory: object) -> list[Place]:
     given = list(memory) if isinstance(memory, (list, tuple)) else [memory]
     places = [each for each in given if isinstance(each, (str, Path, Memory))]
     if not places or len(places) < len(given):
-        raise InvalidArgument(f"attach needs a memory, the path of one, or several of them, got {memory!r}")
+        raise InvalidArgument(f"attach needs a memory, its path, or several of them; got {memory!r}")
     return places
 
 
@@ -599,7 +605,7 @@ def common_tokens(document: Document, tokens: Tensor) -> int:
 def compare(document: Document, start: int, tokens: Tensor) -> None:
     """Raise ``InvalidArgument`` unless the document holds ``tokens`` from token ``start`` on."""
     if (text := another_text(document, start, tokens)) is not None:
-        raise InvalidArgument(f"{text}: read this one under another name, or append() to go on after it")
+        raise InvalidArgument(f"{text}: read this text under another name, or continue the document with append()")
 
 
 def another_text(document: Document, start: int, tokens: Tensor) -> str | None:
@@ -616,7 +622,7 @@ def another_text(document: Document, start: int, tokens: Tensor) -> str | None:
             different = stored[low - at : high - at] != part[low:high]
             if bool(different.any()):
                 place = start + low + int(different.nonzero()[0])
-                return f"document {document.name!r} holds another text (they differ from token {place} on)"
+                return f"document {document.name!r} holds a different text (they differ from token {place} on)"
         start += len(part)
     return None
 

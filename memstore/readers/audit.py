@@ -195,7 +195,7 @@ class Auditor(Observer, ABC):
         ids, tokens = torch.as_tensor(token_ids).flatten(), self.tokens if tokens is None else tokens
         if not len(ids) or tokens < 1 or (self.top_k != "all" and self.top_k < 1):
             raise InvalidArgument(
-                "an audit needs a question of at least one token, at least one step, and a top_k of at least 1"
+                "an audit needs a question of at least one token, at least one step and a top_k of at least 1"
             )
         with self.watching() as options:
             out = self.model.generate(

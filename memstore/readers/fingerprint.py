@@ -69,7 +69,7 @@ class WeightCheck:
         """Say in words what has changed; empty if nothing has."""
         weights, numbers, adapters = self._look()
         if adapters != self._adapters:
-            return "adapters were switched on, off or merged"
+            return "adapters were enabled, disabled or merged"
         for name, seen in weights.items():
             if seen != self._weights.get(name):
                 return f"the weight {name} has changed"

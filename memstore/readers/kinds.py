@@ -330,15 +330,17 @@ def kind_in(folder: str | Path) -> Kind:
     """
     path = Path(folder) / "config.json"
     if not Path(folder).is_dir():
-        raise NotFound(f"no model folder {folder}. Name one that 'memstore train' or save_pretrained made.")
+        raise NotFound(
+            f"there is no model folder {folder}. Name a folder written by 'memstore train' or save_pretrained."
+        )
     if not path.exists():
         raise InvalidArgument(f"{folder} is not a model folder: it has no config.json.")
     try:
         config: Any = json.loads(path.read_text("utf-8"))
     except ValueError as error:
-        raise InvalidArgument(f"{path} is not JSON: {error}") from None
+        raise InvalidArgument(f"{path} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
-        raise InvalidArgument(f"{path} is not a configuration: a JSON object was expected")
+        raise InvalidArgument(f"{path} is not a configuration: expected a JSON object")
     text = part if isinstance(part := config.get("text_config"), dict) else config
     # Published checkpoints name no layer types, or name layers with an index as if they had full attention.
     has_index = not INDEXES.isdisjoint(text.get("layer_types") or ()) or not INDEX_SIZES.isdisjoint(text)
@@ -381,7 +383,7 @@ def known_kinds() -> tuple[Kind, ...]:
             if kind is not None and kind.options_module:
                 import_module(kind.options_module)
         except Exception as error:  # noqa: BLE001 - as above
-            logger.warning("the kind of model %r of another package is left out: %s", name, error)
+            logger.warning("a kind of model (%r) from another package is ignored: %s", name, error)
         else:
             found += [] if kind is None else [kind]
     return tuple(found)
@@ -394,7 +396,9 @@ def trainable() -> dict[str, Kind]:
         if kind.training:
             words = kind.train.split()
             if kind not in KINDS and (words[:2] != ["memstore", "train"] or len(words) != 3 or words[2] in found):
-                logger.warning("the %s cannot be trained: its command %r is taken or none", kind.name, kind.train)
+                logger.warning(
+                    "the %s cannot be trained: its command %r is taken or has the wrong form", kind.name, kind.train
+                )
                 continue
             found.setdefault(words[2], kind)
     return found
@@ -419,7 +423,7 @@ def load_folder(folder: Path, device: str = "cpu", *, only: tuple[Kind, ...] = (
         train = only[0].train if len(only) == 1 else "memstore train"
         raise UnsupportedModel(f"{folder} is a {kind.name}, not a {wanted}. Train one: {train}")
     if not (folder / "tokenizer.json").exists():
-        raise NotFound(f"the model {folder} has no tokenizer.json: save its tokenizer there too.")
+        raise NotFound(f"the model {folder} has no tokenizer.json: save its tokenizer in the same folder.")
     try:
         model = kind.load(folder)
         tokenizers = resolve_name(kind.tokenizer)
@@ -430,8 +434,8 @@ def load_folder(folder: Path, device: str = "cpu", *, only: tuple[Kind, ...] = (
         raise DamagedError(f"the model {folder} is damaged: {first_line(error)}. Copy or train it again.") from None
     if len(tokenizer) > model.config.vocab_size:
         raise UnsupportedModel(
-            f"the tokenizer in {folder} has {len(tokenizer):,} tokens, its model {model.config.vocab_size:,}: "
-            "they do not belong together"
+            f"the tokenizer in {folder} has {len(tokenizer):,} tokens, but its model only "
+            f"{model.config.vocab_size:,}: save the tokenizer that belongs to the model"
         )
     model.eval()
     model.to(device)
@@ -443,7 +447,9 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidArgument(f"the text contains a lone surrogate ({error}): replace it by a character") from None
+        raise InvalidArgument(
+            f"the text contains a lone surrogate ({error}): replace it by a valid character"
+        ) from None
     # A text may quote "<|endoftext|>". The control token of this name would end what the model has understood.
     ids: list[int] = tokenizer(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
     return ids
@@ -453,7 +459,7 @@ def shipped_model(name: str) -> Path:
     """Return the folder of a model in the package. Raises ``NotFound`` if it is missing."""
     folder = _shipped(name)
     if not (folder / "config.json").exists():
-        raise NotFound(f"this copy of memstore comes without its model {name!r}. Name the folder of one with --model.")
+        raise NotFound(f"this memstore was installed without its model {name!r}. Name a model folder with --model.")
     return folder
 
 

@@ -132,10 +132,13 @@ def read_parts(
 ) -> list[ReadResult]:
     """Read many texts, as ``read_many`` does, into the memory of an open ``reader``."""
     if reader.memory.encrypted:
-        raise InvalidArgument("an encrypted memory is read by one process: parts would lie beside it unencrypted")
+        raise InvalidArgument(
+            "an encrypted memory must be read by one process, because its parts would be stored unencrypted: use "
+            "memstore.attach"
+        )
     place = parts_beside(reader.memory) if parts is None else Path(parts)
     if place is None:
-        raise InvalidArgument(f"parts of {reader.memory.url} need a folder: name one with parts=")
+        raise InvalidArgument(f"parts of {reader.memory.url} need a folder: pass parts=FOLDER")
     tokens = {name: _whole(reader, text) for name, text in texts.items()}
     stored = {name: _held(reader, name, ids) for name, ids in tokens.items()}
     missing = {name: ids for name, ids in tokens.items() if stored[name] < len(ids)}
@@ -166,7 +169,7 @@ def read_parts(
                     _take(reader.memory, jobs[waiting[name][0]], places[waiting[name].pop(0)], advance)
         if failed:
             why = "; ".join(f"{name!r}: {' '.join(str(error).split())[:200]}" for name, error in failed.items())
-            raise MemstoreError(f"{len(failed)} of {len(texts)} documents were not read ({why}); all others were")
+            raise MemstoreError(f"{len(failed)} of {len(texts)} documents were not read ({why}); all others were read")
     if place.is_dir():
         _clear(reader, place, tokens, stretch)
     return [
@@ -276,7 +279,7 @@ def _ray(workers: int, address: str | None) -> Iterator[Any]:
 def _whole(reader: Reader, text: str | Chunks) -> Tensor:
     tokens = reader._given(text)
     if not isinstance(tokens, Tensor):
-        raise InvalidArgument("each text is given whole, as a string or token ids, not in pieces")
+        raise InvalidArgument("pass each text whole, as a string or token ids, not in pieces")
     return tokens
 
 

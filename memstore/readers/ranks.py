@@ -99,7 +99,8 @@ class Ranks:
             _groups.pop(self._given, None)  # a failed group stays failed
             raise MemstoreError(
                 f"a rank of the process group was lost, or did not answer within {PATIENCE.seconds} s "
-                f"({' '.join(str(error).split())[:120]}). The memory is whole: start them again, as many as you like"
+                f"({' '.join(str(error).split())[:120]}). The memory is intact: start the ranks again, in any "
+                "number"
             ) from error
 
     def agree(self, *numbers: int) -> None:
@@ -107,8 +108,8 @@ class Ranks:
         told = [each.tolist() for each in self.gathered(torch.tensor(numbers))]
         if any(each != told[0] for each in told):
             raise MemstoreError(
-                f"the ranks do not see the same memory or prompt (blocks, tokens: {told}): it is written to, or they "
-                "were given different ones. Open it again on all of them"
+                f"the ranks see different memories or prompts (blocks, tokens: {told}): another process writes to "
+                "the memory, or the inputs differ. Open the memory again on all ranks"
             )
 
     def moments(self, scores: Tensor) -> Moments:

@@ -156,7 +156,8 @@ class Reader(Attachment):
         retrievals are recorded. Raises ``InvalidArgument`` for kinds that use the caches of transformers.
         """
         raise InvalidArgument(
-            f"a {self.kind.name} needs no cache made beforehand: inside the with block its own caches see the memory"
+            f"a {self.kind.name} needs no cache from reader.cache(): inside the with block its own caches see the "
+            "memory"
         )
 
     def _continued(self) -> Document:
@@ -172,8 +173,8 @@ class Reader(Attachment):
         """Raise ``InvalidArgument`` if there are other ranks: their retrieved blocks are not in one place."""
         if self.share is not None:
             raise InvalidArgument(
-                "what several ranks retrieve cannot be searched, watched or asked for: use generate, or attach without "
-                "process_group"
+                "retrieval on several ranks cannot be searched, recorded or asked: use generate, or attach "
+                "without process_group"
             )
 
     def prompt(self, text: str) -> Tensor:
@@ -251,20 +252,20 @@ class Reader(Attachment):
     def _generate(self, text: Tensor, *, trace: bool, **options: Any) -> Any:
         if text.dim() != 2 or not text.numel():
             raise InvalidArgument(
-                f"expected the tokens that come next, [rows, T], got {list(text.shape)}; to go on right after the "
-                "document, read all but its last token and give that one here"
+                f"expected the tokens that come next, [rows, T], got {list(text.shape)}. To continue right after "
+                "the document, read all but its last token, and pass that token here"
             )
         if options.get("assistant_model") is not None or options.get("prompt_lookup_num_tokens") is not None:
             raise InvalidArgument(
-                "assistant_model and prompt_lookup_num_tokens try tokens and take some back, and what was retrieved "
-                "for those cannot be taken back: generate without them"
+                "assistant_model and prompt_lookup_num_tokens take back drafted tokens, but the blocks retrieved "
+                "for them cannot be taken back: generate without them"
             )
         input_ids = text.to(self.model.device)
         if not trace:
             return self.model.generate(input_ids, **options)
         given = options.get("generation_config") or self.model.generation_config
         if (options.get("num_beams") or given.num_beams or 1) > 1:
-            raise InvalidArgument("a trace follows each row from its beginning to its end: generate without beams")
+            raise InvalidArgument("a trace follows each row from beginning to end: generate without beams")
         with self.record() as recorder:
             result = self.model.generate(input_ids, **options)
             recorder.close(getattr(result, "sequences", result)[0, input_ids.shape[1] :].tolist())
@@ -305,9 +306,9 @@ class Reader(Attachment):
         """
         self._check_alone()
         if self.tokenizer is None:
-            raise InvalidArgument("to ask, give attach the tokenizer: attach(..., tokenizer=tokenizer)")
+            raise InvalidArgument("ask needs the tokenizer: attach(..., tokenizer=tokenizer)")
         if not question.strip():
-            raise InvalidArgument("the question is empty: give the words that are to be answered")
+            raise InvalidArgument("the question is empty: pass some words")
         check_words(self.model, question)
         frame = None if raw else Template.of(self.tokenizer, system)
         if tail is False:
@@ -376,7 +377,7 @@ class Reader(Attachment):
         """
         self._check_alone()
         if any(isinstance(observer, Recording) for observer in self.observers):
-            raise InvalidArgument("this reader is being recorded already; leave that block first")
+            raise InvalidArgument("this reader is already recording: leave that with block first")
         memory = self.memory
         recorded = (memory.traces if traces is None else traces).record(
             model=memory.model_info().get("name"),
@@ -448,7 +449,7 @@ class Reader(Attachment):
         self._check_alone()
         if not self.kind.audit:
             raise UnsupportedModel(
-                f"a {self.kind.name} has no audit: nobody has said what attention over everything would retrieve"
+                f"a {self.kind.name} has no audit: there is no definition of its attention over everything"
             )
         asked = self._encoded(text) if isinstance(text, str) else text
         audited: Audit = resolve_name(self.kind.audit)(self, top_k).audit(asked, tokens, progress=progress)

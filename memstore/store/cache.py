@@ -143,7 +143,7 @@ class BlockCache:
             host_bytes = HOST_BYTES if store.capabilities.durable else 0
         for name, value in {"host_bytes": host_bytes, "device_bytes": device_bytes}.items():
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise InvalidArgument(f"{name} is a number of bytes, 0 for none, not {value!r}.")
+                raise InvalidArgument(f"{name} must be a number of bytes (0: none), not {value!r}.")
         self._store = store
         self._layouts = list(layouts)
         self._block_bytes = sum(layout.nbytes for layout in layouts)
@@ -353,7 +353,7 @@ def _pool_device(device: str | torch.device | None) -> torch.device:
 
     if device is None and not torch.cuda.is_available():
         raise InvalidArgument(
-            "device_bytes needs an accelerator, and torch sees none; pass device=, or device_bytes=0."
+            "device_bytes needs an accelerator, but torch finds none; pass device=, or device_bytes=0."
         )
     return device_of("cuda" if device is None else device)
 

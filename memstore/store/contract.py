@@ -95,7 +95,7 @@ class BlockStore(ABC):
         for key in keys:
             records = self.get(key)
             if records is None:
-                raise NotFound(f"there is nothing under {key}")
+                raise NotFound(f"there is no {key} in the store")
             found.append(tuple(xxh3_64_intdigest(record.payload.tobytes()) for record in records))
         return found
 
@@ -186,8 +186,8 @@ def evict(evictions: Iterable[Batch], max_bytes: int, used: Callable[[], int], a
 def beyond_limit(max_bytes: int, needed: int) -> StoreFull:
     """Return the error for a batch that exceeds a limit."""
     return StoreFull(
-        f"the memory's limit of {max_bytes:,} bytes has no room for this batch: with it there would be {needed:,}; "
-        "nothing of it was stored, what was committed before stands. Forget documents, or raise the limit",
+        f"the memory's limit of {max_bytes:,} bytes has no room for this batch: it would need {needed:,}. Nothing "
+        "of the batch was stored; earlier commits are intact. Forget documents, or raise the limit",
         remedy="limit",
     )
 
@@ -203,7 +203,7 @@ def translated(*, closed: type[Exception], full: type[Exception]) -> Iterator[No
     except closed as error:
         raise InvalidArgument(f"this store is closed; open the memory again ({error})") from None
     except full as error:
-        raise StoreFull(f"nothing of this batch was stored ({error}), what was committed before stands") from error
+        raise StoreFull(f"nothing of this batch was stored ({error}); earlier commits are intact") from error
 
 
 def document_ranges(document: int) -> list[tuple[Key, Key]]:

@@ -171,7 +171,9 @@ class EncryptedStore(BlockStore):
             if self.read_only and self.table.renewed(key.document):
                 self._open(key, number, count, layout, ciphertext, out)
                 return
-            raise damaged(key, "its ciphertext was not written for this place, or its key is another") from None
+            raise damaged(
+                key, "its ciphertext was moved here from another place, or encrypted with another key"
+            ) from None
 
     def _release(self, *batches: Batch) -> None:
         """Destroy the keys of the numbers whose last values the batches have deleted."""
@@ -239,7 +241,7 @@ def _layout(key: Key, record: Record) -> Layout:
             layout = Layout(DTYPES[dtype], struct.unpack_from(f"<{dimensions}I", raw, start))
             if sealed_layout(layout).nbytes == record.payload.nbytes:
                 return layout
-    raise damaged(key, "it is no encrypted record")
+    raise damaged(key, "it is not an encrypted record")
 
 
 def _place(identity: bytes, name: bytes, number: int, count: int, told: bytes) -> bytes:

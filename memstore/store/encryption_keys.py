@@ -50,9 +50,7 @@ class MasterKey:
     def __init__(self, raw: object) -> None:
         if not isinstance(raw, bytes) or len(raw) != KEY_BYTES:
             found = f"{len(raw)} bytes" if isinstance(raw, bytes) else type(raw).__name__
-            raise InvalidArgument(
-                f"the key of a memory is {KEY_BYTES} bytes; the function that was passed gave {found}"
-            )
+            raise InvalidArgument(f"the key of a memory must have {KEY_BYTES} bytes; the key function returned {found}")
         self.raw = raw
 
     def __repr__(self) -> str:
@@ -81,8 +79,8 @@ def read_key(source: KeySource) -> MasterKey:
         if facts.st_mode & 0o077 or (os.geteuid() and facts.st_uid not in (0, os.geteuid())):
             mode = stat.S_IMODE(facts.st_mode)
             raise InvalidArgument(
-                f"the key file {path} is not its user's alone (mode {mode:04o}, user {facts.st_uid}); make it "
-                "your own, and chmod 600 it"
+                f"the key file {path} must belong to you, and only you may read it (mode {mode:04o}, user "
+                f"{facts.st_uid}): change its owner, and chmod 600 it"
             )
         raw = file.read(_MOST_READ)
     if len(raw) != KEY_BYTES:
@@ -91,7 +89,7 @@ def read_key(source: KeySource) -> MasterKey:
         except ValueError:
             raw = b""
     if len(raw) != KEY_BYTES:
-        raise InvalidArgument(f"the key file {path} must have {KEY_BYTES} bytes, or {2 * KEY_BYTES} hexadecimal digits")
+        raise InvalidArgument(f"the key file {path} must hold {KEY_BYTES} bytes, or {2 * KEY_BYTES} hexadecimal digits")
     return MasterKey(raw)
 
 
@@ -108,7 +106,7 @@ def library() -> Any:
         from cryptography.hazmat.primitives import keywrap
         from cryptography.hazmat.primitives.ciphers.aead import AESGCM
     except ImportError:
-        raise InvalidArgument("encrypted memories need 'pip install torch-memstore[encryption]'.") from None
+        raise InvalidArgument("encrypted memories need a package: pip install 'torch-memstore[encryption]'") from None
     return SimpleNamespace(
         cipher=AESGCM,
         wrap=keywrap.aes_key_wrap,
@@ -285,8 +283,8 @@ def entries(raw: bytes) -> dict[int, tuple[int, bytes]]:
 def lacks_key(owner: int) -> DamagedError:
     """Return the error for values whose key is missing."""
     return DamagedError(
-        f"the key of number {owner} is not in the file {KEYS_NAME} of the memory, or damaged: what is stored under it "
-        f"cannot be read. Restore {KEYS_NAME} from a copy",
+        f"the wrapped key of number {owner} is missing or damaged in the file {KEYS_NAME}, so its values cannot "
+        f"be read. Restore {KEYS_NAME} from a copy",
         remedy="restore",
     )
 
@@ -314,8 +312,8 @@ def _content(folder: Path) -> bytes:
         return paths.read(folder, KEYS_NAME)
     except FileNotFoundError:
         raise DamagedError(
-            f"memory {folder} is encrypted, and its file {KEYS_NAME} is missing: without it nothing can be read. "
-            "Restore it from a copy; of a memory in a bucket, from the folder where it is written",
+            f"memory {folder} is encrypted, but its file {KEYS_NAME} is missing, so nothing can be read. Restore "
+            "the file from a copy. For a memory in a bucket, copy it from the folder that writes there",
             memory=folder,
             remedy="restore",
         ) from None
@@ -333,12 +331,16 @@ def _checked_header(raw: bytes, folder: Path | None) -> tuple[bytes, bytes]:
         )
     magic, version, identity, check = _HEADER.unpack_from(header)
     if (magic, version) != (_MAGIC, _VERSION):
-        raise ForeignMemory(f"the file {KEYS_NAME} of memory {folder} was written by a newer memstore; upgrade")
+        raise ForeignMemory(
+            f"the file {KEYS_NAME} of memory {folder} was written by a newer memstore; upgrade memstore"
+        )
     return identity, check
 
 
 def _wrong(folder: Path | None) -> WrongKey:
-    return WrongKey(f"memory {folder or 'ram:'} is encrypted under another key than this; pass its own", memory=folder)
+    return WrongKey(
+        f"memory {folder or 'ram:'} is encrypted with another key: pass the key of this memory", memory=folder
+    )
 
 
 def _failure(error: OSError, folder: Path) -> MemstoreError:
@@ -346,7 +348,7 @@ def _failure(error: OSError, folder: Path) -> MemstoreError:
         return error
     what = f"the file {KEYS_NAME} of memory {folder}"
     if error.errno in paths.FULL:
-        return StoreFull(f"no room for {what}: nothing of this batch was stored", memory=folder)
+        return StoreFull(f"there is no room for {what}: nothing of this batch was stored", memory=folder)
     return paths.shortage(error.errno, folder) or MemstoreError(
         f"{what} cannot be used ({error.strerror}); open the memory again", memory=folder
     )

@@ -178,7 +178,7 @@ class ScannedValue(NamedTuple):
 def check_key(key: Key) -> None:
     """Raise ``InvalidArgument`` for a key whose numbers are out of range."""
     if not (0 <= key.document <= MAX_DOCUMENT and 0 <= key.layer <= MAX_LAYER and 0 <= key.item <= MAX_ITEM):
-        raise InvalidArgument(f"document, layer and item are numbers of 32 bits; {key} does not fit")
+        raise InvalidArgument(f"document, layer and item must be 32-bit numbers; {key} does not fit")
 
 
 def check_range(first: Key, last: Key) -> None:
@@ -186,7 +186,7 @@ def check_range(first: Key, last: Key) -> None:
     check_key(first)
     check_key(last)
     if first.table != last.table:
-        raise InvalidArgument(f"a range lies in one table; {describe(first)} and {describe(last)} do not")
+        raise InvalidArgument(f"a range must stay in one table; {describe(first)} and {describe(last)} do not")
 
 
 def check_batch(batch: Batch) -> None:
@@ -197,7 +197,7 @@ def check_batch(batch: Batch) -> None:
     for key, records in batch.puts:
         check_key(key)
         if not 0 < len(records) < 256:
-            raise InvalidArgument(f"a value has 1 to 255 records; {describe(key)} was given {len(records)}")
+            raise InvalidArgument(f"a value must have 1 to 255 records; {describe(key)} has {len(records)}")
         for record in records:
             if good.get(id(record.layout)) != record.payload.nbytes:
                 _check_record(key, record)
@@ -208,13 +208,13 @@ def _check_record(key: Key, record: Record) -> None:
     layout = record.layout
     if layout.dtype not in ITEM_BYTES or len(layout.shape) > MAX_DIMENSIONS:
         raise InvalidArgument(
-            f"a record is one of {list(ITEM_BYTES)} of up to {MAX_DIMENSIONS} dimensions, not {layout}"
+            f"a record must be one of {list(ITEM_BYTES)} with at most {MAX_DIMENSIONS} dimensions, not {layout}"
         )
     if any(not 0 <= size < 2**32 for size in layout.shape):
-        raise InvalidArgument(f"{describe(key)}: a dimension has 32 bits; {layout} does not fit")
+        raise InvalidArgument(f"{describe(key)}: a dimension must be a 32-bit number; {layout} does not fit")
     if record.payload.nbytes != layout.nbytes:
         raise InvalidArgument(
-            f"{describe(key)}: {layout} takes {layout.nbytes} bytes, the payload has {record.payload.nbytes}"
+            f"{describe(key)}: {layout} needs {layout.nbytes} bytes, but the payload has {record.payload.nbytes}"
         )
 
 
@@ -260,7 +260,7 @@ class RecordHeader(NamedTuple):
 
 def damaged(key: Key, what: str) -> DamagedError:
     """Return the error for a value that fails a check."""
-    return DamagedError(f"{describe(key)} is damaged: {what}; nothing of it was used")
+    return DamagedError(f"{describe(key)} is damaged: {what}; it was not used")
 
 
 class MisplacedValue(DamagedError):
@@ -269,7 +269,7 @@ class MisplacedValue(DamagedError):
 
 def misplaced(key: Key, found: str) -> MisplacedValue:
     """Return the error for a value under ``key`` whose header names another key."""
-    return MisplacedValue(f"{describe(key)} is damaged: wrong address: {found}; nothing of it was used")
+    return MisplacedValue(f"{describe(key)} is damaged: wrong address: {found}; it was not used")
 
 
 def padding(nbytes: int) -> int:
@@ -346,7 +346,7 @@ def decode_header(view: memoryview, start: int, key: Key) -> RecordHeader:
     """
     raw = bytes(view[start : start + HEADER_BYTES])
     if len(raw) < HEADER_BYTES:
-        raise damaged(key, f"it is truncated: {len(raw)} bytes at offset {start}, a header takes {HEADER_BYTES}")
+        raise damaged(key, f"it is truncated: {len(raw)} bytes at offset {start}, but a header needs {HEADER_BYTES}")
     payload_sum, header_sum = _SUMS.unpack_from(raw, _SUMS_AT)
     if checksum(raw[:_HEADER_SUM_AT]) != header_sum:
         raise damaged(key, f"the header checksum at offset {start} does not match")
@@ -380,7 +380,8 @@ def _explain_kind(raw: bytes, start: int, key: Key) -> NoReturn:
         raise damaged(key, f"no record starts at offset {start}")
     if version > VERSION or codec != NO_CODEC or dtype >= len(DTYPES):
         raise ForeignMemory(
-            f"{describe(key)} was written by a newer memstore (format {version}, codec {codec}, dtype {dtype}); upgrade"
+            f"{describe(key)} was written by a newer memstore (format {version}, codec {codec}, dtype {dtype}); "
+            "upgrade memstore"
         )
     raise damaged(key, f"the header at offset {start} contradicts itself")
 
@@ -390,7 +391,7 @@ def decode_record(view: memoryview, start: int, key: Key, number: int) -> tuple[
     header = decode_header(view, start, key)
     if header.key != key or header.record != number:
         found = f"record {header.record} of {describe(header.key)}"
-        raise misplaced(key, f"where record {number} should be lies {found}")
+        raise misplaced(key, f"in place of record {number} there is {found}")
     body = start + HEADER_BYTES
     payload = view[body : body + header.nbytes]
     copy = np.frombuffer(payload, np.uint8).copy()
@@ -405,7 +406,7 @@ def check_payload(view: memoryview, body: int, header: RecordHeader, copy: memor
     end = body + header.nbytes
     stop = end + padding(header.nbytes)
     if stop > len(view):
-        missing = f"record {header.record} is truncated: {len(view) - body} of {stop - body} bytes"
+        missing = f"record {header.record} is truncated: it has {len(view) - body} of {stop - body} bytes"
         raise damaged(header.key, missing)
     if checksum(view[body:end] if copy is None else copy) != header.payload_sum:
         raise damaged(header.key, f"the payload checksum of record {header.record} does not match")
@@ -421,7 +422,7 @@ def decode_value(view: memoryview, start: int, key: Key) -> tuple[tuple[Record, 
     while len(records) < count:
         record, header, start = decode_record(view, start, key, len(records))
         if records and header.records != count:
-            raise damaged(key, f"its records disagree on how many there are: {count} and {header.records}")
+            raise damaged(key, f"its records name different counts: {count} and {header.records}")
         records.append(record)
         count = header.records
     return tuple(records), start
@@ -507,7 +508,7 @@ class ValueReader:
         """Raise the error for a value that is not as expected."""
         records, end = decode_value(view, start, key)
         check_layouts(key, records, self.layouts)
-        what = f"{len(view) - end} bytes follow its records" if len(view) > end else "it changed while it was read"
+        what = f"{len(view) - end} extra bytes follow its records" if len(view) > end else "it changed during the read"
         raise damaged(key, what)
 
 
@@ -532,4 +533,4 @@ def check_layouts(key: Key, records: Sequence[Record], layouts: Sequence[Layout]
     """Raise ``DamagedError`` unless the records under ``key`` have these layouts."""
     found = [record.layout for record in records]
     if found != list(layouts):
-        raise damaged(key, f"it holds {found}, and {list(layouts)} was expected")
+        raise damaged(key, f"it holds {found}, expected {list(layouts)}")

@@ -255,7 +255,7 @@ class ReaderTests(ABC):
             with reader.record(question="why?") as recorder:
                 new = model.generate(question, max_new_tokens=3, do_sample=False, pad_token_id=0)[0, 9:]
                 recorder.close(new.tolist())
-                with pytest.raises(InvalidArgument, match="recorded already"), reader.record():
+                with pytest.raises(InvalidArgument, match="already recording"), reader.record():
                     pass
             trace = reader.memory.traces.get(recorder.number)
             assert (trace.info["question"], trace.info["prompt"]) == ("why?", question[0].tolist())
@@ -372,7 +372,7 @@ class ReaderTests(ABC):
             self.attach(model, tmp_path / "m", mode="r").open()
         with self.attach(model, tmp_path / "m", mode="x") as reader:
             reader.read(text)
-            with pytest.raises(InvalidArgument, match="the whole text at once"):
+            with pytest.raises(InvalidArgument, match="the whole text"):
                 reader.update(iter(text.split(64)))
             with pytest.raises(InvalidArgument):
                 reader.read(text, score=-1)

@@ -520,7 +520,7 @@ class StoreMachine(RuleBasedStateMachine):
             self.opened.read([key], LAYOUTS, rows(1))
         except NotFound:
             return
-        raise AssertionError(f"{key} was read and does not exist")
+        raise AssertionError(f"{key} was read, but it does not exist")
 
     @rule(first=keys, last=keys)
     def list_keys(self, first: Key, last: Key) -> None:

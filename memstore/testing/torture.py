@@ -173,13 +173,13 @@ def at(state: tuple[int, ...], place: int) -> int | None:
 
 
 VERDICTS = {
-    "right": "all that was committed was read",
-    "refused": "an error, and nothing wrong was served",
-    "earlier": "an earlier commit as a whole, without a word",
-    "lost": "what was committed is not there, without a word",
-    "torn": "a part of a commit is there",
-    "wrong": "states were served that do not belong there",
-    "crashed": "the process was ended by a signal, or never ended",
+    "right": "everything committed was read",
+    "refused": "an error, and no wrong data was served",
+    "earlier": "an earlier commit as a whole, without an error",
+    "lost": "committed data is missing, without an error",
+    "torn": "only a part of a commit is present",
+    "wrong": "wrong states were served",
+    "crashed": "a signal ended the process, or it never ended",
 }
 BAD = ("lost", "torn", "wrong", "crashed")
 """Verdicts that no store should get. ``earlier`` cannot be avoided if only the page with the last commit is older."""
@@ -421,7 +421,7 @@ def damage(name: str, make: Make, folder: Path, rounds: int, rng: random.Random)
             _whole(make, history, whole, STEPS - COPIES)
             for copy in older:  # each commit in a process of its own, so that nothing is open during the copy
                 if not (whole.is_dir() and make.files(whole)):
-                    raise UntriedStore("the store has written nothing into its folder, so there is nothing to damage.")
+                    raise UntriedStore("the store wrote nothing into its folder, so there is nothing to damage.")
                 shutil.copytree(whole, copy)
                 _whole(make, history, whole, int(copy.name) + 1, start=int(copy.name))
         place = kept / "damaged"
@@ -466,7 +466,7 @@ def torture(make: Make, fault: str, rounds: int, seed: int = 0, folder: Path | N
 def _whole(make: Make, history: History, folder: Path, steps: int, start: int = 0) -> None:
     ending = run(lambda say: write(make, history, folder, start, steps, say))
     if ending.code:
-        raise UntriedStore(f"the store does not work at all: {ending.last or ending.code}")
+        raise UntriedStore(f"the store fails even without a fault: {ending.last or ending.code}")
 
 
 def _history(rng: random.Random, *, writes_over: bool = False) -> History:

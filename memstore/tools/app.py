@@ -38,9 +38,12 @@ SHELLS = ("bash", "zsh", "fish")
 COMPLETION_VARIABLE = "_MEMSTORE_COMPLETE"
 """Environment variable with which a shell's script asks the command for completions."""
 
-Shell = Annotated[str, typer.Argument(metavar="SHELL", help=f"One of {', '.join(SHELLS)}.", show_default=False)]
+Shell = Annotated[str, typer.Argument(metavar="SHELL", help=f"The shell: {', '.join(SHELLS)}.", show_default=False)]
 TrustedModel = Annotated[
-    str, typer.Argument(metavar="MODEL", help="A Hugging Face directory or hub id, or smollm2.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="MODEL", help="Model to trust: a Hugging Face directory or hub id, or smollm2.", show_default=False
+    ),
 ]
 
 
@@ -60,7 +63,7 @@ def trust(model: TrustedModel) -> Report:
     if not model.strip():
         raise InvalidArgument("the name of the model is empty. Name a directory or a hub id such as owner/name.")
     name = remember(model)
-    return Report(data={"model": name}, text=lambda page: page.line(f"memories that {name} has read may load it"))
+    return Report(data={"model": name}, text=lambda page: page.line(f"memories read by {name} may now load it"))
 
 
 def completion(shell: Shell) -> Report:
@@ -78,7 +81,7 @@ def completion(shell: Shell) -> Report:
     from typer.completion import get_completion_script  # type: ignore[attr-defined]  # imported there, not listed
 
     if shell not in SHELLS:
-        raise InvalidArgument(f"no completion is known for {shell!r}. Choose one of {', '.join(SHELLS)}.")
+        raise InvalidArgument(f"there is no completion for {shell!r}. Choose one of {', '.join(SHELLS)}.")
     script = get_completion_script(prog_name="memstore", complete_var=COMPLETION_VARIABLE, shell=shell)
     return Report(data={"shell": shell, "script": script}, text=lambda page: page.line(script))
 

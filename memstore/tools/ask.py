@@ -32,44 +32,50 @@ STDIN = "-"
 OnError = Literal["raise", "miss"]
 
 Question = Annotated[
-    str, typer.Argument(metavar="QUESTION", help="What is asked; - for standard input.", show_default=False)
+    str, typer.Argument(metavar="QUESTION", help="The question to ask, or - for standard input.", show_default=False)
 ]
 Documents = Annotated[
     list[str] | None,
-    typer.Option("--document", help="Ask this document; may be given several times. Without it: all but chats."),
+    typer.Option("--document", help="Ask this document. May be repeated. Default: all documents except chats."),
 ]
-Dtype = Annotated[str | None, typer.Option(help="Precision of the model. Without it: the one that read.")]
+Dtype = Annotated[
+    str | None, typer.Option(help="Compute in this precision. Default: that of the model that read the memory.")
+]
 MaxTokens = Annotated[
     int | None,
-    typer.Option(min=1, help="Length of the answer at most, in tokens. Without it: 256, or 40 where nothing ends it."),
+    typer.Option(
+        min=1, help="Generate at most this many tokens. Default: 256, or 40 without a chat template or with --raw."
+    ),
 ]
-Trace = Annotated[bool, typer.Option("--trace", help="Record what is retrieved for each token: see memstore trace.")]
+Trace = Annotated[bool, typer.Option("--trace", help="Record the retrieved blocks of each token; see memstore trace.")]
 Match = Annotated[
     list[str] | None,
-    typer.Option(metavar="PATTERN", help="Ask documents with such names: 'notes/*.md'. May be repeated."),
+    typer.Option(metavar="PATTERN", help="Ask documents whose names match, such as 'notes/*.md'. May be repeated."),
 ]
 Meta = Annotated[
     list[str] | None,
-    typer.Option(metavar="KEY=VALUE", help="Ask documents of which memstore read has noted this. May be repeated."),
+    typer.Option(metavar="KEY=VALUE", help="Ask documents with this note of memstore read --meta. May be repeated."),
 ]
 Since = Annotated[
-    str | None, typer.Option(metavar="TIME", help="Ask documents whose files changed since: 12h, 7d, 2w, or a date.")
+    str | None,
+    typer.Option(metavar="TIME", help="Ask documents whose files changed since then: 12h, 7d, 2w, or a date."),
 ]
-Model = Annotated[str | None, typer.Option(help="The model that answers. Without it: the one that read.")]
-Raw = Annotated[
-    bool, typer.Option("--raw", help="Let the model go on from these very words, without its chat template.")
-]
-System = Annotated[str | None, typer.Option(help="The system prompt, in place of the usual one.")]
+Model = Annotated[str | None, typer.Option(help="Answer with this model. Default: the model that read the memory.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Continue the question's words, without the chat template.")]
+System = Annotated[str | None, typer.Option(help="Use this system prompt in place of the default one.")]
 Tail = Annotated[
     bool | None,
     typer.Option(
         "--tail/--no-tail",
-        help="Whether the document's end is seen without a search. Without it: only where there is no template.",
+        help="Show the model the end of the document without a search. Default: only without a chat template.",
     ),
 ]
 Sources = Annotated[
     str | None,
-    typer.Option(metavar="NUMBER", help="Blocks told after the answer: a number, or all. Without it: 2, or 8 in JSON."),
+    typer.Option(
+        metavar="NUMBER",
+        help="Show this many source blocks after the answer: a number, or all. Default: 2, or 8 with --json.",
+    ),
 ]
 
 
@@ -114,15 +120,15 @@ def ask(
     shown, wanted = _number(sources or ("8" if json else "2")), Filter.given(match, meta, since)
     question = sys.stdin.read() if question == STDIN else question
     if not question.strip():
-        raise InvalidArgument("the question is empty. Give the words that are to be answered.")
+        raise InvalidArgument("the question is empty. Pass some words.")
     with waiting("loading the model", show=not json):
         use_threads(threads)
         opened = memstore.open(memory, mode="r", index=index, device=device)
     with opened, index_bar():
         if trace and opened.encrypted:
             raise InvalidArgument(
-                f"--trace would write beside {memory} which blocks each token used, and the memory is encrypted: ask "
-                "in the page of memstore view, which shows that and keeps nothing."
+                "the memory is encrypted, but --trace would write the blocks of each token unencrypted beside "
+                f"{memory}. Ask in the page of memstore view instead: it shows them, and stores nothing."
             )
         _check_documents(opened, document)
         if wanted is not None:
@@ -177,7 +183,7 @@ def all_but_chats(memory: Memory) -> list[str]:
 def _check_documents(memory: Memory, wanted: list[str] | None) -> None:
     there = {document.name for document in memory.documents()}
     if not there:
-        raise NotFound("the memory holds no documents yet. Add one with: memstore read TEXT MEMORY")
+        raise NotFound("the memory has no documents yet. Add one with: memstore read TEXT MEMORY")
     for name in wanted or []:
         if name not in there:
             memory.document(name)  # its error lists the documents of the memory
@@ -188,7 +194,7 @@ def _number(text: str) -> int:
     if text == "all":
         return sys.maxsize
     if not text.isdecimal():
-        raise InvalidArgument(f"--sources is a number of blocks, or all, not {text!r}")
+        raise InvalidArgument(f"--sources must be a number of blocks, or all, not {text!r}")
     return int(text)
 
 
@@ -215,7 +221,9 @@ def attached(
 
     kind = kind_of(loaded.model)
     if top_k is not None and not kind.takes("Retrieval.top_k"):
-        raise InvalidArgument(f"a {kind.name} retrieves as much as it was trained with: leave --top-k out.")
+        raise InvalidArgument(
+            f"a {kind.name} always retrieves the number of blocks that it was trained with: leave --top-k out."
+        )
     made = memory.spec if isinstance(memory, memstore.Memory) else None
     chosen = {"on_error": on_error} | ({} if top_k is None else {"top_k": top_k})
     retrieval = replace(kind.reader_class().default_retrieval(loaded.model, made), **chosen)
@@ -243,10 +251,10 @@ def document_name(memory: Memory, wanted: str | None) -> str:
     """Return ``wanted`` if the memory has it, or its only document."""
     names = [document.name for document in memory.documents()]
     if not names:
-        raise NotFound("the memory holds no documents yet. Add one with: memstore read TEXT MEMORY")
+        raise NotFound("the memory has no documents yet. Add one with: memstore read TEXT MEMORY")
     if wanted is None and len(names) > 1:
         shown = ", ".join(cell(quote(name)) for name in names[:10]) + (", ..." if len(names) > 10 else "")
-        raise InvalidArgument(f"the memory holds several documents; choose one with --document: {shown}")
+        raise InvalidArgument(f"the memory has several documents; choose one with --document: {shown}")
     return memory.document(wanted).name if wanted is not None else names[0]
 
 
@@ -265,7 +273,7 @@ def _show(page: Page, data: dict[str, Any], passages: list[Passage], memory: str
         page.line(each.text.rstrip("\n") if whole else each.excerpt)
     if "trace" in data:
         page.line()
-        page.line(f"which block each token was written with: memstore trace {quote(memory)} {data['trace']}")
+        page.line(f"to see the blocks of each token: memstore trace {quote(memory)} {data['trace']}")
 
 
 def nothing_found(absent: Sequence[str]) -> str:

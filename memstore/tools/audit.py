@@ -20,22 +20,25 @@ if TYPE_CHECKING:
     from memstore.readers.audit import Audit, LayerAudit
 
 Question = Annotated[
-    str, typer.Argument(metavar="QUESTION", help="What the model reads after the document.", show_default=False)
+    str,
+    typer.Argument(metavar="QUESTION", help="The text that the model reads after the document.", show_default=False),
 ]
 
-DocumentName = Annotated[str | None, typer.Option(help="Name of the document. Not needed if there is only one.")]
+DocumentName = Annotated[str | None, typer.Option(help="Audit this document. Not needed if there is only one.")]
 MaxTokens = Annotated[
     int | None,
     typer.Option(
-        min=1, help="Tokens to generate, a step each. Without it: 8; for a DRT a block, as it chooses once a block."
+        min=1,
+        help="Generate this many tokens, one per step. Default: 8; for a DRT one block, because it retrieves "
+        "once per block.",
     ),
 ]
 TopK = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Blocks (of a Memorizing Transformer tokens) retrieved at a time. "
-        "Without it: 8, or what the model was made for.",
+        help="Retrieve this many blocks at a time (a Memorizing Transformer: tokens). Default: 8, or what the model "
+        "was trained with.",
     ),
 ]
 
@@ -62,7 +65,7 @@ class AuditOptions:
     def audit(self, opened: Memory, question: str) -> tuple[Audit, LoadedModel]:
         """Load the model of a memory and audit it, for any kind of model. Raises the errors of loading."""
         if not question.strip():
-            raise InvalidArgument("the question is empty. Give the words that the answer should follow.")
+            raise InvalidArgument("the question is empty. Pass some words.")
         name = document_name(opened, self.document)
         loaded = load_recorded(opened, self.model, self.dtype, device=self.device)
         with attached(loaded, opened, document=name) as reader:
@@ -123,7 +126,7 @@ def _show(page: Page, data: dict[str, Any], audited: Audit) -> None:
     page.line()
     page.line(f"{audited.positions[0].upper()}{audited.positions[1:]}.")
     if not data["missed"]:
-        page.line("Nothing was missed.")
+        page.line("No important block was missed.")
     for missed in data["missed"]:
         page.line()
         page.line(
@@ -135,8 +138,8 @@ def _show(page: Page, data: dict[str, Any], audited: Audit) -> None:
 
 def _stored(audited: Audit) -> str:
     if audited.stored_tokens is None:
-        return f"{audited.blocks:,}, of which {audited.top_k:,} are retrieved at a time"
-    return f"{audited.blocks:,}, of whose {audited.stored_tokens:,} tokens a head retrieves {audited.top_k:,} at a time"
+        return f"{audited.blocks:,}; {audited.top_k:,} are retrieved at a time"
+    return f"{audited.blocks:,}; a head retrieves {audited.top_k:,} of their {audited.stored_tokens:,} tokens at a time"
 
 
 def _row(layer: LayerAudit) -> tuple[object, ...]:

@@ -24,18 +24,20 @@ if TYPE_CHECKING:
     from memstore.readers.asking import Conversation
     from memstore.readers.reader import Reader
 
-Session = Annotated[str, typer.Option(help="Name of the conversation; it goes on where it has ended.")]
-System = Annotated[str | None, typer.Option(help="The system prompt of a new conversation, in place of the usual one.")]
-MaxTokens = Annotated[int, typer.Option(min=1, help="Length of an answer at most, in tokens.")]
+Session = Annotated[str, typer.Option(help="Name of the conversation; an existing one is continued.")]
+System = Annotated[
+    str | None, typer.Option(help="Use this system prompt for a new conversation, in place of the default one.")
+]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Generate at most this many tokens per answer.")]
 
 SOURCES = 8
 HELP = """\
-/sources       the blocks that the last answer was written with
-/why           for each word of it, the block that it owes most to
+/sources       show the blocks that the last answer used
+/why           show the most important block for each word of the answer
 /read FILE     read a file or a folder into the memory
-/forget        take back the last question and its answer
+/forget        forget the last question and its answer
 /forget NAME   forget a document
-/end           leave; Ctrl-D does too"""
+/end           end the chat (or Ctrl-D)"""
 
 
 def chat(
@@ -158,7 +160,7 @@ def _talk(talk: _Talk, max_tokens: int) -> list[str]:
                     answers.append(answer.text)
                     _line("")
         except KeyboardInterrupt:
-            _line("\n(stopped; what was said so far is kept)")
+            _line("\n(stopped; the answer so far is stored)")
         except MemstoreError as error:  # in one turn; the conversation continues
             _line(f"memstore: {error}")
     return answers
@@ -188,7 +190,7 @@ def _obey(talk: _Talk, command: str, rest: str) -> None:
             for each in done:
                 _line(f"read {each['document']}: {each['new_tokens']:,} new tokens")
             if not done:
-                _line(f"{rest} is as it was when it was read")
+                _line(f"{rest} has not changed since it was read")
         case "/forget" if rest:
             with memstore.open(talk.memory) as memory:
                 memory.forget(rest)
@@ -196,7 +198,7 @@ def _obey(talk: _Talk, command: str, rest: str) -> None:
         case "/forget":
             with talk.writing() as conversation:
                 there = conversation.forget_last()
-            _line("the last exchange is forgotten" if there else "nothing was said yet")
+            _line("the last question and its answer are forgotten" if there else "there is no question yet")
         case _:
             _line(HELP)
 
@@ -208,9 +210,9 @@ def _show_trace(conversation: Conversation, command: str) -> None:
 
     reader, trace, page = conversation.reader, conversation.trace, Page()
     if not conversation.turns:
-        _line("nothing was answered yet")
+        _line("there is no answer yet")
     elif trace is None:
-        _line("what the last answer was written with was not recorded, or its trace is gone")
+        _line("the blocks of the last answer were not recorded, or their trace is gone")
     elif command == "/why":
         show_steps(page, describe(reader.memory, trace), 1)
     else:

@@ -43,12 +43,12 @@ def decode(data: bytes, encoding: str | None = None, *, markup: bool = False) ->
     name = encoding or declared(data, markup=markup) or "utf-8"
     codec = find_codec(name)
     if codec is None:
-        raise InvalidArgument(f"cannot be read: no encoding is called {name!r}. Try utf-8, utf-16 or latin-1.")
+        raise InvalidArgument(f"cannot be read: there is no encoding {name!r}. Try utf-8, utf-16 or latin-1.")
     try:
         return data.decode("utf-8-sig" if codec == "utf-8" else codec)
     except UnicodeError as error:
         where = f" (byte {error.start:,})" if isinstance(error, UnicodeDecodeError) else ""
-        raise InvalidArgument(f"is not {name} text{where}: it is binary, or in another encoding.") from None
+        raise InvalidArgument(f"is not {name} text{where}: it is binary, or it has another encoding.") from None
 
 
 def declared(data: bytes, *, markup: bool = False) -> str | None:

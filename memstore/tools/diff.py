@@ -22,14 +22,14 @@ Other = Annotated[
     str | None,
     typer.Argument(
         metavar="[OTHER]",
-        help="Path of the memory that it is compared with. Without it: itself.",
+        help="Path of the memory to compare with. Default: the first memory.",
         show_default=False,
         callback=lambda url: None if url is None else lasting(url),
     ),
 ]
 Documents = Annotated[
     tuple[str, str] | None,
-    typer.Option(metavar="X Y", help="Compare these two alone: X of the first memory with Y of the other."),
+    typer.Option(metavar="X Y", help="Compare only these two: X of the first memory with Y of the other."),
 ]
 COLUMNS = ("document", "tokens", "other tokens", "common tokens", "common blocks", "states")
 
@@ -107,7 +107,7 @@ def _show(page: Page, data: dict[str, Any]) -> None:
         )
         for each in data["documents"]
     ]
-    page.table(COLUMNS, rows, empty="no document is in both")
+    page.table(COLUMNS, rows, empty="no document is in both memories")
     for name in data["only_here"]:
         page.line(f"only in {data['memory']}: {name}")
     for name in data["only_there"]:
@@ -135,7 +135,7 @@ def _show_sides(page: Page, each: dict[str, Any]) -> None:
     for name, side in zip((each["name_a"], each["name_b"]), each["first_difference"], strict=True):
         page.line()
         if side is None:
-            page.line(f"{name} has ended at token {each['common_tokens']:,}")
+            page.line(f"{name} ends at token {each['common_tokens']:,}")
             continue
         page.line(f"[{name} block {side['block']:,}, from token {side['token']:,} on]")
         page.line(side["text"] if side["text"] is not None else "token ids: " + " ".join(map(str, side["token_ids"])))

@@ -41,24 +41,33 @@ RANDOM = "random"
 SLACK = 1 << 18
 """Tokens of filler beyond the longest haystack, so that samples differ."""
 
-Depths = Annotated[str, typer.Option(help="Where the needle is: random, or from 0 to 1, such as 0,0.25,0.5,0.75,1.")]
+Depths = Annotated[
+    str, typer.Option(help="Put the needle at these depths: random, or from 0 to 1, such as 0,0.25,0.5,0.75,1.")
+]
 FillerFile = Annotated[
     list[Path] | None,
-    typer.Option(help="A text file to hide needles in; may be repeated. Without it: texts that every Python carries."),
+    typer.Option(
+        help="Hide the needles in this text file. May be repeated. Default: texts that come with every Python."
+    ),
 ]
-Lengths = Annotated[str, typer.Option(help="Tokens, separated by commas. 64K is 65536, 1M is 1048576.")]
+Lengths = Annotated[
+    str, typer.Option(help="Measure at these lengths in tokens, separated by commas. 64K is 65536, 1M is 1048576.")
+]
 Memory = Annotated[
-    str | None, typer.Option(help="Where blocks are kept meanwhile: a path, or ram:. Without it: a temporary folder.")
+    str | None, typer.Option(help="Keep the blocks in this memory: a path, or ram:. Default: a temporary folder.")
 ]
 Model = Annotated[
-    Path | None, typer.Option(help="Folder of a model with its tokenizer. Without it: the DRT in the package.")
+    Path | None, typer.Option(help="Folder of a model with its tokenizer. Default: the DRT in this package.")
 ]
-Picture = Annotated[Path | None, typer.Option(help="Draw what was found into this .png or .svg file.")]
+Picture = Annotated[Path | None, typer.Option(help="Draw the results into this .png or .svg file.")]
 Reuse = Annotated[
-    bool, typer.Option("--reuse", help="Share the filler of a length, and keep what haystacks begin with in common.")
+    bool,
+    typer.Option(
+        "--reuse", help="Use the same filler for all samples of a length, and keep what haystacks have in common."
+    ),
 ]
-Samples = Annotated[int, typer.Option(min=1, help="Samples of each row.")]
-Seed = Annotated[int, typer.Option(help="Chooses needles, places and filler.")]
+Samples = Annotated[int, typer.Option(min=1, help="Measure this many samples per row.")]
+Seed = Annotated[int, typer.Option(help="Seed of needles, places and filler.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,9 +108,7 @@ class _Setting:
         if self.picture is not None:
             check_picture(self.picture)
         if self.model is None and task == "multi-needle":
-            raise InvalidArgument(
-                "no model that comes with memstore was trained on several needles: name one of yours with --model"
-            )
+            raise InvalidArgument("no model in this package was trained on several needles: name your own with --model")
         shipped = TWO_HOP if task == "two-hop" else PASSKEY
         name, model, tokenizer = _load(self.model, shipped, self.device, self.threads)
         rows, filler = self._rows(plan, model, tokenizer)
@@ -150,7 +157,9 @@ def passkey(setting: _Setting) -> Report:
 def two_hop(
     setting: _Setting,
     *,
-    chains: Annotated[int, typer.Option(min=1, max=30, help="Chains of two links, of which one is asked for.")] = 2,
+    chains: Annotated[
+        int, typer.Option(min=1, max=30, help="Hide this many chains of two links, and ask for one of them.")
+    ] = 2,
 ) -> Report:
     """Hide the two links of a chain, and other chains of noise; ask for the path.
 
@@ -171,7 +180,7 @@ def multi_needle(
     setting: _Setting,
     *,
     needles: Annotated[
-        int, typer.Option(min=1, max=1000, help="Needles in a haystack, of which one is asked for.")
+        int, typer.Option(min=1, max=1000, help="Hide this many needles in a haystack, and ask for one of them.")
     ] = 4,
 ) -> Report:
     """Hide numbers for several names, and ask for one of them.
@@ -190,7 +199,10 @@ def multi_needle(
 def perplexity(
     *,
     text: Annotated[
-        str, typer.Option(help="A text file, a folder of .txt files, or - for standard input.", show_default=False)
+        str,
+        typer.Option(
+            help="Score this text: a file, a folder of .txt files, or - for standard input.", show_default=False
+        ),
     ],
     model: Model = None,
     threads: Threads = None,
@@ -221,14 +233,14 @@ def perplexity(
     measure = evaluation_of(kind).perplexity
     if measure is None:
         raise UnsupportedModel(
-            f"perplexity with and without a memory is not measured for a {kind.name}; memstore read --json has that of "
-            "a text that is read"
+            f"a {kind.name} has no comparison of perplexity with and without a memory; memstore read --json gives "
+            "the perplexity of a text"
         )
     options = import_module(kind.options_module).PERPLEXITY
     known = {each.name for each in fields(options)}
     if unfit := [name for name, value in given.items() if value and name not in known]:
         named = ", ".join("--" + name.replace("_", "-") for name in unfit)
-        raise InvalidArgument(f"{named} cannot be used with a {kind.name}; leave it out.")
+        raise InvalidArgument(f"a {kind.name} does not take {named}; leave it out.")
     chosen = {name: value for name, value in values_of(options, given).items() if value}
     use_threads(threads)
     check_device(device)
@@ -255,7 +267,9 @@ def _told(kinds: Sequence[tuple[str, Parameter]]) -> Parameter:
     for kind, each in kinds:
         helps.setdefault(each.annotation.__metadata__[0].help, []).append(kind)
     type_, option = first.annotation.__origin__, copy.copy(first.annotation.__metadata__[0])
-    option.help = " ".join(f"Of a {' or a '.join(names)}: {text[0].lower()}{text[1:]}" for text, names in helps.items())
+    option.help = " ".join(
+        f"For a {' or a '.join(names)}: {text[0].lower()}{text[1:]}" for text, names in helps.items()
+    )
     return first.replace(annotation=Annotated[type_, option])
 
 
@@ -265,11 +279,13 @@ perplexity.__signature__ = Signature([*_own, *_of_all_kinds()])  # type: ignore[
 
 def generate(
     *,
-    pairs: Annotated[Path, typer.Option(help="A JSON Lines file of prompts and answers.", show_default=False)],
+    pairs: Annotated[
+        Path, typer.Option(help="Read prompts and answers from this JSON Lines file.", show_default=False)
+    ],
     model: Model = None,
-    prompt_field: Annotated[str, typer.Option(help="Field of the prompt.")] = "prompt",
-    answer_field: Annotated[str, typer.Option(help="Field of the answer.")] = "answer",
-    max_tokens: Annotated[int, typer.Option(min=1, help="Length of an answer at most, in tokens.")] = 64,
+    prompt_field: Annotated[str, typer.Option(help="Name of the prompt field.")] = "prompt",
+    answer_field: Annotated[str, typer.Option(help="Name of the answer field.")] = "answer",
+    max_tokens: Annotated[int, typer.Option(min=1, help="Generate at most this many tokens per answer.")] = 64,
     threads: Threads = None,
     device: Device = "cpu",
     json: Json = False,
@@ -305,17 +321,17 @@ def lookup(
     model: Annotated[
         Path,
         typer.Option(
-            help="Folder of the Memorizing Transformer, or of a stock model with a memory.", show_default=False
+            help="Folder of the Memorizing Transformer, or of a stock model with a token memory.", show_default=False
         ),
     ],
     text: Annotated[
-        str, typer.Option(help="A text file, read as one document, or - for standard input.", show_default=False)
+        str, typer.Option(help="Score this text file as one document, or - for standard input.", show_default=False)
     ],
     memory_size: Annotated[
         str | None,
-        typer.Option(help="Tokens that can be found, such as 8K. Without it: what the model was trained with."),
+        typer.Option(help="Keep this many tokens in the memory, such as 8K. Default: what the model was trained with."),
     ] = None,
-    examples: Annotated[int, typer.Option(min=0, help="Words to show with what was retrieved for them.")] = 5,
+    examples: Annotated[int, typer.Option(min=0, help="Show this many words with the tokens retrieved for them.")] = 5,
     device: Device = "cpu",
     threads: Threads = None,
     json: Json = False,
@@ -339,7 +355,9 @@ def lookup(
     kind = kind_in(model_folder(model))
     look_up = evaluation_of(kind).lookup
     if look_up is None:
-        raise UnsupportedModel(f"a {kind.name} looks no tokens up. Train one: memstore train memorizing")
+        raise UnsupportedModel(
+            f"a {kind.name} has no token memory to look words up in. Train one: memstore train memorizing"
+        )
     size = tokens_of("--memory-size", memory_size, least=1)
     written = read_text(text)
     use_threads(threads)
@@ -367,7 +385,7 @@ def parse_depths(text: str) -> list[float] | None:
     except ValueError:
         depths = [-1.0]
     if not all(0 <= depth <= 1 for depth in depths) or len(set(depths)) < len(depths):
-        raise InvalidArgument(f"--depths {text!r}: write random, or different numbers from 0 to 1 such as 0,0.5,1")
+        raise InvalidArgument(f"--depths {text!r}: write random, or different numbers from 0 to 1, such as 0,0.5,1")
     return depths
 
 
@@ -380,7 +398,9 @@ def _load(folder: Path | None, shipped: str, device: str, threads: int | None) -
     source = shipped_model(shipped) if folder is None else model_folder(folder)
     kind = kind_in(source)
     if evaluation_of(kind).ask is None:
-        raise UnsupportedModel(f"{source} is a {kind.name}, trained on no needles. Train one: memstore train drt")
+        raise UnsupportedModel(
+            f"{source} is a {kind.name}, which was not trained on needles. Train a model: memstore train drt"
+        )
     with quiet_transformers():
         model, tokenizer = load_folder(source, device)
     return shipped if folder is None else folder.name or str(folder), model, tokenizer
@@ -401,7 +421,7 @@ def _show_needles(page: Page, rows: Sequence[dict[str, Any]]) -> None:
     layers = [{"length": row["length"], **layer} for row in rows for layer in row.get("layers", ())]
     if layers:
         page.line()
-        page.line("The needle's block among all in memory, by layer")
+        page.line("Retrieval of the needle's block, by layer")
         page.records(layers)
 
 
@@ -419,13 +439,13 @@ def _draw(rows: Sequence[CellResult], path: Path, plan: TaskPlan, model: str, fi
 
 def _show_lookup(page: Page, data: dict[str, Any]) -> None:
     page.line(
-        f"Perplexity by where the text had a word last; far: more than {data['reach']:,} tokens back, which only the "
-        f"memory of {data['memory_size']:,} tokens can know"
+        f"Perplexity by the last place of a word in the text. Far means more than {data['reach']:,} tokens back, "
+        f"which only the memory of {data['memory_size']:,} tokens covers"
     )
     rows = [[kind["kind"], kind["tokens"], kind["without"], kind["with_memory"]] for kind in data["kinds"]]
     page.table(["words", "tokens", "without memory", "with memory"], rows)
     if not any(kind["kind"] == "far" for kind in data["kinds"]):
-        page.line("No word is far: a longer text is needed to see what the memory is looked up for")
+        page.line("No word is far: use a longer text to see the effect of the memory")
     for example in data["examples"]:
         page.line()
         page.line(cell(f"…{example['text']}"))

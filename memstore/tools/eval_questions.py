@@ -33,52 +33,56 @@ COLUMNS = ("set", "ranker", "top_k", "all", "any", "ms")
 Model = Annotated[
     str,
     typer.Option(
-        help="The stock model that reads and searches: smollm2, a GGUF file, a Hugging Face directory or hub id."
+        help="Read and search with this stock model: smollm2, a GGUF file, a Hugging Face directory or hub id."
     ),
 ]
-AtMost = Annotated[int | None, typer.Option("--questions", min=1, help="So many of the half, spread by chance.")]
+AtMost = Annotated[
+    int | None,
+    typer.Option("--questions", min=1, help="Ask this many questions of the half, drawn by chance. Default: all."),
+]
 Half = Annotated[
     str,
     typer.Option(
-        help="chosen: the questions that settings were chosen on; held-out: those that figures are reported of; all. "
-        "A hash of its id says which half a question is in."
+        help="Ask one half of the questions: chosen (settings were chosen on them), held-out (results are reported "
+        "on them), or all. A hash of its id assigns a question to a half."
     ),
 ]
 Memory = Annotated[
     str | None,
     typer.Option(
-        help="Where the paragraphs are read to, once: a path. Without it, --answers and --rerank, the layers that "
-        "choose read alone, in a third of the time."
+        help="Store the paragraphs in this memory. Default: none; without --answers and --rerank, only the layers "
+        "that choose blocks are then computed, in a third of the time."
     ),
 ]
-TopKs = Annotated[str, typer.Option("--top-k", help="Blocks that are found, separated by commas.")]
+TopKs = Annotated[str, typer.Option("--top-k", help="Retrieve these numbers of blocks, separated by commas.")]
 WordsFactor = Annotated[
     float,
-    typer.Option("--words", min=0, help="How much words count beside the states: 0 not at all."),
+    typer.Option("--words", min=0, help="Weight of matching words relative to the states; 0 ignores words."),
 ]
 Rerank = Annotated[
-    int, typer.Option(min=0, help="So many of the best blocks are ranked once more, by how likely the question is.")
+    int, typer.Option(min=0, help="Rank this many of the best blocks again, by the likelihood of the question.")
 ]
 Quote = Annotated[
     int,
-    typer.Option(min=0, help="Of so many of the best blocks a paragraph is also text before the question."),
+    typer.Option(min=0, help="Put a paragraph from each of this many best blocks as text before the question."),
 ]
 Window = Annotated[
-    int | None, typer.Option(min=64, help="Tokens that are seen right before a segment while the text is read.")
+    int | None, typer.Option(min=64, help="Let each segment see this many tokens before it while the text is read.")
 ]
 Answers = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Also let the model answer so many of the questions: with the memory, with the blocks of each ranking as "
-        "text in its prompt, with the paragraphs that hold the answer, and with nothing.",
+        help="Also let the model answer this many questions: with the memory, with each ranking's blocks as text, "
+        "with the right paragraphs, and with nothing.",
     ),
 ]
 Baselines = Annotated[
-    bool, typer.Option("--baselines/--no-baselines", help="Also BM25, MiniLM, and both fused by reciprocal ranks.")
+    bool,
+    typer.Option("--baselines/--no-baselines", help="Also measure BM25, MiniLM, and both fused by reciprocal ranks."),
 ]
 Tasks = Annotated[
-    str | None, typer.Option(help="Some of the tasks, separated by commas, such as vt,qa_1. Without it: all thirteen.")
+    str | None, typer.Option(help="Run only these tasks, separated by commas, such as vt,qa_1. Default: all thirteen.")
 ]
 
 
@@ -237,7 +241,9 @@ class _QuestionSetting:
 def squad(
     setting: _QuestionSetting,
     *,
-    pooled: Annotated[int | None, typer.Option(min=1, help="The first so many paragraphs, not all 1,204.")] = None,
+    pooled: Annotated[
+        int | None, typer.Option(min=1, help="Use only this many paragraphs, from the first on. Default: all 1,204.")
+    ] = None,
 ) -> Report:
     """Ask people's questions about 1,204 paragraphs: is the right one found?
 
@@ -262,7 +268,7 @@ def hotpotqa(
     setting: _QuestionSetting,
     *,
     pooled: Annotated[
-        int, typer.Option(min=1, help="The first questions of the set, whose paragraphs are pooled.")
+        int, typer.Option(min=1, help="Pool the paragraphs of this many questions, from the first on.")
     ] = 500,
 ) -> Report:
     """Ask questions that need two paragraphs among thousands: are both found?
@@ -360,7 +366,9 @@ def factbook(setting: _QuestionSetting) -> Report:
 Scenario = Annotated[
     str,
     typer.Argument(
-        metavar="SCENARIO", help="Whose: customer, finance, healthcare, notetaker or student.", show_default=False
+        metavar="SCENARIO",
+        help="User whose messages are read: customer, finance, healthcare, notetaker or student.",
+        show_default=False,
     ),
 ]
 
@@ -384,7 +392,7 @@ def chat(setting: _QuestionSetting, *, scenario: Scenario) -> Report:
     def load() -> Sequence[QuestionSet]:
         found = [each for each in source.load() if each.name == scenario]
         if not found:
-            raise InvalidArgument(f"no scenario {scenario!r}: there are {', '.join(source.SCENARIOS)}")
+            raise InvalidArgument(f"there is no scenario {scenario!r}; choose from {', '.join(source.SCENARIOS)}")
         return found
 
     return setting.measure(f"chat-{scenario}", load)
@@ -394,8 +402,10 @@ def chat(setting: _QuestionSetting, *, scenario: Scenario) -> Report:
 def locomo(
     setting: _QuestionSetting,
     *,
-    path: Annotated[Path, typer.Argument(metavar="FILE", help="Where locomo10.json lies.", show_default=False)],
-    conversation: Annotated[str | None, typer.Option(help="One of them, such as conv-26; without it all.")] = None,
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="Path of locomo10.json.", show_default=False)],
+    conversation: Annotated[
+        str | None, typer.Option(help="Use only this conversation, such as conv-26. Default: all.")
+    ] = None,
 ) -> Report:
     """Ask about months of talk between two people (LoCoMo): are the right turns found?
 
@@ -417,14 +427,14 @@ def locomo(
             return [pooled(list(sets.values()))]
         if conversation not in sets:
             there = ", ".join(sets) or "none"
-            raise InvalidArgument(f"{path} has no conversation {conversation!r}: it has {there}")
+            raise InvalidArgument(f"{path} has no conversation {conversation!r}; it has {there}")
         return [sets[conversation]]
 
     return setting.measure("locomo", load)
 
 
 Conversation = Annotated[
-    Path, typer.Argument(metavar="FOLDER", help="The folder of a conversation, chats/100K/1.", show_default=False)
+    Path, typer.Argument(metavar="FOLDER", help="Folder of a conversation, such as chats/100K/1.", show_default=False)
 ]
 
 
@@ -543,12 +553,12 @@ def _draw(data: dict[str, Any], path: Path) -> None:
     for row in data["rows"]:
         found.setdefault(group(row, "ranker"), {})[f"{row['top_k']} blocks"] = row["all"]
     for row in data["answers"]:
-        said[group(row, "with")] = {"F1": row["f1"], "has an accepted answer": row["has"]}
+        said[group(row, "with")] = {"F1": row["f1"], "contains an accepted answer": row["has"]}
     few = ", ".join(dict.fromkeys(str(row["top_k"]) for row in data["rows"]))
-    panels = {f"share of questions all of whose evidence is in the best blocks ({few})": found}
+    panels = {f"share of questions with all evidence in the best blocks ({few})": found}
     answered = {row["set"]: row["answered"] for row in data["answers"]}
     draw_bars(
-        panels | ({f"answers of the model, {sum(answered.values())} questions": said} if said else {}),
+        panels | ({f"answers of the model to {sum(answered.values())} questions": said} if said else {}),
         path,
         title=f"{data['task']}: {data['questions']:,} questions about {data['tokens']:,} tokens",
         caption=f"model {data['model']}; {data['half']} questions; blocks of {data['block_size']} tokens",

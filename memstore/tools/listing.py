@@ -117,7 +117,7 @@ def _described(memory: Memory, name: str, block: int) -> dict[str, Any]:
     if block not in document.blocks:
         live = document.blocks
         have = f"it has blocks {live.start:,} to {live.stop - 1:,}" if live else "it has no blocks"
-        raise NotFound(f"no block {block:,} in document {name!r}: {have}.")
+        raise NotFound(f"document {name!r} has no block {block:,}: {have}.")
     ids: list[int] = document.tokens(block).tolist()
     text, text_missing = decode(memory, ids)
     return {

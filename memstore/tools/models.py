@@ -66,15 +66,15 @@ def resolve_model(name: str, dtype: str | None = None) -> str:
         return str(converted(file, dtype, _usual_precision))
     if path.is_dir():
         if not (path / "config.json").exists():
-            raise InvalidArgument(f"{name} is not a model directory: it has neither config.json nor one GGUF file.")
+            raise InvalidArgument(f"{name} is not a model directory: it needs a config.json or one GGUF file.")
         return str(path.resolve())
     if not path.exists() and (shipped := _shipped(name)) is not None:
         return str(shipped)
     missing_file = path.suffix.lower() == GGUF
     if missing_file or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1 or path.exists():
         raise NotFound(
-            f"no model {'file' if missing_file else 'directory'} {name}. Name a directory, a GGUF file, a hub id such "
-            f"as owner/name, or {SMOLLM2}."
+            f"there is no model {'file' if missing_file else 'directory'} {name}. Name a directory, a GGUF file, "
+            f"a hub id such as owner/name, or {SMOLLM2}."
         )
     return name
 
@@ -150,7 +150,7 @@ def _load(name: str, dtype: str, device: str) -> LoadedModel:
     source = resolve_model(name, str(precision).removeprefix("torch."))
     if not kind.half:
         if dtype not in ("auto", "float32"):
-            raise InvalidArgument(f"a {kind.name} computes in float32; --dtype {dtype} is for stock models.")
+            raise InvalidArgument(f"a {kind.name} computes in float32 only; --dtype {dtype} is for stock models.")
         with quiet_transformers():
             return _named(LoadedModel(*kinds.load_folder(Path(source), device)), name)
     with _loading(name), quiet_transformers():
@@ -209,11 +209,11 @@ def chosen_name(memory: Memory, model: str | None = None) -> str:
         return model
     name = recorded_name(memory)
     if name is None:
-        raise InvalidArgument("the memory does not say which model it belongs to. Name it with --model.")
+        raise InvalidArgument("the memory does not name the model that read it. Name it with --model.")
     if (found := trusted(name)) is None:
         raise InvalidArgument(
-            f"the memory asks for the model {name!r}, which you have not named so far. If you know it: --model NAME "
-            "where there is this option, or memstore trust NAME"
+            f"the memory asks for the model {name!r}, which you have never used. If you trust it: --model NAME in "
+            "commands with this option, or memstore trust NAME"
         )
     return found
 
@@ -222,7 +222,7 @@ def remember(model: str) -> str:
     """Trust ``model`` from now on, and return its name in memories."""
     name = lasting_name(model)
     if "\n" in name:
-        raise InvalidArgument(f"no model is called {name!r}.")
+        raise InvalidArgument(f"there is no model {name!r}.")
     if not is_trusted(name):
         with contextlib.suppress(OSError):  # a read-only home folder; next time the user must name it again
             path = _trusted_file()
@@ -303,7 +303,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 def tokenizer_of(memory: Memory) -> tuple[PreTrainedTokenizerBase | None, str | None]:
     """Return the tokenizer of the model that read the memory, or None and the reason why it is missing."""
     if recorded_name(memory) is None:
-        return None, "the memory does not say which model it belongs to: name it with --model"
+        return None, "the memory does not name the model that read it: name it with --model"
     try:
         name = chosen_name(memory)
     except InvalidArgument as error:
@@ -325,7 +325,7 @@ def resolve_dtype(name: str, *, device: str = "cpu") -> torch.dtype:
     import torch
 
     if name not in DTYPES:
-        raise InvalidArgument(f"no dtype is called {name!r}. Choose one of {', '.join(DTYPES)}.")
+        raise InvalidArgument(f"there is no dtype {name!r}. Choose one of {', '.join(DTYPES)}.")
     if name == "auto":
         return torch.bfloat16 if device != "cpu" or computes_bfloat16() else torch.float32
     dtype: torch.dtype = getattr(torch, name)
@@ -356,7 +356,7 @@ def _loading(name: str) -> Iterator[None]:
         yield
     except OSError as error:
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
-        raise NotFound(f"no model {name!r} could be loaded{offline}: {first_line(error)}") from error
+        raise NotFound(f"the model {name!r} could not be loaded{offline}: {first_line(error)}") from error
     except ValueError as error:
         hint = f" {NOT_INSTALLED}" if "does not recognize this architecture" in str(error) else ""
         raise UnsupportedModel(f"the model {name!r} cannot be loaded: {first_line(error)}{hint}") from error

@@ -159,7 +159,7 @@ def _message(raw: bytes, left_out: LeftOut) -> str:
 def _told_message(message: EmailMessage, left_out: LeftOut) -> str:
     heads = [f"{name}: {value}" for name in HEADERS if (value := _header(message, name))]
     if "\N{REPLACEMENT CHARACTER}" in "".join(heads):
-        left_out.append("characters of its headers in an unknown charset are replaced by U+FFFD")
+        left_out.append("characters of its headers have an unknown charset, and are replaced by U+FFFD")
     files: list[str] = []
     words = "\n\n".join(filter(None, (each.strip() for each in _bodies(message, files, left_out))))
     return "\n".join([*heads, "", words, *([f"Attached: {', '.join(files)}"] if files else []), ""])
@@ -215,7 +215,7 @@ def _decoded(part: EmailMessage, left_out: LeftOut) -> str:
     if text is None:
         text = data.decode(codec or "ascii", "replace")
         if codec is None or "\N{REPLACEMENT CHARACTER}" in text:
-            left_out.append(f"characters that are not in its charset {charset!r} are replaced by U+FFFD")
+            left_out.append(f"characters outside its charset {charset!r} are replaced by U+FFFD")
     text = text.replace("\r\n", "\n")
     return _unfolded(part, text) if part.get_param("format") == "flowed" else text
 
@@ -245,7 +245,9 @@ def _epub(path: Path, encoding: str | None, left_out: LeftOut) -> str:  # noqa: 
         book = _xml(archive.read(package))
         hrefs = {each.get("id"): each.get("href", "") for each in book.iter("{*}item")}
         order = list(dict.fromkeys(each.get("idref") for each in book.iter("{*}itemref")))
-        left_out += [f"the part {each!r} is not in the book's list of files" for each in order if each not in hrefs]
+        left_out += [
+            f"the part {each!r} is missing from the book's list of files" for each in order if each not in hrefs
+        ]
         texts = dict[str, str]()
         for href in (hrefs[each] for each in order if each in hrefs):
             name = _place(archive, package, href)
@@ -262,7 +264,7 @@ def _epub(path: Path, encoding: str | None, left_out: LeftOut) -> str:  # noqa: 
                 ValueError,
                 InvalidArgument,
             ) as error:
-                why = "it is not in the file" if isinstance(error, KeyError) else str(error)
+                why = "it is missing from the file" if isinstance(error, KeyError) else str(error)
                 left_out.append(f"{name} cannot be read: {why}")
     return "\n".join(texts.values())
 
@@ -282,7 +284,7 @@ def _xml(data: bytes) -> Any:
 
     root = etree.fromstring(data, etree.XMLParser(recover=True, resolve_entities=False, no_network=True))
     if root is None:
-        raise InvalidArgument("a part that lists the others is no XML")
+        raise InvalidArgument("its package file or container is not valid XML")
     return root
 
 
@@ -300,14 +302,14 @@ def _chapter(data: bytes, name: str, left_out: LeftOut) -> str:
     except InvalidArgument as error:
         text = data.decode("utf-8", "replace")
         if "\0" not in text:
-            left_out.append(f"{name} {error} What cannot be read of it is replaced by U+FFFD")
+            left_out.append(f"{name} {error} Unreadable characters are replaced by U+FFFD")
     if "\0" in text:
-        raise InvalidArgument("it is encrypted, or no text")
+        raise InvalidArgument("it is encrypted, or not a text")
     return html_text(text)
 
 
 KINDS: dict[str, tuple[Callable[[Path, str | None, LeftOut], str], str]] = {
-    ".pdf": (_pdf, "no text, only pictures of it"),
+    ".pdf": (_pdf, "no text, only images"),
     ".epub": (_epub, "no text"),
     ".eml": (_mail, "no words"),
     ".mbox": (_mails, "no messages"),
@@ -330,16 +332,16 @@ def main(name: str, encoding: str | None = None) -> int:
     except ModuleNotFoundError as error:
         return _told(MISSING, f"{path} needs the package {error.name}: pip install 'torch-memstore[cli,files]'")
     except MemoryError:
-        return _told(REFUSED, f"{path} cannot be read: it unpacks to more than the {MOST_BYTES >> 20} MiB it may take.")
+        return _told(REFUSED, f"{path} cannot be read: unpacked, it needs more than {MOST_BYTES >> 20} MiB of memory.")
     except InvalidArgument as error:
         return _told(REFUSED, f"{path} {error}" if parse is _page else f"{path} cannot be read: {error}.")
     except Exception as error:  # noqa: BLE001 - any error of a parser
         why = " ".join(str(error).split())[:200] or type(error).__name__
-        return _told(REFUSED, f"{path} is no {ending[1:].upper()} file that can be read: {why}")
+        return _told(REFUSED, f"{path} is not a readable {ending[1:].upper()} file: {why}")
     if len(text) > MOST_TEXT:
         return _told(REFUSED, f"{path} cannot be read: it has more than {MOST_TEXT:,} characters.")
     if not text.strip():
-        return _told(REFUSED, f"{path} has {lacks}: there is nothing to read. {'; '.join(left_out)}")
+        return _told(REFUSED, f"{path} has {lacks}, so there is nothing to read. {'; '.join(left_out)}")
     sys.stdout.buffer.write(mend_surrogates(text).encode())
     for each in left_out:
         _told(0, each)

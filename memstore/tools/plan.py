@@ -117,7 +117,7 @@ def plan_of(
     from memstore.memory.shared import CHAT
 
     if document is not None and document.startswith(CHAT):
-        raise InvalidArgument(f"{document!r} is the name of a chat: choose another with --document")
+        raise InvalidArgument(f"{document!r} is the name of a chat: choose another name with --document")
     plan, files = ReadPlan(gone=list(gone)), {} if known is None else known.files
     names = {str(fact.get("path")): name for name, fact in files.items()}
     taken = set(files)
@@ -138,7 +138,9 @@ def plan_of(
             content = each.text(encoding, left_out)
             if content:
                 check_name(name)
-            plan.bad += [{"path": str(each.path), "error": f"a part of {each.path}: {part}"} for part in left_out]
+            plan.bad += [
+                {"path": str(each.path), "error": f"part of {each.path} was not read: {part}"} for part in left_out
+            ]
         except (InvalidArgument, NotFound, OSError) as error:
             if alone:
                 raise
@@ -224,21 +226,19 @@ def check_fit(memory: str, spec: MemorySpec | None, *, block_size: int | None, c
     from memstore.memory.spec import CODECS  # the command starts without numpy and torch
 
     if codec is not None and codec not in CODECS:
-        raise InvalidArgument(f"no codec is called {codec!r}. Choose one of {', '.join(CODECS)}.")
+        raise InvalidArgument(f"there is no codec {codec!r}. Choose one of {', '.join(CODECS)}.")
     if spec is None:
         if block_size is not None and 64 % block_size:
             raise InvalidArgument(
-                f"--block-size must divide 64 and 256, the sizes of sink and window, got {block_size}."
+                f"--block-size must divide 64 and 256 (the sizes of sink and window), got {block_size}."
             )
         return
     if block_size not in (None, spec.block_size):
         raise InvalidArgument(
-            f"the memory {memory} has blocks of {spec.block_size} tokens: leave --block-size out, or name a new memory"
+            f"memory {memory} has blocks of {spec.block_size} tokens: leave --block-size out, or name a new memory"
         )
     if codec not in (None, spec.codec):
-        raise InvalidArgument(
-            f"the memory {memory} has the codec {spec.codec}: leave --codec out, or name a new memory"
-        )
+        raise InvalidArgument(f"memory {memory} has the codec {spec.codec}: leave --codec out, or name a new memory")
 
 
 class Cost(NamedTuple):
@@ -263,7 +263,7 @@ def check_room(memory: str, reader: Reader, spec: MemorySpec, new: int, known: C
         minutes = cost.seconds / 60
         about = "less than a minute" if minutes < 1 else f"about {minutes:,.0f} min"
         kept = f" ({instead} with --codec in a new memory)" if spec.codec == "none" and instead else ""
-        held = f"; {_amount(index)} of memory for its index while it is attached" if index else ""
+        held = f"; its index needs {_amount(index)} of memory while it is attached" if index else ""
         sys.stderr.write(f"{counted(new, 'token')} to read: about {_amount(size)} in {memory}{kept}, {about}{held}\n")
     room = None if known is None else known.room
     folder = Path(memory.removeprefix("zarr:")).absolute()
@@ -272,13 +272,13 @@ def check_room(memory: str, reader: Reader, spec: MemorySpec, new: int, known: C
             folder = folder.parent
         disk = shutil.disk_usage(folder)
         if not os.access(folder, os.W_OK) or not disk.total:  # /proc and the like have no room at all
-            raise InvalidArgument(f"{memory} cannot be made: {folder} takes no files of yours. Name another place.")
+            raise InvalidArgument(f"{memory} cannot be created: you may not write to {folder}. Choose another place.")
         room = disk.free if room is None else min(room, disk.free)
     if room is not None and size > room:
         smaller = ", ".join(f"{codec} {_amount(bytes_)}" for codec, bytes_ in others.items() if bytes_ <= room)
         what = ["read less", "make room", *([f"read into a new memory with --codec ({smaller})"] if smaller else [])]
         raise StoreFull(
-            f"{counted(new, 'token')} need about {_amount(size)}, and {memory} has room for {_amount(room)}: "
+            f"{counted(new, 'token')} need about {_amount(size)}, but {memory} has room for {_amount(room)}: "
             f"{', '.join(what[:-1])} or {what[-1]}",
             # An empty memory has nothing to forget or erase.
             memory=memory if known is not None and known.documents else None,

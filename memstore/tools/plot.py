@@ -33,17 +33,18 @@ KindArgument = Annotated[
     PictureKind,
     typer.Argument(
         metavar="KIND",
-        help="heat, tiers or margins of a trace; similarity or margins of a document; or audit, with --question.",
+        help="Picture to draw: heat, tiers or margins of a trace; similarity or margins of a document; or audit, "
+        "with --question.",
         show_default=False,
     ),
 ]
-Out = Annotated[Path, typer.Option(help="The .png or .svg file to write.", show_default=False)]
-Number = Annotated[int | None, typer.Option(help="Number of the trace. Without it: the last one.")]
+Out = Annotated[Path, typer.Option(help="Write this .png or .svg file.", show_default=False)]
+Number = Annotated[int | None, typer.Option(help="Draw the trace of this number. Default: the latest.")]
 Layer = Annotated[
-    int | None, typer.Option(help="One layer. Without it: the mean of all, or the last that has landmarks.")
+    int | None, typer.Option(help="Draw this layer. Default: the mean of all, or the last layer with landmarks.")
 ]
-Head = Annotated[int | None, typer.Option(help="One query head (heat). Without it: the mean of all.")]
-Question = Annotated[str | None, typer.Option(help="What the model reads after the document (audit).")]
+Head = Annotated[int | None, typer.Option(help="Draw this query head (heat). Default: the mean of all.")]
+Question = Annotated[str | None, typer.Option(help="Let the model read this text after the document (audit).")]
 
 
 @taking(AuditOptions)
@@ -79,7 +80,7 @@ def plot(
         match kind:
             case PictureKind.AUDIT:
                 if question is None:
-                    raise InvalidArgument("an audit needs a question: name it with --question")
+                    raise InvalidArgument("an audit needs a question: pass it with --question")
                 audited, _ = options.audit(opened, question)
                 figure, of = audit_picture(audited), {"document": ", ".join(audited.documents)}
             case PictureKind.SIMILARITY:

@@ -54,40 +54,39 @@ PAUSE = 1.0
 
 Texts = Annotated[
     list[str],
-    typer.Argument(metavar="TEXT...", help="Files and folders, or - for standard input.", show_default=False),
+    typer.Argument(metavar="TEXT...", help="Files and folders to read, or - for standard input.", show_default=False),
 ]
 DocumentName = Annotated[
     str | None,
-    typer.Option(help="Name of the document. Without it: the file's name without its ending; in a folder its path."),
+    typer.Option(help="Name the document. Default: the file name without its ending; in a folder, its path."),
 ]
 Encoding = Annotated[
     str | None,
-    typer.Option(
-        help="Encoding of text and HTML. Without it: what each file declares, or else UTF-8.", show_default=False
-    ),
+    typer.Option(help="Encoding of text and HTML. Default: what each file declares, or UTF-8.", show_default=False),
 ]
 Dtype = Annotated[
     str | None,
-    typer.Option(help="float32, bfloat16, float16 or auto: bfloat16 where the hardware computes in it, else float32."),
+    typer.Option(
+        help="Compute in float32, bfloat16, float16 or auto. auto: bfloat16 if the hardware computes in "
+        "it, else float32."
+    ),
 ]
 Meta = Annotated[
     list[str] | None,
     typer.Option(
         metavar="KEY=VALUE",
-        help="Noted of each document, for memstore ask --meta; KEY= takes it away. May be repeated.",
+        help="Note this for each document, to be found by memstore ask --meta. KEY= removes a note. May be repeated.",
     ),
 ]
 Ray = Annotated[
     int | None,
     typer.Option(
-        min=1, metavar="WORKERS", help="Read new files with so many processes (pip install 'torch-memstore[ray]')."
+        min=1, metavar="WORKERS", help="Read new files with this many processes (pip install 'torch-memstore[ray]')."
     ),
 ]
-Watch = Annotated[bool, typer.Option("--watch", help="Stay, and read what changes, until Ctrl-C.")]
-OnlyCost = Annotated[
-    bool, typer.Option("--cost", help="Say what it would cost, in disk, memory and time; read nothing.")
-]
-Prune = Annotated[bool, typer.Option("--prune", help="Forget the documents of files that are gone from the folders.")]
+Watch = Annotated[bool, typer.Option("--watch", help="Keep running, and read every change, until Ctrl-C.")]
+OnlyCost = Annotated[bool, typer.Option("--cost", help="Print the cost in disk, memory and time, and read nothing.")]
+Prune = Annotated[bool, typer.Option("--prune", help="Forget documents whose files are gone from the folders.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +152,7 @@ def read(options: Options) -> Report:
     if options.document is not None and not options.one_file:
         raise InvalidArgument("--document names one document: read one file with it, or leave it out.")
     if options.cost and options.watch:
-        raise InvalidArgument("--cost reads nothing, and --watch whatever changes: leave one out.")
+        raise InvalidArgument("--cost reads nothing, and --watch reads every change: leave one of them out.")
     noted = parse_meta(options.meta)
 
     loaded: list[LoadedModel] = []
@@ -193,7 +192,7 @@ def _once(options: Options, noted: Mapping[str, str], load: Callable[[str, str],
     alone = options.one_file and not options.watch  # a watch reads a half-written file next time
     plan = plan_of(found, known, options.document, encoding=options.encoding, alone=alone, gone=lost)
     if not (plan.read or plan.unchanged or plan.bad or plan.gone or options.watch):
-        raise InvalidArgument(f"there is nothing to read in {', '.join(options.text)}: no file with text was found.")
+        raise InvalidArgument(f"there is nothing to read in {', '.join(options.text)}: it has no text files.")
     done: Done = []
     if plan.read:
         done = _read_all(plan, known, options, noted, load)
@@ -227,7 +226,7 @@ def _watch(once: Callable[[], tuple[ReadPlan, Done]], plan: ReadPlan, done: Done
                     typer.echo(f"{datetime.now():%H:%M:%S} {printable(line)}")  # noqa: DTZ005 - on the user's clock
             if now is plan and not options.json:
                 same = counted(len(plan.unchanged), "file")
-                typer.echo(f"{same} as before; watching {', '.join(options.text)}, Ctrl-C ends it.", err=True)
+                typer.echo(f"{same} unchanged; watching {', '.join(options.text)}. Ctrl-C ends it.", err=True)
             told |= {*lines}  # a file that stays gone or bad is reported once
             time.sleep(max(PAUSE, took))
             news, took = _look(once, options)
@@ -246,7 +245,7 @@ def _look(once: Callable[[], tuple[ReadPlan, Done]], options: Options) -> tuple[
         try:
             for each in options.text:
                 if each != STDIN and not Path(each).exists():
-                    raise NotFound(f"{each} is not there")
+                    raise NotFound(f"{each} does not exist")
             begun = time.perf_counter()
             news = once()
             return news, 0.0 if news[1] else time.perf_counter() - begun
@@ -361,7 +360,7 @@ def _read_each(
             there = {document.name: len(document) for document in reader.memory.documents()}
             of = f" of {each.document!r}" if len(texts) > 1 else ""
             raise Interruption(
-                f"interrupted after {there.get(each.document, 0):,} tokens{of}; run the same command again to go on"
+                f"interrupted after {there.get(each.document, 0):,} tokens{of}. Run the same command again to continue"
             ) from None
         except InvalidArgument as error:
             if len(texts) == 1:
@@ -464,8 +463,8 @@ def _check_same(reader: Reader, name: str, ids: list[int]) -> None:
         return  # read() reports a document that has lost its first blocks
     if (text := another_text(document, 0, torch.tensor(ids)[: len(document)])) is not None:
         raise InvalidArgument(
-            f"{text}: give this one a name of its own, memstore read TEXT MEMORY --document NAME, or memstore forget "
-            "the other one first"
+            f"{text}: give this text its own name (memstore read TEXT MEMORY --document NAME), or forget the "
+            "other document first"
         )
 
 

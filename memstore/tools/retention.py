@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the new document.", show_default=False)]
 Blocks = Annotated[
-    int | None, typer.Option(min=0, help="Only the first so many blocks. Without it: all that the document holds now.")
+    int | None,
+    typer.Option(min=0, help="Share only this many blocks, from the first on. Default: all that the document has now."),
 ]
 
 
@@ -78,7 +79,7 @@ def forget(memory: MemoryUrl, document: DocumentArgument) -> Report:
     def text(page: Page) -> None:
         page.line(f"forgot {document!r}, {counted(tokens, 'token')}. {erased}")
         if isinstance(path, str) and os.path.exists(path):  # noqa: PTH110 - can be any text
-            page.line(f"Its file {path} is still there: the next memstore read of it or its folder reads it again")
+            page.line(f"Its file {path} still exists: the next memstore read of the file or its folder reads it again")
 
     return Report(data=data, text=text)
 
@@ -116,7 +117,7 @@ def _set(memory: str, name: str, *, pinned: bool) -> Report:
             document.pin()
         else:
             document.unpin()
-    words = "pinned: only forget deletes it" if pinned else "no longer pinned"
+    words = "pinned: only memstore forget deletes it" if pinned else "no longer pinned"
     data = {"memory": memory, "document": name, "pinned": pinned}
     return Report(data=data, text=lambda page: page.line(f"{name!r} is {words}"))
 
@@ -125,7 +126,7 @@ After = Annotated[
     str,
     typer.Option(
         metavar="TIME",
-        help="How long from now: 45m, 12h, 30d or 8w; or never, to keep it for ever.",
+        help="Forget after this time from now: 45m, 12h, 30d or 8w; or never.",
         show_default=False,
     ),
 ]
@@ -148,11 +149,9 @@ def expire(memory: MemoryUrl, document: DocumentArgument, *, after: After) -> Re
         found = existing(opened, document)
         found.expire(seconds)
         when = found.expires
-        words = (
-            f"{document!r} is kept for ever" if when is None else f"{document!r} expires at {when:%Y-%m-%d %H:%M} UTC"
-        )
+        words = f"{document!r} never expires" if when is None else f"{document!r} expires at {when:%Y-%m-%d %H:%M} UTC"
         if when is not None and found.pinned:
-            words += ", but is pinned: nothing happens before memstore unpin"
+            words += ", but it is pinned, so it stays until memstore unpin"
     expires = None if when is None else when.isoformat(timespec="seconds")
     data = {"memory": memory, "document": document, "expires": expires}
     return Report(data=data, text=lambda page: page.line(words))
@@ -175,13 +174,13 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?", re.IGNORECASE)
 
 MaxBytes = Annotated[
     str | None,
-    typer.Option(metavar="SIZE", help="The most that the values may take: 500MB, 10GB, 8GiB, or none for no limit."),
+    typer.Option(metavar="SIZE", help="Limit the size of all values: 500MB, 10GB, 8GiB, or none for no limit."),
 ]
 WhenFullOption = Annotated[
     str | None,
     typer.Option(
         metavar="RULE",
-        help="What an append does that finds no room: refuse, evict-oldest-document or evict-least-read.",
+        help="Rule for an append that finds no room: refuse, evict-oldest-document or evict-least-read.",
     ),
 ]
 
@@ -208,7 +207,7 @@ def limit(memory: MemoryUrl, *, max_bytes: MaxBytes = None, when_full: WhenFullO
     data = {name: rules[name] for name in ("max_bytes", "when_full")} | {"used_bytes": numbers["used_bytes"]}
 
     def text(page: Page) -> None:
-        most = "no limit" if rules["max_bytes"] is None else f"of at most {rules['max_bytes']:,}"
+        most = "no limit" if rules["max_bytes"] is None else f"limit {rules['max_bytes']:,} bytes"
         page.line(f"{numbers['used_bytes']:,} bytes used, {most}; when full: {rules['when_full']}")
         if rules["max_bytes"] is not None and numbers["used_bytes"] > rules["max_bytes"]:
             what = "is refused" if rules["when_full"] == "refuse" else "forgets other documents, but no pinned ones"
@@ -252,13 +251,11 @@ def compact(memory: MemoryUrl, *, json: Json = False) -> Report:
         done = opened.compact(progress)
     data = {"memory": memory, "disk_bytes_before": done.before, "disk_bytes": done.after}
     freed = max(0, done.before - done.after)
-    told = f"what was forgotten is erased; {freed:,} bytes went back to the disk, {done.after:,} are taken"
+    told = f"forgotten data is erased; {freed:,} bytes were freed, {done.after:,} are in use"
     return Report(data=data, text=lambda page: page.line(told))
 
 
-NewKey = Annotated[
-    Path, typer.Argument(metavar="NEW_KEY_FILE", help="The file that holds the key from now on.", show_default=False)
-]
+NewKey = Annotated[Path, typer.Argument(metavar="NEW_KEY_FILE", help="File with the new key.", show_default=False)]
 
 
 def rekey(memory: MemoryUrl, new_key_file: NewKey) -> Report:
@@ -275,20 +272,20 @@ def rekey(memory: MemoryUrl, new_key_file: NewKey) -> Report:
     """
     with memstore.open(memory) as opened:
         opened.change_key(new_key_file)
-    told = f"{memory} has the key in {new_key_file} now; destroy the one before"
+    told = f"{memory} now uses the key in {new_key_file}; destroy the old key"
     return Report(data={"memory": memory, "key_file": str(new_key_file)}, text=lambda page: page.line(told))
 
 
-Source = Annotated[
-    str, typer.Argument(metavar="SOURCE", help="The memory that is copied.", show_default=False, callback=lasting)
-]
+Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Memory to copy.", show_default=False, callback=lasting)]
 Target = Annotated[
     str,
-    typer.Argument(metavar="TARGET", help="Where to; made if there is none.", show_default=False, callback=lasting),
+    typer.Argument(
+        metavar="TARGET", help="Memory to copy to; created if it does not exist.", show_default=False, callback=lasting
+    ),
 ]
 CopyCodec = Annotated[
     str | None,
-    typer.Option("--codec", help="How the target stores states: none, int8, fp8 or int4. Without it: as the source."),
+    typer.Option("--codec", help="Store states in the target as none, int8, fp8 or int4. Default: as in the source."),
 ]
 
 
@@ -310,10 +307,10 @@ def copy(source: Source, target: Target, codec: CopyCodec = None) -> Report:
     try:
         result = memstore.copy(source, target, codec=codec, progress=True)
     except KeyboardInterrupt:
-        raise Interruption("interrupted; what was copied is sound, run the same command again to go on") from None
+        raise Interruption("interrupted; the copied part is intact. Run the same command again to continue") from None
 
     def text(page: Page) -> None:
         there = counted(result.tokens, "token")
-        page.line(f"copied {counted(result.copied_tokens, 'token')}; {target} has all {there} of {source} now")
+        page.line(f"copied {counted(result.copied_tokens, 'token')}; {target} now has all {there} of {source}")
 
     return Report(data={"source": source, "target": target, **asdict(result)}, text=text)

@@ -28,23 +28,26 @@ STDIN = "-"
 
 Words = Annotated[
     str | None,
-    typer.Argument(metavar="[TEXT]", help="Words, which the model that read the memory searches with."),
+    typer.Argument(
+        metavar="[TEXT]", help="Words to search with. The model that read the memory turns them into queries."
+    ),
 ]
-Text = Annotated[str | None, typer.Option(help="The same as an option.")]
-Block = Annotated[
-    str | None, typer.Option(metavar="DOCUMENT:N", help="A block, whose landmark is compared with all others.")
-]
+Text = Annotated[str | None, typer.Option(help="Words to search with, given as an option.")]
+Block = Annotated[str | None, typer.Option(metavar="DOCUMENT:N", help="Search with the landmark of this block.")]
 Vector = Annotated[
     str | None,
-    typer.Option(metavar="FILE.npy", help="A file of NumPy with queries [D], [H, D] or [H, T, D]; - is stdin."),
+    typer.Option(
+        metavar="FILE.npy",
+        help="Search with the queries in this NumPy file ([D], [H, D] or [H, T, D]), or - for standard input.",
+    ),
 ]
-DocumentName = Annotated[str | None, typer.Option(help="Search this document alone.")]
+DocumentName = Annotated[str | None, typer.Option(help="Search only this document.")]
 Layer = Annotated[
     int | None,
-    typer.Option(min=0, help="The layer whose landmarks or queries are used. Without it: one that the model suggests."),
+    typer.Option(min=0, help="Use the landmarks or queries of this layer. Default: one that suits the model."),
 ]
-TopK = Annotated[int, typer.Option(min=1, max=MOST_BLOCKS, help="Blocks to find.")]
-Model = Annotated[str | None, typer.Option(help="The model that searches. Without it: the one that read.")]
+TopK = Annotated[int, typer.Option(min=1, max=MOST_BLOCKS, help="Find this many blocks.")]
+Model = Annotated[str | None, typer.Option(help="Search with this model. Default: the model that read the memory.")]
 
 
 def search(
@@ -80,12 +83,12 @@ def search(
     memstore.memory.search.search_block and search_vectors.
     """
     if words is not None and text is not None:
-        raise InvalidArgument("give the words once, as TEXT or with --text.")
+        raise InvalidArgument("the words were given twice: pass TEXT or --text.")
     text = words if text is None else text
     given = [name for name, value in (("TEXT", text), ("--block", block), ("--vector", vector)) if value is not None]
     if len(given) != 1:
         raise InvalidArgument(
-            f"search by one of TEXT, --block and --vector, not by {' and '.join(given) or 'none of them'}."
+            f"a search needs exactly one of TEXT, --block and --vector; got {' and '.join(given) or 'none of them'}."
         )
     use_threads(threads)
     with memstore.open(memory, mode="r", device=device) as opened, index_bar():
@@ -101,7 +104,7 @@ def search(
     def show(page: Page) -> None:
         columns = ("document", "block", "score", "text")
         rows = [[*(each[name] for name in columns[:3]), page.excerpt(each["text"] or "")] for each in matches]
-        page.table(columns, rows, empty="nothing was found: no complete block is there to be searched")
+        page.table(columns, rows, empty="nothing was found: the memory has no complete block to search")
         if matches and matches[0]["text_missing"]:
             page.line(f"(no text: {matches[0]['text_missing']})")
 
@@ -136,7 +139,7 @@ def search_text(
     """
     name = chosen_name(memory, model)
     if not text.strip():
-        raise InvalidArgument("--text is empty. Give the words to search with.")
+        raise InvalidArgument("--text is empty. Pass some words.")
     loaded = load_recorded(memory, name, dtype, device=device)
     names = [document.name for document in documents]
     # Most kinds of models continue a single document.
@@ -176,9 +179,9 @@ def _queries(file: str) -> Tensor:
     try:
         raw = sys.stdin.buffer.read() if file == STDIN else Path(file).read_bytes()
     except FileNotFoundError:
-        raise NotFound(f"no file {file}. Name a .npy file, or - for standard input.") from None
+        raise NotFound(f"there is no file {file}. Name a .npy file, or - for standard input.") from None
     except IsADirectoryError:
-        raise InvalidArgument(f"{file} is a folder; a .npy file was expected.") from None
+        raise InvalidArgument(f"{file} is a folder. Name a .npy file.") from None
     try:
         return torch.from_numpy(np.load(io.BytesIO(raw), allow_pickle=False).astype(np.float32))
     except (ValueError, TypeError, EOFError, AttributeError):

@@ -36,15 +36,17 @@ from memstore.tools.verb import (
     waiting,
 )
 
-Memories = Annotated[list[str], typer.Argument(metavar="MEMORY...", help="Paths of the memories.", show_default=False)]
-Port = Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at. 0: a free one.")]
-Host = Annotated[str, typer.Option(help="Address to listen at.")]
+Memories = Annotated[
+    list[str], typer.Argument(metavar="MEMORY...", help="Paths of the memories to serve.", show_default=False)
+]
+Port = Annotated[int, typer.Option(min=0, max=65535, help="Listen at this port. 0: any free port.")]
+Host = Annotated[str, typer.Option(help="Listen at this address.")]
 Names = Annotated[
     list[str] | None,
     typer.Option(
         "--name",
         metavar="HOST",
-        help="A host name, beside this machine's own, that requests may ask for; may be given several times.",
+        help="Accept this host name in requests too, besides this machine's own. May be repeated.",
         show_default=False,
     ),
 ]
@@ -52,43 +54,43 @@ TokenFile = Annotated[
     str | None,
     typer.Option(
         metavar="FILE",
-        help="A file with the token that requests must bear, in one line. Without it: a file of yours that is made.",
+        help="Require the token in the first line of this file. Default: a file of yours that is created.",
     ),
 ]
 NoToken = Annotated[
-    bool, typer.Option("--no-token", help="Answer whoever can reach this address: every user of this machine.")
+    bool, typer.Option("--no-token", help="Answer without a token. Every user of this machine can then ask.")
 ]
 Answering = Annotated[
-    str | None, typer.Option(help="The model that answers. Without it: for each memory the one that read.")
+    str | None, typer.Option(help="Answer with this model. Default: for each memory, the model that read it.")
 ]
-Sessions = Annotated[
-    int, typer.Option(min=0, help="Conversations that requests may keep in each memory. Without it: none.")
-]
+Sessions = Annotated[int, typer.Option(min=0, help="Let requests store this many conversations per memory. 0: none.")]
 NewIn = Annotated[
     Path | None,
     typer.Option(
         "--new-in",
         metavar="FOLDER",
-        help="A folder: a memory of another name is opened there, or made, when asked for.",
+        help="Open or create memories with other names in this folder when a request asks for them.",
     ),
 ]
-Most = Annotated[int, typer.Option(min=1, help="Memories that may be made in that folder at most.")]
+Most = Annotated[int, typer.Option(min=1, help="Create at most this many memories in that folder.")]
 OnDamage = Annotated[
     Literal["raise", "miss"],
     typer.Option(
-        help="What a block does that cannot be read: raise fails the request; miss leaves it out, named in `missing`."
+        help="Handle unreadable blocks: raise fails the request; miss leaves the block out, and names it in `missing`."
     ),
 ]
 AgentsPort = Annotated[
     int | None,
-    typer.Option(min=0, max=65535, help="Speak HTTP at this port, path /mcp. Without it: standard input and output."),
+    typer.Option(min=0, max=65535, help="Speak HTTP at this port, path /mcp. Default: standard input and output."),
 ]
 ReadOnly = Annotated[bool, typer.Option("--read-only", help="Leave out the tools that change the memory.")]
-PageHost = Annotated[str, typer.Option(help="Address to listen at. Other machines can reach all but the default.")]
-NoOpen = Annotated[bool, typer.Option("--no-open", help="Print the link only; do not open a browser.")]
+PageHost = Annotated[
+    str, typer.Option(help="Listen at this address. With all but the default, other machines can reach the page.")
+]
+NoOpen = Annotated[bool, typer.Option("--no-open", help="Print the link, and do not open a browser.")]
 AllowWrite = Annotated[
     bool,
-    typer.Option("--allow-write", help="Let the page pin, unpin and forget documents, remove traces, and keep chats."),
+    typer.Option("--allow-write", help="Let the page pin, unpin and forget documents, remove traces, and store chats."),
 ]
 LEAST = 16
 """Characters of a token, at least."""
@@ -145,7 +147,7 @@ def serve(
     urls = [lasting(each) for each in memories]
     names = [name_of(each) for each in urls]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise InvalidArgument(f"two memories would be called {twice!r}: serve one of them elsewhere, or rename it.")
+        raise InvalidArgument(f"two memories have the name {twice!r}: rename one of them, or serve it separately.")
     shown = ", ".join(names)
     with ExitStack() as stack:
         with waiting("loading the models", show=True):
@@ -262,7 +264,7 @@ def view(
     def started(url: str) -> None:
         typer.echo(f"{url}\nCtrl-C ends it.", err=True)
         if not is_loopback(host):
-            typer.echo(f"memstore: everybody who can reach {host} and has this link can see the memory.", err=True)
+            typer.echo(f"memstore: everyone who can reach {host} and has this link can see the memory.", err=True)
         if not no_open:
             open_browser(url, Path(private))
 
@@ -295,8 +297,8 @@ def token_for(host: str, file: str | None, *, no_token: bool) -> tuple[str | Non
     from memstore.tools.web import is_loopback
 
     if no_token and (file is not None or not is_loopback(host)):
-        reason = "--token-file names one" if file is not None else f"others can reach {host}"
-        raise InvalidArgument(f"--no-token cannot be had here: {reason}.")
+        reason = "--token-file names a token" if file is not None else f"others can reach {host}"
+        raise InvalidArgument(f"--no-token is not possible: {reason}.")
     if no_token:
         return None, ""
     if file is not None:
@@ -305,7 +307,10 @@ def token_for(host: str, file: str | None, *, no_token: bool) -> tuple[str | Non
     if not made.exists():
         _make_token(made)
     token = _token(str(made))
-    return token, f"The token is {token} (Authorization: Bearer TOKEN, or api_key), from {made}.\n"
+    return (
+        token,
+        f"The token is {token} (send Authorization: Bearer TOKEN, or use it as api_key). It is stored in {made}.\n",
+    )
 
 
 def _make_token(file: Path) -> None:
@@ -318,8 +323,8 @@ def _make_token(file: Path) -> None:
         pass
     except OSError as error:
         raise InvalidArgument(
-            f"no token can be written to {file} ({error.strerror}): name a file with one with --token-file, or use "
-            "--no-token"
+            f"the token cannot be written to {file} ({error.strerror}): name a token file with --token-file, or "
+            "use --no-token"
         ) from None
 
 

@@ -22,22 +22,22 @@ Subjects = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="[STORE...]",
-        help="lmdb, zarr and bucket (memories); torch, torch-replaced, safetensors and numpy (states saved by hand); "
-        "or module:Class of another store. Without any: lmdb and zarr.",
+        help="Stores to test: lmdb, zarr and bucket (memories); torch, torch-replaced, safetensors and numpy (files "
+        "written by hand); or module:Class of another store. Default: lmdb and zarr.",
         show_default=False,
     ),
 ]
 Fault = Annotated[
     list[str] | None,
     typer.Option(
-        help="restart, kill, fill (a disk), flip (a bit), truncate (a file), swap (two pages) or roll-back (a page); "
-        "may be given several times. Without it: all."
+        help="Cause this fault: restart, kill, fill (a disk), flip (a bit), truncate (a file), swap (two pages) or "
+        "roll-back (a page). May be repeated. Default: all."
     ),
 ]
-Rounds = Annotated[int, typer.Option(min=1, help="How often each fault is met.")]
-Seed = Annotated[int, typer.Option(help="Chooses what is stored, and where it is damaged.")]
+Rounds = Annotated[int, typer.Option(min=1, help="Repeat each fault this many times.")]
+Seed = Annotated[int, typer.Option(help="Seed of the stored values and of the damage.")]
 Where = Annotated[
-    Path | None, typer.Option(help="A folder on the disk that is to be tried. Without it: the temporary one.")
+    Path | None, typer.Option(help="Use this folder, on the disk to test. Default: the temporary folder.")
 ]
 
 
@@ -73,7 +73,7 @@ def torture(
     if unknown := sorted(set(fault or ()) - set(FAULTS)):
         raise InvalidArgument(f"there is no fault {unknown[0]!r}; choose from {', '.join(FAULTS)}.")
     if folder is not None and not folder.is_dir():
-        raise InvalidArgument(f"{folder} is not a folder; name one on the disk that is to be tried.")
+        raise InvalidArgument(f"{folder} is not a folder; name a folder on the disk to test.")
     torch.set_num_threads(1)  # a process that forks must have one thread
     logging.getLogger("memstore").setLevel(logging.ERROR)  # the disk is filled on purpose
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the folder of the runs is removed then too

@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 Number = Annotated[
     int | None,
-    typer.Argument(metavar="[NUMBER]", help="Number of the trace. Without it: the latest.", show_default=False),
+    typer.Argument(metavar="[NUMBER]", help="Number of the trace. Default: the latest.", show_default=False),
 ]
 List = Annotated[bool, typer.Option("--list", help="List the traces of the memory.")]
-Layer = Annotated[int | None, typer.Option(help="Weights of this layer alone. Without it: the mean of all.")]
-Head = Annotated[int | None, typer.Option(help="Weights of this query head alone. Without it: the mean of all.")]
-Top = Annotated[int, typer.Option(min=1, help="Blocks shown for a token.")]
-OneStep = Annotated[int | None, typer.Option("--step", help="This step alone; 0 chose the first token.")]
+Layer = Annotated[int | None, typer.Option(help="Show the weights of this layer. Default: the mean of all.")]
+Head = Annotated[int | None, typer.Option(help="Show the weights of this query head. Default: the mean of all.")]
+Top = Annotated[int, typer.Option(min=1, help="Show this many blocks per token.")]
+OneStep = Annotated[int | None, typer.Option("--step", help="Show only this step; step 0 chose the first token.")]
 Remove = Annotated[bool, typer.Option("--remove", help="Delete the trace NUMBER instead of showing it.")]
 
 WIDTH = 60
 """Characters of a block's text in the table."""
 LONGEST_MATCH = 24
 """Characters, and tokens, at the end of the text so far that are searched in a block."""
-NOTHING = "nothing was retrieved: the model saw all of the document directly, or had no list for these steps."
+NOTHING = "nothing was retrieved: the model saw the whole document directly, or these steps have no top-k list."
 
 
 def trace(
@@ -65,7 +65,7 @@ def trace(
     In Python: memstore.Memory.traces.
     """
     if remove and (every or number is None):
-        raise InvalidArgument("--remove deletes one trace: name its number. The numbers are told by --list.")
+        raise InvalidArgument("--remove deletes one trace: pass its number. --list shows the numbers.")
     with memstore.open(memory, mode="r") as opened:
         name_model(opened, model)
         if every:
@@ -73,12 +73,14 @@ def trace(
         if number is None:
             latest = opened.traces.last()
             if latest is None:
-                raise NotFound(f"no traces yet. Record one with: memstore ask {quote(memory)} QUESTION --trace")
+                raise NotFound(
+                    f"the memory has no traces yet. Record one with: memstore ask {quote(memory)} QUESTION --trace"
+                )
             number = latest.number
         if remove:
             opened.traces.remove(number)
             data = {"memory": memory, "removed": number}
-            return Report(data=data, text=lambda page: page.line(f"trace {number} is gone"))
+            return Report(data=data, text=lambda page: page.line(f"trace {number} was removed"))
         data = describe(opened, opened.traces.get(number), layer=layer, head=head, step=step)
     return Report(data={"memory": memory, **data}, text=lambda page: _show(page, data, top))
 
@@ -140,13 +142,11 @@ def _check(recorded: Trace, steps: Sequence[Step], *, layer: int | None, head: i
     layers = sorted({look.layer for look in looks})
     heads = max((len(look.weights) for look in looks), default=0)
     if step is not None and not steps:
-        raise InvalidArgument(f"--step {step}: trace {recorded.number} has the steps 0 to {len(recorded) - 1}.")
+        raise InvalidArgument(f"there is no step {step}: trace {recorded.number} has steps 0 to {len(recorded) - 1}.")
     if layer is not None and layers and layer not in layers:
-        raise InvalidArgument(
-            f"--layer {layer} retrieved nothing here; layers that did: {', '.join(map(str, layers))}."
-        )
+        raise InvalidArgument(f"layer {layer} retrieved nothing here; layers that did: {', '.join(map(str, layers))}.")
     if head is not None and heads and not 0 <= head < heads:
-        raise InvalidArgument(f"--head {head}: the layers of this trace have the query heads 0 to {heads - 1}.")
+        raise InvalidArgument(f"there is no head {head}: the layers of this trace have query heads 0 to {heads - 1}.")
 
 
 def _look(look: Look) -> dict[str, Any]:
@@ -184,7 +184,7 @@ def _listed(opened: Memory, memory: str) -> Report:
                 columns, [[_listed_cell(page, column, each.get(column)) for column in columns] for each in traces]
             )
         else:
-            page.line(f"no traces yet. Record one with: memstore ask {quote(memory)} QUESTION --trace")
+            page.line(f"the memory has no traces yet. Record one with: memstore ask {quote(memory)} QUESTION --trace")
 
     return Report(data={"memory": memory, "traces": traces}, text=text)
 
@@ -213,7 +213,7 @@ def _show(page: Page, data: dict[str, Any], top: int) -> None:
         return
     show_steps(page, data, top)
     if data["text_missing"] is None and any(used["text"] is None for used in data["blocks"]):
-        page.line("(- for a text: this block has left the memory since, or cannot be read)")
+        page.line("(- in place of a text: the block is no longer in the memory, or cannot be read)")
 
 
 def show_steps(page: Page, data: dict[str, Any], top: int) -> None:
@@ -225,7 +225,7 @@ def show_steps(page: Page, data: dict[str, Any], top: int) -> None:
 
 def _facts(data: dict[str, Any]) -> Iterator[tuple[str, object]]:
     names = list(dict.fromkeys(used["document"] for used in data["blocks"])) or data.get("documents") or []
-    yield "trace", str(data["trace"]) + ("" if data["ended"] else " (not ended: still being written, or broken off)")
+    yield "trace", str(data["trace"]) + ("" if data["ended"] else " (not ended: still being written, or interrupted)")
     yield "started", _moment(data.get("started"))
     yield "model", data.get("model")
     yield "question", data.get("question")

@@ -97,7 +97,9 @@ def _interrupted(out: Path) -> Interruption:
     from memstore.train.run import complete, last_checkpoint
 
     last = last_checkpoint(out)
-    where = f"go on from step {complete(last)['step']:,}" if last else "start again, for no checkpoint was written yet"
+    where = (
+        f"continue from step {complete(last)['step']:,}" if last else "start again, because there is no checkpoint yet"
+    )
     return Interruption(f"interrupted; run the same command again to {where}")
 
 
@@ -118,28 +120,30 @@ class _RouterTraining:
     pairs: Annotated[
         str,
         typer.Option(
-            help="Questions and their evidence: a JSON Lines file, squad-train, squad or hotpotqa. One half of them "
-            "trains.",
+            help="Train on these questions and their evidence: a JSON Lines file, squad-train, squad or hotpotqa. "
+            "Only one half trains.",
             show_default=False,
         ),
     ]
-    out: Annotated[Path, typer.Option(help="File for the router.", show_default=False)]
+    out: Annotated[Path, typer.Option(help="Write the router to this file.", show_default=False)]
     model: Annotated[
-        str, typer.Option(help="The stock model: smollm2, a Hugging Face directory, a GGUF file or a hub id.")
+        str,
+        typer.Option(help="Train for this stock model: smollm2, a Hugging Face directory, a GGUF file or a hub id."),
     ] = SMOLLM2
     test: Annotated[
         list[str] | None,
-        typer.Option(help="Other questions that it is tried on, as --pairs, or facts in other words. May be repeated."),
+        typer.Option(
+            help="Test on these other questions: a file as for --pairs, or facts in other words. May be repeated."
+        ),
     ] = None
-    pooled: Annotated[int, typer.Option(min=1, help="Questions of hotpotqa whose paragraphs are pooled.")] = 500
-    half: Annotated[str, typer.Option(help="The half of the questions that trains: chosen, held-out or all.")] = (
-        "chosen"
-    )
-    steps: Annotated[int, typer.Option(min=1, help="Steps of up to 24 questions.")] = 600
-    learning_rate: Annotated[float, typer.Option(help="Highest learning rate.")] = 3e-3
-    seed: Annotated[int, typer.Option(min=0, help="Of the order of questions.")] = 0
+    pooled: Annotated[int, typer.Option(min=1, help="Pool the paragraphs of this many questions of hotpotqa.")] = 500
+    half: Annotated[str, typer.Option(help="Train on this half of the questions: chosen, held-out or all.")] = "chosen"
+    steps: Annotated[int, typer.Option(min=1, help="Train for this many steps of up to 24 questions.")] = 600
+    learning_rate: Annotated[float, typer.Option(help="Set the highest learning rate.")] = 3e-3
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the order of questions.")] = 0
     runs: Annotated[
-        int, typer.Option(min=1, help="Trainings in other orders of questions, whose routers are averaged.")
+        int,
+        typer.Option(min=1, help="Train this many times in different orders of questions, and average the routers."),
     ] = 1
     dtype: Dtype = "auto"
     threads: Threads = None

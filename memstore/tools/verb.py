@@ -45,11 +45,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instea
 KeyFile = Annotated[
     str | None,
     typer.Option(
-        help="File of the key of an encrypted memory; a new memory is encrypted under it. Without it: the file that "
-        "MEMSTORE_KEY_FILE names, if it does."
+        help="Key file of an encrypted memory. A new memory is encrypted with it. Default: the file named by "
+        "MEMSTORE_KEY_FILE, if any."
     ),
 ]
-Csv = Annotated[bool, typer.Option("--csv", help="Print the table alone, as CSV; without one, facts as name,value.")]
+Csv = Annotated[bool, typer.Option("--csv", help="Print only the table, as CSV; without a table, facts as name,value.")]
 
 
 def verb(function: Callable[..., Report]) -> Callable[..., int]:
@@ -72,7 +72,7 @@ def verb(function: Callable[..., Report]) -> Callable[..., int]:
     @functools.wraps(function)
     def command(*, json: bool = False, csv: bool = False, key_file: str | None = None, **arguments: Any) -> int:
         if json and csv:
-            raise InvalidArgument("--json and --csv are two ways to print the same: choose one of them.")
+            raise InvalidArgument("--json and --csv are two forms of the same output: choose one.")
         if key_file is not None:
             from memstore.memory.urls import check_key_used
 
@@ -238,7 +238,9 @@ def _value(field: Field[Any], type_: Any, given: Any) -> Any:
 def lasting(url: str) -> str:
     """Return ``url``, unless its memory would vanish when the command ends."""
     if url.startswith("ram:"):
-        raise InvalidArgument(f"{url} would be gone when this command ends; name a folder (./{url} if it is one).")
+        raise InvalidArgument(
+            f"{url} would be lost when this command ends; name a folder (./{url} for a folder of this name)."
+        )
     return url
 
 
@@ -248,42 +250,48 @@ MemoryUrl = Annotated[
 
 DocumentArgument = Annotated[str, typer.Argument(metavar="DOCUMENT", help="Name of the document.", show_default=False)]
 
-BlockSize = Annotated[int | None, typer.Option(min=1, help="Tokens in a block. A new memory takes 64.")]
+BlockSize = Annotated[
+    int | None, typer.Option(min=1, help="Tokens in a block. Default: that of the memory; 64 for a new one.")
+]
 Codec = Annotated[
     str | None,
-    typer.Option(help="How a new memory stores states: none (as they are), int8, fp8 or int4 (a quarter of bfloat16)."),
+    typer.Option(
+        help="Store the states of a new memory as none (unchanged), int8, fp8 or int4 (a quarter of bfloat16)."
+    ),
 ]
-Device = Annotated[str, typer.Option(help="Where the model runs and its memory is searched: cpu, cuda, cuda:1, ...")]
+Device = Annotated[str, typer.Option(help="Run the model and search its memory on this device: cpu, cuda, cuda:1, ...")]
 Dtype = Annotated[
     str,
-    typer.Option(help="float32, bfloat16, float16, or auto: bfloat16 where the hardware computes in it, else float32."),
+    typer.Option(
+        help="Compute in float32, bfloat16, float16 or auto. auto: bfloat16 if the hardware computes in "
+        "it, else float32."
+    ),
 ]
 Model = Annotated[
     str | None,
     typer.Option(
-        help="A Hugging Face directory or hub id; a GGUF file; smollm2; or a model that comes with the package: drt, "
-        "two-hop, landmark-passkey, hils-passkey, indexed-passkey, indexed-blocks-passkey. Without it: the one that "
-        "read the memory before, or smollm2."
+        help="Use this model: smollm2, a GGUF file, a Hugging Face directory or hub id. Or one in this package: "
+        "drt, two-hop, landmark-passkey, hils-passkey, indexed-passkey, indexed-blocks-passkey. Default: the "
+        "model that read the memory, or smollm2."
     ),
 ]
 ModelThatRead = Annotated[
     str | None,
-    typer.Option(
-        "--model", help="The model that read the memory, whose tokenizer makes texts. Without it: as recorded."
-    ),
+    typer.Option("--model", help="Model that read the memory; its tokenizer shows texts. Default: as recorded."),
 ]
 Index = Annotated[
-    str, typer.Option(help="What finds blocks: exact, faiss:IVF1024,Flat or another factory string, auto, ...")
+    str,
+    typer.Option(help="Find blocks with this index: exact, auto, faiss:IVF1024,Flat or another factory string, ..."),
 ]
 RouterFile = Annotated[
     str | None,
     typer.Option(
         "--router",
-        help="File of a trained router, for a new memory of a stock model. Without it the one that comes with the "
-        "package for this model, if there is one; else, and with fit, one that is fitted to the text.",
+        help="File of a trained router, for a new memory of a stock model. Default: the router in this package for "
+        "the model, if any. Otherwise, and with fit, a router is fitted to the text.",
     ),
 ]
-Threads = Annotated[int | None, typer.Option(min=1, help="CPU threads. Without it: what PyTorch chooses.")]
+Threads = Annotated[int | None, typer.Option(min=1, help="Use this many CPU threads. Default: chosen by PyTorch.")]
 MOST_BLOCKS = 65_536
 """Blocks that a command may retrieve at once, at most. Python also offers "all" of them, as full attention."""
 TopK = Annotated[
@@ -292,7 +300,7 @@ TopK = Annotated[
         "--top-k",
         min=1,
         max=MOST_BLOCKS,
-        help="Blocks retrieved at a time. Without it: 8, or what the model was trained with.",
+        help="Retrieve this many blocks at a time. Default: 8, or what the model was trained with.",
     ),
 ]
 
@@ -320,7 +328,7 @@ def use_threads(threads: int | None) -> None:
     if threads is not None:
         most = 4 * (os.cpu_count() or 1)
         if threads > most:
-            raise InvalidArgument(f"--threads is at most {most} here, four for each CPU, got {threads:,}.")
+            raise InvalidArgument(f"--threads must be at most {most} on this machine (four per CPU), got {threads:,}.")
         import torch
 
         torch.set_num_threads(threads)
@@ -360,8 +368,8 @@ class Filter:
             chats = [name for name in facts if name.startswith(CHAT) and self._fits(name, facts[name])]
             given = {"--match": self.match, "--meta": self.meta, "--since": self.since}
             asked = " and ".join(option for option, value in given.items() if value)
-            also = f"; {chats[0]!r} does, and a conversation is asked by --document {chats[0]}" if chats else ""
-            raise NotFound(f"none of {len(among):,} documents fits {asked}: memstore ls shows them{also}")
+            also = f"; the chat {chats[0]!r} does: ask it with --document {chats[0]}" if chats else ""
+            raise NotFound(f"none of {len(among):,} documents fits {asked}; memstore ls shows the documents{also}")
         return found
 
     def _fits(self, name: str, fact: Mapping[str, Any]) -> bool:
@@ -395,7 +403,7 @@ def parse_meta(given: Sequence[str] | None) -> dict[str, str]:
     pairs = [each.partition("=") for each in given or []]
     for key, equals, value in pairs:
         if not (key.strip() and equals):
-            raise InvalidArgument(f"--meta is KEY=VALUE, such as project=island, not {key + equals + value!r}")
+            raise InvalidArgument(f"--meta must be KEY=VALUE, such as project=island, not {key + equals + value!r}")
     return {key.strip(): value for key, _, value in pairs}
 
 
@@ -413,7 +421,7 @@ def parse_since(text: str) -> datetime:
         return datetime.fromisoformat(text.strip()).astimezone()
     except (ValueError, OverflowError):
         raise InvalidArgument(
-            f"--since is a time ago, such as 12h, 7d or 2w, or a date, such as 2026-03-01, not {text[:80]!r}"
+            f"--since must be an age such as 12h, 7d or 2w, or a date such as 2026-03-01, not {text[:80]!r}"
         ) from None
 
 
@@ -426,11 +434,11 @@ def _dict(value: object) -> dict[str, Any]:
 OK, FAILED, USAGE, NOT_FOUND, DAMAGED, REFUSED, INTERRUPTED, PIPE = 0, 1, 2, 3, 4, 5, 130, 141
 
 EXIT_CODES = """\
-Exit codes: 0 done, 1 another failure (a bug in memstore, or the system's fault), 2 bad usage, 3 not found, 4 damaged,
-5 refused (another model's memory, another key or training run there, in use, read-only, full), 130 interrupted,
-141 the reader of the output left.
-With --json a failure is the object {"error": TYPE, "message": TEXT, "code": WORD} on standard output, with "memory" and
-"remedy" where they are known."""
+Exit codes: 0 done, 1 other failure (of memstore or of the system), 2 wrong use, 3 not found, 4 damaged,
+5 refused (memory of another model, wrong key, other training run, in use, read-only, full), 130 interrupted,
+141 the reader of the output closed it.
+With --json, a failure is the object {"error": TYPE, "message": TEXT, "code": WORD} on standard output. It also has
+"memory" and "remedy" if they are known."""
 
 
 class Interruption(MemstoreError):

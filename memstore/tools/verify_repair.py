@@ -45,17 +45,17 @@ def verify(memory: MemoryUrl, *, json: Json = False) -> Report:
         opens, findings, documents, tokens, dropped = _checked(memory)
 
     def text(page: Page) -> None:
-        clean = "clean, as far as checksums tell; with --key-file all of it is checked"
+        clean = "clean as far as checksums show; with --key-file, everything is checked"
         if documents is not None and tokens is not None:
             clean = f"clean: {counted(documents, 'document')}, {counted(tokens, 'token')}"
         page.table(_FINDING, [_row(finding) for finding in findings], empty=clean)
         if findings:
             if opens and all(finding["kind"] != "crash" for finding in findings):
-                page.line(f"to see what can be put right: memstore repair {quote(memory)}")
+                page.line(f"to see what a repair would do: memstore repair {quote(memory)}")
             elif all(finding["remedy"] is None for finding in findings):  # otherwise the findings name their own remedy
-                page.line(f"to save what can be read: memstore repair {quote(memory)} --to NEW")
+                page.line(f"to save the readable part: memstore repair {quote(memory)} --to NEW")
         for name, blocks in dropped.items():
-            page.line(f"document {name!r} lacks blocks that a repair has dropped: {_in_words(blocks)}")
+            page.line(f"document {name!r} lacks blocks that a repair removed: {_in_words(blocks)}")
 
     data = {"memory": memory, "clean": not findings, "tokens": tokens, "findings": findings, "dropped": dropped}
     return Report(data=data, text=text, exit_code=DAMAGED if findings else OK)
@@ -117,22 +117,23 @@ def _in_words(blocks: list[tuple[int, int]]) -> str:
     return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in blocks)
 
 
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Change nothing; tell what would be done first.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and change nothing.")]
 DropBlocks = Annotated[
     bool,
     typer.Option(
-        "--drop-blocks", help="Take the damaged blocks out of a document and keep those behind, instead of cutting it."
+        "--drop-blocks", help="Remove the damaged blocks of a document and keep the later ones, instead of cutting it."
     ),
 ]
 To = Annotated[
     str | None,
     typer.Option(
         metavar="NEW",
-        help="Leave MEMORY as it is, and save what can be read of it into a new memory: for one that cannot be opened.",
+        help="Leave MEMORY unchanged, and save its readable part into a new memory. Also works if MEMORY cannot be "
+        "opened.",
         callback=lambda url: None if url is None else lasting(url),
     ),
 ]
-Yes = Annotated[bool, typer.Option("--yes", help="Do it. Without it nothing is changed.")]
+Yes = Annotated[bool, typer.Option("--yes", help="Make the changes. Without it, nothing is changed.")]
 
 
 def repair(
@@ -170,15 +171,15 @@ def repair(
         for step in done.steps:
             page.line(("would do: " if plan else "") + step.message)
         if not left:
-            page.line("the memory is sound")
+            page.line("the memory is intact")
         elif plan and steps:
             how = "--drop-blocks --yes" if drop_blocks else "--yes"
-            page.line(f"nothing was changed; to do it: memstore repair {quote(memory)} {how}")
+            page.line(f"nothing was changed yet; to do it: memstore repair {quote(memory)} {how}")
             if not drop_blocks and any(step.tokens_lost for step in done.steps):
-                page.line("to keep what lies behind the damaged blocks, add --drop-blocks")
+                page.line("to keep the blocks after the damaged ones, add --drop-blocks")
         else:
             for finding in done.left:
-                page.line(f"left as it is: {finding.message}")
+                page.line(f"not repaired: {finding.message}")
 
     data = {"memory": memory, "dry_run": plan, "clean": not left, "steps": steps, "left": left}
     return Report(data=data, text=text, exit_code=DAMAGED if left else OK)
@@ -187,20 +188,20 @@ def repair(
 def _salvaged(memory: str, target: str, *, show: bool) -> Report:
     from memstore.memory.salvage import salvage
 
-    with waiting("saving what can be read", show=show):
+    with waiting("saving the readable part", show=show):
         saved = salvage(memory, target)
     lost = any(each.tokens_lost or not each.document for each in saved)
 
     def text(page: Page) -> None:
         for each in saved:
             page.line(each.message)
-        page.line(f"{target} is a sound memory now; {memory} was not changed")
+        page.line(f"{target} is now an intact memory; {memory} was not changed")
 
     data = {"memory": memory, "to": target, "documents": [asdict(each) for each in saved]}
     return Report(data=data, text=text, exit_code=DAMAGED if lost else OK)
 
 
-_AGAIN = "type the same command again"
+_AGAIN = "run the same command again"
 
 
 # The library's error says what happened and what is safe. The command line adds the command to type for this memory.
@@ -217,7 +218,9 @@ def with_way_out(error: Exception, arguments: Sequence[str]) -> Exception:
     match error:
         case DamagedError() if error.remedy is None:
             wrong, right = f"memstore verify {quote(named[0])}", f"memstore repair {quote(named[0])}"
-            return error.reworded(f"{error}\nThe rest is as it was. What is wrong: {wrong}; to put it right: {right}")
+            return error.reworded(
+                f"{error}\nThe rest was not changed. To see all damage: {wrong}; to repair it: {right}"
+            )
         case MemoryInUse() | ReadOnlyMemory() | StoreFull() if error.remedy == "limit" or on_disk(error.memory or ""):
             return error.reworded(f"{error}\n{_refused(error, quote(named[-1]))}")
     return error
@@ -232,12 +235,13 @@ def _refused(error: MemstoreError, memory: str) -> str:
     match error:
         case MemoryInUse():
             return (
-                f"Nothing was changed here. Reading goes on, such as: memstore ls {memory}; when it is free, {_AGAIN}"
+                f"Nothing was changed here. Reading still works, such as: memstore ls {memory}; when the memory "
+                f"is free, {_AGAIN}"
             )
         case ReadOnlyMemory():
             return (
-                f"Nothing was changed. A copy that can be written: memstore copy {memory} NEW; to write here, get the "
-                f"right to do so, and {_AGAIN}"
+                f"Nothing was changed. For a copy that you can write: memstore copy {memory} NEW; to write here, "
+                f"get the permission, and {_AGAIN}"
             )
     more = f"limit {memory} --max-bytes MORE" if error.remedy == "limit" else f"compact {memory}"
-    return f"To make room: memstore forget {memory} DOCUMENT; memstore {more}; then {_AGAIN}"
+    return f"To free space: memstore forget {memory} DOCUMENT; memstore {more}; then {_AGAIN}"

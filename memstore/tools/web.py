@@ -203,7 +203,7 @@ def run(
 def require_web() -> None:
     """Raise ``NotFound`` unless starlette and uvicorn are installed."""
     if not all(find_spec(package) for package in ("starlette", "uvicorn")):
-        raise NotFound("this needs the packages starlette and uvicorn: pip install 'torch-memstore[web]'")
+        raise NotFound("this command needs the packages starlette and uvicorn: pip install 'torch-memstore[web]'")
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -212,7 +212,7 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
     except OSError as error:
-        raise InvalidArgument(f"--host {host} is no address of this machine: {error.strerror or error}.") from None
+        raise InvalidArgument(f"--host {host} is not an address of this machine: {error.strerror or error}.") from None
     try:
         if sys.platform != "win32":  # on Windows it would let two programs share a port
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

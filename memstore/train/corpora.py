@@ -40,7 +40,7 @@ class Documents:
             column: the column of a dataset that holds the text.
         """
         if not paths:
-            raise InvalidArgument("there is nothing to train on: name text files or folders of them")
+            raise InvalidArgument("there is nothing to train on: name text files, or folders with text files")
         self._column = column
         self._sources = [source for path in paths for source in _sources(Path(path).expanduser())]
 
@@ -68,7 +68,9 @@ def digest(texts: Iterable[str]) -> str:
 
 def _sources(path: Path) -> list[Path]:
     if not path.exists():
-        raise NotFound(f"no file or folder {path}. Name text files, folders of .txt files, or a dataset folder.")
+        raise NotFound(
+            f"there is no file or folder {path}. Name text files, folders of .txt files, or a dataset folder."
+        )
     if not path.is_dir() or (path / DATASET_FILE).exists():
         return [path]
     if (path / "dataset_dict.json").exists():
@@ -76,7 +78,7 @@ def _sources(path: Path) -> list[Path]:
         raise InvalidArgument(f"{path} holds several datasets: name the folder of one of them ({parts})")
     found = sorted(path.rglob("*.txt"))
     if not found:
-        raise InvalidArgument(f"the folder {path} has no .txt files, and it is no dataset folder ({DATASET_FILE})")
+        raise InvalidArgument(f"the folder {path} has no .txt files, and it is not a dataset folder ({DATASET_FILE})")
     return found
 
 
@@ -84,11 +86,11 @@ def _text(path: Path) -> str:
     try:
         text = path.read_bytes().decode("utf-8-sig")
     except PermissionError:
-        raise InvalidArgument(f"{path} cannot be read: permission denied.") from None
+        raise InvalidArgument(f"{path} cannot be read: permission denied. Change its permissions.") from None
     except UnicodeDecodeError as error:
-        raise InvalidArgument(f"{path} is not UTF-8 text (byte {error.start:,}); convert it first.") from None
+        raise InvalidArgument(f"{path} is not UTF-8 text (at byte {error.start:,}); convert it first.") from None
     if "\0" in text:
-        raise InvalidArgument(f"{path} is binary: it has NUL bytes.")
+        raise InvalidArgument(f"{path} is binary: it has NUL bytes. Name a text file.")
     return text.replace("\r\n", "\n")
 
 
@@ -124,7 +126,7 @@ def sources(characters: int = 2_000_000) -> str:
         if total >= characters:
             break
     if not parts:
-        raise NotFound(f"the standard library's sources are not in {folder}; recipes train on them")
+        raise NotFound(f"the sources of the standard library, which recipes train on, are not in {folder}")
     return "\n\n".join(parts)[:characters]
 
 
@@ -176,7 +178,8 @@ def cut(documents: Iterable[Tokens], context: int, end: int) -> Rows:
     rows += np.split(joined[: count * context], count) if count else []
     if not rows:
         raise InvalidArgument(
-            f"the texts have {len(joined):,} tokens, one segment has {context:,}: give more text or a smaller --context"
+            f"the texts have {len(joined):,} tokens, but one segment needs {context:,}: use more text or a "
+            "smaller --context"
         )
     return np.stack(rows)
 
@@ -184,14 +187,14 @@ def cut(documents: Iterable[Tokens], context: int, end: int) -> Rows:
 def held_out(rows: Rows, fraction: float) -> tuple[Rows, Rows]:
     """Split ``rows`` for training and measuring: the measured ``fraction`` is evenly spaced over the corpus."""
     if not 0 <= fraction < 1:
-        raise InvalidArgument(f"--valid is the part of the text that is held out, from 0 to below 1, not {fraction}")
+        raise InvalidArgument(f"--valid must be the share of the text to hold out, from 0 to below 1, not {fraction}")
     if not fraction:
         return rows, rows[:0]
     count = max(1, round(fraction * len(rows)))
     if count >= len(rows):
         raise InvalidArgument(
-            f"the texts have {len(rows)} segments: holding {fraction:g} of them out leaves nothing to train on. "
-            "Give more text or a smaller --context."
+            f"the texts have {len(rows)} segments, so holding out {fraction:g} leaves nothing to train on. Use "
+            "more text or a smaller --context."
         )
     held = np.zeros(len(rows), bool)
     held[(np.arange(count) * len(rows)) // count + len(rows) // count // 2] = True

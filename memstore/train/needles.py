@@ -230,7 +230,9 @@ class NeedleRows(Dataset[Any]):
         asked, wanted = self._asked(exercise, length - start)
         after = length - start - len(asked)
         if after < 0:
-            raise InvalidArgument(f"answers of {self._recipe.name} do not fit into a block of {self._tokens_per_block}")
+            raise InvalidArgument(
+                f"the answers of {self._recipe.name} do not fit into a block of {self._tokens_per_block} tokens"
+            )
         answer, free = np.zeros(length, bool), np.ones(length, bool)
         answer[start : start + len(asked)] = wanted
         free[start - 1 :] = False

@@ -31,20 +31,22 @@ def option(help: str, default: Any = None, **shown: Any) -> Any:  # noqa: A002 -
 class RunOptions:
     """The options of every training; a kind's own options come after them."""
 
-    out: Path = field(metadata={"help": "Folder for the model; the same folder again resumes."})
-    steps: int | None = option("Optimizer steps. Without it: as the recipe or --epochs says.", min=1)
-    learning_rate: float | None = option("Highest learning rate. Without it: what suits the size.")
-    warmup: int | None = option("Steps of warm-up. Without it: 50.", min=0)
-    seed: int | None = option("Of weights, order and noise. Without it: 0.", min=0)
+    out: Path = field(
+        metadata={"help": "Write the model to this folder. With the same folder again, training continues."}
+    )
+    steps: int | None = option("Train for this many optimizer steps. Default: set by the recipe or --epochs.", min=1)
+    learning_rate: float | None = option("Set the highest learning rate. Default: one that suits the model's size.")
+    warmup: int | None = option("Warm up for this many steps. Default: 50.", min=0)
+    seed: int | None = option("Seed of weights, order and noise. Default: 0.", min=0)
     bf16: bool | None = option(
-        "Compute in bfloat16. Without it: as the recipe says, else in float32.", flags="--bf16/--no-bf16"
+        "Compute in bfloat16. Default: set by the recipe, else float32.", flags="--bf16/--no-bf16"
     )
     gradient_checkpointing: bool = option(
-        "Use less memory and a third more time.", False, flags="--gradient-checkpointing"
+        "Use less memory, and a third more time.", False, flags="--gradient-checkpointing"
     )
-    save_every: int = option("Steps between checkpoints.", 200, min=1)
-    log_every: int = option("Steps between lines of the log.", 50, min=1)
-    device: str = option("auto (a GPU if there is one) or cpu.", "auto")
+    save_every: int = option("Write a checkpoint every so many steps.", 200, min=1)
+    log_every: int = option("Log every so many steps.", 50, min=1)
+    device: str = option("Train on auto (a GPU if there is one) or cpu.", "auto")
 
     def given(self) -> dict[str, Any]:
         """Return the given options that say what is trained, without those at None."""
@@ -56,14 +58,14 @@ class TrainingOptions(RunOptions):
     """The options of trainings on texts."""
 
     text: list[str] | None = option(
-        "Text files, folders of .txt files, or Hugging Face dataset folders.", argument="[TEXT]..."
+        "Text files, folders of .txt files, or Hugging Face dataset folders to train on.", argument="[TEXT]..."
     )
-    tokenizer: Path | None = option("Folder of a tokenizer. Without it: one is trained on the texts.")
-    vocabulary: int | None = option("Tokens of a tokenizer that is trained.", min=258)
-    column: str | None = option("Column of a dataset that holds the text. Without it: text.")
-    epochs: float | None = option("Times through the data. Without it: once.")
-    batch: int | None = option("Segments or pairs a step, per process. Without it: 4.", min=1)
-    accumulate: int | None = option("Batches that make one step. Without it: 1.", min=1)
+    tokenizer: Path | None = option("Use the tokenizer in this folder. Default: one trained on the texts.")
+    vocabulary: int | None = option("Train a tokenizer with this many tokens.", min=258)
+    column: str | None = option("Read the texts from this column of a dataset. Default: text.")
+    epochs: float | None = option("Go through the data this many times. Default: once.")
+    batch: int | None = option("Segments or pairs per step and process. Default: 4.", min=1)
+    accumulate: int | None = option("Batches that are accumulated for one step. Default: 1.", min=1)
 
 
 _RUNNING = {"text", "out", "gradient_checkpointing", "save_every", "log_every", "device", "recipe", "pairs"}
@@ -74,9 +76,9 @@ _RUNNING = {"text", "out", "gradient_checkpointing", "save_every", "log_every", 
 class SegmentOptions(TrainingOptions):
     """The options of trainings on segments of texts, or by a recipe."""
 
-    block_size: int | None = option("Tokens in a block, its landmark counted.", min=2)
-    context: int | None = option("Tokens of a segment. Without it: 32 blocks.", min=1)
-    valid: float | None = option("Part of the text held out to measure perplexity, such as 0.05.")
+    block_size: int | None = option("Tokens in a block, including its landmark.", min=2)
+    context: int | None = option("Tokens of a segment. Default: 32 blocks.", min=1)
+    valid: float | None = option("Hold out this share of the text to measure perplexity, such as 0.05.")
 
 
 def refuse_unfit(given: Mapping[str, Any], fitting: Set[str], kind: str) -> None:
@@ -84,19 +86,17 @@ def refuse_unfit(given: Mapping[str, Any], fitting: Set[str], kind: str) -> None
     unfit = sorted(given.keys() - fitting)
     if unfit:
         options = ", ".join("--" + name.replace("_", "-") for name in unfit)
-        raise InvalidArgument(f"{options} cannot be used with {kind}; leave it out.")
+        raise InvalidArgument(f"{kind} does not take {options}; leave it out.")
 
 
 def check_fit(init: Path, given: Mapping[str, Any], there: Mapping[str, Any]) -> None:
     """Raise ``InvalidArgument`` for options that do not match the model in ``init``, which has ``there``."""
     if "preset" in given:
-        raise InvalidArgument(f"--preset is for new models; that of {init} has its size. Leave --preset out.")
+        raise InvalidArgument(f"--preset is for new models, but {init} already has a size. Leave --preset out.")
     for name, value in there.items():
         if given.get(name, value) != value:
             option = "--" + name.replace("_", "-")
-            raise InvalidArgument(
-                f"{option} {given[name]} does not match {init}, which has {value}: leave {option} out"
-            )
+            raise InvalidArgument(f"{option} {given[name]} does not fit {init}, which has {value}: leave {option} out")
 
 
 def with_optimisation(recipe: Any, given: Mapping[str, Any]) -> Any:

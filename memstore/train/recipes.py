@@ -174,5 +174,5 @@ LOOKUPS: dict[str, Any] = {
 def find_recipe(name: str, known: Mapping[str, Any]) -> Any:
     """Return the recipe called ``name`` among the ``known`` ones. Raises ``InvalidArgument``."""
     if name not in known:
-        raise InvalidArgument(f"no recipe is called {name!r}; choose one of {', '.join(known)}")
+        raise InvalidArgument(f"there is no recipe {name!r}; choose one of {', '.join(known)}")
     return known[name]

@@ -74,7 +74,7 @@ class AskedPool:
             states.append(reader.hooks.hidden_states(segment, [self.layer])[self.layer].cpu().bfloat16())
             advance(len(segment))
         if not states:
-            raise InvalidArgument(f"{asked.name} has fewer tokens than a block: give more paragraphs")
+            raise InvalidArgument(f"{asked.name} has fewer tokens than a block: use more paragraphs")
         self.blocks = torch.cat(states).unflatten(0, (-1, self.size))
         """``[N, S, hidden]`` bfloat16."""
 
@@ -125,7 +125,7 @@ class RouterOptions:
 
     def __post_init__(self) -> None:
         if self.runs < 1:
-            raise InvalidArgument(f"a router is trained in at least one run, got runs={self.runs}")
+            raise InvalidArgument(f"runs must be at least 1, got {self.runs}")
 
 
 def train_router(
@@ -159,7 +159,7 @@ def train_router(
     chosen = asked.of(options.half)
     with memstore.attach(model, "ram:", tokenizer=tokenizer) as reader:
         if not isinstance(reader, StockReader):
-            raise InvalidArgument("a router is trained for stock models; models that learn to retrieve have none")
+            raise InvalidArgument("a router is only for stock models: this model learned to retrieve by itself")
         sets = [AskedPool(each, reader, advance) for each in (asked, *tested)]
         embedding = embedding_rows(model)  # if this fails, it fails before training
         fitted = reader.fitted(sets[0].pool.tokens)[sets[0].layer]

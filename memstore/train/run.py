@@ -52,13 +52,13 @@ class Run:
                 (out / name).unlink(missing_ok=True)
             shutil.rmtree(self.checkpoints, ignore_errors=True)  # none of them is whole
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise InvalidArgument(f"{out} exists and is not a training run; name a new folder with --out")
+            raise InvalidArgument(f"{out} exists, but it is not a training run; name a new folder with --out")
         try:
             out.mkdir(parents=True, exist_ok=True)
             write_json(path, wanted)
         except OSError as error:
             raise InvalidArgument(
-                f"the folder {out} cannot be made or written ({error.strerror}); name another one with --out"
+                f"the folder {out} cannot be created or written ({error.strerror}); name another one with --out"
             ) from None
 
     @property
@@ -135,7 +135,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = json.loads(path.read_text("utf-8"))
     except ValueError as error:
-        raise DamagedError(f"{path} is damaged ({error}): put it right, or name a new folder with --out") from None
+        raise DamagedError(f"{path} is damaged ({error}): repair it, or name a new folder with --out") from None
     return found
 
 
@@ -153,9 +153,12 @@ def saying_what_is_safe(out: Path) -> Iterator[None]:
         if not _is_of_the_disk(error):
             raise
         last = last_checkpoint(out)
-        where = f"goes on from step {complete(last)['step']:,}" if last else "starts anew: there is no checkpoint yet"
+        where = (
+            f"continues from step {complete(last)['step']:,}" if last else "starts again: there is no checkpoint yet"
+        )
         raise StoreFull(
-            f"{out} cannot be written ({first_line(error)}). Make room, and run the same command again; it {where}"
+            f"{out} cannot be written ({first_line(error)}). Free some space, and run the same command again; it "
+            f"{where}"
         ) from error
 
 
@@ -171,8 +174,8 @@ def _different(out: Path, there: Mapping[str, Any], wanted: Mapping[str, Any]) -
     name, *more = [name for name in old | new if old.get(name) != new.get(name)]
     others = f" (and {len(more)} more)" if more else ""
     return DifferentRun(
-        f"{out} holds another run: its {name} is {old.get(name)!r}, not {new.get(name)!r}{others}."
-        " Name a new folder with --out, or repeat the command that began it."
+        f"{out} holds a different run: its {name} is {old.get(name)!r}, not {new.get(name)!r}{others}. Name a new "
+        "folder with --out, or repeat the command that started the run."
     )
 
 

@@ -52,7 +52,7 @@ class Optimisation:
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"{name} must be at least 1, got {getattr(self, name)}")
         if (self.steps is not None and self.steps < 1) or not 0 < self.epochs < math.inf:
-            raise InvalidArgument(f"nothing would be trained with steps={self.steps}, epochs={self.epochs}")
+            raise InvalidArgument(f"steps and epochs must be above 0, got steps={self.steps}, epochs={self.epochs}")
         if not 0 < self.learning_rate < 1:
             raise InvalidArgument(f"learning_rate must be above 0 and below 1, got {self.learning_rate}")
 
@@ -80,7 +80,7 @@ class Runtime:
         """Raise an error for settings that cannot work."""
         if self.device not in ("auto", "cpu"):
             raise InvalidArgument(
-                f"device must be auto or cpu, not {self.device!r}; CUDA_VISIBLE_DEVICES chooses a GPU"
+                f"device must be auto or cpu, not {self.device!r}; choose a GPU with CUDA_VISIBLE_DEVICES"
             )
         if self.save_every < 1 or self.log_every < 1:
             raise InvalidArgument("save_every and log_every must be at least 1")

@@ -57,7 +57,8 @@ class Start:
         tokenizer = make() if folder is None and make is not None else load_tokenizer(str(folder))
         if len(tokenizer) > self.config.vocab_size:
             raise InvalidArgument(
-                f"the tokenizer has {len(tokenizer):,} tokens, the model knows {self.config.vocab_size:,}"
+                f"the tokenizer has {len(tokenizer):,} tokens, but the model only {self.config.vocab_size:,}: use "
+                "the tokenizer of the model"
             )
         tokenizer.save_pretrained(run.out)
         return tokenizer
@@ -111,7 +112,7 @@ def starting(
     chosen = load_config(init, family)
     if size is not None and size > chosen.vocab_size:
         raise InvalidArgument(
-            f"the tokenizer {tokenizer} has {size:,} tokens, the model {init} knows {chosen.vocab_size:,}: "
+            f"the tokenizer {tokenizer} has {size:,} tokens, but the model {init} has {chosen.vocab_size:,}: "
             "leave --tokenizer out to use the model's own"
         )
     if grow and config is not None:
@@ -124,9 +125,9 @@ def starting(
 # model with the adapters added to its weights, so every verb loads it like any other.
 def _check_lora(rank: int, init: Folder | None, family: Training) -> None:
     if family.adapt is None:
-        raise InvalidArgument(f"a {family.kind.name} is trained whole, without adapters; leave lora out")
+        raise InvalidArgument(f"a {family.kind.name} is trained as a whole, without adapters; leave lora out")
     if init is None:
-        raise InvalidArgument("lora trains adapters of a model that is there: name its folder with --init")
+        raise InvalidArgument("lora trains adapters of an existing model: name its folder with --init")
     assert family.check_rank is not None, "as it is adapted"
     family.check_rank(rank)
 
@@ -135,21 +136,23 @@ def load_config(folder: Folder, family: Training) -> Any:
     """Return the configuration of the model in ``folder``. Raises ``InvalidArgument`` for another ``family``."""
     kind = kind_in(folder)
     if kind is not family.kind:
-        raise InvalidArgument(f"the model in {folder} is a {kind.name}, not a {family.kind.name}")
+        raise InvalidArgument(
+            f"the model in {folder} is a {kind.name}, not a {family.kind.name}: use a model of the right kind"
+        )
     return family.config.from_pretrained(folder)
 
 
 def load_tokenizer(folder: Folder) -> PreTrainedTokenizerBase:
     """Return the tokenizer in ``folder``. Raises ``NotFound``."""
     if not Path(folder).is_dir():
-        raise NotFound(f"no folder {folder}: name that of a tokenizer")
+        raise NotFound(f"there is no folder {folder}: name the folder of a tokenizer")
     try:
         with quiet_transformers():
             tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
     except (OSError, ValueError) as error:
-        raise NotFound(f"no tokenizer in {folder}: {first_line(error)}") from None
+        raise NotFound(f"there is no tokenizer in {folder}: {first_line(error)}") from None
     return tokenizer
 
 

@@ -137,8 +137,8 @@ def _context(context: int | None, config: Any) -> int:
     context = DEFAULT_BLOCKS * config.tokens_per_block if context is None else context
     if context < 2 * config.tokens_per_block:
         raise InvalidArgument(
-            f"--context is {context} tokens; at least {2 * config.tokens_per_block} are needed, two blocks, "
-            "or there is nothing to retrieve"
+            f"--context is {context} tokens, but retrieval needs at least two blocks: use at least "
+            f"{2 * config.tokens_per_block}"
         )
     return context
 
@@ -191,7 +191,7 @@ def _by_recipe(opened: Session, start: Start, recipe: Recipe, texts: list[str]) 
     size, seed = start.config.tokens_per_block, recipe.optimisation.seed
     batches = (recipe.optimisation.steps or 1) * recipe.optimisation.accumulate * opened.state.num_processes
     data = NeedleRows(recipe, tokenizer, tokens, size, batches, seed)
-    assert start.family.needle_trainer is not None, f"no recipe trains a {start.family.kind.name}"
+    assert start.family.needle_trainer is not None, f"there is no recipe for a {start.family.kind.name}"
     trainer = start.family.needle_trainer(
         recipe,
         opened.run,

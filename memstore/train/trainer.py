@@ -109,7 +109,7 @@ class MemoryTrainer(Trainer):
     def diverged(self, what: str) -> TrainingDiverged:
         """Return the error that ends a training whose numbers are not finite."""
         last = self.run.checkpoint()
-        kept = f"The last good checkpoint is {last}" if last else "No checkpoint had been written"
+        kept = f"The last good checkpoint is {last}" if last else "There is no checkpoint yet"
         whole = last is not None and (last / "config.json").exists()  # otherwise it holds adapters, and no model
         on = f"start again from it with --init {last}," if whole else "start again with"
         return TrainingDiverged(f"{what}; training stopped. {kept}: {on} a new --out and a smaller --learning-rate.")
@@ -118,7 +118,7 @@ class MemoryTrainer(Trainer):
         """Raise ``TrainingDiverged`` if a weight is not finite."""
         for name, parameter in self.trained.named_parameters():
             if not bool(torch.isfinite(parameter).all()):
-                raise self.diverged(f"{name} is no longer finite after step {self.state.global_step}")
+                raise self.diverged(f"{name} is not finite after step {self.state.global_step}")
 
     def keep(self, checkpoint: Path) -> None:
         """Write the state to ``checkpoint`` that training needs besides weights and optimizer; here nothing."""

@@ -53,7 +53,7 @@ class Training:
 def training_of(kind: Kind) -> Training:
     """Return how models of ``kind`` are trained. Raises ``UnsupportedModel`` if they cannot be trained."""
     if not kind.training:
-        raise UnsupportedModel(f"a {kind.name} is not trained here")
+        raise UnsupportedModel(f"a {kind.name} cannot be trained with this command")
     family: Training = resolve_name(kind.training)
     return family
 

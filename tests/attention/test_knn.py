@@ -251,7 +251,7 @@ def test_a_state_goes_on_where_it_was() -> None:
     queries = torch.randn(2, 1, 2, 4)
     assert other.numbers(0) == range(2, 7)
     torch.testing.assert_close(other.search(queries, 3), memory.search(queries, 3))
-    with pytest.raises(InvalidArgument, match="go on with the batch and the memory size"):
+    with pytest.raises(InvalidArgument, match="the batch size and memory size"):
         RecentTokens(2, 1, 6, 4).load_state_dict(memory.state_dict())
 
 
@@ -262,14 +262,14 @@ def test_what_does_not_fit_is_refused() -> None:
         KNNAttention(32, 4, top_k=0)
     with pytest.raises(InvalidArgument, match=r"expected keys and values \[2, 1, T, 4\]"):
         RecentTokens(2, 1, 5, 4).append([torch.arange(3)] * 2, torch.ones(2, 1, 3, 5), torch.ones(2, 1, 3, 5))
-    with pytest.raises(InvalidArgument, match="must be at least 1"):
+    with pytest.raises(InvalidArgument, match="must each be at least 1"):
         RecentTokens(2, 1, 0, 4)
     memory = RecentTokens(2, 2, 5, 4)
-    with pytest.raises(InvalidArgument, match=r"at most T tokens of each of 2 rows, .* \[3, 5\] tokens"):
+    with pytest.raises(InvalidArgument, match=r"at most T tokens for each row.* \[3, 5\] tokens for 2 rows"):
         memory.append([torch.arange(3), torch.arange(5)], torch.ones(2, 2, 3, 4), torch.ones(2, 2, 3, 4))
     for shape in [(3, 4, 2, 4), (2, 3, 2, 4), (2, 4, 2, 5), (2, 4, 4)]:
         with pytest.raises(InvalidArgument, match=r"expected queries \[2, H, T, 4\] with H a multiple of 2"):
             memory.search(torch.ones(shape), 3)
     for row in (-1, 2):
-        with pytest.raises(InvalidArgument, match=f"there is no row {row}: rows are numbered from 0 to 1"):
+        with pytest.raises(InvalidArgument, match=f"row {row} does not exist: rows are numbered from 0 to 1"):
             memory.clear(row)

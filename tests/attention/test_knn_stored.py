@@ -79,11 +79,11 @@ def test_another_process_would_find_the_same(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="multiple of block_size 4, not 6"):
         token_spec(2, 8, fingerprint=make_fingerprint(), capacity=6, block_size=4)
-    with pytest.raises(InvalidArgument, match="a document for each row"):
+    with pytest.raises(InvalidArgument, match="one document for each row"):
         StoredTokens([])
     with opened("ram:") as memory:
         stored, (keys, values) = StoredTokens([memory.document("a"), memory.document("b")]), states(5, 0)
-        with pytest.raises(InvalidArgument, match=r"at most T tokens of each of 2 rows, .* \[5, 6\] tokens"):
+        with pytest.raises(InvalidArgument, match=r"at most T tokens for each row.* \[5, 6\] tokens for 2 rows"):
             stored.append([torch.arange(5), torch.arange(6)], keys, values)  # never zeros for what was not given
         with pytest.raises(InvalidArgument, match=r"\[5\] tokens"):
             stored.append([torch.arange(5)], keys, values)

@@ -176,7 +176,7 @@ def test_what_cannot_be_audited_is_refused() -> None:
     model = tiny("llama")
     with attached_to(model, Retrieval()) as attached:
         attached.read(TEXT[:50])
-        with pytest.raises(InvalidArgument, match="fits into sink and window"):
+        with pytest.raises(InvalidArgument, match="fit into sink and window"):
             attached.audit(QUESTION)
         with pytest.raises(InvalidArgument, match="at least one token"):
             attached.audit([])

@@ -143,7 +143,7 @@ def test_its_picture_speaks_of_tokens() -> None:
 
 def test_what_cannot_be_audited_is_refused() -> None:
     with reader_of(model_of(), TEXT[:0]) as empty:
-        with pytest.raises(InvalidArgument, match="nothing is in memory"):
+        with pytest.raises(InvalidArgument, match="the memory is empty"):
             empty.audit(QUESTION[:2])
         refused: list[tuple[list[int], dict[str, Any]]] = [([], {}), ([1], {"tokens": 0}), ([1], {"top_k": 0})]
         for ids, options in refused:

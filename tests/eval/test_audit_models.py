@@ -144,11 +144,11 @@ def test_what_an_approximate_index_misses_is_counted(tmp_path: Path) -> None:
 
 def test_what_cannot_be_audited_is_refused() -> None:
     with drt_reader() as reader:
-        with pytest.raises(InvalidArgument, match="none ends in this question"):
+        with pytest.raises(InvalidArgument, match="has no such end"):
             reader.audit(QUESTION[:1], tokens=1)
         with pytest.raises(InvalidArgument, match="at least one token"):
             reader.audit([])
     with LandmarkReader(small_landmark(), "ram:", retrieval=EACH) as short:
         short.read(TEXT[:3])
-        with pytest.raises(InvalidArgument, match="no block is in memory"):
+        with pytest.raises(InvalidArgument, match="the memory has no block yet"):
             short.audit(QUESTION[:2], tokens=1)

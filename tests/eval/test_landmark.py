@@ -119,9 +119,9 @@ def test_a_segment_longer_than_the_text_takes_no_more_room_than_the_text() -> No
     ("wrong", "says"),
     [
         ({"lengths": [500]}, "fewer than the length 500"),
-        ({"lengths": []}, "from 2 on"),
-        ({"local": [LOCAL + 1]}, "no multiple of the model's 7 tokens a block"),
-        ({"local": [0]}, "no multiple"),
+        ({"lengths": []}, "at least 2"),
+        ({"local": [LOCAL + 1]}, "not a multiple of 7, the model's tokens in a block"),
+        ({"local": [0]}, "not a multiple"),
     ],
 )
 def test_what_does_not_fit_is_refused(wrong: dict[str, Any], says: str) -> None:

@@ -151,8 +151,8 @@ def test_a_stock_model_whose_memory_is_off_can_be_given_another_size() -> None:
 def test_what_finds_nothing_is_refused() -> None:
     tokenizer = byte_tokenizer()
     for model, text, words in (
-        (small_memorizing(memory_layer=None), TEXT, "nothing is looked up"),
-        (small_memorizing(memory_size=0), TEXT, "nothing is looked up"),
+        (small_memorizing(memory_layer=None), TEXT, "a look-up needs a memory"),
+        (small_memorizing(memory_size=0), TEXT, "a look-up needs a memory"),
         (small_memorizing(), "a", "at least 2"),
     ):
         with pytest.raises(InvalidArgument, match=words):

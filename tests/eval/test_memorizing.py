@@ -53,7 +53,7 @@ def test_a_model_without_memory_has_one_row() -> None:
     model = small_memorizing(memory_layer=None)
     (row,) = by_memory_size(model, [TEXT], [0])
     assert row["perplexity"] > 1
-    with pytest.raises(InvalidArgument, match="its only size is 0"):
+    with pytest.raises(InvalidArgument, match="its only memory size is 0"):
         list(by_memory_size(model, [TEXT], [0, 64]))
 
 

@@ -108,7 +108,7 @@ def test_a_needle_after_the_last_sentence_goes_to_its_end(tokenizer: Any, seed: 
 
 def test_a_text_that_is_too_short_is_refused(tokenizer: Any) -> None:
     rng = random.Random(0)
-    with pytest.raises(InvalidArgument, match=r"the text has \d+ tokens, \d+ are needed"):
+    with pytest.raises(InvalidArgument, match=r"the text has \d+ tokens, but \d+ are needed"):
         hide("Short. " * 10, passkeys(2, rng), tokenizer, TOKENS, rng)
 
 

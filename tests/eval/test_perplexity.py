@@ -55,7 +55,7 @@ def test_samples_are_at_the_same_places_for_all_lengths() -> None:
     ("wrong", "says"),
     [
         ({"lengths": [1001]}, "the text has 1,000 tokens"),
-        ({"lengths": [51]}, "no room for 50 scored tokens"),
+        ({"lengths": [51]}, "no room for context before the 50 scored tokens"),
         ({"samples": 0}, "at least 1"),
     ],
 )

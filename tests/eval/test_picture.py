@@ -71,7 +71,7 @@ def test_lengths_are_written_short() -> None:
 
 @pytest.mark.parametrize(
     ("name", "error", "says"),
-    [("a.jpg", InvalidArgument, r"\.png or \.svg"), ("no/a.png", NotFound, "no folder")],
+    [("a.jpg", InvalidArgument, r"\.png or \.svg"), ("no/a.png", NotFound, "the folder .* does not exist")],
 )
 def test_a_picture_that_cannot_be_written_is_refused_first(
     tmp_path: Path, name: str, error: type[MemstoreError], says: str

@@ -167,7 +167,7 @@ def test_a_trace_of_nothing_is_refused(memory: Memory) -> None:
     empty = memory.traces.last()
     assert empty is not None
     for picture in (heat, tiers, margins):
-        with pytest.raises(InvalidArgument, match="nothing to draw"):
+        with pytest.raises(InvalidArgument, match="choose another trace"):
             picture(empty)
     with pytest.raises(InvalidArgument, match="two blocks to compare"):
         margins(record(memory, 1, 2))
@@ -196,7 +196,7 @@ def test_margins_of_a_document_are_those_of_exact_search(memory: Memory) -> None
 
 
 def test_documents_that_are_too_short_or_all_alike(memory: Memory, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="take a smaller top_k"):
+    with pytest.raises(InvalidArgument, match="use a smaller top_k"):
         document_margins(write(memory, 5), top_k=4)
     with pytest.raises(InvalidArgument, match="only whole blocks of"):
         similarity(memory.document("none yet"))

@@ -139,7 +139,7 @@ def test_a_memory_on_disk_is_left_as_it_was(tmp_path: Path) -> None:
 def test_a_memory_of_another_model_is_refused(tmp_path: Path) -> None:
     memory_for(small_drt(), str(tmp_path / "a.mem")).close()
     for other in (small_drt(1), small_drt(block_size=16)):
-        with pytest.raises(ForeignMemory, match="made for something else"):
+        with pytest.raises(ForeignMemory, match="does not fit this model"):
             memory_for(other, str(tmp_path / "a.mem"))
 
 

@@ -84,7 +84,7 @@ def test_a_haystack_without_room_is_refused(phrases: Phrases, task: str) -> None
     riddle = TASKS[task](phrases, random.Random(0))
     least = sum(map(len, riddle.needles)) + PER_BLOCK
     assert plant(riddle, least, FILLER, PER_BLOCK, random.Random(0)).filler_tokens == PER_BLOCK
-    with pytest.raises(InvalidArgument, match=f"{least} are the least"):
+    with pytest.raises(InvalidArgument, match=f"use at least {least} tokens"):
         plant(riddle, least - 1, FILLER, PER_BLOCK, random.Random(0))
 
 
@@ -136,7 +136,7 @@ def test_an_unknown_task_is_refused() -> None:
 
 
 def test_a_tokenizer_must_have_digits() -> None:
-    with pytest.raises(InvalidArgument, match="no token for each"):
+    with pytest.raises(InvalidArgument, match="no separate token for each"):
         Phrases(lambda text, **_: {"input_ids": [1, 2]})
 
 

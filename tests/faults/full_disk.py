@@ -94,7 +94,7 @@ class Filling:
             try:
                 state = self._world.do(memory, step, state, grow=grow)
             except StoreFull as error:
-                if "what was committed before stands" not in str(error):
+                if "earlier commits are intact" not in str(error):
                     say(f"wrong: {error}")
                 say("met by a commit")
                 check_all(self._world, memory, state)

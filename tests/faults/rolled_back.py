@@ -145,7 +145,7 @@ KINDS: dict[str, Callable[[random.Random, bytes, list[Path]], Iterator[Change]]]
     "lost": _lost,
     "torn": _torn,
     "swapped": _swapped,
-    "older value": _older_value,
+    "older than the value": _older_value,
 }
 
 

@@ -14,7 +14,7 @@ from memstore.index import VectorIndex, cluster_index, open_index
 from memstore.index.cluster_index import ClusterIndex, Clusters
 from memstore.testing.indexes import IndexTests, brute_force, small_integers
 
-pytest.importorskip("faiss", reason="an index of clusters needs FAISS")
+pytest.importorskip("faiss", reason="a cluster index needs FAISS")
 
 
 @pytest.fixture(autouse=True)

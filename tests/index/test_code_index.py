@@ -141,7 +141,7 @@ def test_routing_needs_one_key_head() -> None:
 
 
 def test_what_the_index_cannot_be_is_said() -> None:
-    with pytest.raises(InvalidArgument, match="Write 'codes', or 'codes:pruned'"):
+    with pytest.raises(InvalidArgument, match="write 'codes' or 'codes:pruned'"):
         open_index("codes:8", key_heads=1, key_dim=8, keys_per_block=1)
     with pytest.raises(InvalidArgument, match="on the CPU"):
         CodeIndex(1, 8, 1, device="meta")

@@ -237,7 +237,7 @@ def test_other_dtypes_are_refused() -> None:
 
 
 def test_an_unknown_index_is_an_error_that_lists_what_there_is() -> None:
-    with pytest.raises(InvalidArgument, match=r"no index 'hnsw'; there is: auto, clusters, codes, exact, faiss"):
+    with pytest.raises(InvalidArgument, match=r"no index 'hnsw'; choose from auto, clusters, codes, exact, faiss"):
         open_index("hnsw", key_heads=1, key_dim=4, keys_per_block=1)
 
 

@@ -45,7 +45,7 @@ class TestHnsw(FaissTests):
 
 def test_where_faiss_has_no_gpu_a_device_is_refused_and_a_memory_stays_on_the_host() -> None:
     assert not lies_on_devices("faiss:Flat")
-    with pytest.raises(InvalidArgument, match="built without GPUs, or sees none; use 'exact'"):
+    with pytest.raises(InvalidArgument, match="no GPU support, or finds no GPU; use 'exact'"):
         open_index("faiss:Flat", key_heads=1, key_dim=8, keys_per_block=1, device="cuda")
 
 

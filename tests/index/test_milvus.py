@@ -53,7 +53,7 @@ def test_where_must_be_a_file_or_a_server() -> None:
 
 
 def test_a_server_that_does_not_answer_is_named() -> None:
-    with pytest.raises(MemstoreError, match="no Milvus answers at http://127"):
+    with pytest.raises(MemstoreError, match="no Milvus server answers at http://127"):
         open_index("milvus:http://127.0.0.1:9", key_heads=1, key_dim=4, keys_per_block=1)
 
 
@@ -76,7 +76,7 @@ def test_a_file_that_another_process_has_is_told(tmp_path: Path) -> None:
     code = f"from memstore.index import open_index; open_index('milvus:{where}', {sizes})"
     index = open_index(f"milvus:{where}", key_heads=1, key_dim=8, keys_per_block=1)
     second = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
-    assert "One process at a time has such a file" in second.stderr
+    assert "one process can open such a file" in second.stderr
     index.add(torch.tensor([3]), torch.ones(1, 1, 1, 8))
     assert index.search(torch.ones(1, 1, 8), 1).ids.item() == 3
     index.close()

@@ -75,8 +75,8 @@ def test_a_range_is_allowed_however_long_it_is(index: str, tmp_path: Path) -> No
 BAD_QUERIES = [
     (torch.ones(G, 1, KEY_DIM + 1), rf"of shape \[H, T, {KEY_DIM}\], got float32 of shape \[2, 1, 9\]"),
     (torch.ones(G + 1, 1, KEY_DIM), "multiple of the index's 2 key heads"),
-    (torch.full((G, 1, KEY_DIM), torch.nan), "NaN or infinity, which no search can order"),
-    (torch.full((G, 1, KEY_DIM), 1e20), "whose products overflow"),
+    (torch.full((G, 1, KEY_DIM), torch.nan), "these contain NaN or infinity"),
+    (torch.full((G, 1, KEY_DIM), 1e20), "their products overflow"),
 ]
 
 

@@ -100,15 +100,15 @@ def test_nothing_is_multiplied_by_nothing(backend: Any) -> None:
         ({"codes": torch.ones(2, 0, 8, dtype=torch.int8)}, "at least one key"),
         ({"codes": torch.ones(2, 4, 8)}, "must be int8"),
         ({"queries": torch.ones(3, 8)}, "must be int8"),
-        ({"chosen": torch.tensor([0, 2])}, "groups from 0 to 1, got 0 to 2"),
-        ({"chosen": torch.tensor([-1])}, "groups from 0 to 1"),
+        ({"chosen": torch.tensor([0, 2])}, "group numbers from 0 to 1, got 0 to 2"),
+        ({"chosen": torch.tensor([-1])}, "group numbers from 0 to 1"),
         ({"chosen": torch.tensor([0], dtype=torch.int32)}, "int64"),
         ({"chosen": torch.tensor([0, 1, 0, 1])[::2]}, "contiguous"),
         ({"out": torch.ones(2, 4)}, "out must be"),
         ({"out": torch.ones(2, 3, dtype=torch.float64)}, "out must be"),
         ({"out": torch.ones(3, 2).T}, "out must be contiguous"),
         ({"out": torch.ones(2, 3, device="meta")}, "on the CPU, got .*, meta"),
-        ({"backend": "cuda"}, "'cuda' is none of"),
+        ({"backend": "cuda"}, "'cuda' must be one of"),
     ],
 )
 def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> None:
@@ -165,7 +165,7 @@ def test_sums_beyond_24_bits_are_rounded(backend: Any) -> None:
     for sign in (1, -1):
         found = best_products(long, long[0] * sign, backend=backend)
         assert found.item() == sign * 127 * 127 * (1 << 16)
-    with pytest.raises(InvalidArgument, match="of 1 to 65536 numbers"):
+    with pytest.raises(InvalidArgument, match="1 to 65536 numbers per key"):
         best_products(torch.cat([long, long], 2), torch.cat([long, long], 2)[0], backend=backend)
 
 

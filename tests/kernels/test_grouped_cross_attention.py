@@ -199,9 +199,9 @@ def test_wrong_inputs_are_named() -> None:
     q, k, v, weights, blocks = given.q, given.k, given.v, given.weights, given.blocks
     with pytest.raises(InvalidArgument, match=r"q \[B, C, H, T, D\].* got q \(2, 4, 5, 16\)"):
         grouped_cross_attention(q[0], k, v, weights, blocks)
-    with pytest.raises(InvalidArgument, match=r"multiple of G\): q \(1, 2, 3, 5, 16\)"):
+    with pytest.raises(InvalidArgument, match=r"multiple of G, .* q \(1, 2, 3, 5, 16\)"):
         grouped_cross_attention(q[:, :, :3], k, v, weights, blocks)
-    with pytest.raises(InvalidArgument, match="do not fit"):
+    with pytest.raises(InvalidArgument, match="shapes must agree"):
         grouped_cross_attention(q, k, v[:, 1:], weights, blocks)
     with pytest.raises(InvalidArgument, match=r"int32 or int64, got torch.float64"):
         grouped_cross_attention(q, k, v, weights, blocks.double())
@@ -211,7 +211,7 @@ def test_wrong_inputs_are_named() -> None:
         grouped_cross_attention(q, k, v, weights, blocks.clamp(min=4))
     with pytest.raises(InvalidArgument, match=r"on one device.* k on meta"):
         grouped_cross_attention(q, k.to("meta"), v, weights, blocks)
-    with pytest.raises(InvalidArgument, match=r"weights \[B, K\] \(or blocks"):
+    with pytest.raises(InvalidArgument, match=r"weights \[B, K\] \(with blocks"):
         grouped_cross_attention(q, k, v, weights)
     with pytest.raises(InvalidArgument, match="'auto', 'reference', 'torch' or 'triton', got 'cuda'"):
         grouped_cross_attention(q, k, v, weights, blocks, backend="cuda")  # type: ignore[arg-type]

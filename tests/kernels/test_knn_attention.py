@@ -88,12 +88,12 @@ def call(**changes: Any) -> Tensor:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"k": torch.ones(1, 2, 40, 8)}, "shapes do not fit"),
+        ({"k": torch.ones(1, 2, 40, 8)}, "shapes must agree"),
         ({"k": torch.ones(1, 3, 40, 16), "v": torch.ones(1, 3, 40, 16)}, "H must be a multiple of G"),
         ({"ids": torch.zeros(1, 2, 5, 3)}, "ids must be int32 or int64"),
         ({"ids": torch.full((1, 2, 5, 3), 40)}, "token 40 does not exist; there are 40"),
-        ({"scale": torch.ones(3)}, r"each of 2 heads, got \[3\]"),
-        ({"gate": torch.ones(2)}, "local and gate come together"),
+        ({"scale": torch.ones(3)}, r"each of the 2 heads, got \[3\]"),
+        ({"gate": torch.ones(2)}, "pass local and gate together"),
         ({"gate": torch.ones(3), "local": torch.ones(1, 2, 5, 16)}, "gate must have one number"),
         ({"gate": torch.ones(2), "local": torch.ones(1, 2, 4, 16)}, r"local must be \[1, 2, 5, 16\]"),
         ({"valid": torch.ones(1, 2, 5, 8, dtype=torch.bool)}, "missing entries by -1"),

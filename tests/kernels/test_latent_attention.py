@@ -140,7 +140,7 @@ def test_nothing_gives_nothing(queries: int, rows: int, backend: Any) -> None:
         ),
         ({"q": torch.ones(5, 4, 23)}, "H must be a multiple of G"),
         ({"keys": torch.ones(60, 3, 24), "values": torch.ones(60, 3, 24)}, "H must be a multiple of G"),
-        ({"values": torch.ones(59, 1, 16)}, "shapes do not fit"),
+        ({"values": torch.ones(59, 1, 16)}, "shapes must agree"),
         ({"q": torch.ones(5, 4, 24).long()}, "expected floating-point tensors, got torch.int64"),
         ({"ids": torch.ones(5, 3)}, r"ids must be int32 or int64 \[S, k\] or \[S, G, k\] with S, G = 5, 1"),
         ({"ids": torch.ones(4, 3).long()}, r"got torch.int64 of \[4, 1, 3\]"),

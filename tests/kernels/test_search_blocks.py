@@ -114,7 +114,7 @@ def test_c_takes_what_it_says() -> None:
     [
         ({"queries": torch.ones(4, 16)}, "expected queries"),
         ({"queries": torch.ones(3, 5, 16)}, "H must be a multiple of G"),
-        ({"queries": torch.ones(2, 5, 17)}, "shapes do not fit"),
+        ({"queries": torch.ones(2, 5, 17)}, "shapes must agree"),
         ({"landmarks": torch.ones(2, 130, 0, 16)}, "at least one key"),
         ({"landmarks": torch.ones(2, 130, 1, 16).long()}, "must be floating-point"),
         ({"k": 0}, "k must be"),

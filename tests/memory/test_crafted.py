@@ -341,7 +341,7 @@ def test_a_file_of_an_export_that_is_all_hole_is_not_read(sound: tuple[str, Path
     del content["sha256"]
     content["sha256"] = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     manifest.write_text(json.dumps(content))
-    with soon(), pytest.raises(DamagedError, match="is the most"):
+    with soon(), pytest.raises(DamagedError, match="at most"):
         import_memory(tmp_path / "export", str(tmp_path / "imported"))
 
 

@@ -244,7 +244,7 @@ def test_a_block_that_is_lost_is_an_error_when_it_is_wanted() -> None:
         delete(WHALE.tokens(6))(store_of(memory))
         with pytest.raises(DamagedError, match="document 'whale', layer 1, block 2 is damaged or lost"):
             memory.document("whale").layer(1).gather([2])
-        with pytest.raises(DamagedError, match=r"landmarks of document 1, layer 2, run 0: .* there is nothing"):
+        with pytest.raises(DamagedError, match=r"landmarks of document 1, layer 2, run 0: .* found nothing"):
             memory.document("whale").layer(2).search(torch.ones(G, 1, KEY_DIM), 1)
         with pytest.raises(DamagedError, match="tokens"):
             memory.document("whale").tokens()

@@ -18,7 +18,11 @@ def test_a_device_that_is_not_there_is_refused_at_once() -> None:
         layers=1, fields={"k": (2, 4, 8)}, index_layers=(0,), key_heads=2, key_dim=8, keys_per_block=1, block_size=4,
         dtype="float32", fingerprint=memstore.Fingerprint(**names, dtype="float32", block_size=4),
     )  # fmt: skip
-    wrong: list[tuple[Any, str]] = [("cuda", "torch sees no GPU"), ("gpu", "must be a device of torch"), (7.5, "7.5")]
+    wrong: list[tuple[Any, str]] = [
+        ("cuda", "torch finds no GPU"),
+        ("gpu", "device must be a torch device"),
+        (7.5, "7.5"),
+    ]
     for device, message in wrong:
         with pytest.raises(InvalidArgument, match=message):
             memstore.open("ram:", spec=spec, device=device)

@@ -181,7 +181,7 @@ def test_what_is_put_must_fit(memory: Memory, change: dict[str, Any], message: s
 def test_every_layer_must_be_put_once(memory: Memory) -> None:
     blocks = in_blocks(random_tokens(6))
     with (
-        pytest.raises(InvalidArgument, match=r"layers \[0, 2\] were not put; nothing was written"),
+        pytest.raises(InvalidArgument, match=r"layers \[0, 2\] were not put, so nothing was written"),
         memory.document("a").append(range(6)) as batch,
     ):
         batch.put(1, **states(blocks, 1))
@@ -237,7 +237,7 @@ def test_an_append_that_was_overtaken_is_refused(memory: Memory) -> None:
     batch = document.append(random_tokens(4))
     put_all(batch, random_tokens(4))
     append(document, random_tokens(10))
-    with pytest.raises(InvalidArgument, match=r"changed while this append was open \(0 tokens then, 10 now\)"), batch:
+    with pytest.raises(InvalidArgument, match=r"changed during this append \(from 0 to 10 tokens\)"), batch:
         pass
     check_content(document, random_tokens(10))
 
@@ -334,7 +334,7 @@ def test_the_oldest_blocks_leave_and_stay_away(make_memory: MakeMemory) -> None:
 def test_searching_a_layer_without_landmarks_says_which_have_them(memory: Memory) -> None:
     view = memory.document("a").layer(1)
     for act in (lambda: view.search(torch.ones(G, 1, KEY_DIM), 1), lambda: view.landmarks(range(0))):
-        with pytest.raises(InvalidArgument, match="layer 1 has no landmarks to search; layers that have: 0, 2"):
+        with pytest.raises(InvalidArgument, match="layer 1 has no landmarks to search; layers with landmarks: 0, 2"):
             act()
     with pytest.raises(InvalidArgument, match="from 0 to 2"):
         memory.document("a").layer(3)

@@ -44,7 +44,7 @@ def check_without(document: Document, tokens: torch.Tensor, gone: Sequence[int])
             scores, ids = view.score(torch.ones(G, 1, KEY_DIM))
             assert (scores.shape[-1], set(ids.tolist())) == (len(ids), set(found) - {-1})
         for block in gone:
-            message = rf"document '{document.name}': block {block} was damaged, and a repair has dropped it"
+            message = rf"document '{document.name}': block {block} was damaged, and a repair removed it"
             with pytest.raises(NotFound, match=message):
                 view.gather([*there, block])
             with pytest.raises(NotFound, match=message):
@@ -77,7 +77,7 @@ def test_a_document_loses_its_damaged_blocks_alone(path: Path, offset: int) -> N
         assert (done.left, done.steps[-1].document) == ([], "whale")
         if offset == 9:
             assert done.steps[-1].message == (
-                "document 'whale' goes on without 1 damaged blocks: 4 tokens are lost, 21 stay"
+                "document 'whale' continues without 1 damaged blocks: 4 tokens are lost, 21 stay"
             )
             assert lost == [2]
             check_without(memory.document("whale"), TOKENS, [2])
@@ -169,7 +169,7 @@ def test_damaged_hashes_cost_no_block(make_memory: MakeMemory) -> None:
     steps = memory.repair(drop_blocks=True)
     assert steps.left == []
     assert [step.message for step in steps.steps] == [
-        "document 'whale' goes on without hashes of its history: its text is not reused"
+        "document 'whale' continues without the hashes of its history: its text is not reused"
     ]
     check_without(memory.document("whale"), TOKENS, [])
     assert memory.known(TOKENS) is None

@@ -137,7 +137,7 @@ def test_a_key_for_a_memory_that_is_not_encrypted_is_refused(tmp_path: Path, key
         with pytest.raises(InvalidArgument, match="is not encrypted"):
             memory.change_key(key)
     for mode in ("r", "a", "x"):
-        with pytest.raises(MemstoreError, match=r"is not encrypted|holds a memory already"):
+        with pytest.raises(MemstoreError, match=r"is not encrypted|already holds a memory"):
             memstore.open(tmp_path / "m", spec=make_spec(), mode=mode, key=key)
     assert not (tmp_path / "m" / KEYS_NAME).exists()
 
@@ -146,7 +146,7 @@ def test_a_memory_is_never_made_over_an_encrypted_one(tmp_path: Path, key: Path)
     with memstore.open(tmp_path / "m", spec=make_spec(), key=key) as memory:
         append(memory.document("whale"), random_tokens(9))
     keys = (tmp_path / "m" / KEYS_NAME).read_bytes()
-    with pytest.raises(InvalidArgument, match="holds a memory already"):
+    with pytest.raises(InvalidArgument, match="already holds a memory"):
         memstore.open(tmp_path / "m", spec=make_spec(), mode="x", key=lambda: bytes(32))
     assert (tmp_path / "m" / KEYS_NAME).read_bytes() == keys
 
@@ -154,12 +154,12 @@ def test_a_memory_is_never_made_over_an_encrypted_one(tmp_path: Path, key: Path)
 @pytest.mark.parametrize(
     ("content", "mode", "says"),
     [
-        (bytes(32), 0o640, "not its user's alone"),
-        (bytes(32), 0o604, "not its user's alone"),
-        (bytes(31), 0o600, "must have 32 bytes, or 64"),
-        (b"z" * 64, 0o600, "must have 32 bytes, or 64"),
-        (b"", 0o600, "must have 32 bytes, or 64"),
-        (bytes(32) + b"\n", 0o600, "must have 32 bytes, or 64"),
+        (bytes(32), 0o640, "only you may read it"),
+        (bytes(32), 0o604, "only you may read it"),
+        (bytes(31), 0o600, "must hold 32 bytes, or 64"),
+        (b"z" * 64, 0o600, "must hold 32 bytes, or 64"),
+        (b"", 0o600, "must hold 32 bytes, or 64"),
+        (bytes(32) + b"\n", 0o600, "must hold 32 bytes, or 64"),
     ],
 )
 def test_a_key_file_that_cannot_be_one_is_refused(content: bytes, mode: int, says: str, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_a_key_file_that_cannot_be_one_is_refused(content: bytes, mode: int, say
     assert not (tmp_path / "m").exists()
     with pytest.raises(NotFound, match="there is no key file"):
         memstore.open(tmp_path / "m", spec=make_spec(), key=tmp_path / "none")
-    with pytest.raises(InvalidArgument, match="gave 3 bytes"):
+    with pytest.raises(InvalidArgument, match="returned 3 bytes"):
         memstore.open(tmp_path / "m", spec=make_spec(), key=lambda: b"abc")
 
 
@@ -416,7 +416,7 @@ def test_whatever_makes_a_memory_takes_its_key_as_open_does(
         append(memory.document("whale"), random_tokens(LONG))
         export_memory(memory, tmp_path / "export")
     one, other = (lambda: bytes(range(32))), (lambda: bytes(32))
-    with pytest.raises(WrongKey, match="is not encrypted, and a key was given"):
+    with pytest.raises(WrongKey, match="is not encrypted, but a key was given"):
         memstore.copy(tmp_path / "plain", tmp_path / "none", key=one)
     memstore.copy(tmp_path / "plain", tmp_path / "first", target_key=key)
     memstore.copy(tmp_path / "first", tmp_path / "same", key=one)
@@ -432,7 +432,7 @@ def test_whatever_makes_a_memory_takes_its_key_as_open_does(
 
 
 def test_an_index_that_keeps_landmarks_elsewhere_is_refused(tmp_path: Path, key: Path) -> None:
-    with pytest.raises(InvalidArgument, match="Milvus keeps landmarks in files of its own"):
+    with pytest.raises(InvalidArgument, match="Milvus would keep its landmarks unencrypted"):
         memstore.open(tmp_path / "m", spec=make_spec(), key=key, index=f"milvus:{tmp_path / 'x.db'}")
 
 

@@ -170,7 +170,7 @@ def test_a_fork_survives_a_new_process(tmp_path: Path) -> None:
 def test_bad_forks_are_refused(memory: Memory) -> None:
     parent = written(memory)
     parent.fork("fork")
-    with pytest.raises(InvalidArgument, match="there is a document 'fork' already"):
+    with pytest.raises(InvalidArgument, match="a document 'fork' exists already"):
         parent.fork("fork")
     with pytest.raises(InvalidArgument, match="n_blocks must be a whole number from 0 to 10, not 11"):
         parent.fork("other", 11)

@@ -264,7 +264,7 @@ def test_a_file_with_a_second_name_is_not_written(whole: Path, scheme: str, tmp_
     other = tmp_path / "other"
     os.link(file, other)
     before = other.read_bytes()
-    with pytest.raises(ReadOnlyMemory, match=re.escape(f"{file} is one file under several names")):
+    with pytest.raises(ReadOnlyMemory, match=re.escape(f"{file} has several names")):
         memstore.open(f"{scheme}{tmp_path / 'm'}")
     with memstore.open(f"{scheme}{tmp_path / 'm'}", mode="r") as memory:
         check_content(memory.document("a"), TOKENS)
@@ -283,7 +283,7 @@ def test_the_name_under_which_a_file_was_made_is_no_second_one(
     os.link(file, file.with_name(f"{name}.0123abcd"))  # as it is left where its maker was killed
     memstore.open(f"{scheme}{tmp_path / 'm'}").close()
     os.link(file, tmp_path / "other")
-    with pytest.raises(ReadOnlyMemory, match="under several names"):
+    with pytest.raises(ReadOnlyMemory, match="several names"):
         memstore.open(f"{scheme}{tmp_path / 'm'}")
 
 
@@ -295,7 +295,7 @@ def test_traces_with_a_second_name_are_not_written(whole: Path, scheme: str, tmp
     before = (tmp_path / "other").read_bytes()
     with (
         memstore.open(f"{scheme}{tmp_path / 'm'}") as memory,
-        pytest.raises(ReadOnlyMemory, match="under several names"),
+        pytest.raises(ReadOnlyMemory, match="several names"),
     ):
         record(memory)
     assert (tmp_path / "other").read_bytes() == before

@@ -99,9 +99,10 @@ def test_a_foreign_fingerprint_is_named_word_by_word(tmp_path: Path) -> None:
     with pytest.raises(ForeignMemory) as raised:
         memstore.open(tmp_path / "m", spec=other)
     assert str(raised.value) == (
-        f"memory {tmp_path / 'm'} was made for something else: weights: 91bc here, 3fa2 in the memory; "
-        "positions: alibi here, rope in the memory; capacity: 9 here, None in the memory. Its states are not used. "
-        "Open it with the model and settings that it was made with, or make a new memory at another path."
+        f"memory {tmp_path / 'm'} does not fit this model or these settings: weights: 91bc here, "
+        "3fa2 in the memory; positions: alibi here, rope in the memory; capacity: 9 here, None in the memory. Its "
+        "states are not used. Open it with the model and settings that it was made with, or make a new memory at "
+        "another path."
     )
     memstore.open(tmp_path / "m", spec=make_spec()).close()  # the lock was released
 
@@ -213,8 +214,8 @@ def test_other_packages_bring_stores_by_entry_point(monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize(
     ("brought", "says"),
     [
-        (lambda *_: RamStore(), "gave a RamStore, and not an OpenStore"),
-        (lambda *_: None, "gave a NoneType, and not an OpenStore"),
+        (lambda *_: RamStore(), "returned a RamStore instead of an OpenStore"),
+        (lambda *_: None, "returned a NoneType instead of an OpenStore"),
         (
             ImportError("no module named 'kept'"),
             r"x:y, which another package .* cannot be loaded \(no module named 'kept",
@@ -237,7 +238,7 @@ def test_a_store_of_another_package_that_cannot_be_used(
 
 
 def test_an_unknown_index_is_an_error_at_once() -> None:
-    with pytest.raises(InvalidArgument, match="there is: auto, "):
+    with pytest.raises(InvalidArgument, match="choose from auto, "):
         memstore.open("ram:", spec=make_spec(), index="hnsw")
 
 

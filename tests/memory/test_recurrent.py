@@ -66,7 +66,7 @@ def memory(make_memory: MakeMemory) -> Memory:
 def test_states_are_kept_every_few_blocks_and_at_the_end(memory: Memory) -> None:
     check(memory.document("text"), TEXT, [3 * S, len(TEXT)])
     assert memory.stats()["bytes"]["recurrent"] == 2 * (2 * 27 * 4 + 36 * 2)
-    with pytest.raises(NotFound, match="after 4 tokens is not kept"):
+    with pytest.raises(NotFound, match="no recurrent state after 4 tokens"):
         memory.document("text").recurrent(S)
     assert memory.verify() == []
 
@@ -138,7 +138,7 @@ def test_what_is_no_state_of_the_model_is_refused(memory: Memory, make_memory: M
     for each in wrong:
         with pytest.raises(InvalidArgument, match="recurrent states"), text.append(TEXT[:1]) as batch:
             batch.put_recurrent(each)
-    with pytest.raises(InvalidArgument, match="do not go with"), text.append(TEXT[:1]) as batch:
+    with pytest.raises(InvalidArgument, match="must end among"), text.append(TEXT[:1]) as batch:
         batch.put_recurrent(good, at=len(TEXT))
     with pytest.raises(InvalidArgument, match="recurrent states"), make_memory().document("plain").append([5]) as batch:
         batch.put_recurrent(good)

@@ -182,7 +182,7 @@ def test_a_tree_that_cannot_be_walked_is_refused(path: Path) -> None:
     with memstore.open(path) as memory:
         crash = [Finding(kind="crash", message="ended by SIGBUS")]
         with pytest.raises(
-            DamagedError, match=r"cannot be repaired in place: .* To save what can still be read: memstore repair "
+            DamagedError, match=r"cannot be repaired in place: .* Save the readable part: memstore repair "
         ):
             Repair(memory._shared, memory.document, lambda: crash).run(dry_run=False)
 
@@ -208,7 +208,7 @@ def test_a_large_value_that_names_pages_of_others_is_never_freed(
     data[start + place] ^= 1 << bit
     (path / "data.mdb").write_bytes(data)
     with memstore.open(path) as memory:
-        assert "says another number or another length" in memory.verify()[0].message
+        assert "names another page or another length" in memory.verify()[0].message
         for act in (memory.repair, lambda: memory.forget("whale"), lambda: memory.document("whale").truncate(0)):
             with pytest.raises(DamagedError, match=r"memstore repair .* --to NEW"):
                 act()

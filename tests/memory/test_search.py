@@ -96,7 +96,7 @@ def test_queries_that_cannot_be_compared_are_refused(memory: Memory, queries: Te
 
 def test_layers_without_landmarks_and_blocks_that_are_not_there_are_refused(memory: Memory) -> None:
     assert (check_layer(memory, None), check_layer(memory, 0)) == (2, 0)
-    with pytest.raises(InvalidArgument, match="layers that have: 0, 2"):
+    with pytest.raises(InvalidArgument, match="layers with landmarks: 0, 2"):
         check_layer(memory, 1)
     with pytest.raises(NotFound, match="no block 99"):
         search_block(memory.document("whale"), 99, 3, layer=0, among=memory.documents())

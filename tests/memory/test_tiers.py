@@ -215,7 +215,7 @@ def test_the_device_pool_gives_tensors_on_its_device(memory: Memory, tmp_path: P
     [{"host_bytes": -1}, {"host_bytes": True}, {"device_bytes": 1.5}, {"device_bytes": 1, "device": "typewriter"}],
 )
 def test_budgets_that_are_none_are_refused(tmp_path: Path, options: dict[str, object]) -> None:
-    with pytest.raises(InvalidArgument, match=r"number of bytes|device of torch"):
+    with pytest.raises(InvalidArgument, match=r"number of bytes|a torch device"):
         memstore.open(tmp_path / "m", spec=make_spec(), **options)  # type: ignore[arg-type]
 
 

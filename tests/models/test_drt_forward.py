@@ -187,7 +187,7 @@ def test_labels_have_a_place_for_every_token() -> None:
     model, ids = make(), tokens(10, rows=2)
     mask = torch.ones_like(ids).index_fill(1, torch.tensor([0]), 0)
     for labels in (ids[:, :9], ids[:1], ids[0]):
-        with pytest.raises(InvalidArgument, match=r"labels need logits of all \[2, 10\] tokens"):
+        with pytest.raises(InvalidArgument, match=r"labels need the logits of all \[2, 10\] tokens"):
             model(ids, attention_mask=mask, labels=labels)
     with pytest.raises(InvalidArgument, match="logits_to_keep=3"):
         model(ids, labels=ids, logits_to_keep=3)

@@ -229,7 +229,7 @@ def test_a_cache_serves_the_model_that_began_it_alone(tmp_path: Path) -> None:
                 other(tokens(5), past_key_values=cache)
         cache, generate = reader.cache(), cast("Any", model).generate
         generate(tokens(9), **{CACHE: cache}, max_new_tokens=2)
-        with pytest.raises(InvalidArgument, match="past_key_values holds 10 given tokens already"):
+        with pytest.raises(InvalidArgument, match="past_key_values holds 10 tokens, so input_ids must be longer"):
             generate(tokens(4), **{CACHE: cache}, max_new_tokens=2)
         with pytest.raises(InvalidArgument, match="at least one row, not 0"):
             reader.cache(0)

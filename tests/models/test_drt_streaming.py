@@ -186,5 +186,5 @@ def test_rows_can_be_picked_and_repeated(kind: str) -> None:
 
 def test_a_cache_cannot_be_cut() -> None:
     cache = DRTCache(make().config, 1)
-    with pytest.raises(NotImplementedError, match="assisted generation"):
+    with pytest.raises(NotImplementedError, match="Assisted generation"):
         cache.crop(3)

@@ -105,7 +105,7 @@ def test_what_it_would_not_compute_is_refused() -> None:
         make_hils(torch.nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="no option block"):
         make_hils(stock("llama"), block=8)
-    with pytest.raises(UnsupportedModel, match="must be one of llama, qwen3, olmo2, olmo3"):
+    with pytest.raises(UnsupportedModel, match="use one of llama, qwen3, olmo2, olmo3"):
         make_hils(MistralForCausalLM(MistralConfig(**SIZES)))
     with pytest.raises(UnsupportedModel, match="biases"):
         make_hils(stock("llama", attention_bias=True))

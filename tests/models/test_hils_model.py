@@ -181,9 +181,9 @@ def test_the_7b_has_its_layers_and_sizes() -> None:
     ("changes", "error", "message"),
     [
         ({"chunk_size": 1}, InvalidArgument, "at least 2"),
-        ({"sliding_window": 7}, InvalidArgument, "must hold a block"),
+        ({"sliding_window": 7}, InvalidArgument, "must be at least a block"),
         ({"num_key_value_heads": 3}, InvalidArgument, "multiple of"),
-        ({"full_attn_interleave": 9}, InvalidArgument, "none is a HiLS layer"),
+        ({"full_attn_interleave": 9}, InvalidArgument, "layers is a HiLS layer"),
         ({"rope_theta": 0}, InvalidArgument, "above 0"),
         ({"hils_topk": 0}, InvalidArgument, "hils_topk must be"),
         ({"mask_lmk_token": False}, UnsupportedModel, "mask_lmk_token=False"),

@@ -62,9 +62,9 @@ def test_kinds_are_told_apart_by_their_layers(tmp_path: Path) -> None:
 def test_a_family_that_is_not_known_is_refused_by_name() -> None:
     model = tiny("deepseek_v32")
     vars(model.config)["model_type"] = "deepseek_v9"
-    with pytest.raises(UnsupportedModel, match=r"a family that this memstore does not know, deepseek_v9\. It knows"):
+    with pytest.raises(UnsupportedModel, match=r"does not support the index of deepseek_v9 models. It supports"):
         memstore.attach(model, "ram:")
-    with pytest.raises(UnsupportedModel, match="with index_kpool_always_select_tail=False its first tokens"):
+    with pytest.raises(UnsupportedModel, match="index_kpool_always_select_tail is False, so its first tokens"):
         family_of(tiny("glm5_next", index_kpool_always_select_tail=False))
 
 
@@ -87,7 +87,7 @@ def _filled(model: Any) -> Any:
     ("made", "message"),
     [
         (lambda model: StaticCache(model.config, max_cache_len=64), "a plain dynamic cache, got StaticCache"),
-        (_filled, "filled before it met the memory"),
+        (_filled, "was filled before the memory was attached"),
     ],
 )
 def test_caches_of_the_callers_own_are_refused(made: Callable[[Any], Any], message: str) -> None:
@@ -140,7 +140,7 @@ def test_what_a_memory_cannot_honour_is_refused_by_name() -> None:
         ):
             with pytest.raises(InvalidArgument, match=message):
                 logits(model, rows, **options)
-        with pytest.raises(InvalidArgument, match="attached already"), memstore.attach(model, "ram:"):
+        with pytest.raises(InvalidArgument, match="already has a memory attached"), memstore.attach(model, "ram:"):
             pass
         with pytest.raises(InvalidArgument, match="guidance_scale"):
             model.generate(rows, guidance_scale=2.0)
@@ -216,7 +216,7 @@ def test_a_memory_is_read_on_beside_calls_that_see_it() -> None:
         torch.testing.assert_close(before.logits, expected[:, 100:110], rtol=0, atol=1e-5)
         reader.append(ids[100:150])
         torch.testing.assert_close(logits(model, ids[None, 150:]), expected[:, 150:], rtol=0, atol=1e-5)
-        with pytest.raises(InvalidArgument, match="read on since"), torch.no_grad():
+        with pytest.raises(InvalidArgument, match="has grown since"), torch.no_grad():
             model(ids[None, 110:111], cache=before.cache)
 
 

@@ -79,7 +79,7 @@ def test_rows_of_different_lengths_see_what_each_would_see_alone() -> None:
 
 def test_a_capacity_that_cannot_be_is_refused() -> None:
     config = make(**SMALL).config
-    with pytest.raises(InvalidArgument, match="does not hold the 2"):
+    with pytest.raises(InvalidArgument, match="is less than top_k=2"):
         LandmarkCache(config, 1, retrieval=options(), capacity=1)
     for retrieval in (options(top_k="all"), options(positions="true")):
         with pytest.raises(InvalidArgument, match="every block counts"):

@@ -219,7 +219,7 @@ def test_tokens_that_do_not_exist_are_refused(bad: list[object]) -> None:
 def test_a_mask_that_does_not_fit_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="mask"):
         make()(tokens(10, rows=2), attention_mask=torch.ones(2, 9))
-    with pytest.raises(InvalidArgument, match="leaves out all"):
+    with pytest.raises(InvalidArgument, match="hides all"):
         make()(tokens(10, rows=2), attention_mask=torch.zeros(2, 10))
 
 

@@ -167,7 +167,7 @@ def test_what_is_taken_back_of_the_cache_is_not_remembered(model: LlamaForCausal
     logits(model, tokens(1, 9), **{CACHE: cache})
     logits(model, tokens(1, 1), **{CACHE: cache})
     cache.crop(-2)
-    with pytest.raises(InvalidArgument, match="cut from 10 to 8 tokens, and a memory cannot be"):
+    with pytest.raises(InvalidArgument, match="cut from 10 to 8 tokens, but a memory cannot be cut"):
         logits(model, tokens(1, 1), **{CACHE: cache})
     memory.clear()
     logits(model, tokens(1, 1), **{CACHE: cache})
@@ -204,12 +204,12 @@ def test_what_cannot_be_is_refused(model: LlamaForCausalLM) -> None:
     with pytest.raises(InvalidArgument, match="no memory"):
         remove_knn_memory(model)
     add_knn_memory(model)
-    with pytest.raises(InvalidArgument, match="has a memory already"):
+    with pytest.raises(InvalidArgument, match="already has a memory"):
         add_knn_memory(model)
     logits(model, tokens(2, 3))
-    with pytest.raises(InvalidArgument, match="the memory has 2 rows, the batch has 1"):
+    with pytest.raises(InvalidArgument, match="the memory has 2 rows, but the batch has 1"):
         logits(model, tokens(1, 3))
-    with pytest.raises(InvalidArgument, match="there is no row 2"):
+    with pytest.raises(InvalidArgument, match="row 2 does not exist"):
         knn_memory_of(model).clear(2)
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2))
     with pytest.raises(UnsupportedModel, match="q_proj"):

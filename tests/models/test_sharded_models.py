@@ -33,14 +33,14 @@ def test_ranks_answer_as_one_process_also_where_there_are_more_of_them_than_bloc
 @pytest.mark.parametrize("case", ["drt, rope", "stock with a kNN layer"])
 def test_what_needs_all_blocks_in_one_place_is_refused(tmp_path: Path, case: str) -> None:
     model = ranks.model(case)
-    with pytest.raises(InvalidArgument, match="use mode='r', and read with one process"):
+    with pytest.raises(InvalidArgument, match="use mode='r', and read texts with one"):
         memstore.attach(model, tmp_path / "m", process_group=object())
     ranks.read(tmp_path / "m", case, 41)
     assert run_ranks(ranks.work_refused, 1, str(tmp_path), case) == [0]
     for number in range(3):
         assert "use generate, or attach without process_group" in (tmp_path / f"{number}.txt").read_text()
-    assert "divided among processes, which is for stock models" in (tmp_path / "divided.txt").read_text()
+    assert "divided among processes, which only stock models" in (tmp_path / "divided.txt").read_text()
     if "drt" in case:
         missing = Retrieval(on_error="miss")
-        with pytest.raises(InvalidArgument, match="on_error='miss' is for one process"):
+        with pytest.raises(InvalidArgument, match="on_error='miss' works in one process"):
             memstore.attach(model, tmp_path / "m", mode="r", process_group=object(), retrieval=missing)

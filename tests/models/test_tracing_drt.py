@@ -168,5 +168,5 @@ def test_beams_are_not_traced() -> None:
         reader.read(tokens(50)[0])
         with pytest.raises(InvalidArgument, match="without beams"):
             reader.generate(tokens(3), max_new_tokens=2, num_beams=2, trace=True)
-        with reader.record([1, 2]), pytest.raises(InvalidArgument, match="in order"):
+        with reader.record([1, 2]), pytest.raises(InvalidArgument, match="keeps the order"):
             reader.cache(2).reorder_cache(torch.tensor([1, 1]))

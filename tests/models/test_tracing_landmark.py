@@ -163,5 +163,5 @@ def test_generate_records_what_it_chose() -> None:
         assert trace.tokens() == out[0, 5:].tolist()
         assert trace.info["mechanism"] == "landmark"
         assert trace.info["layers"] == [1, 2]
-        with reader.record([1]), pytest.raises(InvalidArgument, match="in order"):
+        with reader.record([1]), pytest.raises(InvalidArgument, match="keeps the order"):
             reader.cache(2).reorder_cache(torch.tensor([1, 1]))

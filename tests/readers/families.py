@@ -435,7 +435,7 @@ def tried(name: str, **sizes: Any) -> Tried:
 def _reason(text: str) -> str:
     """Of a refusal, without the names of the model and what to do instead."""
     text = re.sub(r"^cannot attach a memory to [^:]+: ", "", text).partition(". Use a decoder")[0]
-    text = re.sub(r"(on tokens alone) \(.*", r"\1", text, flags=re.DOTALL)
+    text = re.sub(r"(with tokens alone) \(.*", r"\1", text, flags=re.DOTALL)
     return re.sub(r"\b\d+\b", "n", text)
 
 

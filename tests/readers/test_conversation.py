@@ -147,7 +147,7 @@ def test_a_model_without_a_template_talks_as_in_a_play(tmp_path: Path) -> None:
         assert answer.text == "Good day."
         with pytest.raises(InvalidArgument, match="name of the session is empty"):
             reader.chat(" ")
-        with pytest.raises(InvalidArgument, match="nothing said"):
+        with pytest.raises(InvalidArgument, match="message is empty"):
             reader.chat("today").say(" ")
 
 

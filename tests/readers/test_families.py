@@ -40,19 +40,19 @@ def test_dense_models_experts_and_compressed_states_are_exact(name: str) -> None
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("doge", "makes masks of its own"),
-        ("moshi", "turns its keys itself"),
-        ("roberta", "learned positions begin elsewhere"),
-        ("zaya", "attend and remember in another way at once"),
-        ("jamba", "read in two parts, a text comes out otherwise"),
+        ("doge", "makes its own attention masks"),
+        ("moshi", "rotates its keys itself"),
+        ("roberta", "learned positions do not begin"),
+        ("zaya", "both attend and keep other states"),
+        ("jamba", "a text read in two parts"),
         ("hrm_text", "of its 32 layers attend"),
         ("mamba", "do not call the attention interface"),
         ("unlimited_ocr", "in a cache of its own"),
         ("minimax", "in a cache of its own"),
-        ("recurrent_gemma", "its layers keep it to themselves"),
-        ("deepseek_v32", "look into the mask themselves"),
-        ("llama4", "not given its positions as cosines and sines"),
-        ("blip-2", "does not run on tokens alone .*pixel_values"),
+        ("recurrent_gemma", "its layers do not put their states into the cache"),
+        ("deepseek_v32", "layers inspect the attention mask"),
+        ("llama4", "does not get its positions as cosines and sines"),
+        ("blip-2", "does not run with tokens alone .*pixel_values"),
     ],
 )
 def test_a_family_that_would_be_wrong_is_refused(name: str, reason: str) -> None:

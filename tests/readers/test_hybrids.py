@@ -119,5 +119,5 @@ def test_rows_with_padding_are_refused() -> None:
     mask[1, :3] = 0
     with hybrid(model, "ram:") as reader:
         reader.read(TEXT)
-        with pytest.raises(InvalidArgument, match="rows of one length"):
+        with pytest.raises(InvalidArgument, match="rows of equal length"):
             model(rows, attention_mask=mask)

@@ -55,7 +55,7 @@ def test_an_error_inside_of_a_forward_pass_restores_the_model() -> None:
             attached.read(tokens(60))
             attached.read(tokens(150))
 
-    with pytest.raises(InvalidArgument, match="learned positions for 64 tokens"):
+    with pytest.raises(InvalidArgument, match="learned positions for only 64 tokens"):
         read_too_much()
     assert_restored(model, before)
 
@@ -64,7 +64,7 @@ def test_two_memories_at_once_are_refused_and_the_first_stays() -> None:
     model = tiny("llama")
     with attach(model, "ram:", document="text", **SIZES) as attached:
         attached.read(tokens(100))
-        with pytest.raises(InvalidArgument, match="attached already"), attach(model, "ram:", **SIZES):
+        with pytest.raises(InvalidArgument, match="already has a memory attached"), attach(model, "ram:", **SIZES):
             pass
         attached.read(tokens(120))
 
@@ -72,7 +72,7 @@ def test_two_memories_at_once_are_refused_and_the_first_stays() -> None:
 def test_a_model_on_several_devices_is_refused() -> None:
     model = tiny("llama")
     model.model.layers[1].to("meta")
-    with pytest.raises(UnsupportedModel, match="cpu and meta; load it onto one"):
+    with pytest.raises(UnsupportedModel, match="cpu and meta; load the model onto one"):
         attach(model, "ram:", **SIZES)
 
 
@@ -102,9 +102,9 @@ def test_a_model_without_the_attention_interface_is_refused(name: str) -> None:
     [
         ({"window": 40}, "window must be a multiple of the block size 16"),
         ({"sink": 7}, "sink must be a multiple"),
-        ({"segment": 0}, "segment must be a multiple of the block size 16, at least 16, got 0"),
+        ({"segment": 0}, "segment must be a multiple of the block size 16 and at least 16, got 0"),
         ({"block_size": 0}, "block_size must be a whole number of at least 1, got 0"),
-        ({"routing_layers": (9,)}, "layer numbers from 0 to 3"),
+        ({"routing_layers": (9,)}, "layers from 0 to 3"),
     ],
 )
 def test_sizes_that_do_not_fit_are_named(options: dict[str, Any], message: str) -> None:
@@ -121,7 +121,7 @@ def test_top_k_must_be_a_number_of_blocks(value: Any) -> None:
 def test_a_memory_of_another_model_is_refused(tmp_path: Path) -> None:
     with attach(tiny("llama"), tmp_path / "m", document="text", **SIZES) as attached:
         attached.read(tokens(100))
-    with pytest.raises(ForeignMemory, match=r"not made by this model \(weights: "):
+    with pytest.raises(ForeignMemory, match=r"made by another model \(weights: "):
         attach(tiny("llama", seed=1), tmp_path / "m", **SIZES).open()
     with pytest.raises(ForeignMemory, match="architecture: "):
         attach(tiny("qwen3"), tmp_path / "m", **SIZES).open()
@@ -137,7 +137,7 @@ def test_caches_that_cannot_be_used_are_refused() -> None:
     model = tiny("llama")
     filled = model(tokens(5)[None], use_cache=True).past_key_values
     with attach(model, "ram:", document="text", **SIZES):
-        with pytest.raises(InvalidArgument, match="filled before it met the memory"):
+        with pytest.raises(InvalidArgument, match="was filled before the memory was attached"):
             model(tokens(5)[None], **{CACHE: filled})
         with pytest.raises(InvalidArgument, match="dynamic cache, got StaticCache"):
             model(tokens(5)[None], **{CACHE: StaticCache(model.config, max_cache_len=32)})
@@ -154,13 +154,13 @@ def test_caches_that_cannot_be_used_are_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ([], "nothing to read"),
+        ([], "the text has no tokens"),
         ([0.5, 1.0], r"integers of shape \[t\]"),
-        ("abc", "give attach the tokenizer"),
+        ("abc", "pass the tokenizer"),
         ([2**70], "integers"),
-        (torch.ones(3, dtype=torch.bool), "got a mask"),
-        ([5, 97], "from 0 to 96, got 5..97"),
-        ([-1, 5], "these are -1 to 5"),
+        (torch.ones(3, dtype=torch.bool), "got a boolean mask"),
+        ([5, 97], "from 0 to 96, got 5 to 97"),
+        ([-1, 5], "got -1 to 5"),
     ],
 )
 def test_texts_that_cannot_be_read_are_named(text: Any, message: str) -> None:
@@ -186,7 +186,7 @@ def test_reading_needs_a_name_where_there_are_several_documents() -> None:
     with attach(tiny("llama"), "ram:", **SIZES) as attached:
         assert attached.read(tokens(10)).document == "document"
         attached.read(tokens(10, seed=1), "other")
-        with pytest.raises(InvalidArgument, match="Pass document=NAME, there are 'document', 'other'"):
+        with pytest.raises(InvalidArgument, match="pass document=NAME, one of 'document', 'other'"):
             attached.read(tokens(20))
 
 
@@ -226,7 +226,7 @@ def test_masks_of_other_values_than_0_and_1_are_refused(value: float) -> None:
     mask[0, 1] = value
     with attach(model, "ram:", **SIZES):
         whole = model(tokens(5)[None]).logits
-        with pytest.raises(InvalidArgument, match="attention_mask is 0 for tokens that are hidden"):
+        with pytest.raises(InvalidArgument, match="attention_mask must be 0 for hidden tokens"):
             model(tokens(5)[None], attention_mask=mask)
         for ones in (torch.ones(1, 5), torch.ones(1, 5, dtype=torch.int64), torch.ones(1, 5, dtype=torch.bool)):
             assert torch.equal(model(tokens(5)[None], attention_mask=ones).logits, whole)
@@ -257,7 +257,7 @@ def test_a_right_padded_row_is_that_row_alone() -> None:
         mask[:, 40:] = 0
         with torch.no_grad():
             together, alone = model(padded, attention_mask=mask).logits[:, :40], model(ids[None]).logits
-        with pytest.raises(InvalidArgument, match="nothing but padding"):
+        with pytest.raises(InvalidArgument, match="consists of padding"):
             model(padded, attention_mask=torch.zeros_like(mask))
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-4)
 

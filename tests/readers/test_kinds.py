@@ -76,7 +76,7 @@ def test_a_kind_is_found_by_what_its_configuration_is_called(tmp_path: Path) -> 
 
 
 def test_a_kind_takes_the_options_that_it_names() -> None:
-    with pytest.raises(InvalidArgument, match="sink is for stock models; a kNN-LM does not take it"):
+    with pytest.raises(InvalidArgument, match="sink is for stock models, not for a kNN-LM"):
         memstore.attach(knn_lm(), "ram:", sink=4)
 
 
@@ -160,5 +160,5 @@ def test_a_package_that_cannot_be_loaded_stands_in_nobody_s_way(caplog: pytest.L
     with pytest.raises(InvalidArgument, match=r"entry point gone of memstore\.kinds cannot be loaded"):
         kind_of(model)
     assert {"drt", "landmark", "hils", "indexed"} <= kinds.trainable().keys()
-    assert "'gone' of another package is left out" in caplog.text
+    assert "a kind of model ('gone') from another package is ignored" in caplog.text
     assert KNN_LM in kinds.known_kinds()

@@ -201,7 +201,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     load = Loader(tmp_path / "processes")
     with pytest.raises(InvalidArgument, match="workers must be at least 1"):
         read_many(load, TEXTS, tmp_path / "m", workers=0)
-    with pytest.raises(InvalidArgument, match="name one with parts="):
+    with pytest.raises(InvalidArgument, match="need a folder: pass"):
         read_many(load, TEXTS, "ram:", **SIZES)
     with pytest.raises(NotFound, match="no model folder"):
         read_many(tmp_path / "nowhere", TEXTS, tmp_path / "m")
@@ -210,7 +210,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with (
         memstore.open(tmp_path / "secret", spec=spec, key=lambda: bytes(range(32))) as memory,
         memstore.attach(tiny("llama"), memory, **SIZES) as reader,
-        pytest.raises(InvalidArgument, match="an encrypted memory is read by one process"),
+        pytest.raises(InvalidArgument, match="an encrypted memory must be read by"),
     ):
         read_parts(reader, load, TEXTS, **SIZES)
     assert not (tmp_path / "secret.parts").exists()

@@ -127,7 +127,7 @@ def test_without_a_cache_of_its_own_the_whole_prompt_sees_what_is_retrieved(alon
 
 
 def test_an_opening_is_shorter_than_its_prompt() -> None:
-    with asked() as reader, pytest.raises(InvalidArgument, match="expected an opening of less than the prompt"):
+    with asked() as reader, pytest.raises(InvalidArgument, match="opening must be shorter than the prompt"):
         logits(reader, FIRST, opening=OPENING + len(FIRST) + 3)
 
 

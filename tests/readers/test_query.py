@@ -92,7 +92,7 @@ def test_the_exchange_before_counts_a_fifth_where_a_question_refers_to_it() -> N
     [
         (torch.empty(0, dtype=torch.int64), "model", "a query needs at least one token"),
         (torch.tensor([1, 1000]), "model", "token ids must be from 0 to 96"),
-        (QUERY, "layer", "every layer asks with the prompt's own tokens"),
+        (QUERY, "layer", "every layer searches with the prompt's own tokens"),
     ],
 )
 def test_what_cannot_choose_is_told(query: Tensor, share: Any, says: str) -> None:
@@ -106,7 +106,7 @@ def test_what_cannot_choose_is_told(query: Tensor, share: Any, says: str) -> Non
 def test_models_that_were_trained_to_ask_take_no_query() -> None:
     with memstore.attach(small_drt(), "ram:") as reader:
         reader.read(tokens(200))
-        with pytest.raises(InvalidArgument, match="query is for stock models; a DRT does not take it"):
+        with pytest.raises(InvalidArgument, match="query is for stock models, not for a DRT"):
             reader.generate(prompt(), query=QUERY, **GREEDY)
 
 

@@ -66,7 +66,7 @@ def test_one_token_is_enough_and_none_is_not() -> None:
         assert len(attached.search([5], 2)) == 2
         with pytest.raises(InvalidArgument, match="at least one token"):
             attached.search([])
-        with pytest.raises(InvalidArgument, match="layers that have"):
+        with pytest.raises(InvalidArgument, match="layers with landmarks"):
             attached.search([5], layer=99)
 
 

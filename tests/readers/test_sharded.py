@@ -81,7 +81,7 @@ def test_layers_may_be_divided_beside_a_memory_that_is_shared(tmp_path: Path, ca
     alone = ranks.answer(str(tmp_path / "m"), case)
     assert run_ranks(ranks.work_divided, 4, str(tmp_path), case) == [0] * 4
     check(tmp_path, alone, 4)
-    assert "divided among processes only asks a memory: use mode='r'" in (tmp_path / "0.txt").read_text()
+    assert "divided among processes can only ask a memory: use mode='r'" in (tmp_path / "0.txt").read_text()
 
 
 @pytest.mark.parametrize("case", ["group"])
@@ -95,7 +95,7 @@ def test_a_model_that_transformers_divides_answers_as_the_whole_one(tmp_path: Pa
 
 def test_a_model_that_is_brought_together_layer_by_layer_is_refused(tmp_path: Path) -> None:
     assert run_ranks(ranks.work_fully_sharded, 2, str(tmp_path)) == [0, 0]
-    assert "fully_shard brings its weights together" in (tmp_path / "1.txt").read_text()
+    assert "fully_shard gathers its weights" in (tmp_path / "1.txt").read_text()
 
 
 def test_the_digest_of_divided_weights_waits_for_nobody_who_has_kept_it(tmp_path: Path) -> None:
@@ -137,11 +137,11 @@ def test_ranks_that_see_different_memories_hear_of_it(tmp_path: Path) -> None:
         ranks.read(tmp_path / str(rank), "model", (length,))
     assert run_ranks(ranks.work_on_different_memories, 2, str(tmp_path)) == [0, 0]
     for rank in range(2):
-        assert "do not see the same memory" in (tmp_path / f"{rank}.txt").read_text()
+        assert "see different memories" in (tmp_path / f"{rank}.txt").read_text()
 
 
 def test_what_ranks_cannot_do_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="use mode='r', and read with one process"):
+    with pytest.raises(InvalidArgument, match="use mode='r', and read texts with one"):
         memstore.attach(tiny("llama"), tmp_path / "m", process_group=object())
     ranks.read(tmp_path / "m", "model", (100,))
     reader = memstore.attach(tiny("llama"), tmp_path / "m", mode="r", process_group=object(), **ranks.SIZES)

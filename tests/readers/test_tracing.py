@@ -348,7 +348,7 @@ def test_where_everything_is_direct_there_is_nothing_to_tell() -> None:
 def test_reading_is_not_recorded_and_a_recording_ends_with_its_block() -> None:
     model = tiny("llama")
     with reading(model, Retrieval(top_k=2)) as attached:
-        with attached.record(), pytest.raises(InvalidArgument, match="recorded already"), attached.record():
+        with attached.record(), pytest.raises(InvalidArgument, match="already recording"), attached.record():
             pass
         with attached.record() as writer:
             attached.read(tokens(LENGTH + 64), "text")

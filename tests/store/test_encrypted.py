@@ -61,7 +61,7 @@ def test_a_ciphertext_is_refused_in_another_place(other: Key) -> None:
     assert second
     inner.write(Batch(puts=[(block(0), second), (other, first)]))  # the store below writes right checksums
     for key in (block(0), other):
-        with pytest.raises(DamagedError, match="was not written for this place"):
+        with pytest.raises(DamagedError, match="was moved here from another place"):
             store.get(key)
     assert [scanned.damage is None for scanned in store.scan()] == [False, False]
 
@@ -88,7 +88,7 @@ def test_ciphertext_of_another_memory_is_refused() -> None:
     put_blocks(one, range(1))
     put_blocks(other, range(1))
     stores[1].write(Batch(puts=[(block(0), stores[0].get(block(0)) or ())]))
-    with pytest.raises(DamagedError, match="was not written for this place"):
+    with pytest.raises(DamagedError, match="was moved here from another place"):
         other.get(block(0))
 
 
@@ -130,7 +130,7 @@ def test_a_number_without_values_has_no_key(tmp_path: Path) -> None:
     assert entry not in (tmp_path / "m" / KEYS_NAME).read_bytes()
     shutil.copy(tmp_path / "m" / KEYS_NAME, tmp_path / "copy" / KEYS_NAME)
     old = open_encrypted(tmp_path / "copy")
-    with pytest.raises(DamagedError, match="the key of number 1 is not in"):
+    with pytest.raises(DamagedError, match="the wrapped key of number 1 is missing or damaged"):
         old.get(block(0, document=1))
     assert same(old.get(block(0, document=2)), value(0))
     old.close()

@@ -33,7 +33,7 @@ while not message:
     except StoreFull as error:
         message = str(error)
     assert count < 10_000
-assert "what was committed before stands" in message, message
+assert "earlier commits are intact" in message, message
 assert store.keys(*BLOCKS) == [block(item) for item in range(count)]
 for _ in range(3):
     try:
@@ -109,7 +109,7 @@ for size in (100_000, 1_000_000):
         store.write(Batch(puts=[(Key(Table.BLOCKS, 3), (Record(Layout("uint8", (size,)), np.ones(size, np.uint8)),))]))
         raise SystemExit("it fitted after all")
     except StoreFull as error:
-        assert "none of it was stored" in str(error), error
+        assert "Nothing of the batch was stored" in str(error), error
 fill()
 for document in (1, 2):
     store.delete(document)

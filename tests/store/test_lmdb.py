@@ -135,7 +135,10 @@ def test_a_fork_is_told_to_open_for_itself(tmp_path: Path) -> None:
     process.start()
     for _ in range(2):
         assert receiver.poll(20)
-        assert f"was open in process {os.getpid()} when it forked this process, {process.pid}" in receiver.recv()
+        assert (
+            f"was opened by process {os.getpid()}, which then forked into this process, {process.pid}"
+            in receiver.recv()
+        )
     process.join()
     put_blocks(store, range(1, 2))
     assert len(store.keys(*BLOCKS)) == 2
@@ -167,14 +170,14 @@ def test_something_else_there(tmp_path: Path) -> None:
 
 def test_a_link_that_leads_nowhere(tmp_path: Path) -> None:
     (tmp_path / "m").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(NotAMemory, match="m is a link to nothing"):
+    with pytest.raises(NotAMemory, match="m is a broken link"):
         LmdbStore.create(tmp_path / "m")
     assert not (tmp_path / "nowhere").exists()
 
 
 def test_creating_twice(tmp_path: Path) -> None:
     LmdbStore.create(tmp_path / "m").close()
-    with pytest.raises(InvalidArgument, match="holds a memory already"):
+    with pytest.raises(InvalidArgument, match="already holds a memory"):
         LmdbStore.create(tmp_path / "m")
     LmdbStore.open(tmp_path / "m").close()
 
@@ -184,7 +187,7 @@ def test_a_truncated_memory_is_not_taken_for_one_never_made(tmp_path: Path, leng
     LmdbStore.create(tmp_path / "m").close()
     os.truncate(tmp_path / "m" / "data.mdb", length)
     for open_or_create in (LmdbStore.open, LmdbStore.create):
-        with pytest.raises(DamagedError, match=f"was truncated: {length} bytes"):
+        with pytest.raises(DamagedError, match=f"was truncated: it has only {length} bytes"):
             open_or_create(tmp_path / "m")
     assert (tmp_path / "m" / "data.mdb").stat().st_size == length
 
@@ -282,7 +285,7 @@ def test_a_full_map_is_a_full_store(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(environment, "MAP_BYTES", 1 << 20)
     store = LmdbStore.create(tmp_path / "m")
     put_blocks(store, range(10))
-    with pytest.raises(StoreFull, match="what was committed before stands"):
+    with pytest.raises(StoreFull, match="earlier commits are intact"):
         store.write(Batch(puts=[(block(item), value(item)) for item in range(10_000)]))
     assert store.keys(*BLOCKS) == [block(item) for item in range(10)]
     put_blocks(store, range(10, 20))
@@ -422,7 +425,7 @@ def test_a_truncated_file_is_refused_not_a_crash(tmp_path: Path) -> None:
 def test_rubbish_instead_of_data(tmp_path: Path) -> None:
     LmdbStore.create(tmp_path / "m").close()
     (tmp_path / "m" / "data.mdb").write_bytes(np.random.default_rng(0).bytes(100_000))
-    with pytest.raises(DamagedError, match="restore a copy"):
+    with pytest.raises(DamagedError, match="restore the memory from a copy"):
         LmdbStore.open(tmp_path / "m")
 
 

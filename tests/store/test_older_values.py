@@ -86,7 +86,7 @@ def test_an_older_value_is_named(tmp_path: Path) -> None:
         file.seek(place)
         file.write(next(each for each in older if each[96:].startswith(content(30, 9_000)[0].payload.tobytes())))
     with closing(LmdbStore.open(path)) as store:
-        words = "block 3 is damaged: it is an older value than the one that was written last"
+        words = "block 3 is damaged: it is older than the value written last"
         layouts = (Layout("uint8", (9_000,)),)
         for read in (
             lambda: store.get(block(3)),
@@ -118,7 +118,7 @@ def test_what_was_verified_once_is_not_taken_for_its_successor(tmp_path: Path, l
             older = whole.replace(_written(value(102), 2), _written(value(2), 2))
             assert older != whole
             txn.put(place, older)
-        with pytest.raises(DamagedError, match="older value"):
+        with pytest.raises(DamagedError, match="older than the value"):
             store.read(keys, LAYOUTS, rows(4))
 
 
@@ -133,7 +133,7 @@ def test_a_commit_that_others_made_behind_its_back_is_noticed(tmp_path: Path) ->
         with store._env.begin(write=True) as txn:
             key = next(key for key in txn.cursor().iternext(values=False) if key[0] == Table.BLOCKS)
             txn.delete(key)
-    with pytest.raises(DamagedError, match="other values than those that were written last"):
+    with pytest.raises(DamagedError, match="other values than the last commit wrote"):
         LmdbStore.open(path)
 
 

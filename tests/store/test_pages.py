@@ -140,7 +140,7 @@ def test_a_meta_page_that_is_not_as_expected_is_refused(tmp_path: Path, place: i
         at = number * 4096 + place
         os.pwrite(file, bytes([os.pread(file, 1, at)[0] ^ 8]), at)
     before = (tmp_path / "data.mdb").read_bytes()
-    with pytest.raises(DamagedError, match="nothing was changed"):
+    with pytest.raises(DamagedError, match="Nothing was changed"):
         erase_unused(file)
     assert (tmp_path / "data.mdb").read_bytes() == before
     os.close(file)
@@ -319,7 +319,7 @@ def test_a_writer_that_has_lost_its_rights_cannot_erase_and_says_so(path: Path) 
         put_blocks(store, range(20))
         store.write(Batch(deletes=[(block(0), block(9))]))
         (path / "m" / "data.mdb").chmod(0o444)
-        with pytest.raises(ReadOnlyMemory, match="Give the right back, then compact again"):
+        with pytest.raises(ReadOnlyMemory, match="Restore the permission, then compact again"):
             store.compact()
         assert store.get(block(12)) is not None
         (path / "m" / "data.mdb").chmod(0o644)

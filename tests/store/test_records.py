@@ -80,7 +80,7 @@ def test_a_value_elsewhere_is_a_wrong_address(other: Key) -> None:
 def test_records_in_another_order_are_found() -> None:
     encoded = encode_value(KEY, records())
     middle = len(encoded) // 2
-    with pytest.raises(DamagedError, match="wrong address: where record 0 should be lies record 1"):
+    with pytest.raises(DamagedError, match="wrong address: in place of record 0 there is record 1"):
         decode_value(memoryview(encoded[middle:] + encoded[:middle]), 0, KEY)
 
 

@@ -131,7 +131,7 @@ def test_an_open_memory_is_neither_copied_nor_sent(url: str) -> None:
             for thing in (memory, memory.document("a")):
                 if work is copy.copy and thing is not memory:
                     continue
-                with pytest.raises(InvalidArgument, match="open it in the worker"):
+                with pytest.raises(InvalidArgument, match="open it there"):
                     work(thing)
 
 

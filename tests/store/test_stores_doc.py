@@ -64,7 +64,7 @@ def test_a_batch_that_finds_no_room(installed: Path, tmp_path: Path) -> None:
     store: Any = importlib.import_module("memstore_sqlite").SqliteStore(tmp_path / "full.db")
     put_blocks(store, range(5))
     store.run("PRAGMA max_page_count = 4")
-    with pytest.raises(StoreFull, match="what was committed before stands"):
+    with pytest.raises(StoreFull, match="earlier commits are intact"):
         put_blocks(store, range(5, 500))
     assert store.keys(*BLOCKS) == [block(item) for item in range(5)]
     put_blocks(store, range(5, 6))

@@ -152,9 +152,9 @@ def test_damage_of_a_shard_is_named_and_harms_nothing_else(tmp_path: Path, harm:
     else:
         file.write_bytes(data if harm == "flip" else data[:90])
     store = open_zarr(tmp_path / "m", read_only=True)
-    with pytest.raises(DamagedError, match=r"block 6 is damaged: .* nothing of it was used"):
+    with pytest.raises(DamagedError, match=r"block 6 is damaged: .* it was not used"):
         store.get(block(6))
-    with pytest.raises(DamagedError, match=r"block 6 is damaged: .* nothing of it was used"):
+    with pytest.raises(DamagedError, match=r"block 6 is damaged: .* it was not used"):
         store.read([block(1), block(6)], LAYOUTS, rows(2))
     assert same(store.get(block(3)), value(3))
     wrong = [scanned.key.item for scanned in store.scan() if scanned.damage]
@@ -206,7 +206,7 @@ def test_blocks_that_cannot_be_sealed_stay_in_the_tail(
     (tmp_path / "m" / "blocks" / "1.0.1").write_text("in the way")
     with caplog.at_level(logging.WARNING):
         put_blocks(store, range(11))
-    assert "document 1, layer 0 were not sealed and stay in the tail" in caplog.text
+    assert "document 1, layer 0 could not be sealed, and stay in the tail" in caplog.text
     check_blocks(store, range(11))
     (tmp_path / "m" / "blocks" / "1.0.1").unlink()
     put_blocks(store, range(11, 20))
@@ -248,11 +248,11 @@ def test_shards_of_another_memory_are_not_touched(tmp_path: Path) -> None:
         store.close()
     before = dict(other._store_dict)
     for name, shards, read_only in (("mine", other, False), ("mine", other, True), ("local", other, False)):
-        with pytest.raises(ForeignMemory, match="are not those of memory"):
+        with pytest.raises(ForeignMemory, match="do not belong to memory"):
             open_zarr(tmp_path / name, shards=shards, read_only=read_only)
     with pytest.raises(ForeignMemory, match="choose an empty place"):
         open_zarr(tmp_path / "new", shards=other)
-    with pytest.raises(ForeignMemory, match="open it with shards="):
+    with pytest.raises(ForeignMemory, match="pass shards="):
         open_zarr(tmp_path / "mine")
     assert dict(other._store_dict) == before
     for name, shards in (("mine", mine), ("other", other), ("local", None)):
@@ -365,7 +365,7 @@ while full < 5:
         store.write(Batch(puts=[(block(item), (record(item),)) for item in range(count, count + 3)]))
         count += 3
     except StoreFull as error:
-        assert "what was committed before stands" in str(error), error
+        assert "earlier commits are intact" in str(error), error
         full += 1
     assert count < 10_000
 assert store.keys(*BLOCKS) == [block(item) for item in range(count)]
@@ -403,7 +403,7 @@ def test_memories_are_not_mistaken_for_one_another(tmp_path: Path) -> None:
             memstore.open(tmp_path / "z", spec=make_spec(), mode=mode)
         with pytest.raises(NotAMemory, match="open it without zarr:"):
             memstore.open(f"zarr:{tmp_path}/l", spec=make_spec(), mode=mode)
-    with pytest.raises(ForeignMemory, match=f"open that as zarr:{tmp_path}/z"):
+    with pytest.raises(ForeignMemory, match=f"open zarr:{tmp_path}/z"):
         LmdbStore.open(tmp_path / "z" / "tail")
     (tmp_path / "file").write_text("text")
     with pytest.raises(NotAMemory, match="is a file"):
@@ -427,7 +427,7 @@ def test_shards_whose_tail_has_gone_are_not_garbage(tmp_path: Path, lost: str) -
     path.rename(tmp_path / "elsewhere")
     shards = shard_files(tmp_path / "m")
     for open_or_create in (ZarrStore.open, ZarrStore.create):
-        with pytest.raises(DamagedError, match=r"has blocks in shards, but tail/data.mdb.*Nothing was touched"):
+        with pytest.raises(DamagedError, match=r"has blocks in shards, but tail/data.mdb.*Nothing was changed"):
             open_or_create(tmp_path / "m")
     assert shards == shard_files(tmp_path / "m") != []
     (tmp_path / "elsewhere").rename(path)

@@ -69,7 +69,7 @@ def test_a_store_of_ones_own_is_found_where_one_is_and_rows_stay_if_it_keeps_no_
         1,
         [(store, "restart") for store in stores] + [("mine:Store", "swap")],
     )
-    untried = "the store has written nothing into its folder, so there is nothing to damage."
+    untried = "the store wrote nothing into its folder, so there is nothing to damage."
     assert told["untried"] == dict.fromkeys(stores[:2], untried)
 
 

@@ -26,17 +26,22 @@ CLI = """\
 # The command `memstore`
 
 Written by `make docs` from the command itself. Every verb prints tables on a terminal, plain text elsewhere,
-and one JSON object with `--json`. Models that are fetched are kept in the user's cache directory, or in the folder
-that the environment variable `MEMSTORE_CACHE` names; what a C compiler makes at the first use lies there too, and with
-`MEMSTORE_NATIVE=0` nothing is compiled. `MEMSTORE_KEY_FILE` names the file of the key of encrypted memories. With
-`MEMSTORE_DEBUG=1` an error that nobody expected also prints its traceback.
+and one JSON object with `--json`.
+
+| environment variable | effect |
+|---|---|
+| `MEMSTORE_CACHE` | folder for fetched models and compiled C code. Default: the user's cache directory. |
+| `MEMSTORE_NATIVE=0` | compiles no C code |
+| `MEMSTORE_KEY_FILE` | key file of encrypted memories |
+| `MEMSTORE_DEBUG=1` | prints the traceback of an unexpected error too |
 """
 
 API = """\
 # Python
 
-Written by `make docs` from the docstrings. Everything here is a name of `memstore`, but for
-[what to build on](#to-build-on), which is imported as it stands there; [howto.md](howto.md) has programs to start from.
+Written by `make docs` from the docstrings. Everything here is a name of `memstore`, except
+[what to build on](#to-build-on), which is imported under the name given there. Start from the programs in
+[howto.md](howto.md).
 Layers and kernels have their own packages: `memstore.attention`, `memstore.kernels`.
 """
 FUNCTIONS = ("attach", "open", "read_many", "copy")
@@ -115,7 +120,7 @@ def api() -> str:
     for each in BUILD_ON:
         parts += _to_build_on(*each.split(":"))
     parts.append("## Errors\n")
-    parts.append("Each is a `MemstoreError` and the built-in that fits, and has `code`, `memory` and `remedy`.\n")
+    parts.append("Each is a `MemstoreError` and the built-in class that fits. It has `code`, `memory` and `remedy`.\n")
     for name in sorted(memstore.__all__):
         kind = getattr(memstore, name)
         if isinstance(kind, type) and issubclass(kind, memstore.MemstoreError):

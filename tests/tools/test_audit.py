@@ -80,7 +80,7 @@ def test_with_enough_blocks_nothing_is_missed(cli: Cli, request: pytest.FixtureR
     done = cli("audit", request.getfixturevalue(kind), "What is new in line 7?", "--top-k", 500)
     assert done.code == 0, done.err
     assert "captured mass        100.0%" in done.out
-    assert "Nothing was missed." in done.out
+    assert "No important block was missed." in done.out
 
 
 def test_a_memory_of_single_tokens_is_audited_by_tokens(cli: Cli, knn: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_memory_of_single_tokens_is_audited_by_tokens(cli: Cli, knn: Path) -> 
     assert data["recall"] == 1
     assert data["chance"] == 5 / 400
     done = cli("audit", knn, "What?", "--max-tokens", 3)
-    assert "7, of whose 400 tokens a head retrieves 2 at a time" in done.out
+    assert "7; a head retrieves 2 of their 400 tokens at a time" in done.out
 
 
 def test_an_audit_changes_nothing(cli: Cli, attached: Path) -> None:

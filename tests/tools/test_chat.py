@@ -59,7 +59,7 @@ def test_ctrl_c_keeps_an_answer_as_far_as_it_came_and_the_chat_goes_on(
     finally:
         child.kill()
     assert (child.returncode, errors) == (0, b"")
-    assert b"(stopped; what was said so far is kept)" in out
+    assert b"(stopped; the answer so far is stored)" in out
     with memstore.open(tmp_path / "m", mode="r") as memory:
         facts = memory.infos("said/today/")
         said, kept = facts["said/today/0"]["text"], facts["said/today/1"]["text"]
@@ -75,17 +75,17 @@ def test_a_chat_reads_shows_its_sources_and_forgets(talk: Callable[..., Outcome]
     (tmp_path / "note.md").write_text("The key of the cottage hangs in the woodshed. " * 20)
     read = f"/read {tmp_path / 'note.md'}"
     told = talk("/sources", read, "Where is the key?", "/sources", "/why", "/nonsense").out
-    assert "nothing was answered yet" in told
+    assert "there is no answer yet" in told
     assert "read note: 920 new tokens" in told
     assert "[note, line 1, block " in told
     assert "step  token" in told
     assert "/forget NAME   forget a document" in told
     told = talk(read, "/forget note", "/forget note", "/forget", "/forget", "/end", "More").out
-    assert "note.md is as it was when it was read" in told
+    assert "note.md has not changed since it was read" in told
     assert "forgot note" in told
     assert "has no document 'note'" in told
-    assert "the last exchange is forgotten" in told
-    assert "nothing was said yet" in told
+    assert "the last question and its answer are forgotten" in told
+    assert "there is no question yet" in told
     with memstore.open(tmp_path / "m", mode="r") as memory:
         assert memory.documents() == []
 

@@ -13,7 +13,7 @@ from tests.tools.conftest import LAYERS, Cli
 def test_to_zarr_and_back(cli: Cli, memory: Path, tmp_path: Path) -> None:
     archive, back = f"zarr:{tmp_path / 'archive'}", tmp_path / "back"
     done = cli("copy", memory, archive)
-    assert (done.code, done.out) == (0, f"copied 14 tokens; {archive} has all 14 tokens of {memory} now\n")
+    assert (done.code, done.out) == (0, f"copied 14 tokens; {archive} now has all 14 tokens of {memory}\n")
     assert cli("verify", archive).code == 0
     assert cli("copy", archive, back, "--json").json["copied_tokens"] == 14
     again = cli("copy", archive, back, "--json").json
@@ -42,8 +42,8 @@ def test_with_another_codec(cli: Cli, memory: Path, tmp_path: Path) -> None:
 def test_what_cannot_be_copied(cli: Cli, memory: Path, tmp_path: Path) -> None:
     for arguments, code, says in [
         ((tmp_path / "nothing", tmp_path / "new"), 3, "nothing"),
-        ((memory, memory), 2, "are the same memory; name another place for the copy"),
-        ((memory, "ram:x"), 2, "ram:x would be gone when this command ends"),
+        ((memory, memory), 2, "and target are the same memory"),
+        ((memory, "ram:x"), 2, "ram:x would be lost when this command ends"),
         ((memory, tmp_path / "new", "--codec", "zip"), 2, "codec must be one of none, int8, fp8, int4, not 'zip'"),
     ]:
         done = cli("copy", *arguments)

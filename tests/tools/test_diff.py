@@ -53,7 +53,7 @@ def test_the_first_block_that_differs_is_shown_with_its_text(cli: Cli, tmp_path:
 
 def test_a_text_that_ends_earlier_is_told(cli: Cli, memory: Path) -> None:
     done = cli("diff", memory, "--documents", "whale", "ship")
-    assert "ship has ended at token 4" in done.out
+    assert "ship ends at token 4" in done.out
     assert "[whale block 1, from token 4 on]\ntoken ids: 4 5 6 7" in done.out
 
 
@@ -62,7 +62,7 @@ def test_a_text_that_ends_earlier_is_told(cli: Cli, memory: Path) -> None:
     [
         (["{memory}"], 2, "two documents with --documents"),
         (["{memory}", "{tmp}/no.mem"], 3, "no memory at"),
-        (["{memory}", "ram:"], 2, "would be gone"),
+        (["{memory}", "ram:"], 2, "would be lost"),
         (["{memory}", "--documents", "whale"], 2, "--documents"),
         (["{memory}", "--documents", "whale", "harpoon"], 3, "it has 'whale', 'ship'"),
     ],

@@ -19,6 +19,25 @@ def test_a_page_links_to_files_that_are_there(page: Path) -> None:
     assert [target for target in targets if not (page.parent / target).exists()] == []
 
 
+def anchors(page: Path) -> set[str]:
+    """Give the anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text("utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", LINK.sub(r"\1", each).lower()).replace(" ", "-") for each in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_link_to_a_section_leads_to_a_heading(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#\s:]*\.md)?#([^)\s]+)\)", page.read_text("utf-8"))
+    assert [(to, name) for to, name in links if name not in anchors(page.parent / to if to else page)] == []
+
+
+def test_each_row_of_figures_in_the_readme_links_to_its_section() -> None:
+    section = (ROOT / "README.md").read_text("utf-8").partition("## Measured")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| .+$", section, re.MULTILINE)[1:]
+    assert len(rows) > 4
+    assert [row for row in rows if "](docs/measured.md#" not in row] == []
+
+
 def test_pages_name_sources_that_are_there() -> None:
     """By their names alone, or from any folder above them on."""
     folders = ("memstore", "tests", "benchmarks", "examples")

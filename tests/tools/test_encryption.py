@@ -30,15 +30,18 @@ def test_an_encrypted_memory_from_the_command_line(
     assert cli("copy", memory, target, "--key-file", key).code == 0
     listed = cli("ls", target, "--key-file", key, "--json").json
     assert [each["document"] for each in listed["documents"]] == ["whale", "ship"]
-    for arguments, says in (((), "is encrypted: pass the file"), (("--key-file", new), "under another key than this")):
+    for arguments, says in (
+        ((), "is encrypted: pass its key file"),
+        (("--key-file", new), "with another key: pass the key"),
+    ):
         refused = cli("ls", target, *arguments)
         assert (refused.code, len(refused.err.splitlines())) == (5, 1)
         assert says in refused.err
     refused = cli("ask", target, "Where is it?", "--trace", "--key-file", key)
     assert (refused.code, len(refused.err.splitlines())) == (2, 1)
-    assert "--trace would write beside" in refused.err
+    assert "but --trace would write" in refused.err
     changed = cli("rekey", target, new, "--key-file", key)
-    assert changed.out == f"{target} has the key in {new} now; destroy the one before\n"
+    assert changed.out == f"{target} now uses the key in {new}; destroy the old key\n"
     assert cli("ls", target, "--key-file", key).code == 5
     assert cli("ls", target, "--key-file", new, "--json").json == {**listed, "memory": str(target)}
     assert cli("rekey", memory, new).code == 2
@@ -52,7 +55,7 @@ def test_a_key_for_memories_of_which_none_is_encrypted_or_new_is_refused(
     for arguments in (("ls", memory), ("forget", memory, "whale"), ("copy", memory, memory), ("diff", memory, memory)):
         refused = cli(*arguments, "--key-file", keys[0])
         assert (refused.code, len(refused.err.splitlines())) == (5, 1)
-        assert f"{memory} is not encrypted, and a key was given" in refused.err
+        assert f"{memory} is not encrypted, but a key was given" in refused.err
     assert (memory / "data.mdb").read_bytes() == whole
     target = tmp_path / "encrypted"
     assert cli("copy", memory, target, "--key-file", keys[0]).code == 0, "a new one"
@@ -66,7 +69,7 @@ def test_verify_checks_what_it_can_without_the_key(
 ) -> None:
     target = tmp_path / "encrypted"
     cli("copy", memory, target, "--key-file", keys[0])
-    assert cli("verify", target).out == "clean, as far as checksums tell; with --key-file all of it is checked\n"
+    assert cli("verify", target).out == "clean as far as checksums show; with --key-file, everything is checked\n"
     assert cli("verify", target, "--key-file", keys[0]).out == "clean: 2 documents, 14 tokens\n"
     assert cli("verify", target, "--key-file", keys[1]).code == 5
     store = open_locked(target)

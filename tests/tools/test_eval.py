@@ -61,7 +61,7 @@ def test_a_damaged_model_is_named(cli: Cli, drt: Path, filler: Path, tmp_path: P
 def test_several_needles_need_a_model_of_yours(cli: Cli, filler: Path) -> None:
     done = cli("eval", "multi-needle", "--filler", filler, "--lengths", "400")
     assert done.code == 2
-    assert "no model that comes with memstore was trained on several needles" in done.err
+    assert "no model in this package was trained on several needles" in done.err
 
 
 def test_a_table_has_a_row_for_each_depth(cli: Cli, drt: Path, filler: Path, tmp_path: Path) -> None:
@@ -103,26 +103,26 @@ def test_answers_are_generated_and_judged(cli: Cli, drt: Path, tmp_path: Path) -
     [
         (["passkey", "--model", "{missing}"], 3, "no model folder {missing}"),
         (["passkey", "--model", "{folder}"], 2, "no config.json"),
-        (["passkey", "--model", "{llama}"], 5, "is a stock model, trained on no needles"),
+        (["passkey", "--model", "{llama}"], 5, "is a stock model, which was not trained on needles"),
         (["passkey", "--model", "{bare}"], 3, "no tokenizer.json"),
         (["passkey", "--model", "{drt}", "--lengths", "20"], 2, "too short for its needles"),
         (["two-hop", "--model", "{drt}", "--lengths", "20"], 2, "too short for its needles"),
-        (["passkey", "--model", "{drt}", "--lengths", "1k,x"], 2, "'x' is no number of tokens"),
-        (["passkey", "--model", "{drt}", "--lengths", "0"], 2, "no number of tokens"),
-        (["passkey", "--model", "{drt}", "--lengths", "1K,1024"], 2, "a length twice"),
+        (["passkey", "--model", "{drt}", "--lengths", "1k,x"], 2, "'x' is not a number of tokens"),
+        (["passkey", "--model", "{drt}", "--lengths", "0"], 2, "not a number of tokens"),
+        (["passkey", "--model", "{drt}", "--lengths", "1K,1024"], 2, "the same length twice"),
         (["passkey", "--model", "{drt}", "--depths", "deep"], 2, "write random, or"),
         (["passkey", "--model", "{drt}", "--depths", "0,2"], 2, "write random, or"),
         (["passkey", "--model", "{drt}", "--samples", "0"], 2, "--samples"),
         (["passkey", "--model", "{drt}", "--device", "banana"], 2, "the device 'banana'"),
-        (["passkey", "--model", "{drt}", "--filler", "{missing}"], 3, "no filler {missing}"),
+        (["passkey", "--model", "{drt}", "--filler", "{missing}"], 3, "no filler file {missing}"),
         (["passkey", "--model", "{drt}", "--filler", "{empty}"], 2, "is empty"),
         (["passkey", "--model", "{drt}", "--picture", "{folder}/a.gif"], 2, ".png or .svg"),
-        (["passkey", "--model", "{drt}", "--picture", "{missing}/a.png"], 3, "Make it first"),
+        (["passkey", "--model", "{drt}", "--picture", "{missing}/a.png"], 3, "create it"),
         (["passkey", "--model", "{drt}", "--memory", "{foreign}"], 5, "block_size"),
         (["passkey", "--model", "{drt}", "--memory", "{text}"], 3, "{text}"),
         (["perplexity", "--model", "{drt}"], 2, "--text"),
         (["perplexity", "--model", "{drt}", "--text", "{missing}"], 3, "no file"),
-        (["perplexity", "--model", "{drt}", "--text", "{text}", "--lengths", "2K"], 2, "Name a longer text"),
+        (["perplexity", "--model", "{drt}", "--text", "{text}", "--lengths", "2K"], 2, "Use a longer text"),
         (["perplexity", "--model", "{drt}", "--text", "{text}", "--lengths", "1"], 2, "no room for"),
         (["generate", "--model", "{drt}", "--pairs", "{missing}"], 3, "no file"),
         (["generate", "--model", "{drt}", "--pairs", "{lines}"], 2, "line 2 of {lines}"),
@@ -156,7 +156,7 @@ def test_a_model_that_is_not_in_the_package_is_told(cli: Cli, monkeypatch: pytes
     monkeypatch.setattr("memstore.readers.kinds.files", lambda package: tmp_path)
     done = cli("eval", "two-hop")
     assert done.code == 3
-    assert "without its model 'two-hop'. Name the folder of one with --model" in done.err
+    assert "without its model 'two-hop'. Name a model folder with --model" in done.err
 
 
 def test_help_shows_an_example_and_loads_nothing_heavy() -> None:

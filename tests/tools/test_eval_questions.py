@@ -73,7 +73,7 @@ def test_facts_are_asked_in_three_ways(cli: Cli, model_folder: Path, monkeypatch
     ("wrong", "says"),
     [
         (("--top-k", "few"), "write numbers of blocks such as 8 or 4,8,16"),
-        (("--half", "best"), "a half is one of chosen, held-out, all"),
+        (("--half", "best"), "half must be one of chosen, held-out, all"),
     ],
 )
 def test_wrong_arguments_are_told(cli: Cli, model_folder: Path, wrong: tuple[str, ...], says: str) -> None:
@@ -106,7 +106,7 @@ def test_conversations_are_measured(cli: Cli, model_folder: Path, tmp_path: Path
     assert (done.code, done.json["questions"], done.json["rows"][0]["all"]) == (0, 2, 1), done.err
     done = cli("eval", "locomo", file, "--conversation", "conv-2", *options[:-1])
     assert done.code == 2
-    assert "has no conversation 'conv-2': it has conv-1" in done.err
+    assert "has no conversation 'conv-2'; it has conv-1" in done.err
 
 
 def test_what_a_user_said_in_earlier_sessions_is_asked_for(
@@ -119,7 +119,7 @@ def test_what_a_user_said_in_earlier_sessions_is_asked_for(
     assert (done.code, done.json["questions"], done.json["paragraphs"]) == (0, 2, 3), done.err
     done = cli("eval", "chat", "teacher", *options[:-1])
     assert done.code == 2
-    assert "no scenario 'teacher': there are customer, finance" in done.err
+    assert "no scenario 'teacher'; choose from customer, finance" in done.err
 
 
 def test_ruler_has_a_row_for_each_task_and_length(cli: Cli, instruct_folder: Path, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ def test_a_memory_or_document_that_cannot_be_is_named_and_nothing_changes(cli: C
     before = sorted(folder.rglob("*"))
     for thing in ("missing", "text", "folder", "export"):
         assert world[thing] in check_failure(cli, call(verb, world, **{argument: f"{{{thing}}}"}), 3)
-    assert "would be gone" in check_failure(cli, call(verb, world, **{argument: "ram:"}), 2)
+    assert "would be lost" in check_failure(cli, call(verb, world, **{argument: "ram:"}), 2)
     assert sorted(folder.rglob("*")) == before
     if (words := takes_document(verb)) is not None:
         assert "'whale'" in check_failure(cli, [*call(verb, world, DOCUMENT="harpoon"), *words], 3)

@@ -20,7 +20,7 @@ def test_a_memory_goes_out_and_comes_back(cli: Cli, memory: Path, tmp_path: Path
     done = cli("export", memory, out)
     assert (done.code, done.out.splitlines()[0][:34]) == (0, "exported 2 documents, 14 tokens, t")
     assert f"memstore import {out} MEMORY" in done.out
-    assert cli("import", out, again).out == f"imported 14 tokens; {again} has all 2 documents of {out} now\n"
+    assert cli("import", out, again).out == f"imported 14 tokens; {again} now has all 2 documents of {out}\n"
     assert cli("ls", again, "--json").json["documents"] == cli("ls", memory, "--json").json["documents"]
     assert cli("verify", again).code == 0
     assert cli("import", out, again, "--json").json["imported_tokens"] == 0
@@ -36,8 +36,8 @@ def test_a_table_of_blocks(cli: Cli, memory: Path, tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="tables need pyarrow")
     done = cli("export", memory, tmp_path / "t.parquet", "--format", "parquet")
     assert done.code == 0, done.err
-    assert done.out.startswith("wrote 4 rows, one for each block, to ")
-    assert "no text: the memory does not say" in done.out
+    assert done.out.startswith("wrote 4 rows, one per block, to ")
+    assert "no text: the memory does not name" in done.out
     assert parquet.read_table(tmp_path / "t.parquet").column("tokens").to_pylist() == [4, 4, 2, 4]
 
 
@@ -59,7 +59,7 @@ def test_the_table_has_the_text_where_the_model_is_known(cli: Cli, tmp_path: Pat
         (["export", "{tmp}/no.mem", "{tmp}/out"], 3, "no memory at"),
         (["import", "{tmp}/no", "{tmp}/again.mem"], 3, "no export at"),
         (["import", "{memory}", "{tmp}/again.mem"], 3, "not a finished export"),
-        (["import", "{memory}", "ram:"], 2, "would be gone"),
+        (["import", "{memory}", "ram:"], 2, "would be lost"),
     ],
 )
 def test_what_cannot_be_done_is_told(
@@ -88,11 +88,11 @@ def test_ctrl_c_says_how_to_go_on(cli: Cli, memory: Path, tmp_path: Path, monkey
     with monkeypatch.context() as patched:
         patched.setattr(export, "export_memory", interrupt)
         done = cli("export", memory, tmp_path / "out")
-        assert (done.code, f"nothing is left of {tmp_path / 'out'}" in done.err) == (130, True)
+        assert (done.code, f"the unfinished export {tmp_path / 'out'} was removed" in done.err) == (130, True)
     with monkeypatch.context() as patched:
         patched.setattr(export, "import_memory", interrupt)
         done = cli("import", tmp_path / "out", tmp_path / "again.mem")
-        assert (done.code, "run the same command again to go on" in done.err) == (130, True)
+        assert (done.code, "Run the same command again to continue" in done.err) == (130, True)
 
 
 def test_a_full_disk_is_told_and_nothing_is_left(cli: Cli, memory: Path, tmp_path: Path) -> None:

@@ -86,16 +86,16 @@ def test_every_error_has_its_exit_code_and_its_status(error: type[MemstoreError]
         (["ask", "{memory}", "Why?", "--document", "whale", "--model", "./no"], 3, "no model directory ./no"),
         (["ask", "{memory}", "\udcff"], 2, "not valid UTF-8"),
         (["ls", "{missing}\udcff"], 2, "not valid UTF-8"),
-        (["ls", "ram:"], 2, "would be gone"),
-        (["read", "{text}", "ram:notes"], 2, "would be gone"),
+        (["ls", "ram:"], 2, "would be lost"),
+        (["read", "{text}", "ram:notes"], 2, "would be lost"),
         (["read", "{text}", "{missing}", "--document", ""], 2, "--document is empty"),
         (["read", "{text}", "{missing}", "--device", "banana"], 2, "the device 'banana'"),
         (["read", "{text}", "{missing}", "--device", "cuda:99"], 2, "the device 'cuda:99'"),
         (["read", "{text}", "{missing}", "--device", "meta"], 2, "the device 'meta'"),
-        (["read", "{text}", "{missing}", "--threads", "100000"], 2, "--threads is at most"),
+        (["read", "{text}", "{missing}", "--threads", "100000"], 2, "--threads must be at most"),
         (["ls", "{missing}" * 99], 2, "{missing}"),
         (["ls", "{folder}"], 3, "is an empty folder, not a memory"),
-        (["read", "{text}", "{memory}", "--dtype", "int4"], 2, "no dtype is called 'int4'"),
+        (["read", "{text}", "{memory}", "--dtype", "int4"], 2, "there is no dtype 'int4'"),
         (["read", "{binary}", "{memory}"], 2, "--encoding"),
         (["read", "{empty}", "{memory}"], 2, "is empty"),
         (["read", "{folder}", "{memory}"], 2, "there is nothing to read in"),
@@ -109,7 +109,7 @@ def test_every_error_has_its_exit_code_and_its_status(error: type[MemstoreError]
         (["verify", "{folder}"], 3, "{folder}"),
         (["ask", "{memory}", "Why?", "--document", "harpoon"], 3, "whale"),
         (["show", "{memory}", "harpoon", "0"], 3, "whale"),
-        (["show", "{memory}", "whale", "3"], 3, "no block 3 in document 'whale': it has blocks 0 to 2"),
+        (["show", "{memory}", "whale", "3"], 3, "document 'whale' has no block 3: it has blocks 0 to 2"),
     ],
 )
 def test_bad_input_is_told_in_short(
@@ -176,7 +176,7 @@ def test_checks_that_may_take_long_show_that_they_go_on(
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
     for verb in (["verify", memory], ["repair", memory], ["repair", memory, "--to", tmp_path / "saved"]):
-        says = "saving what can be read" if "--to" in verb else "checking every value"
+        says = "saving the readable part" if "--to" in verb else "checking every value"
         assert says in cli(*verb).err
         if "--to" not in verb:
             assert cli(*verb, "--json").err == ""

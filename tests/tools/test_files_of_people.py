@@ -154,7 +154,7 @@ def test_an_encoding_that_is_named_goes_before_what_a_file_declares(tmp_path: Pa
     (tmp_path / "a.html").write_bytes(f"<meta charset=utf-8><p>{WORDS}".encode("cp850"))
     (found,) = find([str(tmp_path / "a.html")])
     assert found.text("cp850") == WORDS + "\n"
-    with pytest.raises(memstore.InvalidArgument, match="no encoding is called 'klingon'"):
+    with pytest.raises(memstore.InvalidArgument, match="there is no encoding 'klingon'"):
         found.text("klingon")
 
 

@@ -37,7 +37,7 @@ def test_compact_erases_what_was_forgotten(cli: Cli, memory: Path) -> None:
     cli("forget", memory, "whale")
     done = cli("compact", memory)
     assert done.code == 0
-    assert done.out.startswith("what was forgotten is erased; ")
+    assert done.out.startswith("forgotten data is erased; ")
     assert state not in (memory / "data.mdb").read_bytes()
     assert cli("verify", memory).code == 0
     assert cli("compact", memory, "--json").json["disk_bytes"] > 0
@@ -59,10 +59,10 @@ def test_a_fork_begins_like_its_document(cli: Cli, memory: Path) -> None:
 
 
 def test_pins_and_limits(cli: Cli, memory: Path) -> None:
-    assert cli("pin", memory, "whale").out == "'whale' is pinned: only forget deletes it\n"
+    assert cli("pin", memory, "whale").out == "'whale' is pinned: only memstore forget deletes it\n"
     done = cli("limit", memory, "--max-bytes", "64KiB", "--when-full", "evict-oldest-document")
     assert done.code == 0
-    assert "of at most 65,536; when full: evict-oldest-document" in done.out
+    assert "limit 65,536 bytes; when full: evict-oldest-document" in done.out
     stats = cli("stats", memory).out
     assert "whale" in stats
     assert "65,536" in stats
@@ -88,7 +88,7 @@ def test_a_document_expires(cli: Cli, memory: Path, monkeypatch: pytest.MonkeyPa
     done = cli("expire", memory, "whale", "--after", "36h")
     assert (done.code, done.out) == (0, "'whale' expires at 1970-01-03 12:00 UTC\n")
     assert cli("expire", memory, "ship", "--after", "1w", "--json").json["expires"] == "1970-01-09T00:00:00+00:00"
-    assert cli("expire", memory, "ship", "--after", "never").out == "'ship' is kept for ever\n"
+    assert cli("expire", memory, "ship", "--after", "never").out == "'ship' never expires\n"
     monkeypatch.setattr(rules, "utc", lambda: 4 * 86_400.0)
     assert names(memory) == ["whale", "ship"]
     with memstore.open(memory) as opened:
@@ -98,7 +98,7 @@ def test_a_document_expires(cli: Cli, memory: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_pinned_document_does_not_expire_yet(cli: Cli, memory: Path) -> None:
     cli("pin", memory, "whale")
-    assert "but is pinned: nothing happens before memstore unpin" in cli("expire", memory, "whale", "--after", "1s").out
+    assert "it is pinned, so it stays until memstore unpin" in cli("expire", memory, "whale", "--after", "1s").out
 
 
 @pytest.mark.parametrize(("text", "seconds"), [("30s", 30), ("45m", 2700), ("1.5h", 5400), ("30 D", 2_592_000)])
@@ -132,7 +132,7 @@ def test_sizes(text: str, size: int | None) -> None:
         (["pin", "{memory}", "boat"], 3, "has no document 'boat'; it has 'whale', 'ship'"),
         (["unpin", "{memory}/none", "whale"], 3, "none"),
         (["repair", "{memory}/none"], 3, "none"),
-        (["compact", "ram:"], 2, "would be gone"),
+        (["compact", "ram:"], 2, "would be lost"),
     ],
 )
 def test_bad_input_is_told_in_short(cli: Cli, memory: Path, arguments: list[str], code: int, says: str) -> None:
@@ -160,12 +160,12 @@ def test_repair_shows_what_it_would_do_and_then_does_it(cli: Cli, memory: Path) 
     plan = cli("repair", memory)
     assert plan.code == 4
     assert plan.out.splitlines() == [
-        "would do: document 'whale' ends before block 1 now: 4 tokens stay, 6 are lost",
-        f"nothing was changed; to do it: memstore repair {memory} --yes",
-        "to keep what lies behind the damaged blocks, add --drop-blocks",
+        "would do: document 'whale' now ends before block 1: 4 tokens stay, 6 are lost",
+        f"nothing was changed yet; to do it: memstore repair {memory} --yes",
+        "to keep the blocks after the damaged ones, add --drop-blocks",
     ]
     done = cli("repair", memory, "--yes")
-    assert (done.code, done.out.splitlines()[-1]) == (0, "the memory is sound")
+    assert (done.code, done.out.splitlines()[-1]) == (0, "the memory is intact")
     assert cli("verify", memory).code == 0
-    assert cli("repair", memory).out == "the memory is sound\n"
+    assert cli("repair", memory).out == "the memory is intact\n"
     assert cli("ls", memory, "--json").json["documents"][0]["tokens"] == 4

@@ -110,9 +110,9 @@ def test_a_killed_tuning_goes_on_to_the_losses_and_weights_of_one_that_was_not(
         (["{text}", "--lora", 8], "name its folder with --init"),
         (["{text}", "--recipe", "landmark-prose-cpu", "--lora", 8], "name its folder with --init"),
         (["{text}", "--recipe", "landmark-finetune", "--lora", 8], "name its folder with --init"),
-        (["--recipe", "landmark-cpu", "--lora", 8], "--lora cannot be used with --recipe landmark-cpu"),
+        (["--recipe", "landmark-cpu", "--lora", 8], "--recipe landmark-cpu does not take --lora"),
         (["{text}", "--init", "smollm2", "--lora", 0], "--lora"),
-        (["{text}", "--init", "smollm2", "--vocabulary", 299], "--vocabulary 299 does not match"),
+        (["{text}", "--init", "smollm2", "--vocabulary", 299], "--vocabulary 299 does not fit"),
     ],
 )
 def test_what_a_stock_model_cannot_become_is_refused(
@@ -137,7 +137,7 @@ def test_without_peft_adapters_say_what_to_install(
 def test_python_refuses_the_same(text: Path, model_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="at least 1, not 0"):
         train_on_texts([text], tmp_path / "run", family=LANDMARK, init=model_folder, lora=0)
-    with pytest.raises(InvalidArgument, match="a DRT is trained whole"):
+    with pytest.raises(InvalidArgument, match="a DRT is trained as a whole"):
         train_on_texts([text], tmp_path / "run", init=model_folder, lora=4)
 
 

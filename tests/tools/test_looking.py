@@ -77,14 +77,14 @@ def test_show_tells_the_text_where_the_model_is_known(cli: Cli, memory: Path, mo
 
 
 def test_show_says_why_there_is_no_text(cli: Cli, memory: Path) -> None:
-    assert "no text: the memory does not say which model" in cli("show", memory, "whale", 0).out
+    assert "no text: the memory does not name the model" in cli("show", memory, "whale", 0).out
     with memstore.open(memory) as opened:
         opened.put_info("model", {"name": "/moved/away", "dtype": "float32"})
     done = cli("show", memory, "whale", 0)
     assert done.code == 0
     assert "no text: the memory asks for the model '/moved/away'" in done.out
     cli("trust", "/moved/away")
-    assert "no text: no model directory /moved/away" in cli("show", memory, "whale", 0).out
+    assert "no text: there is no model directory /moved/away" in cli("show", memory, "whale", 0).out
 
 
 def test_a_model_that_is_gone_is_looked_for_once(memory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ def test_an_agent_remembers_recalls_asks_and_forgets(notes: Path) -> None:
                 await client.read_resource(uri.replace("remembered", "whale"))
             refused = await client.call_tool("remember", {"text": "More.", "document": "ferry"})
             assert refused.is_error
-            assert "is the file" in refused.content[0].text  # type: ignore[union-attr]
+            assert "is the document of the file" in refused.content[0].text  # type: ignore[union-attr]
             await call(client, "forget", document="remembered")
             assert [each["document"] for each in await call(client, "list")] == ["ferry"]
             refused = await client.call_tool("forget", {"document": "remembered"})
@@ -234,7 +234,7 @@ def test_long_requests_take_neither_time_nor_memory_and_a_signal_ends_them(notes
         assert time.monotonic() - begun < 5
         asking.join()
         assert "Traceback" not in process.stderr.read()
-    assert "the server is ending" in json.dumps(told)
+    assert "the server is shutting down" in json.dumps(told)
 
 
 @pytest.mark.timeout(300)

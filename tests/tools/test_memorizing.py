@@ -68,10 +68,10 @@ def test_options_of_other_models_are_refused(
     cli: Cli, text: Path, model: Path, model_folder: Path, tmp_path: Path
 ) -> None:
     for init, option, value, words in (
-        (model_folder, "--vocabulary", 300, "--vocabulary cannot be used with a stock model"),
-        (model, "--layer", 1, "--layer cannot be used with a Memorizing Transformer"),
+        (model_folder, "--vocabulary", 300, "a stock model does not take --vocabulary"),
+        (model, "--layer", 1, "a Memorizing Transformer does not take --layer"),
         (model_folder, "--layer", 7, "layer must be from -3 to 2, not 7"),
-        (model_folder, "--window", 32, "has 3 layers; unless another is named, the 6th from the end gets the memory"),
+        (model_folder, "--window", 32, "has 3 layers, but the default layer is the 6th from the end"),
     ):
         refused = cli("train", "memorizing", text, "--init", init, option, value, "--out", tmp_path / "run")
         assert refused.code == USAGE, refused
@@ -81,7 +81,7 @@ def test_options_of_other_models_are_refused(
 def test_a_table_for_people(cli: Cli, text: Path, model: Path) -> None:
     shown = cli("eval", "perplexity", "--model", model, "--text", text, "--memory-sizes", "0,1K")
     assert shown.code == 0, shown.err
-    for words in ("Perplexity by size of the memory", "512-1,536", "1,024"):
+    for words in ("Perplexity by memory size", "512-1,536", "1,024"):
         assert words in shown.out
 
 
@@ -115,19 +115,19 @@ def test_what_a_memory_is_looked_up_for(cli: Cli, text: Path, model: Path) -> No
     shown = cli(*command)
     assert shown.code == 0, shown.err
     for words in (
-        "far: more than 36 tokens back",
+        "Far means more than 36 tokens back",
         "was last read",
         f"token {data['examples'][0]['retrieved'][0]['number']:,}",
     ):
         assert words in shown.out
     text.with_name("short.txt").write_text("the gate of the memory")
     short = cli("eval", "lookup", "--model", model, "--text", text.with_name("short.txt"))
-    assert "No word is far: a longer text is needed" in short.out
+    assert "No word is far: use a longer text" in short.out
     assert cli(*command, "--memory-size", "1K", "--json").json["memory_size"] == 1024
     for size in (0, "lots"):
         refused = cli(*command, "--memory-size", size)
         assert refused.code == USAGE
-        assert "--memory-size must be a number of tokens from 1 on, such as 512 or 8K" in refused.err
+        assert "--memory-size must be a number of tokens of at least 1, such as 512 or 8K" in refused.err
     assert cli("eval", "lookup", "--model", model, "--text", text.with_name("none.txt")).code == NOT_FOUND
 
 
@@ -135,11 +135,14 @@ def test_what_a_memory_is_looked_up_for(cli: Cli, text: Path, model: Path) -> No
     ("arguments", "words"),
     [
         ([], "nothing to train on"),
-        (["{text}", "--init", "{model}", "--window", 32], "--window 32 does not match"),
+        (["{text}", "--init", "{model}", "--window", 32], "--window 32 does not fit"),
         (["{text}", "--init", "{model}", "--preset", "tiny"], "--preset is for new models"),
         (["{text}", "--preset", "huge"], "there is no preset"),
         (["{text}", "--refresh-every", 0], "--refresh-every"),
-        (["{text}", "--memory-size", "8G"], "--memory-size must be a number of tokens from 0 on, such as 512 or 8K"),
+        (
+            ["{text}", "--memory-size", "8G"],
+            "--memory-size must be a number of tokens of at least 0, such as 512 or 8K",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused_before_anything_is_trained(
@@ -155,9 +158,9 @@ def test_what_cannot_work_is_refused_before_anything_is_trained(
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--memory-sizes", "0,lots"], "is no number of tokens"),
-        (["--memory-sizes", "1K,1024"], "names a size twice"),
-        (["--lengths", "100", "--top-k", "2"], "--lengths, --top-k cannot be used with a Memorizing Transformer"),
+        (["--memory-sizes", "0,lots"], "not a number of tokens"),
+        (["--memory-sizes", "1K,1024"], "has the same size twice"),
+        (["--lengths", "100", "--top-k", "2"], "a Memorizing Transformer does not take --lengths, --top-k"),
     ],
 )
 def test_tables_that_cannot_be_are_refused(cli: Cli, text: Path, model: Path, arguments: list[Any], words: str) -> None:
@@ -169,7 +172,7 @@ def test_tables_that_cannot_be_are_refused(cli: Cli, text: Path, model: Path, ar
 def test_models_that_cannot_be_asked_are_refused(cli: Cli, text: Path, model: Path) -> None:
     asked = cli("eval", "passkey", "--model", model, "--lengths", "300", "--samples", 1, "--filler", text)
     assert asked.code == REFUSED, asked
-    assert "trained on no needles" in asked.err
+    assert "which was not trained on needles" in asked.err
     outcome = cli("eval", "perplexity", "--text", text, "--memory-sizes", "0")
     assert outcome.code == USAGE
-    assert "--memory-sizes cannot be used with a DRT" in outcome.err
+    assert "a DRT does not take --memory-sizes" in outcome.err

@@ -76,7 +76,7 @@ def test_the_picture_of_an_audit(cli: Cli, request: pytest.FixtureRequest, tmp_p
     [
         (["heap", "--out", "a.png"], 2, "'heap' is not one of"),
         (["heat", "--out", "a.jpg"], 2, "must end in .png or .svg"),
-        (["heat", "--out", "none/a.png"], 3, "no folder"),
+        (["heat", "--out", "none/a.png"], 3, "the folder none does not exist"),
         (["heat"], 2, "--out"),
         (["heat", "--out", "a.png", "--trace", "9"], 3, "no trace 9"),
         (["heat", "--out", "a.png", "--layer", "9"], 2, "no layer 9"),

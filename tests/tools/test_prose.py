@@ -61,6 +61,14 @@ def test_long_sentences_and_turns_are_found() -> None:
     assert {turn for turn, _ in found.turns} >= {"what is ... is", "Of a file the blocks ..."}
 
 
+def test_messages_of_errors_and_help_texts_are_read_too() -> None:
+    said = {text: place.partition(":")[0] for place, text in prose.messages()}
+    assert said["Path of the memory."] == "memstore/tools/verb.py"
+    assert said["Warm up for this many steps. Default: 50."] == "memstore/train/options.py"
+    assert said[f"there is no task {prose.CODE}; choose one of {prose.CODE}"] == "memstore/eval/run.py"
+    assert list(prose.missed("messages", prose.counted(said))) == []
+
+
 def test_every_page_that_is_written_by_hand_is_in_a_group() -> None:
     there = {page for page in (ROOT / "docs").rglob("*.md") if page.name not in prose.GENERATED}
     top = {page for page in ROOT.glob("*.md") if page.name != "CHANGELOG.md"}

@@ -64,7 +64,7 @@ def test_another_text_of_the_same_name_is_refused_with_what_the_command_has(
     (tmp_path / "other/log.txt").write_text("Another text, which is long enough to differ.")
     done = cli("read", tmp_path / "other/log.txt", notes, "--document", "log")
     assert done.code == 2
-    assert "holds another text (they differ from token " in done.err
+    assert "holds a different text (they differ from token " in done.err
     assert "--document NAME" in done.err
     assert "append()" not in done.err
     assert "tokens/s" not in done.err, "nothing was read"
@@ -183,7 +183,7 @@ def test_an_interrupted_read_says_how_to_go_on(tmp_path: Path, model_folder: Pat
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 130, err
-    assert "run the same command again to go on" in err
+    assert "Run the same command again to continue" in err
     assert "Traceback" not in err
 
     (document,) = cli("ls", path, "--json").json["documents"]

@@ -243,10 +243,10 @@ def test_every_field_that_openai_s_client_can_send_is_known() -> None:
 def as_table() -> str:
     """The fields of a request, as the page prints them."""
     rows = [f"| `{name}` | honoured{f': {how}' * bool(how)} |" for name, how in sorted(HONOURED.items())]
-    rows += [f"| {', '.join(f'`{name}`' for name in sorted(HARMLESS))} | taken; changes nothing |"]
+    rows += [f"| {', '.join(f'`{name}`' for name in sorted(HARMLESS))} | accepted, changes nothing |"]
     for name, values in sorted(ONLY.items()):
         told = " or ".join(f"`{json.dumps(value)}`" for value in values)
-        rows.append(f"| `{name}` | refused, but for {told} |")
+        rows.append(f"| `{name}` | refused, except {told} |")
     return "\n".join([*rows, "| any other | refused by its name |"])
 
 
@@ -268,7 +268,7 @@ def test_without_a_token_file_one_is_made_for_this_user_alone(monkeypatch: pytes
     assert token_for("localhost", None, no_token=True) == (None, "")
     with pytest.raises(InvalidArgument, match=r"others can reach 192\.168\.0\.7"):
         token_for("192.168.0.7", None, no_token=True)
-    with pytest.raises(InvalidArgument, match="--token-file names one"):
+    with pytest.raises(InvalidArgument, match="--token-file names a"):
         token_for("127.0.0.1", str(file), no_token=True)
 
 
@@ -345,7 +345,7 @@ def test_a_signal_in_the_middle_of_an_answer_ends_it_with_an_error_object(memory
         thread.join()
         assert "Traceback" not in process.stderr.read()
     assert isinstance(found[-1], openai.APIError)
-    assert "the server is ending" in str(found[-1])
+    assert "the server is shutting down" in str(found[-1])
     assert ended < 5
 
 

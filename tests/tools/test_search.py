@@ -87,7 +87,7 @@ def test_a_memory_without_complete_blocks_says_so(cli: Cli, memory: Path, vector
     for name in ("whale", "ship"):
         assert cli("forget", memory, name).code == 0
     done = cli("search", memory, "--vector", vectors(SIZE))
-    assert (done.code, done.out) == (0, "nothing was found: no complete block is there to be searched\n")
+    assert (done.code, done.out) == (0, "nothing was found: the memory has no complete block to search\n")
     assert cli("search", memory, "--vector", vectors(SIZE), "--csv").out == "document,block,score,text\r\n"
 
 
@@ -113,20 +113,20 @@ def test_a_model_of_the_package_searches_its_memory(cli: Cli, tmp_path: Path, na
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        ([], 2, "not by none of them"),
-        (["--text", "a", "--block", "whale:0"], 2, "not by TEXT and --block"),
-        (["a", "--text", "b"], 2, "give the words once"),
-        (["a", "--block", "whale:0"], 2, "not by TEXT and --block"),
+        ([], 2, "got none of them"),
+        (["--text", "a", "--block", "whale:0"], 2, "got TEXT and --block"),
+        (["a", "--text", "b"], 2, "the words were given twice"),
+        (["a", "--block", "whale:0"], 2, "got TEXT and --block"),
         (["--block", "whale:0", "--top-k", "1000000000"], 2, "--top-k"),
         (["--text", " "], 2, "Name it with --model"),
         (["--text", " ", "--model", "drt"], 2, "--text is empty"),
         (["--text", "a", "--model", "./no"], 3, "no model directory ./no"),
-        (["--text", "a", "--model", "drt"], 5, "was made for something else"),
+        (["--text", "a", "--model", "drt"], 5, "does not fit this model"),
         (["--block", "whale"], 2, "must be DOCUMENT:N"),
         (["--block", "whale:-1"], 2, "must be DOCUMENT:N"),
         (["--block", "harpoon:0"], 3, "it has 'whale', 'ship'"),
         (["--block", "whale:3"], 3, "no block 3"),
-        (["--block", "whale:0", "--layer", "0"], 2, "layers that have: 1"),
+        (["--block", "whale:0", "--layer", "0"], 2, "layers with landmarks: 1"),
         (["--block", "whale:0", "--document", "harpoon"], 3, "it has 'whale', 'ship'"),
         (["--block", "whale:0", "--top-k", "0"], 2, "--top-k"),
         (["--vector", "{tmp}/missing.npy"], 3, "no file"),

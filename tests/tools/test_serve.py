@@ -198,7 +198,7 @@ def test_the_client_of_openai(port: int) -> None:
         raw = client.completions.create(model="cottage", prompt="The key", max_tokens=4)
         with client.completions.create(model="cottage", prompt="The key", max_tokens=4, stream=True) as stream:
             assert "".join(each.choices[0].text for each in stream) == raw.choices[0].text
-        with pytest.raises(openai.NotFoundError, match="no memory is served as 'whale'; there are cottage, ferry"):
+        with pytest.raises(openai.NotFoundError, match="there is no memory called 'whale'; there are cottage, ferry"):
             client.completions.create(model="whale", prompt="The key")
 
 
@@ -232,31 +232,35 @@ def test_a_stream_ends_with_sources_and_done(port: int) -> None:
 
 
 WRONG: list[tuple[Any, int, str]] = [
-    (b"{", 400, "not JSON"),
-    (b"[" * 100_000, 400, "not JSON"),
-    (b"[]", 400, "not a JSON object"),
+    (b"{", 400, "must be JSON"),
+    (b"[" * 100_000, 400, "must be JSON"),
+    (b"[]", 400, "must be a JSON object"),
     (b'{"model": "cottage", "messages": [{"role": "user", "content": "\\ud800"}]}', 400, "not valid Unicode"),
-    (b'{"model": "cottage", "messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', 400, "not JSON in UTF-8"),
-    ('{"model": "cottage", "messages": [{"role": "user", "content": "\\ud800"}]}'.encode("utf-16"), 400, "not JSON"),
+    (b'{"model": "cottage", "messages": [{"role": "user", "content": "\xed\xa0\x80"}]}', 400, "must be JSON in UTF-8"),
+    (
+        '{"model": "cottage", "messages": [{"role": "user", "content": "\\ud800"}]}'.encode("utf-16"),
+        400,
+        "must be JSON",
+    ),
     (b" " * (MOST_BYTES + 1), 413, "at most 1,048,576 bytes"),
     ({"messages": []}, 400, "the last message"),
-    (chat(model="../cottage"), 404, "no memory is served as"),
+    (chat(model="../cottage"), 404, "there is no memory called"),
     (chat() | {"model": 5}, 400, "model has the wrong type"),
     (chat() | {"messages": "Where?"}, 400, "messages has the wrong type"),
-    (chat() | {"messages": [{"role": "narrator", "content": "x"}]}, 400, "a message is an object with role"),
-    (chat() | {"messages": [{"role": "tool", "content": "x"}]}, 400, "must be the user's"),
+    (chat() | {"messages": [{"role": "narrator", "content": "x"}]}, 400, "a message must be an object with role"),
+    (chat() | {"messages": [{"role": "tool", "content": "x"}]}, 400, "must come from the user"),
     (chat() | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "a part of type 'image_url'"),
     (chat() | {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, 400, "'input_audio'"),
     (chat() | {"messages": [{"role": "user", "content": {"text": "x"}}]}, 400, "got something else"),
     (chat() | {"messages": [{"role": "user", "content": None}]}, 400, "has no words"),
-    (chat() | {"messages": [{"role": "assistant", "content": "Hello"}]}, 400, "must be the user's"),
+    (chat() | {"messages": [{"role": "assistant", "content": "Hello"}]}, 400, "must come from the user"),
     (chat(text=" "), 400, "has no words"),
     (chat(max_tokens=True), 400, "max_tokens has the wrong type"),
     (chat(max_tokens=0), 400, "max_tokens must be at least 1"),
-    (chat(text="Where? " * 3000), 400, "the model takes 2,048 tokens"),
+    (chat(text="Where? " * 3000), 400, "the model takes at most 2,048 tokens"),
     (chat(text="Where? " * 30_000), 400, "the question has 210,000 characters"),
     (chat(temperature=float("nan")), 400, "temperature must be from 0 to 2"),
-    (chat(stop=["x", ""]), 400, "stop is a text, or a list of at most 4"),
+    (chat(stop=["x", ""]), 400, "stop must be a text, or a list of at most 4 texts"),
     (chat(stop=5), 400, "stop has the wrong type"),
     (chat(n=2), 400, "n is not supported"),
     (chat(tool_choice="required"), 400, "tool_choice is not supported here with this value"),
@@ -594,7 +598,7 @@ def test_a_server_for_others_needs_a_token(cli: Cli, shelf: Path, tmp_path: Path
     done = cli("serve", shelf / "ferry.mem", "--token-file", tmp_path / "token")
     assert (done.code, "at least 16" in done.err) == (2, True)
     done = cli("serve", shelf / "ferry.mem", shelf / "ferry.mem")
-    assert (done.code, "two memories would be called 'ferry'" in done.err) == (2, True)
+    assert (done.code, "two memories have the name 'ferry'" in done.err) == (2, True)
     assert cli("serve", tmp_path / "nothing.mem").code == 3
 
 

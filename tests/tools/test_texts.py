@@ -62,5 +62,5 @@ def test_a_folder_is_no_text(tmp_path: Path) -> None:
 def test_an_unknown_encoding_is_said(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("a")
-    with pytest.raises(InvalidArgument, match="no encoding is called 'klingon'"):
+    with pytest.raises(InvalidArgument, match="there is no encoding 'klingon'"):
         read_text(str(path), encoding="klingon")

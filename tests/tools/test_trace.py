@@ -96,12 +96,12 @@ def test_layers_heads_and_steps_can_be_looked_at_alone(cli: Cli, asked: Path) ->
     ("arguments", "code", "says"),
     [
         ([7], 3, "no trace 7; it has 1"),
-        (["--layer", 99], 2, "--layer 99 retrieved nothing here; layers that did: "),
-        (["--head", 99], 2, "the query heads 0 to 3"),
-        (["--step", 99], 2, "has the steps 0 to 4"),
+        (["--layer", 99], 2, "layer 99 retrieved nothing here; layers that did: "),
+        (["--head", 99], 2, "query heads 0 to 3"),
+        (["--step", 99], 2, "has steps 0 to 4"),
         (["--top", 0], 2, "--top"),
-        (["--remove"], 2, "name its number"),
-        ([1, "--remove", "--list"], 2, "name its number"),
+        (["--remove"], 2, "pass its number"),
+        ([1, "--remove", "--list"], 2, "pass its number"),
         ([9, "--remove"], 3, "no trace 9"),
     ],
 )
@@ -151,7 +151,7 @@ def test_traces_are_listed_and_removed(cli: Cli, memory: Path) -> None:
     lines = cli("trace", memory, "--list").out.splitlines()
     assert lines[0].split() == ["trace", "started", "mechanism", "steps", "ended", "documents", "question"]
     assert [line.split()[0] for line in lines[1:]] == ["1", "2"]
-    assert cli("trace", memory, 2, "--remove").out == "trace 2 is gone\n"
+    assert cli("trace", memory, 2, "--remove").out == "trace 2 was removed\n"
     assert [each["trace"] for each in cli("trace", memory, "--list", "--json").json["traces"]] == [1]
 
 
@@ -160,7 +160,7 @@ def test_a_trace_without_text_scores_or_document_is_shown_as_it_is(cli: Cli, mem
     assert cli("forget", memory, "whale").code == 0
     done = cli("trace", memory)
     assert done.code == 0, done.err
-    assert "no text: the memory does not say which model" in done.out
+    assert "no text: the memory does not name the model" in done.out
     assert done.out.splitlines()[-2].split() == ["0", "3", "1", "0.5000", "-"]
     (step,) = cli("trace", memory, "--json").json["steps"]
     assert step["looks"][0]["scores"] == [[None, None]]
@@ -202,11 +202,11 @@ def test_as_csv_every_row_is_whole(cli: Cli, asked: Path) -> None:
 def test_blocks_that_have_left_are_explained(cli: Cli, asked: Path, tmp_path: Path) -> None:
     copy = tmp_path / "log.mem"
     copytree(asked, copy)
-    assert "has left the memory" not in cli("trace", copy).out
+    assert "longer in the memory" not in cli("trace", copy).out
     assert cli("forget", copy, "log").code == 0
     done = cli("trace", copy)
     assert done.code == 0, done.err
-    assert done.out.splitlines()[-1].startswith("(- for a text: this block has left the memory")
+    assert done.out.splitlines()[-1].startswith("(- in place of a text: the block")
 
 
 def test_an_excerpt_is_where_what_was_said_stands() -> None:

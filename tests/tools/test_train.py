@@ -47,7 +47,7 @@ def test_training_on_a_text_reports_what_it_did(cli: Cli, text: Path, tmp_path: 
     assert "valid_perplexity" in again.out
     other = cli(*command, "--seed", 1)
     assert other.code == REFUSED
-    assert "another run: its optimisation.seed is 0, not 1" in other.err
+    assert "a different run: its optimisation.seed is 0, not 1" in other.err
 
 
 def test_fine_tuning_and_its_fields(cli: Cli, drt: Path, tmp_path: Path) -> None:
@@ -64,16 +64,16 @@ def test_fine_tuning_and_its_fields(cli: Cli, drt: Path, tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "one of them is needed, got nothing"),
+        ([], "exactly one of them, got nothing"),
         (["a.txt", "--recipe", "passkey-cpu"], "got texts and --recipe"),
         (["--recipe", "magic"], "choose one of passkey-cpu, two-hop-cpu"),
         (["--recipe", "two-hop-cpu", "--groups", 5], "cannot be divided into 5 groups"),
-        (["--recipe", "passkey-cpu", "--context", 500], "--context cannot be used with --recipe"),
-        (["--pairs", "pairs.jsonl"], "--pairs needs a model"),
+        (["--recipe", "passkey-cpu", "--context", 500], "--recipe does not take --context"),
+        (["--pairs", "pairs.jsonl"], "--pairs needs a trained model"),
         (["{text}", "--preset", "huge"], "there is no preset 'huge'"),
         (["{text}", "--context", 30], "two blocks"),
-        (["{text}", "--context", 1_000_000], "give more text or a smaller --context"),
-        (["{text}", "--init", "{drt}", "--block-size", 64], "--block-size 64 does not match"),
+        (["{text}", "--context", 1_000_000], "more text or a smaller --context"),
+        (["{text}", "--init", "{drt}", "--block-size", 64], "--block-size 64 does not fit"),
         (["{text}", "--init", "{drt}", "--preset", "tiny"], "--preset is for new models"),
         (["{text}", "--groups", 5], "--groups must divide the 2 upper layers"),
         (["{text}", "--learning-rate", 3], "learning_rate must be above 0 and below 1"),

@@ -37,7 +37,7 @@ def test_what_the_recipe_cannot_do_is_refused(cli: Cli, tmp_path: Path) -> None:
     text.write_text("words")
     for more, said in (
         ((text,), "unexpected extra argument"),
-        (("--recipe", "passkey-cpu"), "no recipe is called 'passkey-cpu'"),
+        (("--recipe", "passkey-cpu"), "there is no recipe 'passkey-cpu'"),
         (("--vocabulary", 300), "--vocabulary"),
     ):
         done = cli("train", "indexed", "--out", tmp_path / "model", *more)

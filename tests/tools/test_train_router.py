@@ -28,11 +28,11 @@ def test_a_trained_router_is_compared_and_used(cli: Cli, model_folder: Path, tmp
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("", "is empty: give one JSON object"),
-        ("{", "line 1 of .* is not JSON"),
-        ('{"question": "Who?", "evidence": []}', "line 1 of .* is no question"),
-        ('{"question": " ", "evidence": ["Jan."]}', "is no question"),
-        ('{"question": "Who?", "evidence": ["Jan."], "others": [1]}', "is no question"),
+        ("", "is empty: write one JSON object"),
+        ("{", "line 1 of .* not valid JSON"),
+        ('{"question": "Who?", "evidence": []}', "line 1 of .* is not a question"),
+        ('{"question": " ", "evidence": ["Jan."]}', "is not a question"),
+        ('{"question": "Who?", "evidence": ["Jan."], "others": [1]}', "is not a question"),
     ],
 )
 def test_what_is_no_question_is_named(cli: Cli, tmp_path: Path, line: str, says: str) -> None:

@@ -66,11 +66,11 @@ def test_fields_can_be_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("{not json", r"line 2 of .* is not JSON"),
-        ("[1]", r"line 2 of .* is not an object with 'prompt' and 'answer', but list"),
-        ({"prompt": "x"}, r"line 2 of .* has no text 'answer'; its fields are 'prompt'\..*--answer-field"),
-        ({"prompt": "x", "answer": 3}, r"line 2 of .* has no text 'answer', but 3: give text"),
-        ({"prompt": " ", "answer": "y"}, r"line 2 of .* has no text 'prompt'"),
+        ("{not json", r"line 2 of .* not valid JSON"),
+        ("[1]", r"line 2 of .* must be an object with 'prompt' and 'answer', not list"),
+        ({"prompt": "x"}, r"line 2 of .* has no field 'answer'; its fields are 'prompt'\..*--answer-field"),
+        ({"prompt": "x", "answer": 3}, r"line 2 of .*: the field 'answer' must be a non-empty text, not 3"),
+        ({"prompt": " ", "answer": "y"}, r"line 2 of .*: the field 'prompt' must be a non-empty text"),
     ],
 )
 def test_bad_lines_are_named_by_number(line: object, words: str, tmp_path: Path) -> None:

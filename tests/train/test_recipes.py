@@ -224,7 +224,7 @@ def test_a_model_grows_by_copies_of_its_upper_layers(tmp_path: Path) -> None:
     assert starting(
         DRTConfig.preset("tiny", upper_layers=[4]), tmp_path, family=DRT, grow=True
     ).config.upper_layers == [4]
-    with pytest.raises(InvalidArgument, match=r"models whose lower_layers is 3; that of .* is 1"):
+    with pytest.raises(InvalidArgument, match=r"models with lower_layers=3, but .* has 1"):
         starting(DRTConfig.preset("tiny", lower_layers=3), tmp_path, family=DRT, grow=True)
 
 
@@ -237,7 +237,7 @@ def test_the_control_of_two_hops_has_the_same_layers_in_one_group() -> None:
 
 
 def test_an_unknown_recipe_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(InvalidArgument, match="no recipe is called 'magic'; choose one of passkey-cpu, two-hop-cpu"):
+    with pytest.raises(InvalidArgument, match="there is no recipe 'magic'; choose one of passkey-cpu, two-hop-cpu"):
         find_recipe("magic", RECIPES)
 
 
@@ -268,7 +268,7 @@ def test_two_hops_train_with_two_groups(tmp_path: Path, monkeypatch: pytest.Monk
     assert 0 <= report["accuracy"] <= 1
     model = DRTForCausalLM.from_pretrained(tmp_path / "run")
     assert len(model.model.retrievers) == 2
-    with pytest.raises(InvalidArgument, match=r"this recipe trains models whose upper_layers is .* Leave --init out"):
+    with pytest.raises(InvalidArgument, match=r"this recipe trains models with upper_layers=.* Leave --init out"):
         train_recipe(small(), tmp_path / "other", init=tmp_path / "run", runtime=RUNTIME)
 
 

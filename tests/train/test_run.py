@@ -57,7 +57,7 @@ def test_a_damaged_run_is_named(name: str, tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(InvalidArgument, match=r"run cannot be made or written \(Not a directory\); name another one"):
+    with pytest.raises(InvalidArgument, match=r"run cannot be created or written \(Not a directory\)"):
         Run(tmp_path / "file" / "run", {"a": 1})
 
 
@@ -65,7 +65,7 @@ def test_other_failures_are_not_blamed_on_the_disk(tmp_path: Path) -> None:
     for error in (RuntimeError("a shape"), OSError(errno.ECONNRESET, "gone"), NotADirectoryError()):
         with pytest.raises(type(error)), saying_what_is_safe(tmp_path):
             raise error
-    with pytest.raises(StoreFull, match="starts anew"), saying_what_is_safe(tmp_path):
+    with pytest.raises(StoreFull, match="starts again: there"), saying_what_is_safe(tmp_path):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 

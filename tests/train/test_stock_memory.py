@@ -150,15 +150,15 @@ def test_what_cannot_be_loaded_or_trained_is_refused(stock: Path, trained: Path,
         load_knn_memory(stock)
     with pytest.raises(NotFound, match="no model in"):
         load_knn_memory(tmp_path)
-    with pytest.raises(InvalidArgument, match="at least 1 to be trained"):
+    with pytest.raises(InvalidArgument, match="window must be at least 1"):
         train(stock, texts, tmp_path / "run", memory_size=0)
-    with pytest.raises(InvalidArgument, match="has a memory already: start from the stock model"):
+    with pytest.raises(InvalidArgument, match="memory: start from the stock model"):
         train(trained, texts, tmp_path / "again")
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "config.json").write_bytes((trained / "config.json").read_bytes())
     save_file(load_file(stock / "model.safetensors"), broken / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(DamagedError, match="no parameters of its memory"):
+    with pytest.raises(DamagedError, match="memory, but not its parameters"):
         load_knn_memory(broken)
 
 

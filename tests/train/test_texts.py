@@ -61,7 +61,7 @@ def test_a_finished_run_is_not_trained_again(trained: Trained, text: Path, monke
 
 
 def test_a_folder_of_another_run_is_refused(trained: Trained, text: Path) -> None:
-    with pytest.raises(DifferentRun, match=r"another run: its context is 124, not 155"):
+    with pytest.raises(DifferentRun, match=r"a different run: its context is 124, not 155"):
         train_on_texts([text], trained.folder, context=155, valid=0.1, optimisation=SHORT, runtime=RUNTIME)
 
 
@@ -139,7 +139,7 @@ def test_weights_that_are_not_finite_never_become_a_checkpoint(
 
     ordinary = MemoryTrainer.training_step
     monkeypatch.setattr(MemoryTrainer, "training_step", spoil)
-    with pytest.raises(TrainingDiverged, match=r"no longer finite after step 5.*No checkpoint had been written"):
+    with pytest.raises(TrainingDiverged, match=r"is not finite after step 5.*There is no checkpoint yet"):
         train_on_texts([text], tmp_path / "run", context=CONTEXT, optimisation=SHORT, runtime=RUNTIME)
 
 
@@ -154,7 +154,7 @@ def test_a_full_disk_stops_and_names_where_it_will_go_on(text: Path, tmp_path: P
     with pytest.MonkeyPatch.context() as patch:
         at_step(patch, 8, fill)
         try:
-            with pytest.raises(StoreFull, match=r"Make room.* goes on from step 5"):
+            with pytest.raises(StoreFull, match=r"Free some space.* continues from step 5"):
                 train_on_texts([text], tmp_path / "run", **options)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
@@ -164,7 +164,7 @@ def test_a_full_disk_stops_and_names_where_it_will_go_on(text: Path, tmp_path: P
 
 def test_a_text_shorter_than_a_segment_is_refused(tmp_path: Path, trained: Trained) -> None:
     (tmp_path / "short.txt").write_text("too short")
-    with pytest.raises(InvalidArgument, match=r"the texts have \d+ tokens, one segment has 992: give more text"):
+    with pytest.raises(InvalidArgument, match=r"the texts have \d+ tokens, but one segment needs 992: use more text"):
         train_on_texts([tmp_path / "short.txt"], tmp_path / "run", tokenizer=trained.folder, runtime=RUNTIME)
 
 
@@ -176,14 +176,14 @@ def test_a_run_that_came_to_nothing_makes_way_for_another(text: Path, tmp_path: 
 
 
 def test_a_context_without_an_earlier_block_is_refused(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(InvalidArgument, match="at least 62 are needed"):
+    with pytest.raises(InvalidArgument, match="use at least 62"):
         train_on_texts([text], tmp_path / "run", context=61)
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(trained: Trained, text: Path, tmp_path: Path) -> None:
     small = DRTForCausalLM(DRTConfig.preset("tiny", vocab_size=300))
     small.save_pretrained(tmp_path / "small")
-    with pytest.raises(InvalidArgument, match=r"has 512 tokens, the model .* knows 300"):
+    with pytest.raises(InvalidArgument, match=r"has 512 tokens, but the model .* has 300"):
         train_on_texts([text], tmp_path / "run", init=tmp_path / "small", tokenizer=trained.folder)
 
 
@@ -199,7 +199,7 @@ def test_missing_and_wrong_texts_are_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match=r"has no \.txt files"):
         corpora.Documents([tmp_path])
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(InvalidArgument, match=r"not UTF-8 text \(byte 0\)"):
+    with pytest.raises(InvalidArgument, match=r"not UTF-8 text \(at byte 0\)"):
         list(corpora.Documents([tmp_path]))
     with pytest.raises(InvalidArgument, match="nothing to train on"):
         corpora.Documents([])

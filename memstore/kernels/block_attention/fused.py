@@ -76,15 +76,18 @@ def lse_problem(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, softcap: f
     if q.device.type not in ("cpu", "cuda"):
         return f"runs on a CPU and a GPU, not on {q.device}"
     if softcap is not None:
-        return "has no softcap"
+        return "does not support a softcap"
     if q.dtype not in types or not q.dtype == k.dtype == v.dtype:
-        return f"takes tensors of one floating-point type, got {q.dtype}, {k.dtype} and {v.dtype} on {q.device}"
+        return f"takes tensors of one floating-point dtype, got {q.dtype}, {k.dtype} and {v.dtype} on {q.device}"
     if mask is not None and mask.dtype not in (torch.bool, q.dtype):
-        return f"takes a mask that is boolean or {q.dtype}, got {mask.dtype}"
+        return f"takes a boolean mask or one of {q.dtype}, got {mask.dtype}"
     if q.shape[-1] != v.shape[-1] or not (q.numel() and k.numel()):
-        return f"takes some queries and keys, and values of their size, got {tuple(q.shape)} and {tuple(v.shape)}"
+        return (
+            f"takes at least one query and one key, and values as wide as the keys; got {tuple(q.shape)} and "
+            f"{tuple(v.shape)}"
+        )
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, v, mask)):
-        return "has no gradient of the log-sum-exp"
+        return "cannot differentiate the log-sum-exp"
     return None
 
 

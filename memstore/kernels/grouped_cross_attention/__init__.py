@@ -115,8 +115,8 @@ def grouped_cross_attention(
 def _check_gathered(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> None:
     if q.dim() != 4 or k.dim() != 5 or v.dim() != 5 or weights.shape != (q.shape[0], k.shape[2]):
         raise InvalidArgument(
-            "expected q [B, H, T, D], k and v [B, G, K, S, D] and weights [B, K] (or blocks, and the indexed form), "
-            f"got {shapes(q=q, k=k, v=v, weights=weights)}"
+            "expected q [B, H, T, D], k and v [B, G, K, S, D] and weights [B, K] (with blocks: the indexed "
+            f"form); got {shapes(q=q, k=k, v=v, weights=weights)}"
         )
 
 

@@ -89,11 +89,11 @@ def _triton_problem(q: Tensor, k: Tensor, v: Tensor, u: Tensor, block_size: int)
     from memstore.kernels.hils_attention import triton
 
     if q.dtype == torch.float32 and q.device.type == "cuda":  # sums of three products would not stay in registers
-        return "takes float16 or bfloat16 on a GPU; cast them, or use 'auto' or 'torch'"
+        return "takes float16 or bfloat16 on a GPU; convert the tensors, or use 'auto' or 'torch'"
     most, largest = triton.LONGEST, triton.LARGEST_HEAD
     if block_size > most or q.shape[-1] > largest:
         got = f"{block_size} and {q.shape[-1]}; use 'auto' or 'torch'"
-        return f"has blocks of at most {most} tokens and heads of at most {largest}, got {got}"
+        return f"takes blocks of at most {most} tokens and heads of at most {largest}, got {got}"
     return None
 
 
@@ -112,7 +112,7 @@ def pool_landmarks(m: Tensor, keys: Tensor, *, scale: float | None = None) -> tu
     if m.dim() != 4 or keys.dim() != 5 or keys.shape[2] != m.shape[2] or keys.shape[-1] != m.shape[-1]:
         raise InvalidArgument(f"expected m [B, H, N, D] and keys [B, G, N, S - 1, D], got {shapes(m=m, keys=keys)}")
     if len(m) != len(keys) or not keys.shape[1] or m.shape[1] % keys.shape[1] or not keys.shape[3]:
-        raise InvalidArgument(f"H must be a multiple of G, and blocks have tokens, got {shapes(m=m, keys=keys)}")
+        raise InvalidArgument(f"H must be a multiple of G, and a block must have tokens; got {shapes(m=m, keys=keys)}")
     return reference.pool_landmarks(m, keys, scale=_scale(m, scale))
 
 
@@ -147,7 +147,10 @@ def window_attention(
     check_grouped(q, k, v)
     _check_sizes(block_size, window, 1)
     if q.shape[2] > k.shape[2] or first < 0:
-        raise InvalidArgument(f"queries are those of the last keys, from position 0 on: {shapes(q=q, k=k)}, {first=}")
+        raise InvalidArgument(
+            f"the queries must belong to the last keys, and first must be at least 0; got {shapes(q=q, k=k)}, "
+            f"first={first!r}"
+        )
     place = {"size": block_size, "window": window, "first": first}
     return fused.window_attention(q, k, v, widened=widened, scale=_scale(q, scale), **place)
 
@@ -188,7 +191,7 @@ def choose_blocks(
     """
     fit = u.dim() == 4 and kbar.shape[:2] == u.shape[:2] and kbar.shape[-1] == u.shape[-1]
     if not fit or bias.shape != kbar.shape[:-1] or lse.shape != u.shape[:-1] or groups < 1 or u.shape[1] % groups:
-        raise InvalidArgument(f"shapes do not fit {groups} groups: {shapes(u=u, kbar=kbar, bias=bias, lse=lse)}")
+        raise InvalidArgument(f"the shapes do not fit {groups} groups: {shapes(u=u, kbar=kbar, bias=bias, lse=lse)}")
     _check_sizes(block_size, window, top_k)
     place = {"size": block_size, "window": window, "top_k": top_k, "first": first}
     return fused.choose_blocks(u, kbar, bias, lse, groups=groups, scale=_scale(u, scale), **place)
@@ -230,7 +233,7 @@ def attend_chosen(
     fit = fit and blocks.shape[:3] == (len(q), keys.shape[1], q.shape[2])
     if not fit or weights.shape != (*q.shape[:-1], blocks.shape[-1]) or blocks.dtype not in INTEGERS:
         given = shapes(q=q, keys=keys, values=values, blocks=blocks, weights=weights)
-        raise InvalidArgument(f"shapes do not fit: {given}")
+        raise InvalidArgument(f"the shapes do not fit: {given}")
     check_device(q=q, keys=keys, values=values, blocks=blocks, weights=weights)
     return fused.attend_chosen(q, keys, values, blocks, weights, scale=_scale(q, scale))
 
@@ -248,6 +251,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, u: Tensor) -> None:
 
 def _check_sizes(block_size: int, window: int, top_k: int) -> None:
     if block_size < 2:
-        raise InvalidArgument(f"block_size counts the landmark, so it is at least 2, got {block_size}")
+        raise InvalidArgument(f"block_size includes the landmark, so it must be at least 2, got {block_size}")
     if window < 1 or top_k < 1:
-        raise InvalidArgument(f"window and top_k are at least 1, got {window} and {top_k}")
+        raise InvalidArgument(f"window and top_k must be at least 1, got {window} and {top_k}")

@@ -120,7 +120,9 @@ def _pointer(x: Tensor) -> ctypes.c_void_p:
 
 def _check(code: int) -> None:
     if code:
-        raise MemoryError("no memory for the lists of HiLS attention.")
+        raise MemoryError(
+            "there is not enough memory for the top-k lists of HiLS attention; pass fewer queries at once."
+        )
 
 
 @cache

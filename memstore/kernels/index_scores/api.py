@@ -108,7 +108,7 @@ def merge_choices(ids: Sequence[Tensor], scores: Sequence[Tensor], k: int) -> tu
     """
     if not ids or [each.shape for each in ids] != [each.shape for each in scores]:
         raise InvalidArgument(
-            f"expected as many ids as scores, at least one, each [S, k], got ids "
+            "expected one ids tensor [S, k] for each scores tensor [S, k], and at least one; got ids "
             f"{[list(each.shape) for each in ids]} and scores {[list(each.shape) for each in scores]}"
         )
     from memstore.kernels.index_scores import sliced
@@ -146,7 +146,7 @@ def _check(
     queries: Tensor, weights: Tensor | None, chunks: Sequence[Tensor], limit: Tensor, k: int, block: int
 ) -> None:
     if not chunks:
-        raise InvalidArgument("expected keys [T, D], got no tensor; give one with 0 keys where there are none")
+        raise InvalidArgument("expected keys [T, D], got no tensor; if there are no keys, pass a tensor with T = 0")
     for each in chunks:
         if queries.dim() != 3 or each.dim() != 2 or not queries.shape[1] or queries.shape[2] != each.shape[1]:
             raise InvalidArgument(
@@ -154,12 +154,12 @@ def _check(
             )
         if each.dtype not in KEY_TYPES or each.dtype != chunks[0].dtype or not queries.is_floating_point():
             raise InvalidArgument(
-                "expected floating-point queries and keys in float32, bfloat16 or float16, one type for all, "
-                f"got queries in {queries.dtype} and keys in {each.dtype}"
+                "queries and keys must be in float32, bfloat16 or float16, all in the same dtype; got queries in "
+                f"{queries.dtype} and keys in {each.dtype}"
             )
         check_device(queries=queries, weights=weights, keys=each, limit=limit)
     if not queries.shape[2]:
-        raise InvalidArgument(f"expected keys of at least one number, got {shapes(queries=queries)}")
+        raise InvalidArgument(f"keys must have at least one number, got {shapes(queries=queries)}")
     if weights is not None and (weights.shape != queries.shape[:2] or not weights.is_floating_point()):
         raise InvalidArgument(
             f"weights must be floating-point {list(queries.shape[:2])}, got {weights.dtype} {list(weights.shape)}"
@@ -170,6 +170,9 @@ def _check(
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise InvalidArgument(f"{name} must be an integer of at least 1, got {number!r}")
     if odd := [len(each) for each in chunks[:-1] if len(each) % block]:
-        raise InvalidArgument(f"keys in several tensors are cut at blocks of {block}, got one of {odd[0]} keys")
+        raise InvalidArgument(
+            f"each of several key tensors, except the last, must have a multiple of {block} keys (the block); got "
+            f"one of {odd[0]} keys"
+        )
     if sum(map(len, chunks)) >= 1 << 32:
-        raise InvalidArgument("positions have 32 bits: choose among fewer keys at a time, then merge_choices")
+        raise InvalidArgument("positions have 32 bits: choose from fewer keys at once, then call merge_choices")

@@ -76,7 +76,7 @@ def knn_attention_with_lse(
     Both are differentiable; without ``local``, ``merge_attention`` joins them with local attention in one softmax.
     """
     if (local is None) != (gate is None):
-        raise InvalidArgument("local and gate come together: the gate says how much of local is in the output")
+        raise InvalidArgument("pass local and gate together: the gate sets the share of local in the output")
     if ids is None:
         k, v, ids = _looked_up(q, k, v, valid)
     elif valid is not None:
@@ -126,7 +126,9 @@ def _factors(q: Tensor, scale: float | Tensor | None) -> Tensor:
     dtype = torch.promote_types(q.dtype, torch.float32)
     if isinstance(scale, Tensor):
         if scale.shape != (heads,):
-            raise InvalidArgument(f"a learned scale is one number for each of {heads} heads, got {list(scale.shape)}")
+            raise InvalidArgument(
+                f"a learned scale has one number for each of the {heads} heads, got {list(scale.shape)}"
+            )
         return scale
     return torch.full((heads,), q.shape[-1] ** -0.5 if scale is None else scale, dtype=dtype, device=q.device)
 
@@ -151,4 +153,4 @@ def _check(
             raise InvalidArgument(f"gate must have one number for each of {q.shape[1]} heads, got {list(gate.shape)}")
     check_device(q=q, k=k, v=v, ids=ids, scale=scale, local=local, gate=gate)
     if ids.device.type == "cpu" and ids.numel() and k.shape[2] and int(ids.max()) >= k.shape[2]:
-        raise InvalidArgument(f"token {int(ids.max())} does not exist; there are {k.shape[2]}")
+        raise InvalidArgument(f"token {int(ids.max())} does not exist; there are {k.shape[2]} tokens")

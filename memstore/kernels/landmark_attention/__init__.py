@@ -67,9 +67,11 @@ def landmark_attention(
     _check(q, k, v)
     _check_rows(is_landmark, key_padding, documents, k)
     if window is not None and window < 1:
-        raise InvalidArgument(f"window is at least 1 (the query's own position), or None for no limit, got {window}")
+        raise InvalidArgument(
+            f"window must be at least 1 (the query's own position), or None for no limit; got {window}"
+        )
     if not 0 <= ramp <= 1:
-        raise InvalidArgument(f"ramp is between 0 (ordinary softmax) and 1 (landmarks decide), got {ramp}")
+        raise InvalidArgument(f"ramp must be from 0 (ordinary softmax) to 1 (landmark attention), got {ramp}")
     if not (q.numel() and v.shape[-1]):
         return nothing(q, v, k)
     rows = (is_landmark, key_padding, documents)
@@ -102,14 +104,14 @@ def triton_problem(
     """Say why Triton cannot compute this, and what to do; None if it can. ``rows``: landmarks, padding, documents."""
     largest = max(q.shape[-1], v.shape[-1])
     if not causal:
-        return "has causal attention only; use 'auto' or 'torch'"
+        return "supports causal attention only; use 'auto' or 'torch'"
     if problem := common_problem(q, k, v, largest=largest):
         return problem
     from memstore.kernels.landmark_attention import triton
 
     longest = triton.tiles(*rows, window=window).size
     if longest > triton.LONGEST:
-        return f"has blocks of at most {triton.LONGEST} tokens, got {longest}; use 'auto' or 'torch'"
+        return f"takes blocks of at most {triton.LONGEST} tokens, got {longest}; use 'auto' or 'torch'"
     return None
 
 
@@ -122,8 +124,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> None:
     check_device(q=q, k=k, v=v)
     if q.shape[2] > k.shape[2]:
         raise InvalidArgument(
-            f"queries are those of the last positions, so there must be as many keys at least: "
-            f"{shapes(q=q, k=k, v=v)}; pass the keys of all positions that are queried"
+            "the queries must belong to the last positions, so there must be at least as many keys as queries; "
+            f"got {shapes(q=q, k=k, v=v)}"
         )
 
 

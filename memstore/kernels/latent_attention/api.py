@@ -139,7 +139,7 @@ def backend_problem(backend: Backend, q: Tensor, keys: Tensor, values: Tensor) -
             if most > limit:
                 return f"takes rows of at most {limit} numbers in {keys.dtype}, got {most}; use 'auto' or 'torch'"
             if keys.dtype != values.dtype:
-                return f"takes keys and values of one type, got {keys.dtype} and {values.dtype}; use 'torch'"
+                return f"takes keys and values of one dtype, got {keys.dtype} and {values.dtype}; use 'torch'"
             return triton_problem(q, keys, largest=1, mixed=True)
         case "native":
             from memstore.kernels.latent_attention import native
@@ -159,7 +159,7 @@ def _check(q: Tensor, keys: Tensor, values: Tensor, ids: Tensor, sinks: Tensor |
     if q.dim() != 3 or keys.dim() != 3 or values.dim() != 3:
         raise InvalidArgument(f"expected q [S, H, D], keys [N, G, D] and values [N, G, Dv], got {found}")
     if keys.shape[2] != q.shape[2] or keys.shape[:2] != values.shape[:2] or q.shape[1] % max(1, keys.shape[1]):
-        raise InvalidArgument(f"shapes do not fit (H must be a multiple of G): {found}")
+        raise InvalidArgument(f"H must be a multiple of G, and the shapes must agree; got {found}")
     if not keys.shape[1] or not values.shape[2]:
         raise InvalidArgument(f"expected at least one head and values of at least one number, got {found}")
     if not all(each.is_floating_point() for each in (q, keys, values)):
@@ -174,4 +174,4 @@ def _check(q: Tensor, keys: Tensor, values: Tensor, ids: Tensor, sinks: Tensor |
         raise InvalidArgument(f"sinks must be one number for each of {q.shape[1]} heads, got {list(sinks.shape)}")
     check_device(q=q, keys=keys, values=values, ids=ids, sinks=sinks)
     if ids.device.type == "cpu" and ids.numel() and len(keys) and int(ids.max()) >= len(keys):
-        raise InvalidArgument(f"row {int(ids.max())} does not exist; there are {len(keys)}")
+        raise InvalidArgument(f"row {int(ids.max())} does not exist; there are {len(keys)} rows")

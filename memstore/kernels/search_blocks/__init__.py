@@ -99,8 +99,8 @@ def native_problem(queries: Tensor, landmarks: Tensor) -> str | None:
     """Say why this cannot be searched in C, and what to do; None if it can."""
     if queries.device.type != "cpu" or queries.dtype != torch.float32 or landmarks.dtype not in _NATIVE_TYPES:
         return (
-            f"takes queries in float32 and landmarks in float32 or bfloat16 on the CPU, got {queries.dtype} and "
-            f"{landmarks.dtype} on {queries.device}; cast them, or use 'auto' or 'reference'"
+            f"takes queries in float32 and landmarks in float32 or bfloat16, on the CPU; got {queries.dtype} and "
+            f"{landmarks.dtype} on {queries.device}. Convert the tensors, or use 'auto' or 'reference'"
         )
     return lists_problem()
 
@@ -117,9 +117,9 @@ def _check(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | None) ->
     if queries.dim() != 3 or landmarks.dim() != 4:
         raise InvalidArgument(f"expected queries [H, T, D] and landmarks [G, N, P, D], got {found}")
     if queries.shape[2] != landmarks.shape[3] or not len(landmarks) or len(queries) % len(landmarks):
-        raise InvalidArgument(f"shapes do not fit (H must be a multiple of G): {found}")
+        raise InvalidArgument(f"H must be a multiple of G, and the shapes must agree; got {found}")
     if not landmarks.shape[2]:
-        raise InvalidArgument(f"a block has at least one key, got {found}")
+        raise InvalidArgument(f"a block must have at least one key, got {found}")
     if not isinstance(k, int) or isinstance(k, bool) or k < 1:
         raise InvalidArgument(f"k must be an integer of at least 1, got {k!r}")
     if not queries.is_floating_point() or not landmarks.is_floating_point():

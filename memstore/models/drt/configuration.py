@@ -129,7 +129,7 @@ class DRTConfig(PreTrainedConfig):
             )
         check_block_size(self)
         if not self.upper_layers or not all(isinstance(count, int) and count > 0 for count in self.upper_layers):
-            raise InvalidArgument(f"upper_layers has one number of layers for each group, not {self.upper_layers}")
+            raise InvalidArgument(f"upper_layers needs one number of layers for each group, not {self.upper_layers}")
         check_heads(self)
         if self.head_dim % 2:
             raise InvalidArgument(f"hidden_size / num_attention_heads must be even, not {self.head_dim}")

@@ -42,14 +42,17 @@ class DRTAuditor(Auditor):
     """
 
     mechanism = "drt"
-    positions = "scores know no positions; GCA has no full attention, so captured is of the softmax over all scores"
+    positions = (
+        "scores do not depend on positions; GCA has no full attention, so captured is a share of the softmax over "
+        "all scores"
+    )
     shares = False
 
     def __init__(self, reader: DRTReader, top_k: int | None) -> None:
         super().__init__(reader.model)
         config = reader.model.config
         if config.retrieval == "random":
-            raise InvalidArgument("this model retrieves random blocks: there is nothing that it should have found")
+            raise InvalidArgument("this model retrieves random blocks, so there is no choice to audit")
         self._reader, self._document, self.documents = reader, reader.document, [reader.document.name]
         self.top_k = config.retrieval_top_k if top_k is None else top_k
         self.tokens = config.tokens_per_block
@@ -93,8 +96,8 @@ class DRTAuditor(Auditor):
         """See ``Auditor``."""
         size = self.model.config.tokens_per_block
         return (
-            f"a DRT chooses where a block of {size} tokens ends, and none ends in this question and {tokens} tokens "
-            f"after it; ask more, or let it generate {size} tokens"
+            f"a DRT retrieves at the end of a block of {size} tokens, and this question with {tokens} more tokens "
+            f"has no such end. Ask a longer question, or generate {size} tokens"
         )
 
     def locate(self, number: int) -> tuple[Document, int]:

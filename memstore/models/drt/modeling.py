@@ -302,11 +302,9 @@ class DRTModel(Decoder):
         Raises ``InvalidArgument`` if there is no retriever, or if it returns anything else.
         """
         if self.external is None:
-            raise InvalidArgument(
-                "this model's retrieval is 'external', and it has no retriever; give it one with set_retriever"
-            )
+            raise InvalidArgument("this model has retrieval='external', but no retriever: set one with set_retriever")
         embedded: object = self.external(tokens)
-        wanted = f"a retriever returns finite embeddings [n, e] of token ids [n, t]; for {list(tokens.shape)}"
+        wanted = f"a retriever must return finite embeddings [n, e] for token ids [n, t]; for {list(tokens.shape)}"
         if not isinstance(embedded, Tensor):
             raise InvalidArgument(f"{wanted} it returned a {type(embedded).__name__}, not a tensor")
         if embedded.dim() != 2 or len(embedded) != len(tokens) or not embedded.shape[1]:
@@ -439,7 +437,10 @@ class DRTForCausalLM(CausalLM):
         inner product of two of them. It is not saved with the model.
         """
         if self.config.retrieval != "external":
-            raise InvalidArgument(f"retrieval is {self.config.retrieval!r}; make the model with retrieval='external'")
+            raise InvalidArgument(
+                f"set_retriever needs retrieval='external', not {self.config.retrieval!r}: make the model with "
+                "retrieval='external'"
+            )
         self.model.external = retriever
 
     @takes_cache
@@ -463,7 +464,7 @@ class DRTForCausalLM(CausalLM):
         cache = self.going_on(past_key_values, DRTCache, input_ids, use_cache)
         if shared is not None:
             if cache is not None:
-                raise InvalidArgument("shared blocks have no place in a cache; pass use_cache=False")
+                raise InvalidArgument("shared blocks cannot be used with a cache; pass use_cache=False")
             shared.check(self.config, input_ids)
         mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
         if cache is None:

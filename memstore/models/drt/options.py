@@ -24,13 +24,13 @@ class DRTTraining(SegmentOptions):
     In Python: memstore.train.train_recipe, memstore.train.train_on_texts and memstore.train.train_on_pairs.
     """
 
-    recipe: str | None = option("Train without texts: passkey-cpu or two-hop-cpu.")
+    recipe: str | None = option("Train with this recipe, which needs no texts: passkey-cpu or two-hop-cpu.")
     pairs: Path | None = option("Fine-tune on this JSON Lines file of prompts and answers.")
     init: Path | None = option("Start from the model in this folder.", model=True)
-    preset: str | None = option("Size: tiny (without it), small-128m or medium-350m.")
-    groups: int | None = option("Groups of upper layers; each retrieves once.", min=1)
-    prompt_field: str | None = option("Field of --pairs with the prompt. Without it: prompt.")
-    answer_field: str | None = option("Field of --pairs with the answer. Without it: answer.")
+    preset: str | None = option("Size of the model: tiny, small-128m or medium-350m. Default: tiny.")
+    groups: int | None = option("Number of groups of upper layers. Each group retrieves once.", min=1)
+    prompt_field: str | None = option("Name of the prompt field in --pairs. Default: prompt.")
+    answer_field: str | None = option("Name of the answer field in --pairs. Default: answer.")
 
 
 TRAINING, PERPLEXITY = DRTTraining, ContextPerplexity

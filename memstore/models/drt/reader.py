@@ -249,7 +249,7 @@ def memory_spec(model: DRTForCausalLM, tokenizer: Any = None, codec: str = "none
     """
     config = model.config
     if config.retrieval == "none":
-        raise InvalidArgument("this model has retrieval='none': it would never look into a memory")
+        raise InvalidArgument("this model has retrieval='none', so it would never retrieve from a memory")
     # A block's states depend on these beside the weights. None of them shows in the shapes of the weights.
     shaping = ("num_attention_heads", "num_key_value_heads", "window", "rms_norm_eps", "normalise_scores", "retrieval")
     made = ",".join(f"{name}={getattr(config, name)}" for name in shaping)
@@ -358,7 +358,7 @@ class DRTReader(CacheReader[DRTCache]):
         """
         group = self._group(layer)
         if self.model.config.retrieval == "random":
-            raise InvalidArgument("a DRT with retrieval='random' does not search")
+            raise InvalidArgument("a DRT with retrieval='random' cannot search: its blocks are drawn by chance")
         if not self.document.complete_blocks:
             return []
         cache, tail = self._started(1)
@@ -381,7 +381,7 @@ class DRTReader(CacheReader[DRTCache]):
             return 0
         if not 0 <= layer - config.lower_layers < len(groups):
             last = config.lower_layers + len(groups) - 1
-            raise InvalidArgument(f"layer must be an upper one, from {config.lower_layers} to {last}, not {layer}")
+            raise InvalidArgument(f"layer must be an upper layer, from {config.lower_layers} to {last}, not {layer}")
         return groups[layer - config.lower_layers]
 
     # An external retriever has no weights for a fingerprint, so it is recognised by its results. Retrievers are
@@ -398,9 +398,9 @@ class DRTReader(CacheReader[DRTCache]):
             stored = document.layer(0).landmarks(range(block, block + 1)).flatten()
             if not bool((wanted.float().cpu() - stored).norm() <= RETRIEVER_TOLERANCE * stored.norm()):
                 raise ForeignMemory(
-                    f"the memory {self.memory.url} was made with another retriever than this model's: its landmark of "
-                    f"block {block} of {document.name!r} is not what this one makes of the same tokens. Set the "
-                    "retriever that it was made with, or read the text into a new memory",
+                    f"the memory {self.memory.url} was made with another retriever: block {block} of "
+                    f"{document.name!r} has another landmark than this model's retriever gives. Set the retriever "
+                    "that made the memory, or read the text into a new memory",
                     memory=self.memory.url,
                 )
             return

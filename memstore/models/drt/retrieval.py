@@ -397,9 +397,11 @@ class SharedBlocks:
     def check(self, config: DRTConfig, input_ids: Tensor) -> None:
         """Raise ``InvalidArgument`` if these blocks cannot be retrieved for ``input_ids [B, T]``."""
         if config.retrieval in ("random", "none"):
-            raise InvalidArgument(f"a model with retrieval={config.retrieval!r} does not choose; pass no shared")
+            raise InvalidArgument(
+                f"a model with retrieval={config.retrieval!r} does not choose blocks; leave shared out"
+            )
         if (self.states is None) != (self.landmarks is None):
-            raise InvalidArgument("shared states come with their landmarks, and landmarks with their states")
+            raise InvalidArgument("pass shared states and their landmarks together")
         if self.rows is not None and self.rows.shape != input_ids.shape:
             raise InvalidArgument(
                 f"expected shared.rows for {list(input_ids.shape)} tokens, got {list(self.rows.shape)}"
@@ -450,7 +452,10 @@ def with_other_ranks(shared: SharedBlocks, packing: DRTPacking, blocks: tuple[Te
     device = packing.ids.device
     counts = torch.stack(shared.ranks.gathered(torch.tensor(count, device=device))).tolist()
     if min(counts) < 0 or blocks is None or free is None:
-        raise InvalidArgument(f"ranks share blocks, and rank {counts.index(-1)} has none: rows must be a block long")
+        raise InvalidArgument(
+            f"ranks share blocks, but rank {counts.index(-1)} has none: each row must have at least the tokens of a "
+            "block"
+        )
     states, landmarks = (part[free].flatten(1) for part in blocks)
     own = torch.cat([states, landmarks], -1)
     # Padded even if nobody shares anything: backward waits for all, whatever each has found.

@@ -170,12 +170,12 @@ def _outgrowing(source: DRTConfig, config: DRTConfig, init: Folder) -> DRTConfig
     for name in ("block_size", "hidden_size", "intermediate_size", "num_attention_heads", "lower_layers", "positions"):
         if getattr(source, name) != getattr(config, name):
             raise InvalidArgument(
-                f"this recipe trains models whose {name} is {getattr(config, name)}; that of {init} is "
+                f"this recipe trains models with {name}={getattr(config, name)}, but {init} has "
                 f"{getattr(source, name)}. Leave --init out."
             )
     if sum(source.upper_layers) > sum(config.upper_layers):
         raise InvalidArgument(
-            f"this recipe trains models whose upper_layers is {config.upper_layers}; that of {init} has more, "
+            f"this recipe trains models with upper_layers={config.upper_layers}, but {init} has more: "
             f"{source.upper_layers}. Leave --init out."
         )
     changed = copy.deepcopy(source)
@@ -239,9 +239,9 @@ def train(options: DRTTraining, runtime: Runtime) -> dict[str, Any]:
     named = [kind for kind, value in data.items() if value]
     if len(named) != 1:
         what = " and ".join(named) if named else "nothing"
-        raise InvalidArgument(f"train on texts, with --recipe or with --pairs: one of them is needed, got {what}.")
+        raise InvalidArgument(f"train on texts, with --recipe or with --pairs: pass exactly one of them, got {what}.")
     if options.pairs and options.init is None:
-        raise InvalidArgument("--pairs needs a model that can read: name its folder with --init")
+        raise InvalidArgument("--pairs needs a trained model to start from: name its folder with --init")
     refuse_unfit(given, FITTING[named[0]], named[0])
     init: Any = options.init
     if init is not None:

@@ -120,10 +120,10 @@ class HilsConfig(PreTrainedConfig):
     ) -> None:
         wrong = [f"{name}={kwargs[name]!r}" for name, only in ASSUMED.items() if kwargs.get(name, only) != only]
         if wrong:
-            raise UnsupportedModel(f"no released HiLS model has {', '.join(wrong)}, and it cannot be computed here")
+            raise UnsupportedModel(f"a HiLS model with {', '.join(wrong)} is not supported; no released model has it")
         rope = kwargs.pop("rope_parameters", None) or {}
         if rope.get("rope_type", "default") != "default" or kwargs.get("rope_scaling"):
-            raise UnsupportedModel("HiLS models have plain rotary frequencies; this one scales them")
+            raise UnsupportedModel("a HiLS model needs plain rotary frequencies, but this configuration scales them")
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -210,20 +210,21 @@ class HilsConfig(PreTrainedConfig):
         check_sizes(self, SIZES)
         check_sizes(self, ("num_swa_layers",), least=0)
         if self.chunk_size < 2:
-            raise InvalidArgument(f"chunk_size counts the landmark, so it must be at least 2, not {self.chunk_size}")
+            raise InvalidArgument(f"chunk_size includes the landmark, so it must be at least 2, not {self.chunk_size}")
         if self.hils_sliding_window < self.chunk_size:
             raise InvalidArgument(
-                f"hils_sliding_window must hold a block of {self.chunk_size}, not {self.hils_sliding_window} positions"
+                f"hils_sliding_window must be at least a block of {self.chunk_size} tokens, not "
+                f"{self.hils_sliding_window}"
             )
         if self.num_attention_heads % self.num_key_value_heads or self.head_dim % 2:
             raise InvalidArgument(
-                "num_attention_heads must be a multiple of num_key_value_heads, and head_dim even; they are "
+                "num_attention_heads must be a multiple of num_key_value_heads, and head_dim must be even; got "
                 f"{self.num_attention_heads}, {self.num_key_value_heads} and {self.head_dim}"
             )
         if not self.hils_layers:
             raise InvalidArgument(
-                f"of {self.num_hidden_layers} layers none is a HiLS layer: num_swa_layers is {self.num_swa_layers}, "
-                f"full_attn_interleave {self.full_attn_interleave}"
+                f"none of the {self.num_hidden_layers} layers is a HiLS layer, with "
+                f"num_swa_layers={self.num_swa_layers} and full_attn_interleave={self.full_attn_interleave}"
             )
         if self.rope_theta <= 0 or self.rope_context_length <= 0 or self.rope_period_multiplier <= 0:
             raise InvalidArgument("rope_theta, rope_context_length and rope_period_multiplier must be above 0")

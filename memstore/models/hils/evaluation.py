@@ -26,7 +26,7 @@ class HilsAuditor(CacheAuditor):
     """An audit of the retrieval of a HiLS model."""
 
     mechanism = "hils"
-    positions = "all blocks stand where they were read"
+    positions = "all blocks keep the positions where they were read"
 
     def choice(self, choice: Choice) -> None:
         """Receive what one layer saw at the last token of a call; see ``Observer``."""
@@ -53,7 +53,7 @@ class HilsAuditor(CacheAuditor):
     def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more tokens would not help
         """See ``Auditor``."""
         size = self.model.config.hils_sliding_window + self.model.config.chunk_size
-        return f"no block lies before the window yet: they do from {size} tokens on; read a longer text"
+        return f"no block is outside the window yet; the first one is from {size} tokens on: read a longer text"
 
 
 @torch.no_grad()

@@ -431,13 +431,15 @@ def _new_weights(made: HilsForCausalLM, model: PreTrainedModel, weights: dict[st
 def _configuration(stock: Any, changes: dict[str, Any]) -> HilsConfig:
     if stock.model_type not in LAYOUTS:
         raise UnsupportedModel(
-            f"a {stock.model_type!r} cannot become a HiLS model; it must be one of {', '.join(LAYOUTS)}"
+            f"a {stock.model_type!r} model cannot become a HiLS model; use one of {', '.join(LAYOUTS)}"
         )
     rope = _rope(stock)
     windows = set(getattr(stock, "layer_types", None) or ()) - {"full_attention"}
     others = {
-        f"rope_type is {rope.get('rope_type')!r}, not 'default' (the released 7B was trained without the scaling of "
-        "its OLMo: set it so)": rope.get("rope_type", "default") != "default",
+        (
+            f"rope_type is {rope.get('rope_type')!r}, not 'default'; set it to 'default' (the released 7B was trained "
+            "without the scaling of its OLMo)"
+        ): rope.get("rope_type", "default") != "default",
         "it has sliding windows; set layer_types to full attention": bool(windows) and stock.model_type != "olmo3",
     }
     check_computes_as_llama(stock, "a HiLS model", others)
@@ -466,6 +468,8 @@ def _rope(stock: Any) -> dict[str, Any]:
         return rope
     kinds = [each for each in rope.values() if each]
     if any(each != kinds[0] for each in kinds):
-        raise UnsupportedModel("the layers of this model rotate in different ways; give all the plain one")
+        raise UnsupportedModel(
+            "the layers of this model have different rotary parameters; use plain ones in all layers"
+        )
     found: dict[str, Any] = kinds[0]
     return found

@@ -23,11 +23,11 @@ class HilsTraining(SegmentOptions):
     In Python: memstore.train.train_recipe and memstore.train.train_on_texts.
     """
 
-    recipe: str | None = option("Train without texts: hils-passkey-cpu or hils-lookups-cpu.")
+    recipe: str | None = option("Train with this recipe, which needs no texts: hils-passkey-cpu or hils-lookups-cpu.")
     init: Path | None = option(
         "Start from the HiLS model, or the stock Llama, Qwen3 or OLMo, in this folder.", model=True
     )
-    preset: str | None = option("Size: tiny (without it), or 7b, as released.")
+    preset: str | None = option("Size of the model: tiny, or 7b as released. Default: tiny.")
 
 
 TRAINING, PERPLEXITY = HilsTraining, ContextPerplexity

@@ -73,7 +73,9 @@ def train(options: HilsTraining, runtime: Runtime) -> dict[str, Any]:
     given = options.given()
     if bool(options.text) == (options.recipe is not None):
         got = "both" if options.text else "neither"
-        raise InvalidArgument(f"train on texts, or with --recipe hils-passkey-cpu: one of them is needed, got {got}.")
+        raise InvalidArgument(
+            f"train on texts, or with --recipe hils-passkey-cpu: pass exactly one of them, got {got}."
+        )
     if options.recipe is not None:
         recipe = find_recipe(options.recipe, RECIPES)
         refuse_unfit(given, _OF_NEEDLES, f"--recipe {recipe.name}")

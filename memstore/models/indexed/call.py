@@ -191,8 +191,7 @@ class IndexedCall:
         """Begin a pass and return positions ``[B, count]``; ``mask [B, count]`` is False on padding."""
         if self.ended:
             raise InvalidArgument(
-                "this cache belongs to a memory that is no longer attached, or to a pass that failed; start with a new "
-                "one"
+                "this cache belongs to a memory that is no longer attached, or to a pass that failed; use a new cache"
             )
         self._new, self._choices = count, {}
         self._real = [None] * len(self.locals)
@@ -215,7 +214,9 @@ class IndexedCall:
     def reorder(self, rows: list[int]) -> None:
         """Keep the rows with which beam search continues."""
         if self.observers and rows != list(range(len(self.locals))):
-            raise InvalidArgument("a call that is traced keeps its rows in order; generate without beams, or untraced")
+            raise InvalidArgument(
+                "a traced call keeps the order of its rows: generate without beams, or without a trace"
+            )
         used: set[int] = set()
         chosen = []
         for row in rows:
@@ -543,12 +544,12 @@ class LocalLayer(CallLayer):
 
     def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Raise an error: layers give their states to the call instead."""
-        raise InvalidArgument("this cache belongs to a memory that is no longer attached; start with a new one")
+        raise InvalidArgument("this cache belongs to a memory that is no longer attached; use a new cache")
 
     def crop(self, _tokens_to_remove: int) -> None:
         """Raise an error: a call cannot be cropped."""
         raise InvalidArgument(
-            "a cache with a memory cannot be cut back: generate without assistant_model and prompt_lookup_num_tokens"
+            "a cache with a memory cannot be cropped: generate without assistant_model and prompt_lookup_num_tokens"
         )
 
     def batch_repeat_interleave(self, repeats: int) -> None:

@@ -31,12 +31,12 @@ class IndexAuditor(Auditor):
     """An audit of each layer's index by single tokens, also if it chooses units of several."""
 
     mechanism = "index"
-    positions = "all tokens stand where they are; the truth is the softmax over everything, as if nothing was chosen"
+    positions = "all tokens keep their positions; the truth is the softmax over all tokens"
 
     def __init__(self, reader: IndexedReader, top_k: int | None) -> None:
         if any(layer.raw_width for layer in reader.family.layers):
             raise UnsupportedModel(
-                "this model has no audit: what its index chooses among are no tokens, but entries of several"
+                "this model has no audit: its index chooses entries of several tokens, not single tokens"
             )
         super().__init__(reader.model)
         self._reader, self._document = reader, reader.document
@@ -78,7 +78,7 @@ class IndexAuditor(Auditor):
 
     def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more tokens would not help
         """See ``Auditor``."""
-        return "nothing is in memory yet: read a text first, of at least one token"
+        return "the memory is empty: first read a text of at least one token"
 
     def locate(self, number: int) -> tuple[Document, int]:
         """See ``Auditor``."""

@@ -139,7 +139,7 @@ class IndexedLayer(ABC):
 
         ``raw [(before + n) * unit, raw_width]`` begins ``before`` units earlier.
         """
-        raise UnsupportedModel(f"a {type(self).__name__} keeps no entries of several tokens")
+        raise UnsupportedModel(f"a {type(self).__name__} has no entries of several tokens")
 
     @property
     def own_width(self) -> int:
@@ -178,10 +178,10 @@ class IndexedFamily(ABC):
         self.decoder: Any = model.get_decoder()
         self.config: Any = self.decoder.config
         if len({weight.device for weight in self.decoder.parameters()}) > 1:
-            raise self.refused("its layers lie on several devices: move it to one")
+            raise self.refused("its layers are on several devices: move the model to one device")
         self.layers = self.made()
         if not any(layer.key_width for layer in self.layers):
-            raise self.refused("none of its layers has an index, so there is nothing that it would retrieve")
+            raise self.refused("none of its layers has an index, so it would retrieve nothing")
 
     @abstractmethod
     def made(self) -> list[IndexedLayer]:
@@ -203,8 +203,8 @@ def load(folder: str | Path, **options: Any) -> Any:
     # transformers fills missing weights with random numbers, and a random index chooses at random.
     if missing := sorted(name for name in told["missing_keys"] if ".indexer." in name or ".compressor." in name):
         raise DamagedError(
-            f"the checkpoint {folder} lacks {len(missing)} weights of its index, such as {missing[0]}: it was made "
-            "without it, or is not whole. Take one that has them."
+            f"the checkpoint {folder} lacks {len(missing)} weights of its index, such as {missing[0]}: it was "
+            "made without the index, or it is incomplete. Use a checkpoint that has them."
         )
     return model
 
@@ -214,8 +214,8 @@ def family_of(model: Any) -> IndexedFamily:
     name = getattr(model.config, "model_type", None)
     if name not in FAMILIES:
         why = (
-            f"it has an index of a family that this memstore does not know, {name}. It knows {', '.join(FAMILIES)}; a "
-            "newer one may know more"
+            f"this memstore does not support the index of {name} models. It supports {', '.join(FAMILIES)}; a "
+            "newer memstore may support more"
         )
         raise unsupported(model, why)
     made: IndexedFamily = resolve_name(FAMILIES[name])(model)

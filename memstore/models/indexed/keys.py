@@ -153,8 +153,8 @@ class DocumentKeys:
         state = self.document.state
         if state.first or state.dropped:
             raise InvalidArgument(
-                f"document {self.document.name!r} has lost blocks, and every token of it may be chosen: read the text "
-                "under another name"
+                f"document {self.document.name!r} has lost blocks, but this model may choose any of its tokens: "
+                "read the text under another name"
             )
         if state.edits != self._edits or state.tokens < self.tokens:
             self._edits, self.tokens = state.edits, 0

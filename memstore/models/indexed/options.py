@@ -21,7 +21,10 @@ class IndexedTraining(RunOptions):
     In Python: memstore.train.train_recipe.
     """
 
-    recipe: str = option("indexed-cpu, whose index chooses tokens, or indexed-blocks-cpu.", "indexed-cpu")
+    recipe: str = option(
+        "Train with this recipe, which needs no texts: indexed-cpu, whose index chooses tokens, or indexed-blocks-cpu.",
+        "indexed-cpu",
+    )
 
 
 TRAINING = IndexedTraining

@@ -217,7 +217,7 @@ class IndexedReader(Reader):
 
     def _begin(self) -> None:
         if self.share is not None:
-            raise InvalidArgument(f"a {self.kind.name} searches in one process: leave process_group out")
+            raise InvalidArgument(f"a {self.kind.name} searches in one process only: leave process_group out")
         for name in self.names or []:
             self.memory.document(name)  # raises if the name is not allowed
         self._keys = None
@@ -225,7 +225,7 @@ class IndexedReader(Reader):
 
     def _check_unattached(self) -> None:
         if any(vars(layer.module).get("forward") in _ATTACHED for layer in self.family.layers):
-            raise InvalidArgument("this model has a memory attached already; leave that block first")
+            raise InvalidArgument("this model already has a memory attached: leave that with block first")
 
     def _install(self, stack: ExitStack) -> None:
         self._check_unattached()
@@ -322,9 +322,11 @@ class IndexedReader(Reader):
 
     def _attend(self, layer: Any, hidden: Tensor, given: dict[str, Any]) -> Tensor:
         if self._call is None:
-            raise InvalidArgument("a layer of this model ran by itself, outside of a pass of the model")
+            raise InvalidArgument(
+                "a layer of this model was called by itself, not in a pass of the model: call the model"
+            )
         if self._call._new > 1 and self.stopping():
-            raise BrokenOff("nobody waits for this any more: it was broken off")
+            raise BrokenOff("the work was cancelled, because nobody waits for its result")
         return self._call.attend(layer, hidden, given)
 
     def _before_model(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -333,12 +335,12 @@ class IndexedReader(Reader):
         check_forward(given)
         encoded = given.get("mm_encoder_outputs") or {}
         if any(each is not None for each in (*map(given.get, IMAGES), *encoded.values())):
-            raise InvalidArgument("a memory is of text: pictures and sounds cannot be read into it, or asked with")
+            raise InvalidArgument("a memory holds text only: pass no images or sounds")
         self._ids = given.get("input_ids")
 
     def _before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._thread not in (None, get_ident()):  # the state of a pass is kept in this object
-            raise InvalidArgument("another thread is using this attached model; let them take turns")
+            raise InvalidArgument("another thread is using this attached model: let one thread use it at a time")
         if self._call is not None:  # an interrupted pass, not reported to observers
             self._call.ended, self._call = True, None
         given = dict(signature(module.forward).bind_partial(*args).arguments) | kwargs
@@ -418,17 +420,19 @@ class IndexedReader(Reader):
                 raise InvalidArgument(f"an attached model needs a plain dynamic cache, got {type(cache).__name__}")
             if cache is not None and cache.get_seq_length():
                 raise InvalidArgument(
-                    "this cache was filled before it met the memory: start with a new one, which goes on after the "
+                    "this cache was filled before the memory was attached: use a new cache, which continues the "
                     "document"
                 )
             if changed := self._weights.changed():
                 raise InvalidArgument(
-                    f"{changed} since the memory was attached, so its states are another model's: leave the block and "
-                    "attach again"
+                    f"{changed} since the memory was attached, so its states no longer fit the model: leave the "
+                    "with block, and attach again"
                 )
             return self._new_call(self._continued(), rows)
         if not ours.call.ended and ours.call.tokens != ours.call.keys.tokens:
-            raise InvalidArgument("this cache belongs to another attached memory, or to one that was read on since")
+            raise InvalidArgument(
+                "this cache belongs to another attached memory, or to a document that has grown since: use a new cache"
+            )
         return ours.call
 
     @staticmethod
@@ -442,8 +446,7 @@ class IndexedReader(Reader):
             return
         # Without a mask, models count padding too. This shows in rows of one token after others.
         raise InvalidArgument(
-            "position_ids must count the tokens of each row from the document's end on, from 0, padding left out: rows "
-            "are stored where they stand"
+            "position_ids must count the tokens of each row from 0 at the document's end, without the padding"
         )
 
     # Reading
@@ -525,7 +528,7 @@ class IndexedReader(Reader):
         """
         layers = [each.index for each in self.slots.indexed.values()]
         if layer not in (None, *layers):
-            raise InvalidArgument(f"layers {layers} of this model have an index, layer {layer} has none")
+            raise InvalidArgument(f"the layers {layers} of this model have an index, but layer {layer} has none")
         blocks = self.document.complete_blocks
         if not blocks:
             return []
@@ -567,17 +570,17 @@ def _mask(mask: Any, call: IndexedCall, rows: int, count: int) -> Tensor | None:
     total = call.length + count
     if not isinstance(mask, Tensor) or mask.dim() != 2 or len(mask) != rows:
         shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise InvalidArgument(f"attention_mask must be of shape [batch, tokens] beside a memory, got {shape}")
+        raise InvalidArgument(f"with a memory, attention_mask must be of shape [batch, tokens], got {shape}")
     if mask.shape[1] not in (count, total) and mask.shape[1] < total:
         raise InvalidArgument(
-            f"attention_mask must cover the {count} new tokens or all {total} since the prompt began, "
-            f"got {mask.shape[1]}"
+            f"attention_mask must cover the {count} new tokens, or all {total} since the prompt began; got "
+            f"{mask.shape[1]}"
         )
     mask = mask.bool()
     if not bool(mask[:, :-total].all()):
         raise InvalidArgument(
-            "attention_mask hides tokens of the document: what a memory holds is seen or not chosen; give the mask of "
-            "the prompt alone"
+            "attention_mask hides tokens of the document, and a memory cannot hide single tokens: pass the mask "
+            "of the prompt only"
         )
     mask = mask[:, -count:]
     return None if bool(mask.all()) else mask

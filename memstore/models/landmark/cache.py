@@ -310,8 +310,8 @@ class LandmarkCache(Past):
         """
         if int((self.items + torch.tensor(packing.lengths)).max()) > self._room:
             raise InvalidArgument(
-                f"a segment ends at every {self.config.segment_tokens} tokens of a row; cut what comes there, as the "
-                "model does"
+                f"this call goes beyond the end of a segment, after {self.config.segment_tokens} tokens of a row; "
+                "cut the tokens there, as the model does"
             )
         self._new_run(packing)
         self._view = _View(self, packing)

@@ -90,7 +90,7 @@ class LandmarkConfig(PreTrainedConfig):
             check_sizes(self, ("hidden_size", "num_attention_heads"))
             if self.hidden_size % self.num_attention_heads:
                 raise InvalidArgument(
-                    "hidden_size must be a multiple of num_attention_heads, or head_dim be given; they are "
+                    "hidden_size must be a multiple of num_attention_heads, unless head_dim is set; got "
                     f"{self.hidden_size} and {self.num_attention_heads}"
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
@@ -122,8 +122,8 @@ class LandmarkConfig(PreTrainedConfig):
         check_sizes(self, SIZES)
         if self.num_attention_heads % self.num_key_value_heads:
             raise InvalidArgument(
-                "num_attention_heads must be a multiple of num_key_value_heads; "
-                f"they are {self.num_attention_heads} and {self.num_key_value_heads}"
+                f"num_attention_heads must be a multiple of num_key_value_heads; got {self.num_attention_heads} "
+                f"and {self.num_key_value_heads}"
             )
         if self.head_dim % 2:
             raise InvalidArgument(f"head_dim must be even for rotary positions, not {self.head_dim}")
@@ -131,11 +131,11 @@ class LandmarkConfig(PreTrainedConfig):
         check_block_size(self)
         wrong = [layer for layer in self.local_layers if layer not in range(self.num_hidden_layers)]
         if wrong:
-            raise InvalidArgument(f"local_layers are numbers from 0 to {self.num_hidden_layers - 1}, not {wrong}")
+            raise InvalidArgument(f"local_layers must be numbers from 0 to {self.num_hidden_layers - 1}, not {wrong}")
         if not 0 <= self.context_miss_share <= 1:
             raise InvalidArgument(f"context_miss_share must be from 0 to 1, not {self.context_miss_share}")
         if self.context_miss and self.attention != "landmark":
-            raise InvalidArgument(f"context_miss needs landmarks, and attention={self.attention!r} has none")
+            raise InvalidArgument(f"context_miss needs landmarks, but attention={self.attention!r} has none")
         if self.rope_theta <= 0:
             raise InvalidArgument(f"rope_theta must be above 0, not {self.rope_theta}")
 

@@ -54,7 +54,9 @@ class LandmarkAuditor(CacheAuditor):
     """Audits what a landmark model retrieves."""
 
     mechanism = "landmark"
-    positions = "all blocks stand where they are searched: the latest few in slots of their own, older ones in one slot"
+    positions = (
+        "all blocks stand where they are searched: the latest few have slots of their own, older ones share one slot"
+    )
 
     def choice(self, choice: Choice) -> None:
         """Record what one layer saw at the last token of a call. See ``Observer``."""
@@ -82,7 +84,7 @@ class LandmarkAuditor(CacheAuditor):
 
     def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more of them would not help
         size = self.model.config.segment_tokens
-        return f"no block is in memory yet: they are from {size} tokens on; read a longer text"
+        return f"the memory has no block yet; the first one needs {size} tokens: read a longer text"
 
 
 def _scores(document: Document, cache: LandmarkCache, layer: int, questions: Questions, stored: range) -> Tensor:
@@ -259,10 +261,10 @@ def pieces(tokens: Tensor, length: int) -> Tensor:
 def check(tokens: Tensor, lengths: Sequence[int]) -> None:
     """Raise ``InvalidArgument`` for lengths that ``tokens [n]`` cannot be cut into."""
     if not lengths or min(lengths) < 2:
-        raise InvalidArgument(f"lengths are numbers of tokens from 2 on, not {list(lengths)}")
+        raise InvalidArgument(f"lengths must be at least 2 tokens, not {list(lengths)}")
     if len(tokens) < max(lengths):
         raise InvalidArgument(
-            f"the text has {len(tokens):,} tokens, fewer than the length {max(lengths):,}. Name a longer text, or "
+            f"the text has {len(tokens):,} tokens, fewer than the length {max(lengths):,}. Use a longer text, or "
             "shorter --lengths"
         )
 
@@ -302,7 +304,8 @@ def check_local(model: LandmarkForCausalLM, tokens: int) -> None:
     """Raise ``InvalidArgument`` unless a local length is a number of whole blocks."""
     if tokens < 1 or tokens % model.config.tokens_per_block:
         raise InvalidArgument(
-            f"a local length of {tokens} is no multiple of the model's {model.config.tokens_per_block} tokens a block"
+            f"a local length of {tokens} is not a multiple of {model.config.tokens_per_block}, the model's tokens "
+            "in a block"
         )
 
 
@@ -357,7 +360,8 @@ def tables(
     config = model.config
     if config.attention != "landmark":
         raise UnsupportedModel(
-            f"{folder} has attention={config.attention!r}: name it with --baseline, and a landmark model"
+            f"{folder} has attention={config.attention!r}, so it is a baseline: pass it with --baseline, and a "
+            "landmark model with --model"
         )
     locals_ = _numbers("--local", local, int) or [config.segment_tokens]
     k = _numbers("--top-k", top_k, _top_k) or [config.retrieval_top_k]
@@ -373,7 +377,8 @@ def tables(
         raise InvalidArgument("--cutoffs needs a model with a context-miss token: train one with --context-miss")
     if chosen and not longer:
         raise InvalidArgument(
-            f"--cutoffs needs one of --lengths above the {locals_[0]:,} local tokens: a shorter text retrieves nothing"
+            f"--cutoffs needs one of --lengths above the {locals_[0]:,} local tokens, because a shorter text "
+            "retrieves nothing"
         )
     tokens = torch.tensor(encode(tokenizer, "\n\n".join(texts)))
     check(tokens, lengths)
@@ -416,10 +421,13 @@ def _baseline(folder: Path, own: Path, compared: LandmarkForCausalLM) -> Any:
             model = make_landmark(model, attention="full", block_size=compared.config.block_size)
         except UnsupportedModel as error:
             raise UnsupportedModel(
-                f"{folder} is no baseline ({error}): train one with memstore train landmark --attention full"
+                f"{folder} cannot be a baseline ({error}): train one with memstore train landmark --attention full"
             ) from None
     if (folder / "tokenizer.json").read_bytes() != (own / "tokenizer.json").read_bytes():
-        raise InvalidArgument(f"{folder} has another tokenizer than {own}: their perplexities cannot be compared")
+        raise InvalidArgument(
+            f"{folder} has another tokenizer than {own}, so their perplexities cannot be compared: use models with "
+            "the same tokenizer"
+        )
     return model
 
 

@@ -509,14 +509,14 @@ class LandmarkForCausalLM(CausalLM):
         """Raise ``InvalidArgument`` for a model in training whose ``ramp`` is below 1."""
         if self.ramp != 1:
             raise InvalidArgument(
-                f"a model on its way to landmark attention (ramp={self.ramp}) cannot retrieve yet; set ramp to 1, or "
-                "pass use_cache=False"
+                f"a model between ordinary and landmark attention (ramp={self.ramp}) cannot retrieve yet; set "
+                "ramp to 1, or pass use_cache=False"
             )
 
     def _check(self, input_ids: Tensor, mask: Tensor | None) -> None:
         self.check_tokens(input_ids, mask)
         if mask is not None and not bool(mask[:, -input_ids.shape[1] :].any()):
-            raise InvalidArgument("attention_mask leaves out all of input_ids: there is nothing to compute")
+            raise InvalidArgument("attention_mask hides all of input_ids, so there is nothing to compute")
 
 
 STOCK = ("llama", "mistral", "qwen2")
@@ -572,7 +572,8 @@ def unmake_landmark(model: LandmarkForCausalLM | PeftModel) -> PreTrainedModel:
     inner = model if merge is None else merge()
     if not isinstance(inner, LandmarkForCausalLM) or inner.config.stock is None:
         raise InvalidArgument(
-            f"expected a model of make_landmark, which knows what it was made of; this {type(inner).__name__} does not"
+            f"expected a model made by make_landmark, which records its stock model; this {type(inner).__name__} "
+            "does not"
         )
     config = AutoConfig.for_model(**inner.config.stock)
     with torch.device("meta"):
@@ -624,7 +625,7 @@ def _configuration(model: PreTrainedModel, block_size: int, changes: dict[str, A
     stock: Any = model.config
     _check(stock)
     if changes.get("architecture", "llama") != "llama":
-        raise InvalidArgument("a stock model becomes a Llama with landmarks: its architecture is given")
+        raise InvalidArgument("a stock model always becomes a Llama with landmarks: leave architecture out")
     given = _given(stock)
     _check_names(changes, given)
     return LandmarkConfig(**{**given, "block_size": block_size, **changes})
@@ -657,7 +658,7 @@ def _check(stock: PreTrainedConfig) -> None:
     """Raise ``UnsupportedModel`` for features that the Llama form of a landmark model does not compute."""
     if stock.model_type not in STOCK:
         raise UnsupportedModel(
-            f"a {stock.model_type!r} cannot become a landmark model; it must be one of {', '.join(STOCK)} "
+            f"a {stock.model_type!r} model cannot become a landmark model; use one of {', '.join(STOCK)} "
             "(RMSNorm, SwiGLU, rotary positions, grouped heads)"
         )
     rope = getattr(stock, "rope_parameters", None) or {}

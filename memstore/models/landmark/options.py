@@ -24,32 +24,41 @@ class LandmarkTraining(SegmentOptions):
     In Python: memstore.train.train_recipe and memstore.train.train_on_texts.
     """
 
-    recipe: str | None = option("landmark-cpu (needs no text), landmark-prose-cpu, landmark-pg19 or landmark-finetune.")
+    recipe: str | None = option(
+        "Train with this recipe: landmark-cpu (which needs no text), landmark-prose-cpu, landmark-pg19 or "
+        "landmark-finetune."
+    )
     init: Path | None = option(
-        "Start from the landmark model, or the stock Llama-like one, in this folder, or from smollm2.", model=True
+        "Start from the landmark model or the stock Llama-like model in this folder, or from smollm2.", model=True
     )
     lora: int | None = option(
-        "Train adapters of this rank and the landmark only (LoRA); they are merged into the result.", min=1
+        "Train only adapters of this rank and the landmark (LoRA). They are merged into the result.", min=1
     )
-    preset: str | None = option("Size: tiny (without it), or paper.")
-    attention: str | None = option("landmark (without it), or a baseline: full, window, xl (Transformer-XL).")
-    context_miss: bool | None = option("Train a context-miss token, which says when to skip.", flags="--context-miss")
+    preset: str | None = option("Size of the model: tiny or paper. Default: tiny.")
+    attention: str | None = option(
+        "Attention of the model: landmark, or a baseline: full, window or xl (Transformer-XL). Default: landmark."
+    )
+    context_miss: bool | None = option(
+        "Train a context-miss token, which says when retrieval can be skipped.", flags="--context-miss"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Perplexity:
     """The paper's tables: perplexity by length, by granularity, and by cut-off of a context-miss token."""
 
-    lengths: list[int] | None = option("Lengths of pieces of the text. Without it: 512,2K,4K.", tokens=1)
-    samples: int | None = option("Longest pieces of the text. Without it: 4.", min=1)
-    local: str | None = option("Tokens of a segment, such as 250,350. Without it: the model's.")
-    top_k: str | None = option("Retrieved blocks, such as 2,4,all. Without it: the model's.")
-    cutoffs: str | None = option(
-        "Weights of the context-miss token, if it has one, below which nothing is retrieved, such as 0.1,0.3."
+    lengths: list[int] | None = option(
+        "Cut the text into pieces of these lengths, in tokens. Default: 512,2K,4K.", tokens=1
     )
+    samples: int | None = option("Score this many pieces of the greatest length. Default: 4.", min=1)
+    local: str | None = option(
+        "Score with segments of these lengths, in tokens, such as 250,350. Default: the model's."
+    )
+    top_k: str | None = option("Score with these numbers of retrieved blocks, such as 2,4,all. Default: the model's.")
+    cutoffs: str | None = option("Retrieve nothing below these weights of the context-miss token, such as 0.1,0.3.")
     baseline: list[Path] | None = option(
-        "A model to compare it with (full attention, xl, window, or the stock one that it was made of); "
-        "may be repeated.",
+        "Compare with the model in this folder (full attention, xl, window, or the stock model that it was made "
+        "from). May be repeated.",
         model=True,
     )
 

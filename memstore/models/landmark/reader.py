@@ -58,7 +58,9 @@ def memory_spec(
     """
     config = model.config
     if config.attention != "landmark":
-        raise InvalidArgument(f"a model with attention={config.attention!r} has no landmarks: it needs no memory")
+        raise InvalidArgument(
+            f"a model with attention={config.attention!r} has no landmarks, so it cannot use a memory"
+        )
     groups, size, dim = config.num_key_value_heads, config.block_size, config.head_dim
     # The states depend on these beside the weights. None of them shows in the shapes of the weights.
     shaping = ("num_attention_heads", "num_key_value_heads", "norm_eps", "segment_blocks", "local_layers")
@@ -173,7 +175,10 @@ class LandmarkReader(CacheReader[LandmarkCache]):
         if layer is not None:
             check_layer(self.memory, layer)
         if self.retrieval.top_k == "all":
-            raise InvalidArgument("with top_k='all' nothing is chosen; make the reader with a number to search")
+            raise InvalidArgument(
+                "with top_k='all' every block is retrieved, so there is nothing to search; make the reader with a "
+                "number"
+            )
         blocks, cache = self.document.complete_blocks, self._made(1)
         given = Choices(LandmarkChoice, lambda choice: (choice.layer, choice.rows, *choice.weights()))
         cache.observers.append(given)

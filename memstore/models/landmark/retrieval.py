@@ -375,11 +375,11 @@ def check_capacity(retrieval: Retrieval, capacity: int | None) -> None:
         return
     if retrieval.top_k == "all" or retrieval.positions == "true":
         raise InvalidArgument(
-            "a capacity is for retrieval of a few blocks in stingy or clamped positions: with top_k='all' or "
+            "capacity needs a top_k that is a number, and stingy or clamped positions: with top_k='all' or "
             "positions='true' every block counts"
         )
     if capacity < retrieval.top_k:
-        raise InvalidArgument(f"a capacity of {capacity} blocks does not hold the {retrieval.top_k} of a list")
+        raise InvalidArgument(f"a capacity of {capacity} blocks is less than top_k={retrieval.top_k}: raise it")
 
 
 def check_lists(config: LandmarkConfig, retrieval: Retrieval) -> None:
@@ -388,8 +388,8 @@ def check_lists(config: LandmarkConfig, retrieval: Retrieval) -> None:
         raise InvalidArgument(f"a model with attention={config.attention!r} has no landmarks and retrieves nothing")
     if retrieval.share == "model":
         raise InvalidArgument(
-            "every layer of a landmark model chooses for itself: Retrieval.share must be 'none', 'group' or 'layer', "
-            "not 'model'"
+            "every layer of a landmark model chooses its own blocks: Retrieval.share must be 'none', 'group' or "
+            "'layer', not 'model'"
         )
     check_retrieval(LANDMARK, retrieval)
     every = retrieval.every
@@ -398,7 +398,7 @@ def check_lists(config: LandmarkConfig, retrieval: Retrieval) -> None:
             f"Retrieval.every must divide the {config.segment_tokens} tokens of a segment, or be 'segment', not {every}"
         )
     if retrieval.threshold is not None and not config.context_miss:
-        raise InvalidArgument("Retrieval.threshold is for models with a context-miss token; this one has none")
+        raise InvalidArgument("Retrieval.threshold needs a model with a context-miss token; this one has none")
 
 
 class Lists(NamedTuple):

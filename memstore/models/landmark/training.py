@@ -262,7 +262,7 @@ def _config(recipe: Any, given: Mapping[str, Any]) -> Any:
     if recipe is None:
         return LandmarkConfig.preset(given.get("preset", "tiny"), **changes)
     if "preset" in given:
-        raise InvalidArgument(f"--recipe {recipe.name} says how large the model is; leave --preset out.")
+        raise InvalidArgument(f"--recipe {recipe.name} sets the size of the model; leave --preset out.")
     if recipe.preset is None:
         raise InvalidArgument(f"--recipe {recipe.name} needs a model to start from: name its folder with --init")
     return recipe.config(**changes)

@@ -144,7 +144,8 @@ class MemorizingCache(ModelCache):
             self.memory.clear(row)
         elif self.memory is not None:
             raise InvalidArgument(
-                "a row that is kept in a store is not cleared: give the next document a cache and a document of its own"
+                "a row whose tokens are in a store cannot be cleared: use a new cache and a new document for the "
+                "next text"
             )
         self.waiting[row] = []
         if self.windows[0] is not None:
@@ -155,7 +156,9 @@ class MemorizingCache(ModelCache):
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row ``b`` continue from row ``beam_idx[b]``. Rows may be dropped or repeated."""
         if self.memory is not None and not isinstance(self.memory, RecentTokens):
-            raise InvalidArgument("beams cannot share documents of a store; generate without them, or without a store")
+            raise InvalidArgument(
+                "beams cannot share the documents of a store: generate without beams, or without a store"
+            )
         self.rows = len(beam_idx)
         self.waiting = [list(self.waiting[row]) for row in beam_idx.tolist()]
         if isinstance(self.memory, RecentTokens):
@@ -176,7 +179,7 @@ class MemorizingCache(ModelCache):
         if isinstance(self.memory, RecentTokens):
             state |= {f"memory.{name}": x for name, x in self.memory.state_dict().items()}
         elif self.memory is not None:
-            raise InvalidArgument("a memory in a store keeps itself: open its documents again with a new cache")
+            raise InvalidArgument("a memory in a store is saved already: open its documents again with a new cache")
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -184,7 +187,7 @@ class MemorizingCache(ModelCache):
         lengths = state["lengths"].tolist()
         if len(lengths) != self.rows:
             raise InvalidArgument(
-                f"expected the state of {self.rows} rows, got {len(lengths)}: go on with the same batch"
+                f"expected the state of {self.rows} rows, got {len(lengths)}: continue with the same batch size"
             )
         self._check_windows({name: x for name, x in state.items() if name.startswith("windows.")})
         kept = {name.removeprefix("memory."): x for name, x in state.items() if name.startswith("memory.")}
@@ -209,9 +212,9 @@ class MemorizingCache(ModelCache):
         fits = all((*x.shape[:2], x.shape[3]) == sizes and x.shape[2] <= config.window for x in kept.values())
         if kept and (set(kept) != names or not fits):
             raise InvalidArgument(
-                f"expected windows of at most {config.window} tokens of {config.num_hidden_layers} layers, with "
-                f"{config.num_key_value_heads} heads of {config.head_dim}, got "
-                f"{len(kept) // 2} of {list(next(iter(kept.values())).shape)}: go on with the model that they are of"
+                f"expected windows of at most {config.window} tokens in {config.num_hidden_layers} layers, with "
+                f"{config.num_key_value_heads} heads of {config.head_dim}; got {len(kept) // 2} windows of "
+                f"{list(next(iter(kept.values())).shape)}. Use the model that they were saved with"
             )
 
     def _counts(self) -> list[int]:

@@ -64,8 +64,8 @@ READ = 64
 """Blocks whose keys are read at once. Each of their tokens has one key."""
 GATED = "tokens in memory have no positions; the truth is the softmax over all of them, times the gate of the head"
 JOINT = (
-    "tokens in memory have no positions; the truth is the softmax over all of them, without the local window, with "
-    "which this model shares one softmax"
+    "tokens in memory have no positions; the truth is the softmax over all of them, without the local window "
+    "that shares it"
 )
 
 
@@ -127,7 +127,7 @@ class KNNAuditor(Auditor):
         return _with_keys(query, keys), len(self._document) + numbers
 
     def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more of them would not help
-        return "nothing is in memory yet: read a text first, of at least one token"
+        return "the memory is empty: first read a text of at least one token"
 
 
 def _products(document: Document, query: Tensor) -> Tensor:
@@ -338,14 +338,14 @@ def _perplexity(losses: Sequence[Tensor], start: int, end: int) -> float:
 
 def _check(layer: int | None, documents: Sequence[Tensor], sizes: Sequence[int]) -> None:
     if not documents:
-        raise InvalidArgument("there is no document to score: name a text")
+        raise InvalidArgument("there is no document to score: pass a text")
     shortest = min(map(len, documents))
     if shortest < 2:
-        raise InvalidArgument(f"a text has {shortest} tokens; at least 2 are needed. Name a longer text")
+        raise InvalidArgument(f"a text has {shortest} tokens, but at least 2 are needed. Use a longer text")
     if not sizes or min(sizes) < 0:
-        raise InvalidArgument(f"sizes of a memory are numbers of tokens from 0 on, not {list(sizes)}")
+        raise InvalidArgument(f"memory sizes must be numbers of tokens from 0 on, not {list(sizes)}")
     if layer is None and max(sizes):
-        raise InvalidArgument("this model has no layer that looks tokens up (memory_layer is None): its only size is 0")
+        raise InvalidArgument("this model has no memory layer (memory_layer is None), so its only memory size is 0")
 
 
 KINDS = ("far", "near", "new", "other")
@@ -379,11 +379,14 @@ def lookup(
     reading = scorer_of(kind_of(model), model)
     size = reading.memory_size if memory_size is None else memory_size
     if reading.layer is None or size < 1:
-        raise InvalidArgument(f"nothing is looked up with memory_layer={reading.layer} and {size} tokens")
+        raise InvalidArgument(
+            f"a look-up needs a memory layer and a memory of at least one token; got memory_layer={reading.layer} and "
+            f"{size} tokens"
+        )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
     tokens = torch.tensor(encoded["input_ids"], dtype=torch.int64)
     if len(tokens) < 2:
-        raise InvalidArgument(f"the text has {len(tokens)} tokens; at least 2 are needed. Name a longer text")
+        raise InvalidArgument(f"the text has {len(tokens)} tokens, but at least 2 are needed. Use a longer text")
     words, back = last_read(text, encoded["offset_mapping"])
     kinds = kinds_of(words, back, reading.reach)
     losses = [reading.losses(tokens, each, advance) for each in (0, size)]
@@ -477,7 +480,7 @@ def sizes_table(
 
 
 def _show(page: Page, rows: list[dict[str, Any]]) -> None:
-    page.line("Perplexity by size of the memory, of all tokens and of those from one position to another")
+    page.line("Perplexity by memory size, over all tokens and by position")
     columns = ["memory", "all", *rows[0]["by_position"]]
     page.table(columns, [[row["memory_size"], row["perplexity"], *row["by_position"].values()] for row in rows])
     for row in rows[1:]:

@@ -27,18 +27,17 @@ class MemorizingTraining(TrainingOptions):
     """
 
     init: Path | None = option(
-        "Start from the Memorizing Transformer in this folder, or give a memory to the stock model in it, or to "
-        "smollm2.",
+        "Start from the Memorizing Transformer in this folder, or add a memory to the stock model in it or to smollm2.",
         model=True,
     )
-    preset: str | None = option("Size: tiny (without it), small, or paper.")
+    preset: str | None = option("Size of the model: tiny, small or paper. Default: tiny.")
     memory_size: int | None = option(
-        "Tokens of a document that can be found, such as 8K; 0: none. May differ from --init's.", tokens=0
+        "Number of tokens of a document in the memory, such as 8K; 0: none. May differ from that of --init.", tokens=0
     )
-    window: int | None = option("Tokens of a segment, and seen directly before each token.", min=1)
-    top_k: int | None = option("Tokens that each query of each head looks up.", min=1)
-    refresh_every: int | None = option("Steps after which the memory is computed again. Without it: never.", min=1)
-    layer: int | None = option("Layer of a stock model that gets the memory; -1 is the last one. Without it: -6.")
+    window: int | None = option("Tokens of a segment, and of the local window before each token.", min=1)
+    top_k: int | None = option("Retrieve this many tokens for each query of each head.", min=1)
+    refresh_every: int | None = option("Compute the memory again after this many steps. Default: never.", min=1)
+    layer: int | None = option("Layer of a stock model that gets the memory; -1 is the last one. Default: -6.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +45,8 @@ class _Perplexity:
     """Perplexity by size of the memory, and by position in the document."""
 
     memory_sizes: str | None = option(
-        "Tokens that can be found, such as 0,8K. Without it: 0,512,1536,8K,64K,256K, as far as the text goes."
+        "Score with memories of these sizes, in tokens, such as 0,8K. Default: those of 0,512,1536,8K,64K,256K "
+        "that the text can fill."
     )
 
 

@@ -41,7 +41,7 @@ def memory_spec(model: MemorizingForCausalLM, tokenizer: Any = None, block_size:
     """
     config = model.config
     if config.memory_layer is None:
-        raise InvalidArgument("this model has no layer that looks tokens up (memory_layer is None): it needs no memory")
+        raise InvalidArgument("this model has no memory layer (memory_layer is None), so it cannot use a memory")
     # The states depend on these beside the weights. None of them shows in the shapes of the weights.
     shaping = (
         "num_attention_heads",
@@ -109,7 +109,7 @@ class MemorizingReader(CacheReader[MemorizingCache]):
         """Search by the lookups of the last token. A block's score is that of its best token, as a mean over heads."""
         own = self.model.config.memory_layer
         if layer not in (None, own):
-            raise InvalidArgument(f"only layer {own} of this model looks tokens up, not {layer}")
+            raise InvalidArgument(f"only layer {own} of this model has a memory, not layer {layer}")
         if not self.document.complete_blocks:
             return []
         cache, asked = self._made(1), Choices(KNNChoice, lambda choice: choice.queries[0, :, -1:].float().cpu())

@@ -119,7 +119,7 @@ class KNNMemory(nn.Module):
         self._store()
         if isinstance(self.memory, DocumentTokens):
             raise InvalidArgument(
-                "what a model with an attached memory can find is in the memory: leave that block first"
+                "the tokens of an attached memory are stored in that memory: leave its with block first"
             )
         return {} if self.memory is None else self.memory.state_dict()
 
@@ -131,8 +131,8 @@ class KNNMemory(nn.Module):
         rows, groups, capacity, dim = state["keys"].shape
         if (groups, capacity) != (self.groups, self.memory_size):
             raise InvalidArgument(
-                f"expected a memory of {self.memory_size:,} tokens and {self.groups} heads, got one of {capacity:,} "
-                f"and {groups}"
+                f"expected a memory of {self.memory_size:,} tokens and {self.groups} heads, got {capacity:,} "
+                f"tokens and {groups} heads"
             )
         keys = state["keys"]
         self.memory = RecentTokens(rows, groups, capacity, dim, dtype=keys.dtype, device=self.gate.device)
@@ -201,8 +201,8 @@ class KNNMemory(nn.Module):
         self._store()
         if self.memory is not None and len(self.memory.added) != len(ids):
             raise InvalidArgument(
-                f"the memory has {len(self.memory.added)} rows, the batch has {len(ids)}: forget all with clear() "
-                "first, or repeat rows with reorder()"
+                f"the memory has {len(self.memory.added)} rows, but the batch has {len(ids)}: empty the memory "
+                "with clear() first, or repeat rows with reorder()"
             )
         mask = named.get("attention_mask")
         if isinstance(mask, Tensor) and mask.dim() == 2:
@@ -214,8 +214,8 @@ class KNNMemory(nn.Module):
         self._before = 0 if past is None else int(past.get_seq_length())
         if 0 < self._before < self._given:
             raise InvalidArgument(
-                f"the cache was cut from {self._given} to {self._before} tokens, and a memory cannot be: assisted "
-                "generation and prompt look-up do not work with it; forget all with clear() first"
+                f"the cache was cut from {self._given} to {self._before} tokens, but a memory cannot be cut: "
+                "assisted generation and prompt look-up do not work with it. Empty the memory with clear() first"
             )
         if not self._before:
             self._kept = self._kept & (self._kept.cumsum(1) > 1)
@@ -298,7 +298,7 @@ def add_knn_memory(model: PreTrainedModel, layer: int = -4, *, memory_size: int 
     if layer not in range(-len(layers), len(layers)):
         raise InvalidArgument(f"layer must be from {-len(layers)} to {len(layers) - 1}, not {layer!r}")
     if any(hasattr(each, NAME) for each in layers):
-        raise InvalidArgument("the model has a memory already; take it out with remove_knn_memory first")
+        raise InvalidArgument("the model already has a memory; remove it first with remove_knn_memory")
     config = model.config.get_text_config(decoder=True)
     heads = int(config.num_attention_heads)
     attention: Any = layers[layer]
@@ -318,7 +318,7 @@ def load_knn_memory(folder: str | Path, **options: Any) -> tuple[PreTrainedModel
     that is not whole.
     """
     if not (Path(folder) / "config.json").exists():
-        raise NotFound(f"no model in {folder}: a folder with config.json and model.safetensors was expected")
+        raise NotFound(f"there is no model in {folder}: expected a folder with config.json and model.safetensors")
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # transformers would warn of the memory's parameters, which it does not know
     try:
@@ -347,7 +347,7 @@ def _saved(folder: Path) -> dict[str, Tensor]:
                     state[own] = file.get_tensor(name)
     if sorted(state) != ["gate", "scale"]:
         raise DamagedError(
-            f"the model in {folder} has no parameters of its memory, only its settings: copy or train it again"
+            f"the model in {folder} has settings for a memory, but not its parameters: copy or train it again"
         )
     return state
 
@@ -358,7 +358,7 @@ def knn_memory_of(model: PreTrainedModel) -> KNNMemory:
         memory = getattr(attention, NAME, None)
         if isinstance(memory, KNNMemory):
             return memory
-    raise InvalidArgument("the model has no memory that add_knn_memory put in")
+    raise InvalidArgument("the model has no memory: add one with add_knn_memory")
 
 
 def remove_knn_memory(model: PreTrainedModel) -> None:
@@ -376,8 +376,8 @@ def _attentions(model: PreTrainedModel) -> list[nn.Module]:
     ]
     if not found:
         raise UnsupportedModel(
-            f"{type(model).__name__} has no attention layers with {', '.join(PROJECTIONS)}, as Llama, Mistral and Qwen "
-            "have them"
+            f"{type(model).__name__} has no attention layers with {', '.join(PROJECTIONS)}, which Llama, Mistral "
+            "and Qwen have"
         )
     return found
 
@@ -422,7 +422,7 @@ class KNNReader(Reader):
     def _install(self, stack: ExitStack) -> None:
         layer = self._layer
         if layer.beginning is not None:
-            raise InvalidArgument("this model has a memory attached already; leave that block first")
+            raise InvalidArgument("this model already has a memory attached: leave that with block first")
         stack.enter_context(layer.set_aside())  # the layer's memory of earlier texts comes back afterwards
         layer.beginning, layer.found = self._beginning, self._tell
         # Before the layer's own hook, which compares the rows of the batch with those of its memory.
@@ -488,7 +488,7 @@ class KNNReader(Reader):
         """Search by the lookups of the last token. A block's score is that of its best token, as a mean over heads."""
         own = self._settings["layer"]
         if layer not in (None, own):
-            raise InvalidArgument(f"only layer {own} of this model looks tokens up, not {layer}")
+            raise InvalidArgument(f"only layer {own} of this model has a memory, not layer {layer}")
         if not self.document.complete_blocks:
             return []
         asked = Choices(KNNChoice, lambda choice: choice.queries[0, :, -1:].float().cpu())

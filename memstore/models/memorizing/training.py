@@ -84,9 +84,9 @@ def present_states(model: MemorizingForCausalLM, text: Tensor, numbers: range) -
     """
     layer, window = model.config.memory_layer, model.config.window
     if layer is None:
-        raise InvalidArgument("this model has no layer with a memory: its memory_layer is None")
+        raise InvalidArgument("this model has no memory layer: its memory_layer is None")
     if numbers.stop > len(text):
-        raise InvalidArgument(f"the memory has tokens up to {numbers.stop:,} of a text of {len(text):,}")
+        raise InvalidArgument(f"the memory has tokens up to {numbers.stop:,}, but the text has only {len(text):,}")
     first = max(0, numbers.start - layer * window)
     layers = model.model.layers
     windows: list[States | None] = [None] * layer
@@ -201,7 +201,7 @@ def shared_out(documents: Iterable[Tokens], rows: int, end: int) -> list[Tokens]
     """
     closed = [np.append(document, np.int32(end)) for document in documents]
     if not closed:
-        raise InvalidArgument("the texts have no tokens: give texts that are not empty")
+        raise InvalidArgument("the texts have no tokens: pass texts that are not empty")
     part = max(2, math.ceil(sum(map(len, closed)) / rows))  # from one token nothing is predicted
     parts = [each for whole in closed for each in np.array_split(whole, math.ceil(len(whole) / part))]
     return [each for each in parts if len(each) > 1]
@@ -254,8 +254,8 @@ class _StreamTrainer(MemoryTrainer):
             state = load_file(path, device=str(self.args.device))
         except (OSError, SafetensorError) as error:
             raise DamagedError(
-                f"{path} cannot be read: {error}. Remove the folder {checkpoint}; the training goes on from the "
-                "checkpoint before it."
+                f"{path} cannot be read: {error}. Remove the folder {checkpoint}; the training then continues "
+                "from the checkpoint before it."
             ) from None
         self.remember(state)
 
@@ -369,8 +369,8 @@ def _with_memory(start: Start, memory_size: int) -> Start:
         raise InvalidArgument(f"memory_size must be at least 0, not {memory_size}")
     if memory_size and start.config.memory_layer is None:
         raise InvalidArgument(
-            f"the model {start.init or ''} has no layer with a memory (memory_layer is None). To give a model its "
-            "memory late, train it with memory_size=0 first: its layer is ready for one"
+            f"the model {start.init or ''} has no memory layer (memory_layer is None). To add the memory later, "
+            "train the model with memory_size=0 first, which reserves a layer"
         )
     start.config.memory_size = memory_size
     return start
@@ -463,7 +463,7 @@ def train_stock_memory(
     """
     optimisation, runtime = optimisation or Optimisation(learning_rate=RATE), runtime or Runtime()
     if min(memory_size, window) < 1:
-        raise InvalidArgument(f"memory_size and window must be at least 1 to be trained, not {memory_size}, {window}")
+        raise InvalidArgument(f"memory_size and window must be at least 1, got {memory_size} and {window}")
     documents = Documents(texts, column=column)
     memory = {"layer": layer, "memory_size": memory_size, "top_k": top_k}
     settings = {
@@ -495,12 +495,14 @@ def _closed(init: Folder, window: int, settings: dict[str, int]) -> tuple[Any, K
     """Return the stock model with a memory whose gates are closed. Nothing else is trained."""
     model = load_weights(AutoModelForCausalLM, init)
     if hasattr(model.config, "knn_memory"):
-        raise InvalidArgument(f"the model {init} has a memory already: start from the stock model that it was made of")
+        raise InvalidArgument(
+            f"the model {init} already has a memory: start from the stock model that it was made from"
+        )
     layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
     if settings["layer"] == LAYER and layers < -LAYER:
         raise InvalidArgument(
-            f"the model {init} has {layers} layers; unless another is named, the {-LAYER}th from the end gets the "
-            f"memory: name one from 0 to {layers - 1} with --layer"
+            f"the model {init} has {layers} layers, but the default layer is the {-LAYER}th from the end: choose "
+            f"one from 0 to {layers - 1} with --layer"
         )
     model.requires_grad_(False)
     memory = add_knn_memory(model, **settings)

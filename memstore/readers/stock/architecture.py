@@ -34,7 +34,7 @@ PROBE_TOKENS = 5
 FAR = 1 << 20
 """A position where every dependence on positions shows."""
 Part = Literal["none", "all", "first", "last"]
-OWN_CACHE = "it keeps what it has read in a cache of its own"
+OWN_CACHE = "it keeps its states in a cache of its own kind"
 CosSin = tuple[Tensor, Tensor]
 QueriesKeys = tuple[Tensor, Tensor]
 Table = Callable[[Tensor], CosSin]
@@ -86,7 +86,7 @@ class LayerRotary:
         return q * self.scales[0], k * self.scales[1]
 
     def _turn(self, q: Tensor, k: Tensor, cos_sin: CosSin) -> tuple[Tensor, Tensor]:
-        assert self.apply is not None, "whoever has a table has a function"
+        assert self.apply is not None, "a rotation with a table has a function too"
         cos, sin = cos_sin
         size, dim = cos.shape[-1], q.shape[-1]
         match self.part:
@@ -186,13 +186,13 @@ def examine(model: PreTrainedModel) -> Architecture:
 def _why(model: PreTrainedModel, error: Exception) -> str:
     """Say why the trial raised ``error``, in words if the cause can be found."""
     if other := _failure(model):
-        return f"it does not run on tokens alone ({other})"
+        return f"it does not run with tokens alone ({other})"
     with torch.no_grad(), _probing(model, _values):
         without = _failure(model)
     with torch.no_grad(), _probing(model, _values, _open_mask):
         if without and not _failure(model):
-            return "its layers look into the mask themselves, and a memory gives them none"
-    return f"trying it out failed ({type(error).__name__}: {error})"
+            return "its layers inspect the attention mask, which a memory does not give them"
+    return f"a trial run failed ({type(error).__name__}: {error})"
 
 
 def _failure(model: PreTrainedModel) -> str:
@@ -210,11 +210,13 @@ def _examine(model: PreTrainedModel) -> Architecture:
         raise _unsupported(model, reason)
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:  # masks, rotations and states of the memory are on one device
-        raise _unsupported(model, f"its weights lie on {' and '.join(devices)}; load it onto one, without device_map")
+        raise _unsupported(
+            model, f"its weights are on {' and '.join(devices)}; load the model onto one device, without device_map"
+        )
     if dividing(model) is not None and _fully_sharded(model):  # a pass that ends early would leave the weights gathered
         raise UnsupportedModel(
-            f"cannot attach a memory to {type(model).__name__}: fully_shard brings its weights together for each "
-            "layer that computes. Give each process the whole model, or divide the heads of its layers instead"
+            f"cannot attach a memory to {type(model).__name__}: fully_shard gathers its weights for each layer. "
+            "Give each process the whole model, or divide the heads of its layers instead"
         )
     config = model.config.get_text_config(decoder=True)
     cached = _cache_layers(model)
@@ -235,19 +237,22 @@ def _examine(model: PreTrainedModel) -> Architecture:
         if isinstance(found, str):
             raise _unsupported(
                 model,
-                f"what its linear attention, state spaces or convolutions remember cannot be handed on: {found}",
+                f"the states of its linear attention, state spaces or convolutions cannot be stored: {found}",
             )
         linear = found
     elif len(seen) < expected:
         raise _unsupported(
-            model, f"only {len(seen)} of its {expected} layers attend, and what the others remember is not kept"
+            model,
+            f"only {len(seen)} of its {expected} layers attend, and the states of the other layers are not stored",
         )
     if linear is None and (len(seen) != expected or not once):
         raise _unsupported(
-            model, f"{len(seen)} attention layers called the attention interface, expected {expected}, once each"
+            model,
+            f"{len(seen)} attention layers called the attention interface, but each of its {expected} layers "
+            "should call it once",
         )
     if any(isinstance(part, nn.Conv1d) for entry in seen for part in entry.module.modules()):
-        raise _unsupported(model, "its attention layers have convolutions, whose states are not kept")
+        raise _unsupported(model, "its attention layers have convolutions, whose states are not stored")
     divided = dividing(seen[0].module)
     if divided is not None and linear is not None:
         raise _unsupported(model, "some of its layers do not attend, and they are divided among processes")
@@ -262,7 +267,7 @@ def _examine(model: PreTrainedModel) -> Architecture:
     learned = all(plan.rotary.part == "none" for plan in layers) and _learned_positions(model)
     decoder = _decoder(model, names[layers[0].block])
     if learned and not _takes_positions(model, decoder):
-        raise _unsupported(model, "its learned positions begin elsewhere than at 0, or cannot be told it")
+        raise _unsupported(model, "its learned positions do not begin at 0, or cannot be set")
     return Architecture(
         name=str(config.model_type),
         decoder=decoder,
@@ -281,10 +286,10 @@ def _examine(model: PreTrainedModel) -> Architecture:
 def _comes_and_goes(model: nn.Module) -> str:
     """Say why the weights or tokens of ``model`` are not all there; empty if they are."""
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        return "peft puts tokens of its own before each prompt, and they belong before the document"
+        return "peft puts its own tokens before each prompt, but they belong before the document"
     hooks = (getattr(module, "_hf_hook", None) for module in model.modules())
     if any(getattr(each, "offload", False) for hook in hooks for each in (hook, *getattr(hook, "hooks", ()))):
-        return "accelerate brings its weights for each layer that computes; load it whole, without offloading"
+        return "accelerate loads its weights layer by layer; load the whole model, without offloading"
     return ""
 
 
@@ -309,7 +314,9 @@ def _with_all_heads(model: PreTrainedModel, plan: LayerPlan, config: Any, size: 
     groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if heads != (config.num_attention_heads, groups):  # the heads are not divided alike
         raise _unsupported(
-            model, f"its heads cannot be told apart: each of {size} processes has {plan.heads} and {plan.key_heads}"
+            model,
+            f"its heads cannot be assigned to processes: each of {size} processes has {plan.heads} query heads "
+            f"and {plan.key_heads} key-value heads",
         )
     return replace(plan, heads=heads[0], key_heads=heads[1])
 
@@ -326,7 +333,7 @@ def _run_probe(model: PreTrainedModel, config: Any) -> list[_ProbedModule]:
         entry.sliding = kwargs.get("sliding_window")
         entry.mask = kwargs.get("attention_mask", given)
         if getattr(module, "is_causal", True) is False:
-            raise _unsupported(model, "its attention looks ahead: it is no causal model")
+            raise _unsupported(model, "its attention looks ahead, so it is not a causal model")
         if kwargs.get("position_bias") is not None or kwargs.get("alibi") is not None:
             raise _unsupported(model, "it adds a position bias to the attention scores")
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
@@ -337,7 +344,7 @@ def _run_probe(model: PreTrainedModel, config: Any) -> list[_ProbedModule]:
         _forward_probe(model)
     found = list(seen.values())
     if any(entry.mask is not None for entry in found):
-        raise _unsupported(model, "it makes masks of its own")
+        raise _unsupported(model, "it makes its own attention masks")
     if getattr(config, "sliding_window", None) and not any(entry.sliding for entry in found):
         calls = [entry.calls for entry in found]
         with torch.no_grad(), _probing(model, probe, _marked_mask):
@@ -418,7 +425,7 @@ def _window_in(model: PreTrainedModel, mask: Any) -> int | None:
         return None
     values: list[float] = mask.unique().tolist() if isinstance(mask, Tensor) and mask.is_floating_point() else []
     if len(values) != 1 or not 0 <= values[0] < 1 << 24:
-        raise _unsupported(model, "it makes masks of its own")
+        raise _unsupported(model, "it makes its own attention masks")
     return int(values[0]) or None
 
 
@@ -484,15 +491,15 @@ def _rotary(
     positioned = free = (seen.queries, seen.keys)
     if given is not None:
         if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, Tensor) for part in given)):
-            raise _unsupported(model, f"layer {index} is not given its positions as cosines and sines")
+            raise _unsupported(model, f"layer {index} does not get its positions as cosines and sines")
         free = _run_again(again, seen, position_embeddings=identity(given))
     elif isinstance(positions := kwargs.get("position_ids"), Tensor):
         moved = _run_again(again, seen, position_ids=positions + PROBE_TOKENS)
         if not torch.equal(moved[1], positioned[1]):
-            raise _unsupported(model, f"layer {index} turns its keys itself, where a memory cannot reach them")
+            raise _unsupported(model, f"layer {index} rotates its keys itself, where a memory cannot reach them")
     found = _find_rotary(tables, seen.module, given, positioned, free)
     if found is None:
-        raise _unsupported(model, f"its position encoding in layer {index} could not be taken apart")
+        raise _unsupported(model, f"the position encoding of layer {index} could not be separated from its keys")
     return found
 
 
@@ -701,7 +708,7 @@ def _describe_positions(config: Any, learned: bool) -> str:
 def _unsupported(model: nn.Module, reason: str) -> UnsupportedModel:
     known = type(model).__module__.startswith("transformers.")
     return UnsupportedModel(
-        f"cannot attach a memory to {type(model).__name__}: {reason}. Use a decoder that goes through the attention "
-        "interface, such as Llama, Qwen, Mistral, Gemma, Phi, GPT-NeoX or GPT-2."
+        f"cannot attach a memory to {type(model).__name__}: {reason}. Use a decoder that calls the attention "
+        "interface of transformers, such as Llama, Qwen, Mistral, Gemma, Phi, GPT-NeoX or GPT-2."
         + ("" if known else f" {NOT_INSTALLED}")
     )

@@ -38,9 +38,9 @@ READ = 256
 ASKED = 8
 """Most query tokens for measuring the index."""
 POSITIONS = {
-    "stingy": "retrieved blocks stand in their slots, each of the others has the mean of what it would get in any slot",
-    "true": "all blocks stand where they are in the document",
-    "clamped": "all blocks stand where they are in the document, moved down into the trained range",
+    "stingy": "retrieved blocks keep their slots; every other block gets the mean over all slots",
+    "true": "all blocks keep their positions in the document",
+    "clamped": "all blocks keep their order in the document, moved down into the trained range",
 }
 
 
@@ -123,8 +123,8 @@ class StockAuditor(Auditor):
         """See ``Auditor``."""
         sink, window = self._attached.sink, self._attached.window
         return (
-            f"nothing could be retrieved: what is stored fits into sink and window ({sink} and {window} tokens), or no "
-            "layer looks further; read a longer text"
+            f"nothing could be retrieved: the stored tokens fit into sink and window ({sink} and {window} "
+            "tokens), or no layer looks further; read a longer text"
         )
 
     def locate(self, number: int) -> tuple[Document, int]:

@@ -65,7 +65,7 @@ class Call(LocalTokens):
         self.room = 0 if reading else ROOM
         self.sharded = selection if isinstance(selection, ShardedSelection) else None
         if self.sharded and observers:
-            raise InvalidArgument("what several ranks retrieve cannot be watched or asked for; use generate")
+            raise InvalidArgument("retrieval on several ranks cannot be recorded or asked; use generate")
         self.layers = [LayerStates(self, plan) for plan in selection.architecture.layers]
         self.attending = len(self.layers) - reading
         """Layers that attend in a forward pass. It may end before the other layers attend."""
@@ -190,7 +190,7 @@ class Call(LocalTokens):
             return x
         real = x[self.padding[row, -len(x) :].to(x.device)]
         if not len(real):
-            raise InvalidArgument(f"row {row} of the batch has nothing but padding")
+            raise InvalidArgument(f"row {row} of the batch consists of padding only")
         return real
 
     def tell(
@@ -274,7 +274,7 @@ class Call(LocalTokens):
         return found
 
     def _run(self, plan: LayerPlan, tokens: range) -> States:
-        assert self.states is not None, "what is visible has states"
+        assert self.states is not None, "only stored tokens can be visible"
         keys, values = self.states(plan.index, tokens)  # [G, n, D]
         return keys[None, :, None], values[None, :, None]
 
@@ -520,14 +520,14 @@ class LayerStates(CallLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> States:
         """Pass the segment on. The attention function stores it, because it knows the positions."""
         if self.call.selection.ended:
-            raise InvalidArgument("this cache belongs to a memory that is no longer attached; start with a new one")
+            raise InvalidArgument("this cache belongs to a memory that is no longer attached; use a new cache")
         return key_states, value_states
 
     def crop(self, _tokens_to_remove: int) -> None:
         """Raise, because blocks retrieved for the removed tokens would stay."""
         raise InvalidArgument(
-            "a cache with a memory cannot be cut back, for blocks were chosen by the tokens that would go: generate "
-            "without assistant_model and prompt_lookup_num_tokens"
+            "a cache with a memory cannot be cropped, because blocks were retrieved for the removed tokens: "
+            "generate without assistant_model and prompt_lookup_num_tokens"
         )
 
     def batch_repeat_interleave(self, _repeats: int) -> None:
@@ -537,7 +537,7 @@ class LayerStates(CallLayer):
     def reset(self) -> None:
         """Forget the local tokens and the blocks retrieved for them."""
         if self.call.selection.architecture.linear is not None:  # its layers without attention cannot go back
-            raise InvalidArgument("the cache of a hybrid cannot be used again; start with a new one")
+            raise InvalidArgument("the cache of a hybrid model cannot be reset; use a new cache")
         self.chosen, self.fetched, self.stale, self.is_initialized = None, None, True, False
         if self.plan.index == 0:
             self.call.reset()

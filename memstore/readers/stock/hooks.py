@@ -34,20 +34,19 @@ if TYPE_CHECKING:
 
 
 EXACT = "exact"
-_PACKED = "packed texts cannot see a memory: give each text a row"
-_ATTENTIONS = "attention over a memory is no square matrix: record it with reader.record(), or read reader.sources()"
+_PACKED = "a memory does not work with packed texts: give each text its own row"
+_ATTENTIONS = "with a memory, the attention weights are not a square matrix: use reader.record() or reader.sources()"
 _DRAFTS = (
-    "drafted tokens that are rejected would have to leave the cache, and blocks were chosen by them: generate without "
-    "a draft"
+    "the cache cannot remove rejected draft tokens, because blocks were retrieved for them: generate without a draft"
 )
-_HUB = "transformers takes this way of generating from the hub, and its code repeats and cuts the cache: use beams"
+_HUB = "transformers loads this way of generating from the hub, and that code repeats and crops the cache: use beams"
 
 FORWARD: dict[str, str] = {
     "input_ids": EXACT,
     "inputs_embeds": EXACT,
-    "attention_mask": f"{EXACT}; of the prompt, or of the document and the prompt with no zero in the document's part",
-    "position_ids": f"{EXACT}, counted from the document's end; without mask and cache they must count up by one",
-    "cache": f"{EXACT} if it is a DynamicCache, empty or of this memory; others are refused",
+    "attention_mask": f"{EXACT}; covers the prompt, or document and prompt with no zero in the document's part",
+    "position_ids": f"{EXACT}, counted from the document's end; without mask and cache they must increase by one",
+    "cache": f"{EXACT} if it is a DynamicCache that is empty or belongs to this memory; others are refused",
     "past_key_values": "the older name of cache",
     "cache_position": f"{EXACT}; transformers takes it from the cache",
     "use_cache": EXACT,
@@ -58,12 +57,12 @@ FORWARD: dict[str, str] = {
     "output_hidden_states": EXACT,
     "output_router_logits": EXACT,
     "output_attentions": _ATTENTIONS,
-    "is_causal": "a memory lies before the prompt: attention is causal",
+    "is_causal": "the memory comes before the prompt, so attention must be causal",
     **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"), _PACKED),
 }
 """Parameters of ``forward``, and other arguments that its layers may get."""
 
-_OF_THE_PROMPT = f"{EXACT}; tokens of the document do not count, those of the prompt and the answer do"
+_OF_THE_PROMPT = f"{EXACT}; counts tokens of the prompt and the answer, not of the document"
 
 GENERATE: dict[str, str] = {
     **dict.fromkeys(
@@ -90,14 +89,14 @@ GENERATE: dict[str, str] = {
             *("is_assistant", "speculation_type", "low_memory", "diversity_penalty", "transformers_version"),
             *("_from_model_config", "continuous_batching_config"),
         ),
-        f"{EXACT}; counts only with what is refused here",
+        f"{EXACT}; has an effect only together with a refused parameter",
     ),
     **dict.fromkeys(("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"), _DRAFTS),
     **dict.fromkeys(("penalty_alpha", "dola_layers", "num_beam_groups", "constraints", "force_words_ids"), _HUB),
-    "guidance_scale": "the pass that is to go without the prompt would see the memory",
-    "negative_prompt_ids": "it needs guidance_scale",
-    "negative_prompt_attention_mask": "it needs guidance_scale",
-    "cache_implementation": "the memory brings layers of its own into a dynamic cache: leave it out",
+    "guidance_scale": "the pass without the prompt would still see the memory: leave it out",
+    "negative_prompt_ids": "it needs guidance_scale, which is refused",
+    "negative_prompt_attention_mask": "it needs guidance_scale, which is refused",
+    "cache_implementation": "the memory puts its own layers into a dynamic cache: leave it out",
     "output_attentions": _ATTENTIONS,
 }
 """Parameters of ``generate``, its own and those of ``GenerationConfig``."""
@@ -129,7 +128,7 @@ def _check(function: str, table: dict[str, str], name: str, value: Any) -> None:
     if table[name].startswith((EXACT, "the older")) or value is None or value is False:
         return
     if not any(isinstance(value, type(neutral)) and value == neutral for neutral in _NEUTRAL.get(name, ())):
-        raise InvalidArgument(f"{function}({name}=...) cannot be honoured beside a memory: {table[name]}")
+        raise InvalidArgument(f"{function}({name}=...) cannot be used with a memory: {table[name]}")
 
 
 NAME = "memstore"
@@ -292,7 +291,7 @@ class Hooks:
             self.check_weights()
         padding = _padding(given.get("attention_mask"), call, tokens)
         if padding is not None and self.architecture.linear is not None:
-            raise InvalidArgument("layers that do not attend would read the padding: give rows of one length")
+            raise InvalidArgument("hybrid models read padding as text: pass rows of equal length")
         positions = self._positions(given, call, inputs, padding)
         call.attending = self._attending
         call.begin(tokens, padding, inputs.device, positions)
@@ -316,8 +315,8 @@ class Hooks:
         """Raise ``InvalidArgument`` if weights have changed since the memory was attached. It waits for the device."""
         if changed := self.weights.changed():
             raise InvalidArgument(
-                f"{changed} since the memory was attached, so its states are another model's: leave the block and "
-                "attach again"
+                f"{changed} since the memory was attached, so its states no longer fit the model: leave the with "
+                "block, and attach again"
             )
 
     def _check_model(self, given: dict[str, Any]) -> None:
@@ -325,15 +324,15 @@ class Hooks:
         config = self._config
         if config._attn_implementation != NAME:
             raise InvalidArgument(
-                f"the attention implementation was set to {config._attn_implementation!r} inside the block, which "
-                "takes the memory away: set it before the memory is attached"
+                f"the attention implementation was set to {config._attn_implementation!r} inside the with block, "
+                "which removes the memory: set it before attaching"
             )
         check_forward({"output_attentions": config.output_attentions, **given})
         checkpointing = (getattr(each, "gradient_checkpointing", False) for each in self.model.modules())
         if self.model.training and any(checkpointing):
             raise InvalidArgument(
-                "gradient checkpointing runs layers again during backward, when the memory is not there: call "
-                "model.gradient_checkpointing_disable(), or train without the memory attached"
+                "gradient checkpointing runs layers again during backward, without the memory: call "
+                "model.gradient_checkpointing_disable(), or train without a memory"
             )
 
     def _positions(self, given: dict[str, Any], call: Call, inputs: Tensor, padding: Tensor | None) -> Tensor | None:
@@ -345,8 +344,8 @@ class Hooks:
         if told is None:
             if self.architecture.learned_positions and padding is not None and _has_hole(padding):
                 raise InvalidArgument(
-                    "attention_mask masks tokens between others, and models with learned positions count these "
-                    "differently: give position_ids too"
+                    "attention_mask hides tokens between others, which models with learned positions count "
+                    "differently: pass position_ids too"
                 )
             return None
         if told.dim() == 3 and bool((told == told[:1]).all()):  # of text, height and width, but there is only text
@@ -364,11 +363,11 @@ class Hooks:
             return None
         if given.get("attention_mask") is None and not _wants_cache(self.model, given) and cache_in(given) is None:
             raise InvalidArgument(
-                "position_ids that do not count up by one mean packed texts where there is neither attention_mask nor "
-                "cache, and packed texts cannot see a memory: give each text a row, or an attention_mask"
+                "without attention_mask and cache, these position_ids mean packed texts, which a memory does not "
+                "support: give each text its own row, or pass attention_mask"
             )
         if int(told.min()) < 0:
-            raise InvalidArgument(f"position_ids count from the end of the document, so from 0, got {int(told.min())}")
+            raise InvalidArgument(f"position_ids count from 0 at the end of the document, got {int(told.min())}")
         return told
 
     def _after_forward(self, _module: nn.Module, _inputs: object, output: object) -> None:
@@ -396,7 +395,7 @@ class Hooks:
     def _claim(self) -> None:
         """Reserve the hooks for this thread. They hold the state of a pass, so there can be only one."""
         if self._thread not in (None, threading.get_ident()):
-            raise InvalidArgument("another thread is using this attached model; let them take turns")
+            raise InvalidArgument("another thread is using this attached model; let one thread use it at a time")
         self._thread = threading.get_ident()
 
     def _call_of(self, given: dict[str, Any], rows: int) -> Call:
@@ -406,7 +405,7 @@ class Hooks:
         if ours is not None:
             call: Call = ours.call
             if call.selection is not self.selection:
-                raise InvalidArgument("this cache belongs to another attached memory; start with a new one")
+                raise InvalidArgument("this cache belongs to another attached memory; use a new cache")
             return call
         call = self._new_call()
         wanted = _wants_cache(self.model, given)
@@ -493,7 +492,7 @@ class _DividedHeads:
 def check_free(model: nn.Module) -> None:
     """Raise ``InvalidArgument`` if ``model`` has a memory: it cannot get a second one, or be examined for one."""
     if any(module in _PLANS for module in model.modules()):
-        raise InvalidArgument("this model has a memory attached already; leave that block first")
+        raise InvalidArgument("this model already has a memory attached; leave that with block first")
 
 
 def _attention(
@@ -505,10 +504,10 @@ def _attention(
     assert call is not None, "attention ran outside of a forward pass of the base model"
     if kwargs.get("dropout"):
         raise InvalidArgument(
-            f"attention_dropout={kwargs['dropout']} is not applied beside a memory: call model.eval(), or set it to 0"
+            f"attention_dropout={kwargs['dropout']} is not supported with a memory: call model.eval(), or set it to 0"
         )
     if call.tokens > 1 and hooks.stopping():
-        raise BrokenOff("nobody waits for this any more: it was broken off")
+        raise BrokenOff("the work was cancelled, because nobody waits for its result")
     if hooks.heads is not None:
         query, key, value = hooks.heads.whole((query, key, value))
     if hooks._tap is not None and hooks.selection.by_layer:
@@ -567,14 +566,14 @@ def _padding(mask: Any, call: Call, tokens: int) -> Tensor | None:
         return None
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         shape = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        raise InvalidArgument(f"attention_mask must be of shape [batch, tokens] beside a memory, got {shape}")
+        raise InvalidArgument(f"with a memory, attention_mask must be of shape [batch, tokens], got {shape}")
     kept, count = mask.bool(), mask.shape[1]
     if mask.dtype != torch.bool and not bool((mask == kept).all()):
-        raise InvalidArgument("attention_mask is 0 for tokens that are hidden and 1 for all others; got other values")
+        raise InvalidArgument("attention_mask must be 0 for hidden tokens and 1 for all others; got other values")
     mask = kept
     if count not in (tokens, total) and count < total:
         raise InvalidArgument(
-            f"attention_mask must cover the {tokens} new tokens or all {total} since the prompt began, got {count}"
+            f"attention_mask must cover the {tokens} new tokens, or all {total} since the prompt began; got {count}"
         )
     if call.padding is None and bool(mask.all()):
         return None
@@ -583,8 +582,8 @@ def _padding(mask: Any, call: Call, tokens: int) -> Tensor | None:
         mask = torch.cat((before, mask), 1)
     if count > total and not bool(mask[:, :-total].all()):
         raise InvalidArgument(
-            "attention_mask hides tokens of the document: what a memory holds is seen or not retrieved; forget the "
-            "document, attach others, or give the mask of the prompt alone"
+            "attention_mask hides tokens of the document, and a memory cannot hide single tokens: pass the mask "
+            "of the prompt only. To hide a document, forget it or attach others"
         )
     mask = mask[:, -total:]
     return None if bool(mask.all()) else mask
@@ -617,8 +616,8 @@ def _take_over(cache: Cache, call: Call, rows: int) -> None:
         raise InvalidArgument(f"an attached model needs a plain dynamic cache, got {kind}")
     if cache.get_seq_length():
         raise InvalidArgument(
-            "this cache was filled before it met the memory, as by prefix tuning of peft: start with a new one, or "
-            "attach a model without such an adapter"
+            "this cache was filled before the memory was attached, as by prefix tuning of peft. Use a new cache, "
+            "or attach a model without that adapter"
         )
     linear = call.selection.architecture.linear
     cache.layers = list(call.layers) if linear is None else linear.layers(call.layers, call.recurrent, rows)

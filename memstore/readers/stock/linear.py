@@ -83,9 +83,9 @@ def find_linear_layers(model: PreTrainedModel, attending: int) -> LinearLayers |
     places = tuple(place for place, layer in enumerate(first) if getattr(layer, "keys", None) is not None)
     slots = tuple(slots_in(first))
     if len(places) != attending or any(slot.layer in places for slot in slots):
-        return "its layers attend and remember in another way at once"
+        return "some layers both attend and keep other states"
     if not slots:
-        return "its layers keep it to themselves"
+        return "its layers do not put their states into the cache"
     states = states_in(first, slots)
     found = LinearLayers(model.config, places, slots, tuple(to_record(state[0]).layout for state in states))
 
@@ -97,7 +97,7 @@ def find_linear_layers(model: PreTrainedModel, attending: int) -> LinearLayers |
         return float((_run(model, tokens[:, FIRST:], layers) - whole).float().abs().mean())
 
     worth = min(lost({kind}) for kind in {slot.kind for slot in slots})
-    return found if lost(set()) < NOISE * worth else "read in two parts, a text comes out otherwise than in one"
+    return found if lost(set()) < NOISE * worth else "a text read in two parts gives other results than in one"
 
 
 def _run(model: PreTrainedModel, tokens: Tensor, layers: list[Any]) -> Tensor:

@@ -104,22 +104,22 @@ class StockReader(Reader):
         super().__init__(model, memory, document, **shared)
         if self.architecture.divided is not None and self._opening["mode"] != "r":
             raise InvalidArgument(
-                "a model whose layers are divided among processes only asks a memory: use mode='r', and read with one "
+                "a model divided among processes can only ask a memory: use mode='r', and read texts with one "
                 "process that has the whole model"
             )
         self.window, self.sink, self.segment = window, sink, segment
         self._block_size, self._codec, self._routing_layers = block_size, codec, routing_layers
         if router is not None and self.retrieval.share != "model":
             raise InvalidArgument(
-                f"with Retrieval(share={self.retrieval.share!r}) layers choose without a router: leave router out, or "
-                "use share='model'"
+                f"with Retrieval(share={self.retrieval.share!r}) layers choose blocks without a router: leave "
+                "router out, or use share='model'"
             )
         self._fits = router == FITTED
         self._trained = None if router in (None, FITTED) else self._router_of(router)
         if self._trained is not None:
             if routing_layers not in (None, (self._trained.layer,)):
                 raise InvalidArgument(
-                    f"the router {router} chooses in layer {self._trained.layer}: leave routing_layers out"
+                    f"the router {router} chooses blocks in layer {self._trained.layer}: leave routing_layers out"
                 )
             self._routing_layers = (self._trained.layer,)
         self._fingerprints: dict[int, Fingerprint] = {}
@@ -153,7 +153,7 @@ class StockReader(Reader):
             value, least = getattr(self, name), 0 if name == "sink" else block_size
             if not isinstance(value, int) or value < least or value % block_size:
                 raise InvalidArgument(
-                    f"{name} must be a multiple of the block size {block_size}, at least {least}, got {value!r}"
+                    f"{name} must be a multiple of the block size {block_size} and at least {least}, got {value!r}"
                 )
 
     def _check_memory(self, memory: Memory, first: Memory) -> None:
@@ -161,8 +161,8 @@ class StockReader(Reader):
         self._check_named(memory, fingerprint)
         if differences := fingerprint.differences(memory.spec.fingerprint):
             raise ForeignMemory(
-                f"the memory {memory.url} was not made by this model ({'; '.join(differences)}): attach the model it "
-                "was made by, or read the text into a new memory"
+                f"memory {memory.url} was made by another model ({'; '.join(differences)}): attach the model that "
+                "made it, or read the text into a new memory"
             )
         self._check_sizes(first.spec.block_size)
         if not memory.index_capabilities.dense:
@@ -171,13 +171,13 @@ class StockReader(Reader):
         if routes != (self.retrieval.share == "model"):
             has = "one router for all layers" if routes else "landmarks of every layer"
             raise ForeignMemory(
-                f"the memory {memory.url} has {has}, which Retrieval(share={self.retrieval.share!r}) cannot use: "
-                f"use share={'model' if routes else 'group'!r}, or read the text into a new memory"
+                f"memory {memory.url} has {has}, which Retrieval(share={self.retrieval.share!r}) cannot use: use "
+                f"share={'model' if routes else 'group'!r}, or read the text into a new memory"
             )
         if memory.spec.index_layers != first.spec.index_layers:
             raise ForeignMemory(
-                f"the memory {memory.url} chooses blocks in the layers {memory.spec.index_layers}, the first one "
-                f"attached in {first.spec.index_layers}: attach them one at a time"
+                f"memory {memory.url} chooses blocks in the layers {memory.spec.index_layers}, but the first "
+                f"memory in {first.spec.index_layers}: attach them one at a time"
             )
 
     def _begin(self) -> None:
@@ -194,9 +194,9 @@ class StockReader(Reader):
         if self.share is None:
             return Selection(*options)
         if self.retrieval.rerank:
-            raise InvalidArgument("Retrieval.rerank is for one process: leave it out, or process_group")
+            raise InvalidArgument("Retrieval.rerank works in one process only: leave rerank or process_group out")
         if self.architecture.linear is not None:
-            raise InvalidArgument("a model with layers that do not attend is for one process: leave process_group out")
+            raise InvalidArgument("a hybrid model works in one process only: leave process_group out")
         return ShardedSelection(self.share, *options)
 
     def _install(self, stack: ExitStack) -> None:
@@ -247,7 +247,7 @@ class StockReader(Reader):
         for name in self.names:
             if name not in existing and (existing or self.memories[0].mode == "r"):
                 shown = ", ".join(map(repr, existing)) or "none"
-                raise NotFound(f"no document {name!r} in this memory; it has {shown}")
+                raise NotFound(f"there is no document {name!r} in this memory; it has {shown}")
         by_name: dict[str, list[AttachedDocument]] = {}
         for source in all_of_them:
             by_name.setdefault(source.document.name, []).append(source)
@@ -288,7 +288,7 @@ class StockReader(Reader):
         tokens = sources[-1].state.tokens
         if len(sources) > 1 and self.retrieval.positions != "stingy":
             raise InvalidArgument(
-                f"positions={self.retrieval.positions!r} needs one document, {len(sources)} are attached"
+                f"positions={self.retrieval.positions!r} works with one document only, but {len(sources)} are attached"
             )
         window = self.window if self._tail else None
         seen = visible(sources, self.block_size, tokens=tokens, start=tokens, sink=self.sink, window=window)
@@ -300,8 +300,8 @@ class StockReader(Reader):
     def _choosing(self, query: Query | None) -> Iterator[None]:
         if query is not None and self.selection.by_layer:
             raise InvalidArgument(
-                f"with Retrieval(share={self.retrieval.share!r}) every layer asks with the prompt's own tokens: leave "
-                "query out, or use share='model'"
+                f"with Retrieval(share={self.retrieval.share!r}) every layer searches with the prompt's own "
+                "tokens: leave query out, or use share='model'"
             )
         before, self.hooks.query = self.hooks.query, query
         try:
@@ -312,7 +312,7 @@ class StockReader(Reader):
     def _with_opening(self, text: Tensor, opening: int) -> dict[str, Any]:
         """See ``Reader``."""
         if text.dim() != 2 or not 0 < opening < text.shape[1]:
-            raise InvalidArgument(f"expected an opening of less than the prompt {list(text.shape)}, got {opening}")
+            raise InvalidArgument(f"opening must be shorter than the prompt {list(text.shape)}, got {opening}")
         if len(text) > 1 or self._tail or self.share is not None or self.architecture.linear is not None:
             return {}
         call = self._new_call()
@@ -429,8 +429,8 @@ class StockReader(Reader):
             self.memory.put_arrays(name, arrays)
         elif stored.keys() != arrays.keys() or not all(torch.equal(stored[each], arrays[each]) for each in arrays):
             raise ForeignMemory(
-                f"the memory {self.memory.url} has another router than the one that is named: leave router out, or "
-                "read the text into a new memory",
+                f"memory {self.memory.url} has another router than the given one: leave router out, or read the "
+                "text into a new memory",
                 memory=self.memory.url,
             )
 
@@ -447,8 +447,8 @@ class StockReader(Reader):
         found = TrainedRouter.read(path, self.architecture.hidden_size, _code_dim(self.architecture))
         if found.model != self.architecture.shape:
             raise ForeignMemory(
-                f"the router {path} was trained for {found.model}, and this model is {self.architecture.shape}: train "
-                "one for it, or leave router out"
+                f"the router {path} was trained for {found.model}, but this model is {self.architecture.shape}: "
+                "train a router for it, or leave router out"
             )
         return found
 
@@ -572,7 +572,9 @@ def _spec(
     """Return the spec of a new memory for a model: what is stored of a block, and its landmarks."""
     layers, size = architecture.layers, fingerprint.block_size
     if len({(plan.key_heads, plan.head_dim, plan.value_dim) for plan in layers}) > 1:
-        raise InvalidArgument(f"the layers of {architecture.name} have key-value states of different shapes")
+        raise InvalidArgument(
+            f"the layers of {architecture.name} have key-value states of different shapes, which a memory cannot store"
+        )
     first = layers[0]
     shapes = {"k": (first.key_heads, size, first.head_dim), "v": (first.key_heads, size, first.value_dim)}
     common: dict[str, Any] = {
@@ -618,5 +620,5 @@ def _routing_layers(layers: int, asked: tuple[int, ...] | None) -> tuple[int, ..
     if asked is None:
         asked = (usual_routing_layer(layers),)
     if not asked or sorted(set(asked)) != list(asked) or not 0 <= asked[0] <= asked[-1] < layers:
-        raise InvalidArgument(f"routing_layers must be ascending layer numbers from 0 to {layers - 1}, got {asked}")
+        raise InvalidArgument(f"routing_layers must be ascending layers from 0 to {layers - 1}, got {asked}")
     return asked

@@ -217,8 +217,8 @@ def recurrent_at_end(hooks: Hooks, document: Document, spec: MemorySpec, **sizes
     behind = range(begin, document.n_blocks)
     if document.blocks.start > begin or document.present(behind) != [behind]:
         raise InvalidArgument(
-            f"document {document.name!r} has lost blocks behind token {after.tokens}, and what layers that do not "
-            "attend remember of them: read the text under another name"
+            f"document {document.name!r} has lost blocks after token {after.tokens}, and with them the states of "
+            "layers that do not attend: read the text under another name"
         )
     job = Job(document, None, (document.reading or {}).get("retrieve", True))
     reading = SegmentReading(hooks, job, spec, after, **sizes)
@@ -345,7 +345,7 @@ class _RecentCodes:
         """Return the codes ``[n, dim]`` of ``tokens`` that are kept."""
         first = max(0, tokens.start)  # at the beginning of a document there are fewer tokens than choose together
         assert self.codes is not None
-        assert first >= self.start, "codes were asked for that are not kept"
+        assert first >= self.start, "these codes were dropped already"
         return self.codes[first - self.start : tokens.stop - self.start]
 
 

@@ -237,7 +237,7 @@ class Selection:
 
     def _reranked(self, candidates: Candidates, scores: Tensor, query: Tensor) -> Tensor:
         """Replace the best scores ``[N]`` by reciprocal ranks, see ``Retrieval.rerank``; the others stay below."""
-        assert self.likelihood is not None, "a reader can tell"
+        assert self.likelihood is not None, "a reader sets the likelihood"
         best = scores.topk(min(self.retrieval.rerank, len(scores))).indices
         numbers, order = best.cpu().sort()
         likely = self.likelihood(candidates, numbers, query).to(scores.device)[order.argsort()]
@@ -535,12 +535,12 @@ class LocalTokens:
         last = self.start + self.length + self.tokens - 1 if counted else int(self.positions.max())
         if last < border:
             return
-        reason = f"has learned positions for {border} tokens"
+        reason = f"has learned positions for only {border} tokens"
         if not learned:
-            reason = f"turns all tokens otherwise once there are more than {border}, also those that are stored"
+            reason = f"rotates all tokens differently beyond {border} tokens, also the stored ones"
         raise InvalidArgument(
-            f"{architecture.name} {reason}, and this call needs position {last}: use a smaller window, sink or top_k, "
-            "a shorter text, or Retrieval(positions='stingy')"
+            f"{architecture.name} {reason}, but this call needs position {last}: use a smaller window, sink or "
+            "top_k, a shorter text, or Retrieval(positions='stingy')"
         )
 
     def prefix_cos_sin(self, rotary: LayerRotary, positions: Tensor, rows: int) -> CosSin | None:

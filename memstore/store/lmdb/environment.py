@@ -141,7 +141,10 @@ def acquire(folder: Path, *, create: bool = False) -> Environment:
         try:
             # LMDB opens by path and follows links. If the file differs from before, it was replaced meanwhile.
             if _identity(data) != key or (paths.find(folder / LOCK_NAME) is None and env.flags()["lock"]):
-                raise NotAMemory(f"the files of {folder} were exchanged while they were opened; nothing of it was used")
+                raise NotAMemory(
+                    f"the files of {folder} were replaced while they were opened; nothing was used. Open the memory "
+                    "again"
+                )
             _check_length(env, data)
         except BaseException:
             env.close()
@@ -152,8 +155,9 @@ def acquire(folder: Path, *, create: bool = False) -> Environment:
 
 def _forked(folder: Path, parent: int) -> MemoryInUse:
     return MemoryInUse(
-        f"memory {folder} was open in process {parent} when it forked this process, {os.getpid()}, and LMDB cannot be "
-        "used across a fork; open the memory after forking, or start processes with the 'spawn' method",
+        f"memory {folder} was opened by process {parent}, which then forked into this process, {os.getpid()}. "
+        "LMDB cannot be used across a fork: open the memory after forking, or start processes with the 'spawn' "
+        "method",
         memory=folder,
     )
 
@@ -229,26 +233,27 @@ def _identity(data: Path) -> tuple[int, int, int]:
         facts = paths.find(data)
     except PermissionError:
         raise ReadOnlyMemory(
-            f"{data.parent} cannot be looked into: permission denied; change that", memory=data.parent
+            f"{data.parent} cannot be entered: permission denied. Change the permissions of the folder",
+            memory=data.parent,
         ) from None
     except OSError as error:  # a name that is too long, or a cycle of links
         raise InvalidArgument(f"{data.parent} cannot be the path of a memory: {error.strerror}") from None
     if facts is None:
         if not data.parent.exists():
             raise NotFound(
-                f"there is no memory at {data.parent}: check the path, or make one (memstore read TEXT MEMORY)"
+                f"there is no memory at {data.parent}: check the path, or create one (memstore read TEXT MEMORY)"
             )
         if data.parent.is_dir() and not any(data.parent.iterdir()):
             raise NotFound(
-                f"{data.parent} is an empty folder, not a memory: check the path, or make one "
-                "(memstore read TEXT MEMORY)"
+                f"{data.parent} is an empty folder, not a memory: check the path, or create one (memstore read "
+                "TEXT MEMORY)"
             )
         check_not_lost(data.parent)
         if data.parent.is_dir() and not strangers(data.parent):
             raise unfinished(data.parent)
-        raise NotAMemory(f"{data.parent} exists, but it is not a memory: it has no {DATA_NAME}")
+        raise NotAMemory(f"{data.parent} is not a memory: it has no {DATA_NAME}. Check the path")
     if facts.st_size < _FIRST_PAGES:
-        raise _truncated(data, f"{facts.st_size} bytes are left")
+        raise _truncated(data, f"it has only {facts.st_size} bytes")
     return facts.st_dev, facts.st_ino, os.getpid()
 
 
@@ -271,8 +276,8 @@ def check_not_lost(folder: Path) -> None:
     # The data file is made before the reserve, so no interrupted creation leaves this: it is a half-copied folder.
     if (folder / RESERVE_NAME).exists() and not (folder / DATA_NAME).exists():
         raise DamagedError(
-            f"memory {folder} has lost its {DATA_NAME}: it was deleted, or not copied. Nothing was touched; restore it "
-            "from a copy, or delete the folder to begin anew",
+            f"memory {folder} has lost its {DATA_NAME}: it was deleted, or not copied. Nothing was changed; "
+            "restore it from a copy, or delete the folder to start again",
             memory=folder,
             remedy="restore",
         )
@@ -287,7 +292,7 @@ def looks_like_ours(folder: Path) -> bool:
 
 def unfinished(folder: Path) -> NotFound:
     """Return the error for a memory whose creation was interrupted: it is still empty."""
-    return NotFound(f"the creation of memory {folder} was interrupted, it holds nothing; create it again")
+    return NotFound(f"the creation of memory {folder} was interrupted, so it is empty; create it again")
 
 
 def _open_lmdb(folder: Path) -> lmdb.Environment:
@@ -319,7 +324,7 @@ def _check_length(env: lmdb.Environment, data: Path) -> None:
     needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
     length = data.stat().st_size
     if length + pages.UNWRITTEN_BYTES < needed:
-        raise _truncated(data, f"{length} of {needed} bytes are left")
+        raise _truncated(data, f"it has only {length} of {needed} bytes")
     if length < needed and not env.flags()["readonly"]:
         with suppress(OSError), os.fdopen(paths.open_file(data.parent, data.name, os.O_RDWR), "r+b") as file:
             os.posix_fallocate(file.fileno(), length, needed - length)  # never shortens, even while others write
@@ -327,7 +332,7 @@ def _check_length(env: lmdb.Environment, data: Path) -> None:
 
 def _truncated(data: Path, what: str) -> DamagedError:
     return DamagedError(
-        f"{data} was truncated: {what}. None of it was used; restore it from a copy",
+        f"{data} was truncated: {what}. Nothing was read from it; restore it from a copy",
         memory=data.parent,
         remedy="restore",
     )
@@ -352,7 +357,7 @@ def tree_problem(
                     f"{folder / DATA_NAME} cannot be read ({error.strerror}); check the disk", memory=folder
                 ) from error
             if found is not None and checks(txn) not in (None, found):
-                what = "they lead to other values than those that were written last"
+                what = "they lead to other values than the last commit wrote"
         # A writer can overtake a reader that has no lock; then the check is repeated.
         with env.begin() as txn:
             if what is None or txn.id() == transaction:
@@ -367,40 +372,44 @@ def translate(error: lmdb.Error, folder: Path) -> MemstoreError:
             return full(folder, str(error))
         case lmdb.MemoryError() if len(_open) >= MANY_MAPS:
             return InvalidArgument(
-                f"memory {folder} cannot be mapped: {len(_open)} memories are open in this process, each takes "
-                f"{MAP_BYTES >> 40} TiB of addresses, and a process has 128 TiB of them; close some"
+                f"memory {folder} cannot be mapped: {len(_open)} memories are open in this process. Each takes "
+                f"{MAP_BYTES >> 40} TiB of addresses, and a process has 128 TiB; close some"
             )
         case lmdb.MemoryError():
             return InvalidArgument(
-                f"the address space for memory {folder} is limited, LMDB cannot map it ({error}); "
-                f"it takes {MAP_BYTES >> 40} TiB of addresses, not of memory. Raise the limit (ulimit -v unlimited)"
+                f"LMDB cannot map memory {folder}, because the address space is limited ({error}). It needs "
+                f"{MAP_BYTES >> 40} TiB of addresses, which take no memory. Raise the limit (ulimit -v unlimited)"
             )
         case lmdb.MapResizedError():
             return InvalidArgument(
-                f"memory {folder} has outgrown the {MAP_BYTES >> 40} TiB that this memstore maps; upgrade"
+                f"memory {folder} is larger than the {MAP_BYTES >> 40} TiB that this memstore can map; upgrade memstore"
             )
         case lmdb.ReadersFullError():
-            return MemoryInUse(f"memory {folder} has too many readers at once ({error}); close some", memory=folder)
+            return MemoryInUse(
+                f"memory {folder} has too many readers at once ({error}); close some of them", memory=folder
+            )
     if error.code in FULL:
         return full(folder, str(error))
     if short := shortage(error.code, folder):
         return short
-    return DamagedError(f"memory {folder} is damaged or its disk fails: {error}; run verify, or restore a copy")
+    return DamagedError(
+        f"memory {folder} is damaged, or its disk fails: {error}; run verify, or restore the memory from a copy"
+    )
 
 
 def failure(error: lmdb.Error, folder: Path, needed: int) -> MemstoreError:
     """Translate an error of a transaction that needed to write ``needed`` bytes, 0 if it only reads."""
     # LMDB reports an incomplete write as EIO, and a nearly full disk causes incomplete writes.
     if needed and error.code == errno.EIO and not has_room(folder, needed):
-        return full(folder, "the disk took only part of it")
+        return full(folder, "the disk stored only a part of it")
     return translate(error, folder)
 
 
 def full(folder: Path, why: str) -> StoreFull:
     """Return the error for a batch that does not fit on the disk."""
     return StoreFull(
-        f"no room for this batch in memory {folder} ({why}); none of it was stored, what was committed before stands. "
-        "Free some space, or forget documents, and try again",
+        f"there is no room for this batch in memory {folder} ({why}). Nothing of the batch was stored; earlier "
+        "commits are intact. Free some space, or forget documents, and try again",
         memory=folder,
     )
 
@@ -416,7 +425,7 @@ def check_room(folder: Path, needed: int, used: int) -> None:
     except OSError:
         return  # then LMDB raises the error
     if needed > free + max(spare, 0):
-        raise full(folder, f"{needed:,} bytes are needed, the disk has {free:,}")
+        raise full(folder, f"it needs {needed:,} bytes, but the disk has {free:,}")
 
 
 def has_room(folder: Path, nbytes: int) -> bool:
@@ -441,12 +450,12 @@ def make_folder(folder: Path) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         strange = strangers(folder)
     except (FileExistsError, NotADirectoryError):
-        what = "a link to nothing" if folder.is_symlink() and not folder.exists() else "a file"
-        raise NotAMemory(f"{folder} is {what}; a memory is a folder, choose another path") from None
+        what = "a broken link" if folder.is_symlink() and not folder.exists() else "a file"
+        raise NotAMemory(f"{folder} is {what}; a memory is a folder. Choose another path") from None
     except OSError as error:
         raise ReadOnlyMemory(f"memory {folder} cannot be created ({error.strerror}); choose another folder") from None
     if strange:
-        raise NotAMemory(f"{folder} is not empty (it has {strange[0]}); choose a folder of its own for the memory")
+        raise NotAMemory(f"{folder} is not empty (it contains {strange[0]}); choose an empty folder for the memory")
     paths.check_names(folder)
     check_not_lost(folder)
     return folder
@@ -529,15 +538,16 @@ class WriterLock:
             if short := paths.shortage(error.errno, folder):
                 raise short from error
             raise ReadOnlyMemory(
-                f"memory {folder} cannot be written ({error.strerror}); open it with mode='r', or change that",
+                f"memory {folder} cannot be written ({error.strerror}); open it with mode='r', or change the "
+                "permissions",
                 memory=folder,
             ) from None
         # Without system locks, filelock treats an existing file as a held lock, and this file always exists.
         if _is_soft(self._lock):
             self._lock.release()
             raise ReadOnlyMemory(
-                f"the file system of memory {folder} has no file locks (flock), which keep two processes from "
-                "writing at once; copy the memory to another disk, or open it with mode='r'",
+                f"the file system of memory {folder} has no file locks (flock), so two processes could write at "
+                "once. Copy the memory to another disk, or open it with mode='r'",
                 memory=folder,
             )
         _announce(self._holder)
@@ -585,4 +595,4 @@ def _in_use(folder: Path) -> str:
         holder += "" if today else f" on {since:%Y-%m-%d}"
     except (OSError, ValueError, KeyError, TypeError, OverflowError, DamagedError):
         holder = "another process"
-    return f"memory {folder} is being written by {holder}; wait for it; meanwhile the memory can be read"
+    return f"memory {folder} is being written by {holder}; wait for it. Reading works meanwhile"

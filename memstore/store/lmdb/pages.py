@@ -154,7 +154,10 @@ class _Check:
         metas.sort(key=lambda meta: meta[-1] != transaction)
         (*found, last, number), (*other, _, before) = metas
         # Each commit replaces the older of the two; a writer may be one commit further by now.
-        _require(number == transaction and abs(number - before) == 1, "its two meta pages do not name two commits")
+        _require(
+            number == transaction and abs(number - before) == 1,
+            "its two meta pages do not belong to consecutive commits",
+        )
         self._transaction, self._last = number, last
         # LMDB does not write pages at the end of the file that a transaction took and freed again.
         self._end = min(last + 1, len(pages))
@@ -166,7 +169,7 @@ class _Check:
         _require(
             (self._free.pad, self._free.flags & _TREE_FLAGS) == (self._size, _INTEGER_KEYS)
             and (self._values.pad, self._values.flags) == (0, 0),
-            "the kinds of its trees are not those of a memory",
+            "its trees do not belong to a memory",
         )
         met = _Pages()
         met.take(np.array([0]), np.array([2]))
@@ -197,7 +200,7 @@ class _Check:
             said = [self._pages_of(number) for number in starts[longer[large]].tolist()]
             good = large.all() and (taken[longer] > lengths[longer]).all() and said == taken[longer].tolist()
         spare = int((taken - lengths).sum())
-        _require(bool(good) and spare == met.spare, "its pages overlap or are lost")
+        _require(bool(good) and spare == met.spare, "some pages overlap or are lost")
         if self._large:
             self._check_large(starts, taken, met)
 
@@ -211,7 +214,7 @@ class _Check:
             numbers, words = head.view("<u8")[:, 0], head.view("<u4")
             good = (numbers == chunk) & (words[:, 2] >> 16 == OVERFLOW)
             good &= words[:, 3] == pages[place : place + _CHUNK]
-            _require(bool(good.all()), "the first page of a large value says another number or another length")
+            _require(bool(good.all()), "the first page of a large value names another page or another length")
 
     def _pages_of(self, number: int) -> int:
         """Return the number of pages that page ``number`` states for its large value; 0 if it states none."""
@@ -223,7 +226,8 @@ class _Check:
         for key, place, length in self._walk(tree, 8, met):
             numbers = np.frombuffer(self._pages.reshape(-1)[place : place + length - length % 8].tobytes(), "<u8")
             _require(
-                length % 8 == 0 and len(numbers) > 0 and int(numbers[0]) == length // 8 - 1, "a list has another length"
+                length % 8 == 0 and len(numbers) > 0 and int(numbers[0]) == length // 8 - 1,
+                "a list of free pages has a wrong length",
             )
             yield int(key), numbers[1:].astype(np.int64)
 
@@ -236,7 +240,9 @@ class _Check:
                 numbers, bounds = self._branches(numbers, bounds, key_bytes, found)
             yield from self._leaves(numbers, bounds, key_bytes, found)
         counted, spare = (found.branches, found.leaves, found.entries), tree.overflow - found.overflow
-        _require(counted == (tree.branches, tree.leaves, tree.entries) and spare >= 0, "pages or values are missing")
+        _require(
+            counted == (tree.branches, tree.leaves, tree.entries) and spare >= 0, "some pages or values are missing"
+        )
         met.starts += found.starts
         met.lengths += found.lengths
         met.big += found.big
@@ -265,7 +271,7 @@ class _Check:
             own = _unaligned(self._pages, "<i8")[places[big]]
             sizes = (HEADER_BYTES - 1 + lengths[big]) // self._size + 1
             inside = (own > 1) & (own < self._end) & (own + sizes <= self._end)
-            _require(bool(inside.all()), "a value lies outside of the file")
+            _require(bool(inside.all()), "a value is outside the file")
             met.take(own, sizes)
             met.big.append(own)
             met.overflow += int(sizes.sum())
@@ -281,7 +287,7 @@ class _Check:
     def _nodes(
         self, numbers: _Array, bounds: _Array, kind: int, key_bytes: int, met: _Pages
     ) -> Iterator[tuple[_Nodes, _Array]]:
-        _require(bool(((numbers > 1) & (numbers < self._end)).all()), "it leads outside of the file")
+        _require(bool(((numbers > 1) & (numbers < self._end)).all()), "a pointer leads outside the file")
         met.take(numbers, np.ones(len(numbers)))
         for start in range(0, len(numbers), _CHUNK):
             chunk = numbers[start : start + _CHUNK]
@@ -297,7 +303,7 @@ class _Nodes:
         flags, lower, upper = (halves[:, place].astype(np.int64) for place in (5, 6, 7))
         counts = (lower - HEADER_BYTES) // 2
         good = (pages[:, :8].copy().view("<u8")[:, 0] == numbers) & (flags == kind) & (counts > 0) & (lower % 2 == 0)
-        _require(bool((good & (lower <= upper) & (upper <= size)).all()), "a page is not what it should be")
+        _require(bool((good & (lower <= upper) & (upper <= size)).all()), "a page has a wrong header")
         self.page = np.repeat(np.arange(len(pages)), counts)
         starts = self.page * size
         column = np.arange(len(starts)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -305,7 +311,7 @@ class _Nodes:
         """Whether a node is the first of its page; in a branch its key may be left out."""
         offset = np.take(halves, starts // 2 + HEADER_BYTES // 2 + column).astype(np.int64)
         fits = (offset >= upper[self.page]) & (offset + 8 <= size) & (offset % 2 == 0)
-        _require(bool(fits.all()), "a node lies outside of its page")
+        _require(bool(fits.all()), "a node is outside its page")
         header = _unaligned(pages, "<i8")[starts + offset]
         self.child = header & (2**48 - 1)
         """In a branch: the page below."""
@@ -314,7 +320,7 @@ class _Nodes:
         key = header >> 48 & 0xFFFF
         body: _Array | int = 0
         if kind == LEAF:
-            _require(bool((header >> 32 & 0xFFFF <= LARGE).all()), "a value is of another kind")
+            _require(bool((header >> 32 & 0xFFFF <= LARGE).all()), "a value has a wrong type")
             body = np.where(self.big, 8, self.length)
         _require(bool(((key == key_bytes) | (key == 0) & self.first & (kind == BRANCH)).all()), "a key is too long")
         taken = 8 + key + body + (key + body) % 2
@@ -365,11 +371,11 @@ class Meta:
             raise _damaged(f"page {number} is not a meta page")
         magic, version, _, _, *trees, last_page, commit = METAS.unpack_from(raw, HEADER_BYTES)
         if (magic, version) != (MAGIC, FORMAT):
-            raise _damaged(f"meta page {number} is of another kind of file ({magic:#x}, format {version})")
+            raise _damaged(f"meta page {number} belongs to another kind of file ({magic:#x}, format {version})")
         free, values = Tree(*trees[:8]), Tree(*trees[8:])
         page_bytes = free.pad
         if page_bytes < 512 or page_bytes & (page_bytes - 1):
-            raise _damaged(f"meta page {number} says that pages have {page_bytes} bytes")
+            raise _damaged(f"meta page {number} names a page size of {page_bytes} bytes")
         return cls(page_bytes, commit, last_page, free, values)
 
 
@@ -378,7 +384,7 @@ def read_metas(file: int) -> tuple[Meta, Meta]:
     first = Meta.read(file, 0, 0)
     second = Meta.read(file, first.page_bytes, 1)
     if first.page_bytes != second.page_bytes:
-        raise _damaged("the two meta pages disagree on the size of a page")
+        raise _damaged("the two meta pages name different page sizes")
     return (first, second) if first.commit < second.commit else (second, first)
 
 
@@ -414,7 +420,7 @@ class Survey:
         """Pages of the file, used or not."""
         length = os.fstat(file).st_size
         if length + UNWRITTEN_BYTES < self.pages * self.page_bytes:  # so that a wrong number cannot use up all memory
-            raise _damaged(f"it should have {self.pages} pages, and has {length} bytes")
+            raise _damaged(f"it should have {self.pages} pages, but it has {length} bytes")
         self.used: npt.NDArray[np.bool_] = np.zeros(self.pages, np.bool_)
         """``[pages]``: whether a page is used by one of the last two commits."""
         self.used[:2] = True
@@ -440,18 +446,18 @@ class Survey:
 
     def _check(self, meta: Meta, what: str, tree: Tree) -> None:
         if tree.depth > _DEEPEST:
-            raise _damaged(f"the {what} of commit {meta.commit} is said to be {tree.depth} pages deep")
+            raise _damaged(f"the {what} of commit {meta.commit} claims to be {tree.depth} pages deep")
         lists = self._newest and tree is meta.free
         found = _Counts() if tree.root == NO_PAGE else self._walk(tree.root, tree.depth, lists)
         expected = _Counts(tree.branches, tree.leaves, tree.overflow, tree.entries)
         if found != expected:
-            raise _damaged(f"the {what} of commit {meta.commit} should have {expected}, and has {found}")
+            raise _damaged(f"the {what} of commit {meta.commit} should have {expected}, but it has {found}")
 
     def _check_listed(self) -> None:
         """Check that no page is both in use and listed as free by the same commit."""
         listed = np.array(self.listed, np.uint64)
         if listed.size and (listed.max() >= self.pages or bool(self.used[listed].any())):
-            raise _damaged("a page that is listed as free is used, or does not exist")
+            raise _damaged("a page in the list of free pages is in use, or does not exist")
 
     def _walk(self, number: int, depth: int, lists: bool) -> _Counts:
         """Visit the page ``number`` and all pages below it; return the counts."""
@@ -472,24 +478,24 @@ class Survey:
 
     def _page(self, number: int, kind: int) -> bytes:
         if not 2 <= number < self.pages:
-            raise _damaged(f"a tree leads to page {number} of {self.pages}")
+            raise _damaged(f"a tree leads to page {number}, but there are {self.pages} pages")
         page = os.pread(self._file, self.page_bytes, number * self.page_bytes)
         if len(page) < self.page_bytes:
             raise _damaged(f"it ends before page {number}")
         own, _, flags, _, _ = PAGE.unpack_from(page)
         if own != number or flags != kind:
-            raise _damaged(f"page {number} says that it is page {own} of kind {flags}, and kind {kind} was expected")
+            raise _damaged(f"page {number} claims to be page {own} of kind {flags}; expected kind {kind}")
         return page
 
     def _nodes(self, number: int, page: bytes) -> list[int]:
         """Return the places of the nodes of a page."""
         lower, upper = struct.unpack_from("<HH", page, 12)
         if not HEADER_BYTES <= lower <= upper <= self.page_bytes:
-            raise _damaged(f"page {number} has its nodes at {lower} to {upper}")
+            raise _damaged(f"page {number} has nodes at {lower} to {upper}, which is impossible")
         self._left_over(number * self.page_bytes + lower, page[lower:upper])
         places = list(struct.unpack_from(f"<{(lower - HEADER_BYTES) // 2}H", page, HEADER_BYTES))
         if places and not (min(places) == upper and max(places) <= self.page_bytes - NODE_BYTES):
-            raise _damaged(f"the nodes of page {number} do not lie where it says")
+            raise _damaged(f"the nodes of page {number} are not where its header says")
         return places
 
     def _value(self, page: bytes, place: int, lists: bool) -> int:
@@ -497,7 +503,7 @@ class Survey:
         nbytes, flags, key_bytes = NODE.unpack_from(page, place)
         start = place + NODE_BYTES + key_bytes
         if flags not in (0, LARGE) or start + (8 if flags else nbytes) > self.page_bytes:
-            raise _damaged("a value does not fit the page that it lies on, or is of a kind that memories do not have")
+            raise _damaged("a value does not fit its page, or has a type that memories do not use")
         if not flags:
             if lists:
                 self._list(page[start : start + nbytes])
@@ -515,7 +521,7 @@ class Survey:
         first = self._page(number, OVERFLOW)
         pages = int(struct.unpack_from("<I", first, 12)[0])
         if pages * self.page_bytes < nbytes + HEADER_BYTES or number + pages > self.pages:
-            raise _damaged(f"a value of {nbytes} bytes is said to have {pages} pages from page {number} on")
+            raise _damaged(f"a value of {nbytes} bytes claims {pages} pages from page {number} on")
         return pages, first
 
     def _tail(self, number: int, pages: int, nbytes: int, first: bytes) -> None:
@@ -546,7 +552,7 @@ class Survey:
         """Store the pages of one entry of the list of free pages: a count, then their numbers."""
         numbers = np.frombuffer(raw[: len(raw) & ~7], "<u8").tolist()
         if len(raw) % 8 or not numbers or numbers[0] >= len(numbers):
-            raise _damaged("an entry of the list of free pages is not as long as it says")
+            raise _damaged("an entry in the list of free pages has a wrong length")
         self.listed += numbers[1 : numbers[0] + 1]
 
 
@@ -600,4 +606,4 @@ def _punch(file: int, start: int, nbytes: int) -> bool:
 
 
 def _damaged(what: str) -> DamagedError:
-    return DamagedError(f"the pages of the data file are not as expected: {what}; nothing was changed, run verify")
+    return DamagedError(f"the data file has unexpected pages: {what}. Nothing was changed; run verify")

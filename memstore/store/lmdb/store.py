@@ -133,7 +133,7 @@ class LmdbStore(BlockStore):
         """
         for name, length in (("blocks_per_value", blocks_per_value), ("tokens_per_value", tokens_per_value)):
             if length < 1:
-                raise InvalidArgument(f"{name} is a positive number of blocks, not {length}")
+                raise InvalidArgument(f"{name} must be a positive number of blocks, not {length}")
         folder = environments.make_folder(Path(path))
         writer = WriterLock(folder)
         store = cls._attach(folder, writer, url, create=True)
@@ -160,11 +160,13 @@ class LmdbStore(BlockStore):
         try:
             if check and (what := store._tree_problem()):
                 if not environments.looks_like_ours(folder):
-                    raise NotAMemory(f"{folder} holds an LMDB environment of something else, not a memory")
+                    raise NotAMemory(
+                        f"{folder} is the LMDB environment of another program, not a memory. Choose another path"
+                    )
                 raise DamagedError(
-                    f"memory {folder} is damaged: the pages that lead to its values are not those of a last commit "
-                    f"({what}). None of it was used. "
-                    f"To save what can be read: memstore repair {quote(store.url)} --to NEW",
+                    f"memory {folder} is damaged: the pages above its values do not belong to the last commit "
+                    f"({what}). Nothing was read from it. Save the readable part: memstore repair "
+                    f"{quote(store.url)} --to NEW",
                     memory=store.url,
                     remedy="repair",
                 )
@@ -184,8 +186,8 @@ class LmdbStore(BlockStore):
             if writer and environment.read_only:
                 environments.release(environment)
                 raise ReadOnlyMemory(
-                    f"the files of memory {folder} cannot be written, or could not when this process first opened it; "
-                    "close it and open it again, or use mode='r'",
+                    f"the files of memory {folder} cannot be written, or could not be when this process first "
+                    "opened it. Close it and open it again, or use mode='r'",
                     memory=folder,
                 )
             return cls(environment, writer, url or str(folder))
@@ -196,7 +198,7 @@ class LmdbStore(BlockStore):
 
     def _initialise(self, blocks_per_value: int, tokens_per_value: int, given: Batch | Callable[[], Batch]) -> None:
         if self._facts() is not None:
-            raise InvalidArgument(f"{self.path} holds a memory already; open it, or choose another folder")
+            raise InvalidArgument(f"{self.path} already holds a memory; open it, or choose another folder")
         batch = given() if callable(given) else given
         check_batch(batch)
         self._naming.lengths[Table.BLOCKS] = blocks_per_value
@@ -228,13 +230,15 @@ class LmdbStore(BlockStore):
         except lmdb.Error as error:
             raise self._failure(error) from error
         if facts is None and entries:
-            raise NotAMemory(f"{self.path} holds an LMDB environment of something else, not a memory")
+            raise NotAMemory(
+                f"{self.path} is the LMDB environment of another program, not a memory. Choose another path"
+            )
         return facts
 
     def _other_format(self, number: int) -> ForeignMemory:
         if number in TAIL_FORMATS:
-            return ForeignMemory(f"{self.path} is a part of a memory in Zarr; open that as zarr:{self.path.parent}")
-        return ForeignMemory(f"memory {self.path} was written by a newer memstore (format {number}); upgrade")
+            return ForeignMemory(f"{self.path} is part of a memory in Zarr; open zarr:{self.path.parent}")
+        return ForeignMemory(f"memory {self.path} was written by a newer memstore (format {number}); upgrade memstore")
 
     @property
     def blocks_per_value(self) -> int:
@@ -449,7 +453,7 @@ class LmdbStore(BlockStore):
     def _failure(self, error: lmdb.Error, needed: int = 0) -> Exception:
         """Return the error to raise for an LMDB error; ``needed`` bytes were to be written."""
         if not self._close.alive:
-            return InvalidArgument(f"this store of memory {self.path} was closed while it was in use")
+            return InvalidArgument(f"this store of memory {self.path} was closed during use")
         return environments.failure(error, self.path, needed)
 
 
@@ -507,7 +511,7 @@ def _release(environment: Environment, writer: WriterLock | None) -> None:
 
 def _tree_damaged(folder: Path, url: str, what: str) -> DamagedError:
     return DamagedError(
-        f"the tree of memory {folder} is damaged: {what}. To save what can be read: memstore repair {quote(url)} "
+        f"the tree of memory {folder} is damaged: {what}. Save the readable part: memstore repair {quote(url)} "
         "--to NEW",
         memory=url,
         remedy="repair",
@@ -545,7 +549,7 @@ def _wait_for_readers(env: lmdb.Environment, folder: Path, oldest: int, patience
         if time.monotonic() > until:
             raise MemoryInUse(
                 f"nothing was erased: process {late[0]} has been reading an older state of memory {folder} for "
-                f"more than {patience:g} seconds; let it finish, then compact again",
+                f"more than {patience:g} seconds. Let it finish, then compact again",
                 memory=folder,
             )
         time.sleep(0.01)
@@ -563,9 +567,8 @@ def _check_known(folder: Path) -> None:
     """Raise ``MemstoreError`` if the LMDB in use may have an unknown page layout."""
     if not pages.is_known():
         raise MemstoreError(
-            f"memory {folder} was not compacted: this is LMDB {pages.version()}, and only the pages of LMDB 0.9 are "
-            "known well enough to erase in them. Nothing was erased; a copy of the memory leaves behind what "
-            "was deleted",
+            f"memory {folder} was not compacted, and nothing was erased: compact knows only the pages of LMDB "
+            f"0.9, and this is LMDB {pages.version()}. Copy the memory instead: a copy leaves deleted data behind",
             memory=folder,
         )
 
@@ -581,11 +584,11 @@ def _erase(folder: Path, progress: Progress | None) -> None:
     except OSError as error:
         if isinstance(error, DamagedError):
             raise
-        kept = "what is stored is whole, but bytes of what was deleted are still in the file"
+        kept = "the stored values are intact, but deleted data is still in the file"
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             raise ReadOnlyMemory(
-                f"memory {folder} may not be written to any more ({error.strerror}); {kept}. Give the right back, then "
-                "compact again",
+                f"memory {folder} can no longer be written ({error.strerror}); {kept}. Restore the permission, "
+                "then compact again",
                 memory=folder,
             ) from error
         raise DamagedError(

@@ -74,7 +74,7 @@ _UNKNOWN = (b"", 0)
 _HEAD = 64  # bytes that identify a value: the header of its first record
 _MOST_PAGES = 1 << 48
 _BEHIND_ALL = b"\xff" * KEY_BYTES  # no table has this number
-OLDER = "it is an older value than the one that was written last (a write was lost, or rolled back)"
+OLDER = "it is older than the value written last (a write was lost, or rolled back)"
 Cursor = Any  # lmdb.Cursor[memoryview]
 Transaction = Any  # lmdb.Transaction[memoryview]: generic in the stubs only
 
@@ -363,10 +363,12 @@ class Values:
                         elif scanned.key != STORE_KEY or scanned.damage:
                             yield scanned
                 if met != (entries := txn.stat()["entries"]):
-                    what = f"the tree of memory {self._path} is damaged: {met} of its {entries} values can be reached"
+                    what = (
+                        f"the tree of memory {self._path} is damaged: only {met} of its {entries} values can be reached"
+                    )
                     yield ScannedValue(STORE_KEY, (), DamagedError(what))
         except (lmdb.Error, struct.error, ValueError) as error:
-            yield ScannedValue(run, (), damaged(run, f"behind it the tree cannot be walked: {error}"))
+            yield ScannedValue(run, (), damaged(run, f"the tree cannot be read beyond it: {error}"))
 
     def _entries(self, view: memoryview, run: Key) -> Iterator[_Entry]:
         return _in_run(view, run, self._naming.lengths[run.table])
@@ -379,7 +381,7 @@ def _decode(view: memoryview, key: Key) -> tuple[Record, ...]:
     """Return the verified records of a value that fills ``view``, copied. Raises ``DamagedError``."""
     records, end = decode_value(view, 0, key)
     if end < len(view):
-        raise damaged(key, f"{len(view) - end} bytes follow its records")
+        raise damaged(key, f"{len(view) - end} extra bytes follow its records")
     return records
 
 
@@ -605,7 +607,7 @@ def _in_run(view: memoryview, run: Key, length: int) -> Iterator[_Entry]:
     while start < len(view):
         entry = _entry(view, start, run._replace(item=following))
         if not following <= entry.key.item < run.item + length or entry.key._replace(item=run.item) != run:
-            raise misplaced(run, f"{entry.key} lies in it at offset {start}")
+            raise misplaced(run, f"it contains {entry.key} at offset {start}")
         yield entry
         start, following = entry.end, entry.key.item + 1
 
@@ -619,7 +621,7 @@ def _entry(view: memoryview, start: int, expected: Key) -> _Entry:
             headers.append(decode_header(view, end, first.key))
         header = headers[number]
         if header[:3] != (first.key, number, first.records):
-            raise misplaced(expected, f"record {header.record} of {header.key} at offset {end}")
+            raise misplaced(expected, f"found record {header.record} of {header.key} at offset {end}")
         end += HEADER_BYTES + header.nbytes + padding(header.nbytes)
         if end > len(view):
             raise damaged(expected, f"record {number} is truncated")

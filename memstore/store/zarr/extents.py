@@ -245,7 +245,7 @@ def from_record(series: Series, record: Record) -> tuple[Extent, ...]:
     for values in extents:
         end = values["first"] + values["shards"] * values["shard_blocks"]
         if any(not values["first"] <= start < stop <= end for start, stop in values["live"]):
-            raise DamagedError(f"{what} is damaged: blocks are said to lie outside of their shards")
+            raise DamagedError(f"{what} is damaged: it places blocks outside their shards")
     return tuple(
         Extent(
             values["extent"],
@@ -293,7 +293,7 @@ def shard_index(blocks: int, block_bytes: int) -> bytes:
     try:
         import google_crc32c
     except ImportError:
-        raise InvalidArgument("memories in Zarr need 'pip install torch-memstore[zarr]'.") from None
+        raise InvalidArgument("memories in Zarr need a package: pip install 'torch-memstore[zarr]'") from None
     pairs = np.empty((blocks, 2), "<u8")
     pairs[:, 0] = np.arange(blocks, dtype=np.uint64) * np.uint64(block_bytes)
     pairs[:, 1] = block_bytes

@@ -190,7 +190,7 @@ def _fill(file: _File, read: RangeRead) -> str | None:
         except OSError as error:
             return f"its shard {read.path} cannot be read ({error.strerror})"
         if found != expected:
-            return f"its shard {read.path} is truncated: {found} of {expected} bytes at offset {start}"
+            return f"its shard {read.path} is truncated: it has {found} of {expected} bytes at offset {start}"
         start += expected
     return None
 
@@ -268,7 +268,7 @@ def _taken(read: RangeRead, found: Any) -> str | None:
 def spread(read: RangeRead, raw: memoryview) -> str | None:
     """Copy the bytes ``raw`` to the buffers of ``read``; return the error if they are too short."""
     if raw.nbytes != read.nbytes:
-        return f"its shard {read.path} is truncated: {raw.nbytes} of {read.nbytes} bytes at offset {read.start}"
+        return f"its shard {read.path} is truncated: it has {raw.nbytes} of {read.nbytes} bytes at offset {read.start}"
     start = 0
     for part in read.parts:
         part[:] = raw[start : start + part.nbytes]
@@ -278,7 +278,7 @@ def spread(read: RangeRead, raw: memoryview) -> str | None:
 
 def absent(path: str) -> str:
     """Return the error of a read whose object does not exist."""
-    return f"its shard {path} is not there"
+    return f"its shard {path} is missing"
 
 
 T = TypeVar("T")
@@ -354,7 +354,9 @@ class BucketObjects(Objects):
         except LostRace:
             stored = self.get(path)
             if stored is None or stored.content != whole:
-                raise LostRace(f"{path} lies in the bucket already, and another writer put other content") from None
+                raise LostRace(
+                    f"{path} already exists in the bucket, and another writer put other content there"
+                ) from None
         except OSError:
             self.doubtful |= durable
             raise

@@ -118,7 +118,7 @@ class Publisher:
         try:
             self._version = self._put(first)
         except LostRace:
-            raise ForeignMemory("the shards that were given belong to another memory; choose an empty place") from None
+            raise ForeignMemory("these shards belong to another memory; choose an empty place") from None
 
     def found(self, version: Version | None, owner: str) -> None:
         """Go on after the version in the bucket. Raises ``MemoryInUse`` if this tail is older."""
@@ -126,8 +126,9 @@ class Publisher:
         # A killed process may have put a version without noting it.
         if version is not None and version.number != note["number"] and version.digest != note["next"]:
             raise MemoryInUse(
-                f"another writer has published version {version.number} of this memory, and the tail in {self._folder} "
-                f"has put {note['number']}: it is an older copy. Write where the other tail is, or read with mode='r'"
+                f"another writer has published version {version.number} of this memory, but the tail in "
+                f"{self._folder} has published only {note['number']}: it is an older copy. Write with the newer "
+                "tail, or read with mode='r'"
             )
         self._version = Version(owner=owner) if version is None else version
         if version is not None and version.number == note["number"]:
@@ -184,8 +185,9 @@ class Publisher:
         except LostRace:
             self._unanswered = None
             raise MemoryInUse(
-                f"another writer has published a version of this memory: version {after.number} was not put, and "
-                "nothing in the bucket was replaced. What was committed stands in this tail; write with one of the two"
+                f"another writer has published a version of this memory. Version {after.number} was not "
+                "published, and nothing in the bucket was replaced. Your commits are safe in this tail; write "
+                "with only one of the two"
             ) from None
         self._version, self._published, self._when = put, commit, time.monotonic()
         self._unanswered = None
@@ -195,7 +197,7 @@ class Publisher:
             self._bucket.delete_all([piece_path(name) for name in sorted(gone)])
         except OSError as error:
             self._bucket.doubtful = True
-            logger.warning("memory %s: pieces that no version needs were not deleted: %s", self._folder, error)
+            logger.warning("memory %s: some pieces that no version needs were not deleted: %s", self._folder, error)
 
     def _put(self, version: Version, instead: Tag | None = None) -> Version:
         """Put a manifest; return it with its tag. Raises ``LostRace`` and ``OSError``."""
@@ -255,11 +257,13 @@ def fetch(bucket: BucketObjects, folder: Path, url: str) -> Path:
     for _ in range(_ATTEMPTS):
         version = last_version(bucket)
         if version is None or not version.pieces:
-            raise NotFound(f"there is no memory at {url}: nothing was published there. Check bucket and prefix")
+            raise NotFound(f"there is no memory at {url}: nothing was published there. Check the bucket and the prefix")
         target = folder / "published" / f"{version.owner}-{version.number}-{version.digest}"
         if (target / "tail" / DATA_NAME).exists() or _fetched(bucket, version, target):
             return target
-    raise DamagedError(f"the published version of {url} lacks pieces; publish it again where it is written", memory=url)
+    raise DamagedError(
+        f"the published version of {url} lacks pieces; publish it again from the computer that writes it", memory=url
+    )
 
 
 def _fetched(bucket: BucketObjects, version: Version, target: Path) -> bool:
@@ -282,7 +286,7 @@ def _fetched(bucket: BucketObjects, version: Version, target: Path) -> bool:
                     if stored is None:
                         return False
                     if _digest(stored.content) != name:
-                        raise DamagedError(f"the piece {name} of the published tail is damaged; publish it again")
+                        raise DamagedError(f"piece {name} of the published tail is damaged; publish the memory again")
                     _write(data, places[name], stored.content)
             data.truncate(version.nbytes)
         (part / "pieces.json").write_text(json.dumps([version.piece_bytes, version.pieces]))

@@ -288,8 +288,8 @@ class ZarrStore(BlockStore):
                 if isinstance(error, MemstoreError):
                     raise
                 raise MemstoreError(
-                    f"memory {self.path} was not published ({error}). What was committed stands on this disk; it is "
-                    "published when the memory is next opened here to be written",
+                    f"memory {self.path} was not published ({error}). Your commits are safe on this disk. They "
+                    "are published when the memory is next opened here for writing",
                     memory=self.path,
                 ) from error
             self._garbage.sweep()
@@ -375,13 +375,15 @@ class ZarrStore(BlockStore):
         owner = counters.get("owner")
         if not self._objects.elsewhere:
             if owner:
-                raise ForeignMemory(f"the shards of memory {self.path} do not lie in it; open it with shards=...")
+                raise ForeignMemory(f"the shards of memory {self.path} are stored elsewhere; pass shards=...")
             return
         if owner is None and counters["next_extent"] == 1 and not self.read_only:
             self._claim(counters)
             return
         if owner is None or not self._owned(owner, fresh=counters["next_extent"] == 1):
-            raise ForeignMemory(f"the shards that were given are not those of memory {self.path}; nothing was touched")
+            raise ForeignMemory(
+                f"these shards do not belong to memory {self.path}; nothing was changed. Pass the right shards="
+            )
 
     def _owned(self, owner: str, *, fresh: bool) -> bool:
         """Return whether the place of the shards belongs to this memory; a ``fresh`` one has sealed none yet."""
@@ -403,7 +405,7 @@ class ZarrStore(BlockStore):
     def _claim(self, counters: dict[str, Any]) -> None:
         """Claim the place of shards elsewhere for this memory, before the first shard is written."""
         if next(self._objects.names("blocks"), None):
-            raise ForeignMemory("the shards that were given belong to another memory; choose an empty place")
+            raise ForeignMemory("these shards belong to another memory; choose an empty place")
         owned = {**counters, "owner": uuid.uuid4().hex}
         if self._publisher is None:
             self._objects.put(f"owner.{owned['owner']}", [b"\n"])
@@ -426,7 +428,7 @@ class ZarrStore(BlockStore):
             strays = self._publisher.strays(self._objects.names("tail")) if self._publisher else []
         except (MemstoreError, OSError) as error:  # keep objects that may not be garbage
             self._objects.doubtful = True
-            logger.warning("memory %s was not cleaned of what an interruption may have left: %s", self.path, error)
+            logger.warning("memory %s: remains of an interruption could not be removed: %s", self.path, error)
             return
         self._garbage.collect(named, names, strays)
 
@@ -461,7 +463,7 @@ def _check_folder(folder: Path) -> Path:
     if folder.is_dir() and (strange := sorted({file.name for file in folder.iterdir()} - _OWN_NAMES)):
         if DATA_NAME in strange:
             raise NotAMemory(f"{folder} holds a memory in LMDB; open it without zarr:, or choose another folder")
-        raise NotAMemory(f"{folder} is not empty (it has {strange[0]}); choose a folder of its own for the memory")
+        raise NotAMemory(f"{folder} is not empty (it contains {strange[0]}); choose an empty folder for the memory")
     return folder
 
 
@@ -470,9 +472,9 @@ def _check_tail(folder: Path) -> None:
     # A half-copied folder looks like this; an interrupted creation never leaves it.
     if not (folder / TAIL_NAME / DATA_NAME).exists() and any(each.is_dir() for each in (folder / "blocks").glob("*")):
         raise DamagedError(
-            f"memory zarr:{folder} has blocks in shards, but {TAIL_NAME}/{DATA_NAME}, which says what they are, was "
-            "deleted or not copied. Nothing was touched; restore it from a copy, or choose another folder for a new "
-            "memory",
+            f"memory zarr:{folder} has blocks in shards, but {TAIL_NAME}/{DATA_NAME}, which lists them, was "
+            "deleted or not copied. Nothing was changed. Restore it from a copy, or choose another folder for a "
+            "new memory",
             memory=f"zarr:{folder}",
             remedy="restore",
         )
@@ -481,11 +483,11 @@ def _check_tail(folder: Path) -> None:
 def _no_memory(folder: Path) -> MemstoreError:
     """Return the error for a folder without a tail."""
     if not folder.exists():
-        return NotFound(f"there is no memory at {folder}: check the path, or make one (memstore read TEXT MEMORY)")
+        return NotFound(f"there is no memory at {folder}: check the path, or create one (memstore read TEXT MEMORY)")
     if folder.is_dir():
         try:
             _check_folder(folder)
         except NotAMemory as error:
             return error
-        return NotFound(f"{folder} holds no memory in Zarr, or its creation was interrupted; create it")
-    return NotAMemory(f"{folder} is a file; a memory is a folder, choose another path")
+        return NotFound(f"{folder} has no memory in Zarr, or its creation was interrupted; create it")
+    return NotAMemory(f"{folder} is a file; a memory is a folder. Choose another path")

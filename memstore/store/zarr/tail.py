@@ -122,8 +122,8 @@ class Snapshot:
             blocks = sum(stop - start for extent in extents for start, stop in extent.live)
             if blocks > CHECKSUM_ROOM and blocks * _SUM_BYTES > used_bytes(self._txn):
                 raise DamagedError(
-                    f"the list of shards of document {series.document}, layer {series.layer} is damaged: {blocks:,} "
-                    "blocks are more than there are checksums; restore it from a copy",
+                    f"the list of shards of document {series.document}, layer {series.layer} is damaged: it names "
+                    f"{blocks:,} blocks, more than there are checksums; restore it from a copy",
                     remedy="restore",
                 )
             known = self._tail.extents[series] = (raw, extents)
@@ -136,7 +136,7 @@ class Snapshot:
             key = extent.sums(shard)
             records, _ = decode_value(memoryview(self._raw(key) or b""), 0, key)
             if records[0].payload.size != _SUM_BYTES * extent.shard_blocks * len(extent.layouts):
-                raise damaged(key, "it has not as many checksums as its shard has blocks")
+                raise damaged(key, "it does not have one checksum for each block of its shard")
             sums = records[0].payload.view("<u8").reshape(extent.shard_blocks, len(extent.layouts))
             known = self._tail.sums
             known[name] = sums
@@ -291,7 +291,7 @@ class SealedBlocks:
             index = RangeRead(path, extent.shard_blocks * layout.nbytes, (memoryview(found),))
             (problem,) = self._objects.read([index])
             if problem or found != expected:
-                return Failure(read, damaged(read.key, problem or f"the index of its shard {path} is not as written"))
+                return Failure(read, damaged(read.key, problem or f"the index of its shard {path} has changed"))
         return None
 
 
@@ -327,7 +327,7 @@ def _range_read(run: list[_BlockRead], record: int) -> RangeRead:
 def _check_sealed(key: Key, place: Place, layouts: Sequence[Layout]) -> None:
     """Raise ``DamagedError`` unless a sealed block has these layouts."""
     if place.extent.layouts != tuple(layouts):
-        raise damaged(key, f"it holds {list(place.extent.layouts)}, and {list(layouts)} was expected")
+        raise damaged(key, f"it holds {list(place.extent.layouts)}, expected {list(layouts)}")
 
 
 logger = logging.getLogger(__name__)
@@ -370,7 +370,7 @@ class Sealer:
             self._waiting[series] = len(self._tail.keys(series.block(0), series.block(MAX_ITEM)))
         except (MemstoreError, OSError) as error:
             logger.warning(
-                "memory %s: blocks of document %d, layer %d were not sealed and stay in the tail: %s",
+                "memory %s: blocks of document %d, layer %d could not be sealed, and stay in the tail: %s",
                 self._path,
                 series.document,
                 series.layer,
@@ -547,7 +547,7 @@ class Garbage:
             work()
         except (OSError, NotAMemory) as error:
             self._objects.doubtful = True
-            logger.warning("memory %s: %s could not be brought up to date: %s", self._path, what, error)
+            logger.warning("memory %s: %s could not be updated: %s", self._path, what, error)
 
     def collect(self, named: set[str], names: set[str], strays: Sequence[str] = ()) -> None:
         """Delete the remains of an interrupted process: all ``names`` that are not ``named``; make groups.

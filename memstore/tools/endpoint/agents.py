@@ -43,7 +43,7 @@ MOST_PASSAGES = 50
 T = TypeVar("T")
 Text = Annotated[str, Field(min_length=1, max_length=1 << 20)]
 Documents = Annotated[
-    list[str] | None, Field(description="Look only into these documents. Without it: into all but chats.")
+    list[str] | None, Field(description="Search only these documents. Default: all documents except chats.")
 ]
 
 
@@ -85,9 +85,11 @@ class Agents(MCPServer[Any]):
         super().__init__(
             "memstore",
             version=__version__,
-            instructions=f"A memory called {served.name}, which outlives this conversation: look into it with recall "
-            "or ask before you say that you do not know"
-            + (", and keep with remember what is worth it." * write or "."),
+            instructions=(
+                f"A memory called {served.name}, which outlasts this conversation. Search it with recall or ask "
+                "before you say that you do not know"
+            )
+            + (", and store what is worth keeping with remember." * write or "."),
             log_level="ERROR",
         )
         self._served, self._worker = served, Worker(WAITING)
@@ -128,7 +130,7 @@ class Agents(MCPServer[Any]):
     async def recall(
         self,
         query: Text,
-        most: Annotated[int, Field(ge=1, le=MOST_PASSAGES, description="Passages at most.")] = 5,
+        most: Annotated[int, Field(ge=1, le=MOST_PASSAGES, description="Return at most this many passages.")] = 5,
         documents: Documents = None,
     ) -> list[Passage]:
         """Find the passages of the memory that fit a question or a few words, best first, with their scores."""
@@ -145,14 +147,14 @@ class Agents(MCPServer[Any]):
         self,
         question: Text,
         documents: Documents = None,
-        max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS, description="Length of the answer at most.")] = 256,
+        max_tokens: Annotated[int, Field(ge=1, le=MOST_TOKENS, description="Generate at most this many tokens.")] = 256,
     ) -> AnswerWithPassages:
         """Let the model that read the memory answer a question from it, and list the passages that it used."""
 
         def work(reader: Reader, job: QueuedJob) -> AnswerWithPassages:
             self._look_into(reader, documents)
             if not reader.names:
-                raise NotFound("the memory holds no documents yet: there is nothing to answer from")
+                raise NotFound("the memory has no documents yet, so there is nothing to answer from")
             answer = reader.ask(question, max_tokens=max_tokens, stopping_criteria=job.stopping)
             return AnswerWithPassages(answer.text, answer.sources(), answer.unsupported(), answer.coverage)
 
@@ -171,9 +173,9 @@ class Agents(MCPServer[Any]):
 
     async def remember(
         self,
-        text: Annotated[Text, Field(description="What is to be remembered, in whole sentences.")],
+        text: Annotated[Text, Field(description="The text to remember, in full sentences.")],
         document: Annotated[
-            Text, Field(description="The document at whose end it is written; a new name begins one.")
+            Text, Field(description="The document that the text is appended to. A new name creates one.")
         ] = NOTES,
     ) -> Receipt:
         """Store a text in the memory, where later questions and other conversations find it."""
@@ -181,7 +183,7 @@ class Agents(MCPServer[Any]):
         def work(reader: Reader, _: QueuedJob) -> Receipt:
             _check_place(reader, document)
             if not text.strip():
-                raise InvalidArgument("there is nothing to remember: the text is empty")
+                raise InvalidArgument("the text is empty: pass some words to remember")
             result = reader.append(text.strip() + "\n", document)
             return Receipt(document, result.new_tokens, result.tokens)
 
@@ -273,9 +275,9 @@ def _noticing_who_leaves(app: ASGIApp) -> ASGIApp:
 def _check_place(reader: Reader, document: str) -> None:
     """Raise ``InvalidArgument`` for documents that must not be written to."""
     if document.startswith(CHAT):
-        raise InvalidArgument(f"{document!r} is the name of a chat: choose another")
+        raise InvalidArgument(f"{document!r} is the name of a chat: choose another name")
     if isinstance(fact := reader.memory.get_info(FACT + document), dict) and fact.get("path"):
         name = Path(str(fact["path"])).name
         raise InvalidArgument(
-            f"{document!r} is the file {name}, which is read again when it changes: choose another name"
+            f"{document!r} is the document of the file {name}, which is read again when it changes: choose another name"
         )

@@ -152,7 +152,7 @@ class Endpoint:
     async def _model(self, request: Request) -> Response:
         name = self._shelf.check(request.path_params["name"])
         if name not in self._shelf.served:
-            raise Refusal(f"no memory called {name!r} is open so far", status=404, code="model_not_found")
+            raise Refusal(f"no memory called {name!r} is open yet", status=404, code="model_not_found")
         return JSONResponse(self._described(self._shelf.served[name]))
 
     def _described(self, served: ServedMemory) -> dict[str, Any]:
@@ -168,8 +168,8 @@ class Endpoint:
     # Such a model is worst at one vector for a text: see docs/decisions/014.
     async def _embeddings(self, _: Request) -> Response:
         raise Refusal(
-            "a memory has no vector for a text: it is searched by every token of a question. Ask /v1/chat/completions, "
-            "whose sources are the passages; for vectors take a model that was trained to make them",
+            "a memory has no single vector for a text, because every token of a question searches it. Use "
+            "/v1/chat/completions, whose sources are the passages. For vectors, use an embedding model",
             status=501,
             code="unsupported_endpoint",
         )
@@ -188,7 +188,7 @@ class Endpoint:
         served = partial(self._shelf.find, name)
         if ask.session is not None and not self._sessions:
             raise Refusal(
-                "this server keeps no conversations: start it with --sessions NUMBER", status=403, param="metadata"
+                "this server stores no conversations: start it with --sessions NUMBER", status=403, param="metadata"
             )
         if ask.session is None:
             work: Work = partial(answer, ask, trace=self._trace, chats=self._chats)
@@ -312,20 +312,20 @@ async def _object(request: Request) -> dict[str, Any]:
     try:
         body = await body_of(request, MOST_BYTES)
     except ValueError:
-        raise Refusal(f"a request has at most {MOST_BYTES:,} bytes", status=413) from None
+        raise Refusal(f"a request may have at most {MOST_BYTES:,} bytes", status=413) from None
     try:
         text = body.decode()
         given = json.loads(text)
     except (ValueError, RecursionError):  # the second: deeply nested brackets
-        raise Refusal("the request is not JSON in UTF-8") from None
+        raise Refusal("the request must be JSON in UTF-8") from None
     if not isinstance(given, dict):
-        raise Refusal("the request is not a JSON object")
+        raise Refusal("the request must be a JSON object")
     # Half a surrogate pair is valid JSON, but no text: tokenizers cannot take it.
     if "\\ud" in text.lower():
         try:
             json.dumps(given, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise Refusal("the request has text that is not valid Unicode") from None
+            raise Refusal("the request contains text that is not valid Unicode") from None
     return given
 
 
@@ -361,16 +361,16 @@ class Gate:
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         scheme, _, token = headers.get("authorization", "").partition(" ")
         if not host_is_known(headers.get("host", ""), self._hosts):
-            refusal = Refusal("this server does not answer to that host name", status=403)
+            refusal = Refusal("this server does not accept that host name: start it with --name HOST", status=403)
         elif (origin := headers.get("origin")) and not host_is_known(urlsplit(origin).netloc, self._hosts):
-            refusal = Refusal("pages of other sites may not ask this server", status=403)
+            refusal = Refusal("pages of other sites may not call this server", status=403)
         # Health checks may run without the token.
         elif (
             self._token is not None
             and scope["path"] != "/health"
             and not (scheme.lower() == "bearer" and same(token.strip(), self._token))
         ):
-            refusal = Refusal("the token is missing or wrong: Authorization: Bearer TOKEN", status=401)
+            refusal = Refusal("the token is missing or wrong: send Authorization: Bearer TOKEN", status=401)
         else:
             await self._app(scope, receive, send)
             return

@@ -18,19 +18,21 @@ MOST_STOPS = 4
 MOST_CHARACTERS = {"session": 100, "document": 512}
 """Characters of names in metadata and headers, at most."""
 HONOURED = {
-    "model": "which memory is asked",
-    "messages": "texts of all roles; system messages are joined wherever they stand, and calls of tools and their "
-    "results are text of the turn; pictures, sound and files are refused",
+    "model": "the memory to ask",
+    "messages": (
+        "texts of all roles. System messages are joined, wherever they stand; tool calls and their results become "
+        "text of the turn; images, sound and files are refused"
+    ),
     "prompt": "one text",
-    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "cut to what fits; then finish_reason is length"),
-    "stop": f"up to {MOST_STOPS} texts",
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "shortened to what fits; then finish_reason is length"),
+    "stop": f"at most {MOST_STOPS} texts",
     "stream": "",
-    "stream_options": "include_usage; the others change nothing",
-    "temperature": "0 by default: the likeliest token",
-    **dict.fromkeys(("top_p", "top_k", "min_p"), "with a temperature"),
-    "repetition_penalty": "as of transformers",
+    "stream_options": "include_usage; other options change nothing",
+    "temperature": "default 0: the most likely token",
+    **dict.fromkeys(("top_p", "top_k", "min_p"), "used with a temperature"),
+    "repetition_penalty": "as in transformers",
     "seed": "",
-    "metadata": "document and session name what is asked; the others change nothing",
+    "metadata": "document and session say what to ask; other entries change nothing",
 }
 """Fields that are obeyed, with their meaning."""
 HARMLESS = {
@@ -111,7 +113,8 @@ class Ask:
         by_role = [(role, [text for _, text in each]) for role, each in groupby(turns, key=itemgetter(0))]
         if not by_role or by_role[-1][0] != "user":
             raise Refusal(
-                "the last message that is not the system's must be the user's: it is answered", param="messages"
+                "the last message (except system messages) must come from the user, because it is answered",
+                param="messages",
             )
         words = ["\n\n".join(texts) for _, texts in by_role]
         return cls(
@@ -131,7 +134,7 @@ class Ask:
         if isinstance(prompt, list) and len(prompt) == 1:
             (prompt,) = prompt
         if not isinstance(prompt, str) or not prompt.strip():
-            raise Refusal("prompt is one text, not empty", param="prompt")
+            raise Refusal("prompt must be one text that is not empty", param="prompt")
         return cls(question=prompt, raw=True, **fields.common(40))
 
 
@@ -178,16 +181,16 @@ class _Fields:
         told += [(header, each) for each in utf8]
         for place, name in told:
             if not (isinstance(name, str) and len(name) <= most and name.isprintable() and name.strip()):
-                raise Refusal(f"{what} in {place} is a name of at most {most} characters, in UTF-8", param=place)
+                raise Refusal(f"{what} in {place} must be a name of at most {most} characters, in UTF-8", param=place)
         names = {name for _, name in told}
         if len(names) > 1:
-            raise Refusal(f"metadata and the header {header} name more than one {what}", param=header)
+            raise Refusal(f"metadata and the header {header} name different values for {what}", param=header)
         return names.pop() if names else None
 
     def common(self, max_tokens: int) -> dict[str, Any]:
         """Return the fields that both kinds have."""
         if not (model := self.of("model", str, "")):
-            raise Refusal("say in model which memory is asked; GET /v1/models tells their names", param="model")
+            raise Refusal("model must name the memory to ask; GET /v1/models lists the names", param="model")
         document = self.name("document")
         limit = self.of("max_completion_tokens", int, None) or self.of("max_tokens", int, max_tokens)
         if limit < 1:
@@ -219,7 +222,9 @@ class _Fields:
         given = self.of("stop", (str, list), [])
         stops = [given] if isinstance(given, str) else given
         if len(stops) > MOST_STOPS or not all(isinstance(each, str) and each for each in stops):
-            raise Refusal(f"stop is a text, or a list of at most {MOST_STOPS}, none of them empty", param="stop")
+            raise Refusal(
+                f"stop must be a text, or a list of at most {MOST_STOPS} texts, none of them empty", param="stop"
+            )
         return stops
 
 
@@ -230,7 +235,7 @@ def _is(value: object, wanted: object) -> bool:
 def _turn(message: object) -> tuple[str, str]:
     """Return role and words of a message; words may be empty."""
     if not isinstance(message, dict) or message.get("role") not in ROLES:
-        raise Refusal(f"a message is an object with role ({', '.join(ROLES)}) and content", param="messages")
+        raise Refusal(f"a message must be an object with role ({', '.join(ROLES)}) and content", param="messages")
     role, words = ROLES[message["role"]], _words(message.get("content"))
     if role == "assistant":
         called = [each.get("function") for each in message.get("tool_calls") or [] if isinstance(each, dict)]
@@ -239,7 +244,7 @@ def _turn(message: object) -> tuple[str, str]:
             words.append(refusal)
         words += [f"{each.get('name')}({each.get('arguments') or ''})" for each in calls]
     if role == "user" and not "".join(words).strip():
-        raise Refusal("a user's message has no words", param="messages")
+        raise Refusal("a message of the user has no words", param="messages")
     return role, "\n".join(filter(None, words))
 
 
@@ -263,7 +268,8 @@ def _words(content: object) -> list[str]:
         if kind not in ("text", "refusal") or not isinstance(text, str):
             shown = f"a part of type {kind!r}" if isinstance(kind, str) and kind != "text" else "something else"
             raise Refusal(
-                f"the content of a message is a text, or a list of parts of type text, got {shown}", param="messages"
+                f"the content of a message must be a text, or a list of parts of type text; got {shown}",
+                param="messages",
             )
         words.append(text)
     return words

@@ -78,7 +78,7 @@ class Shelf:
         if self.folder is not None and not model and NAME.fullmatch(memory):
             return memory
         raise Refusal(
-            f"no memory is served as {name[:80]!r}; there are {', '.join(self.served) or 'none'}",
+            f"there is no memory called {name[:80]!r}; there are {', '.join(self.served) or 'none'}",
             status=404,
             param="model",
             code="model_not_found",
@@ -98,7 +98,7 @@ class Shelf:
         place = self.folder / f"{name}.mem"
         if not place.exists() and len(list(self.folder.glob("*.mem"))) >= self.most:
             raise Refusal(
-                f"this server makes at most {self.most:,} memories, and there are as many",
+                f"this server may create at most {self.most:,} memories, and that many exist already: use one of them",
                 status=403,
                 param="model",
                 code="memory_limit",

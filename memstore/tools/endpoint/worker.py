@@ -147,14 +147,16 @@ class Worker:
 
         If this job's queue is shorter than the longest one, the last job of the longest queue is refused instead.
         """
-        full = Refusal("too many requests wait already: try again later", status=429, code="queue_full")
+        full = Refusal("too many requests are waiting: try again later", status=429, code="queue_full")
         with self._changed:
             # Cancelled jobs take no place.
             lines = {name: deque(each for each in line if not each.left.is_set()) for name, line in self._lines.items()}
             self._lines = {name: line for name, line in lines.items() if line}
             mine = self._lines.get(job.line, deque())
             if self._closed:
-                raise Refusal("the server is ending: ask again when it is back", status=503, code="server_ending")
+                raise Refusal(
+                    "the server is shutting down: ask again when it is back", status=503, code="server_ending"
+                )
             if self.waiting >= self._most:
                 longest = max(self._lines.values(), key=len, default=mine)
                 if len(mine) + 1 >= len(longest):
@@ -205,7 +207,9 @@ class Worker:
             self._lines.clear()
             for job in (*waiting, *filter(None, [self._current])):
                 job.left.set()
-                job.tell(Refusal("the server is ending: ask again when it is back", status=503, code="server_ending"))
+                job.tell(
+                    Refusal("the server is shutting down: ask again when it is back", status=503, code="server_ending")
+                )
             self._changed.notify()
 
     def close(self) -> None:
@@ -297,8 +301,8 @@ def converse(
     sessions = {each.name for each in reader.memory.documents() if each.name.startswith(prefix)}
     if CHAT + session not in sessions and len(sessions) >= most:
         raise Refusal(
-            f"this server keeps at most {most:,} conversations in a memory, and there are as many: go on with one of "
-            "them, or forget one",
+            f"this server stores at most {most:,} conversations in a memory, and that many exist already: "
+            "continue one of them, or forget one",
             status=403,
             param="metadata",
             code="session_limit",

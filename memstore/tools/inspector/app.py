@@ -148,7 +148,7 @@ class Inspector:
             except MemstoreError as error:
                 return _failed(error)
             except FileNotFoundError:
-                return _failed(NotFound("the memory was removed. Start memstore view again when there is one."))
+                return _failed(NotFound("the memory was removed. Start memstore view again when there is a memory."))
 
         return endpoint
 
@@ -160,7 +160,7 @@ class Inspector:
             if not isinstance(asked, dict):
                 raise ValueError
         except (ValueError, RecursionError):  # the second: deeply nested brackets
-            return _failed(InvalidArgument(f"what to change is a JSON object of at most {MOST_BYTES:,} bytes."))
+            return _failed(InvalidArgument(f"a change must be a JSON object of at most {MOST_BYTES:,} bytes."))
         action = request.path_params["action"]
 
         def change() -> Response:

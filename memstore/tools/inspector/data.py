@@ -160,7 +160,7 @@ def document_of(memory: Memory, number: int) -> Document:
     for document in memory.documents():
         if document.id == number:
             return document
-    raise NotFound(f"there is no document {number} in this memory (any more).")
+    raise NotFound(f"document {number} is not in this memory, or no longer.")
 
 
 def blocks(memory: Memory, words: Words, document: int, start: int, stop: int) -> dict[str, Any]:
@@ -169,7 +169,9 @@ def blocks(memory: Memory, words: Words, document: int, start: int, stop: int) -
     Raises ``NotFound``, ``DamagedError``, and ``InvalidArgument`` for more than ``MOST_BLOCKS``.
     """
     if not 0 <= start <= stop <= start + MOST_BLOCKS:
-        raise InvalidArgument(f"ask for at most {MOST_BLOCKS} blocks: start <= stop <= start + {MOST_BLOCKS}.")
+        raise InvalidArgument(
+            f"at most {MOST_BLOCKS} blocks can be requested at once: start <= stop <= start + {MOST_BLOCKS}."
+        )
     found = document_of(memory, document)
     live = found.blocks
     return {
@@ -275,7 +277,7 @@ def find(memory: Memory, words: Words, document: int, text: str = "", start: int
     ``MOST_FOUND`` blocks. Raises ``NotFound``, ``InvalidArgument`` and ``DamagedError``.
     """
     if not 1 <= len(text) <= LONGEST_QUERY:
-        raise InvalidArgument(f"a text to search for has 1 to {LONGEST_QUERY} characters, not {len(text)}.")
+        raise InvalidArgument(f"a search text must have 1 to {LONGEST_QUERY} characters, not {len(text)}.")
     searched, size = document_of(memory, document), memory.spec.block_size
     live, begun = searched.blocks, time.monotonic()
     at, found = max(start, live.start), list[dict[str, Any]]()
@@ -314,7 +316,7 @@ def change(url: str, action: str, asked: Mapping[str, Any]) -> None:
     ``InvalidArgument``, ``NotFound``, ``MemoryInUse``, ``ReadOnlyMemory``.
     """
     if action not in ACTIONS:
-        raise InvalidArgument(f"there is no action {action!r}; there are {', '.join(ACTIONS)}.")
+        raise InvalidArgument(f"there is no action {action!r}; choose from {', '.join(ACTIONS)}.")
     with open_memory(url, host_bytes=0) as memory:
         match action:
             case "pin":
@@ -330,5 +332,5 @@ def change(url: str, action: str, asked: Mapping[str, Any]) -> None:
 def _number(asked: Mapping[str, Any], what: str) -> int:
     number = asked.get(what)
     if not isinstance(number, int) or isinstance(number, bool):
-        raise InvalidArgument(f"name the {what} by its number, not {number!r}.")
+        raise InvalidArgument(f"{what} must be named by its number, not {number!r}.")
     return number

@@ -88,13 +88,13 @@ class Guard:
         """Return why a request is refused; None if it is not."""
         host = headers.get("host", "")
         if not host_is_known(host, self._hosts):
-            return "this server does not answer to that host name."
+            return "this server does not accept that host name."
         if not known:
-            return "the token is missing or wrong. Open the link that memstore view has printed."
+            return "the token is missing or wrong. Open the link that memstore view printed."
         if method in ("GET", "HEAD"):
             return None
         if not asks and self._write_token is None:
-            return "nothing can be changed here: start memstore view with --allow-write."
+            return "this page is read-only: start memstore view with --allow-write."
         if not asks and not same(headers.get(WRITE_HEADER, ""), self._write_token or ""):
             return f"a change needs the header {WRITE_HEADER}."
         if headers.get("origin", f"http://{host}") != f"http://{host}":

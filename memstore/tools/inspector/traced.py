@@ -129,7 +129,9 @@ def trace(
 
 def _steps(trace: Trace, start: int, stop: int) -> list[Step]:
     if not 0 <= start <= stop <= start + MOST_STEPS:
-        raise InvalidArgument(f"ask for at most {MOST_STEPS} steps: start <= stop <= start + {MOST_STEPS}.")
+        raise InvalidArgument(
+            f"at most {MOST_STEPS} steps can be requested at once: start <= stop <= start + {MOST_STEPS}."
+        )
     return [_first_row(step) for step in trace.steps(start, stop)]
 
 
@@ -225,7 +227,7 @@ def using(memory: Memory, document: int, block: int) -> dict[str, Any]:
     """
     name = next((name for name, number in _numbers(memory).items() if number == document), None)
     if name is None:
-        raise NotFound(f"there is no document {document} in this memory (any more).")
+        raise NotFound(f"document {document} is not in this memory, or no longer.")
     begun, traces, answer = time.monotonic(), memory.traces.list(), []
     looked = 0
     for each in reversed(traces):

@@ -96,7 +96,7 @@ def test_a_question_about_messages_names_them_in_lists_and_objects(tmp_path: Pat
 
 def test_other_files_are_told(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text('[{"sample": 1}]')
-    with pytest.raises(InvalidArgument, match=r"other.json is not LoCoMo's file, locomo10.json"):
+    with pytest.raises(InvalidArgument, match=r"other.json is not LoCoMo's file locomo10.json"):
         load_locomo(tmp_path / "other.json")
-    with pytest.raises(NotFound, match=r"no file .*chat.json: name where the benchmark was downloaded to"):
+    with pytest.raises(NotFound, match=r"no file .*chat.json: pass the path of the downloaded benchmark"):
         load_beam(tmp_path)

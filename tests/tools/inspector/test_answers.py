@@ -247,7 +247,7 @@ def test_without_a_tokenizer_there_are_token_ids(tmp_path: Path) -> None:
         document = memory.document("book")
         fill(document, memstore_ids(2 * BLOCK + 1))
         client = client_of(Inspector(memory))
-        assert "does not say which model" in client.get("/api/text").json()["missing"]
+        assert "does not name the model" in client.get("/api/text").json()["missing"]
         blocks = client.get(f"/api/documents/{document.id}/blocks", params={"start": 2, "stop": 9}).json()["blocks"]
         assert blocks == [{"block": 2, "text": "62", "tokens": 1, "dropped": False}]
         found = client.get(f"/api/documents/{document.id}/find", params={"text": "30 31 32"}).json()
@@ -392,7 +392,7 @@ def test_the_model_that_read_a_text_is_asked(cli: Cli, tmp_path: Path, model_fol
 def test_why_a_model_cannot_be_asked_is_told(client: TestClient) -> None:
     answer = client.get("/api/documents/1/ask", params={"text": "a dark night"})
     assert answer.status_code == 409
-    assert "was not made by this model" in answer.json()["message"]
+    assert "was made by another model" in answer.json()["message"]
 
 
 def test_a_copy_of_the_folder_is_shown_like_the_folder(book: Path, tmp_path: Path) -> None:

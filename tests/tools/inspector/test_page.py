@@ -258,7 +258,7 @@ def test_a_model_that_cannot_be_asked_leaves_no_search_open(opened: memstore.Mem
     with shown(chrome, opened, expected="409 (Conflict)") as seen:
         seen.run("document.querySelector('#mode').value = 'model'; document.querySelector('#query').value = 'night'")
         seen.run("document.querySelector('#search').requestSubmit()")
-        seen.wait_for("#trouble", "was not made by this model")
+        seen.wait_for("#trouble", "was made by another model")
         assert seen.run("return document.querySelector('#found').hidden")
 
 
@@ -345,7 +345,7 @@ def test_the_page_follows_a_model_that_generates_in_another_process(
         memory.put_info("model", {"name": str(model_folder)})
         fill(memory.document("leaflet"), ids_of(encode, "the rain fell in torrents " * 60))
     with memstore.open(path, mode="r") as memory, shown(chrome, memory) as seen:
-        seen.wait_for("#traces", "No traces yet. Make one: memstore ask MEMORY QUESTION --trace")
+        seen.wait_for("#traces", "No traces yet. Record one: memstore ask MEMORY QUESTION --trace")
         command = [sys.executable, "-c", RECORD, str(path)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen(command, cwd=Path(__file__).parents[3], **pipes) as child:
@@ -386,7 +386,7 @@ def test_a_trace_that_is_removed_and_one_that_was_broken_off(tmp_path: Path, chr
         with closing(sqlite3.connect(tmp_path / "notes.mem" / "traces.sqlite")) as file, file:
             file.execute('UPDATE traces SET ended = 0, info = replace(info, \'"started": "20\', \'"started": "19\')')
         with shown(chrome, memory) as seen:
-            seen.wait_for("#traces", "broken off")
+            seen.wait_for("#traces", "interrupted")
             assert seen.run("return document.querySelector('#traces .running')") is None
             seen.run("document.querySelector('#traces li:nth-child(2) button').focus()")
             memory.traces.remove(2)
@@ -457,7 +457,7 @@ def test_the_page_tells_when_its_server_has_ended(opened: memstore.Memory, chrom
         chrome.get(link)
         seen = Seen(chrome)
         seen.until("document.querySelectorAll('.token').length")
-    seen.wait_for("#trouble", "The server does not answer any more. Start memstore view again")
+    seen.wait_for("#trouble", "The server no longer answers. Start memstore view again")
     chrome.get("about:blank")
     chrome.get_log("browser")  # type: ignore[no-untyped-call]  # failed requests, as they should be
 

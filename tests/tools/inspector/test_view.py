@@ -113,7 +113,7 @@ def test_it_opens_no_browser_where_none_is_wanted_or_there_is_no_screen(
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.168.1.5", "::"])  # noqa: S104 - nothing is bound
 def test_a_host_that_others_can_reach_is_warned_of(cli: Cli, memory: Path, serving: list[str], host: str) -> None:
     done = cli("view", memory, "--no-open", "--host", host)
-    assert f"everybody who can reach {host}" in done.err
+    assert f"everyone who can reach {host}" in done.err
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])

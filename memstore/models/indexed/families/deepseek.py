@@ -275,10 +275,12 @@ class Glm5Next(DeepseekV32):
     def made(self) -> list[IndexedLayer]:
         """See ``IndexedFamily``."""
         if not self.config.index_kpool_always_select_tail:
-            raise self.refused("with index_kpool_always_select_tail=False its first tokens see nothing, or everything")
+            raise self.refused(
+                "index_kpool_always_select_tail is False, so its first tokens have nothing to choose from"
+            )
         if self.config.qk_rope_head_dim:
             raise self.refused(
-                f"its attention knows no positions, and qk_rope_head_dim is {self.config.qk_rope_head_dim}"
+                f"its attention has no positions, but qk_rope_head_dim is {self.config.qk_rope_head_dim}"
             )
         return super().made()
 

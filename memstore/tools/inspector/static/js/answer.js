@@ -117,14 +117,14 @@ export class Answer {
       this.start > 0 && go(Math.max(0, this.start - WINDOW), "earlier"),
       (this.start > 0 || end < this.trace.length) && ` steps ${count(this.start)} to ${count(end - 1)} of ${count(this.trace.length)} `,
       end < this.trace.length && go(end, "later"),
-      !this.steps.length && "Nothing was generated yet.",
+      !this.steps.length && "No token was generated yet.",
     ].filter(Boolean));
     this.draw();
   }
 
   /** Where the attention of a step went, in words. */
   told(step) {
-    if (!step.kept) return `step ${step.number}: nothing was recorded of it, or nothing was retrieved`;
+    if (!step.kept) return `step ${step.number}: no block was recorded or retrieved`;
     const said = this.parts.map((part) => [part, part.of(step)]).filter(([, share]) => share >= 0.0005);
     return `step ${step.number}: ${percent(step.weight)} of the attention went to blocks\n${said.map(([part, share]) => `${part.name} ${percent(share)}`).join("\n")}`;
   }
@@ -145,7 +145,7 @@ export class Answer {
     const { layers } = overview;
     const from = layers.length > 1 ? `layers ${layers[0]} to ${layers.at(-1)}` : layers.length ? `layer ${layers[0]}` : "no layers";
     const [above, aside] = this.box.querySelectorAll("figcaption");
-    above.textContent = `Attention to blocks, ${from}; below, where all of it went, 0 to 100%`;
+    above.textContent = `Attention to blocks, ${from}; below, all attention by part, 0 to 100%`;
     aside.textContent = "by heads";
     map.setAttribute("aria-label", `Attention to stored blocks in ${from}, by tokens`);
     headMap.setAttribute("aria-label", `Attention to stored blocks in ${from}, by heads`);
@@ -241,5 +241,5 @@ function scale() {
     swatch.style.setProperty("--share", ink(share));
     return h("span", {}, swatch, percent(share));
   });
-  return h("span", { class: "scale", title: "Shades of amber: the part of all attention" }, swatches);
+  return h("span", { class: "scale", title: "Shades of amber: the share of all attention" }, swatches);
 }

@@ -54,13 +54,13 @@ async function reach(url, options) {
     return await fetch(url, options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Gone("The server does not answer any more. Start memstore view again, and open the link it prints.");
+    throw new Gone("The server no longer answers. Start memstore view again, and open the link that it prints.");
   }
 }
 
 async function answer(response) {
   if (response.status === 403) {
-    throw new Gone("This page is of a server that has ended. Open the link that memstore view has printed last.");
+    throw new Gone("This page belongs to a server that has ended. Open the last link that memstore view printed.");
   }
   const type = response.headers.get("content-type") ?? "";
   const body = type.startsWith("application/json") ? await response.json() : { message: await response.text() };

@@ -62,14 +62,14 @@ export class AskBox {
     await this.turning;
     const turns = [...(how === "chat" ? this.turns : []), { role: "user", text: words }, answer];
     this.turns = turns;
-    this.show("The model is being loaded, or reads the question …");
+    this.show("Loading the model, or reading the question …");
     let last = {};
     try {
       for await (const told of stream(...this.request(how, words), this.stop.signal)) {
         const [choice] = told.choices;
         answer.text += choice?.delta?.content ?? choice?.text ?? "";
         if (told.trace !== undefined) last = told;
-        this.show(answer.text ? "" : "The model reads the question …");
+        this.show(answer.text ? "" : "Reading the question …");
       }
       at("question").value = "";
       grow();

@@ -40,7 +40,7 @@ export function parts(steps, names) {
     }
   }
   const known = [...found];
-  found.push({ name: "other", title: "not retrieved, and not recorded where it went", colour: "--rest",
+  found.push({ name: "other", title: "attention to anything else, which was not recorded", colour: "--rest",
     of: (step) => (step.kept ? Math.max(0, 1 - known.reduce((sum, part) => sum + part.of(step), 0)) : 0) });
   return found;
 }

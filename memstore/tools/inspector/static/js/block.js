@@ -87,7 +87,7 @@ export class Block {
   }
 
   near(answer) {
-    if (!answer.neighbours.length) return [h("p", { class: "empty" }, "There is no other complete block.")];
+    if (!answer.neighbours.length) return [h("p", { class: "empty" }, "There is no other complete block to compare with.")];
     return [h("ol", { class: "list" }, answer.neighbours.map((each) => h("li", {},
       h("button", { type: "button", class: "hit", onclick: () => this.go(each.block) },
         h("span", { class: "where" }, h("b", {}, count(each.block)), h("span", { class: "weight" }, short(each.score))),
@@ -131,7 +131,7 @@ function landmark(landmarks) {
     pen.globalAlpha = Math.abs(value) / most;
     pen.fillRect(x * cell, y * height, cell, height - 1);
   }));
-  const kept = landmarks.vectors > rows.length ? `, of which ${rows.length} are drawn` : "";
+  const kept = landmarks.vectors > rows.length ? `, ${rows.length} of them drawn` : "";
   return h("div", {}, canvas, h("p", { class: "facts" }, `${count(landmarks.vectors)} × ${landmarks.dim} numbers${kept}, norm ${short(landmarks.norms.mean)}`,
     landmarks.vectors > 1 ? ` (${short(landmarks.norms.min)}–${short(landmarks.norms.max)})` : "",
     ` · `, h("span", { class: "minus" }, "below 0"), " ", h("span", { class: "plus" }, "above 0")));

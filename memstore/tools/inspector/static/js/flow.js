@@ -182,7 +182,7 @@ export class Flow {
     row.dataset.here = "yes";
     const text = row.lastChild;
     text.className = block.dropped ? "text dropped" : "text";
-    if (block.dropped) text.replaceChildren("dropped by a repair: it was damaged");
+    if (block.dropped) text.replaceChildren("a repair removed this block, because it was damaged");
     else text.replaceChildren(...marked(block.text, this.marks, ...this.around(block.block)));
   }
 

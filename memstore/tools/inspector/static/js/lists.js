@@ -24,7 +24,7 @@ export function showDocuments(answer, chosen, choose, act) {
     ),
   );
   const more = answer.found - answer.documents.length;
-  if (more > 0) items.push(h("li", { class: "empty" }, `and ${count(more)} more: say what their names contain`));
+  if (more > 0) items.push(h("li", { class: "empty" }, `and ${count(more)} more: filter them by name`));
   if (!answer.found) items.push(h("li", { class: "empty" }, at("part").value ? "No such name." : h("span", {},
     "No documents yet. Add one: ", h("code", {}, "memstore read TEXT MEMORY"))));
   fillList(at("documents"), items);
@@ -41,7 +41,7 @@ export function showTraces(answer, chosen, other, choose, beside, remove) {
         { type: "button", dataset: { focus: trace.number }, title: trace.question, "aria-current": trace.number === chosen, onclick: () => choose(trace.number) },
         h("span", { class: "name" }, h("span", { class: "number" }, trace.number), trace.question || "(no question)"),
         trace.answer && h("span", { class: "said" }, trace.answer),
-        h("span", { class: "facts" }, running(trace) ? h("span", { class: "running" }, "generating") : `${trace.ended ? "" : "broken off, "}${when(trace.started)}`,
+        h("span", { class: "facts" }, running(trace) ? h("span", { class: "running" }, "generating") : `${trace.ended ? "" : "interrupted, "}${when(trace.started)}`,
           ` · ${count(trace.steps)} steps · `, h("bdi", {}, trace.documents.join(", "))),
       ),
       (trace.number === chosen ? canWrite() : chosen !== null) && h("span", { class: "acts" },
@@ -54,7 +54,7 @@ export function showTraces(answer, chosen, other, choose, beside, remove) {
   const more = answer.found - answer.traces.length;
   if (more > 0) items.push(h("li", { class: "empty" }, `and ${count(more)} older ones`));
   if (answer.trouble) items.push(h("li", { class: "empty danger" }, answer.trouble));
-  else if (!answer.found) items.push(h("li", { class: "empty" }, "No traces yet. Make one: ",
+  else if (!answer.found) items.push(h("li", { class: "empty" }, "No traces yet. Record one: ",
     h("code", {}, "memstore ask MEMORY QUESTION --trace")));
   fillList(at("traces"), items);
 }

@@ -128,7 +128,7 @@ function closeDocument(words) {
 
 function title() {
   const { name, tokens, first, stop } = state.document;
-  const left = first > 0 ? `, of which ${count(first)} have left` : "";
+  const left = first > 0 ? `, ${count(first)} of them gone` : "";
   at("title").replaceChildren(h("h2", {}, name),
     h("span", { class: "facts" }, `${counted(tokens, "token")} in ${counted(stop, "block")} of ${state.memory.block_size}${left}`));
 }
@@ -377,7 +377,7 @@ async function keepLooking() {
     const begun = performance.now();
     const well = document.hidden || (await run(look()));
     const taken = performance.now() - begun;
-    if (!well && at("trouble").textContent.startsWith("This page is of")) return;
+    if (!well && at("trouble").textContent.startsWith("This page belongs to")) return;
     await new Promise((later) => setTimeout(later, Math.max(box.asking || state.live?.traces.some(running) ? SOON : LATER, 5 * taken)));
   }
 }

@@ -36,7 +36,7 @@ export class Search {
     this.close();
     const turn = this.turn;
     this.box.hidden = false;
-    this.box.replaceChildren(h("h2", {}, "Search"), h("p", { class: "empty" }, "The model is being asked …"));
+    this.box.replaceChildren(h("h2", {}, "Search"), h("p", { class: "empty" }, "Asking the model …"));
     const answer = await this.ask(query).catch((error) => {
       if (turn === this.turn) this.close();
       throw error;
@@ -49,7 +49,7 @@ export class Search {
   show(query, next, answer, looking) {
     const found = this.matches.length;
     const part = next === null ? 1 : (next - answer.first) / Math.max(1, answer.stop - answer.first);
-    const said = looking ? `${count(found)} so far, looked through ${Math.floor(part * 100)}%`
+    const said = looking ? `${count(found)} so far, ${Math.floor(part * 100)}% searched`
       : next !== null ? `the first ${count(found)} blocks`
         : found ? `${count(found)} ${found === 1 ? "block" : "blocks"}` : "Nothing was found.";
     this.box.hidden = false;

@@ -23,7 +23,7 @@ export function showTiers(answer) {
     chart(steps, tiers),
     h("ul", { class: "legend" }, legend),
     h("dl", {},
-      h("dt", { title: "Those that a list keeps from the step before are not fetched" }, "fetched blocks found in memory"),
+      h("dt", { title: "Blocks that were retrieved in the step before are not fetched again" }, "fetched blocks found in memory"),
       h("dd", { id: "hits" }, fetched ? `${short((100 * hits) / fetched)}% of ${count(fetched)}` : all ? "none fetched" : "–"),
       h("dt", {}, "search, a step"), h("dd", {}, `${short(mean(steps, "search_us"))} µs`),
       h("dt", {}, "gather, a step"), h("dd", {}, `${short(mean(steps, "gather_us"))} µs`)),
@@ -34,7 +34,7 @@ function chart(steps, tiers) {
   const svg = document.createElementNS(SVG, "svg");
   const most = Math.max(1, ...steps.map((step) => step.tiers.reduce((sum, each) => sum + each, 0)));
   const attributes = { viewBox: `0 0 ${STEPS} 40`, preserveAspectRatio: "none", role: "img", class: "chart",
-    "aria-label": `Entries retrieved in the last ${steps.length} steps, by tier; at most ${most} in a step` };
+    "aria-label": `Blocks retrieved in the last ${steps.length} steps, by tier; at most ${most} in a step` };
   for (const [name, value] of Object.entries(attributes)) svg.setAttribute(name, value);
   steps.forEach((step, x) => {
     let y = 40;

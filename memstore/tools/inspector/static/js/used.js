@@ -13,14 +13,14 @@ export function showUsed(title, answer, go, named = null) {
       h("span", { class: "where" }, h("b", {}, h("bdi", {}, each.name), ` · ${each.block.toLocaleString("en")}`),
         weights.map((weight) => h("span", { class: "attention" }, weight === null ? "–" : percent(weight)))),
       h("span", { class: "facts" }, facts(each)),
-      h("span", { class: "text" }, each.text ?? "not in the memory any more"),
+      h("span", { class: "text" }, each.text ?? "no longer in the memory"),
     );
     row.style.setProperty("--share", ink(Math.max(...weights)));
     return h("li", {}, row);
   });
   const nothing = answer.kept === false
-    ? "What this step looked at had to leave: the traces of a memory are bounded."
-    : "Nothing was retrieved here, with this layer and head.";
+    ? "The blocks of this step were dropped, because the size of traces is limited."
+    : "No block was retrieved here with this layer and head.";
   at("used").replaceChildren(h("h2", {}, title, named && h("span", { class: "attention" }, named.map((name) => `trace ${name}`).join(" / "))),
     rows.length ? h("ol", { class: "list" }, rows) : h("p", { class: "empty" }, nothing));
   at("used").hidden = false;
