@@ -14,7 +14,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define AHEAD 2048 /* bytes: the processor reads ahead by itself, but not far enough */
+#define AHEAD 8192 /* bytes: the processor reads ahead by itself, but not far enough */
 #define LINE 64
 #define TILE 48 /* keys at a time */
 
