@@ -215,23 +215,23 @@ class ExactIndex(VectorIndex):
 
     def _search_and_settle(self, grouped: Tensor, k: int, allowed: range | Tensor | None) -> list[SearchResult]:
         """Search in the same way, with the scores that ``_settle`` gives."""
-        parts, numbers = self._parts(allowed), torch.tensor([*self._chunks.by_number])
+        parts = self._parts(allowed)
         heads = []
         for head, rows in enumerate(grouped):
             if self.keys_per_block == 1 and self.key_dim <= LARGEST_PLAIN_DIM:
                 heads.append(SearchResult(*search_chunks(parts(head), rows, k, settle="in order")))
                 continue
-            scores, ids, places = search_chunks(parts(head), rows, k, settle="no")
-            chunk, row = places.clamp(min=0).div(PLACES, rounding_mode="floor"), places % PLACES
-            places = torch.where(places < 0, -1, numbers[chunk] * PLACES + row) if len(numbers) else places
-            heads.append(self._settle(BestBlocks(scores, ids, places), rows, head))
+            found = BestBlocks(*search_chunks(parts(head), rows, k, settle="no"))
+            heads.append(self._settle(found, rows, head))
         return heads
 
     def _parts(self, allowed: range | Tensor | None) -> Callable[[int], list[KeyChunk]]:
         """Return what gives the ``allowed`` part of a head's keys."""
         wanted = self._chunks.wanted(allowed)
-        chunks = self._chunks.by_number.items()
-        return lambda head: [KeyChunk(chunk.keys[head, : chunk.used], chunk.ids, wanted[n]) for n, chunk in chunks]
+        return lambda head: [
+            KeyChunk(chunk.keys[head, : chunk.used], chunk.ids, wanted[number], number * PLACES)
+            for number, chunk in self._chunks.by_number.items()
+        ]
 
     def _scans(self, allowed: range | Tensor | None, k: int, start: int = 0, *, coded: bool) -> list[_Scan]:
         """Return what to read from place ``start`` on; ``coded``: codes first, if enough groups are whole."""

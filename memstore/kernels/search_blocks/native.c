@@ -18,8 +18,10 @@
 #define LINE 64
 #define TILE 48 /* keys at a time */
 
-/* HEIGHT keys and WIDE vectors of queries are multiplied at a time: their sums fill the registers. */
+/* HEIGHT keys and WIDE vectors of queries are multiplied at a time, as many as registers hold the sums of. With one
+ * vector TALL keys are enough to hide how long an addition takes. */
 #define WIDE 2
+#define TALL 12
 #if defined __AVX512F__
 #include <immintrin.h>
 #define LANES 16
@@ -86,12 +88,13 @@ typedef struct {
     const int64_t *ids;    /* [blocks], or NULL: 0, 1, ... */
     const uint8_t *wanted; /* [blocks], or NULL: all count */
     int64_t blocks;
+    int64_t place; /* of the first block */
 } Part;
 
 typedef struct {
     int64_t size, dim, rows, k;
     int64_t half;   /* whether keys are bfloat16 */
-    int64_t settle; /* how the best are scored again: by NO, VECTORS or IN_ORDER */
+    int64_t settle; /* how the best are scored again; NO: not, and places are returned instead of offsets */
 } Sizes;
 
 enum { NO, VECTORS, IN_ORDER };
@@ -99,10 +102,10 @@ enum { NO, VECTORS, IN_ORDER };
 typedef struct { /* [rows, k] each, best first; filled with -infinity, -1 and -1 */
     float *scores;
     int64_t *ids;
-    int64_t *offsets; /* of the best key in its block; until scores are settled, the place: of part and block */
+    int64_t *offsets; /* of the best key in its block; until the end, part * PARTED + block */
 } Best;
 
-#define PLACES ((int64_t)1 << 32) /* more than a part has blocks */
+#define PARTED ((int64_t)1 << 32)
 
 typedef struct { /* of one thread */
     const float *queries; /* [panels, dim, PANEL], or [rows, dim] if they are few */
@@ -175,7 +178,7 @@ static void insert(const Best *best, int64_t first, int64_t k, float score, int6
 
 static inline __attribute__((always_inline)) void multiply(
     const float *keys, const float *queries, float *products, int64_t dim, const int wide, const int height) {
-    Lanes sums[12 * WIDE];
+    Lanes sums[TALL * WIDE];
     for (int i = 0; i < height * wide; i++) sums[i] = SPREAD(0);
     for (int64_t d = 0; d < dim; d++) {
         Lanes asked[WIDE];
@@ -190,13 +193,14 @@ static inline __attribute__((always_inline)) void multiply(
         for (int w = 0; w < wide; w++) STORE(products + k * PANEL + w * LANES, sums[k * wide + w]);
 }
 
-/* Products of `count` keys with a panel of queries, of which `wide` vectors are used, a constant. */
+/* Products of `count` keys with a panel of queries, of which `wide` vectors are used, `height` keys at a time. Both
+ * numbers are constants. */
 static inline __attribute__((always_inline)) void multiply_panel(
-    const float *keys, int64_t count, const float *queries, float *products, int64_t dim, const int wide) {
+    const float *keys, int64_t count, const float *queries, float *products, int64_t dim, const int wide,
+    const int height) {
     int64_t k = 0;
-    for (; k + (wide == 1 ? 12 : HEIGHT) <= count; k += (wide == 1 ? 12 : HEIGHT)) {
-        multiply(keys + k * dim, queries, products + k * PANEL, dim, wide, (wide == 1 ? 12 : HEIGHT));
-    }
+    for (; k + height <= count; k += height)
+        multiply(keys + k * dim, queries, products + k * PANEL, dim, wide, height);
     for (; k < count; k++) multiply(keys + k * dim, queries, products + k * PANEL, dim, wide, 1);
 }
 
@@ -248,7 +252,7 @@ static void keep(const Room *room, const Sizes *sizes, const Part *part, int64_t
                 if (reaches >> lane & 1) {
                     int64_t row = (first + lane) * sizes->k;
                     insert(&room->best, row, sizes->k, scores[lane], part->ids ? part->ids[*chosen] : *chosen,
-                           number * PLACES + *chosen);
+                           number * PARTED + *chosen);
                     limits[lane] = room->best.scores[row + sizes->k - 1];
                 }
             limit = LOAD(limits);
@@ -291,9 +295,9 @@ static void search_part(const Room *room, const Sizes *sizes, const Part *part, 
                 if (rows <= FEW)
                     multiply_few(keys, count, queries, rows, room->products, dim);
                 else if (vectors == 1)
-                    multiply_panel(keys, count, queries, room->products, dim, 1);
+                    multiply_panel(keys, count, queries, room->products, dim, 1, TALL);
                 else
-                    multiply_panel(keys, count, queries, room->products, dim, WIDE);
+                    multiply_panel(keys, count, queries, room->products, dim, WIDE, HEIGHT);
                 for (int64_t lane = 0; lane < vectors * LANES; lane += LANES)
                     keep(room, sizes, part, number, chosen, at, count, first + lane);
             }
@@ -301,11 +305,16 @@ static void search_part(const Room *room, const Sizes *sizes, const Part *part, 
     }
 }
 
-/* Score the best blocks of a query again, and put them in order. */
+/* Score the best blocks of a query again, and put them in order; or only say where they are. */
 static void settle(const Part *parts, const Sizes *sizes, const float *query, const Best *best, int64_t first) {
     for (int64_t i = 0; i < sizes->k && best->ids[first + i] >= 0; i++) {
-        int64_t id = best->ids[first + i], place = best->offsets[first + i], offset;
-        float score = best_key(parts + place / PLACES, sizes, place % PLACES * sizes->size, query, &offset);
+        const Part *part = parts + best->offsets[first + i] / PARTED;
+        int64_t id = best->ids[first + i], block = best->offsets[first + i] % PARTED, offset;
+        if (sizes->settle == NO) {
+            best->offsets[first + i] = part->place + block;
+            continue;
+        }
+        float score = best_key(part, sizes, block * sizes->size, query, &offset);
         best->scores[first + i] = -INFINITY, best->ids[first + i] = best->offsets[first + i] = -1;
         insert(best, first, i + 1, score, id, offset);
     }
@@ -337,8 +346,7 @@ int memstore_search(const Part *parts, int64_t count, const Sizes *sizes, const 
     for (int64_t i = rows * sizes->k; i < threads * rows * sizes->k; i++)
         if (best->ids[i] >= 0)
             insert(best, i / sizes->k % rows * sizes->k, sizes->k, best->scores[i], best->ids[i], best->offsets[i]);
-    for (int64_t row = 0; row < rows && sizes->settle != NO; row++)
-        settle(parts, sizes, queries + row * dim, best, row * sizes->k);
+    for (int64_t row = 0; row < rows; row++) settle(parts, sizes, queries + row * dim, best, row * sizes->k);
     return 0;
 }
 

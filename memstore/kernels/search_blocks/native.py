@@ -16,7 +16,6 @@ from memstore.kernels.native import parallel, problem_of, vectors
 SOURCE = Path(__file__).with_suffix(".c")
 LARGEST_K = 256
 """Most wanted blocks for which this pays: found blocks are kept in order, one by one."""
-PLACES = 1 << 32
 Settle = Literal["no", "vectors", "in order"]
 SETTLE: tuple[Settle, ...] = get_args(Settle)
 PRODUCTS_PER_THREAD = 1 << 21
@@ -32,10 +31,15 @@ class KeyChunk(NamedTuple):
     """``[n]`` int64: ids of the blocks. None: their rows"""
     wanted: Tensor | None
     """``[n]`` bool: the blocks that may be found. None: all"""
+    place: int = 0
+    """The place of the first block; the others follow."""
 
 
 class _Keys(ctypes.Structure):
-    _fields_ = (*((name, ctypes.c_void_p) for name in ("keys", "ids", "wanted")), ("blocks", ctypes.c_int64))
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("keys", "ids", "wanted")),
+        *((name, ctypes.c_int64) for name in ("blocks", "place")),
+    )
 
 
 class _Sizes(ctypes.Structure):
@@ -55,8 +59,7 @@ def search_chunks(
     Everything is on the CPU.
 
     Scores are made a second time with ``settle``, by sums in ``"vectors"`` or of numbers ``"in order"``, so they do not
-    depend on how many queries there are. With ``"no"``, for each block its row plus the number of its chunk times
-    ``PLACES`` is returned instead of the matching key.
+    depend on how many queries there are. With ``"no"`` the places of blocks are returned instead of matching keys.
     """
     rows, dim = queries.shape
     queries = queries.float().contiguous()
@@ -65,7 +68,9 @@ def search_chunks(
     scores, ids, offsets = results = _nothing(threads * rows, k)
     if chunks:
         keys = chunks[0].keys
-        there = (_Keys * len(chunks))(*(_Keys(*map(_pointer, chunk), len(chunk.keys)) for chunk in chunks))
+        there = (_Keys * len(chunks))(
+            *(_Keys(*map(_pointer, chunk[:3]), len(chunk.keys), chunk.place) for chunk in chunks)
+        )
         sizes = _Sizes(keys.shape[1], dim, rows, k, keys.dtype == torch.bfloat16, SETTLE.index(settle))
         best = _Best(*map(_pointer, results))
         before, after = (there, len(chunks), ctypes.byref(sizes), queries.data_ptr()), (ctypes.byref(best), threads)
@@ -79,7 +84,7 @@ class KeyLists:
 
     def __init__(self, lists: Sequence[tuple[int, int, int]], dim: int) -> None:
         """Store each list's addresses of keys ``[m, dim]`` (float32) and ids ``[m]`` (int64), and its length."""
-        self._lists = (_Keys * len(lists))(*(_Keys(keys, ids, None, count) for keys, ids, count in lists))
+        self._lists = (_Keys * len(lists))(*(_Keys(keys, ids, None, count, 0) for keys, ids, count in lists))
         self._dim = dim
 
     def search(self, queries: Tensor, k: int, lists: Tensor, allowed: range | Tensor) -> tuple[Tensor, Tensor]:
