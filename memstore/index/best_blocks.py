@@ -42,10 +42,10 @@ def merge(one: BestBlocks, other: BestBlocks, k: int) -> BestBlocks:
 
 def top(scores: Tensor, ids: Tensor, k: int) -> Tensor:
     """Return columns ``[R, k]`` of the ``k`` largest ``scores [R, n]``; smaller ids win among equal scores."""
-    largest, columns = scores.topk(k, dim=1, sorted=False)
-    worst = largest.amin(1, keepdim=True)
+    largest, columns = scores.topk(min(k + 1, scores.shape[1]), dim=1)
+    columns, worst = columns[:, :k], largest[:, k - 1 : k]
     # topk takes any of several equal scores. Only if the last place is contested, choose again by id.
-    contested = ((scores >= worst).sum(1) > k).nonzero().squeeze(1)
+    contested = (largest[:, k:] == worst).any(1).nonzero().squeeze(1)
     if contested.numel():
         rivals, limit, numbers = scores[contested], worst[contested], ids.expand_as(scores)[contested]
         rank = torch.where(rivals == limit, -1.0 - numbers.double(), -torch.inf).masked_fill(rivals > limit, 0.0)

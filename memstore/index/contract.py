@@ -37,7 +37,8 @@ class SearchResult(NamedTuple):
     def of_heads(cls, heads: Sequence[SearchResult], queries: Tensor) -> SearchResult:
         """Join the results ``[R, k]`` of all key heads for the queries ``[H, T, D]``, on their device."""
         shape = (*queries.shape[:2], heads[0].scores.shape[1])
-        return cls(*(torch.stack(parts).reshape(shape).to(queries.device) for parts in zip(*heads, strict=True)))
+        joined = heads[0] if len(heads) == 1 else map(torch.stack, zip(*heads, strict=True))
+        return cls(*(part.reshape(shape).to(queries.device) for part in joined))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -48,14 +48,19 @@ def vectors() -> list[str]:
 
 @cache
 def processor() -> frozenset[str]:
-    """Return this processor's features, in Linux's terms; empty if unknown."""
+    """Return this processor's features, in Linux's terms; empty if unknown.
+
+    ``ATEN_CPU_CAPABILITY=avx2``, PyTorch's switch, leaves out all that is wider than AVX2.
+    """
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return frozenset()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return frozenset()
-    return frozenset(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), ()))
+    features = next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), [])
+    narrow = os.environ.get("ATEN_CPU_CAPABILITY") == "avx2"
+    return frozenset(each for each in features if not (narrow and each.startswith(("avx512", "avx_vnni", "amx"))))
 
 
 def halves() -> list[str]:

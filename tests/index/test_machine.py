@@ -175,6 +175,14 @@ def test_any_history_equals_the_model_without_c(name: str, monkeypatch: pytest.M
     run(name, torch.float32)
 
 
+@pytest.mark.parametrize("coded_keys", [1, 1 << 30])
+def test_any_history_equals_the_model_as_among_many_keys(coded_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "PASSED_PRODUCTS", 0)
+    monkeypatch.setattr(exact, "CODED_KEYS_BESIDE_C", coded_keys)
+    monkeypatch.setattr(exact, "CODED_KEYS_OF_FEW_BESIDE_C", coded_keys)
+    run("exact", torch.float32)
+
+
 def run(name: str, dtype: torch.dtype) -> None:
     """Some histories of an index."""
     machine: Any = type("Named", (Machine,), {"name": name, "dtype": dtype})

@@ -11,7 +11,7 @@ from torch import Tensor
 from memstore.errors import InvalidArgument
 from memstore.kernels import best_products
 from memstore.kernels.best_products import backend_problem, native, reference, torch_int
-from memstore.kernels.native import Unavailable
+from memstore.kernels.native import Unavailable, processor
 from tests.pairs import each
 
 SIZES = [
@@ -81,6 +81,30 @@ def test_largest_and_smallest_numbers_do_not_run_over(backend: Any) -> None:
     queries = torch.full((1, 1024), 127, dtype=torch.int8)
     most = 127.0 * 127 * 1024
     assert best_products(codes, queries, backend=backend).flatten().tolist() == [-most, most]
+
+
+@pytest.fixture
+def avx2_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    if "avx2" not in processor():
+        pytest.skip("this processor has no AVX2")
+    monkeypatch.setattr("memstore.kernels.native.processor", lambda: frozenset({"avx2"}))
+    library = native._library.__wrapped__()
+    monkeypatch.setattr(native, "_library", lambda: library)
+    monkeypatch.setattr(native, "NUMBERS_PER_THREAD", 1)
+
+
+@in_c
+@pytest.mark.usefixtures("avx2_alone")
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_avx2_alone_finds_the_same(sizes: tuple[int, int, int, int]) -> None:
+    test_back_ends_agree_with_the_reference(sizes, "native")
+
+
+@in_c
+@pytest.mark.usefixtures("avx2_alone")
+def test_avx2_alone_holds_the_largest_sums() -> None:
+    test_largest_and_smallest_numbers_do_not_run_over("native")
+    test_sums_beyond_24_bits_are_rounded("native")
 
 
 @pytest.mark.parametrize("backend", ["reference", *WAYS])

@@ -13,10 +13,11 @@ import torch
 
 from memstore.errors import InvalidArgument
 from memstore.kernels import search_blocks
+from memstore.kernels.native import processor
 from memstore.kernels.search_blocks import native
 from tests.kernels.child import program
 from tests.kernels.search import CASES, Case, agrees, inputs
-from tests.pairs import each
+from tests.pairs import each, pairs
 
 in_c = pytest.mark.skipif(native.problem() is not None, reason=f"backend 'native' {native.problem()}")
 NAMES = [f"{name} ({dtype})" for name in CASES for dtype in ("float32", "float16")]
@@ -63,6 +64,57 @@ def test_c_searches_keys_in_several_parts_and_says_which_key_matched() -> None:
         assert scores[row, : len(every)].tolist() == [-score for score, _, _ in every]
         assert offsets[row, : len(every)].tolist() == [int(products[row, n].argmax()) for _, _, n in every]
         assert found[row, len(every) :].tolist() == offsets[row, len(every) :].tolist() == [-1] * (70 - len(every))
+
+
+@in_c
+@pairs(
+    features=[frozenset(), frozenset({"avx2", "fma"}), processor()],
+    rows=[1, 2, 4, 5, 9, 16, 17, 33, 70],
+    size=[1, 2, 48, 49, 100],
+    dim=[1, 7, 32, 100],
+    dtype=[torch.float32, torch.bfloat16],
+    wanted=[1.0, 0.9, 0.1],
+    threads=[1, 3],
+)
+def test_vectors_of_any_length_find_the_same(
+    features: frozenset[str],
+    rows: int,
+    size: int,
+    dim: int,
+    dtype: torch.dtype,
+    wanted: float,
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if not features <= processor():
+        pytest.skip("this processor has no such vectors")
+    monkeypatch.setattr("memstore.kernels.native.processor", lambda: features)
+    library = native._library.__wrapped__()
+    monkeypatch.setattr(native, "_library", lambda: library)
+    monkeypatch.setattr(native, "PRODUCTS_PER_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    generator = torch.Generator().manual_seed(rows + size + dim)
+    count = 1 + 400 // size
+    keys, queries = (torch.randint(-3, 4, shape, generator=generator) for shape in ((count, size, dim), (rows, dim)))
+    ids, there = torch.randperm(count, generator=generator), torch.rand(count, generator=generator) < wanted
+    chunks = [
+        native.KeyChunk(keys[piece].to(dtype), ids[piece], None if wanted == 1 else there[piece], piece.start + 7)
+        for piece in (slice(0, count // 3), slice(count // 3, count))
+    ]
+    products = torch.einsum("npd,rd->rnp", keys, queries)
+    best = products.amax(2).masked_fill(~there, -(1 << 40)) * count - ids  # the smaller id of equal ones
+    k = min(9, int(there.sum()))
+    truth = best.topk(k, 1).indices
+    chosen = products.gather(1, truth.unsqueeze(2).expand(-1, -1, size))
+    for settle in native.SETTLE[1:]:
+        scores, found, offsets = native.search_chunks(chunks, queries.float(), 9, settle=settle)
+        assert torch.equal(found[:, :k], ids[truth])
+        assert bool((found[:, k:] == -1).all())
+        assert torch.equal(scores[:, :k], products.amax(2).gather(1, truth).float())
+        assert torch.equal(offsets[:, :k], chosen.argmax(2))
+    _, found, places = native.search_chunks(chunks, queries.float(), 9, settle="no")
+    assert torch.equal(found[:, :k], ids[truth])
+    assert torch.equal(places[:, :k] - 7, truth)
 
 
 @in_c

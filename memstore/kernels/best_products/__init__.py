@@ -33,9 +33,9 @@ def best_products(
         queries: ``[R, D]`` int8.
         chosen: ``[m]`` int64: the wanted groups. All if None, and then ``m`` is ``n``.
         out: ``[m, R]`` float32, contiguous: the output. A new tensor if None.
-        backend: ``"reference"``; ``"torch"``, by PyTorch's product of int8 matrices; ``"native"``, in C, compiled at
-            the first use (Linux on a processor with AVX-512 VNNI, faster with AMX); or ``"auto"``: the last of them
-            that works here.
+        backend: ``"reference"``; ``"torch"``, by PyTorch's product of int8 matrices (Linux on a processor with AVX-512
+            VNNI); ``"native"``, in C, compiled at the first use (Linux on a processor with AVX2, faster with AVX-512
+            VNNI, still faster with AMX); or ``"auto"``: the last of them that works here.
 
     Returns:
         ``[m, R]`` float32: exact for keys of up to 1,024 numbers, else rounded to that type.

@@ -1,14 +1,16 @@
 /* The largest product of each group of keys with each query, in 8 bits: what api.py says, for x86-64 processors.
  *
- * Two ways, of which the fastest that the processor has is taken:
+ * Three ways, of which the fastest that the processor has is taken:
  *
  * - AMX: a tile holds 16 keys, another 16 queries, and one instruction multiplies them over up to 64 numbers. Sums go
  *   through a small buffer, where the largest of 16 keys is taken for 16 queries at once.
  * - AVX-512 VNNI: a vector holds four numbers of each of 16 queries; four numbers of a key are broadcast against it. The
  *   instruction wants one side without a sign, so keys are raised by 128, and sums begin at -128 times the sum of the
  *   query.
+ * - AVX2: the same with two numbers of each of eight queries in 16 bits, and with keys widened to 16 bits. Its own
+ *   instruction for 8 bits cuts large sums off.
  *
- * Queries are packed for both as [16 queries at a time][four numbers at a time][query][number], zeros behind the last.
+ * Queries are packed as [LANES queries at a time][TOGETHER numbers at a time][query][number], zeros behind the last.
  * Keys that are left over at the end of a group are taken together with some before them: a maximum does not mind.
  */
 
@@ -20,13 +22,34 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#ifdef __AVX512VNNI__
 #define LANES 16
+#define TOGETHER 4
+#define WIDEST 4 /* vectors of queries at a time, as many as registers hold the sums of */
+typedef int8_t Number;
+typedef __m512i Vector;
+#define LOAD _mm512_loadu_si512
+#define SPREAD _mm512_set1_epi32
+#define LARGER _mm512_max_epi32
+#define ADD_PRODUCTS(sum, key, queries) _mm512_dpbusd_epi32(sum, SPREAD((key) ^ (int32_t)0x80808080), queries)
+#else
+#define LANES 8
+#define TOGETHER 2
+#define WIDEST 2
+typedef int16_t Number;
+typedef __m256i Vector;
+#define LOAD(from) _mm256_loadu_si256((const __m256i *)(const void *)(from))
+#define SPREAD _mm256_set1_epi32
+#define LARGER _mm256_max_epi32
+#define ADD_PRODUCTS(sum, key, queries) _mm256_add_epi32(sum, _mm256_madd_epi16(SPREAD(key), queries))
+#endif
 
 typedef struct {
     const int8_t *codes;  /* [groups there are, keys, dim] */
     const int64_t *chosen; /* [groups], or NULL: the first ones */
-    const int8_t *packed; /* [blocks, dim / 4, LANES, 4] */
-    const int32_t *start; /* [blocks, LANES]: where VNNI sums begin */
+    const Number *packed; /* [blocks, dim / TOGETHER, LANES, TOGETHER] */
+    const int32_t *start; /* [blocks, LANES]: where sums begin with VNNI; with AVX2 they begin at 0 */
+    int16_t *widened;     /* [keys, dim], with AVX2 */
     float *out;           /* [groups, rows] */
     long groups, keys, dim, rows, blocks;
     int amx;
@@ -36,57 +59,67 @@ static const int8_t *keys_of(const Work *work, long group) {
     return work->codes + (work->chosen ? work->chosen[group] : group) * work->keys * work->dim;
 }
 
-static void keep(const Work *work, long group, long block, __m512i best) {
+static void keep(const Work *work, long group, long block, Vector best) {
     long left = work->rows - block * LANES;
+    float *to = work->out + group * work->rows + block * LANES;
+#ifdef __AVX512VNNI__
     __mmask16 mask = left >= LANES ? 0xFFFF : (__mmask16)((1u << left) - 1);
-    _mm512_mask_storeu_ps(work->out + group * work->rows + block * LANES, mask, _mm512_cvtepi32_ps(best));
+    _mm512_mask_storeu_ps(to, mask, _mm512_cvtepi32_ps(best));
+#else
+    float found[LANES];
+    _mm256_storeu_ps(found, _mm256_cvtepi32_ps(best));
+    memcpy(to, found, (size_t)(left < LANES ? left : LANES) * sizeof *found);
+#endif
 }
 
-/* ---- AVX-512 VNNI ---- */
+/* ---- AVX-512 VNNI, AVX2 ---- */
 
-/* The largest products of `count` keys with `wide` times 16 queries, beyond `best`. Both numbers are constants. */
-static inline __attribute__((always_inline)) void vnni_keys(
-    const Work *work, const int8_t *keys, long block, const int wide, const int count, __m512i *best) {
-    __m512i sums[4][4];
+/* The largest products of `count` keys with `wide` vectors of queries, beyond `best`. Both numbers are constants. */
+static inline __attribute__((always_inline)) void some_keys(
+    const Work *work, const Number *keys, long block, const int wide, const int count, Vector *best) {
+    Vector sums[4][WIDEST];
     for (int w = 0; w < wide; w++)
-        for (int k = 0; k < count; k++) sums[k][w] = _mm512_loadu_si512(work->start + (block + w) * LANES);
-    for (long d = 0; d < work->dim; d += 4) {
-        __m512i queries[4];
-        for (int w = 0; w < wide; w++)
-            queries[w] = _mm512_loadu_si512(work->packed + (block + w) * LANES * work->dim + d * LANES);
+        for (int k = 0; k < count; k++) sums[k][w] = LOAD(work->start + (block + w) * LANES);
+    for (long d = 0; d < work->dim; d += TOGETHER) {
+        Vector queries[WIDEST];
+        for (int w = 0; w < wide; w++) queries[w] = LOAD(work->packed + ((block + w) * work->dim + d) * LANES);
         for (int k = 0; k < count; k++) {
-            int32_t four;
-            memcpy(&four, keys + k * work->dim + d, sizeof four);
-            __m512i raised = _mm512_set1_epi32(four ^ (int32_t)0x80808080);
-            for (int w = 0; w < wide; w++) sums[k][w] = _mm512_dpbusd_epi32(sums[k][w], raised, queries[w]);
+            int32_t key;
+            memcpy(&key, keys + k * work->dim + d, sizeof key);
+            for (int w = 0; w < wide; w++) sums[k][w] = ADD_PRODUCTS(sums[k][w], key, queries[w]);
         }
     }
     for (int k = 0; k < count; k++)
-        for (int w = 0; w < wide; w++) best[w] = _mm512_max_epi32(best[w], sums[k][w]);
+        for (int w = 0; w < wide; w++) best[w] = LARGER(best[w], sums[k][w]);
 }
 
-static inline __attribute__((always_inline)) void vnni_group(
-    const Work *work, long group, long block, const int wide) {
-    const int8_t *keys = keys_of(work, group);
-    __m512i best[4];
-    for (int w = 0; w < wide; w++) best[w] = _mm512_set1_epi32(INT_MIN);
+static inline __attribute__((always_inline)) void one_group(
+    const Work *work, const Number *keys, long group, long block, const int wide) {
+    Vector best[WIDEST];
+    for (int w = 0; w < wide; w++) best[w] = SPREAD(INT_MIN);
     if (work->keys < 4) {
-        for (long k = 0; k < work->keys; k++) vnni_keys(work, keys + k * work->dim, block, wide, 1, best);
+        for (long k = 0; k < work->keys; k++) some_keys(work, keys + k * work->dim, block, wide, 1, best);
     } else {
         for (long k = 0; k < work->keys; k += 4) {
             long from = k + 4 <= work->keys ? k : work->keys - 4;
-            vnni_keys(work, keys + from * work->dim, block, wide, 4, best);
+            some_keys(work, keys + from * work->dim, block, wide, 4, best);
         }
     }
     for (int w = 0; w < wide; w++) keep(work, group, block + w, best[w]);
 }
 
-static void vnni(const Work *work) {
+static void by_vectors(const Work *work) {
     for (long group = 0; group < work->groups; group++) {
         long block = 0;
-        for (; block + 4 <= work->blocks; block += 4) vnni_group(work, group, block, 4);
-        for (; block + 2 <= work->blocks; block += 2) vnni_group(work, group, block, 2);
-        for (; block < work->blocks; block++) vnni_group(work, group, block, 1);
+#ifdef __AVX512VNNI__
+        const Number *keys = keys_of(work, group);
+        for (; block + 4 <= work->blocks; block += 4) one_group(work, keys, group, block, 4);
+#else
+        const Number *keys = work->widened;
+        for (long i = 0; i < work->keys * work->dim; i++) work->widened[i] = keys_of(work, group)[i];
+#endif
+        for (; block + 2 <= work->blocks; block += 2) one_group(work, keys, group, block, 2);
+        for (; block < work->blocks; block++) one_group(work, keys, group, block, 1);
     }
 }
 
@@ -182,11 +215,11 @@ static void amx(const Work *work) {
 #else
 
 static int amx_allowed(void) { return 0; }
-static void amx(const Work *work) { vnni(work); }
+static void amx(const Work *work) { by_vectors(work); }
 
 #endif
 
-/* ---- both ---- */
+/* ---- all ---- */
 
 /* One of several equal shares of the groups. */
 static void run_share(Work work, long share, long shares) {
@@ -197,10 +230,11 @@ static void run_share(Work work, long share, long shares) {
         work.codes += first * work.keys * work.dim;
     work.out += first * work.rows;
     work.groups = last - first;
+    work.widened += LANES == 8 ? share * work.keys * work.dim : 0;
     if (work.amx)
         amx(&work);
     else
-        vnni(&work);
+        by_vectors(&work);
 }
 
 /* 1 where AMX can be used, else 0. */
@@ -213,26 +247,23 @@ int memstore_best_products(
     const int8_t *codes, const int64_t *chosen, const int8_t *queries, float *out, long groups, long keys, long dim,
     long rows, long threads, int with_amx) {
     long blocks = (rows + LANES - 1) / LANES;
-    int8_t *packed = calloc((size_t)(blocks * LANES), (size_t)dim);
+    Number *packed = calloc((size_t)(blocks * LANES * dim), sizeof *packed);
     int32_t *start = calloc((size_t)(blocks * LANES), sizeof *start);
-    if (!packed || !start) {
-        free(packed);
-        free(start);
-        return -1;
-    }
-    for (long row = 0; row < rows; row++) {
-        int32_t sum = 0;
+    int16_t *widened = malloc((size_t)(LANES == 8 ? threads * keys * dim : 1) * sizeof *widened);
+    int failed = !packed || !start || !widened;
+    for (long row = 0; row < rows && !failed; row++)
         for (long d = 0; d < dim; d++) {
             int8_t number = queries[row * dim + d];
-            packed[(row / LANES * dim + d / 4 * 4) * LANES + row % LANES * 4 + d % 4] = number;
-            sum += number;
+            packed[(row / LANES * dim + d / TOGETHER * TOGETHER) * LANES + row % LANES * TOGETHER + d % TOGETHER] = number;
+            start[row] -= LANES == 8 ? 0 : 128 * number;
         }
-        start[row] = -128 * sum;
-    }
-    Work whole = {codes, chosen, packed, start, out, groups, keys, dim, rows, blocks, with_amx};
+    if (!failed) {
+        Work whole = {codes, chosen, packed, start, widened, out, groups, keys, dim, rows, blocks, with_amx};
 #pragma omp parallel for num_threads((int)threads)
-    for (long share = 0; share < threads; share++) run_share(whole, share, threads);
+        for (long share = 0; share < threads; share++) run_share(whole, share, threads);
+    }
     free(packed);
     free(start);
-    return 0;
+    free(widened);
+    return -failed;
 }

@@ -26,8 +26,6 @@ __all__ = [
 
 Backend = Literal["auto", "reference", "native", "triton"]
 _NATIVE_TYPES = (torch.float32, torch.bfloat16)
-_PASSED_PRODUCTS = 1 << 23
-"""Most products for which one pass over the keys in C is fastest."""
 
 
 def search_blocks(
@@ -40,8 +38,8 @@ def search_blocks(
         landmarks: ``[G, N, P, D]``, ``P`` keys of each block; query head ``h`` uses key head ``h // (H // G)``.
         k: blocks wanted for each query, at least 1.
         wanted: ``[N]`` bool: the blocks that may be found; all if None.
-        backend: ``"reference"``, ``"native"`` (in C, compiled at the first use, for a few queries on a CPU),
-            ``"triton"`` (a GPU, or Triton's interpreter), or ``"auto"``: the choice of ``fastest``.
+        backend: ``"reference"``, ``"native"`` (in C, compiled at the first use, for a CPU), ``"triton"`` (a GPU, or
+            Triton's interpreter), or ``"auto"``: the choice of ``fastest``.
 
     Returns:
         Scores ``[H, T, k]`` in float32 (float64 for queries in float64), best first, and blocks ``[H, T, k]`` int64;
@@ -54,9 +52,7 @@ def search_blocks(
     _check(queries, landmarks, k, wanted)
     check_known(backend, Backend)
     if backend == "auto":
-        backend = fastest(
-            queries, landmarks, k, queries.shape[0] // len(landmarks) * queries.shape[1] * landmarks.numel()
-        )
+        backend = fastest(queries, landmarks, k)
     elif backend == "triton" and (problem := triton_problem(queries, landmarks)):
         raise InvalidArgument(f"backend 'triton' {problem}")
     elif backend == "native" and (problem := native_problem(queries, landmarks)):
@@ -77,15 +73,14 @@ def search_blocks(
             return reference.search_blocks(queries, landmarks, k, wanted)
 
 
-def fastest(queries: Tensor, landmarks: Tensor, k: int, products: int) -> Backend:
-    """Return the back end of ``"auto"`` for so many products of a query's number with a landmark's.
+def fastest(queries: Tensor, landmarks: Tensor, k: int) -> Backend:
+    """Return the back end of ``"auto"`` for ``queries [..., D]`` and ``landmarks [..., D]``, of any number.
 
-    ``queries [..., D]`` and ``landmarks [..., D]`` only give type, device and size. It is ``"triton"`` on a GPU if it
-    can, ``"native"`` on a CPU for a few queries, else ``"reference"``.
+    It is ``"triton"`` on a GPU and ``"native"`` on a CPU if they can, else ``"reference"``.
     """
     if queries.device.type == "cuda" and triton_problem(queries, landmarks) is None:
         return "triton"
-    if products <= _PASSED_PRODUCTS and k <= LARGEST_K and native_problem(queries, landmarks) is None:
+    if k <= LARGEST_K and native_problem(queries, landmarks) is None:
         return "native"
     return "reference"
 

@@ -1,4 +1,4 @@
-"""The search for blocks in ``native.c``: one pass over the keys, which pays for a few queries."""
+"""The search for blocks in ``native.c``: one pass over the keys, whose products never leave the processor's cache."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -16,6 +16,10 @@ from memstore.kernels.native import parallel, problem_of, vectors
 SOURCE = Path(__file__).with_suffix(".c")
 LARGEST_K = 256
 """Most wanted blocks for which this pays: found blocks are kept in order, one by one."""
+Settle = Literal["no", "vectors", "in order"]
+SETTLE: tuple[Settle, ...] = get_args(Settle)
+PRODUCTS_PER_THREAD = 1 << 21
+"""Products from which another thread pays."""
 
 
 class KeyChunk(NamedTuple):
@@ -27,36 +31,52 @@ class KeyChunk(NamedTuple):
     """``[n]`` int64: ids of the blocks. None: their rows"""
     wanted: Tensor | None
     """``[n]`` bool: the blocks that may be found. None: all"""
+    place: int = 0
+    """The place of the first block; the others follow."""
 
 
 class _Keys(ctypes.Structure):
-    _fields_ = (*((name, ctypes.c_void_p) for name in ("keys", "ids", "wanted")), ("blocks", ctypes.c_int64))
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("keys", "ids", "wanted")),
+        *((name, ctypes.c_int64) for name in ("blocks", "place")),
+    )
 
 
 class _Sizes(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("size", "dim", "rows", "k", "half"))
+    _fields_ = tuple((name, ctypes.c_int64) for name in ("size", "dim", "rows", "k", "half", "settle"))
 
 
 class _Best(ctypes.Structure):
     _fields_ = tuple((name, ctypes.c_void_p) for name in ("scores", "ids", "offsets"))
 
 
-def search_chunks(chunks: Sequence[KeyChunk], queries: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def search_chunks(
+    chunks: Sequence[KeyChunk], queries: Tensor, k: int, *, settle: Settle = "vectors"
+) -> tuple[Tensor, Tensor, Tensor]:
     """Find the best blocks of all ``chunks`` for ``queries [R, D]``: scores, ids and matching keys, ``[R, k]`` each.
 
     Best first; among equal blocks, the smaller id first. Missing ones are -inf, -1 and -1. Scores are float32.
     Everything is on the CPU.
+
+    Scores are made a second time with ``settle``, by sums in ``"vectors"`` or of numbers ``"in order"``, so they do not
+    depend on how many queries there are. With ``"no"`` the places of blocks are returned instead of matching keys.
     """
     rows, dim = queries.shape
     queries = queries.float().contiguous()
-    scores, ids, offsets = results = _nothing(rows, k)
+    numbers = sum(chunk.keys.numel() for chunk in chunks)
+    threads = min(torch.get_num_threads(), 1 + rows * numbers // PRODUCTS_PER_THREAD)
+    scores, ids, offsets = results = _nothing(threads * rows, k)
     if chunks:
         keys = chunks[0].keys
-        there = (_Keys * len(chunks))(*(_Keys(*map(_pointer, chunk), len(chunk.keys)) for chunk in chunks))
-        sizes = _Sizes(keys.shape[1], dim, rows, k, keys.dtype == torch.bfloat16)
+        there = (_Keys * len(chunks))(
+            *(_Keys(*map(_pointer, chunk[:3]), len(chunk.keys), chunk.place) for chunk in chunks)
+        )
+        sizes = _Sizes(keys.shape[1], dim, rows, k, keys.dtype == torch.bfloat16, SETTLE.index(settle))
         best = _Best(*map(_pointer, results))
-        _library().memstore_search(there, len(chunks), ctypes.byref(sizes), queries.data_ptr(), ctypes.byref(best))
-    return scores, ids, offsets
+        before, after = (there, len(chunks), ctypes.byref(sizes), queries.data_ptr()), (ctypes.byref(best), threads)
+        if _library().memstore_search(*before, *after):
+            raise MemoryError(f"no memory for {rows} queries of {dim} numbers.")
+    return results if threads == 1 else (scores[:rows], ids[:rows], offsets[:rows])
 
 
 class KeyLists:
@@ -64,7 +84,7 @@ class KeyLists:
 
     def __init__(self, lists: Sequence[tuple[int, int, int]], dim: int) -> None:
         """Store each list's addresses of keys ``[m, dim]`` (float32) and ids ``[m]`` (int64), and its length."""
-        self._lists = (_Keys * len(lists))(*(_Keys(keys, ids, None, count) for keys, ids, count in lists))
+        self._lists = (_Keys * len(lists))(*(_Keys(keys, ids, None, count, 0) for keys, ids, count in lists))
         self._dim = dim
 
     def search(self, queries: Tensor, k: int, lists: Tensor, allowed: range | Tensor) -> tuple[Tensor, Tensor]:
@@ -76,7 +96,7 @@ class KeyLists:
         rows, wanted = len(queries), allowed.contiguous() if isinstance(allowed, Tensor) else None
         queries, lists = queries.float().contiguous(), lists.contiguous()
         scores, ids, _ = results = _nothing(rows, k)
-        sizes = _Sizes(1, self._dim, rows, k, False)
+        sizes = _Sizes(1, self._dim, rows, k, False, SETTLE.index("vectors"))
         best = _Best(*map(_pointer, results))
         span = allowed if isinstance(allowed, range) else range(len(allowed))
         before = (self._lists, lists.data_ptr(), lists.shape[1], span.start, span.stop, _pointer(wanted))
@@ -117,8 +137,7 @@ def _pointer(tensor: Tensor | None) -> int | None:
 def _library() -> ctypes.CDLL:
     library = parallel(SOURCE, vectors())
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    library.memstore_search.argtypes = (pointer, number, pointer, pointer, pointer)
-    library.memstore_search.restype = None
+    library.memstore_search.argtypes = (pointer, number, *(pointer,) * 3, number)
     library.memstore_search_lists.argtypes = (pointer, pointer, *(number,) * 3, *(pointer,) * 4, number)
     library.memstore_search_lists.restype = None
     return library
