@@ -32,6 +32,7 @@ and one JSON object with `--json`.
 |---|---|
 | `MEMSTORE_CACHE` | folder for fetched models and compiled C code. Default: the user's cache directory. |
 | `MEMSTORE_NATIVE=0` | compiles no C code |
+| `MEMSTORE_RESIDENT=off` | answers `ask` and `chat` without a resident process |
 | `MEMSTORE_KEY_FILE` | key file of encrypted memories |
 | `MEMSTORE_DEBUG=1` | prints the traceback of an unexpected error too |
 """
