@@ -42,7 +42,9 @@ def start(work: Callable[..., object], *arguments: object) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(IMPORTED)
     process = context.Process(target=_as_here, args=(dict(os.environ), Path.cwd(), work, arguments))
-    process.start()
+    # The first one starts the interpreter, which finds these tests in its folder; textstat installs others as "tests".
+    with contextlib.chdir(Path(__file__).parents[1]):
+        process.start()
     return process
 
 
