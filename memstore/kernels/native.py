@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import cache
 from pathlib import Path
 
@@ -38,6 +38,21 @@ _log = logging.getLogger("memstore.kernels")
 
 class Unavailable(Exception):
     """C code is not available; the text says why, and fits after the name of a back end."""
+
+
+_read: dict[Path, str] = {}
+
+
+def beside(module: str) -> Path:
+    """Return the C file beside the Python file ``module``, read now.
+
+    A process may outlive an upgrade of the package. Code that is compiled later must still take the arguments that the
+    imported Python passes.
+    """
+    path = Path(module).with_suffix(".c")
+    with suppress(OSError):  # whoever loads it hears why
+        _read[path] = path.read_text()
+    return path
 
 
 def vectors() -> list[str]:
@@ -102,13 +117,14 @@ def library(source: Path, flags: Sequence[str]) -> ctypes.CDLL:
     if sys.platform == "win32":
         raise Unavailable("needs Linux or macOS; use 'auto'")
     try:
-        made_from = (sys.platform, platform.machine(), *FLAGS, *flags, source.read_text())
+        text = _read[source] if source in _read else source.read_text()
+        made_from = (sys.platform, platform.machine(), *FLAGS, *flags, text)
         key = hashlib.sha256("\0".join(made_from).encode()).hexdigest()[:16]
         name = f"{source.parent.name}-{key}"
         kept = _kept_folder()
         with tempfile.TemporaryDirectory(prefix="memstore-") if kept is None else nullcontext(kept) as place:
             folder = Path(place)
-            return ctypes.CDLL(str(_find(folder, name) or _compile(source, flags, folder, name)))
+            return ctypes.CDLL(str(_find(folder, name) or _compile(text, flags, folder, name)))
     except OSError as error:
         raise Unavailable(f"could not be compiled or loaded ({error}); use 'auto'") from error
 
@@ -162,9 +178,10 @@ def _find(folder: Path, name: str) -> Path | None:
     return next((path for path in folder.glob(f"{name}-*.so") if path.stem == f"{name}-{_digest(path)}"), None)
 
 
-def _compile(source: Path, flags: Sequence[str], folder: Path, name: str) -> Path:
+def _compile(text: str, flags: Sequence[str], folder: Path, name: str) -> Path:
     with tempfile.TemporaryDirectory(dir=folder, prefix="new-") as new:
-        made = Path(new) / "library.so"
+        source, made = Path(new) / "library.c", Path(new) / "library.so"
+        source.write_text(text)
         command = [*_compiler(), *FLAGS, *flags, str(source), "-lm", "-o", str(made)]
         try:
             result = subprocess.run(  # noqa: S603 - the user's compiler

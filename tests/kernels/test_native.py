@@ -63,6 +63,14 @@ def test_other_flags_and_other_sources_make_other_libraries(source: Path) -> Non
 
 
 @needs_compiler
+def test_code_is_of_the_version_that_was_imported(source: Path) -> None:
+    here = native.beside(str(source.with_suffix(".py")))
+    assert here == source
+    source.write_text("int memstore_answer(void) { return 3; }\n")  # an upgrade, while this process goes on
+    assert native.library(here, ["-DANSWER=1"]).memstore_answer() == 1
+
+
+@needs_compiler
 def test_a_cache_folder_can_serve_different_machines(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert native.library(source, ["-DANSWER=1"]).memstore_answer() == 1
     monkeypatch.setattr(platform, "machine", lambda: "another")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import ctypes
 from contextlib import suppress
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from memstore.kernels import native
 
-SOURCE = Path(__file__).with_suffix(".c")
+SOURCE = native.beside(__file__)
 VECTORS = {"avx512f": "-mavx512f", "avx512bw": "-mavx512bw", "avx512vl": "-mavx512vl", "avx512_vnni": "-mavx512vnni"}
 MATRICES = {"amx_tile": "-mamx-tile", "amx_int8": "-mamx-int8"}
 """Features of the processor, and the compiler's flags for them. AVX2 is enough."""

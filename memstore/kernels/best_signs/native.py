@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from memstore.kernels import native
 
-SOURCE = Path(__file__).with_suffix(".c")
+SOURCE = native.beside(__file__)
 VECTORS = {"avx512f": "-mavx512f", "avx512bw": "-mavx512bw"}
 """Required features of the processor, and the compiler's flags for them."""
 WORDS_PER_THREAD = 1 << 16

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.kernels.native import parallel, problem_of, vectors
+from memstore.kernels.native import beside, parallel, problem_of, vectors
 
-SOURCE = Path(__file__).with_suffix(".c")
+SOURCE = beside(__file__)
 LONGEST = 256
 """Most tokens of a block, and numbers of a head: scores of a few queries stay in the caches."""
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.kernels.native import half_problem, halves, parallel, problem_of, vectors
+from memstore.kernels.native import beside, half_problem, halves, parallel, problem_of, vectors
 
-SOURCE = Path(__file__).with_suffix(".c")
+SOURCE = beside(__file__)
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LARGEST_DIM = 2048
 """Most numbers of a key: some arrays are on the stack."""

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import ctypes
 from functools import cache
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.kernels.latent_attention.layout import inside
-from memstore.kernels.native import half_problem, halves, parallel, problem_of, vectors
+from memstore.kernels.native import beside, half_problem, halves, parallel, problem_of, vectors
 
-SOURCE = Path(__file__).with_suffix(".c")
+SOURCE = beside(__file__)
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LARGEST = 4096
 """Most numbers of a row: some arrays are on the stack."""

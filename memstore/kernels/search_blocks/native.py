@@ -5,15 +5,14 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from memstore.kernels.native import parallel, problem_of, vectors
+from memstore.kernels.native import beside, parallel, problem_of, vectors
 
-SOURCE = Path(__file__).with_suffix(".c")
+SOURCE = beside(__file__)
 LARGEST_K = 256
 """Most wanted blocks for which this pays: found blocks are kept in order, one by one."""
 Settle = Literal["no", "vectors", "in order"]
