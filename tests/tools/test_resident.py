@@ -234,6 +234,12 @@ def test_other_bytes_do_it_no_harm(server: Path, sent: bytes) -> None:
     assert children(server) == []
 
 
+def test_its_streams_take_the_bytes_that_usual_ones_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path(os.devnull).open(encoding="utf-8", errors="surrogateescape") as usual:  # as in a C locale
+        monkeypatch.setattr(sys, "__stdin__", usual)
+        assert resident._stream(0, "r").errors == "surrogateescape"
+
+
 @pytest.mark.parametrize("changed", [{"OMP_NUM_THREADS": "7"}, {"LC_ALL": "C"}, {"PATH": "/nowhere"}])
 def test_processes_that_import_differently_do_not_share_one(
     monkeypatch: pytest.MonkeyPatch, changed: dict[str, str]
