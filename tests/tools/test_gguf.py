@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 import memstore
 from memstore import paths, wheels
-from memstore.errors import DamagedError, InvalidArgument, UnsupportedModel
+from memstore.errors import DamagedError, InvalidArgument, MemstoreError, UnsupportedModel
 from memstore.readers.kinds import STOCK
 from memstore.tools import gguf
 from memstore.tools.models import kind_named, load_model, load_tokenizer, resolve_model
@@ -101,6 +103,20 @@ def test_weights_are_kept_in_the_precision_they_run_in(
     monkeypatch.setattr(gguf, "convert", None)  # the float32 weights are rounded, without the file
     again = load_model(str(gguf_file), "bfloat16").model
     assert all(torch.equal(a, b) for a, b in zip(half.parameters(), again.parameters(), strict=True))
+
+
+def test_without_room_the_whole_weights_serve_every_precision(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = resolve_model(str(gguf_file), "float32")
+
+    def full(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    assert resolve_model(str(gguf_file), "bfloat16") == whole
+    assert next(load_model(str(gguf_file), "bfloat16").model.parameters()).dtype == torch.bfloat16
+    shutil.rmtree(whole)
+    with pytest.raises(MemstoreError, match=r"No space left on device.*MEMSTORE_CACHE"):
+        resolve_model(str(gguf_file), "bfloat16")
 
 
 def test_a_gguf_file_that_lacks_weights_is_no_model(

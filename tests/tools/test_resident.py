@@ -128,6 +128,78 @@ def test_it_ends_with_its_caller(command: Command, server: Path, text_memory: Pa
     waits.communicate()
 
 
+def test_a_caller_that_is_gone_at_once_leaves_no_child(server: Path, text_memory: Path) -> None:
+    nothing = [os.open(os.devnull, os.O_RDWR) for _ in range(2)]
+    reading, writing = os.pipe()  # the child waits for its question
+    facts = {"arguments": ["ask", str(text_memory), "-"], "environment": dict(os.environ), "umask": 0o022}
+    request = json.dumps(facts).encode()
+    folder = os.open("/", os.O_RDONLY)
+    number = int(server.with_suffix(".lock").read_text())
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(str(server))
+        assert peer.recv(1) == resident.READY
+        os.kill(number, signal.SIGSTOP)
+        socket.send_fds(peer, [struct.pack("!I", len(request))], [reading, *nothing, folder])
+        peer.sendall(request)
+    os.kill(number, signal.SIGCONT)
+    try:
+        time.sleep(1)
+        until(lambda: not children(server), seconds=10)
+    finally:
+        for each in (reading, writing, *nothing, folder):
+            os.close(each)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_ctrl_z_stops_it_until_its_caller_goes_on_or_ends(
+    command: Command, server: Path, text_memory: Path, killed: bool
+) -> None:
+    # In a group of its own, whose parent could continue it; otherwise the system ignores Ctrl-Z.
+    waits = command("ask", text_memory, "-", "--max-tokens", 1, process_group=0)
+    until(lambda: children(server))
+    (child,) = children(server)
+    time.sleep(0.5)
+    waits.send_signal(signal.SIGTSTP)
+    until(lambda: state(waits.pid) == "T")
+    until(lambda: state(child) == "T")
+    waits.send_signal(signal.SIGKILL if killed else signal.SIGCONT)
+    waits.communicate("Who?")
+    assert waits.returncode == (-signal.SIGKILL if killed else 0)
+    until(lambda: not children(server))
+
+
+def state(number: int) -> str:
+    return Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+@pytest.mark.parametrize("stream", ["<&-", ">&-", "2>&-"])
+def test_with_a_closed_stream_a_command_runs_by_itself(
+    command: Command, server: Path, runtime: Path, stream: str
+) -> None:
+    ran = []
+    for env in ({}, {resident.VARIABLE: "off"}):
+        given = {**os.environ, resident.VARIABLE: "", "XDG_RUNTIME_DIR": str(runtime), **env}
+        line = [sys.executable, str(runtime / "script.py"), "ask", "--help"]
+        shell = ["sh", "-c", f'exec "$@" {stream}', "sh", *line]
+        ran.append(subprocess.run(shell, env=given, capture_output=True, text=True, check=False, timeout=60))
+    assert (ran[0].returncode, ran[0].stdout, ran[0].stderr) == (ran[1].returncode, ran[1].stdout, ran[1].stderr)
+    assert server.is_socket()
+
+
+def test_a_job_in_the_background_waits_for_the_terminal_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(resident.VARIABLE, "")
+    monkeypatch.setattr(resident, "_in_background", lambda: True)
+    lines = (["ask", "a.mem", "-"], ["chat", "a.mem"], ["ask", "a.mem", "Who?"])
+    assert [resident._wanted(each) for each in lines] == [False, False, True]
+
+
+def test_it_keeps_no_secrets_of_its_first_caller(server: Path) -> None:
+    number = int(server.with_suffix(".lock").read_text())
+    names = {each.partition("=")[0] for each in Path(f"/proc/{number}/environ").read_text().split("\0") if each}
+    assert "PYTEST_CURRENT_TEST" not in names  # a variable that no import needs
+    assert "PATH" in names
+
+
 def test_only_this_user_is_let_in(server: Path) -> None:
     assert stat.S_IMODE(server.stat().st_mode) == 0o600
     assert stat.S_IMODE(server.parent.stat().st_mode) == 0o700
@@ -160,6 +232,12 @@ def test_other_bytes_do_it_no_harm(server: Path, sent: bytes) -> None:
         peer.connect(str(server))
         assert peer.recv(1) == resident.READY
     assert children(server) == []
+
+
+def test_its_streams_take_the_bytes_that_usual_ones_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    with Path(os.devnull).open(encoding="utf-8", errors="surrogateescape") as usual:  # as in a C locale
+        monkeypatch.setattr(sys, "__stdin__", usual)
+        assert resident._stream(0, "r").errors == "surrogateescape"
 
 
 @pytest.mark.parametrize("changed", [{"OMP_NUM_THREADS": "7"}, {"LC_ALL": "C"}, {"PATH": "/nowhere"}])
@@ -208,6 +286,20 @@ def test_where_children_cannot_compute_none_is_started_again(tmp_path: Path, mon
     assert path.with_suffix(".lock").read_text() == resident.UNABLE
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("one was started"))
     resident._start(path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replaced", [False, True])
+def test_it_ends_when_its_socket_is_gone(tmp_path: Path, replaced: bool) -> None:
+    path = tmp_path / "socket"
+    serving = subprocess.Popen([sys.executable, "-c", SERVE.format("pass"), path])
+    until(path.is_socket)
+    path.unlink()
+    with socket.socket(socket.AF_UNIX) as other:
+        if replaced:
+            other.bind(str(path))
+        assert serving.wait(60) == 0
+    assert path.exists() is replaced
 
 
 @pytest.mark.slow

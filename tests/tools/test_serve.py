@@ -17,6 +17,7 @@ import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from http.client import HTTPConnection
 from pathlib import Path
 from string import ascii_letters
@@ -30,7 +31,7 @@ from memstore.errors import BrokenOff
 from memstore.index.words import words_of
 from memstore.resources import memory_in_use
 from memstore.tools.app import main
-from memstore.tools.endpoint.app import MOST_BYTES, Endpoint
+from memstore.tools.endpoint.app import MOST_BYTES, Endpoint, _receipt
 from memstore.tools.endpoint.request import Refusal
 from memstore.tools.endpoint.shelf import Shelf
 from memstore.tools.endpoint.worker import QueuedJob, Result, Served, Worker
@@ -760,3 +761,10 @@ def test_lines_take_turns_and_a_full_queue_has_room_for_each(monkeypatch: pytest
         time.sleep(0.01)
     worker.close()
     assert [line for line, _ in told[2:]] == ["first", "many", "few", "many", "few"]
+
+
+def test_a_receipt_says_what_the_memory_has_and_leaves_out_what_is_unknown() -> None:
+    plain = Result(text="", ended=True, prompt_tokens=1, tokens=1, seconds=0.0, sources=[])
+    assert _receipt(plain) == {"sources": [], "unsupported": []}
+    told = {"coverage": 1.0, "absent": [], "found": True}
+    assert _receipt(replace(plain, coverage=1.0, absent=[], found=True)) == {"sources": [], "unsupported": [], **told}

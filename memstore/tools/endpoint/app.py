@@ -292,10 +292,10 @@ def _reason(result: Result) -> str:
 
 
 def _receipt(result: Result) -> dict[str, Any]:
-    """Return the sources of an answer, the blocks that were missing (if any), and the number of its trace."""
+    """Return the sources of an answer, what it lacks as in ``Answer``, missing blocks, and its trace; what there is."""
     receipt = {"sources": result.sources, "unsupported": result.unsupported}
-    more = {name: getattr(result, name) or None for name in ("absent", "missing")}
-    more |= {"coverage": result.coverage, "trace": result.trace}
+    more = {name: getattr(result, name) for name in ("coverage", "absent", "found", "trace")}
+    more["missing"] = result.missing or None
     return receipt | {name: told for name, told in more.items() if told is not None}
 
 

@@ -80,6 +80,8 @@ class Result:
     """The share of the question's words that the quoted paragraphs have; see ``Answer``."""
     absent: list[str] | None = None
     """Words of the question that they lack."""
+    found: bool | None = None
+    """Whether the share is large enough for an answer."""
     missing: list[dict[str, Any]] = field(default_factory=list)
     """Blocks that could not be read and were left out."""
     trace: int | None = None
@@ -354,6 +356,7 @@ def _result(made: Answer, job: QueuedJob, length: int) -> Result:
         unsupported=unsupported,
         coverage=made.coverage,
         absent=made.absent,
+        found=made.found,
         missing=missing,
         trace=made.trace,
     )
