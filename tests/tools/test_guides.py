@@ -22,7 +22,7 @@ QUESTIONS = {
         "README.md", "Twenty lines", ["memstore.attach(model", "reader.read(", "reader.ask("],
     ),
     "Where did an answer come from?": ("README.md", "Twenty lines", ["answer.sources(", "source.line"]),
-    "Can I use a GGUF file?": ("README.md", "Five verbs", ["--model", "GGUF file"]),
+    "Can I use a GGUF file?": ("README.md", "memstore", ["--model", "GGUF file"]),
     "How do I read a folder of notes?": ("docs/everyday.md", "Read them", ["memstore read", "--model"]),
     "How do I ask it something?": ("docs/everyday.md", "Ask", ["memstore ask", "--sources"]),
     "How do I chat, and go on tomorrow?": ("docs/everyday.md", "Talk", ["memstore chat", "--session", "/forget"]),
@@ -34,10 +34,19 @@ QUESTIONS = {
     "Which index should I choose?": ("docs/choose.md", "An index", ["`exact`", "`auto`"]),
     "How large should blocks be, and how many?": ("docs/choose.md", "Sizes", ["`block_size`", "`Retrieval.top_k`"]),
     "How do I keep a memory below a size?": ("docs/keeping.md", "Keeping a memory for months", ["memstore limit"]),
+    "How do I remove a limit?": ("docs/keeping.md", "Keeping a memory for months", ["--max-bytes none", "`refuse`"]),
+    "What does a damaged block do?": ("docs/keeping.md", "When something is damaged", ["code 4", "memstore forget"]),
+    "How do I move a memory?": ("docs/keeping.md", "Backup, move and upgrade", ["Move the folder", "--model NAME"]),
     "How do I make a backup?": ("docs/keeping.md", "Backup, move and upgrade", ["memstore copy"]),
     "What if the disk is full?": ("docs/keeping.md", "A full disk", ["no room for this batch", "memstore compact"]),
     "What does a memory tell whoever gets the file?": ("docs/security.md", "What a memory tells", ["text", "encrypt"]),
     "How do I write a store of my own?": ("docs/stores.md", "Writing a store", ["class ", "BlockStore"]),
+    "How do I write an index of my own?": ("docs/indexes.md", "Writing an index", ["VectorIndex", "pyproject.toml"]),
+    "Why was a block chosen?": ("docs/seeing.md", "What is there?", ["memstore search", "score"]),
+    "Does a memory work with my model?": ("docs/families.md", "Families of models", ["`model_type`", "`config.json`"]),
+    "How do I train a small landmark model?": (
+        "docs/models.md", "Landmark attention", ["[train]", "memstore train landmark --recipe landmark-cpu --out"],
+    ),
     "What does this error mean?": ("docs/troubleshooting.md", "Opening and writing", ["is being written by"]),
 }  # fmt: skip
 """What newcomers ask most, the section that answers it, and words that the answer needs."""
