@@ -21,7 +21,7 @@ from memstore.errors import (
     WrongKey,
 )
 from memstore.report import Page, Report, counted
-from memstore.tools.verb import DAMAGED, KEY_VARIABLE, OK, Json, MemoryUrl, lasting, on_disk, waiting
+from memstore.tools.verb import DAMAGED, FACT, KEY_VARIABLE, OK, Json, MemoryUrl, lasting, on_disk, waiting
 
 if TYPE_CHECKING:
     from memstore.memory.verify import Finding
@@ -165,6 +165,8 @@ def repair(
     plan = dry_run or not yes
     with memstore.open(memory) as opened, waiting("checking every value", show=not json):
         done = opened.repair(dry_run=plan, drop_blocks=drop_blocks)
+        if not plan and not drop_blocks:  # dropped blocks were given up on purpose
+            _read_again(opened, [step.document for step in done.steps if step.document and step.tokens_lost])
     steps, left = [asdict(step) for step in done.steps], [asdict(finding) for finding in done.left]
 
     def text(page: Page) -> None:
@@ -183,6 +185,14 @@ def repair(
 
     data = {"memory": memory, "dry_run": plan, "clean": not left, "steps": steps, "left": left}
     return Report(data=data, text=text, exit_code=DAMAGED if left else OK)
+
+
+def _read_again(memory: memstore.Memory, names: Sequence[str]) -> None:
+    """Let ``memstore read`` complete the documents ``names``: their files were read whole, and part of it is lost."""
+    for name in names:
+        fact = memory.get_info(FACT + name)
+        if isinstance(fact, dict) and fact.get("whole"):
+            memory.put_info(FACT + name, {**fact, "whole": False})
 
 
 def _salvaged(memory: str, target: str, *, show: bool) -> Report:

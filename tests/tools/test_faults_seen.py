@@ -129,6 +129,23 @@ def test_a_flipped_bit_in_a_value(
     assert call(cli, notes, ["ls"]).code == 0
 
 
+def test_what_a_repair_lost_is_read_again(cli: Cli, model_folder: Path, tmp_path: Path) -> None:
+    text, notes = tmp_path / "text.txt", tmp_path / "notes"
+    text.write_text("A text that is long enough for several blocks. " * 20)
+    assert cli("read", text, notes, "--model", model_folder).code == 0
+    with memstore.open(notes, mode="r") as memory:
+        (document,) = memory.documents()
+        tokens, states = document.tokens().tolist(), document.layer(0).gather([2])["k"]
+    flip(notes / "data.mdb", states.view(torch.uint8).numpy().tobytes())
+    assert cli("repair", notes, "--yes").code == 0
+    with memstore.open(notes, mode="r") as memory:
+        assert len(memory.document(document.name)) < len(tokens)
+    assert cli("read", text, notes).code == 0
+    with memstore.open(notes, mode="r") as memory:
+        assert memory.document(document.name).tokens().tolist() == tokens
+    assert cli("verify", notes).code == 0
+
+
 def test_blocks_behind_the_damage_can_be_kept(cli: Cli, whole: tuple[Path, dict[str, bytes]], notes: Path) -> None:
     flip(notes / "data.mdb", whole[1]["states"])
     assert "--drop-blocks" in call(cli, notes, ["repair"]).out
