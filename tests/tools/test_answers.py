@@ -28,7 +28,7 @@ def test_answers_behind_kept_states_are_those_to_the_whole_prompt() -> None:
             ids = torch.tensor([asking._prompt((*PARAGRAPHS, question.text))])
             made = model.generate(ids, max_new_tokens=MOST, do_sample=False, eos_token_id=asking._ends)
             assert answer == str(tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)).strip() != ""
-        assert [*asking._states] == [WHOLE], "computed once"
+        assert [*asking.kept] == [WHOLE], "computed once"
         assert said[WHOLE] == [next(asking.rows(each, [WHOLE]))["said"] for each in ASKED], "and left as they were"
 
 

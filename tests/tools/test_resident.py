@@ -281,7 +281,7 @@ def test_it_ends_when_idle_or_memory_is_short(tmp_path: Path, ends: str) -> None
 @pytest.mark.slow
 def test_where_children_cannot_compute_none_is_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "socket"
-    line = [sys.executable, "-c", SERVE.format("resident.TRIAL_SECONDS = 0.0"), path]
+    line = [sys.executable, "-c", SERVE.format("resident.TRIAL_SECONDS = 0.0"), str(path)]
     assert subprocess.run(line, timeout=120, check=False).returncode == 0
     assert path.with_suffix(".lock").read_text() == resident.UNABLE
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("one was started"))
