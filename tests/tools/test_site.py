@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,9 @@ def test_the_site_builds_without_a_warning_and_has_every_page(tmp_path: Path) ->
     pages = [page.relative_to(ROOT).with_suffix(".html") for page in (ROOT / "docs").glob("*.md")]
     assert [str(page) for page in pages if not (tmp_path / "site" / page).exists()] == []
     assert "docs/site/index.html" in (tmp_path / "site" / "index.html").read_text("utf-8")
+    index = (tmp_path / "site" / "searchindex.js").read_text("utf-8")
+    terms = json.loads(index[index.index("(") + 1 : index.rindex(")")])["terms"]
+    assert {"passkey", "encrypt", "resum", "qwen"} <= {*terms}, "the stems that people look for"
 
 
 def test_every_page_is_in_the_contents_of_the_site() -> None:
