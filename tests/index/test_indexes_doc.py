@@ -26,7 +26,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, source in re.findall(r'```python\n"""(\S+\.py)"""\n(.*?)```', PAGE, re.DOTALL):
         (folder / name).write_text(source, encoding="utf-8")
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: memstore-plain\nVersion: 1.0\n", encoding="utf-8")
-    group, line = re.findall(r'```toml\n\[project\.entry-points\."(.*?)"\]\n(.*?)\n```', PAGE)[0]
+    group, line = re.findall(r'\n\[project\.entry-points\."(.*?)"\]\n(.*?)\n```', PAGE)[0]
     assert group == ENTRY_POINTS
     (facts / "entry_points.txt").write_text(f"[{group}]\n{line}\n".replace('"', ""), encoding="utf-8")
     monkeypatch.syspath_prepend(str(folder))
