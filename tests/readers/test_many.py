@@ -79,7 +79,7 @@ def test_several_processes_store_what_one_stores_and_only_once_and_only_what_fai
     assert [each.new_tokens for each in again] == [0] * 4
     assert [each.tokens for each in again] == [len(ids) for ids in TEXTS.values()], "also of a text that ends before"
     assert len(load.processes()) == 5, "nobody else was needed"
-    with pytest.raises(InvalidArgument, match="'text 2' holds another text"):
+    with pytest.raises(InvalidArgument, match="'text 2' holds a different text"):
         read_many(load, {"text 2": tokens(100, seed=9)}, tmp_path / "m", **SIZES)
 
 

@@ -153,7 +153,7 @@ def test_ctrl_c_says_from_where_the_same_command_goes_on(text: Path, drt: Path, 
     child.send_signal(signal.SIGINT)
     _, err = child.communicate(timeout=PATIENCE)
     assert child.returncode == INTERRUPTED, err
-    assert "interrupted; run the same command again to go on from step" in err
+    assert "interrupted; run the same command again to continue from step" in err
     assert "Traceback" not in err
 
 
