@@ -143,6 +143,7 @@ def test_readers_in_other_processes_see_commits(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.slow
 def test_killed_writers_lose_nothing_and_leave_nothing(tmp_path: Path) -> None:
     """Twenty kills at random moments: what was acknowledged is there, the batch under way is whole or absent."""
     path, moments = tmp_path / "m", random.Random(0)

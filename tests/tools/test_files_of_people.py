@@ -419,6 +419,7 @@ PARTLY: dict[str, bytes] = {
 SILENT: dict[str, bytes] = {"picture.png": b"\x89PNG\0\0", "empty.ipynb": b'{"cells": []}', "empty.txt": b" \n"}
 
 
+@pytest.mark.slow
 def test_a_folder_of_two_hundred_files_of_thirty_shapes(tmp_path: Path, cli: Cli, model_folder: Path) -> None:
     assert len(GOOD) + len(BAD) + len(PARTLY) + len(SILENT) >= 30
     folder, words, bad, silent = tmp_path / "f", dict[str, str](), set[str](), set[str]()

@@ -191,6 +191,7 @@ def stored(memory: Path, document: str) -> int:
         return sum(len(each) for each in opened.documents() if each.name == document)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_long_requests_take_neither_time_nor_memory_and_a_signal_ends_them(notes: Path) -> None:
 
