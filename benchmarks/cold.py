@@ -1,6 +1,6 @@
 """What a question by a new process costs beside the imports and the weights that any answer needs.
 
-    python benchmarks/cold.py --model qwen.gguf --runs 5
+    python -m benchmarks.cold --model qwen.gguf --runs 5
 
 Processor seconds, in turn, on one thread, with the files warm: ``memstore ask`` of one token by a new process, the same
 by a resident process (caller and child), and a script that imports torch and transformers and loads the same converted

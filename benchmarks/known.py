@@ -1,6 +1,6 @@
 """Does ``ask`` tell questions that the memory has nothing on from those that it can answer?
 
-    python benchmarks/known.py --model qwen.gguf --pools 1,2,3 --questions 60 --out known.jsonl
+    python -m benchmarks.known --model qwen.gguf --pools 1,2,3 --questions 60 --out known.jsonl
 
 Each pool is some 32,768 tokens of SQuAD 2.0's paragraphs, read into a memory. It is asked as many questions of three
 sorts: *answerable* ones about its paragraphs; *elsewhere*, answerable ones about the paragraphs of the next pool; and

@@ -126,7 +126,7 @@ def _reads(arguments: Sequence[str]) -> bool:
 
 
 def _in_background() -> bool:
-    """Whether standard input is the terminal of this session, and another job has it."""
+    """Whether standard input is the controlling terminal, and another job has it."""
     try:
         return os.tcgetpgrp(0) != os.getpgrp()
     except OSError:
