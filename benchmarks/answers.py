@@ -37,18 +37,17 @@ import torch
 from transformers import DynamicCache
 
 import memstore
-from memstore.eval.questions import factbook, hotpotqa, lookalikes, squad
-from memstore.eval.questions.answers import MOST, exact, f1, has
-from memstore.eval.questions.rankers import FusedRanker, MemoryRanker, Ranker, SentenceRanker, WordRanker, minilm
-from memstore.eval.questions.recall import Pool
-from memstore.eval.questions.sets import HALVES, SEPARATOR, Question, QuestionSet
-from memstore.eval.questions.wheel import load_json
+from benchmarks.questions import factbook, hotpotqa, lookalikes, squad
+from benchmarks.questions.answers import MOST, exact, f1, has
+from benchmarks.questions.rankers import FusedRanker, MemoryRanker, Ranker, SentenceRanker, WordRanker, minilm
+from benchmarks.questions.wheel import load_json
 from memstore.readers.asking import INSTRUCTION, Template, fill_template
 from memstore.readers.caches import CACHE
 from memstore.readers.kinds import encode
 from memstore.readers.passages import quotes
 from memstore.resources import hardware
 from memstore.tools.models import DTYPES, load_model
+from memstore.train.questions import HALVES, SEPARATOR, Pool, Question, QuestionSet
 
 MEASURES = ("em", "f1", "has")
 MEMORY, RIGHT, END, NOTHING = "memory", "the right paragraphs", "the end of the text", "nothing"

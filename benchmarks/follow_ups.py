@@ -23,15 +23,15 @@ from typing import Any, NamedTuple
 import torch
 
 import memstore
-from memstore.eval.questions import squad
-from memstore.eval.questions.answers import MOST, f1, has
-from memstore.eval.questions.recall import Pool, cut_off
-from memstore.eval.questions.sets import HALVES, Question
+from benchmarks.questions import squad
+from benchmarks.questions.answers import MOST, f1, has
+from benchmarks.questions.cut import cut_off
 from memstore.readers import asking
 from memstore.readers.asking import INSTRUCTION, refers
 from memstore.readers.reader import Reader
 from memstore.resources import hardware
 from memstore.tools.models import load_model
+from memstore.train.questions import HALVES, Pool, Question
 
 NAME = re.compile(r"\b(?:[Tt]he )?([A-Z][\w'.-]*(?: (?:of |the |de )*[A-Z0-9][\w'.-]*)*)")
 BEGINS = re.compile(

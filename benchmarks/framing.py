@@ -17,13 +17,13 @@ from typing import Any
 import torch
 
 import memstore
-from memstore.eval.questions import squad
-from memstore.eval.questions.rankers import MemoryRanker
-from memstore.eval.questions.recall import Pool, cut_off, recall
-from memstore.eval.questions.sets import HALVES, Question
+from benchmarks.questions import squad
+from benchmarks.questions.cut import cut_off
+from benchmarks.questions.rankers import MemoryRanker
 from memstore.readers.asking import question_in
 from memstore.resources import hardware
 from memstore.tools.models import load_model
+from memstore.train.questions import HALVES, Pool, Question, recall
 
 CHATTER = """
 Hello again! It took me a while to get back to you, the train was late and my phone had no battery left. Thank you for
@@ -67,7 +67,7 @@ def main() -> None:
                 Question(each.id, text, each.answers, each.evidence)
                 for text, each in zip(texts, questions, strict=True)
             ]
-            for row in recall(ranker, framed, pool, block_size=reader.memory.spec.block_size):
+            for row in recall(ranker.rank, framed, pool, block_size=reader.memory.spec.block_size):
                 rows.append({"frame": name, "questions": row["questions"], "all": row["all"], "same": same})
     facts = {"model": options.model, "tokens": len(pool.tokens), "half": options.half, "words": options.words}
     print(json.dumps({**facts, "rows": rows, **hardware()}))

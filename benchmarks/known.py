@@ -28,13 +28,12 @@ from transformers import LogitsProcessor, LogitsProcessorList
 
 import memstore
 from benchmarks.answers import pools
-from memstore.eval.questions import squad
-from memstore.eval.questions.answers import MOST, f1, has
-from memstore.eval.questions.rankers import SentenceRanker, WordRanker, minilm
-from memstore.eval.questions.recall import Pool
-from memstore.eval.questions.sets import HALVES, Question, QuestionSet
+from benchmarks.questions import squad
+from benchmarks.questions.answers import MOST, f1, has
+from benchmarks.questions.rankers import SentenceRanker, WordRanker, minilm
 from memstore.resources import hardware
 from memstore.tools.models import DTYPES, load_model
+from memstore.train.questions import HALVES, Pool, Question, QuestionSet
 
 SIGNALS = ("coverage", "score", "probability", "bm25", "minilm")
 SORTS = ("elsewhere", "unanswerable")

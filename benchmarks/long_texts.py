@@ -24,9 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import memstore
+from benchmarks.questions.squad import SOURCE
+from benchmarks.questions.wheel import load_json
 from memstore import Retrieval
-from memstore.eval.questions.squad import SOURCE
-from memstore.eval.questions.wheel import load_json
 from memstore.readers.kinds import encode
 from memstore.resources import hardware
 from memstore.tools.models import load_model

@@ -8,7 +8,8 @@ server, a new process, is asked each question over that document, and tells the 
 with. A question's evidence is found where one of them has the words that bfcl-eval names
 as its source: a run of 40 characters of it, or most of a shorter one; or where blocks that follow each other, all of
 them among the sources, have them together, for blocks end within sentences. An answer is right where it has one of the
-expected texts. What the memory finds without a server and beside other searches is ``memstore eval chat``.
+expected texts. What the memory finds without a server and beside other searches is
+``python -m benchmarks.questions chat``.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import memstore
-from memstore.eval.questions import chat
+from benchmarks.questions import chat
 from memstore.memory.shared import CHAT
 from memstore.resources import hardware
 from memstore.tools.endpoint.worker import SERVED

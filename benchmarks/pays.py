@@ -25,12 +25,11 @@ import torch
 
 import memstore
 from benchmarks.answers import MEMORY, WHOLE, Asking, pools
-from memstore.eval.questions.rankers import FusedRanker, SentenceRanker, WordRanker, minilm
-from memstore.eval.questions.recall import Pool
-from memstore.eval.questions.sets import QuestionSet
+from benchmarks.questions.rankers import FusedRanker, SentenceRanker, WordRanker, minilm
 from memstore.readers.asking import INSTRUCTION
 from memstore.resources import disk_bytes, hardware
 from memstore.tools.models import DTYPES, LoadedModel, load_model
+from memstore.train.questions import Pool, QuestionSet
 
 SEARCH = "bm25+minilm as text"
 COUNTS = (1, 3, 10, 30, 100, 300, 1000)

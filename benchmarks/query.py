@@ -2,7 +2,7 @@
 
 ``ask`` is today's default: the query, its words, and a paragraph that is quoted before the question.
 
-    memstore eval squad --memory squad.mem --questions 1
+    python -m benchmarks.questions squad --memory squad.mem --questions 1
     python benchmarks/query.py squad.mem
 
 Processor time of a prompt in the chat template and an answer of some tokens, in turns; medians, and what the first
@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 import memstore
+from benchmarks.questions import squad
 from memstore import Retrieval
-from memstore.eval.questions import squad
 from memstore.readers.reader import Reader
 from memstore.resources import hardware
 from memstore.tools.models import load_model

@@ -6,7 +6,7 @@
 
 SQuAD's first paragraphs, or those of HotpotQA's first questions, as one document; held-out questions. ``paragraph``: a
 block of each right one is found; ``answer``: what is found of them holds an accepted answer. Only the layers that
-choose read, as in ``memstore eval``.
+choose read, as in ``benchmarks.questions``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from typing import Any
 import torch
 
 import memstore
-from memstore.eval.questions import hotpotqa, squad
-from memstore.eval.questions.rankers import FusedRanker, MemoryRanker, Ranker, SentenceRanker, WordRanker, minilm
-from memstore.eval.questions.recall import Pool, cut_off
-from memstore.eval.questions.sets import Question
+from benchmarks.questions import hotpotqa, squad
+from benchmarks.questions.cut import cut_off
+from benchmarks.questions.rankers import FusedRanker, MemoryRanker, Ranker, SentenceRanker, WordRanker, minilm
 from memstore.resources import hardware
 from memstore.tools.models import load_model
+from memstore.train.questions import Pool, Question
 
 SETS = {"squad": squad.load, "hotpotqa": hotpotqa.load}
 

@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.limits import limits
+from benchmarks.questions.wheel import load_json
 from memstore.eval import needles
-from memstore.eval.questions.wheel import load_json
 from memstore.resources import disk_bytes, hardware
 from memstore.tools.models import load_tokenizer, resolve_model
 

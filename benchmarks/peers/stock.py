@@ -263,7 +263,7 @@ class Searched(Stock):
 
     def index(self, blocks: list[str]) -> Any:
         """What ranks blocks."""
-        from memstore.eval.questions.rankers import WordRanker
+        from benchmarks.questions.rankers import WordRanker
 
         return WordRanker(blocks)
 
@@ -283,7 +283,7 @@ class Embedded(Searched):
 
     def index(self, blocks: list[str]) -> Any:
         """Embeddings are kept beside the blocks."""
-        from memstore.eval.questions.rankers import AT_ONCE, SentenceRanker, minilm
+        from benchmarks.questions.rankers import AT_ONCE, SentenceRanker, minilm
 
         file, embed = self.folder / "vectors.pt", minilm()
         if not file.exists():

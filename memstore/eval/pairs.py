@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from memstore.errors import InvalidArgument, NotFound
-from memstore.eval.questions.sets import json_lines
 
 IGNORED = -100
 ROUGE = ("rouge1", "rouge2", "rougeL")
@@ -28,6 +27,30 @@ class _Pair(NamedTuple):
 
     prompt: list[int]
     answer: list[int]
+
+
+def json_lines(path: Path, what: str) -> list[tuple[str, Any]]:
+    """Read a file of ``what`` with one JSON object a line; return each value with a text that names its line.
+
+    Raises ``NotFound`` without the file, and ``InvalidArgument`` if it is empty or has other content.
+    """
+    try:
+        lines = path.read_text("utf-8-sig").split("\n")
+    except FileNotFoundError:
+        raise NotFound(f"there is no file {path}. Name a JSON Lines file of {what}.") from None
+    except IsADirectoryError:
+        raise InvalidArgument(f"{path} is a folder. Name a JSON Lines file.") from None
+    except UnicodeDecodeError as error:
+        raise InvalidArgument(f"{path} is not UTF-8 text (at byte {error.start:,}). Convert it to UTF-8.") from None
+    found = []
+    for number, line in enumerate(lines, 1):
+        try:
+            found += [(f"line {number} of {path}", json.loads(line))] if line.strip() else []
+        except ValueError as error:
+            raise InvalidArgument(f"line {number} of {path} is not valid JSON: {error}") from None
+    if not found:
+        raise InvalidArgument(f"{path} is empty: write one JSON object per line, with {what}.")
+    return found
 
 
 def read_pairs(path: Path, *, prompt: str = "prompt", answer: str = "answer") -> list[tuple[str, str]]:

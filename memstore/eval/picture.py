@@ -1,10 +1,9 @@
-"""Pictures of results, readable in black and white: a heat map of needles, bars of shares."""
+"""Pictures of results, readable in black and white: a heat map of needles."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping, Sequence
-from itertools import cycle
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +17,6 @@ BINS = 5
 SUFFIXES = (".png", ".svg")
 Cell = tuple[int, int]
 """Right answers, and samples."""
-Bars = Mapping[str, Mapping[str, float]]
-"""Shares from 0 to 1 by name, for each group of bars."""
-GREYS = ("0.2", "0.6", "0.85", "0.4", "0.75", "0.95")
 
 
 def check_picture(path: Path) -> None:
@@ -47,20 +43,6 @@ def draw_picture(rows: Sequence[CellResult], path: Path, *, title: str, caption:
     axes.set_xlabel("length of the haystack [tokens]")
     axes.set_ylabel("depth of the needle [%]")
     axes.set_title(title, fontsize="medium")
-    figure.supxlabel(caption, fontsize="x-small")
-    save_picture(figure, path)
-
-
-def draw_bars(panels: Mapping[str, Bars], path: Path, *, title: str, caption: str) -> None:
-    """Write bars to ``path``, in the format of its ending, each panel's under its title. Needs matplotlib."""
-    heights = [sum(len(shares) + 1 for shares in groups.values()) for groups in panels.values()]
-    size = 8.0, 1.6 + 0.19 * sum(heights) + 0.6 * len(panels)  # inches
-    figure = figure_class()(figsize=size, layout="constrained")
-    rows = figure.subplots(len(panels), squeeze=False, height_ratios=heights)[:, 0]
-    for axes, (words, groups) in zip(rows, panels.items(), strict=True):
-        _draw_bars(axes, groups)
-        axes.set_xlabel(words, fontsize="small")
-    rows[0].set_title(title, fontsize="medium")
     figure.supxlabel(caption, fontsize="x-small")
     save_picture(figure, path)
 
@@ -123,25 +105,6 @@ def _draw_cells(axes: Any, cells: list[list[Cell]]) -> None:
         axes.axhline(edge - 0.5, color="0.6", linewidth=0.8)
     for edge in range(1, len(cells[0])):
         axes.axvline(edge - 0.5, color="0.6", linewidth=0.8)
-
-
-def _draw_bars(axes: Any, groups: Bars) -> None:
-    bars: dict[str, list[tuple[int, float]]] = {}
-    at, middles = 0, list[float]()
-    for shares in groups.values():
-        middles.append(at + (len(shares) - 1) / 2)
-        for place, (name, share) in enumerate(shares.items(), at):
-            bars.setdefault(name, []).append((place, share))
-        at += len(shares) + 1
-    for grey, (name, drawn) in zip(cycle(GREYS), bars.items(), strict=False):
-        there = axes.barh(*zip(*drawn, strict=True), height=0.85, color=grey, edgecolor="0.2", label=name)
-        axes.bar_label(there, fmt="%.2f", padding=2, fontsize="x-small")
-    axes.set_yticks(middles, [*groups], fontsize="small")
-    axes.set_ylim(at - 1.2, -0.8)
-    axes.set_xlim(0, 1.06)
-    axes.spines[["top", "right"]].set_visible(False)
-    if len(bars) > 1:
-        axes.legend(fontsize="x-small", loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
 
 
 def figure_class() -> Any:

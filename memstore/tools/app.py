@@ -125,10 +125,6 @@ EVALUATIONS = {
     "passkey": "eval:passkey",
     "two-hop": "eval:two_hop",
     "multi-needle": "eval:multi_needle",
-    **{
-        name: f"eval_questions:{name}"
-        for name in ("squad", "hotpotqa", "facts", "lookalikes", "babi", "factbook", "chat", "locomo", "beam", "ruler")
-    },
     "perplexity": "eval:perplexity",
     "lookup": "eval:lookup",
     "generate": "eval:generate",

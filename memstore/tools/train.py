@@ -34,7 +34,6 @@ from memstore.tools.verb import (
 )
 
 if TYPE_CHECKING:
-    from memstore.eval.questions.sets import QuestionSet
     from memstore.train.options import RunOptions
 
 
@@ -118,10 +117,9 @@ class _RouterTraining:
     """The options of ``memstore train router``."""
 
     pairs: Annotated[
-        str,
+        Path,
         typer.Option(
-            help="Train on these questions and their evidence: a JSON Lines file, squad-train, squad or hotpotqa. "
-            "Only one half trains.",
+            help="Train on the questions and their evidence in this JSON Lines file. Only one half trains.",
             show_default=False,
         ),
     ]
@@ -131,12 +129,9 @@ class _RouterTraining:
         typer.Option(help="Train for this stock model: smollm2, a Hugging Face directory, a GGUF file or a hub id."),
     ] = SMOLLM2
     test: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Test on these other questions: a file as for --pairs, or facts in other words. May be repeated."
-        ),
+        list[Path] | None,
+        typer.Option(help="Test on the questions in this other file. May be repeated."),
     ] = None
-    pooled: Annotated[int, typer.Option(min=1, help="Pool the paragraphs of this many questions of hotpotqa.")] = 500
     half: Annotated[str, typer.Option(help="Train on this half of the questions: chosen, held-out or all.")] = "chosen"
     steps: Annotated[int, typer.Option(min=1, help="Train for this many steps of up to 24 questions.")] = 600
     learning_rate: Annotated[float, typer.Option(help="Set the highest learning rate.")] = 3e-3
@@ -157,22 +152,25 @@ def router(options: _RouterTraining) -> Report:
 
     The model and the format of memories do not change. Only the numbers of the router differ. Otherwise they come with
     the package for the model, or are fitted to the text. Training also learns how much each token of a question counts.
-    A line of the file is {"question": "...", "evidence": ["paragraph", ...]}, and may have "others", paragraphs that
-    look alike. At the end both routers are compared on the other half of the questions, by states alone. Memories that
-    are made with the router keep it: memstore read --router FILE, memstore.attach(router=FILE).
+    A line of the file is {"question": "...", "evidence": ["paragraph", ...]}. It may have "others", paragraphs that
+    look alike, and an "id": questions with the same one are in the same half. At the end both routers are compared on
+    the other half of the questions, by states alone. Memories that are made with the router keep it: memstore read
+    --router FILE, memstore.attach(router=FILE).
 
     Example:
 
         memstore train router --pairs questions.jsonl --out mine.router
-        memstore train router --pairs squad-train --test squad --test hotpotqa --out squad.router
+        memstore train router --pairs mine.jsonl --test others.jsonl --runs 3 --out mine.router
 
     In Python: memstore.train.train_router.
     """
     require_transformers()
     use_threads(options.threads)
-    sets = [_questions(name, options.pooled) for name in (options.pairs, *(options.test or []))]
     from memstore.progress import progress_bar
+    from memstore.train.questions import own_questions
     from memstore.train.router import RouterOptions, train_router
+
+    sets = [own_questions(path.expanduser()) for path in (options.pairs, *(options.test or []))]
 
     model, tokenizer = load_model(options.model, options.dtype, device=options.device)
     half: Any = options.half  # checked where questions are chosen
@@ -180,28 +178,11 @@ def router(options: _RouterTraining) -> Report:
         steps=options.steps, learning_rate=options.learning_rate, seed=options.seed, runs=options.runs, half=half
     )
     show = not options.json and sys.stderr.isatty()
-    with progress_bar(options.pairs, 0, None, show) as advance:
+    with progress_bar(options.pairs.name, 0, None, show) as advance:
         told = train_router(model, tokenizer, sets[0], options.out, tested=sets[1:], options=settings, advance=advance)
-    asked = {"pairs": options.pairs, "half": options.half, "steps": options.steps, "runs": options.runs}
+    asked = {"pairs": str(options.pairs), "half": options.half, "steps": options.steps, "runs": options.runs}
     data = {"model": options.model, **asked, **told}
     return Report(data=data, text=lambda page: _show_router(page, data))
-
-
-def _questions(name: str, pooled: int) -> QuestionSet:
-    from memstore.eval.questions import facts, hotpotqa, squad
-    from memstore.eval.questions.sets import own_questions
-
-    match name:
-        case "squad":
-            return squad.load()
-        case "squad-train":
-            return squad.load_training()
-        case "hotpotqa":
-            return hotpotqa.load(count=pooled)
-        case "facts":
-            return facts.load("other")
-        case _:
-            return own_questions(Path(name).expanduser())
 
 
 def _show_router(page: Page, data: dict[str, Any]) -> None:

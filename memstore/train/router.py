@@ -32,12 +32,10 @@ import memstore
 from memstore.attention import Router, late_interaction
 from memstore.attention.routing import FLOOR, inherited, save_router, standardised
 from memstore.errors import InvalidArgument
-from memstore.eval.questions.rankers import Ranker
-from memstore.eval.questions.recall import Pool, recall
-from memstore.eval.questions.sets import Half, Question, QuestionSet
 from memstore.kernels import best_products
 from memstore.readers.kinds import encode
 from memstore.readers.stock.reader import StockReader, embedding_rows
+from memstore.train.questions import Half, Pool, Question, QuestionSet, recall
 
 SEGMENT = 512
 """Tokens whose states are computed together, without a view of earlier tokens."""
@@ -92,23 +90,19 @@ class AskedPool:
         return [range(min(each.start, last), min(each.stop, last + 1)) for each in found]
 
 
-class RouterRanker(Ranker):
-    """A ranking of states by a router, as in an attached memory, but without words."""
+def ranking(router: Router, asked: AskedPool) -> Callable[[str, int], list[int]]:
+    """Return a ranking of states by a router, as in an attached memory, but without words; see ``recall``."""
+    signs = torch.cat([(router.encode(part) >= 0).to(torch.int8) * 2 - 1 for part in asked.blocks.split(SEGMENT)])
+    consecutive = torch.arange(len(signs)) > 0
 
-    def __init__(self, router: Router, asked: AskedPool, name: str = "router") -> None:
-        super().__init__()
-        self.name, self._router, self._asked = name, router, asked
-        self._codes = torch.cat(
-            [(router.encode(part) >= 0).to(torch.int8) * 2 - 1 for part in asked.blocks.split(SEGMENT)]
-        )
-        self._consecutive = torch.arange(len(self._codes)) > 0
-
-    def _best(self, question: str, depth: int) -> list[int]:
-        codes = self._router.ask(self._asked.query(question))
+    def rank(question: str, depth: int) -> list[int]:
+        codes = router.ask(asked.query(question))
         whole = (codes / codes.abs().amax(-1, keepdim=True) * 127).round().to(torch.int8)
-        scores = late_interaction(best_products(self._codes, whole).T, codes.norm(dim=-1))
-        ranked = inherited(scores, self._consecutive).topk(min(depth, len(scores))).indices
-        return [int(block) for block in ranked]
+        scores = late_interaction(best_products(signs, whole).T, codes.norm(dim=-1))
+        found: list[int] = inherited(scores, consecutive).topk(min(depth, len(scores))).indices.tolist()
+        return found
+
+    return rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,13 +175,12 @@ def train_router(
 
 def _compared(asked: AskedPool, trained: Router, reader: StockReader) -> list[dict[str, Any]]:
     questions = asked.set.of("held-out", TESTED)
-    fitted = reader.fitted(asked.pool.tokens)[asked.layer]
-    rankers = (
-        RouterRanker(fitted, asked, "fitted to the text"),
-        RouterRanker(trained, asked, "trained"),
-    )
-    found = [row for each in rankers for row in recall(each, questions, asked.pool, block_size=asked.size)]
-    return [{"set": asked.set.name, **row} for row in found]
+    routers = {"fitted to the text": reader.fitted(asked.pool.tokens)[asked.layer], "trained": trained}
+    return [
+        {"set": asked.set.name, "ranker": name, **row}
+        for name, router in routers.items()
+        for row in recall(ranking(router, asked), questions, asked.pool, block_size=asked.size)
+    ]
 
 
 def _trained(

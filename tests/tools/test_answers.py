@@ -9,8 +9,8 @@ import torch
 
 import memstore
 from benchmarks.answers import COMPRESSED, END, NOTHING, RIGHT, WHOLE, Asking
-from memstore.eval.questions.answers import MOST
-from memstore.eval.questions.sets import Question, QuestionSet
+from benchmarks.questions.answers import MOST
+from memstore.train.questions import Question, QuestionSet
 from tests.instruct import instruct_model, instruct_tokenizer
 
 PARAGRAPHS = ("The lamp hangs in the hall.", "The key lies under the mat.", "Nobody has seen the cat.")

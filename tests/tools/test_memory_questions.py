@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.memory_questions import main
-from memstore.eval.questions import chat
-from tests.eval.questions.test_chat import TURNS, wheel_file
+from benchmarks.questions import chat
+from tests.questions.test_chat import TURNS, wheel_file
 
 
 @pytest.mark.slow

@@ -15,10 +15,10 @@ import memstore
 from memstore.attention import Router
 from memstore.attention.routing import TrainedRouter, save_router
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound
-from memstore.eval.questions.sets import QuestionSet, own_questions
 from memstore.readers.stock.reader import CODE_DIM, ROUTERS
 from memstore.train import RouterOptions, train_router
-from memstore.train.router import BATCH, AskedPool, RouterRanker
+from memstore.train.questions import QuestionSet, own_questions
+from memstore.train.router import BATCH, AskedPool, ranking
 from tests.eval.drts import byte_tokenizer, small_drt
 from tests.readers.models import attach, tiny
 
@@ -134,9 +134,9 @@ def test_routers_are_compared_by_what_an_attached_memory_finds(pairs: QuestionSe
         ((router,),) = reader.selection.routers.values()
         assert router.weight is not None
         assert router.weight.any()
-        ranker = RouterRanker(router, asked)
+        rank = ranking(router, asked)
         for question in few.questions:
-            found, ranked = [match.block for match in reader.search(question.text, 5)], ranker.rank(question.text, 5)
+            found, ranked = [match.block for match in reader.search(question.text, 5)], rank(question.text, 5)
             assert found[0] == ranked[0]
             assert len({*found} & {*ranked}) >= 4, "states are halves of float32, and queries bytes"
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.questions.conversations import load_beam, load_locomo, pooled
 from memstore.errors import InvalidArgument, NotFound
-from memstore.eval.questions.conversations import load_beam, load_locomo, pooled
 
 LOCOMO: list[dict[str, Any]] = [
     {

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.eval.questions.wheel import taken
+from benchmarks.questions.wheel import taken
 from memstore.index.words import WordIndex, asked_words, words_of
 from memstore.readers.kinds import quiet_transformers
 from memstore.readers.reader import Reader

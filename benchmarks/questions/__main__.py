@@ -1,10 +1,16 @@
-"""``memstore eval squad``, ``hotpotqa`` and other sets of questions: do the found blocks hold the evidence?
+"""Sets of questions whose evidence is known: do the found blocks hold it, and does the model answer?
 
-Also ``memstore eval ruler``: thirteen tasks at any length.
+    python -m benchmarks.questions squad --memory squad.mem --questions 1000
+    python -m benchmarks.questions ruler --lengths 4K,32K
+    python -m benchmarks.questions export squad-train squad-train.jsonl
+
+Each set is a verb with options of its own (``--help``); ``ruler`` runs thirteen tasks at any length. ``export`` writes
+a set to a file that ``memstore train router`` reads.
 """
 
 from __future__ import annotations
 
+import json as jsonlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,19 +19,30 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from memstore.errors import InvalidArgument
+from memstore.errors import InvalidArgument, MemstoreError
 from memstore.readers.kinds import FITTED, encode, require_transformers
 from memstore.report import Page, Report, listed
 from memstore.tools.eval import Lengths, Picture, Samples, Seed, memory_url, parse_lengths
 from memstore.tools.models import SMOLLM2, load_model
-from memstore.tools.verb import Device, Dtype, Json, RouterFile, Threads, taking, use_threads
+from memstore.tools.verb import (
+    EXIT_CODES,
+    Device,
+    Dtype,
+    Json,
+    RouterFile,
+    Threads,
+    report_failure,
+    taking,
+    use_threads,
+    verb,
+)
 
 if TYPE_CHECKING:
-    from memstore.eval.questions.rankers import Ranker
-    from memstore.eval.questions.recall import Pool
-    from memstore.eval.questions.sets import Question, QuestionSet
+    from benchmarks.questions.rankers import Ranker
     from memstore.readers.reader import Reader
+    from memstore.train.questions import Pool, Question, QuestionSet
 
+SUMMARY = "Sets of questions whose evidence is known: do the found blocks hold it, and does the model answer?"
 ANSWERED = ("set", "with", "answered", "em", "f1", "has", "ms_to_answer")
 RULER_COLUMNS = ("task", "length", "tokens", "samples", "score", "alone", "ms_to_answer")
 COLUMNS = ("set", "ranker", "top_k", "all", "any", "ms")
@@ -120,16 +137,17 @@ class _QuestionSetting:
         sets = load()
         asked = {each.name: each.of(self.half, self.questions) for each in sets}  # type: ignore[arg-type]  # of checks it
         import memstore
-        from memstore.eval.questions import recall
-        from memstore.eval.questions.answers import answers
+        from benchmarks.questions.answers import answers
+        from benchmarks.questions.cut import cut_off
+        from memstore.train.questions import Pool
 
         show = not self.json and sys.stderr.isatty()
         model, tokenizer = load_model(self.model, self.dtype, device=self.device)
         # The memory is thrown away after the search, so it needs only the layers that choose blocks.
         alone = self.memory is None and self.router in (None, FITTED) and not (self.answers or self.rerank)
-        layer = recall.cut_off(model) if alone else None
+        layer = cut_off(model) if alone else None
         reading: dict[str, Any] = {"routing_layers": None if layer is None else (layer,), "window": self.window}
-        pool = recall.Pool.of(sets[0].paragraphs, tokenizer)
+        pool = Pool.of(sets[0].paragraphs, tokenizer)
         with (
             memory_url(self.memory) as place,
             memstore.attach(
@@ -186,16 +204,17 @@ class _QuestionSetting:
         show: bool,
     ) -> tuple[list[dict[str, Any]], dict[tuple[str, str], list[list[str]]]]:
         """Return how often each ranker finds the evidence, and the best blocks' texts for the questions to answer."""
-        from memstore.eval.questions.recall import recall
         from memstore.progress import progress_bar
+        from memstore.train.questions import recall
 
         size, rows = reader.memory.spec.block_size, list[dict[str, Any]]()
         in_prompt: dict[tuple[str, str], list[list[str]]] = {}
         for ranker in self._rankers(reader, texts):
             for name, questions in asked.items():
                 with progress_bar(ranker.name, 0, len(questions), show) as advance:
-                    found = recall(ranker, questions, pool, block_size=size, top_k=few, advance=advance)
-                    rows += [{"set": name, **row} for row in found]
+                    rank = _counted(ranker.rank, advance)
+                    found = recall(rank, questions, pool, block_size=size, top_k=few)
+                    rows += [{"set": name, "ranker": ranker.name, **row} for row in found]
                 in_prompt[name, f"{ranker.name}, as text"] = [
                     [texts[block] for block in sorted(ranker.rank(each.text, few[0]))]
                     for each in questions[: self.answers or 0]
@@ -212,7 +231,7 @@ class _QuestionSetting:
     ) -> list[dict[str, Any]]:
         """Return the same model's answers without a memory, from text in its prompt."""
         import memstore
-        from memstore.eval.questions.answers import answers
+        from benchmarks.questions.answers import answers
 
         if not self.answers:
             return []
@@ -228,7 +247,7 @@ class _QuestionSetting:
             ]
 
     def _rankers(self, reader: Any, texts: list[str]) -> Iterator[Ranker]:
-        from memstore.eval.questions.rankers import FusedRanker, MemoryRanker, SentenceRanker, WordRanker, minilm
+        from benchmarks.questions.rankers import FusedRanker, MemoryRanker, SentenceRanker, WordRanker, minilm
 
         memory = MemoryRanker(reader)
         yield memory
@@ -253,12 +272,12 @@ def squad(
 
     Example:
 
-        memstore eval squad --memory squad.mem --questions 1000
-        memstore eval squad --pooled 100 --answers 20
+        python -m benchmarks.questions squad --memory squad.mem --questions 1000
+        python -m benchmarks.questions squad --pooled 100 --answers 20
 
-    In Python: memstore.eval.questions.recall.
+    In Python: benchmarks.questions.squad.load.
     """
-    from memstore.eval.questions import squad as source
+    from benchmarks.questions import squad as source
 
     return setting.measure("squad", lambda: [source.load(count=pooled)])
 
@@ -279,11 +298,11 @@ def hotpotqa(
 
     Example:
 
-        memstore eval hotpotqa --memory hotpotqa.mem --pooled 100
+        python -m benchmarks.questions hotpotqa --memory hotpotqa.mem --pooled 100
 
-    In Python: memstore.eval.questions.recall.
+    In Python: benchmarks.questions.hotpotqa.load.
     """
-    from memstore.eval.questions import hotpotqa as source
+    from benchmarks.questions import hotpotqa as source
 
     return setting.measure("hotpotqa", lambda: [source.load(count=pooled)])
 
@@ -298,11 +317,11 @@ def facts(setting: _QuestionSetting) -> Report:
 
     Example:
 
-        memstore eval facts --half all
+        python -m benchmarks.questions facts --half all
 
-    In Python: memstore.eval.questions.recall.
+    In Python: benchmarks.questions.facts.load.
     """
-    from memstore.eval.questions import facts as source
+    from benchmarks.questions import facts as source
 
     return setting.measure("facts", lambda: [source.load(way) for way in source.WAYS])
 
@@ -316,11 +335,11 @@ def lookalikes(setting: _QuestionSetting) -> Report:
 
     Example:
 
-        memstore eval lookalikes --model qwen2.5-0.5b-instruct.gguf --answers 40 --no-baselines
+        python -m benchmarks.questions lookalikes --model qwen2.5-0.5b-instruct.gguf --answers 40 --no-baselines
 
-    In Python: memstore.eval.questions.answers.
+    In Python: benchmarks.questions.lookalikes.load.
     """
-    from memstore.eval.questions import lookalikes as source
+    from benchmarks.questions import lookalikes as source
 
     return setting.measure("lookalikes", lambda: [source.load()])
 
@@ -335,11 +354,11 @@ def babi(setting: _QuestionSetting) -> Report:
 
     Example:
 
-        memstore eval babi --half all --top-k 8,16
+        python -m benchmarks.questions babi --half all --top-k 8,16
 
-    In Python: memstore.eval.questions.recall.
+    In Python: benchmarks.questions.babi.load.
     """
-    from memstore.eval.questions import babi as source
+    from benchmarks.questions import babi as source
 
     return setting.measure("babi", lambda: [source.load(facts) for facts in source.FACTS])
 
@@ -354,11 +373,11 @@ def factbook(setting: _QuestionSetting) -> Report:
 
     Example:
 
-        memstore eval factbook --questions 200
+        python -m benchmarks.questions factbook --questions 200
 
-    In Python: memstore.eval.questions.recall.
+    In Python: benchmarks.questions.factbook.load.
     """
-    from memstore.eval.questions import factbook as source
+    from benchmarks.questions import factbook as source
 
     return setting.measure("factbook", lambda: [source.load()])
 
@@ -383,11 +402,11 @@ def chat(setting: _QuestionSetting, *, scenario: Scenario) -> Report:
 
     Example:
 
-        memstore eval chat student --half all --answers 50
+        python -m benchmarks.questions chat student --half all --answers 50
 
-    In Python: memstore.eval.questions.chat.load.
+    In Python: benchmarks.questions.chat.load.
     """
-    from memstore.eval.questions import chat as source
+    from benchmarks.questions import chat as source
 
     def load() -> Sequence[QuestionSet]:
         found = [each for each in source.load() if each.name == scenario]
@@ -415,11 +434,11 @@ def locomo(
 
     Example:
 
-        memstore eval locomo locomo10.json --conversation conv-26
+        python -m benchmarks.questions locomo locomo10.json --conversation conv-26
 
-    In Python: memstore.eval.questions.conversations.load_locomo.
+    In Python: benchmarks.questions.conversations.load_locomo.
     """
-    from memstore.eval.questions.conversations import load_locomo, pooled
+    from benchmarks.questions.conversations import load_locomo, pooled
 
     def load() -> Sequence[QuestionSet]:
         sets = {each.name: each for each in load_locomo(path)}
@@ -447,18 +466,18 @@ def beam(setting: _QuestionSetting, *, path: Conversation) -> Report:
 
     Example:
 
-        memstore eval beam BEAM/chats/100K/1 --half all
+        python -m benchmarks.questions beam BEAM/chats/100K/1 --half all
 
-    In Python: memstore.eval.questions.conversations.load_beam.
+    In Python: benchmarks.questions.conversations.load_beam.
     """
-    from memstore.eval.questions.conversations import load_beam
+    from benchmarks.questions.conversations import load_beam
 
     return setting.measure("beam", lambda: [load_beam(path)])
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Ruler:
-    """The options of ``memstore eval ruler``."""
+    """The options of ``python -m benchmarks.questions ruler``."""
 
     model: Model = SMOLLM2
     tasks: Tasks = None
@@ -485,16 +504,17 @@ def ruler(setting: _Ruler) -> Report:
 
     Example:
 
-        memstore eval ruler --model qwen2.5-1.5b-instruct.gguf --lengths 4K,32K --samples 10
+        python -m benchmarks.questions ruler --model qwen2.5-1.5b-instruct.gguf --lengths 4K,32K --samples 10
 
-    In Python: memstore.eval.questions.ruler.measure.
+    In Python: benchmarks.questions.ruler.measure.
     """
     lengths = parse_lengths(setting.lengths)
     require_transformers()
     use_threads(setting.threads)
     import memstore
-    from memstore.eval.picture import check_picture, draw_bars
-    from memstore.eval.questions.ruler import TASKS, Maker, measure
+    from benchmarks.questions.bars import draw_bars
+    from benchmarks.questions.ruler import TASKS, Maker, measure
+    from memstore.eval.picture import check_picture
     from memstore.progress import progress_bar
 
     if setting.picture is not None:
@@ -529,6 +549,65 @@ def ruler(setting: _Ruler) -> Report:
     return Report(data=data, text=lambda page: _show_ruler(page, rows, mean))
 
 
+Exported = Annotated[
+    str, typer.Argument(metavar="SET", help="Set: squad-train, squad, hotpotqa or facts.", show_default=False)
+]
+Target = Annotated[Path, typer.Argument(metavar="FILE", help="Write the questions to this file.", show_default=False)]
+
+
+def export(name: Exported, out: Target) -> Report:
+    """Write a set to a JSON Lines file of questions and their evidence, for memstore train router.
+
+    squad-train has the questions about 280 articles of SQuAD 1.1's training part, which the shipped router was trained
+    on. hotpotqa has the first 500 questions. facts asks the 32 facts in other words. Halves and the order of paragraphs
+    stay as they are. The first run fetches the questions (19 MB, squad-train 74 MB).
+
+    Example:
+
+        python -m benchmarks.questions export squad-train squad-train.jsonl
+
+    In Python: benchmarks.questions.__main__.lines_of.
+    """
+    from benchmarks.questions import facts, hotpotqa, squad
+
+    loads: dict[str, Callable[[], QuestionSet]] = {
+        "squad-train": squad.load_training,
+        "squad": squad.load,
+        "hotpotqa": hotpotqa.load,
+        "facts": facts.load,
+    }
+    if name not in loads:
+        raise InvalidArgument(f"there is no set {name!r} to export; choose from {', '.join(loads)}")
+    asked = loads[name]()
+    out.write_text("".join(f"{jsonlib.dumps(line)}\n" for line in lines_of(asked)), "utf-8")
+    data = {"set": name, "out": str(out), "questions": len(asked.questions), "paragraphs": len(asked.paragraphs)}
+    return Report(data=data, text=lambda page: page.facts(data))
+
+
+def lines_of(asked: QuestionSet) -> Iterator[dict[str, Any]]:
+    """Yield the questions of a set as ``own_questions`` reads them, with all paragraphs in their order."""
+    written, last = 0, asked.questions[-1]
+    for question in asked.questions:
+        stop = len(asked.paragraphs) if question is last else max(question.evidence) + 1
+        yield {
+            "id": question.about or question.id,
+            "question": question.text,
+            "evidence": [asked.paragraphs[number] for number in question.evidence],
+            "others": list(asked.paragraphs[written:stop]),
+        }
+        written = max(written, stop)
+
+
+def _counted(rank: Callable[[str, int], list[int]], advance: Callable[[int], None]) -> Callable[[str, int], list[int]]:
+    """Return ``rank``, which also tells ``advance`` of each question."""
+
+    def counted(question: str, depth: int) -> list[int]:
+        advance(1)
+        return rank(question, depth)
+
+    return counted
+
+
 def _router_in(reader: Reader) -> str:
     """Name the router of the memory: trained on questions, or fitted to its text."""
     routers = [each for several in reader.selection.routers.values() for each in several]  # type: ignore[attr-defined]
@@ -542,7 +621,7 @@ def _blocks(text: str) -> int:
 
 
 def _draw(data: dict[str, Any], path: Path) -> None:
-    from memstore.eval.picture import draw_bars
+    from benchmarks.questions.bars import draw_bars
 
     sets = {row["set"] for row in data["rows"]}
 
@@ -579,3 +658,34 @@ def _show(page: Page, data: dict[str, Any]) -> None:
 def _show_ruler(page: Page, rows: list[dict[str, Any]], mean: float) -> None:
     page.records(rows, RULER_COLUMNS)
     page.line(f"mean {mean}")
+
+
+VERBS: tuple[Callable[..., Report], ...] = (
+    squad,
+    hotpotqa,
+    facts,
+    lookalikes,
+    babi,
+    factbook,
+    chat,
+    locomo,
+    beam,
+    ruler,
+    export,
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command line and return the exit code."""
+    app = typer.Typer(add_completion=False, help=SUMMARY, epilog=EXIT_CODES, rich_markup_mode=None)
+    for each in VERBS:
+        app.command(each.__name__)(verb(each))
+    command: Any = typer.main.get_command(app)
+    try:
+        return command.main(arguments, prog_name="python -m benchmarks.questions", standalone_mode=False) or 0
+    except (MemstoreError, typer.TyperException) as error:
+        return report_failure(error, json="--json" in arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

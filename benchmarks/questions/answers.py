@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from memstore.eval.questions.sets import SEPARATOR, Question
 from memstore.readers.reader import Reader
+from memstore.train.questions import SEPARATOR, Question
 
 MOST = 32
 """Tokens of an answer, at most."""

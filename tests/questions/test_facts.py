@@ -4,9 +4,9 @@ import re
 
 import pytest
 
+from benchmarks.questions import facts
+from benchmarks.questions.facts import FACTS, WAYS
 from memstore.errors import InvalidArgument
-from memstore.eval.questions import facts
-from memstore.eval.questions.facts import FACTS, WAYS
 
 SMALL = (
     "a an after and at because by can did do does for from has have how in into is made not of on one our that the "

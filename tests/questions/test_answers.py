@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from memstore.eval.questions.answers import exact, f1, normalised
+from benchmarks.questions.answers import exact, f1, normalised
 
 
 def test_case_articles_and_punctuation_do_not_count() -> None:

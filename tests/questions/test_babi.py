@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import random
 
-from memstore.eval.questions import babi
-from memstore.eval.questions.babi import FACTS, Story
+from benchmarks.questions import babi
+from benchmarks.questions.babi import FACTS, Story
 
 BOOK = "Nothing happened that day, nor on the next one.\n" * 1500
 

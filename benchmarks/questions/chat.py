@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from memstore.eval.questions.sets import Question, QuestionSet
-from memstore.eval.questions.wheel import made_of
+from benchmarks.questions.wheel import made_of
+from memstore.train.questions import Question, QuestionSet
 from memstore.wheels import Source
 
 SOURCE = "bfcl-eval 2026.3.23 (Apache-2.0)"

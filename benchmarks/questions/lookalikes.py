@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
-from memstore.eval.questions.manual import hidden, paragraphs
-from memstore.eval.questions.sets import Question, QuestionSet
+from benchmarks.questions.manual import hidden, paragraphs
+from memstore.train.questions import Question, QuestionSet
 
 SOURCE = "look-alikes of memstore's own in Python's language reference (PSF licence)"
 CHARACTERS = 32_000

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from memstore.eval.questions import lookalikes
-from memstore.eval.questions.lookalikes import FORMS
+from benchmarks.questions import lookalikes
+from benchmarks.questions.lookalikes import FORMS
 
 MANUAL = "Nothing happened that day.\n" * 2000
 

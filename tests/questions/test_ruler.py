@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 
+from benchmarks.questions import ruler
+from benchmarks.questions.ruler import TASKS, Maker, RulerSample, score
 from memstore.errors import InvalidArgument
-from memstore.eval.questions import ruler
-from memstore.eval.questions.ruler import TASKS, Maker, RulerSample, score
-from memstore.eval.questions.sets import Question, QuestionSet
+from memstore.train.questions import Question, QuestionSet
 
 MANUAL = "Nothing happened that day, nor on the next one, as the old book says.\n" * 400
 PEOPLE = QuestionSet(
@@ -25,7 +25,7 @@ def words(text: str) -> int:
 
 @pytest.fixture(autouse=True)
 def nothing_is_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("memstore.eval.questions.manual.topics", lambda: [MANUAL])
+    monkeypatch.setattr("benchmarks.questions.manual.topics", lambda: [MANUAL])
     for name in ("qa_1", "qa_2"):
         monkeypatch.setitem(TASKS, name, ruler._documents(lambda: PEOPLE))
 

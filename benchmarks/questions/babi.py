@@ -11,8 +11,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from memstore.eval.questions.manual import hidden, paragraphs
-from memstore.eval.questions.sets import Question, QuestionSet
+from benchmarks.questions.manual import hidden, paragraphs
+from memstore.train.questions import Question, QuestionSet
 
 SOURCE = "a story of memstore's own in Python's language reference (PSF licence)"
 FACTS = ("one", "two", "three")

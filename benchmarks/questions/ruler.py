@@ -18,10 +18,10 @@ from itertools import count, cycle
 from typing import Any, NamedTuple
 
 import memstore
+from benchmarks.questions import hotpotqa, squad
+from benchmarks.questions.manual import paragraphs
 from memstore.errors import InvalidArgument
-from memstore.eval.questions import hotpotqa, squad
-from memstore.eval.questions.manual import paragraphs
-from memstore.eval.questions.sets import SEPARATOR, QuestionSet
+from memstore.train.questions import SEPARATOR, QuestionSet
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 CHARACTERS = 2_000_000

@@ -3,7 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import memstore
-from memstore.eval.questions.recall import cut_off
+from benchmarks.questions.cut import cut_off
 from tests.eval.drts import byte_tokenizer
 from tests.readers.models import tiny
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
+from benchmarks.questions.manual import hidden, paragraphs
 from memstore.errors import InvalidArgument
-from memstore.eval.questions.manual import hidden, paragraphs
-from memstore.eval.questions.sets import Question, QuestionSet
+from memstore.train.questions import Question, QuestionSet
 
 SOURCE = "facts of memstore's own in Python's language reference (PSF licence)"
 WAYS = ("own", "plain", "other")
