@@ -34,8 +34,8 @@ import torch
 from torch import Tensor
 
 import memstore
+from memstore.eval.evaluation import greedy
 from memstore.eval.filler import Filler
-from memstore.eval.needle import greedy
 from memstore.eval.perplexity import after_cache, after_memory, places
 from memstore.eval.run import TaskPlan, block_tokens, draw, evaluate, memory_spec
 from memstore.models.hils.training import HilsRecipe

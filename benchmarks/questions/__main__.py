@@ -130,7 +130,7 @@ class _QuestionSetting:
         few = listed("--top-k", self.top_k, _blocks, "write numbers of blocks such as 8 or 4,8,16")
         require_transformers()
         use_threads(self.threads)
-        from memstore.eval.picture import check_picture
+        from memstore.eval.pictures import check_picture
 
         if self.picture is not None:
             check_picture(self.picture)
@@ -514,7 +514,7 @@ def ruler(setting: _Ruler) -> Report:
     import memstore
     from benchmarks.questions.bars import draw_bars
     from benchmarks.questions.ruler import TASKS, Maker, measure
-    from memstore.eval.picture import check_picture
+    from memstore.eval.pictures import check_picture
     from memstore.progress import progress_bar
 
     if setting.picture is not None:

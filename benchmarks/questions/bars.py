@@ -7,7 +7,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any
 
-from memstore.eval.picture import figure_class, save_picture
+from memstore.eval.pictures import figure_class, save_picture
 
 Bars = Mapping[str, Mapping[str, float]]
 """Shares from 0 to 1 by name, for each group of bars."""

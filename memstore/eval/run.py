@@ -21,9 +21,8 @@ from torch import Tensor
 import memstore
 from memstore import MemorySpec
 from memstore.errors import InvalidArgument, UnsupportedModel
-from memstore.eval.evaluation import evaluation_of
+from memstore.eval.evaluation import LayerScore, Reply, evaluation_of
 from memstore.eval.filler import Filler
-from memstore.eval.needle import LayerScore, Reply
 from memstore.eval.tasks import TASKS, Phrases, Sample, check_room, plant
 from memstore.memory import Memory
 from memstore.readers.kinds import kind_of

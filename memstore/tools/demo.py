@@ -240,7 +240,7 @@ def _ask_volumes(
 
 
 def _ask_volume(model: Any, tokenizer: Any, memory: Any, name: str, values: dict[str, Any]) -> dict[str, Any]:
-    from memstore.eval.needle import needle_blocks
+    from memstore.eval.evaluation import needle_blocks
     from memstore.eval.run import ask, block_tokens, past_of
     from memstore.eval.tasks import Sample
 

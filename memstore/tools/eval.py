@@ -92,7 +92,7 @@ class _Setting:
         lengths, depths = parse_lengths(self.lengths), parse_depths(self.depths)
         require_transformers()
         from memstore.eval.filler import check_files
-        from memstore.eval.picture import check_picture
+        from memstore.eval.pictures import check_picture
         from memstore.eval.run import TaskPlan
 
         plan = TaskPlan(
@@ -426,7 +426,7 @@ def _show_needles(page: Page, rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _draw(rows: Sequence[CellResult], path: Path, plan: TaskPlan, model: str, filler: str) -> None:
-    from memstore.eval.picture import draw_picture
+    from memstore.eval.pictures import draw_picture
 
     each = f"{plan.samples} samples of each length" + (" and depth" if plan.depths is not None else ", depths random")
     draw_picture(

@@ -72,8 +72,7 @@ def plot(
 
     In Python: memstore.eval.pictures.
     """
-    from memstore.eval.picture import check_picture, save_picture
-    from memstore.eval.pictures import audit_picture, document_margins, similarity
+    from memstore.eval.pictures import audit_picture, check_picture, document_margins, save_picture, similarity
 
     check_picture(out)
     with options.open() as opened:

@@ -11,7 +11,7 @@ import torch
 import memstore
 from memstore import Retrieval
 from memstore.errors import InvalidArgument
-from memstore.eval.needle import layer_found
+from memstore.eval.evaluation import layer_found
 from memstore.eval.run import TaskPlan, draw, evaluate, memory_spec
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.evaluation import (

@@ -7,8 +7,8 @@ import pytest
 from PIL import Image
 
 from memstore.errors import InvalidArgument, MemstoreError, NotFound
-from memstore.eval.needle import Reply
-from memstore.eval.picture import check_picture, draw_picture, tokens_label
+from memstore.eval.evaluation import Reply
+from memstore.eval.pictures import check_picture, draw_picture, tokens_label
 from memstore.eval.run import CellResult, Outcome
 
 

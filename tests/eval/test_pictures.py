@@ -13,7 +13,6 @@ from PIL import Image
 
 import memstore
 from memstore.errors import InvalidArgument
-from memstore.eval.picture import save_picture
 from memstore.eval.pictures import (
     audit_picture,
     bins,
@@ -21,6 +20,7 @@ from memstore.eval.pictures import (
     drawable,
     heat,
     margins,
+    save_picture,
     similarity,
     tiers,
 )

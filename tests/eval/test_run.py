@@ -13,8 +13,8 @@ import torch
 
 import memstore
 from memstore.errors import ForeignMemory, InvalidArgument
+from memstore.eval.evaluation import NeedleScore, Reply, needle_blocks
 from memstore.eval.filler import Filler
-from memstore.eval.needle import NeedleScore, Reply, needle_blocks
 from memstore.eval.run import CellResult, Outcome, TaskPlan, draw, evaluate
 from memstore.eval.tasks import TASKS, Phrases, Sample, plant
 from memstore.memory import Memory

@@ -13,8 +13,8 @@ import torch
 import memstore
 from memstore import Retrieval
 from memstore.errors import InvalidArgument
+from memstore.eval.evaluation import needle_blocks
 from memstore.eval.filler import load_filler
-from memstore.eval.needle import needle_blocks
 from memstore.eval.run import memory_spec
 from memstore.eval.tasks import TASKS, Phrases, Sample, plant
 from memstore.models.landmark import LandmarkReader

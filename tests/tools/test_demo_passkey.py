@@ -8,7 +8,7 @@ import pytest
 
 import memstore
 from memstore.errors import InvalidArgument
-from memstore.eval.needle import needle_blocks
+from memstore.eval.evaluation import needle_blocks
 from memstore.readers.kinds import PASSKEY, load_folder, shipped_model
 from memstore.tools import demo
 from tests.eval.drts import save_drt

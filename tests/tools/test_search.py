@@ -93,8 +93,8 @@ def test_a_memory_without_complete_blocks_says_so(cli: Cli, memory: Path, vector
 
 @pytest.mark.parametrize("name", ["drt", "landmark-passkey"])
 def test_a_model_of_the_package_searches_its_memory(cli: Cli, tmp_path: Path, name: str) -> None:
+    from memstore.eval.evaluation import needle_blocks
     from memstore.eval.filler import load_filler
-    from memstore.eval.needle import needle_blocks
     from memstore.eval.run import memory_spec
     from memstore.eval.tasks import Phrases, passkey, plant
     from memstore.readers.kinds import LANDMARK_PASSKEY, PASSKEY, load_folder, shipped_model

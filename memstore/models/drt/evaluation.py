@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.eval.evaluation import Evaluation
-from memstore.eval.needle import WIDE, NeedleScore, Reply, greedy, needle_blocks
+from memstore.eval.evaluation import Evaluation, NeedleScore, Reply, greedy, needle_blocks
 from memstore.eval.perplexity import after_cache, by_context
 from memstore.eval.tasks import Sample
 from memstore.memory import Document
@@ -32,6 +31,9 @@ from memstore.models.drt.retrieval import DRTChoice, GroupSearch
 from memstore.readers.audit import Auditor, exact_scores, index_recall
 from memstore.readers.caches import CACHE
 from memstore.readers.observer import Choice, Choices
+
+WIDE = 64
+"""Best blocks among which a needle is searched, even if the model takes fewer."""
 
 
 class DRTAuditor(Auditor):

@@ -11,8 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memstore.eval.evaluation import Evaluation
-from memstore.eval.needle import LayerScore, Reply, greedy, layer_found, needle_blocks
+from memstore.eval.evaluation import Evaluation, LayerScore, Reply, greedy, layer_found, needle_blocks
 from memstore.eval.perplexity import after_cache, by_context
 from memstore.eval.tasks import Sample
 from memstore.models.hils.cache import HilsCache, HilsChoice

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from memstore.errors import UnsupportedModel
-from memstore.eval.evaluation import Evaluation
-from memstore.eval.needle import Reply, greedy
+from memstore.eval.evaluation import Evaluation, Reply, greedy
 from memstore.eval.tasks import Sample
 from memstore.memory import Document
 from memstore.models.indexed.call import IndexChoice

@@ -34,8 +34,7 @@ from torch import Tensor
 
 from memstore.attention.landmark import Questions
 from memstore.errors import InvalidArgument, UnsupportedModel
-from memstore.eval.evaluation import Evaluation
-from memstore.eval.needle import Reply, greedy, layer_found, needle_blocks
+from memstore.eval.evaluation import Evaluation, Reply, greedy, layer_found, needle_blocks
 from memstore.eval.tasks import Sample
 from memstore.memory import Document
 from memstore.models.landmark import LandmarkForCausalLM
