@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,30 +22,6 @@ Bare = Callable[[Any, Tensor, int], Tensor]
 """``(model, text, scored)``: the losses of the last ``scored`` tokens of ``text [n]`` with retrieval off."""
 
 
-@dataclass(frozen=True)
-class PerplexityRow:
-    """The result for one length."""
-
-    length: int
-    """Tokens, including the scored ones."""
-    scored: int
-    """Scored tokens in all samples together."""
-    window: float
-    """Perplexity of the same weights with retrieval off."""
-    memory: float
-    """Perplexity with all earlier tokens in a memory."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the row as ``--json`` prints it."""
-        return {
-            "length": self.length,
-            "scored": self.scored,
-            "window": round(self.window, 4),
-            "memory": round(self.memory, 4),
-            "ratio": round(self.memory / self.window, 4),
-        }
-
-
 def perplexity(
     model: Any,
     tokens: Tensor,
@@ -56,23 +31,34 @@ def perplexity(
     scored: int = 1024,
     samples: int = 4,
     advance: Callable[[int], None] = lambda tokens: None,  # noqa: ARG005 - nobody listens
-) -> list[PerplexityRow]:
+) -> list[dict[str, Any]]:
     """Measure perplexity of ``scored`` tokens at ``samples`` places of ``tokens [n]``, for contexts of all ``lengths``.
 
-    The places are the same for all lengths, so rows differ by their context alone. Raises ``InvalidArgument`` if the
-    text is too short, or a length has no room for the scored tokens.
+    The places are the same for all lengths, so rows differ by their context alone. ``length`` includes the scored
+    tokens, and ``scored`` counts those of all samples. ``window`` is the perplexity of the same weights with retrieval
+    off, ``memory`` that with all earlier tokens in a memory, ``ratio`` the second by the first. Raises
+    ``InvalidArgument`` if the text is too short, or a length has no room for the scored tokens.
     """
     _check(len(tokens), lengths, scored, samples)
     ends = places(len(tokens), max(lengths), samples)
     rows = []
     for length in lengths:
-        window, stored = [], []
+        bare_losses, stored_losses = [], []
         for end in ends:
             text = tokens[end - length : end]
-            window.append(bare(model, text, scored))
-            stored.append(after_memory(model, text, scored))
+            bare_losses.append(bare(model, text, scored))
+            stored_losses.append(after_memory(model, text, scored))
             advance(length)
-        rows.append(PerplexityRow(length, scored * len(ends), _perplexity(window), _perplexity(stored)))
+        window, memory = _perplexity(bare_losses), _perplexity(stored_losses)
+        rows.append(
+            {
+                "length": length,
+                "scored": scored * len(ends),
+                "window": round(window, 4),
+                "memory": round(memory, 4),
+                "ratio": round(memory / window, 4),
+            }
+        )
     return rows
 
 
@@ -150,8 +136,7 @@ def by_context(bare: Bare) -> Callable[..., Report]:
         total = sum(lengths) * len(places(len(tokens), max(lengths), samples))
         with progress_bar("perplexity", 0, total, show) as advance:
             rows = perplexity(model, tokens, lengths, bare, scored=scored, samples=samples, advance=advance)
-        data = [row.to_dict() for row in rows]
-        report = {"task": "perplexity", "model": folder.name, "rows": data}
-        return Report(data=report, text=lambda page: page.records(data))
+        report = {"task": "perplexity", "model": folder.name, "rows": rows}
+        return Report(data=report, text=lambda page: page.records(rows))
 
     return measured

@@ -30,12 +30,14 @@ def one_pass(model: Any, tokens: Tensor, scored: int) -> float:
 def test_perplexities_are_those_of_one_pass(positions: str) -> None:
     model, tokens = small_drt(positions=positions), text(1200)
     rows = perplexity(model, tokens, [200, 601, 1200], after_window, scored=90, samples=1)
-    assert [row.length for row in rows] == [200, 601, 1200]
+    assert [row["length"] for row in rows] == [200, 601, 1200]
     for row in rows:
-        assert row.scored == 90
-        assert row.memory == pytest.approx(one_pass(model, tokens[-row.length :], 90), rel=1e-4)
-        assert row.window == pytest.approx(one_pass(without_retrieval(model), tokens[-row.length :], 90), rel=1e-4)
-        assert row.memory != pytest.approx(row.window, rel=1e-3)
+        assert row["scored"] == 90
+        assert row["memory"] == pytest.approx(one_pass(model, tokens[-row["length"] :], 90), rel=1e-4)
+        assert row["window"] == pytest.approx(
+            one_pass(without_retrieval(model), tokens[-row["length"] :], 90), rel=1e-4
+        )
+        assert row["memory"] != pytest.approx(row["window"], rel=1e-3)
 
 
 def test_samples_are_at_the_same_places_for_all_lengths() -> None:
@@ -46,8 +48,8 @@ def test_samples_are_at_the_same_places_for_all_lengths() -> None:
     heard: list[int] = []
     (row,) = perplexity(model, tokens, [200], after_window, scored=50, samples=3, advance=heard.append)
     expected = [one_pass(model, tokens[end - 200 : end], 50) for end in (200, 400, 600)]
-    assert row.memory == pytest.approx(float(torch.tensor(expected).log().mean().exp()), rel=1e-4)
-    assert row.to_dict().keys() == {"length", "scored", "window", "memory", "ratio"}
+    assert row["memory"] == pytest.approx(float(torch.tensor(expected).log().mean().exp()), rel=1e-4)
+    assert row.keys() == {"length", "scored", "window", "memory", "ratio"}
     assert sum(heard) == 600
 
 
@@ -74,9 +76,9 @@ def test_a_hils_model_is_measured_with_its_blocks_and_with_windows_alone(kind: s
     cache.top_k = 0
     alone = losses(model, cache, tokens)[-60:].mean().exp()
     for row in rows:
-        assert row.memory == pytest.approx(one_pass(model, tokens[-row.length :], 60), rel=1e-4)
-        assert row.window != pytest.approx(row.memory, rel=1e-3)
-    assert rows[-1].window == pytest.approx(float(alone), rel=1e-4)
+        assert row["memory"] == pytest.approx(one_pass(model, tokens[-row["length"] :], 60), rel=1e-4)
+        assert row["window"] != pytest.approx(row["memory"], rel=1e-3)
+    assert rows[-1]["window"] == pytest.approx(float(alone), rel=1e-4)
     assert hils_windows(model, tokens[:16], 10) == pytest.approx(
         losses(model, HilsCache(model.config, 1), tokens[:16])[-10:]
     )
