@@ -92,7 +92,7 @@ class _Setting:
         lengths, depths = parse_lengths(self.lengths), parse_depths(self.depths)
         require_transformers()
         from memstore.eval.filler import check_files
-        from memstore.eval.pictures import check_picture
+        from memstore.eval.pictures import check_picture, draw_picture
         from memstore.eval.run import TaskPlan
 
         plan = TaskPlan(
@@ -110,10 +110,12 @@ class _Setting:
         if self.model is None and task == "multi-needle":
             raise InvalidArgument("no model in this package was trained on several needles: name your own with --model")
         shipped = TWO_HOP if task == "two-hop" else PASSKEY
-        name, model, tokenizer = _load(self.model, shipped, self.device, self.threads)
+        name, model, tokenizer = _load_asked(self.model, shipped, self.device, self.threads)
         rows, filler = self._rows(plan, model, tokenizer)
         if self.picture is not None:
-            _draw(rows, self.picture, plan, name, filler)
+            each = "length, depths random" if depths is None else "length and depth"
+            caption = f"model {name}; {self.samples} samples of each {each}; filler: {filler}"
+            draw_picture(rows, self.picture, title=f"{task}: whole answers found", caption=caption)
         told = [row.to_dict(tokenizer.decode) for row in rows]
         data = {"task": task, "model": name, "filler": filler, "rows": told}
         return Report(data=data, text=lambda page: _show_needles(page, told))
@@ -242,11 +244,8 @@ def perplexity(
         named = ", ".join("--" + name.replace("_", "-") for name in unfit)
         raise InvalidArgument(f"a {kind.name} does not take {named}; leave it out.")
     chosen = {name: value for name, value in values_of(options, given).items() if value}
-    use_threads(threads)
-    check_device(device)
     texts = read_documents(text)
-    with quiet_transformers():
-        loaded, tokenizer = load_folder(folder, device)
+    loaded, tokenizer = _load(folder, device, threads)
     show = not json and sys.stderr.isatty()
     report: Report = measure(loaded, tokenizer, texts, folder, **chosen, show=show)
     return report
@@ -307,7 +306,7 @@ def generate(
 
     rouge_scorer()  # fails before hours of generating
     found = read_pairs(pairs, prompt=prompt_field, answer=answer_field)
-    name, loaded, tokenizer = _load(model, PASSKEY, device, threads)
+    name, loaded, tokenizer = _load_asked(model, PASSKEY, device, threads)
     total = sum(len(encode(tokenizer, prompt)) for prompt, _ in found)
     with progress_bar("prompts", 0, total, not json and sys.stderr.isatty()) as advance:
         answers = generate_answers(loaded, tokenizer, found, max_tokens=max_tokens, advance=advance)
@@ -360,10 +359,7 @@ def lookup(
         )
     size = tokens_of("--memory-size", memory_size, least=1)
     written = read_text(text)
-    use_threads(threads)
-    check_device(device)
-    with quiet_transformers():
-        loaded, tokenizer = load_folder(model_folder(model), device)
+    loaded, tokenizer = _load(model_folder(model), device, threads)
     total = (3 if examples else 2) * len(encode(tokenizer, written))
     with progress_bar("lookup", 0, total, not json and sys.stderr.isatty()) as advance:
         found = look_up(loaded, tokenizer, written, memory_size=size, examples=examples, advance=advance)
@@ -389,21 +385,24 @@ def parse_depths(text: str) -> list[float] | None:
     return depths
 
 
-def _load(folder: Path | None, shipped: str, device: str, threads: int | None) -> tuple[str, Any, Any]:
+def _load(folder: Path, device: str, threads: int | None) -> tuple[Any, Any]:
+    use_threads(threads)
+    check_device(device)
+    with quiet_transformers():
+        return load_folder(folder, device)
+
+
+def _load_asked(folder: Path | None, shipped: str, device: str, threads: int | None) -> tuple[str, Any, Any]:
     """Return name, model and tokenizer, for a kind of model that supports needle tasks."""
     from memstore.eval.evaluation import evaluation_of
 
-    use_threads(threads)
-    check_device(device)
     source = shipped_model(shipped) if folder is None else model_folder(folder)
     kind = kind_in(source)
     if evaluation_of(kind).ask is None:
         raise UnsupportedModel(
             f"{source} is a {kind.name}, which was not trained on needles. Train a model: memstore train drt"
         )
-    with quiet_transformers():
-        model, tokenizer = load_folder(source, device)
-    return shipped if folder is None else folder.name or str(folder), model, tokenizer
+    return shipped if folder is None else folder.name or str(folder), *_load(source, device, threads)
 
 
 @contextmanager
@@ -423,18 +422,6 @@ def _show_needles(page: Page, rows: Sequence[dict[str, Any]]) -> None:
         page.line()
         page.line("Retrieval of the needle's block, by layer")
         page.records(layers)
-
-
-def _draw(rows: Sequence[CellResult], path: Path, plan: TaskPlan, model: str, filler: str) -> None:
-    from memstore.eval.pictures import draw_picture
-
-    each = f"{plan.samples} samples of each length" + (" and depth" if plan.depths is not None else ", depths random")
-    draw_picture(
-        rows,
-        path,
-        title=f"{plan.task}: whole answers found",
-        caption=f"model {model}; {each}; filler: {filler}",
-    )
 
 
 def _show_lookup(page: Page, data: dict[str, Any]) -> None:
