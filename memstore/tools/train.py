@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from inspect import Parameter, Signature, getdoc
@@ -28,7 +27,6 @@ from memstore.tools.verb import (
     Json,
     Threads,
     parameters_of,
-    taking,
     use_threads,
     values_of,
 )
@@ -112,42 +110,37 @@ def _show(page: Page, data: Mapping[str, Any]) -> None:
 COLUMNS = ("set", "ranker", "questions", "all", "any")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _RouterTraining:
-    """The options of ``memstore train router``."""
-
+def router(
+    *,
     pairs: Annotated[
         Path,
         typer.Option(
             help="Train on the questions and their evidence in this JSON Lines file. Only one half trains.",
             show_default=False,
         ),
-    ]
-    out: Annotated[Path, typer.Option(help="Write the router to this file.", show_default=False)]
+    ],
+    out: Annotated[Path, typer.Option(help="Write the router to this file.", show_default=False)],
     model: Annotated[
         str,
         typer.Option(help="Train for this stock model: smollm2, a Hugging Face directory, a GGUF file or a hub id."),
-    ] = SMOLLM2
+    ] = SMOLLM2,
     test: Annotated[
         list[Path] | None,
         typer.Option(help="Test on the questions in this other file. May be repeated."),
-    ] = None
-    half: Annotated[str, typer.Option(help="Train on this half of the questions: chosen, held-out or all.")] = "chosen"
-    steps: Annotated[int, typer.Option(min=1, help="Train for this many steps of up to 24 questions.")] = 600
-    learning_rate: Annotated[float, typer.Option(help="Set the highest learning rate.")] = 3e-3
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the order of questions.")] = 0
+    ] = None,
+    half: Annotated[str, typer.Option(help="Train on this half of the questions: chosen, held-out or all.")] = "chosen",
+    steps: Annotated[int, typer.Option(min=1, help="Train for this many steps of up to 24 questions.")] = 600,
+    learning_rate: Annotated[float, typer.Option(help="Set the highest learning rate.")] = 3e-3,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the order of questions.")] = 0,
     runs: Annotated[
         int,
         typer.Option(min=1, help="Train this many times in different orders of questions, and average the routers."),
-    ] = 1
-    dtype: Dtype = "auto"
-    threads: Threads = None
-    device: Device = "cpu"
-    json: Json = False
-
-
-@taking(_RouterTraining)
-def router(options: _RouterTraining) -> Report:
+    ] = 1,
+    dtype: Dtype = "auto",
+    threads: Threads = None,
+    device: Device = "cpu",
+    json: Json = False,
+) -> Report:
     """Train the router that finds blocks for a stock model, on questions with known evidence.
 
     The model and the format of memories do not change. Only the numbers of the router differ. Otherwise they come with
@@ -165,23 +158,27 @@ def router(options: _RouterTraining) -> Report:
     In Python: memstore.train.train_router.
     """
     require_transformers()
-    use_threads(options.threads)
+    use_threads(threads)
     from memstore.progress import progress_bar
     from memstore.train.questions import own_questions
-    from memstore.train.router import RouterOptions, train_router
+    from memstore.train.router import train_router
 
-    sets = [own_questions(path.expanduser()) for path in (options.pairs, *(options.test or []))]
-
-    model, tokenizer = load_model(options.model, options.dtype, device=options.device)
-    half: Any = options.half  # checked where questions are chosen
-    settings = RouterOptions(
-        steps=options.steps, learning_rate=options.learning_rate, seed=options.seed, runs=options.runs, half=half
-    )
-    show = not options.json and sys.stderr.isatty()
-    with progress_bar(options.pairs.name, 0, None, show) as advance:
-        told = train_router(model, tokenizer, sets[0], options.out, tested=sets[1:], options=settings, advance=advance)
-    asked = {"pairs": str(options.pairs), "half": options.half, "steps": options.steps, "runs": options.runs}
-    data = {"model": options.model, **asked, **told}
+    asked, *tested = (own_questions(path.expanduser()) for path in (pairs, *(test or [])))
+    loaded, tokenizer = load_model(model, dtype, device=device)
+    settings: dict[str, Any] = {"half": half, "steps": steps, "runs": runs}
+    with progress_bar(pairs.name, 0, None, not json and sys.stderr.isatty()) as advance:
+        told = train_router(
+            loaded,
+            tokenizer,
+            asked,
+            out,
+            tested=tested,
+            learning_rate=learning_rate,
+            seed=seed,
+            **settings,
+            advance=advance,
+        )
+    data = {"model": model, "pairs": str(pairs), **settings, **told}
     return Report(data=data, text=lambda page: _show_router(page, data))
 
 

@@ -10,7 +10,7 @@ from memstore.lazy import lazy
 
 if TYPE_CHECKING:
     from memstore.train.recipes import Recipe
-    from memstore.train.router import RouterOptions, train_router
+    from memstore.train.router import train_router
     from memstore.train.settings import Optimisation, Runtime
     from memstore.train.texts import train_on_pairs, train_on_texts, train_recipe
 else:
@@ -19,7 +19,6 @@ else:
         {
             "Optimisation": "settings",
             "Recipe": "recipes",
-            "RouterOptions": "router",
             "Runtime": "settings",
             "train_on_pairs": "texts",
             "train_on_texts": "texts",
@@ -31,7 +30,6 @@ else:
 __all__ = [
     "Optimisation",
     "Recipe",
-    "RouterOptions",
     "Runtime",
     "train_on_pairs",
     "train_on_texts",

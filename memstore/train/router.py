@@ -20,7 +20,6 @@ import math
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -105,23 +104,6 @@ def ranking(router: Router, asked: AskedPool) -> Callable[[str, int], list[int]]
     return rank
 
 
-@dataclass(frozen=True, kw_only=True)
-class RouterOptions:
-    """Settings that decide the result."""
-
-    steps: int = 600
-    learning_rate: float = RATE
-    seed: int = 0
-    runs: int = 1
-    """Trainings whose routers are averaged. Their seeds count up from ``seed``."""
-    half: Half = "chosen"
-    """The half of the questions used for training. The reported numbers are measured on the other half."""
-
-    def __post_init__(self) -> None:
-        if self.runs < 1:
-            raise InvalidArgument(f"runs must be at least 1, got {self.runs}")
-
-
 def train_router(
     model: Any,
     tokenizer: Any,
@@ -129,10 +111,16 @@ def train_router(
     out: str | Path,
     *,
     tested: Sequence[QuestionSet] = (),
-    options: RouterOptions | None = None,
+    steps: int = 600,
+    learning_rate: float = RATE,
+    seed: int = 0,
+    runs: int = 1,
+    half: Half = "chosen",
     advance: Callable[[int], None] = lambda _: None,
 ) -> dict[str, Any]:
     """Train a router on one half of the questions ``asked``, write it to the file ``out``, and report its quality.
+
+    The reported numbers are measured on the other half.
 
     Args:
         model: a stock model, as ``memstore.attach`` takes it.
@@ -140,26 +128,30 @@ def train_router(
         asked: the questions to train on.
         out: a file for ``memstore.attach(router=)``.
         tested: other sets. Their held-out half compares the trained router with the one that is fitted to the text.
-        options: the settings that decide the result.
+        steps: steps of each training.
+        learning_rate: the highest one.
+        seed: of the order of questions in the first training; later ones count up from it.
+        runs: trainings whose routers are averaged.
+        half: the half of the questions that trains.
         advance: called with the number of tokens that have been read.
 
     Returns:
         ``rows``: evidence found among 8 blocks, for each set and both routers, by states alone.
 
     Raises:
-        InvalidArgument: no stock model, or too few questions.
+        InvalidArgument: no stock model, too few questions, or no run.
     """
-    options = options or RouterOptions()
-    chosen = asked.of(options.half)
+    if runs < 1:
+        raise InvalidArgument(f"runs must be at least 1, got {runs}")
+    chosen = asked.of(half)
     with memstore.attach(model, "ram:", tokenizer=tokenizer) as reader:
         if not isinstance(reader, StockReader):
             raise InvalidArgument("a router is only for stock models: this model learned to retrieve by itself")
         sets = [AskedPool(each, reader, advance) for each in (asked, *tested)]
         embedding = embedding_rows(model)  # if this fails, it fails before training
         fitted = reader.fitted(sets[0].pool.tokens)[sets[0].layer]
-        seeds = range(options.seed, options.seed + options.runs)
-        runs = [_trained(sets[0], chosen, fitted, replace(options, seed=seed)) for seed in seeds]
-        arrays = [router.to_arrays() for _, router in runs]
+        trainings = [_trained(sets[0], chosen, fitted, steps, learning_rate, seed + run) for run in range(runs)]
+        arrays = [router.to_arrays() for _, router in trainings]
         trained = Router(**{name: torch.stack([each[name] for each in arrays]).mean(0) for name in arrays[0]})
         save_router(out, trained, sets[0].layer, reader.architecture.shape, embedding)
         rows = [row for each in sets for row in _compared(each, trained, reader)]
@@ -167,7 +159,7 @@ def train_router(
         "out": str(out),
         "layer": sets[0].layer,
         "questions": len(chosen),
-        "loss": [round(fmean(each), 4) for each in zip(*(losses for losses, _ in runs), strict=True)],
+        "loss": [round(fmean(each), 4) for each in zip(*(losses for losses, _ in trainings), strict=True)],
         "bytes": Path(out).stat().st_size,
         "rows": rows,
     }
@@ -184,26 +176,26 @@ def _compared(asked: AskedPool, trained: Router, reader: StockReader) -> list[di
 
 
 def _trained(
-    asked: AskedPool, questions: Sequence[Question], router: Router, options: RouterOptions
+    asked: AskedPool, questions: Sequence[Question], router: Router, steps: int, learning_rate: float, seed: int
 ) -> tuple[list[float], Router]:
-    chance = random.Random(options.seed)
+    chance = random.Random(seed)
     size = router.basis.square().mean().sqrt()  # with this, one learning rate suits every model
     spread, wide = router.mean.square().mean().sqrt(), math.sqrt(len(router.mean))
     mean, basis = nn.Parameter(router.mean.clone()), nn.Parameter(router.basis / size)
     weight, scale = nn.Parameter(torch.zeros_like(router.mean)), nn.Parameter(torch.tensor(-1.0))
     optimizer = torch.optim.Adam(
         [
-            {"params": [basis, scale], "lr": options.learning_rate},
-            {"params": [mean], "lr": options.learning_rate * float(spread)},
-            {"params": [weight], "lr": WEIGHT_RATE * options.learning_rate},
+            {"params": [basis, scale], "lr": learning_rate},
+            {"params": [mean], "lr": learning_rate * float(spread)},
+            {"params": [weight], "lr": WEIGHT_RATE * learning_rate},
         ]
     )
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, options.steps))
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
     about = defaultdict[int, list[Question]](list)
     for question in questions:
         about[asked.evidence(question)[0].start].append(question)
     losses = list[float]()
-    for _ in range(options.steps):
+    for _ in range(steps):
         start = asked.evidence(chance.choice(questions))[0].start - chance.randrange(WINDOW)
         window = range(max(0, start), min(len(asked.blocks), start + WINDOW))
         near = [question for block in window for question in about[block]]

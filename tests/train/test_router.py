@@ -16,7 +16,7 @@ from memstore.attention import Router
 from memstore.attention.routing import TrainedRouter, save_router
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound
 from memstore.readers.stock.reader import CODE_DIM, ROUTERS
-from memstore.train import RouterOptions, train_router
+from memstore.train import train_router
 from memstore.train.questions import QuestionSet, own_questions
 from memstore.train.router import BATCH, AskedPool, ranking
 from tests.eval.drts import byte_tokenizer, small_drt
@@ -56,18 +56,12 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> QuestionSet:
 @pytest.fixture(scope="module")
 def router_file(tmp_path_factory: pytest.TempPathFactory, pairs: QuestionSet) -> Path:
     out = tmp_path_factory.mktemp("router") / "mine.router"
-    train_router(model_of(), byte_tokenizer(), pairs, out, options=RouterOptions(steps=2, half="all"))
+    train_router(model_of(), byte_tokenizer(), pairs, out, steps=2, half="all")
     return out
 
 
 def test_training_makes_questions_find_their_paragraphs(tmp_path: Path, pairs: QuestionSet) -> None:
-    told = train_router(
-        model_of(),
-        byte_tokenizer(),
-        pairs,
-        tmp_path / "r",
-        options=RouterOptions(steps=120, learning_rate=3e-2, half="all"),
-    )
+    told = train_router(model_of(), byte_tokenizer(), pairs, tmp_path / "r", steps=120, learning_rate=3e-2, half="all")
     assert told["loss"][-1] < 0.5 * told["loss"][0]
     assert [(row["set"], row["ranker"]) for row in told["rows"]] == [
         ("pairs", "fitted to the text"),
@@ -77,7 +71,7 @@ def test_training_makes_questions_find_their_paragraphs(tmp_path: Path, pairs: Q
 
 def test_the_same_seed_trains_the_same_router(tmp_path: Path, pairs: QuestionSet, router_file: Path) -> None:
     again = tmp_path / "again.router"
-    train_router(model_of(), byte_tokenizer(), pairs, again, options=RouterOptions(steps=2, half="all"))
+    train_router(model_of(), byte_tokenizer(), pairs, again, steps=2, half="all")
     one, other = load_file(router_file), load_file(again)
     assert all(torch.equal(one[name], other[name]) for name in ("mean", "basis", "weight"))
 
@@ -89,8 +83,8 @@ def test_several_runs_are_averaged(tmp_path: Path) -> None:
     pairs = own_questions(write_pairs(tmp_path / "pairs.jsonl", names))
 
     def trained(seed: int, runs: int) -> dict[str, torch.Tensor]:
-        options = RouterOptions(steps=2, learning_rate=0.1, half="all", seed=seed, runs=runs)
-        train_router(model_of(), byte_tokenizer(), pairs, tmp_path / "router", options=options)
+        options: dict[str, Any] = {"steps": 2, "learning_rate": 0.1, "half": "all", "seed": seed, "runs": runs}
+        train_router(model_of(), byte_tokenizer(), pairs, tmp_path / "router", **options)
         return load_file(tmp_path / "router")
 
     first, second, both = trained(0, 1), trained(1, 1), trained(0, 2)
@@ -204,9 +198,9 @@ def test_a_file_that_is_no_router_for_the_model_is_refused(tmp_path: Path, route
         memstore.attach(small_drt(), "ram:", router=router_file)
 
 
-def test_no_run_is_refused_before_anything_is_read() -> None:
+def test_no_run_is_refused_before_anything_is_read(tmp_path: Path, pairs: QuestionSet) -> None:
     with pytest.raises(InvalidArgument, match="runs must be at least 1, got 0"):
-        RouterOptions(runs=0)
+        train_router(None, None, pairs, tmp_path / "r", runs=0)
 
 
 def test_only_stock_models_have_a_router_to_train(tmp_path: Path, pairs: QuestionSet) -> None:
