@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import memstore
+from benchmarks.needles import KINDS
 from memstore.eval import needles
 from memstore.eval.filler import load_filler
 from memstore.eval.run import TaskPlan, evaluate
@@ -155,8 +156,7 @@ def perplexity(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[dic
 def ask_needles(loaded: LoadedModel, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Passkeys and other needles in prose: how many are answered whole."""
     rng = random.Random(1)
-    kinds = [kind for kind, *_ in needles.KINDS]
-    hidden = needles.passkeys(5, rng) + needles.prose_needles(kinds, rng)
+    hidden = needles.passkeys(5, rng) + needles.prose_needles(KINDS, rng)
     hay = needles.hide(needles.prose_text(rng), hidden, loaded.tokenizer, options.haystack, rng)
     for codec in options.codecs:
         with attached_to(loaded, codec) as attached:

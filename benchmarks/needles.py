@@ -29,6 +29,29 @@ from memstore.resources import hardware
 from memstore.tools.models import LoadedModel, load_model
 
 ANSWER_TOKENS = 12
+OBJECTS = ("violin", "telescope", "hammer", "candle", "mirror", "umbrella", "compass", "ladder", "lantern", "basket")
+PROFESSIONS = ("baker", "pilot", "carpenter", "dentist", "farmer", "painter", "lawyer", "sailor", "tailor", "teacher")
+MONTHS = ("January", "March", "April", "June", "July", "August", "October", "December")
+KINDS: tuple[needles.Kind, ...] = (
+    *needles.KINDS,
+    ("object", "The stolen object in the case of the midnight train was a {}.", "What object was stolen?", OBJECTS),
+    (
+        "profession",
+        "Before the war, the mayor of Tarnow worked as a {}.",
+        "What did the mayor work as before?",
+        PROFESSIONS,
+    ),
+    ("month", "The annual festival of the paper boats is held in {}.", "In which month is the festival held?", MONTHS),
+    ("code", "The combination of the safe in the cellar is {}.", "What is the combination of the safe?", 5),
+    ("gift", "For her ninth birthday, little Wilma was given a {}.", "What was Wilma given?", OBJECTS),
+    (
+        "spice",
+        "The cook of the royal ship seasoned every dish with {}.",
+        "What did the cook season with?",
+        needles.FOODS,
+    ),
+    ("city", "The violinist Arkady Belov was born in {}.", "Where was the violinist born?", needles.PLACES),
+)
 
 
 @dataclass(frozen=True)
@@ -94,7 +117,7 @@ def haystack(loaded: LoadedModel, tokens: int, rng: random.Random, options: argp
     if options.filler:
         return needles.hide(needles.filler_text(8 * tokens), needles.passkeys(5, rng), loaded.tokenizer, tokens, rng)
     text = options.text.read_text(encoding="utf-8") if options.text else needles.prose_text(rng)
-    kinds = [kind for kind, *_ in needles.KINDS]
+    kinds = list(KINDS)
     rng.shuffle(kinds)
     return needles.hide(text, needles.prose_needles(kinds, rng), loaded.tokenizer, tokens, rng)
 

@@ -27,6 +27,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.needles import KINDS
 from benchmarks.peers.limits import limits
 from benchmarks.questions.wheel import load_json
 from memstore.eval import needles
@@ -213,12 +214,11 @@ def table(results: dict[str, Any]) -> str:
 def _work(tokens: int, options: argparse.Namespace) -> dict[str, Any]:
     rng = random.Random(f"{options.seed} {tokens}")
     tokenizer = load_tokenizer(options.model)
-    kinds = [kind for kind, *_ in needles.KINDS]
     text = needles.prose_text(rng)
     if tokens > PROSE_TOKENS:
         articles = load_json("squad.json")["data"]
         text += "".join(f"\n\n{each['context']}" for article in articles for each in article["paragraphs"])
-    hay = needles.hide(text, needles.prose_needles(kinds, rng), tokenizer, tokens, rng)
+    hay = needles.hide(text, needles.prose_needles(KINDS, rng), tokenizer, tokens, rng)
     return {
         "model": resolve_model(options.model),
         "text": tokenizer.decode(hay.tokens),

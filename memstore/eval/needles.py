@@ -36,9 +36,6 @@ NAMES = (
 FOODS = ("cinnamon", "honey", "garlic", "ginger", "mustard", "saffron", "pepper", "vanilla", "mint", "butter")
 ANIMALS = ("tiger", "penguin", "elephant", "rabbit", "dolphin", "camel", "owl", "wolf", "turtle", "horse")
 PLACES = ("Lisbon", "Vienna", "Cairo", "Dublin", "Prague", "Havana", "Oslo", "Athens", "Warsaw", "Lima")
-OBJECTS = ("violin", "telescope", "hammer", "candle", "mirror", "umbrella", "compass", "ladder", "lantern", "basket")
-PROFESSIONS = ("baker", "pilot", "carpenter", "dentist", "farmer", "painter", "lawyer", "sailor", "tailor", "teacher")
-MONTHS = ("January", "March", "April", "June", "July", "August", "October", "December")
 
 
 @dataclass(frozen=True)
@@ -61,7 +58,9 @@ class Needle:
         return re.match(pattern, text.strip(), re.IGNORECASE) is not None
 
 
-KINDS: tuple[tuple[str, str, str, Sequence[str] | int], ...] = (
+Kind = tuple[str, str, str, Sequence[str] | int]
+"""Name, sentence and question of a kind of needle, and its answers: words, or the digits of a number."""
+KINDS: tuple[Kind, ...] = (
     (
         "name",
         "The name of the lighthouse keeper at Port Salter is {}.",
@@ -77,20 +76,7 @@ KINDS: tuple[tuple[str, str, str, Sequence[str] | int], ...] = (
     ),
     ("place", "The treasure of Captain Moraine is buried near {}.", "Where is the treasure buried?", PLACES),
     ("number", "The number of the locker with the blue door is {}.", "What is the number of the locker?", 4),
-    ("object", "The stolen object in the case of the midnight train was a {}.", "What object was stolen?", OBJECTS),
-    (
-        "profession",
-        "Before the war, the mayor of Tarnow worked as a {}.",
-        "What did the mayor work as before?",
-        PROFESSIONS,
-    ),
-    ("month", "The annual festival of the paper boats is held in {}.", "In which month is the festival held?", MONTHS),
-    ("code", "The combination of the safe in the cellar is {}.", "What is the combination of the safe?", 5),
-    ("gift", "For her ninth birthday, little Wilma was given a {}.", "What was Wilma given?", OBJECTS),
-    ("spice", "The cook of the royal ship seasoned every dish with {}.", "What did the cook season with?", FOODS),
-    ("city", "The violinist Arkady Belov was born in {}.", "Where was the violinist born?", PLACES),
 )
-FIVE_KINDS = ("name", "ingredient", "animal", "place", "number")
 
 
 def passkeys(count: int, rng: random.Random) -> list[Needle]:
@@ -103,11 +89,10 @@ def passkeys(count: int, rng: random.Random) -> list[Needle]:
     return found
 
 
-def prose_needles(kinds: Iterable[str], rng: random.Random) -> list[Needle]:
+def prose_needles(kinds: Iterable[Kind], rng: random.Random) -> list[Needle]:
     """Make one needle of each of ``kinds``, with a random answer."""
-    by_kind, found = {each[0]: each for each in KINDS}, list[Needle]()
-    for kind in kinds:
-        _, sentence, question, known = by_kind[kind]
+    found = []
+    for kind, sentence, question, known in kinds:
         answer = f"{rng.randrange(10 ** (known - 1), 10**known)}" if isinstance(known, int) else rng.choice(known)
         found.append(Needle(kind, sentence.format(answer), question, answer))
     return found

@@ -340,7 +340,7 @@ def _texts(loaded: LoadedModel, seed: int, tokens: int) -> dict[str, Haystack]:
 
     rng, tokenizer = random.Random(seed), loaded.tokenizer
     keys = needles.passkeys(5, rng)
-    facts = needles.prose_needles(needles.FIVE_KINDS, rng)
+    facts = needles.prose_needles(needles.KINDS, rng)
     return {
         FILLER: needles.hide(needles.filler_text(8 * tokens), keys, tokenizer, tokens, rng),
         PROSE: needles.hide(needles.prose_text(), facts, tokenizer, tokens, rng),

@@ -13,10 +13,10 @@ from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerFast
 
+from benchmarks.needles import KINDS
 from memstore import InvalidArgument
 from memstore.eval.needles import (
-    FIVE_KINDS,
-    KINDS,
+    Kind,
     Needle,
     filler_text,
     hide,
@@ -47,7 +47,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 def kinds_of(name: str, rng: random.Random) -> tuple[str, list[Needle]]:
     if name == "filler":
         return filler_text(30_000), passkeys(5, rng)
-    return prose_text(rng), prose_needles(FIVE_KINDS, rng)
+    return prose_text(rng), prose_needles(KINDS[:5], rng)
 
 
 @pytest.mark.parametrize("name", ["filler", "prose"])
@@ -102,7 +102,7 @@ def test_a_seed_repeats_a_haystack_and_another_one_does_not(tokenizer: Any) -> N
 def test_a_needle_after_the_last_sentence_goes_to_its_end(tokenizer: Any, seed: int) -> None:
     text = "It was so. " * 40 + "and so on and so forth " * 200
     rng = random.Random(seed)
-    haystack = hide(text, prose_needles(["name"], rng), tokenizer, 1_200, rng)
+    haystack = hide(text, prose_needles(KINDS[:1], rng), tokenizer, 1_200, rng)
     assert tokenizer.decode(haystack.tokens[: haystack.positions[0]]).endswith(".")
 
 
@@ -121,13 +121,12 @@ def test_needles_that_leave_no_room_for_text_are_refused(tokenizer: Any) -> None
 # Questions and answers
 
 
-@pytest.mark.parametrize(
-    ("kind", "template", "answers"), [(k, t, a) for k, t, _, a in KINDS], ids=lambda x: str(x)[:12]
-)
-def test_every_prompt_stops_right_before_the_answer(kind: str, template: str, answers: Any) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind[0])
+def test_every_prompt_stops_right_before_the_answer(kind: Kind) -> None:
+    name, template, _, answers = kind
     for seed in range(40):
         (needle,) = prose_needles([kind], random.Random(seed))
-        assert needle.kind == kind
+        assert needle.kind == name
         assert needle.sentence == template.format(needle.answer)
         assert needle.prompt == f"\n\nQuestion: {needle.question}\nAnswer: {template.split(' {}')[0]}"
         if isinstance(answers, int):
