@@ -215,10 +215,7 @@ def _draw_grid(axes: Any, cells: list[list[Cell]]) -> None:
             text = f"{100 * right / count:.0f}%\n{right}/{count}" if count else "no sample"
             dark = count and right / count < 0.5
             axes.text(x, y, text, ha="center", va="center", fontsize="small", color="white" if dark else "black")
-    for edge in range(1, len(cells)):
-        axes.axhline(edge - 0.5, color="0.6", linewidth=0.8)
-    for edge in range(1, len(cells[0])):
-        axes.axvline(edge - 0.5, color="0.6", linewidth=0.8)
+    separate(axes, len(cells), len(cells[0]))
 
 
 # Traces: which blocks each generated token used, where they came from, how clearly they were chosen.

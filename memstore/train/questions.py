@@ -76,10 +76,7 @@ class QuestionSet:
 
 def numbered(paragraphs: Sequence[str]) -> dict[str, int]:
     """Number the distinct paragraphs, in the order of their first appearance."""
-    numbers: dict[str, int] = {}
-    for paragraph in paragraphs:
-        numbers.setdefault(paragraph, len(numbers))
-    return numbers
+    return {paragraph: number for number, paragraph in enumerate(dict.fromkeys(paragraphs))}
 
 
 def own_questions(path: Path) -> QuestionSet:
