@@ -196,12 +196,31 @@ def test_an_audit_tells_what_attention_over_everything_would_have_seen() -> None
         assert reader.family.layers[0].top == 16, "it is as it was"
 
 
-def test_entries_have_no_audit_and_blocks_hold_whole_ones() -> None:
-    model = tiny("deepseek_v4")
+def test_an_audit_of_entries_is_the_attention_of_the_model() -> None:
+    model, ids, question = tiny("deepseek_v4", index_topk=4096), text(150), text(9, 3)
     with memstore.attach(model, "ram:", block_size=16) as reader:
-        reader.read(text(50))
-        with pytest.raises(UnsupportedModel, match="has no audit"):
-            reader.audit(text(5))
+        reader.read(ids)
+        few, every = reader.audit(question, tokens=1, top_k=2), reader.audit(question, tokens=1)
+        assert isinstance(reader, IndexedReader)
+        described = {layer.index: layer for layer in reader.family.layers if layer.top}
+    assert (few.stored_tokens, few.top_k) == (148, 8), "37 whole entries of 4 tokens"
+    assert few.captured is not None
+    assert few.captured < 0.9
+    assert few.missed
+    assert every.captured == pytest.approx(1)
+    assert every.recall == 1
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        own = model(torch.cat([ids, question])[None], output_attentions=True).attentions
+    for layer in every.layers:
+        unit, entries = described[layer.layer].unit, (150 + 9) // described[layer.layer].unit
+        shares = own[layer.layer][0, :, -1]
+        first = shares.shape[-1] - entries
+        torch.testing.assert_close(layer.memory, shares[:, first : first + 150 // unit].sum(-1), rtol=0, atol=1e-5)
+
+
+def test_blocks_hold_whole_entries() -> None:
+    model = tiny("deepseek_v4")
     with pytest.raises(InvalidArgument, match="block_size must be a multiple of 16, the tokens of an entry, not 24"):
         memstore.attach(model, "ram:", block_size=24).open()
 

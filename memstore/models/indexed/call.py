@@ -38,7 +38,7 @@ class _ChosenFrom(Protocol):
     origin: Origin
 
     def logits(self, layer: IndexedLayer, row: int, query: Tensor) -> Tensor:
-        """Return scaled products of a query with all tokens, chosen or not."""
+        """Return scaled products of a query with all that attention could see, in order, chosen or not."""
 
 
 @dataclass(eq=False)
@@ -474,12 +474,23 @@ class IndexedCall:
         return torch.cat(found)
 
     def logits(self, layer: IndexedLayer, row: int, query: Tensor) -> Tensor:
-        """Return scaled products ``[H, N]`` of ``query [H, D]`` with all tokens of ``row``, chosen or not; float32."""
+        """Return scaled products ``[H, N]`` of ``query [H, D]`` with all tokens of ``row``, chosen or not; float32.
+
+        For a layer that sees entries: with all entries, then with the tokens of the window.
+        """
         source = self.slots.at[layer.index if layer.source is None else layer.source]
         heads, found = len(query) // len(layer.parts), []
         count = self.tokens + len(self.locals[row].rows[source])
-        for start in range(0, count, DENSE):
-            table = self._rows(layer, source, row, torch.arange(start, min(start + DENSE, count))).float()
+        seen: list[tuple[Any, range]] = [(self._rows, range(count))]
+        if layer.sees == "entries":
+            units = range(self.keys.of[source].units + self.locals[row].keys[source].units)
+            seen = [(self._entries, units), (self._rows, range(max(0, count - layer.window), count))]
+        for rows, start, stop in (
+            (rows, start, min(start + DENSE, all_of_them.stop))
+            for rows, all_of_them in seen
+            for start in all_of_them[::DENSE]
+        ):
+            table = rows(layer, source, row, torch.arange(start, stop, device=query.device)).float()
             parts = [
                 query[number * heads : (number + 1) * heads].float() @ table[:, key].T * layer.scaling
                 for number, (key, _) in enumerate(layer.parts)

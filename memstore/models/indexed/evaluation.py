@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from memstore.errors import UnsupportedModel
 from memstore.eval.evaluation import Evaluation, Reply, greedy
 from memstore.eval.tasks import Sample
 from memstore.memory import Document
@@ -27,17 +26,18 @@ from memstore.readers.observer import Choice
 
 
 class IndexAuditor(Auditor):
-    """An audit of each layer's index by single tokens, also if it chooses units of several."""
+    """An audit of each layer's index by single tokens, also if it chooses units or entries of several.
+
+    An entry (DeepSeek-V4) counts as its tokens, with equal parts of its attention.
+    """
 
     mechanism = "index"
     positions = "all tokens keep their positions; the truth is the softmax over all tokens"
 
     def __init__(self, reader: IndexedReader, top_k: int | None) -> None:
-        if any(layer.raw_width for layer in reader.family.layers):
-            raise UnsupportedModel(
-                "this model has no audit: its index chooses entries of several tokens, not single tokens"
-            )
         super().__init__(reader.model)
+        if any(layer.raw_width for layer in reader.family.layers):
+            self.positions = "all tokens keep their positions; the truth is the softmax over the window and all entries"
         self._reader, self._document = reader, reader.document
         self.documents = [reader.document.name]
         self._usual = {layer: layer.top for layer in reader.family.layers if layer.top}
@@ -61,19 +61,21 @@ class IndexAuditor(Auditor):
     def choice(self, choice: Choice) -> None:
         """See ``Observer``."""
         assert isinstance(choice, IndexChoice)
-        call, tokens = choice.call, choice.call.tokens
-        if choice.rows[0] or not tokens:
+        layer, call = choice.described, choice.call
+        unit = layer.unit if layer.sees == "entries" else 1
+        count = call.tokens // unit
+        """Tokens of the document, or its entries."""
+        if choice.rows[0] or not count:
             return
-        logits = call.logits(choice.described, 0, choice.query).cpu()
-        weights = logits.softmax(-1)[:, :tokens]
-        if choice.described.sinks is not None:
-            sinks = choice.described.sinks.float().cpu()[:, None]
-            weights = torch.cat([logits, sinks], 1).softmax(-1)[:, :tokens]
+        logits = call.logits(layer, 0, choice.query).cpu()
+        sinks = logits[:, :0] if layer.sinks is None else layer.sinks.float().cpu()[:, None]
+        weights = torch.cat([logits, sinks], 1).softmax(-1)[:, :count]
         ids = choice.ids.cpu().repeat_interleave(len(weights) // len(choice.ids), 0)  # [H, K]
-        stored = torch.where((ids >= 0) & (ids < tokens), ids, tokens)
-        chosen = torch.zeros(len(weights), tokens + 1, dtype=torch.bool).scatter_(1, stored, value=True)[:, :-1]
-        blocks = torch.arange(tokens) // self._document.memory.spec.block_size
-        self.tally.add(choice.layer, weights, chosen, logits[:, :tokens], blocks=blocks)
+        ids = torch.where(ids < 0, count, ids // unit).clamp(max=count)
+        chosen = torch.zeros(len(weights), count + 1, dtype=torch.bool).scatter_(1, ids, value=True)[:, :-1]
+        blocks = torch.arange(count * unit) // self._document.memory.spec.block_size
+        weights, chosen, scores = (x.repeat_interleave(unit, 1) for x in (weights / unit, chosen, logits[:, :count]))
+        self.tally.add(choice.layer, weights, chosen, scores, blocks=blocks)
 
     def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more tokens would not help
         """See ``Auditor``."""
