@@ -116,7 +116,6 @@ VERBS = {
     "serve": "serve:serve",
     "mcp": "serve:mcp",
     "trust": "app:trust",
-    "torture": "torture:torture",
     "demo": "demo:demo",
     "completion": "app:completion",
 }

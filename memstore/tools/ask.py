@@ -47,7 +47,7 @@ MaxTokens = Annotated[
         min=1, help="Generate at most this many tokens. Default: 256, or 40 without a chat template or with --raw."
     ),
 ]
-Trace = Annotated[bool, typer.Option("--trace", help="Record the retrieved blocks of each token; see memstore trace.")]
+Trace = Annotated[bool, typer.Option("--trace", help="Record the retrieved blocks of each token. See memstore trace.")]
 Match = Annotated[
     list[str] | None,
     typer.Option(metavar="PATTERN", help="Ask documents whose names match, such as 'notes/*.md'. May be repeated."),

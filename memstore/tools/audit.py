@@ -29,7 +29,7 @@ MaxTokens = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Generate this many tokens, one per step. Default: 8; for a DRT one block, because it retrieves "
+        help="Generate this many tokens, one per step. Default: 8. For a DRT one block, because it retrieves "
         "once per block.",
     ),
 ]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from memstore.readers.asking import Conversation
     from memstore.readers.reader import Reader
 
-Session = Annotated[str, typer.Option(help="Name of the conversation; an existing one is continued.")]
+Session = Annotated[str, typer.Option(help="Name of the conversation. An existing one is continued.")]
 System = Annotated[
     str | None, typer.Option(help="Use this system prompt for a new conversation, in place of the default one.")
 ]

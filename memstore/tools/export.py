@@ -37,7 +37,7 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="MEMORY",
-        help="Memory to import into; created if it does not exist.",
+        help="Memory to import into. Created if it does not exist.",
         show_default=False,
         callback=lasting,
     ),

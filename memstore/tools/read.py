@@ -58,7 +58,7 @@ Texts = Annotated[
 ]
 DocumentName = Annotated[
     str | None,
-    typer.Option(help="Name the document. Default: the file name without its ending; in a folder, its path."),
+    typer.Option(help="Name the document. Default: the file name without its ending. In a folder, its path."),
 ]
 Encoding = Annotated[
     str | None,

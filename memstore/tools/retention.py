@@ -280,7 +280,7 @@ Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Memory to copy.",
 Target = Annotated[
     str,
     typer.Argument(
-        metavar="TARGET", help="Memory to copy to; created if it does not exist.", show_default=False, callback=lasting
+        metavar="TARGET", help="Memory to copy to. Created if it does not exist.", show_default=False, callback=lasting
     ),
 ]
 CopyCodec = Annotated[

@@ -76,7 +76,7 @@ Most = Annotated[int, typer.Option(min=1, help="Create at most this many memorie
 OnDamage = Annotated[
     Literal["raise", "miss"],
     typer.Option(
-        help="Handle unreadable blocks: raise fails the request; miss leaves the block out, and names it in `missing`."
+        help="Handle unreadable blocks: raise fails the request. miss leaves the block out, and names it in `missing`."
     ),
 ]
 AgentsPort = Annotated[

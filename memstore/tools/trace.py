@@ -28,7 +28,7 @@ List = Annotated[bool, typer.Option("--list", help="List the traces of the memor
 Layer = Annotated[int | None, typer.Option(help="Show the weights of this layer. Default: the mean of all.")]
 Head = Annotated[int | None, typer.Option(help="Show the weights of this query head. Default: the mean of all.")]
 Top = Annotated[int, typer.Option(min=1, help="Show this many blocks per token.")]
-OneStep = Annotated[int | None, typer.Option("--step", help="Show only this step; step 0 chose the first token.")]
+OneStep = Annotated[int | None, typer.Option("--step", help="Show only this step. Step 0 chose the first token.")]
 Remove = Annotated[bool, typer.Option("--remove", help="Delete the trace NUMBER instead of showing it.")]
 
 WIDTH = 60

@@ -49,7 +49,7 @@ KeyFile = Annotated[
         "MEMSTORE_KEY_FILE, if any."
     ),
 ]
-Csv = Annotated[bool, typer.Option("--csv", help="Print only the table, as CSV; without a table, facts as name,value.")]
+Csv = Annotated[bool, typer.Option("--csv", help="Print only the table, as CSV. Without a table, facts as name,value.")]
 
 
 def verb(function: Callable[..., Report]) -> Callable[..., int]:
@@ -251,7 +251,7 @@ MemoryUrl = Annotated[
 DocumentArgument = Annotated[str, typer.Argument(metavar="DOCUMENT", help="Name of the document.", show_default=False)]
 
 BlockSize = Annotated[
-    int | None, typer.Option(min=1, help="Tokens in a block. Default: that of the memory; 64 for a new one.")
+    int | None, typer.Option(min=1, help="Tokens in a block. Default: that of the memory. 64 for a new one.")
 ]
 Codec = Annotated[
     str | None,
@@ -277,7 +277,7 @@ Model = Annotated[
 ]
 ModelThatRead = Annotated[
     str | None,
-    typer.Option("--model", help="Model that read the memory; its tokenizer shows texts. Default: as recorded."),
+    typer.Option("--model", help="Model that read the memory. Its tokenizer shows texts. Default: as recorded."),
 ]
 Index = Annotated[
     str,
