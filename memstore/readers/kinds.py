@@ -404,11 +404,6 @@ def trainable() -> dict[str, Kind]:
     return found
 
 
-def table() -> list[list[str]]:
-    """Return the table of the documentation: a row for each option, a column for each kind."""
-    return [[f"`{name}`", *("yes" if kind.takes(name) else "" for kind in KINDS)] for name in OPTIONS]
-
-
 def load_folder(folder: Path, device: str = "cpu", *, only: tuple[Kind, ...] = ()) -> tuple[Any, Any]:
     """Load the model in ``folder``, in evaluation mode, and its tokenizer.
 
