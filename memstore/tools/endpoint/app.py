@@ -40,7 +40,8 @@ class _Metrics:
 
     def add(self, result: Result) -> None:
         """Count a complete answer. Only the worker's thread calls it."""
-        self._sums.update(answers=1, prompt=result.prompt_tokens, generated=result.tokens, missing=len(result.missing))
+        missing = len(result.receipt.get("missing", ()))
+        self._sums.update(answers=1, prompt=result.prompt_tokens, generated=result.tokens, missing=missing)
         self._seconds += result.seconds
 
     def counting(self, app: ASGIApp) -> ASGIApp:
@@ -257,7 +258,7 @@ class _Form:
         """Return the answer to a request that does not stream."""
         said = {"text": result.text} if self._raw else {"message": {"role": "assistant", "content": result.text}}
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": _reason(result)}
-        told = {"usage": _usage(result), **_receipt(result)}
+        told = {"usage": _usage(result), **result.receipt}
         return {**self._head, "object": self._kind, "choices": [choice], **told}
 
     def begin(self) -> str:
@@ -270,7 +271,7 @@ class _Form:
 
     def end(self, result: Result) -> str:
         """Return the last events of a stream."""
-        last = self._chunk({}, reason=_reason(result), **_receipt(result))
+        last = self._chunk({}, reason=_reason(result), **result.receipt)
         usage = self._event(choices=[], usage=_usage(result)) if self._usage else ""
         return f"{last}{usage}data: [DONE]\n\n"
 
@@ -289,14 +290,6 @@ def _event(told: dict[str, Any]) -> str:
 
 def _reason(result: Result) -> str:
     return "stop" if result.ended else "length"
-
-
-def _receipt(result: Result) -> dict[str, Any]:
-    """Return the sources of an answer, what it lacks as in ``Answer``, missing blocks, and its trace; what there is."""
-    receipt = {"sources": result.sources, "unsupported": result.unsupported}
-    more = {name: getattr(result, name) for name in ("coverage", "absent", "found", "trace")}
-    more["missing"] = result.missing or None
-    return receipt | {name: told for name, told in more.items() if told is not None}
 
 
 def _usage(result: Result) -> dict[str, int]:

@@ -73,19 +73,8 @@ class Result:
     prompt_tokens: int
     tokens: int
     seconds: float
-    sources: list[dict[str, Any]]
-    unsupported: list[str] = field(default_factory=list)
-    """Words of the answer that neither the question nor its sources contain."""
-    coverage: float | None = None
-    """The share of the question's words that the quoted paragraphs have; see ``Answer``."""
-    absent: list[str] | None = None
-    """Words of the question that they lack."""
-    found: bool | None = None
-    """Whether the share is large enough for an answer."""
-    missing: list[dict[str, Any]] = field(default_factory=list)
-    """Blocks that could not be read and were left out."""
-    trace: int | None = None
-    """Number of its trace in the memory, if it was recorded."""
+    receipt: dict[str, Any] = field(default_factory=dict)
+    """Facts that clients get beside the answer, see ``receipt_of``."""
 
 
 Work = Callable[["Reader", "QueuedJob"], object]
@@ -341,25 +330,20 @@ def _options(ask: Ask, reader: Reader, job: QueuedJob, length: int) -> dict[str,
 
 
 def _result(made: Answer, job: QueuedJob, length: int) -> Result:
-    left = job.left.is_set()
-    sources = [] if left else [asdict(each) for each in made.sources(SOURCES)]
-    unsupported = [] if left else made.unsupported()
+    receipt = {} if job.left.is_set() else receipt_of(made)
+    return Result(made.text, made.ended, length, len(made.thought) + len(made.tokens), made.seconds, receipt)
+
+
+def receipt_of(made: Answer) -> dict[str, Any]:
+    """Return the sources of an answer, what it lacks, missing blocks, and its trace; see ``Answer``. Unknown: none."""
+    known: dict[str, Any] = {name: getattr(made, name) for name in ("coverage", "absent", "found", "trace")}
     missing = [{"document": name, "block": block, "error": why} for (name, block), why in made.missing.items()]
-    tokens = len(made.thought) + len(made.tokens)
-    return Result(
-        text=made.text,
-        ended=made.ended,
-        prompt_tokens=length,
-        tokens=tokens,
-        seconds=made.seconds,
-        sources=sources,
-        unsupported=unsupported,
-        coverage=made.coverage,
-        absent=made.absent,
-        found=made.found,
-        missing=missing,
-        trace=made.trace,
-    )
+    return {
+        "sources": [asdict(each) for each in made.sources(SOURCES)],
+        "unsupported": made.unsupported(),
+        **{name: fact for name, fact in known.items() if fact is not None},
+        **({"missing": missing} if missing else {}),
+    }
 
 
 def _prompt(reader: Reader, frame: Template, ask: Ask) -> Prompt:
