@@ -78,7 +78,6 @@ class StockAuditor(Auditor):
 
     @contextmanager
     def watching(self) -> Iterator[dict[str, Any]]:
-        """See ``Auditor``."""
         selection, observers = self._attached.selection, self._attached.observers
         usual, selection.retrieval = selection.retrieval, replace(selection.retrieval, top_k=self.top_k)
         observers.append(self)
@@ -89,7 +88,6 @@ class StockAuditor(Auditor):
             selection.retrieval = usual
 
     def choice(self, choice: Choice) -> None:
-        """See ``Observer``."""
         assert isinstance(choice, StockChoice)
         self._seen.setdefault(choice.layer, []).append(_seen(choice))
 
@@ -116,11 +114,9 @@ class StockAuditor(Auditor):
 
     @property
     def documents(self) -> list[str]:  # type: ignore[override]  # known once something was retrieved
-        """See ``Auditor``."""
         return list(dict.fromkeys(source.document.name for source, _ in self._call.candidates.parts))
 
     def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more of them would not help
-        """See ``Auditor``."""
         sink, window = self._attached.sink, self._attached.window
         return (
             f"nothing could be retrieved: the stored tokens fit into sink and window ({sink} and {window} "
@@ -128,7 +124,6 @@ class StockAuditor(Auditor):
         )
 
     def locate(self, number: int) -> tuple[Document, int]:
-        """See ``Auditor``."""
         return self._call.candidates.locate(number)
 
 

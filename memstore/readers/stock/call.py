@@ -595,7 +595,6 @@ class StockChoice(Choice):
         return range(len(self.queries))
 
     def draft(self) -> _StockDraft:
-        """See ``Choice``."""
         query = self.turned
         call = self.states.call
         return _StockDraft(

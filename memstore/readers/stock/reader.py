@@ -140,7 +140,6 @@ class StockReader(Reader):
         return self._fingerprints[block_size]
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
-        """See ``Reader``."""
         size = made.block_size if made is not None else BLOCK_SIZE if self._block_size is None else self._block_size
         self._check_sizes(size)
         codec = self._codec or "none"
@@ -310,7 +309,6 @@ class StockReader(Reader):
             self.hooks.query = before
 
     def _with_opening(self, text: Tensor, opening: int) -> dict[str, Any]:
-        """See ``Reader``."""
         if text.dim() != 2 or not 0 < opening < text.shape[1]:
             raise InvalidArgument(f"opening must be shorter than the prompt {list(text.shape)}, got {opening}")
         if len(text) > 1 or self._tail or self.share is not None or self.architecture.linear is not None:
@@ -483,7 +481,6 @@ class StockReader(Reader):
 
     @contextmanager
     def seeing(self, *, tail: bool) -> Iterator[None]:
-        """See ``Reader``."""
         before, self._tail = self._tail, tail
         try:
             yield

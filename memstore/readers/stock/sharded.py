@@ -103,7 +103,6 @@ class ShardedSelection(Selection):
     def choose_in_layer(
         self, candidates: Candidates, plan: LayerPlan, rows: Sequence[Tensor], *, whole: bool
     ) -> CandidateLists:
-        """See ``Selection``."""
         options = self.retrieval
         lists = {"none": plan.heads, "group": plan.key_heads, "layer": 1}[options.share]
         found = []
