@@ -29,6 +29,7 @@ from memstore.tools.verb import (
     Mistake,
     report_failure,
     verb,
+    with_way_out,
 )
 
 DEBUG_VARIABLE = "MEMSTORE_DEBUG"
@@ -94,7 +95,7 @@ VERBS = {
     "show": "listing:show",
     "search": "search:search",
     "audit": "audit:audit",
-    "plot": "plot:plot",
+    "plot": "audit:plot",
     "trace": "trace:trace",
     "verify": "verify_repair:verify",
     "stats": "listing:stats",
@@ -257,8 +258,6 @@ def _run(arguments: Sequence[str], pressed: Callable[[], bool]) -> int:
         code: int = command_line().main(arguments, prog_name="memstore", standalone_mode=False) or 0
     except (MemstoreError, typer.TyperException) as error:
         if not pressed() or isinstance(error, Interruption):
-            from memstore.tools.verify_repair import with_way_out
-
             return report_failure(with_way_out(error, arguments), json=json)
         code = INTERRUPTED
     except SystemExit:  # typer's answer to a broken pipe, its only remaining exit in this mode

@@ -14,11 +14,12 @@ import typer
 import memstore
 from memstore.errors import InvalidArgument, MemoryInUse, NotFound, printable
 from memstore.report import Page, Report, cell
-from memstore.tools.models import LoadedModel, load_recorded
+from memstore.tools.models import LoadedModel, chosen_name, load_recorded
 from memstore.tools.verb import Device, Filter, Index, Json, MemoryUrl, Threads, TopK, index_bar, use_threads, waiting
 
 if TYPE_CHECKING:
-    from memstore.memory import Memory
+    from memstore.memory import Document, Memory
+    from memstore.memory.search import Match as FoundBlock
     from memstore.readers.passages import Passage
     from memstore.readers.reader import Reader
 
@@ -230,6 +231,37 @@ def attached(
     return memstore.attach(
         loaded.model, memory, document=document, tokenizer=loaded.tokenizer, retrieval=retrieval, **options
     )
+
+
+def search_text(
+    memory: Memory,
+    text: str,
+    documents: list[Document],
+    model: str | None = None,
+    *,
+    layer: int | None = None,
+    top_k: int = 8,
+    dtype: str | None = None,
+    device: str = "cpu",
+) -> list[FoundBlock]:
+    """Return the ``top_k`` blocks that ``model``, or the model that read, finds for ``text``, best first.
+
+    Raises ``InvalidArgument``, ``NotFound``, ``UnsupportedModel`` and ``ForeignMemory``.
+    """
+    from memstore.readers.kinds import kind_of
+
+    name = chosen_name(memory, model)
+    if not text.strip():
+        raise InvalidArgument("--text is empty. Pass some words.")
+    loaded = load_recorded(memory, name, dtype, device=device)
+    names = [document.name for document in documents]
+    # Most kinds of models continue a single document.
+    together = [names] if kind_of(loaded.model).reader_class().several else [[each] for each in names]
+    found: list[FoundBlock] = []
+    for each in together:
+        with attached(loaded, memory, document=each) as reader:
+            found += reader.search(text, top_k, layer=layer)
+    return sorted(found, key=lambda match: -match.score)[:top_k]
 
 
 def opened_when_free(reader: Reader) -> Reader:

@@ -11,11 +11,9 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument, NotFound
-from memstore.readers.kinds import kind_of
 from memstore.report import Page, Report
-from memstore.tools.ask import Dtype, attached
+from memstore.tools.ask import Dtype, search_text
 from memstore.tools.listing import decode
-from memstore.tools.models import chosen_name, load_recorded
 from memstore.tools.verb import MOST_BLOCKS, Device, MemoryUrl, Threads, index_bar, use_threads
 
 if TYPE_CHECKING:
@@ -120,35 +118,6 @@ def described(memory: Memory, match: Match) -> dict[str, Any]:
     text = None if text is None else whole_characters(text)
     where = {"document": match.document, "block": match.block, "score": match.score}
     return where | {"first_token": match.block * memory.spec.block_size, "text": text, "text_missing": missing}
-
-
-def search_text(
-    memory: Memory,
-    text: str,
-    documents: list[Document],
-    model: str | None = None,
-    *,
-    layer: int | None = None,
-    top_k: int = 8,
-    dtype: str | None = None,
-    device: str = "cpu",
-) -> list[Match]:
-    """Return the ``top_k`` blocks that ``model``, or the model that read, finds for ``text``, best first.
-
-    Raises ``InvalidArgument``, ``NotFound``, ``UnsupportedModel`` and ``ForeignMemory``.
-    """
-    name = chosen_name(memory, model)
-    if not text.strip():
-        raise InvalidArgument("--text is empty. Pass some words.")
-    loaded = load_recorded(memory, name, dtype, device=device)
-    names = [document.name for document in documents]
-    # Most kinds of models continue a single document.
-    together = [names] if kind_of(loaded.model).reader_class().several else [[each] for each in names]
-    found: list[Match] = []
-    for each in together:
-        with attached(loaded, memory, document=each) as reader:
-            found += reader.search(text, top_k, layer=layer)
-    return sorted(found, key=lambda match: -match.score)[:top_k]
 
 
 def _by_block(memory: Memory, block: str, documents: list[Document], layer: int | None, top_k: int) -> list[Match]:

@@ -95,7 +95,9 @@ def describe(
     from memstore.memory.traces import most_weight
 
     steps = recorded.steps() if step is None else recorded.steps(step, step + 1)
-    _check(recorded, steps, layer=layer, head=head, step=step)
+    if step is not None and not steps:
+        raise InvalidArgument(f"there is no step {step}: trace {recorded.number} has steps 0 to {len(recorded) - 1}.")
+    check_looks(steps, layer=layer, head=head)
     ids = recorded.tokens()
     answer, missing = decode(memory, [each for each in ids if each is not None])
 
@@ -137,12 +139,11 @@ def describe(
     }
 
 
-def _check(recorded: Trace, steps: Sequence[Step], *, layer: int | None, head: int | None, step: int | None) -> None:
+def check_looks(steps: Sequence[Step], *, layer: int | None, head: int | None) -> None:
+    """Raise ``InvalidArgument`` if ``layer`` or ``head`` retrieved nothing in ``steps``."""
     looks = [look for each in steps for look in each.looks]
     layers = sorted({look.layer for look in looks})
     heads = max((len(look.weights) for look in looks), default=0)
-    if step is not None and not steps:
-        raise InvalidArgument(f"there is no step {step}: trace {recorded.number} has steps 0 to {len(recorded) - 1}.")
     if layer is not None and layers and layer not in layers:
         raise InvalidArgument(f"layer {layer} retrieved nothing here; layers that did: {', '.join(map(str, layers))}.")
     if head is not None and heads and not 0 <= head < heads:

@@ -28,8 +28,7 @@ from memstore.errors import (
     WrongKey,
 )
 from memstore.progress import progress_bar
-from memstore.tools.verb import Interruption, exit_code, status_of
-from memstore.tools.verify_repair import with_way_out
+from memstore.tools.verb import Interruption, exit_code, status_of, with_way_out
 from tests.tools.conftest import Cli
 
 VERBS = [

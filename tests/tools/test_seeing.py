@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from memstore.tools.plot import PictureKind
+from memstore.tools.audit import PictureKind
 from tests.tools.conftest import Cli
 
 DOCS = Path(__file__).parents[2] / "docs"

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from memstore.errors import InvalidArgument, NotFound, printable
 from memstore.memory import open_memory
 from memstore.memory.search import Match, check_layer, search_block
+from memstore.tools.ask import search_text
 from memstore.tools.endpoint.shelf import name_of
 from memstore.tools.inspector.asking import can_ask, takes_several
 from memstore.tools.listing import filled, norm_summary
 from memstore.tools.models import tokenizer_of
-from memstore.tools.search import search_text
 
 if TYPE_CHECKING:
     from torch import Tensor
