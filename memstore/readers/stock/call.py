@@ -238,19 +238,13 @@ class Call(LocalTokens):
 
     def _fetchable(self, chosen: CandidateLists) -> OwnPart:
         """Return the part of a list that is fetched here: all of it, unless other ranks fetch the rest."""
-        key = ("own", id(chosen))
-        if key not in self.memo:
-            own = OwnPart(chosen, torch.empty(0), None)
-            if self.sharded:
-                own = self.sharded.own_part(self.candidates, chosen)
-            self.memo[key] = (chosen, own)
-        own = self.memo[key][1]
-        assert isinstance(own, OwnPart)
-        return own
+        if not self.sharded:
+            return OwnPart(chosen, torch.empty(0), None)
+        sharded = self.sharded
+        return self.kept(("own",), chosen, lambda: sharded.own_part(self.candidates, chosen))
 
     def _prefix_positions(self, chosen: CandidateLists | None, sink: int, direct: int) -> Tensor:
-        key = ("positions", id(chosen), sink, direct)
-        if key not in self.memo:
+        def joined() -> Tensor:
             placement = self.placement(chosen)
             parts = [torch.arange(self.start - direct, self.start, device=self.device)[None, None]]
             if chosen is not None:
@@ -258,9 +252,9 @@ class Call(LocalTokens):
             if sink:
                 parts.insert(0, placement.sink)
             batch, heads = (max(part.shape[i] for part in parts) for i in (0, 1))
-            self.memo[key] = torch.cat([part.expand(batch, heads, -1) for part in parts], dim=-1)
-        positions: Tensor = self.memo[key]
-        return positions
+            return torch.cat([part.expand(batch, heads, -1) for part in parts], dim=-1)
+
+        return self.kept(("positions", sink, direct), chosen, joined)
 
     def _own_positions(self, chosen: CandidateLists, positions: Tensor) -> Tensor:
         """Select from ``positions [B or 1, lists, K * S]`` of a list the positions that are fetched here."""
@@ -280,12 +274,12 @@ class Call(LocalTokens):
 
     def _located(self, chosen: CandidateLists) -> tuple[Tensor, list[tuple[Document, list[int]]]]:
         """Return the place ``[B or 1, lists, K]`` of each list entry among the distinct blocks, and these blocks."""
-        key = ("located", id(chosen))
-        if key not in self.memo:
+
+        def found() -> tuple[Tensor, list[tuple[Document, list[int]]]]:
             numbers, places = chosen.numbers.unique(return_inverse=True)
-            self.memo[key] = (chosen, places, self.candidates.located(numbers))
-        _, places, located = self.memo[key]
-        return places, located
+            return places, self.candidates.located(numbers)
+
+        return self.kept(("located",), chosen, found)
 
     def tiers(self, plan: LayerPlan, chosen: CandidateLists) -> dict[int, str] | None:
         """Return the current tier of each candidate in the lists, or None without observers."""
@@ -305,7 +299,7 @@ class Call(LocalTokens):
         except DamagedError:
             if self.reading or self.selection.retrieval.on_error == "raise":
                 raise
-        self.memo["damaged", id(chosen)] = chosen
+        self.kept(("damaged",), chosen, lambda: True)
         left = chosen.without(self._lost(plan, chosen))
         return (left, [self._gathered(plan, left)]) if left.numbers.numel() else (None, [])
 
@@ -346,7 +340,7 @@ class Call(LocalTokens):
             with along(self.numbered(chosen), self.device) as where:
                 for layer, states in zip(wanted, gather(located, wanted, self.device), strict=True):
                     self._ahead[layer, id(chosen)] = states
-            self.memo.setdefault(("where", id(chosen)), (chosen, *where()))
+            self.kept(("where",), chosen, where)
         return self._ahead.pop((plan.index, id(chosen)))
 
     @staticmethod
