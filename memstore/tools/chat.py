@@ -186,7 +186,7 @@ def _obey(talk: _Talk, command: str, rest: str) -> None:
                 _show_trace(conversation, command)
         case "/read" if rest:
             with talk.writing() as conversation:
-                done = read_into(conversation.reader, rest)  # type: ignore[arg-type]  # it is a Reader
+                done = read_into(conversation.reader, rest)
             for each in done:
                 _line(f"read {each['document']}: {each['new_tokens']:,} new tokens")
             if not done:
