@@ -274,7 +274,7 @@ def everything(sources: Sequence[AttachedDocument], beside: AttachedDocument | N
 
 
 def visible(
-    sources: Sequence[AttachedDocument], block_size: int, *, tokens: int, start: int, sink: int, window: int | None
+    sources: Sequence[AttachedDocument], *, tokens: int, start: int, sink: int, window: int | None
 ) -> VisibleParts:
     """Return the parts that a call sees when it continues the last of ``sources`` after ``tokens`` tokens.
 
@@ -282,7 +282,7 @@ def visible(
     reading. So the same tokens are seen however a segment is cut into calls. ``window=None``: nothing is continued, so
     the last document is searched like the others.
     """
-    own = sources[-1]
+    own, block_size = sources[-1], sources[-1].document.memory.spec.block_size
     first = own.state.first * block_size
     if window is None:  # its sink is attended to too, but is not the source of an answer
         return VisibleParts(range(first, min(first + sink, tokens)), everything(sources), range(tokens, tokens))
@@ -298,8 +298,9 @@ def visible(
 class DocumentStates:
     """Position-free states of runs of tokens of one document, read from its store to ``device``."""
 
-    def __init__(self, document: Document, block_size: int, layers: int, device: torch.device) -> None:
-        self.document, self.block_size, self.layers, self.device = document, block_size, layers, device
+    def __init__(self, document: Document, device: torch.device) -> None:
+        self.document, self.device = document, device
+        self.block_size, self.layers = document.memory.spec.block_size, document.memory.spec.layers
         self._there: dict[range, list[States]] = {}
 
     def prefetch(self, layers: Sequence[LayerPlan], seen: VisibleParts) -> None:
