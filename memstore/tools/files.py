@@ -24,8 +24,7 @@ from memstore import paths
 from memstore.errors import InvalidArgument, NotAMemory, NotFound
 from memstore.paths import python_module
 from memstore.tools import parsing
-from memstore.tools.decoding import SNIFFED, decode, has_controls, mend_surrogates
-from memstore.tools.parsing import LeftOut
+from memstore.tools.parsing import SNIFFED, LeftOut, decode, has_controls, mend_surrogates
 from memstore.tools.verb import on_disk
 
 if TYPE_CHECKING:
