@@ -73,7 +73,7 @@ def serving(*memories: Path, on: dict[str, Any] | None = None, **options: Any) -
         finally:
             server.should_exit = True
             thread.join()
-            endpoint.close()
+            endpoint.worker.close()
 
 
 @pytest.fixture(scope="module")

@@ -92,7 +92,7 @@ Told = str | Result | Exception | None
 
 
 class Endpoint:
-    """Memories as an ASGI application. ``close`` it before the memories."""
+    """Memories as an ASGI application. Close its ``worker`` before the memories."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Endpoint:
         its receipt has the number of the trace. ``chats``: requests may read and continue chats of the terminal.
         """
         self._shelf, self._sessions, self._trace, self._chats = shelf, sessions, trace, chats
-        self._worker = Worker(waiting)
+        self.worker = Worker(waiting)
         self._begun = int(time.time())
         self._metrics = _Metrics()
         routes = [
@@ -131,19 +131,11 @@ class Endpoint:
         app = Starlette(routes=routes, exception_handlers=handlers)
         self.app = self._metrics.counting(Gate(app, token=token, hosts=hosts))
 
-    def stop(self) -> None:
-        """Tell everybody who waits that the server ends."""
-        self._worker.stop()
-
-    def close(self) -> None:
-        """Stop answering."""
-        self._worker.close()
-
     async def _health(self, _: Request) -> Response:
-        return JSONResponse({"status": "ok", "answering": self._worker.answering, "waiting": self._worker.waiting})
+        return JSONResponse({"status": "ok", "answering": self.worker.answering, "waiting": self.worker.waiting})
 
     async def _told_metrics(self, _: Request) -> Response:
-        told = self._metrics.text(waiting=self._worker.waiting, memories=len(self._shelf.served))
+        told = self._metrics.text(waiting=self.worker.waiting, memories=len(self._shelf.served))
         return Response(told, media_type="text/plain; version=0.0.4")
 
     async def _models(self, _: Request) -> Response:
@@ -197,7 +189,7 @@ class Endpoint:
         else:
             work = partial(converse, ask, self._sessions, trace=self._trace, chats=self._chats)
             job = QueuedJob(served, work, tell, writes=True, line=f"{name}/{ask.session}")
-        self._worker.submit(job)
+        self.worker.submit(job)
         leaving = asyncio.create_task(_leaving(request, job, events))
         form = _Form(ask)
         try:

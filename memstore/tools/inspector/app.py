@@ -1,4 +1,4 @@
-"""Routes of the inspector page (its files, and JSON from ``data.py`` and ``traced.py``), and who gets an answer."""
+"""Routes of the inspector page (files, JSON from ``data.py`` and ``traced.py``, questions), and who gets an answer."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from inspect import Parameter, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from urllib.parse import parse_qs
 
 from memstore.errors import InvalidArgument, MemstoreError, NotFound
 from memstore.tools.inspector import data, traced
-from memstore.tools.inspector.asking import PATHS, AskBox, can_ask, conversations
+from memstore.tools.models import named_model
 from memstore.tools.verb import status_of
 from memstore.tools.web import LOOPBACK, MOST_BYTES, body_of, host_is_known, names_of, require_web, run, same, server_of
 
@@ -25,7 +26,12 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
     from memstore.memory import Memory
+    from memstore.tools.endpoint.app import Endpoint
 
+PATHS = ("/v1/chat/completions", "/v1/completions")
+"""Routes of the endpoint that the page uses. For the others it has its own answers."""
+SESSIONS = 1000
+"""Conversations that a memory may keep, if the page may change it."""
 STATIC = Path(__file__).parent / "static"
 Answer = Callable[..., Mapping[str, Any]]
 ANSWERS: Mapping[str, Answer] = {
@@ -39,7 +45,7 @@ ANSWERS: Mapping[str, Answer] = {
     "documents/{document}/blocks/{block}/traces": traced.using,
     "documents/{document}/find": data.find,
     "documents/{document}/ask": data.ask,
-    "conversations": conversations,
+    "conversations": data.conversations,
     "traces/{trace}": traced.trace,
     "traces/{trace}/overview": traced.overview,
     "traces/{trace}/steps/{step}": traced.step,
@@ -108,7 +114,7 @@ class Inspector:
         self._words = data.Words(memory)
         self._write_token = secrets.token_urlsafe(24) if allow_write else None
         self._box = AskBox(memory, hosts=hosts, allow_write=allow_write)
-        asking = {"asking": PATHS if can_ask(memory) else ()}
+        asking = {"asking": PATHS if data.can_ask(memory) else ()}
         self.app = Guard(self._routes(), token=self.token, write_token=self._write_token, hosts=hosts, **asking)
 
     def warm(self) -> None:
@@ -184,6 +190,41 @@ class Inspector:
             return _json({"done": action})
 
         return await run_in_threadpool(change)
+
+
+class AskBox:
+    """An ASGI application that answers from a memory and records the blocks of each answer.
+
+    At the first question it opens the memory for itself and loads the model.
+    """
+
+    def __init__(self, memory: Memory, *, hosts: Iterable[str], allow_write: bool) -> None:
+        """Prepare the box. With ``allow_write`` it also continues conversations, which the memory keeps."""
+        self._memory, self._hosts, self._sessions = memory, tuple(hosts), SESSIONS if allow_write else 0
+        self._stack = ExitStack()
+        self._lock = threading.Lock()
+        self._made: Endpoint | None = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request."""
+        await self._endpoint().app(scope, receive, send)
+
+    def close(self) -> None:
+        """Cancel the current answer."""
+        if self._made is not None:
+            self._made.worker.close()
+        self._stack.close()
+
+    def _endpoint(self) -> Endpoint:
+        from memstore.tools.endpoint.app import Endpoint
+        from memstore.tools.endpoint.shelf import Shelf, name_of
+
+        with self._lock:
+            if self._made is None:
+                url = self._memory.url
+                shelf = Shelf(self._stack, model=named_model(self._memory), later={name_of(url): url})
+                self._made = Endpoint(shelf, hosts=self._hosts, sessions=self._sessions, trace=True, chats=True)
+            return self._made
 
 
 def _checked(wanted: Parameter, given: Mapping[str, str]) -> str | int | None:
