@@ -240,7 +240,7 @@ def lasting(url: str) -> str:
     """Return ``url``, unless its memory would vanish when the command ends."""
     if url.startswith("ram:"):
         raise InvalidArgument(
-            f"{url} would be lost when this command ends; name a folder (./{url} for a folder of this name)."
+            f"{url} would be lost when this command ends. Name a folder (./{url} for a folder of this name)."
         )
     return url
 
@@ -386,6 +386,11 @@ def facts_of(memory: Memory) -> dict[str, dict[str, Any]]:
     """Return facts and notes about the file of each document. Most documents that are not files have none."""
     facts = memory.infos(FACT)
     return {each.name: _dict(facts.get(FACT + each.name)) for each in memory.documents()}
+
+
+def fact_of(memory: Memory, document: str) -> dict[str, Any]:
+    """Return facts and notes about the file of one document; empty if there are none."""
+    return _dict(memory.get_info(FACT + document))
 
 
 def time_of(fact: Mapping[str, Any]) -> datetime | None:

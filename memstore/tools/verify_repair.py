@@ -13,7 +13,7 @@ import typer
 import memstore
 from memstore.errors import DamagedError, InvalidArgument, WrongKey
 from memstore.report import Page, Report, counted
-from memstore.tools.verb import DAMAGED, FACT, KEY_VARIABLE, OK, Json, MemoryUrl, lasting, waiting
+from memstore.tools.verb import DAMAGED, FACT, KEY_VARIABLE, OK, Json, MemoryUrl, fact_of, lasting, waiting
 
 if TYPE_CHECKING:
     from memstore.memory.verify import Finding
@@ -182,8 +182,7 @@ def repair(
 def _read_again(memory: memstore.Memory, names: Sequence[str]) -> None:
     """Let ``memstore read`` complete the documents ``names``: their files were read whole, and part of it is lost."""
     for name in names:
-        fact = memory.get_info(FACT + name)
-        if isinstance(fact, dict) and fact.get("whole"):
+        if (fact := fact_of(memory, name)).get("whole"):
             memory.put_info(FACT + name, {**fact, "whole": False})
 
 

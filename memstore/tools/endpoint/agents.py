@@ -33,7 +33,7 @@ from memstore.tools.ask import chosen_documents
 from memstore.tools.endpoint.app import WAITING, Gate
 from memstore.tools.endpoint.request import MOST_TOKENS, Refusal
 from memstore.tools.endpoint.worker import QueuedJob, ServedMemory, Worker
-from memstore.tools.verb import FACT
+from memstore.tools.verb import fact_of
 from memstore.tools.web import LOOPBACK, in_url, is_loopback, names_of, without_paths
 
 SCHEME = "memstore://"
@@ -268,8 +268,8 @@ def _check_place(reader: Reader, document: str) -> None:
     """Raise ``InvalidArgument`` for documents that must not be written to."""
     if document.startswith(CHAT):
         raise InvalidArgument(f"{document!r} is the name of a chat: choose another name")
-    if isinstance(fact := reader.memory.get_info(FACT + document), dict) and fact.get("path"):
-        name = Path(str(fact["path"])).name
+    if path := fact_of(reader.memory, document).get("path"):
+        name = Path(str(path)).name
         raise InvalidArgument(
             f"{document!r} is the document of the file {name}, which is read again when it changes: choose another name"
         )
