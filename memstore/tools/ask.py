@@ -131,7 +131,9 @@ def ask(
                 "the memory is encrypted, but --trace would write the blocks of each token unencrypted beside "
                 f"{memory}. Ask in the page of memstore view instead: it shows them, and stores nothing."
             )
-        _check_documents(opened, document)
+        _names(opened)  # an empty memory is reported as such, whatever was asked for
+        for name in document or ():
+            opened.document(name)  # its error lists the documents of the memory
         if wanted is not None:
             document = wanted.names(opened, document or all_but_chats(opened))
         with waiting("loading the model", show=not json):
@@ -181,13 +183,11 @@ def all_but_chats(memory: Memory) -> list[str]:
     return [each.name for each in memory.documents() if not each.name.startswith(CHAT)]
 
 
-def _check_documents(memory: Memory, wanted: list[str] | None) -> None:
-    there = {document.name for document in memory.documents()}
-    if not there:
+def _names(memory: Memory) -> list[str]:
+    """Return the names of all documents. Raises ``NotFound`` if there are none."""
+    if not (names := [document.name for document in memory.documents()]):
         raise NotFound("the memory has no documents yet. Add one with: memstore read TEXT MEMORY")
-    for name in wanted or []:
-        if name not in there:
-            memory.document(name)  # its error lists the documents of the memory
+    return names
 
 
 def _number(text: str) -> int:
@@ -281,12 +281,10 @@ def opened_when_free(reader: Reader) -> Reader:
 
 def document_name(memory: Memory, wanted: str | None) -> str:
     """Return ``wanted`` if the memory has it, or its only document."""
-    names = [document.name for document in memory.documents()]
-    if not names:
-        raise NotFound("the memory has no documents yet. Add one with: memstore read TEXT MEMORY")
+    names = _names(memory)
     if wanted is None and len(names) > 1:
         shown = ", ".join(cell(quote(name)) for name in names[:10]) + (", ..." if len(names) > 10 else "")
-        raise InvalidArgument(f"the memory has several documents; choose one with --document: {shown}")
+        raise InvalidArgument(f"the memory has several documents. Choose one with --document: {shown}")
     return memory.document(wanted).name if wanted is not None else names[0]
 
 

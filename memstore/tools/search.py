@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import io
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import memstore
-from memstore.errors import InvalidArgument, NotFound
+from memstore.errors import InvalidArgument
 from memstore.report import Page, Report
 from memstore.tools.ask import Dtype, search_text
+from memstore.tools.files import read_bytes
 from memstore.tools.listing import decode
 from memstore.tools.verb import MOST_BLOCKS, Device, MemoryUrl, Threads, index_bar, use_threads
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 
     from memstore.memory import Document, Memory
     from memstore.memory.search import Match
-
-STDIN = "-"
 
 Words = Annotated[
     str | None,
@@ -86,7 +83,7 @@ def search(
     given = [name for name, value in (("TEXT", text), ("--block", block), ("--vector", vector)) if value is not None]
     if len(given) != 1:
         raise InvalidArgument(
-            f"a search needs exactly one of TEXT, --block and --vector; got {' and '.join(given) or 'none of them'}."
+            f"a search needs exactly one of TEXT, --block and --vector. Got {' and '.join(given) or 'none of them'}."
         )
     use_threads(threads)
     with memstore.open(memory, mode="r", device=device) as opened, index_bar():
@@ -145,13 +142,8 @@ def _queries(file: str) -> Tensor:
     import numpy as np
     import torch
 
-    try:
-        raw = sys.stdin.buffer.read() if file == STDIN else Path(file).read_bytes()
-    except FileNotFoundError:
-        raise NotFound(f"there is no file {file}. Name a .npy file, or - for standard input.") from None
-    except IsADirectoryError:
-        raise InvalidArgument(f"{file} is a folder. Name a .npy file.") from None
+    raw = read_bytes(file, "a .npy file")
     try:
         return torch.from_numpy(np.load(io.BytesIO(raw), allow_pickle=False).astype(np.float32))
     except (ValueError, TypeError, EOFError, AttributeError):
-        raise InvalidArgument(f"{file} is not a .npy file of numbers; write one with numpy.save.") from None
+        raise InvalidArgument(f"{file} is not a .npy file of numbers. Write one with numpy.save.") from None
