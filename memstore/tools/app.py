@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pkgutil import resolve_name
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -35,11 +35,11 @@ from memstore.tools.verb import (
 DEBUG_VARIABLE = "MEMSTORE_DEBUG"
 _OUTPUT_LOST = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}
 
-SHELLS = ("bash", "zsh", "fish")
+Shells = Literal["bash", "zsh", "fish"]
 COMPLETION_VARIABLE = "_MEMSTORE_COMPLETE"
 """Environment variable with which a shell's script asks the command for completions."""
 
-Shell = Annotated[str, typer.Argument(metavar="SHELL", help=f"The shell: {', '.join(SHELLS)}.", show_default=False)]
+Shell = Annotated[Shells, typer.Argument(metavar="SHELL", help="The shell: bash, zsh or fish.", show_default=False)]
 TrustedModel = Annotated[
     str,
     typer.Argument(
@@ -81,8 +81,6 @@ def completion(shell: Shell) -> Report:
     """
     from typer.completion import get_completion_script  # type: ignore[attr-defined]  # imported there, not listed
 
-    if shell not in SHELLS:
-        raise InvalidArgument(f"there is no completion for {shell!r}. Choose one of {', '.join(SHELLS)}.")
     script = get_completion_script(prog_name="memstore", complete_var=COMPLETION_VARIABLE, shell=shell)
     return Report(data={"shell": shell, "script": script}, text=lambda page: page.line(script))
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 import memstore
-from memstore.errors import InvalidArgument, NotFound
+from memstore.errors import InvalidArgument
 from memstore.report import Page, Report
 from memstore.tools.ask import Dtype, Model, attached, document_name
 from memstore.tools.models import LoadedModel, load_recorded, tokenizer_of
-from memstore.tools.trace import check_looks
+from memstore.tools.trace import check_looks, chosen_trace
 from memstore.tools.verb import Device, Index, MemoryUrl, Threads, taking, use_threads
 
 if TYPE_CHECKING:
@@ -162,18 +161,9 @@ def _share(value: float | None) -> str | None:
     return None if value is None else f"{100 * value:.1f}%"
 
 
-class PictureKind(StrEnum):
-    """The kinds of pictures."""
-
-    HEAT = "heat"
-    SIMILARITY = "similarity"
-    AUDIT = "audit"
-    TIERS = "tiers"
-    MARGINS = "margins"
-
-
+Picture = Literal["heat", "similarity", "audit", "tiers", "margins"]
 KindArgument = Annotated[
-    PictureKind,
+    Picture,
     typer.Argument(
         metavar="KIND",
         help="Picture to draw: heat, tiers or margins of a trace; similarity or margins of a document; or audit, "
@@ -221,39 +211,37 @@ def plot(
     check_picture(out)
     with options.open() as opened:
         match kind:
-            case PictureKind.AUDIT:
+            case "audit":
                 if question is None:
                     raise InvalidArgument("an audit needs a question: pass it with --question")
                 audited, _ = options.audit(opened, question)
                 figure, of = audit_picture(audited), {"document": ", ".join(audited.documents)}
-            case PictureKind.SIMILARITY:
+            case "similarity":
                 name = document_name(opened, options.document)
                 figure, of = similarity(opened.document(name), layer=layer), {"document": name}
-            case PictureKind.MARGINS if options.document is not None:
+            case "margins" if options.document is not None:
                 found = opened.document(options.document)
                 figure = document_margins(found, layer=layer, top_k=options.top_k or 8)
                 of = {"document": found.name}
             case _:
                 figure, of = _of_trace(opened, kind, trace, layer, head)
         save_picture(figure, out)
-    data = {"kind": kind.value, **of, "out": str(out), "bytes": out.stat().st_size}
+    data = {"kind": kind, **of, "out": str(out), "bytes": out.stat().st_size}
     what = ", ".join(f"{name} {value}" for name, value in of.items())
-    return Report(data=data, text=lambda page: page.line(f"{kind.value} of {what}: {out}, {data['bytes']:,} bytes"))
+    return Report(data=data, text=lambda page: page.line(f"{kind} of {what}: {out}, {data['bytes']:,} bytes"))
 
 
 def _of_trace(
-    opened: Memory, kind: PictureKind, number: int | None, layer: int | None, head: int | None
+    opened: Memory, kind: Picture, number: int | None, layer: int | None, head: int | None
 ) -> tuple[Any, dict[str, Any]]:
     from memstore.eval.pictures import heat, margins, tiers
 
-    trace = opened.traces.last() if number is None else opened.traces.get(number)
-    if trace is None:
-        raise NotFound(f"memory {opened.url} has no traces yet. Record one with: memstore ask MEMORY QUESTION --trace")
+    trace = chosen_trace(opened, number)
     check_looks(trace.steps(), layer=layer, head=head)
     match kind:
-        case PictureKind.HEAT:
+        case "heat":
             figure = heat(trace, words=_words(opened, trace), layer=layer, head=head)
-        case PictureKind.TIERS:
+        case "tiers":
             figure = tiers(trace)
         case _:
             figure = margins(trace, layer=layer)
