@@ -260,7 +260,21 @@ def _examine(model: PreTrainedModel) -> Architecture:
     tables = _rotary_tables(model)
     again: dict[nn.Module, QueriesKeys] = {}
     with _probing(model, partial(_note_keys, again)):  # once for all layers: each probe walks the whole model
-        layers = tuple(_plan(model, names, i, entry, mixed, tables, again) for i, entry in enumerate(seen))
+        layers = tuple(
+            LayerPlan(
+                index=index,
+                module=entry.module,
+                block=_decoder_layer(model, names[entry.module]),
+                rotary=_rotary(index, entry, tables, again),
+                heads=entry.queries.shape[1],
+                key_heads=entry.keys.shape[1],
+                head_dim=entry.keys.shape[3],
+                value_dim=entry.values.shape[3],
+                sliding=entry.sliding,
+                local=mixed and entry.sliding is not None,
+            )
+            for index, entry in enumerate(seen)
+        )
     if divided is not None:
         layers = tuple(_with_all_heads(plan, config, divided.size()) for plan in layers)
     learned = all(plan.rotary.part == "none" for plan in layers) and _learned_positions(model)
@@ -455,29 +469,6 @@ def _implementations(model: PreTrainedModel) -> list[tuple[Any, Any]]:
     return [
         (c, c._attn_implementation_internal) for c in configs.values() if hasattr(c, "_attn_implementation_internal")
     ]
-
-
-def _plan(
-    model: PreTrainedModel,
-    names: dict[nn.Module, str],
-    index: int,
-    seen: _ProbedModule,
-    mixed: bool,
-    tables: list[Table],
-    again: dict[nn.Module, QueriesKeys],
-) -> LayerPlan:
-    return LayerPlan(
-        index=index,
-        module=seen.module,
-        block=_decoder_layer(model, names[seen.module]),
-        rotary=_rotary(index, seen, tables, again),
-        heads=seen.queries.shape[1],
-        key_heads=seen.keys.shape[1],
-        head_dim=seen.keys.shape[3],
-        value_dim=seen.values.shape[3],
-        sliding=seen.sliding,
-        local=mixed and seen.sliding is not None,
-    )
 
 
 def _rotary(index: int, seen: _ProbedModule, tables: list[Table], again: dict[nn.Module, QueriesKeys]) -> LayerRotary:

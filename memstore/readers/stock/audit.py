@@ -30,7 +30,6 @@ from memstore.readers.audit import Auditor, index_recall, pieces
 from memstore.readers.observer import Choice
 from memstore.readers.stock.call import Call, LayerStates, StockChoice
 from memstore.readers.stock.reader import StockReader
-from memstore.readers.stock.selection import place
 from memstore.readers.stock.visible import Candidates
 
 READ = 256
@@ -71,7 +70,7 @@ class StockAuditor(Auditor):
         super().__init__(attached.model)
         self._attached, retrieval = attached, attached.retrieval
         if retrieval.on_error == "miss":
-            raise InvalidArgument("an audit reads every block; use Retrieval(on_error='raise')")
+            raise InvalidArgument("an audit reads every block. Use Retrieval(on_error='raise')")
         self.positions = POSITIONS[retrieval.positions]
         self.top_k = retrieval.top_k if top_k is None else top_k
         self._seen: dict[int, list[_LastToken]] = {}
@@ -203,17 +202,7 @@ def _from_every_slot(call: Call, seen: list[_LastToken]) -> tuple[Tensor, Tensor
 def _places(call: Call, candidates: Candidates, numbers: range) -> Tensor:
     """Positions ``[n * S]`` of candidates that were not retrieved; stingy ones are all in the first slot."""
     blocks = candidates.blocks[numbers.start : numbers.stop][None, None]
-    selection = call.selection
-    placement = place(
-        selection.retrieval.positions,
-        sink=call.seen.sink,
-        direct=call.seen.direct,
-        blocks=blocks,
-        slots=torch.zeros_like(blocks),
-        block_size=selection.block_size,
-        limit=selection.position_limit,
-    )
-    return placement.retrieved[0, 0]
+    return call.placed(blocks, torch.zeros_like(blocks)).retrieved[0, 0]
 
 
 def _keys(candidates: Candidates, numbers: range, layer: int) -> Tensor:

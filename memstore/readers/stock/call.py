@@ -514,7 +514,7 @@ class LayerStates(CallLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> States:
         """Pass the segment on. The attention function stores it, because it knows the positions."""
         if self.call.selection.ended:
-            raise InvalidArgument("this cache belongs to a memory that is no longer attached; use a new cache")
+            raise InvalidArgument("this cache belongs to a memory that is no longer attached. Use a new cache")
         return key_states, value_states
 
     def crop(self, _tokens_to_remove: int) -> None:
@@ -526,12 +526,12 @@ class LayerStates(CallLayer):
 
     def batch_repeat_interleave(self, _repeats: int) -> None:
         """Raise: pass the prompt as often as you want continuations."""
-        raise InvalidArgument("a cache with a memory cannot be repeated; pass the prompt once for each continuation")
+        raise InvalidArgument("a cache with a memory cannot be repeated. Pass the prompt once for each continuation")
 
     def reset(self) -> None:
         """Forget the local tokens and the blocks retrieved for them."""
         if self.call.selection.architecture.linear is not None:  # its layers without attention cannot go back
-            raise InvalidArgument("the cache of a hybrid model cannot be reset; use a new cache")
+            raise InvalidArgument("the cache of a hybrid model cannot be reset. Use a new cache")
         self.chosen, self.fetched, self.stale, self.is_initialized = None, None, True, False
         if self.plan.index == 0:
             self.call.reset()

@@ -350,7 +350,7 @@ class Hooks:
     def _claim(self) -> None:
         """Reserve the hooks for this thread. They hold the state of a pass, so there can be only one."""
         if self._thread not in (None, threading.get_ident()):
-            raise InvalidArgument("another thread is using this attached model; let one thread use it at a time")
+            raise InvalidArgument("another thread is using this attached model. Let one thread use it at a time")
         self._thread = threading.get_ident()
 
     def _call_of(self, given: dict[str, Any], rows: int) -> Call:
@@ -360,7 +360,7 @@ class Hooks:
         if ours is not None:
             call: Call = ours.call
             if call.selection is not self.selection:
-                raise InvalidArgument("this cache belongs to another attached memory; use a new cache")
+                raise InvalidArgument("this cache belongs to another attached memory. Use a new cache")
             return call
         call = self._new_call()
         wanted = _wants_cache(self.model, given)
@@ -447,7 +447,7 @@ class _DividedHeads:
 def check_free(model: nn.Module) -> None:
     """Raise ``InvalidArgument`` if ``model`` has a memory: it cannot get a second one, or be examined for one."""
     if any(module in _PLANS for module in model.modules()):
-        raise InvalidArgument("this model already has a memory attached; leave that with block first")
+        raise InvalidArgument("this model already has a memory attached. Leave that with block first")
 
 
 def _attention(

@@ -255,14 +255,16 @@ class Selection:
         """
         options, begun = self.retrieval, time.perf_counter()
         lists = {"none": plan.heads, "group": plan.key_heads, "layer": 1}[options.share]
-        chosen = []
-        for queries in rows:
-            queries = queries if whole else queries[:, -options.span :]
-            one_for_all = [queries.detach().float()] * candidates.memories
-            scores = candidates.score(plan.index, one_for_all, self.short)  # [H, t, N]
-            numbers, best = choose(pooled(scores, pool=options.pool, lists=lists), self.slots(candidates))
-            chosen.append((numbers, best))
-        return self._chosen(chosen, begun)
+        asked = [queries if whole else queries[:, -options.span :] for queries in rows]
+        one_for_all = [[queries.detach().float()] * candidates.memories for queries in asked]
+        return self._chosen([self._layer_row(candidates, plan.index, each, lists) for each in one_for_all], begun)
+
+    def _layer_row(
+        self, candidates: Candidates, layer: int, queries: Sequence[Tensor], lists: int
+    ) -> tuple[Tensor, Tensor]:
+        """Choose so many ``lists`` by the queries ``[H, t, D]`` for each memory."""
+        scores = candidates.score(layer, queries, self.short)  # [H, t, N]
+        return choose(pooled(scores, pool=self.retrieval.pool, lists=lists), self.slots(candidates))
 
 
 def units_and_weights(codes: Tensor, candidates: Candidates) -> tuple[list[Tensor], Tensor]:
@@ -481,21 +483,25 @@ class LocalTokens:
     def placement(self, chosen: CandidateLists | None) -> _Placement:
         """Return the positions of the visible memory, with the list ``chosen``."""
 
-        def placed() -> _Placement:
+        def found() -> _Placement:
             blocks = slots = torch.zeros(1, 1, self.slots, dtype=torch.long, device=self.device)
             if chosen is not None:
                 blocks, slots = self.kept(("where",), chosen, lambda: to_device(self.numbered(chosen), self.device))
-            return place(
-                self.selection.retrieval.positions,
-                sink=self.seen.sink,
-                direct=self.seen.direct,
-                blocks=blocks,
-                slots=slots,
-                block_size=self.selection.block_size,
-                limit=self.selection.position_limit,
-            )
+            return self.placed(blocks, slots)
 
-        return self.kept(("placement",), chosen, placed)
+        return self.kept(("placement",), chosen, found)
+
+    def placed(self, blocks: Tensor, slots: Tensor) -> _Placement:
+        """Return the positions of the visible memory, with retrieved ``blocks [B, heads, K]``; see ``place``."""
+        return place(
+            self.selection.retrieval.positions,
+            sink=self.seen.sink,
+            direct=self.seen.direct,
+            blocks=blocks,
+            slots=slots,
+            block_size=self.selection.block_size,
+            limit=self.selection.position_limit,
+        )
 
     def numbered(self, chosen: CandidateLists) -> list[Tensor]:
         """Return blocks and slots of a list, in host memory."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -394,7 +395,8 @@ class ShortDocuments:
         if of is not parts:
             names = tuple((each.document.id, each.edits, each.blocks, each.tokens) for each in parts)
             if known != names:
-                starts = dict(zip(known, _starts([len(blocks) for _, _, blocks, _ in known]), strict=True))
+                begun = accumulate((len(blocks) for _, _, blocks, _ in known), initial=0)
+                starts = dict(zip(known, begun, strict=False))
                 read = [
                     keys[:, starts[name] : starts[name] + len(each.blocks)]
                     if name in starts
@@ -404,13 +406,6 @@ class ShortDocuments:
                 keys = torch.cat(read, dim=1)
             self._held[memory, layer, signs] = parts, names, keys
         return keys
-
-
-def _starts(lengths: Sequence[int]) -> list[int]:
-    """Return the starts of consecutive runs with these lengths."""
-    stops = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
-    starts: list[int] = (stops - torch.tensor(lengths, dtype=torch.int64)).tolist()
-    return starts
 
 
 def _read(part: ShortDocument, layer: int, *, signs: bool) -> Tensor:
