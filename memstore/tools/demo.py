@@ -105,7 +105,7 @@ def demo(
 def _new_folder(keep: Path | None) -> Iterator[Path]:
     """Give the folder of the memory: ``keep``, which is removed again on failure, or else a temporary folder."""
     if keep is not None and keep.exists():
-        raise InvalidArgument(f"{keep} exists already; name a new folder with --keep")
+        raise InvalidArgument(f"{keep} exists already. Name a new folder with --keep")
     with tempfile.TemporaryDirectory(prefix="memstore-demo-") as scratch:
         folder = Path(scratch) / "demo.mem" if keep is None else keep
         try:

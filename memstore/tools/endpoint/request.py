@@ -177,7 +177,7 @@ class _Fields:
     def common(self, max_tokens: int) -> dict[str, Any]:
         """Return the fields that both kinds have."""
         if not (model := self.of("model", str, "")):
-            raise Refusal("model must name the memory to ask; GET /v1/models lists the names", param="model")
+            raise Refusal("model must name the memory to ask. GET /v1/models lists the names", param="model")
         document = self.name("document")
         limit = self.of("max_completion_tokens", int, None) or self.of("max_tokens", int, max_tokens)
         if limit < 1:

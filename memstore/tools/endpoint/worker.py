@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from memstore.memory import Memory
     from memstore.memory.urls import OpenFolder
     from memstore.readers.reader import Reader
-    from memstore.tools.models import LoadedModel
 
 SOURCES = 8
 SERVED = "served/"
@@ -56,7 +55,6 @@ class ServedMemory:
     name: str
     model: str
     """Name of its model."""
-    loaded: LoadedModel
     memory: Memory
     reader: Reader
     writer: Reader
@@ -145,9 +143,7 @@ class Worker:
             self._lines = {name: line for name, line in lines.items() if line}
             mine = self._lines.get(job.line, deque())
             if self._closed:
-                raise Refusal(
-                    "the server is shutting down: ask again when it is back", status=503, code="server_ending"
-                )
+                raise _ending()
             if self.waiting >= self._most:
                 longest = max(self._lines.values(), key=len, default=mine)
                 if len(mine) + 1 >= len(longest):
@@ -198,9 +194,7 @@ class Worker:
             self._lines.clear()
             for job in (*waiting, *filter(None, [self._current])):
                 job.left.set()
-                job.tell(
-                    Refusal("the server is shutting down: ask again when it is back", status=503, code="server_ending")
-                )
+                job.tell(_ending())
             self._changed.notify()
 
     def close(self) -> None:
@@ -257,6 +251,10 @@ class Worker:
         finally:
             if job.writes:
                 self._attach(None)
+
+
+def _ending() -> Refusal:
+    return Refusal("the server is shutting down: ask again when it is back", status=503, code="server_ending")
 
 
 def answer(ask: Ask, reader: Reader, job: QueuedJob, *, trace: bool = False, chats: bool = False) -> Result:

@@ -347,7 +347,7 @@ def change(url: str, action: str, asked: Mapping[str, Any]) -> None:
     ``InvalidArgument``, ``NotFound``, ``MemoryInUse``, ``ReadOnlyMemory``.
     """
     if action not in ACTIONS:
-        raise InvalidArgument(f"there is no action {action!r}; choose from {', '.join(ACTIONS)}.")
+        raise InvalidArgument(f"there is no action {action!r}. Choose from {', '.join(ACTIONS)}.")
     with open_memory(url, host_bytes=0) as memory:
         match action:
             case "pin":
