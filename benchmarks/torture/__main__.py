@@ -135,7 +135,7 @@ def main() -> int:
     app.command()(verb(torture))
     json = "--json" in sys.argv
     try:
-        code: int = typer.main.get_command(app).main(prog_name="torture", standalone_mode=False)
+        code: int = typer.main.get_command(app).main(prog_name="python -m benchmarks.torture", standalone_mode=False)
     except (MemstoreError, typer.TyperException) as error:
         return report_failure(error, json=json)
     if code == INTERRUPTED:  # typer catches Ctrl-C, and says nothing
