@@ -6,8 +6,7 @@ heavy: every name is imported on first use.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from memstore._version import __version__
 from memstore.errors import (
@@ -22,6 +21,7 @@ from memstore.errors import (
     StoreFull,
     UnsupportedModel,
 )
+from memstore.lazy import lazy
 
 if TYPE_CHECKING:
     from memstore.memory.copy import copy_memory as copy
@@ -32,19 +32,6 @@ if TYPE_CHECKING:
     from memstore.readers.kinds import Retrieval
     from memstore.readers.many import read_many
     from memstore.readers.reader import Reader, attach
-
-_HOMES = {
-    "Document": ("memstore.memory.document", "Document"),
-    "Fingerprint": ("memstore.memory.spec", "Fingerprint"),
-    "Memory": ("memstore.memory.memory", "Memory"),
-    "MemorySpec": ("memstore.memory.spec", "MemorySpec"),
-    "Retrieval": ("memstore.readers.kinds", "Retrieval"),
-    "Reader": ("memstore.readers.reader", "Reader"),
-    "attach": ("memstore.readers.reader", "attach"),
-    "copy": ("memstore.memory.copy", "copy_memory"),
-    "open": ("memstore.memory.memory", "open_memory"),
-    "read_many": ("memstore.readers.many", "read_many"),
-}
 
 __all__ = [
     "DamagedError",
@@ -71,12 +58,21 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module, attribute = _HOMES[name]
-    value = globals()[name] = getattr(import_module(module), attribute)
-    return value
+__getattr__ = lazy(
+    __name__,
+    {
+        "Document": "memory.document",
+        "Fingerprint": "memory.spec",
+        "Memory": "memory.memory",
+        "MemorySpec": "memory.spec",
+        "Retrieval": "readers.kinds",
+        "Reader": "readers.reader",
+        "attach": "readers.reader",
+        "copy": "memory.copy:copy_memory",
+        "open": "memory.memory:open_memory",
+        "read_many": "readers.many",
+    },
+)
 
 
 def __dir__() -> list[str]:

@@ -13,7 +13,7 @@ import gguf
 import llama_cpp as llama
 import numpy as np
 
-from memstore.testing.torture import SHAPE, States, Subject
+from benchmarks.torture.harness import SHAPE, States, Subject
 
 _, HEADS, TOKENS, DIM = SHAPE
 WIDTH = HEADS * DIM

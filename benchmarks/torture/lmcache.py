@@ -20,7 +20,7 @@ from lmcache.v1.metadata import LMCacheMetadata
 from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
 from lmcache.v1.storage_backend.local_disk_backend import LocalDiskBackend
 
-from memstore.testing.torture import SHAPE, States, Subject
+from benchmarks.torture.harness import SHAPE, States, Subject
 
 _, HEADS, TOKENS, DIM = SHAPE
 

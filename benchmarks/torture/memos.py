@@ -13,7 +13,7 @@ from memos.memories.activation.item import KVCacheItem
 from memos.memories.activation.kv import KVCacheMemory
 from transformers import DynamicCache
 
-from memstore.testing.torture import SHAPE, States, Subject
+from benchmarks.torture.harness import SHAPE, States, Subject
 
 
 class MemOS(Subject):

@@ -15,11 +15,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import takewhile
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -33,7 +33,7 @@ from memstore.readers.passages import (
     MAX_SOURCES,
     SENTENCES,
     Passage,
-    PassageReader,
+    Reader,
     absent,
     quotes,
     stored,
@@ -42,8 +42,7 @@ from memstore.readers.passages import (
 )
 
 if TYPE_CHECKING:
-    from memstore.memory import Document, Memory, Recorder, Trace
-    from memstore.readers.kinds import Kind
+    from memstore.memory import Document, Trace
 
 # If they are asked for a short phrase and "never a sentence", small models answer more briefly and are wrong more
 # often. In a sentence they first repeat what they were asked for (docs/notes/questions.md).
@@ -91,38 +90,6 @@ class Query:
         return [(self.tokens, 1.0), *([] if self.before is None else [(self.before, BEFORE)])]
 
 
-class _Asker(PassageReader, Protocol):
-    """The part of a reader that is needed to ask its model; a ``Reader`` has it."""
-
-    model: Any
-    kind: ClassVar[Kind]
-    several: ClassVar[bool]
-    names: list[str] | None
-
-    @property
-    def takes_questions(self) -> bool:
-        """Whether a question chooses blocks by itself."""
-
-    @property
-    def memory(self) -> Memory:
-        """The memory that texts are read into."""
-
-    def generate(self, text: torch.Tensor, **options: Any) -> Any:
-        """Continue ``text``."""
-
-    def record(self, *, question: str, traces: Traces, **info: Any) -> AbstractContextManager[Recorder]:
-        """Record the retrieved blocks."""
-
-    def append(self, text: list[int], document: str) -> Any:
-        """Read more tokens at the end of a document."""
-
-    def update(self, text: torch.Tensor, document: str) -> Any:
-        """Replace the text of a document."""
-
-    def seeing(self, *, tail: bool) -> AbstractContextManager[None]:
-        """Say whether calls see the document's end without a search."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Answer:
     """The answer of a model; ``str(answer)`` is its text."""
@@ -153,7 +120,7 @@ class Answer:
     missing: dict[tuple[str, int], str]
     """Blocks that could not be read and are missing in the answer, as (document, block), with the reason. Empty unless
     ``Retrieval(on_error="miss")``."""
-    reader: _Asker
+    reader: Reader
 
     def __str__(self) -> str:
         return self.text
@@ -253,7 +220,7 @@ class AnswerStream:
     """A streamer for transformers. It passes an answer on as it comes, whole characters only."""
 
     def __init__(
-        self, reader: _Asker, frame: Template | None, tell: TELL | None = None, stop: Sequence[str] = ()
+        self, reader: Reader, frame: Template | None, tell: TELL | None = None, stop: Sequence[str] = ()
     ) -> None:
         """``stop``: texts that end the answer, besides those of ``frame``."""
         self._made: list[int] = []
@@ -482,7 +449,7 @@ def check_asked(model: Any, tokens: int) -> None:
 
 
 def generate_answer(
-    reader: _Asker,
+    reader: Reader,
     question: str,
     prompt: Prompt,
     teller: AnswerStream,
@@ -572,7 +539,7 @@ class Turn:
 class Conversation:
     """A conversation, made by ``Reader.chat``."""
 
-    def __init__(self, reader: _Asker, session: str, system: str | None) -> None:
+    def __init__(self, reader: Reader, session: str, system: str | None) -> None:
         if not reader.several:
             raise InvalidArgument(
                 f"a {reader.kind.name} sees one document at a time, but a conversation needs several: use a stock model"

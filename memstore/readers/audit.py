@@ -16,6 +16,7 @@ computes the attention that every block would have got.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -130,21 +131,16 @@ class Audit:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the audit as a dict for JSON."""
+        counts = {name: getattr(self, name) for name in ("blocks", "stored_tokens", "top_k", "steps")}
+        shares = {name: getattr(self, name) for name in ("captured", "recall", "memory", "chance", "index_recall")}
         return {
             "mechanism": self.mechanism,
             "positions": self.positions,
             "documents": self.documents,
-            "blocks": self.blocks,
-            "stored_tokens": self.stored_tokens,
-            "top_k": self.top_k,
-            "steps": self.steps,
-            "captured": _rounded(self.captured),
-            "recall": _rounded(self.recall),
-            "memory": _rounded(self.memory),
-            "chance": _rounded(self.chance),
-            "index_recall": _rounded(self.index_recall),
-            "layers": [_layer(each) for each in self.layers],
-            "missed": [{**vars(each), "weight": _rounded(each.weight)} for each in self.missed],
+            **counts,
+            **_rounded(shares),
+            "layers": [_rounded(vars(each)) for each in self.layers],
+            "missed": [_rounded(vars(each)) for each in self.missed],
         }
 
 
@@ -379,17 +375,13 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None or value != value else round(value, 6)
-
-
-def _layer(layer: LayerAudit) -> dict[str, Any]:
-    memory = None if layer.memory is None else [_rounded(each) for each in layer.memory.tolist()]
-    return {
-        "layer": layer.layer,
-        "captured": [_rounded(each) for each in layer.captured.tolist()],
-        "recall": [_rounded(each) for each in layer.recall.tolist()],
-        "memory": memory,
-        "margin": _rounded(layer.margin),
-        "index_recall": _rounded(layer.index_recall),
-    }
+def _rounded(value: Any) -> Any:
+    """Return a value for JSON: its numbers are rounded, and a NaN is null."""
+    match value:
+        case dict():
+            return {name: _rounded(each) for name, each in value.items()}
+        case Tensor():
+            return [_rounded(each) for each in value.tolist()]
+        case float():
+            return None if math.isnan(value) else round(value, 6)
+    return value

@@ -404,24 +404,15 @@ def trainable() -> dict[str, Kind]:
     return found
 
 
-def table() -> list[list[str]]:
-    """Return the table of the documentation: a row for each option, a column for each kind."""
-    return [[f"`{name}`", *("yes" if kind.takes(name) else "" for kind in KINDS)] for name in OPTIONS]
-
-
-def load_folder(folder: Path, device: str = "cpu", *, only: tuple[Kind, ...] = ()) -> tuple[Any, Any]:
+def load_folder(folder: Path, device: str = "cpu") -> tuple[Any, Any]:
     """Load the model in ``folder``, in evaluation mode, and its tokenizer.
 
-    Raises ``NotFound``, ``InvalidArgument`` for a folder without a model, ``UnsupportedModel`` if ``only`` names kinds
-    and the model has none of these, and ``DamagedError``.
+    Raises ``NotFound``, ``InvalidArgument`` for a folder without a model, ``UnsupportedModel`` if the tokenizer belongs
+    to another model, and ``DamagedError``.
     """
     from safetensors import SafetensorError
 
     kind = kind_in(folder)
-    if only and kind not in only:
-        wanted = " or a ".join(each.name for each in only)
-        train = only[0].train if len(only) == 1 else "memstore train"
-        raise UnsupportedModel(f"{folder} is a {kind.name}, not a {wanted}. Train one: {train}")
     if not (folder / "tokenizer.json").exists():
         raise NotFound(f"the model {folder} has no tokenizer.json: save its tokenizer in the same folder.")
     try:

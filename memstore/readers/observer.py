@@ -46,7 +46,6 @@ class Looks(Draft):
 
     @classmethod
     def looks(cls, drafts: Sequence[Self]) -> list[list[Look]]:
-        """See ``Draft``."""
         return [draft._looks for draft in drafts]
 
 
@@ -92,7 +91,6 @@ class Choices(list[T], Observer):
         self._kind, self._take = kind, take
 
     def choice(self, choice: Choice) -> None:
-        """See ``Observer``."""
         if isinstance(choice, self._kind):
             self.append(self._take(choice))
 

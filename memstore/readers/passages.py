@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, groupby, pairwise
 from os.path import commonprefix
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from memstore.memory import Document, Memory, Trace
-    from memstore.readers.kinds import Retrieval
 
 EXCERPT_CHARS = 160
 """Most characters of an excerpt."""
@@ -60,29 +59,8 @@ _REQUESTING = {"please", "tell", "explain", "describe"}
 """Words that ask, and say nothing of what is asked about."""
 
 
-class PassageReader(Protocol):
-    """The part of a reader that is needed to return passages; a ``Reader`` has it."""
-
-    tokenizer: Any
-
-    @property
-    def retrieval(self) -> Retrieval:
-        """How blocks are chosen."""
-
-    @property
-    def memories(self) -> tuple[Memory, ...]:
-        """All memories."""
-
-    @property
-    def documents(self) -> list[Document]:
-        """The documents that the model sees."""
-
-    @property
-    def quoted_blocks(self) -> int:
-        """How many blocks are quoted before a question."""
-
-    def search(self, text: Sequence[str], top_k: int) -> list[Match]:
-        """Return the best blocks for a question, the last of the turns in ``text``."""
+Reader = Any
+"""A ``memstore.readers.reader.Reader``, whose file imports this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +99,7 @@ def stored(memories: Sequence[Memory], name: str) -> Document | None:
 
 
 def quotes(
-    reader: PassageReader, said: Sequence[str], about: str, *, session: str | None = None
+    reader: Reader, said: Sequence[str], about: str, *, session: str | None = None
 ) -> tuple[list[tuple[str, int]], str]:
     """Return as many of the best blocks for a question as ``reader`` quotes, and the text of their best paragraphs.
 
@@ -286,7 +264,7 @@ def quoted_in(trace: Trace) -> list[tuple[str, int]]:
 
 
 def written_with(
-    reader: PassageReader,
+    reader: Reader,
     used: Sequence[tuple[str, int, float]],
     scores: Mapping[tuple[str, int], float],
     words: str,
@@ -305,7 +283,7 @@ def written_with(
     ]
 
 
-def unsupported(reader: PassageReader, places: Iterable[tuple[str, int]], question: str, answer: str) -> list[str]:
+def unsupported(reader: Reader, places: Iterable[tuple[str, int]], question: str, answer: str) -> list[str]:
     """Return words of ``answer`` that are neither in ``question`` nor at ``places`` (document, block), in order.
 
     Two words are the same if they begin with the same ``STEM`` letters. Words that every text has do not count.
@@ -344,7 +322,7 @@ def _stem(word: str) -> str:
     return "".join(letter for letter in letters if not unicodedata.combining(letter))[:STEM]
 
 
-def passages(reader: PassageReader, matches: Sequence[Match], words: str) -> list[Passage]:
+def passages(reader: Reader, matches: Sequence[Match], words: str) -> list[Passage]:
     """Return the passages of blocks found with ``words``, without blocks that have left the memories.
 
     The words of question and answer choose the excerpt of each block. If several sentences fit equally well, the first

@@ -208,13 +208,11 @@ class SharedDocument(Document):
         self._whole, self._share = whole, share
 
     def layer(self, layer: int) -> LayerView:
-        """See ``Document``."""
         return _SharedLayer(self._whole, layer, self._share)
 
     def gather_each(
         self, layers: Sequence[int], lists: Sequence[Sequence[int]], *, device: torch.device | None = None
     ) -> dict[str, Tensor]:
-        """See ``Document``."""
         parts = [self.layer(layer).gather(blocks, device=device) for layer, blocks in zip(layers, lists, strict=True)]
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pkgutil import resolve_name
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -29,16 +29,17 @@ from memstore.tools.verb import (
     Mistake,
     report_failure,
     verb,
+    with_way_out,
 )
 
 DEBUG_VARIABLE = "MEMSTORE_DEBUG"
 _OUTPUT_LOST = {errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC}
 
-SHELLS = ("bash", "zsh", "fish")
+Shells = Literal["bash", "zsh", "fish"]
 COMPLETION_VARIABLE = "_MEMSTORE_COMPLETE"
 """Environment variable with which a shell's script asks the command for completions."""
 
-Shell = Annotated[str, typer.Argument(metavar="SHELL", help=f"The shell: {', '.join(SHELLS)}.", show_default=False)]
+Shell = Annotated[Shells, typer.Argument(metavar="SHELL", help="The shell: bash, zsh or fish.", show_default=False)]
 TrustedModel = Annotated[
     str,
     typer.Argument(
@@ -80,8 +81,6 @@ def completion(shell: Shell) -> Report:
     """
     from typer.completion import get_completion_script  # type: ignore[attr-defined]  # imported there, not listed
 
-    if shell not in SHELLS:
-        raise InvalidArgument(f"there is no completion for {shell!r}. Choose one of {', '.join(SHELLS)}.")
     script = get_completion_script(prog_name="memstore", complete_var=COMPLETION_VARIABLE, shell=shell)
     return Report(data={"shell": shell, "script": script}, text=lambda page: page.line(script))
 
@@ -94,7 +93,7 @@ VERBS = {
     "show": "listing:show",
     "search": "search:search",
     "audit": "audit:audit",
-    "plot": "plot:plot",
+    "plot": "audit:plot",
     "trace": "trace:trace",
     "verify": "verify_repair:verify",
     "stats": "listing:stats",
@@ -116,7 +115,6 @@ VERBS = {
     "serve": "serve:serve",
     "mcp": "serve:mcp",
     "trust": "app:trust",
-    "torture": "torture:torture",
     "demo": "demo:demo",
     "completion": "app:completion",
 }
@@ -254,8 +252,6 @@ def _run(arguments: Sequence[str], pressed: Callable[[], bool]) -> int:
         code: int = command_line().main(arguments, prog_name="memstore", standalone_mode=False) or 0
     except (MemstoreError, typer.TyperException) as error:
         if not pressed() or isinstance(error, Interruption):
-            from memstore.tools.verify_repair import with_way_out
-
             return report_failure(with_way_out(error, arguments), json=json)
         code = INTERRUPTED
     except SystemExit:  # typer's answer to a broken pipe, its only remaining exit in this mode

@@ -14,11 +14,12 @@ import typer
 import memstore
 from memstore.errors import InvalidArgument, MemoryInUse, NotFound, printable
 from memstore.report import Page, Report, cell
-from memstore.tools.models import LoadedModel, load_recorded
+from memstore.tools.models import LoadedModel, chosen_name, load_recorded
 from memstore.tools.verb import Device, Filter, Index, Json, MemoryUrl, Threads, TopK, index_bar, use_threads, waiting
 
 if TYPE_CHECKING:
-    from memstore.memory import Memory
+    from memstore.memory import Document, Memory
+    from memstore.memory.search import Match as FoundBlock
     from memstore.readers.passages import Passage
     from memstore.readers.reader import Reader
 
@@ -47,7 +48,7 @@ MaxTokens = Annotated[
         min=1, help="Generate at most this many tokens. Default: 256, or 40 without a chat template or with --raw."
     ),
 ]
-Trace = Annotated[bool, typer.Option("--trace", help="Record the retrieved blocks of each token; see memstore trace.")]
+Trace = Annotated[bool, typer.Option("--trace", help="Record the retrieved blocks of each token. See memstore trace.")]
 Match = Annotated[
     list[str] | None,
     typer.Option(metavar="PATTERN", help="Ask documents whose names match, such as 'notes/*.md'. May be repeated."),
@@ -130,7 +131,9 @@ def ask(
                 "the memory is encrypted, but --trace would write the blocks of each token unencrypted beside "
                 f"{memory}. Ask in the page of memstore view instead: it shows them, and stores nothing."
             )
-        _check_documents(opened, document)
+        _names(opened)  # an empty memory is reported as such, whatever was asked for
+        for name in document or ():
+            opened.document(name)  # its error lists the documents of the memory
         if wanted is not None:
             document = wanted.names(opened, document or all_but_chats(opened))
         with waiting("loading the model", show=not json):
@@ -180,13 +183,11 @@ def all_but_chats(memory: Memory) -> list[str]:
     return [each.name for each in memory.documents() if not each.name.startswith(CHAT)]
 
 
-def _check_documents(memory: Memory, wanted: list[str] | None) -> None:
-    there = {document.name for document in memory.documents()}
-    if not there:
+def _names(memory: Memory) -> list[str]:
+    """Return the names of all documents. Raises ``NotFound`` if there are none."""
+    if not (names := [document.name for document in memory.documents()]):
         raise NotFound("the memory has no documents yet. Add one with: memstore read TEXT MEMORY")
-    for name in wanted or []:
-        if name not in there:
-            memory.document(name)  # its error lists the documents of the memory
+    return names
 
 
 def _number(text: str) -> int:
@@ -232,6 +233,37 @@ def attached(
     )
 
 
+def search_text(
+    memory: Memory,
+    text: str,
+    documents: list[Document],
+    model: str | None = None,
+    *,
+    layer: int | None = None,
+    top_k: int = 8,
+    dtype: str | None = None,
+    device: str = "cpu",
+) -> list[FoundBlock]:
+    """Return the ``top_k`` blocks that ``model``, or the model that read, finds for ``text``, best first.
+
+    Raises ``InvalidArgument``, ``NotFound``, ``UnsupportedModel`` and ``ForeignMemory``.
+    """
+    from memstore.readers.kinds import kind_of
+
+    name = chosen_name(memory, model)
+    if not text.strip():
+        raise InvalidArgument("--text is empty. Pass some words.")
+    loaded = load_recorded(memory, name, dtype, device=device)
+    names = [document.name for document in documents]
+    # Most kinds of models continue a single document.
+    together = [names] if kind_of(loaded.model).reader_class().several else [[each] for each in names]
+    found: list[FoundBlock] = []
+    for each in together:
+        with attached(loaded, memory, document=each) as reader:
+            found += reader.search(text, top_k, layer=layer)
+    return sorted(found, key=lambda match: -match.score)[:top_k]
+
+
 def opened_when_free(reader: Reader) -> Reader:
     """Return ``reader``, opened as soon as no other process writes. An agent or a chat writes for some milliseconds.
 
@@ -249,12 +281,10 @@ def opened_when_free(reader: Reader) -> Reader:
 
 def document_name(memory: Memory, wanted: str | None) -> str:
     """Return ``wanted`` if the memory has it, or its only document."""
-    names = [document.name for document in memory.documents()]
-    if not names:
-        raise NotFound("the memory has no documents yet. Add one with: memstore read TEXT MEMORY")
+    names = _names(memory)
     if wanted is None and len(names) > 1:
         shown = ", ".join(cell(quote(name)) for name in names[:10]) + (", ..." if len(names) > 10 else "")
-        raise InvalidArgument(f"the memory has several documents; choose one with --document: {shown}")
+        raise InvalidArgument(f"the memory has several documents. Choose one with --document: {shown}")
     return memory.document(wanted).name if wanted is not None else names[0]
 
 

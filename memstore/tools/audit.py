@@ -1,10 +1,11 @@
-"""``memstore audit``: compares the retrieved blocks with those that should have been retrieved."""
+"""``memstore audit`` compares retrieved blocks with the best ones. ``memstore plot`` draws this and other pictures."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -12,11 +13,12 @@ import memstore
 from memstore.errors import InvalidArgument
 from memstore.report import Page, Report
 from memstore.tools.ask import Dtype, Model, attached, document_name
-from memstore.tools.models import LoadedModel, load_recorded
+from memstore.tools.models import LoadedModel, load_recorded, tokenizer_of
+from memstore.tools.trace import check_looks, chosen_trace
 from memstore.tools.verb import Device, Index, MemoryUrl, Threads, taking, use_threads
 
 if TYPE_CHECKING:
-    from memstore.memory import Memory
+    from memstore.memory import Memory, Trace
     from memstore.readers.audit import Audit, LayerAudit
 
 Question = Annotated[
@@ -29,7 +31,7 @@ MaxTokens = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="Generate this many tokens, one per step. Default: 8; for a DRT one block, because it retrieves "
+        help="Generate this many tokens, one per step. Default: 8. For a DRT one block, because it retrieves "
         "once per block.",
     ),
 ]
@@ -157,3 +159,97 @@ def _row(layer: LayerAudit) -> tuple[object, ...]:
 
 def _share(value: float | None) -> str | None:
     return None if value is None else f"{100 * value:.1f}%"
+
+
+Picture = Literal["heat", "similarity", "audit", "tiers", "margins"]
+KindArgument = Annotated[
+    Picture,
+    typer.Argument(
+        metavar="KIND",
+        help="Picture to draw: heat, tiers or margins of a trace; similarity or margins of a document; or audit, "
+        "with --question.",
+        show_default=False,
+    ),
+]
+Out = Annotated[Path, typer.Option(help="Write this .png or .svg file.", show_default=False)]
+Number = Annotated[int | None, typer.Option(help="Draw the trace of this number. Default: the latest.")]
+Layer = Annotated[
+    int | None, typer.Option(help="Draw this layer. Default: the mean of all, or the last layer with landmarks.")
+]
+Head = Annotated[int | None, typer.Option(help="Draw this query head (heat). Default: the mean of all.")]
+PlotQuestion = Annotated[str | None, typer.Option(help="Let the model read this text after the document (audit).")]
+
+
+@taking(AuditOptions)
+def plot(
+    options: AuditOptions,
+    kind: KindArgument,
+    *,
+    out: Out,
+    trace: Number = None,
+    layer: Layer = None,
+    head: Head = None,
+    question: PlotQuestion = None,
+) -> Report:
+    """Draw a memory, and the blocks retrieved from it.
+
+    heat: the blocks that each generated token used, weight as ink. tiers: where these blocks came from. margins: how
+    clearly the best blocks stood out, in a trace or (with --document) in a document. similarity: how alike the
+    landmarks of a document are. audit: captured mass and recall of each layer and head.
+
+    memstore ask --trace records traces. All pictures can be read in black and white.
+
+    Example:
+
+        memstore plot similarity notes.mem --document moby-dick --out likeness.png
+
+    In Python: memstore.eval.pictures.
+    """
+    from memstore.eval.pictures import audit_picture, check_picture, document_margins, save_picture, similarity
+
+    check_picture(out)
+    with options.open() as opened:
+        match kind:
+            case "audit":
+                if question is None:
+                    raise InvalidArgument("an audit needs a question: pass it with --question")
+                audited, _ = options.audit(opened, question)
+                figure, of = audit_picture(audited), {"document": ", ".join(audited.documents)}
+            case "similarity":
+                name = document_name(opened, options.document)
+                figure, of = similarity(opened.document(name), layer=layer), {"document": name}
+            case "margins" if options.document is not None:
+                found = opened.document(options.document)
+                figure = document_margins(found, layer=layer, top_k=options.top_k or 8)
+                of = {"document": found.name}
+            case _:
+                figure, of = _of_trace(opened, kind, trace, layer, head)
+        save_picture(figure, out)
+    data = {"kind": kind, **of, "out": str(out), "bytes": out.stat().st_size}
+    what = ", ".join(f"{name} {value}" for name, value in of.items())
+    return Report(data=data, text=lambda page: page.line(f"{kind} of {what}: {out}, {data['bytes']:,} bytes"))
+
+
+def _of_trace(
+    opened: Memory, kind: Picture, number: int | None, layer: int | None, head: int | None
+) -> tuple[Any, dict[str, Any]]:
+    from memstore.eval.pictures import heat, margins, tiers
+
+    trace = chosen_trace(opened, number)
+    check_looks(trace.steps(), layer=layer, head=head)
+    match kind:
+        case "heat":
+            figure = heat(trace, words=_words(opened, trace), layer=layer, head=head)
+        case "tiers":
+            figure = tiers(trace)
+        case _:
+            figure = margins(trace, layer=layer)
+    return figure, {"trace": trace.number}
+
+
+def _words(opened: Memory, trace: Trace) -> list[str] | None:
+    """Return the text of the token that each step chose; None if the tokenizer is not available."""
+    tokenizer, _ = tokenizer_of(opened)
+    if tokenizer is None:
+        return None
+    return ["" if token is None else str(tokenizer.decode([token])) for token in trace.tokens()]

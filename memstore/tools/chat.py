@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from memstore.readers.asking import Conversation
     from memstore.readers.reader import Reader
 
-Session = Annotated[str, typer.Option(help="Name of the conversation; an existing one is continued.")]
+Session = Annotated[str, typer.Option(help="Name of the conversation. An existing one is continued.")]
 System = Annotated[
     str | None, typer.Option(help="Use this system prompt for a new conversation, in place of the default one.")
 ]
@@ -186,7 +186,7 @@ def _obey(talk: _Talk, command: str, rest: str) -> None:
                 _show_trace(conversation, command)
         case "/read" if rest:
             with talk.writing() as conversation:
-                done = read_into(conversation.reader, rest)  # type: ignore[arg-type]  # it is a Reader
+                done = read_into(conversation.reader, rest)
             for each in done:
                 _line(f"read {each['document']}: {each['new_tokens']:,} new tokens")
             if not done:

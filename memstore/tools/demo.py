@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
-from statistics import median
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -54,7 +53,6 @@ STOCK_TOKENS = 32_768
 SCORED = 2_048
 """Tokens at the end of the prose whose perplexity is measured."""
 ANSWER_TOKENS = 12
-DECODED = 48
 TOP_K = 8
 FILLER, PROSE = "filler", "prose"
 _AROUND = 70
@@ -107,7 +105,7 @@ def demo(
 def _new_folder(keep: Path | None) -> Iterator[Path]:
     """Give the folder of the memory: ``keep``, which is removed again on failure, or else a temporary folder."""
     if keep is not None and keep.exists():
-        raise InvalidArgument(f"{keep} exists already; name a new folder with --keep")
+        raise InvalidArgument(f"{keep} exists already. Name a new folder with --keep")
     with tempfile.TemporaryDirectory(prefix="memstore-demo-") as scratch:
         folder = Path(scratch) / "demo.mem" if keep is None else keep
         try:
@@ -382,13 +380,8 @@ def _ask_texts(folder: str, questions: list[list[str]], threads: int | None) -> 
     with PeakMemory() as peak, memstore.open(folder, mode="r") as memory:
         loaded = load_recorded(memory, None, None, device="cpu")
         answers = [_ask_text(loaded, memory, *question) for question in questions]
-        with _attached(loaded, memory, questions[-1][0]):
-            with_memory = _decode_milliseconds(loaded)
-        bare = _decode_milliseconds(loaded)
     return {
         "answers": answers,
-        "decode_ms": round(with_memory, 2),
-        "bare_decode_ms": round(bare, 2),
         "peak_anonymous_bytes": peak.anonymous_bytes,
         "peak_rss_bytes": peak.rss_bytes,
         "pid": os.getpid(),
@@ -413,23 +406,6 @@ def _ask_text(
         "blocks": [{"block": each.block, "text": each.text} for each in blocks],
         "trace": told.trace,
     }
-
-
-def _decode_milliseconds(loaded: LoadedModel) -> float:
-    """Return the median time per generated token, with the model as it is attached now."""
-    import torch
-
-    from memstore.readers.caches import CACHE, cache_in
-
-    token = torch.tensor([[loaded.tokenizer.encode(" the", add_special_tokens=False)[0]]])
-    times, cache = [], None
-    with torch.inference_mode():
-        for _ in range(DECODED):
-            begun = time.perf_counter()
-            output = loaded.model(token, use_cache=True, **{CACHE: cache})
-            token, cache = output.logits[:, -1:].argmax(-1), cache_in(output)
-            times.append(time.perf_counter() - begun)
-    return 1000 * median(times[4:])
 
 
 def _counts(answers: list[dict[str, Any]]) -> dict[str, int]:
@@ -457,8 +433,6 @@ def _show_texts(result: dict[str, Any]) -> None:
             "needles found in prose": f"{result['needles_found']} of {result['needles_asked']}",
             "tokens read": result["tokens_read"],
             "reading": f"{result['read_tokens_per_s']:,.0f} tokens/s",
-            "one token, with memory": f"{result['decode_ms']:.1f} ms",
-            "one token, bare model": f"{result['bare_decode_ms']:.1f} ms",
             f"perplexity of the last {SCORED:,} tokens of prose, window only": f"{result['ppl_window']:.2f}",
             f"perplexity of the last {SCORED:,} tokens of prose, with memory": f"{result['ppl_memory']:.2f}",
             "peak memory, anonymous": f"{result['peak_anonymous_bytes'] * _MEBI:,.0f} MiB",

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 import memstore
-from memstore.errors import InvalidArgument
 from memstore.report import Page, Report, counted
 from memstore.tools.listing import decode
 from memstore.tools.verb import Interruption, MemoryUrl, lasting
@@ -18,12 +17,10 @@ from memstore.tools.verb import Interruption, MemoryUrl, lasting
 if TYPE_CHECKING:
     from memstore.memory import Memory
 
-FORMATS = ("safetensors", "parquet")
-
 Out = Annotated[Path, typer.Argument(metavar="OUT", help="Folder or .parquet file to write.", show_default=False)]
 Documents = Annotated[list[str] | None, typer.Option("--document", help="Export only this document. May be repeated.")]
 Format = Annotated[
-    str,
+    Literal["safetensors", "parquet"],
     typer.Option(
         "--format",
         help="Write safetensors (a folder with everything) or parquet (a table with one row per block, "
@@ -37,7 +34,7 @@ Target = Annotated[
     str,
     typer.Argument(
         metavar="MEMORY",
-        help="Memory to import into; created if it does not exist.",
+        help="Memory to import into. Created if it does not exist.",
         show_default=False,
         callback=lasting,
     ),
@@ -60,8 +57,6 @@ def export(memory: MemoryUrl, out: Out, *, document: Documents = None, format: F
 
     In Python: memstore.memory.export.export_memory and memstore.memory.export.export_table.
     """
-    if format not in FORMATS:
-        raise InvalidArgument(f"--format must be one of {', '.join(FORMATS)}, not {format!r}")
     try:
         with memstore.open(memory, mode="r") as opened:
             return _table(opened, out, document) if format == "parquet" else _files(opened, out, document)

@@ -24,8 +24,7 @@ from memstore import paths
 from memstore.errors import InvalidArgument, NotAMemory, NotFound
 from memstore.paths import python_module
 from memstore.tools import parsing
-from memstore.tools.decoding import SNIFFED, decode, has_controls, mend_surrogates
-from memstore.tools.parsing import LeftOut
+from memstore.tools.parsing import SNIFFED, LeftOut, decode, has_controls, mend_surrogates
 from memstore.tools.verb import on_disk
 
 if TYPE_CHECKING:
@@ -214,7 +213,7 @@ def read_text(source: str, *, encoding: str | None = None, in_folder: bool = Fal
     Raises ``NotFound`` if the file is missing, and ``InvalidArgument`` if it is not text: a folder, binary data,
     another encoding. ``EmptyText`` means that it has nothing but white space.
     """
-    data, hint = _read_bytes(source), IN_FOLDER if in_folder else _hint(encoding)
+    data, hint = read_bytes(source, "a text file"), IN_FOLDER if in_folder else _hint(encoding)
     try:
         text = decode(data, encoding)
     except InvalidArgument as error:
@@ -233,19 +232,20 @@ def read_documents(source: str) -> list[str]:
         return [read_text(source)]
     files = sorted(folder.rglob("*.txt"))
     if not files:
-        raise InvalidArgument(f"the folder {source} has no .txt files; name a text file, or a folder with .txt files.")
+        raise InvalidArgument(f"the folder {source} has no .txt files. Name a text file, or a folder with .txt files.")
     return [read_text(str(file)) for file in files]
 
 
-def _read_bytes(source: str) -> bytes:
+def read_bytes(source: str, what: str) -> bytes:
+    """Read the file ``source`` (``-``: standard input), which should be ``what``. Raises as ``read_text``."""
     if source == STDIN:
         return sys.stdin.buffer.read()
     try:
         return Path(source).read_bytes()
     except FileNotFoundError:
-        raise NotFound(f"there is no file {source}. Name a text file, or - for standard input.") from None
+        raise NotFound(f"there is no file {source}. Name {what}, or - for standard input.") from None
     except IsADirectoryError:
-        raise InvalidArgument(f"{source} is a folder. Name a text file.") from None
+        raise InvalidArgument(f"{source} is a folder. Name {what}.") from None
     except PermissionError:
         raise InvalidArgument(f"{source} cannot be read: permission denied. Change its permissions.") from None
 

@@ -195,7 +195,7 @@ def _check_size(config: Any, gguf: Path) -> None:
 
     layers = getattr(config, "num_hidden_layers", 0)
     if layers > MOST_LAYERS:
-        raise UnsupportedModel(f"{gguf} claims to have {layers:,} layers; at most {MOST_LAYERS:,} are allowed.")
+        raise UnsupportedModel(f"{gguf} claims to have {layers:,} layers. At most {MOST_LAYERS:,} are allowed.")
     with torch.device("meta"):
         model = require_transformers().AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     if (weights := sum(each.numel() for each in model.parameters())) > MOST_WEIGHTS_A_BYTE * gguf.stat().st_size:

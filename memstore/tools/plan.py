@@ -16,7 +16,7 @@ import memstore
 from memstore.errors import InvalidArgument, NotFound, StoreFull
 from memstore.report import counted
 from memstore.tools.files import EmptyText, SourceFile, digest
-from memstore.tools.models import chosen_name, lasting_name, recorded_name
+from memstore.tools.models import chosen_name, recorded_name
 from memstore.tools.parsing import LeftOut
 from memstore.tools.verb import FACT
 
@@ -68,10 +68,6 @@ class Contents:
                 return cls.of(memory, chosen_name(memory) if model is None and named is not None else named)
         except NotFound:
             return None
-
-    def read_by(self, model: str | None) -> bool:
-        """Check whether ``model`` read the contents; None fits any model."""
-        return model is None or lasting_name(model) == self.model
 
 
 class FileText(NamedTuple):

@@ -20,7 +20,7 @@ from memstore.readers.kinds import encode
 from memstore.report import Page, Report, counted
 from memstore.tools.ask import attached
 from memstore.tools.files import STDIN, digest, find
-from memstore.tools.models import SMOLLM2, LoadedModel, load_model, record_model, usual_dtype
+from memstore.tools.models import SMOLLM2, LoadedModel, lasting_name, load_model, record_model, usual_dtype
 from memstore.tools.plan import TOLD, Contents, Cost, FileText, ReadPlan, check_fit, check_room, gone, plan_of
 from memstore.tools.verb import (
     FACT,
@@ -37,6 +37,7 @@ from memstore.tools.verb import (
     RouterFile,
     Threads,
     TopK,
+    fact_of,
     parse_meta,
     taking,
     use_threads,
@@ -58,7 +59,7 @@ Texts = Annotated[
 ]
 DocumentName = Annotated[
     str | None,
-    typer.Option(help="Name the document. Default: the file name without its ending; in a folder, its path."),
+    typer.Option(help="Name the document. Default: the file name without its ending. In a folder, its path."),
 ]
 Encoding = Annotated[
     str | None,
@@ -184,10 +185,10 @@ def _once(options: Options, noted: Mapping[str, str], load: Callable[[str, str],
     known = Contents.at(options.memory, options.model)
     spec = None if known is None else known.spec
     check_fit(options.memory, spec, block_size=options.block_size, codec=options.codec)
-    if known is not None and (
-        options.top_k is not None or options.dtype not in (None, known.dtype) or not known.read_by(options.model)
-    ):
-        known = replace(known, files={})  # every file is compared with its stored reading, and refused
+    if known is not None:
+        another = options.model is not None and lasting_name(options.model) != known.model
+        if another or options.top_k is not None or options.dtype not in (None, known.dtype):
+            known = replace(known, files={})  # every file is compared with its stored reading, and refused
     lost = gone(known, found, folders)
     alone = options.one_file and not options.watch  # a watch reads a half-written file next time
     plan = plan_of(found, known, options.document, encoding=options.encoding, alone=alone, gone=lost)
@@ -376,8 +377,8 @@ def _for_many(reader: Reader, text: FileText, there: int) -> bool:
     document, parts = reader.memory.document(text.document), parts_beside(reader.memory)
     if document.id is None:
         return True
-    fact = reader.memory.get_info(FACT + text.document)
-    begun = isinstance(fact, dict) and fact.get("path") == str(text.file.path) and not fact.get("whole")
+    fact = fact_of(reader.memory, text.document)
+    begun = fact.get("path") == str(text.file.path) and not fact.get("whole")
     return begun and there == len(document) and parts is not None and parts.exists()
 
 
@@ -405,8 +406,7 @@ def _begun(reader: Reader, text: FileText, noted: Mapping[str, str]) -> tuple[di
     Some facts are stored at once, so that an interrupted reading is recognised when it continues.
     """
     name, path = text.document, text.file.path
-    before = reader.memory.get_info(FACT + name)
-    old: dict[str, Any] = before if isinstance(before, dict) else {}
+    old = fact_of(reader.memory, name)
     known = path is not None and old.get("path") == str(path)
     fact: dict[str, Any] = _with({"path": None, "meta": old.get("meta") or text.meta}, noted)
     if path is not None:

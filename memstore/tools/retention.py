@@ -7,7 +7,7 @@ import re
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Annotated, get_args
+from typing import Annotated, Literal
 
 import typer
 
@@ -15,19 +15,16 @@ import memstore
 from memstore.errors import InvalidArgument
 from memstore.report import Page, Report, counted
 from memstore.tools.verb import (
-    FACT,
     DocumentArgument,
     Interruption,
     Json,
     MemoryUrl,
     bar,
     existing,
+    fact_of,
     lasting,
     seconds_in,
 )
-
-if TYPE_CHECKING:
-    from memstore.memory.rules import WhenFull
 
 Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the new document.", show_default=False)]
 Blocks = Annotated[
@@ -69,12 +66,11 @@ def forget(memory: MemoryUrl, document: DocumentArgument) -> Report:
     In Python: memstore.Memory.forget.
     """
     with memstore.open(memory) as opened:
-        tokens, fact = len(existing(opened, document)), opened.get_info(FACT + document)
+        tokens, path = len(existing(opened, document)), fact_of(opened, document).get("path")
         opened.forget(document)
         encrypted = opened.encrypted
     data = {"memory": memory, "document": document, "tokens": tokens}
     erased = "Its key is destroyed" if encrypted else f"To erase it from the disk: memstore compact {quote(memory)}"
-    path = fact.get("path") if isinstance(fact, dict) else None
 
     def text(page: Page) -> None:
         page.line(f"forgot {document!r}, {counted(tokens, 'token')}. {erased}")
@@ -177,7 +173,7 @@ MaxBytes = Annotated[
     typer.Option(metavar="SIZE", help="Limit the size of all values: 500MB, 10GB, 8GiB, or none for no limit."),
 ]
 WhenFullOption = Annotated[
-    str | None,
+    Literal["refuse", "evict-oldest-document", "evict-least-read"] | None,
     typer.Option(
         metavar="RULE",
         help="Rule for an append that finds no room: refuse, evict-oldest-document or evict-least-read.",
@@ -201,7 +197,7 @@ def limit(memory: MemoryUrl, *, max_bytes: MaxBytes = None, when_full: WhenFullO
         rules = opened.stats()["rules"]
         if change:
             most = rules["max_bytes"] if max_bytes is None else parse_size(max_bytes)
-            opened.limit(most, _rule(when_full) if when_full else None)
+            opened.limit(most, when_full)
         numbers = opened.stats()
     rules = numbers["rules"]
     data = {name: rules[name] for name in ("max_bytes", "when_full")} | {"used_bytes": numbers["used_bytes"]}
@@ -225,15 +221,6 @@ def parse_size(text: str) -> int | None:
     if match is None or unit is None or not (size := int(float(match[1]) * unit)):
         raise InvalidArgument(f"--max-bytes must be a size such as 500MB, 10GB or 8GiB, or none, not {text!r}")
     return size
-
-
-def _rule(text: str) -> WhenFull:
-    from memstore.memory.rules import WhenFull
-
-    for rule in get_args(WhenFull):
-        if text == rule:
-            return rule  # type: ignore[no-any-return]  # one of the literals
-    raise InvalidArgument(f"--when-full must be one of {', '.join(get_args(WhenFull))}, not {text!r}")
 
 
 def compact(memory: MemoryUrl, *, json: Json = False) -> Report:
@@ -280,7 +267,7 @@ Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Memory to copy.",
 Target = Annotated[
     str,
     typer.Argument(
-        metavar="TARGET", help="Memory to copy to; created if it does not exist.", show_default=False, callback=lasting
+        metavar="TARGET", help="Memory to copy to. Created if it does not exist.", show_default=False, callback=lasting
     ),
 ]
 CopyCodec = Annotated[

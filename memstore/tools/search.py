@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import io
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 import memstore
-from memstore.errors import InvalidArgument, NotFound
-from memstore.readers.kinds import kind_of
+from memstore.errors import InvalidArgument
 from memstore.report import Page, Report
-from memstore.tools.ask import Dtype, attached
+from memstore.tools.ask import Dtype, search_text
+from memstore.tools.files import read_bytes
 from memstore.tools.listing import decode
-from memstore.tools.models import chosen_name, load_recorded
 from memstore.tools.verb import MOST_BLOCKS, Device, MemoryUrl, Threads, index_bar, use_threads
 
 if TYPE_CHECKING:
@@ -23,8 +20,6 @@ if TYPE_CHECKING:
 
     from memstore.memory import Document, Memory
     from memstore.memory.search import Match
-
-STDIN = "-"
 
 Words = Annotated[
     str | None,
@@ -88,7 +83,7 @@ def search(
     given = [name for name, value in (("TEXT", text), ("--block", block), ("--vector", vector)) if value is not None]
     if len(given) != 1:
         raise InvalidArgument(
-            f"a search needs exactly one of TEXT, --block and --vector; got {' and '.join(given) or 'none of them'}."
+            f"a search needs exactly one of TEXT, --block and --vector. Got {' and '.join(given) or 'none of them'}."
         )
     use_threads(threads)
     with memstore.open(memory, mode="r", device=device) as opened, index_bar():
@@ -122,35 +117,6 @@ def described(memory: Memory, match: Match) -> dict[str, Any]:
     return where | {"first_token": match.block * memory.spec.block_size, "text": text, "text_missing": missing}
 
 
-def search_text(
-    memory: Memory,
-    text: str,
-    documents: list[Document],
-    model: str | None = None,
-    *,
-    layer: int | None = None,
-    top_k: int = 8,
-    dtype: str | None = None,
-    device: str = "cpu",
-) -> list[Match]:
-    """Return the ``top_k`` blocks that ``model``, or the model that read, finds for ``text``, best first.
-
-    Raises ``InvalidArgument``, ``NotFound``, ``UnsupportedModel`` and ``ForeignMemory``.
-    """
-    name = chosen_name(memory, model)
-    if not text.strip():
-        raise InvalidArgument("--text is empty. Pass some words.")
-    loaded = load_recorded(memory, name, dtype, device=device)
-    names = [document.name for document in documents]
-    # Most kinds of models continue a single document.
-    together = [names] if kind_of(loaded.model).reader_class().several else [[each] for each in names]
-    found: list[Match] = []
-    for each in together:
-        with attached(loaded, memory, document=each) as reader:
-            found += reader.search(text, top_k, layer=layer)
-    return sorted(found, key=lambda match: -match.score)[:top_k]
-
-
 def _by_block(memory: Memory, block: str, documents: list[Document], layer: int | None, top_k: int) -> list[Match]:
     from memstore.memory.search import check_layer, search_block
 
@@ -176,13 +142,8 @@ def _queries(file: str) -> Tensor:
     import numpy as np
     import torch
 
-    try:
-        raw = sys.stdin.buffer.read() if file == STDIN else Path(file).read_bytes()
-    except FileNotFoundError:
-        raise NotFound(f"there is no file {file}. Name a .npy file, or - for standard input.") from None
-    except IsADirectoryError:
-        raise InvalidArgument(f"{file} is a folder. Name a .npy file.") from None
+    raw = read_bytes(file, "a .npy file")
     try:
         return torch.from_numpy(np.load(io.BytesIO(raw), allow_pickle=False).astype(np.float32))
     except (ValueError, TypeError, EOFError, AttributeError):
-        raise InvalidArgument(f"{file} is not a .npy file of numbers; write one with numpy.save.") from None
+        raise InvalidArgument(f"{file} is not a .npy file of numbers. Write one with numpy.save.") from None

@@ -76,7 +76,7 @@ Most = Annotated[int, typer.Option(min=1, help="Create at most this many memorie
 OnDamage = Annotated[
     Literal["raise", "miss"],
     typer.Option(
-        help="Handle unreadable blocks: raise fails the request; miss leaves the block out, and names it in `missing`."
+        help="Handle unreadable blocks: raise fails the request. miss leaves the block out, and names it in `missing`."
     ),
 ]
 AgentsPort = Annotated[
@@ -158,14 +158,14 @@ def serve(
             endpoint = Endpoint(shelf, token=token, hosts=(host, *(name or ())), sessions=sessions)
         try:
             url = run(
-                server_of(endpoint.app, ending=endpoint.stop),
+                server_of(endpoint.app, ending=endpoint.worker.stop),
                 host=host,
                 port=port,
                 path="/v1",
                 started=lambda url: typer.echo(f"{url} serves {shown}\n{shown_token}Ctrl-C ends it.", err=True),
             )
         finally:
-            endpoint.close()
+            endpoint.worker.close()
     return Report(data={"url": url, "memories": names}, text=lambda _: None)
 
 
@@ -211,11 +211,11 @@ def mcp(
             use_threads(threads)
             served = Shelf(stack, model, top_k, device, index).open(memory, name_of(memory), create=not read_only)
             agents = Agents(served, write=not read_only)
-            stack.callback(agents.close)
+            stack.callback(agents.worker.close)
         if port is None:
 
             def end(_number: int, _frame: FrameType | None) -> None:
-                agents.close()  # a running write is completed
+                agents.worker.close()  # a running write is completed
                 os._exit(0)  # nothing wakes the thread that waits for input
 
             for number in (signal.SIGINT, signal.SIGTERM):
@@ -224,7 +224,7 @@ def mcp(
             anyio.run(agents.run_stdio_async)
             return Report(data={"memory": memory}, text=lambda _: None)
         url = run(
-            server_of(agents.over_http(host, token, name or ()), ending=agents.stop),
+            server_of(agents.over_http(host, token, name or ()), ending=agents.worker.stop),
             host=host,
             port=port,
             path="/mcp",

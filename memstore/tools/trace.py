@@ -28,7 +28,7 @@ List = Annotated[bool, typer.Option("--list", help="List the traces of the memor
 Layer = Annotated[int | None, typer.Option(help="Show the weights of this layer. Default: the mean of all.")]
 Head = Annotated[int | None, typer.Option(help="Show the weights of this query head. Default: the mean of all.")]
 Top = Annotated[int, typer.Option(min=1, help="Show this many blocks per token.")]
-OneStep = Annotated[int | None, typer.Option("--step", help="Show only this step; step 0 chose the first token.")]
+OneStep = Annotated[int | None, typer.Option("--step", help="Show only this step. Step 0 chose the first token.")]
 Remove = Annotated[bool, typer.Option("--remove", help="Delete the trace NUMBER instead of showing it.")]
 
 WIDTH = 60
@@ -70,19 +70,24 @@ def trace(
         name_model(opened, model)
         if every:
             return _listed(opened, memory)
-        if number is None:
-            latest = opened.traces.last()
-            if latest is None:
-                raise NotFound(
-                    f"the memory has no traces yet. Record one with: memstore ask {quote(memory)} QUESTION --trace"
-                )
-            number = latest.number
-        if remove:
+        if remove and number is not None:
             opened.traces.remove(number)
             data = {"memory": memory, "removed": number}
             return Report(data=data, text=lambda page: page.line(f"trace {number} was removed"))
-        data = describe(opened, opened.traces.get(number), layer=layer, head=head, step=step)
+        data = describe(opened, chosen_trace(opened, number), layer=layer, head=head, step=step)
     return Report(data={"memory": memory, **data}, text=lambda page: _show(page, data, top))
+
+
+def chosen_trace(memory: Memory, number: int | None) -> Trace:
+    """Return the trace ``number``, or the latest. Raises ``NotFound``."""
+    found = memory.traces.last() if number is None else memory.traces.get(number)
+    if found is None:
+        raise NotFound(_no_traces(memory.url))
+    return found
+
+
+def _no_traces(memory: str) -> str:
+    return f"the memory has no traces yet. Record one with: memstore ask {quote(memory)} QUESTION --trace"
 
 
 def describe(
@@ -95,7 +100,9 @@ def describe(
     from memstore.memory.traces import most_weight
 
     steps = recorded.steps() if step is None else recorded.steps(step, step + 1)
-    _check(recorded, steps, layer=layer, head=head, step=step)
+    if step is not None and not steps:
+        raise InvalidArgument(f"there is no step {step}: trace {recorded.number} has steps 0 to {len(recorded) - 1}.")
+    check_looks(steps, layer=layer, head=head)
     ids = recorded.tokens()
     answer, missing = decode(memory, [each for each in ids if each is not None])
 
@@ -137,14 +144,13 @@ def describe(
     }
 
 
-def _check(recorded: Trace, steps: Sequence[Step], *, layer: int | None, head: int | None, step: int | None) -> None:
+def check_looks(steps: Sequence[Step], *, layer: int | None, head: int | None) -> None:
+    """Raise ``InvalidArgument`` if ``layer`` or ``head`` retrieved nothing in ``steps``."""
     looks = [look for each in steps for look in each.looks]
     layers = sorted({look.layer for look in looks})
     heads = max((len(look.weights) for look in looks), default=0)
-    if step is not None and not steps:
-        raise InvalidArgument(f"there is no step {step}: trace {recorded.number} has steps 0 to {len(recorded) - 1}.")
     if layer is not None and layers and layer not in layers:
-        raise InvalidArgument(f"layer {layer} retrieved nothing here; layers that did: {', '.join(map(str, layers))}.")
+        raise InvalidArgument(f"layer {layer} retrieved nothing here. Layers that did: {', '.join(map(str, layers))}.")
     if head is not None and heads and not 0 <= head < heads:
         raise InvalidArgument(f"there is no head {head}: the layers of this trace have query heads 0 to {heads - 1}.")
 
@@ -184,7 +190,7 @@ def _listed(opened: Memory, memory: str) -> Report:
                 columns, [[_listed_cell(page, column, each.get(column)) for column in columns] for each in traces]
             )
         else:
-            page.line(f"the memory has no traces yet. Record one with: memstore ask {quote(memory)} QUESTION --trace")
+            page.line(_no_traces(memory))
 
     return Report(data={"memory": memory, "traces": traces}, text=text)
 

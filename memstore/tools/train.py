@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 from functools import partial
 from importlib import import_module
+from importlib.util import find_spec
 from inspect import Parameter, Signature, getdoc
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -76,12 +77,9 @@ def _train(
 
 
 def _require_packages() -> None:
-    try:
-        import accelerate
-        import transformers
-    except ModuleNotFoundError as error:
-        raise NotFound(f"training needs the package {error.name}: pip install 'torch-memstore[train]'") from None
-    del accelerate, transformers
+    for package in ("accelerate", "transformers"):
+        if find_spec(package) is None:
+            raise NotFound(f"training needs the package {package}: pip install 'torch-memstore[train]'")
 
 
 def _one_voice() -> None:

@@ -14,6 +14,7 @@ from dataclasses import MISSING, Field, dataclass, fields
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
@@ -49,7 +50,7 @@ KeyFile = Annotated[
         "MEMSTORE_KEY_FILE, if any."
     ),
 ]
-Csv = Annotated[bool, typer.Option("--csv", help="Print only the table, as CSV; without a table, facts as name,value.")]
+Csv = Annotated[bool, typer.Option("--csv", help="Print only the table, as CSV. Without a table, facts as name,value.")]
 
 
 def verb(function: Callable[..., Report]) -> Callable[..., int]:
@@ -239,7 +240,7 @@ def lasting(url: str) -> str:
     """Return ``url``, unless its memory would vanish when the command ends."""
     if url.startswith("ram:"):
         raise InvalidArgument(
-            f"{url} would be lost when this command ends; name a folder (./{url} for a folder of this name)."
+            f"{url} would be lost when this command ends. Name a folder (./{url} for a folder of this name)."
         )
     return url
 
@@ -251,7 +252,7 @@ MemoryUrl = Annotated[
 DocumentArgument = Annotated[str, typer.Argument(metavar="DOCUMENT", help="Name of the document.", show_default=False)]
 
 BlockSize = Annotated[
-    int | None, typer.Option(min=1, help="Tokens in a block. Default: that of the memory; 64 for a new one.")
+    int | None, typer.Option(min=1, help="Tokens in a block. Default: that of the memory. 64 for a new one.")
 ]
 Codec = Annotated[
     str | None,
@@ -277,7 +278,7 @@ Model = Annotated[
 ]
 ModelThatRead = Annotated[
     str | None,
-    typer.Option("--model", help="Model that read the memory; its tokenizer shows texts. Default: as recorded."),
+    typer.Option("--model", help="Model that read the memory. Its tokenizer shows texts. Default: as recorded."),
 ]
 Index = Annotated[
     str,
@@ -385,6 +386,11 @@ def facts_of(memory: Memory) -> dict[str, dict[str, Any]]:
     """Return facts and notes about the file of each document. Most documents that are not files have none."""
     facts = memory.infos(FACT)
     return {each.name: _dict(facts.get(FACT + each.name)) for each in memory.documents()}
+
+
+def fact_of(memory: Memory, document: str) -> dict[str, Any]:
+    """Return facts and notes about the file of one document; empty if there are none."""
+    return _dict(memory.get_info(FACT + document))
 
 
 def time_of(fact: Mapping[str, Any]) -> datetime | None:
@@ -500,3 +506,49 @@ def report_failure(error: Exception, *, json: bool) -> int:
             context: typer.Context | None = getattr(error, "ctx", None)
             print(f"Try '{context.command_path if context else 'memstore'} --help'.", file=sys.stderr)
     return exit_code(error)
+
+
+_AGAIN = "run the same command again"
+
+
+# The library's error says what happened and what is safe. The command line adds the command to type for this memory.
+def with_way_out(error: Exception, arguments: Sequence[str]) -> Exception:
+    """Add that line to the error, if one of ``arguments`` is the memory that it is about.
+
+    If only a copy helps, or the fault is in the traces, the error says so itself.
+    """
+    memories = [each for each in arguments[1:] if on_disk(each)]
+    if not memories or not isinstance(error, MemstoreError):
+        return error
+    # As the user wrote it. A copy names two memories: the first is read and the last is written.
+    named = [each for each in memories if error.memory and _path(each) == _path(error.memory)] or memories
+    match error:
+        case DamagedError() if error.remedy is None:
+            wrong, right = f"memstore verify {quote(named[0])}", f"memstore repair {quote(named[0])}"
+            return error.reworded(
+                f"{error}\nThe rest was not changed. To see all damage: {wrong}; to repair it: {right}"
+            )
+        case MemoryInUse() | ReadOnlyMemory() | StoreFull() if error.remedy == "limit" or on_disk(error.memory or ""):
+            return error.reworded(f"{error}\n{_refused(error, quote(named[-1]))}")
+    return error
+
+
+def _path(memory: str) -> str:
+    return memory if memory.startswith("zarr+") else os.path.realpath(memory.removeprefix("zarr:"))
+
+
+def _refused(error: MemstoreError, memory: str) -> str:
+    """Return advice for errors without damage; ``memory`` is quoted."""
+    match error:
+        case MemoryInUse():
+            return (
+                f"Nothing was changed here. Reading still works, such as: memstore ls {memory}; when the memory "
+                f"is free, {_AGAIN}"
+            )
+        case ReadOnlyMemory():
+            return (
+                f"Nothing was changed. For a copy that you can write: memstore copy {memory} NEW; to write here, "
+                f"get the permission, and {_AGAIN}"
+            )
+    more = f"limit {memory} --max-bytes MORE" if error.remedy == "limit" else f"compact {memory}"
+    return f"To free space: memstore forget {memory} DOCUMENT; memstore {more}; then {_AGAIN}"

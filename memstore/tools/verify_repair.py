@@ -1,4 +1,4 @@
-"""Damage and its repair: `memstore verify`, `memstore repair`, and the commands that errors suggest."""
+"""Damage and its repair: `memstore verify` and `memstore repair`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import memstore
-from memstore.errors import (
-    DamagedError,
-    InvalidArgument,
-    MemoryInUse,
-    MemstoreError,
-    ReadOnlyMemory,
-    StoreFull,
-    WrongKey,
-)
+from memstore.errors import DamagedError, InvalidArgument, WrongKey
 from memstore.report import Page, Report, counted
-from memstore.tools.verb import DAMAGED, FACT, KEY_VARIABLE, OK, Json, MemoryUrl, lasting, on_disk, waiting
+from memstore.tools.verb import DAMAGED, FACT, KEY_VARIABLE, OK, Json, MemoryUrl, fact_of, lasting, waiting
 
 if TYPE_CHECKING:
     from memstore.memory.verify import Finding
@@ -190,8 +182,7 @@ def repair(
 def _read_again(memory: memstore.Memory, names: Sequence[str]) -> None:
     """Let ``memstore read`` complete the documents ``names``: their files were read whole, and part of it is lost."""
     for name in names:
-        fact = memory.get_info(FACT + name)
-        if isinstance(fact, dict) and fact.get("whole"):
+        if (fact := fact_of(memory, name)).get("whole"):
             memory.put_info(FACT + name, {**fact, "whole": False})
 
 
@@ -209,49 +200,3 @@ def _salvaged(memory: str, target: str, *, show: bool) -> Report:
 
     data = {"memory": memory, "to": target, "documents": [asdict(each) for each in saved]}
     return Report(data=data, text=text, exit_code=DAMAGED if lost else OK)
-
-
-_AGAIN = "run the same command again"
-
-
-# The library's error says what happened and what is safe. The command line adds the command to type for this memory.
-def with_way_out(error: Exception, arguments: Sequence[str]) -> Exception:
-    """Add that line to the error, if one of ``arguments`` is the memory that it is about.
-
-    If only a copy helps, or the fault is in the traces, the error says so itself.
-    """
-    memories = [each for each in arguments[1:] if on_disk(each)]
-    if not memories or not isinstance(error, MemstoreError):
-        return error
-    # As the user wrote it. A copy names two memories: the first is read and the last is written.
-    named = [each for each in memories if error.memory and _path(each) == _path(error.memory)] or memories
-    match error:
-        case DamagedError() if error.remedy is None:
-            wrong, right = f"memstore verify {quote(named[0])}", f"memstore repair {quote(named[0])}"
-            return error.reworded(
-                f"{error}\nThe rest was not changed. To see all damage: {wrong}; to repair it: {right}"
-            )
-        case MemoryInUse() | ReadOnlyMemory() | StoreFull() if error.remedy == "limit" or on_disk(error.memory or ""):
-            return error.reworded(f"{error}\n{_refused(error, quote(named[-1]))}")
-    return error
-
-
-def _path(memory: str) -> str:
-    return memory if memory.startswith("zarr+") else os.path.realpath(memory.removeprefix("zarr:"))
-
-
-def _refused(error: MemstoreError, memory: str) -> str:
-    """Return advice for errors without damage; ``memory`` is quoted."""
-    match error:
-        case MemoryInUse():
-            return (
-                f"Nothing was changed here. Reading still works, such as: memstore ls {memory}; when the memory "
-                f"is free, {_AGAIN}"
-            )
-        case ReadOnlyMemory():
-            return (
-                f"Nothing was changed. For a copy that you can write: memstore copy {memory} NEW; to write here, "
-                f"get the permission, and {_AGAIN}"
-            )
-    more = f"limit {memory} --max-bytes MORE" if error.remedy == "limit" else f"compact {memory}"
-    return f"To free space: memstore forget {memory} DOCUMENT; memstore {more}; then {_AGAIN}"

@@ -226,9 +226,9 @@ def listen(host: str, port: int) -> socket.socket:
 
 def _unavailable(host: str, port: int, error: OSError) -> InvalidArgument:
     if error.errno == errno.EADDRINUSE:
-        return InvalidArgument(f"port {port} is in use; choose another with --port, or leave it out for a free one.")
+        return InvalidArgument(f"port {port} is in use. Choose another with --port, or leave it out for a free one.")
     if error.errno == errno.EACCES:
-        return InvalidArgument(f"port {port} needs root; choose one above 1023 with --port.")
+        return InvalidArgument(f"port {port} needs root. Choose one above 1023 with --port.")
     return InvalidArgument(f"cannot listen at --host {host}: {error.strerror}.")
 
 

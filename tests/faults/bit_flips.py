@@ -10,7 +10,7 @@ import os
 import random
 from pathlib import Path
 
-from memstore.testing.processes import Say, run
+from benchmarks.torture.processes import Say, run
 from tests.faults import lmdb_pages
 from tests.faults.damage import read_damaged, report
 from tests.faults.outcome import Outcome

@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 
 import memstore
+from benchmarks.torture.processes import Say, run
 from memstore.errors import MemstoreError
-from memstore.testing.processes import Say, run
 from tests.faults.outcome import Outcome
 from tests.faults.world import State, World, Wrong, check_all, sound
 

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import memstore
+from benchmarks.torture.processes import Say, may_mount, mount_small_disk, run
 from memstore import Memory
 from memstore.errors import StoreFull
-from memstore.testing.processes import Say, may_mount, mount_small_disk, run
 from tests.faults.outcome import Outcome
 from tests.faults.world import SIZES, STORES, State, World, check_all, sound
 

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import memstore
 import memstore.tools.app  # a command that begins with imports would be interrupted in these
+from benchmarks.torture.processes import Say, fork, run
 from memstore.__main__ import run as run_command
 from memstore.errors import NotFound
-from memstore.testing.processes import Say, fork, run
 from tests.faults.kill_readings import same_beginning
 from tests.faults.outcome import Outcome
 from tests.faults.world import STORES, sound

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 import memstore
+from benchmarks.torture.processes import Say, run
 from memstore import Memory, Retrieval
 from memstore.errors import NotFound
 from memstore.models.drt import DRTReader
-from memstore.testing.processes import Say, run
 from tests.faults.killer import Killer, told
 from tests.faults.outcome import Outcome
 from tests.faults.world import STORES, digest, sound

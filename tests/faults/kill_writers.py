@@ -11,9 +11,9 @@ from contextlib import suppress
 from pathlib import Path
 
 import memstore
+from benchmarks.torture.processes import Say, run
 from memstore import Memory
 from memstore.errors import NotFound
-from memstore.testing.processes import Say, run
 from tests.faults.killer import Killer, told
 from tests.faults.outcome import Outcome
 from tests.faults.world import STORES, State, World, Wrong, check_all, digest, moved, sound

@@ -18,8 +18,8 @@ from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
 
+from benchmarks.torture.processes import Ending, Say, fork, may_trace, run, step_through
 from memstore import Memory
-from memstore.testing.processes import Ending, Say, fork, may_trace, run, step_through
 
 _MOST_INSTRUCTIONS = 2_000
 

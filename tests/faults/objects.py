@@ -10,8 +10,8 @@ import shutil
 from functools import partial
 from pathlib import Path
 
+from benchmarks.torture.processes import Say, run
 from memstore.store.zarr.objects import from_url
-from memstore.testing.processes import Say, run
 from tests.faults.bit_flips import make
 from tests.faults.damage import read_damaged, report
 from tests.faults.outcome import Outcome

@@ -12,8 +12,8 @@ from functools import partial
 from pathlib import Path
 
 import memstore
+from benchmarks.torture.processes import Say, run
 from memstore.errors import ReadOnlyMemory
-from memstore.testing.processes import Say, run
 from tests.faults.outcome import Outcome
 from tests.faults.world import STORES, State, World, check_all, sound
 

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 import memstore
+from benchmarks.torture.processes import PATIENCE, Say, fork, run
 from memstore import Memory
 from memstore.errors import MemstoreError, NotFound
-from memstore.testing.processes import PATIENCE, Say, fork, run
 from tests.faults.outcome import Outcome
 from tests.faults.world import (
     LAYERS,

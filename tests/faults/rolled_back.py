@@ -15,7 +15,7 @@ from pathlib import Path
 
 import lmdb
 
-from memstore.testing.processes import Say, run
+from benchmarks.torture.processes import Say, run
 from tests.faults.bit_flips import STEPS
 from tests.faults.damage import read_damaged, report
 from tests.faults.outcome import Outcome

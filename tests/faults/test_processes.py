@@ -7,7 +7,7 @@ import pytest
 
 PROGRAM = """
 import sys, time
-from memstore.testing.processes import fork
+from benchmarks.torture.processes import fork
 
 def compute(say):
     while True:

@@ -13,8 +13,8 @@ import signal
 from pathlib import Path
 
 import memstore
+from benchmarks.torture.processes import Say, run
 from memstore.errors import MemstoreError
-from memstore.testing.processes import Say, run
 from tests.faults.bit_flips import make
 from tests.faults.damage import read_damaged, report
 from tests.faults.outcome import Outcome

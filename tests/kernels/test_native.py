@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.torture.processes import Say, run
 from memstore import paths
 from memstore.kernels import native
-from memstore.testing.processes import Say, run
 
 HAS_COMPILER = any(shutil.which(name) for name in ("cc", "gcc", "clang"))
 needs_compiler = pytest.mark.skipif(not HAS_COMPILER or sys.platform != "linux", reason="needs Linux and a C compiler")

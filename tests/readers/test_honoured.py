@@ -18,7 +18,8 @@ from transformers.utils.generic import TransformersKwargs
 from memstore import Retrieval
 from memstore.errors import ForeignMemory, InvalidArgument, UnsupportedModel
 from memstore.readers.caches import CACHE
-from memstore.readers.stock.hooks import EXACT, FORWARD, GENERATE
+from memstore.readers.stock.hooks import FORWARD as REFUSED_BY_FORWARD
+from memstore.readers.stock.hooks import GENERATE as REFUSED
 from tests.readers.models import attach, tiny, tokens
 
 PAGE = Path(__file__).parents[2] / "docs" / "honoured.md"
@@ -300,6 +301,59 @@ def test_attentions_that_the_configuration_asks_for_are_refused() -> None:
 # The tables
 
 
+EXACT = "exact"
+FORWARD = {
+    "input_ids": EXACT,
+    "inputs_embeds": EXACT,
+    "attention_mask": f"{EXACT}; covers the prompt, or document and prompt with no zero in the document's part",
+    "position_ids": f"{EXACT}, counted from the document's end; without mask and cache they must increase by one",
+    "cache": f"{EXACT} if it is a DynamicCache that is empty or belongs to this memory; others are refused",
+    "past_key_values": "the older name of cache",
+    "cache_position": f"{EXACT}; transformers takes it from the cache",
+    "use_cache": EXACT,
+    "labels": EXACT,
+    "num_items_in_batch": EXACT,
+    "logits_to_keep": EXACT,
+    "return_dict": EXACT,
+    "output_hidden_states": EXACT,
+    "output_router_logits": EXACT,
+    **REFUSED_BY_FORWARD,
+}
+"""All parameters of ``forward``, as docs/honoured.md lists them."""
+_OF_THE_PROMPT = f"{EXACT}; counts tokens of the prompt and the answer, not of the document"
+
+GENERATE = {
+    **dict.fromkeys(
+        (
+            *("inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"),
+            *("synced_gpus", "streamer", "custom_generate", "max_length", "max_new_tokens", "min_length"),
+            *("min_new_tokens", "early_stopping", "max_time", "stop_strings", "do_sample", "num_beams", "use_cache"),
+            *("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
+            *("length_penalty", "bad_words_ids", "renormalize_logits", "forced_bos_token_id", "forced_eos_token_id"),
+            *("remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "sequence_bias"),
+            *("begin_suppress_tokens", "token_healing", "num_return_sequences", "output_scores", "output_logits"),
+            *("output_hidden_states", "return_dict_in_generate", "pad_token_id", "bos_token_id", "eos_token_id"),
+            *("watermarking_config", "prefill_chunk_size"),
+        ),
+        EXACT,
+    ),
+    **dict.fromkeys(("repetition_penalty", "no_repeat_ngram_size"), _OF_THE_PROMPT),
+    **dict.fromkeys(("encoder_repetition_penalty", "encoder_no_repeat_ngram_size"), _OF_THE_PROMPT),
+    **dict.fromkeys(
+        (
+            *("cache_config", "max_cache_len", "compile_config", "disable_compile", "decoder_start_token_id"),
+            *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+            *("assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "max_matching_ngram_size"),
+            *("is_assistant", "speculation_type", "low_memory", "diversity_penalty", "transformers_version"),
+            *("_from_model_config", "continuous_batching_config"),
+        ),
+        f"{EXACT}; has an effect only together with a refused parameter",
+    ),
+    **REFUSED,
+}
+"""All parameters of ``generate``, its own and those of ``GenerationConfig``."""
+
+
 def test_the_tables_know_every_parameter_of_transformers() -> None:
     model: Any = tiny("llama")
     forward = {*inspect.signature(model.forward).parameters, *TransformersKwargs.__annotations__} - {"kwargs"}
@@ -350,7 +404,7 @@ def test_parameters_of_forward_do_what_they_do_without_a_memory(name: str) -> No
         assert len(got.router_logits) == len(want.router_logits)
 
 
-@pytest.mark.parametrize("name", [name for name, what in FORWARD.items() if EXACT not in what and "older" not in what])
+@pytest.mark.parametrize("name", REFUSED_BY_FORWARD)
 def test_parameters_of_forward_that_cannot_be_honoured_are_refused(name: str) -> None:
     model = tiny("llama")
     value: Any = {"is_causal": None}.get(name, torch.tensor([0, 10, 20]))
@@ -458,9 +512,6 @@ def test_results_of_generate_are_those_without_a_memory() -> None:
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(want.logits), rtol=0, atol=1e-4)
     for one, other in zip(got.hidden_states, want.hidden_states, strict=True):
         torch.testing.assert_close(one[-1], other[-1][:, -one[-1].shape[1] :], rtol=0, atol=1e-4)
-
-
-REFUSED = {name for name, what in GENERATE.items() if not what.startswith(EXACT)}
 
 
 @pytest.mark.parametrize("name", sorted(REFUSED))

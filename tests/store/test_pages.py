@@ -13,12 +13,12 @@ import lmdb
 import numpy as np
 import pytest
 
+from benchmarks.torture.processes import run
 from memstore.errors import DamagedError, MemoryInUse, ReadOnlyMemory
 from memstore.store import Batch, Layout, LmdbStore, Record
 from memstore.store.lmdb import pages
 from memstore.store.lmdb import store as lmdb_store
 from memstore.store.lmdb.pages import Survey, erase_unused
-from memstore.testing.processes import run
 from memstore.testing.stores import BLOCKS, block, put_blocks, same, value
 from tests.faults.read_only import NOBODY
 

@@ -1,4 +1,4 @@
-"""Stores with a fault of their own, which ``memstore torture`` is to find; and one without, as small as it gets."""
+"""Stores with a fault of their own, which the torture test is to find; and one without, as small as it gets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from memstore.testing.torture import SHAPE, States, Subject, torture
+from benchmarks.torture.harness import SHAPE, States, Subject, inflict
 
 PLANTED = {
     ("Sound", "restart"): {"right"},
@@ -178,7 +178,7 @@ def main() -> None:
     folder = memory if memory.is_dir() else None
     for store, fault in PLANTED:
         for seed in range(4 if (store, fault) in CHANCE else 1):
-            outcome = torture(globals()[store], fault, 10 if fault == "kill" else 6, seed, folder)
+            outcome = inflict(globals()[store], fault, 10 if fault == "kill" else 6, seed, folder)
             found.append([store, fault, seed, outcome.verdicts])
     sys.stdout.write(json.dumps(found))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -15,10 +16,12 @@ from tests import forks
 from tests.testing.broken import PLANTED
 from tests.testing.table import RESULTS, table
 
+ROOT = RESULTS.parents[1]
+
 
 def tortured(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
     # In a process of its own, which has one thread and no memory open: it forks.
-    call = [sys.executable, "-m", "memstore", "torture", *arguments, "--json"]
+    call = [sys.executable, "-m", "benchmarks.torture", *arguments, "--json"]
     done = forks.completed(call)
     assert done.returncode in (0, 1), done.stderr
     return done.returncode, json.loads(done.stdout)["rows"]
@@ -35,8 +38,8 @@ def test_every_planted_fault_is_found_and_none_in_a_sound_store() -> None:
 
 
 OWN = """
-from memstore.testing.subjects import ArrayFiles
-from memstore.testing.torture import Subject
+from benchmarks.torture.subjects import ArrayFiles
+from benchmarks.torture.harness import Subject
 
 class Store(ArrayFiles):
     pass
@@ -61,9 +64,10 @@ class Bare(Elsewhere):
 
 def test_a_store_of_ones_own_is_found_where_one_is_and_rows_stay_if_it_keeps_no_files(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
-    command, stores = str(Path(sys.executable).with_name("memstore")), ("mine:Elsewhere", "mine:Bare", "mine:Store")
-    call = [command, "torture", *stores, "--fault", "restart", "--fault", "swap", "--rounds", "1"]
-    done = subprocess.run([*call, "--json"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    stores, environment = ("mine:Elsewhere", "mine:Bare", "mine:Store"), {**os.environ, "PYTHONPATH": str(ROOT)}
+    call = [sys.executable, "-m", "benchmarks.torture", *stores, "--fault", "restart", "--fault", "swap"]
+    call += ["--rounds", "1", "--json"]
+    done = subprocess.run(call, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     told = json.loads(done.stdout)
     assert (done.returncode, [(row["store"], row["fault"]) for row in told["rows"]]) == (
         1,
@@ -93,7 +97,7 @@ def test_states_in_a_bare_file_are_served_although_a_bit_was_flipped() -> None:
 
 
 def test_nothing_is_left_where_it_is_told_to_end(tmp_path: Path) -> None:
-    call = [sys.executable, "-m", "memstore", "torture", "numpy", "--fault", "kill", "--rounds", "10000"]
+    call = [sys.executable, "-m", "benchmarks.torture", "numpy", "--fault", "kill", "--rounds", "10000"]
     running = subprocess.Popen([*call, "--folder", str(tmp_path)], stderr=subprocess.PIPE, text=True)
     until = time.monotonic() + 120
     while not any(tmp_path.iterdir()) and time.monotonic() < until:
@@ -107,7 +111,7 @@ def test_nothing_is_left_where_it_is_told_to_end(tmp_path: Path) -> None:
 
 ORPHAN = """
 import os, pathlib, time
-from memstore.testing.processes import fork
+from benchmarks.torture.processes import fork
 
 def outlive(say):
     say("begun")
@@ -128,7 +132,7 @@ def test_what_is_forked_ends_with_its_parent(tmp_path: Path) -> None:
 
 INTERRUPTED = """
 import os, pathlib, signal, time
-from memstore.testing.processes import fork
+from benchmarks.torture.processes import fork
 
 os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
 
@@ -157,12 +161,12 @@ def test_an_interruption_during_a_fork_ends_the_child_and_is_told(tmp_path: Path
         (["torch", "--fault", "fire"], "there is no fault 'fire'; choose from restart"),
         (["floppy"], "there is no store 'floppy'; choose from lmdb"),
         (["tests.nothing:Store"], "cannot be imported"),
-        (["pathlib:Path"], "must be a subclass of memstore.testing.torture.Subject"),
+        (["pathlib:Path"], "must be a subclass of benchmarks.torture.harness.Subject"),
         (["lmdb", "--folder", "nowhere"], "is not a folder"),
     ],
 )
 def test_what_there_is_not_is_said(arguments: list[str], words: str) -> None:
-    done = forks.completed([sys.executable, "-m", "memstore", "torture", *arguments])
+    done = forks.completed([sys.executable, "-m", "benchmarks.torture", *arguments])
     assert done.returncode == 2
     assert words in done.stderr
 
@@ -172,12 +176,12 @@ def test_what_there_is_not_is_said(arguments: list[str], words: str) -> None:
 )
 def test_another_store_is_tried_where_it_is_installed(name: str, needs: str) -> None:
     name = f"benchmarks.torture.{name}"
-    call = [sys.executable, "-m", "memstore", "torture", name, "--fault", "restart", "--rounds", "1", "--json"]
+    call = [sys.executable, "-m", "benchmarks.torture", name, "--fault", "restart", "--rounds", "1", "--json"]
     done = subprocess.run(call, capture_output=True, text=True, check=False)
     told = json.loads(done.stdout)
     assert f"'{needs}'" in told["message"] if done.returncode == 2 else told["rows"][0]["store"] == name
 
 
 def test_the_page_has_the_table_of_its_results() -> None:
-    page = (RESULTS.parents[1] / "docs" / "torture.md").read_text("utf-8")
+    page = (ROOT / "docs" / "torture.md").read_text("utf-8")
     assert table() in page

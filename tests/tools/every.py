@@ -27,7 +27,6 @@ FILLED = {
     "MODEL": "smollm2",
     "KIND": "similarity",
     "[NUMBER]": "1",
-    "[STORE...]": "numpy",
     "NEW_KEY_FILE": "{key}",
 }
 """What to give for an argument, by its metavar."""
@@ -42,7 +41,7 @@ MORE = {
 """What a verb needs beside that."""
 INSTEAD = {"import": {"MEMORY": "{tmp}/imported.mem"}, "rekey": {"MEMORY": "{encrypted}"}}
 """Where a metavar means something else."""
-LONG = ("chat", "demo", "train", "eval", "mcp", "serve", "torture", "view")
+LONG = ("chat", "demo", "train", "eval", "mcp", "serve", "view")
 """Verbs that take minutes, or do not end by themselves: of these the help is asked for."""
 MAKES = {"chat": "MEMORY", "mcp": "MEMORY", "read": "MEMORY", "import": "MEMORY"}
 """Verbs that make their memory where there is none."""

@@ -53,7 +53,7 @@ BUILD_ON = (
     "memstore.readers.reader:Reader", "memstore.memory:LayerView", "memstore.readers.observer:Observer",
     "memstore.readers.observer:Choice", "memstore.memory.trace_file:Look",
     "memstore.readers.asking:Answer", "memstore.testing.stores:StoreTests", "memstore.testing.stores:StoreMachine",
-    "memstore.testing.indexes:IndexTests", "memstore.testing.readers:ReaderTests", "memstore.testing.torture:Subject",
+    "memstore.testing.indexes:IndexTests", "memstore.testing.readers:ReaderTests",
     "memstore.models.drt:DRTForCausalLM", "memstore.models.drt:SharedBlocks",
     "memstore.models.landmark:LandmarkForCausalLM", "memstore.models.landmark:make_landmark",
     "memstore.models.hils:HilsForCausalLM", "memstore.models.hils:make_hils",

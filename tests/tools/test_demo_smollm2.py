@@ -16,8 +16,6 @@ KEYS = {
     "needles_asked",
     "needles_found",
     "read_tokens_per_s",
-    "decode_ms",
-    "bare_decode_ms",
     "peak_anonymous_bytes",
     "peak_rss_bytes",
     "disk_bytes",

@@ -55,7 +55,7 @@ def test_the_table_has_the_text_where_the_model_is_known(cli: Cli, tmp_path: Pat
     ("arguments", "code", "says"),
     [
         (["export", "{memory}", "{memory}"], 2, "exists already"),
-        (["export", "{memory}", "{tmp}/out", "--format", "pickle"], 2, "one of safetensors, parquet"),
+        (["export", "{memory}", "{tmp}/out", "--format", "pickle"], 2, "not one of 'safetensors', 'parquet'"),
         (["export", "{tmp}/no.mem", "{tmp}/out"], 3, "no memory at"),
         (["import", "{tmp}/no", "{tmp}/again.mem"], 3, "no export at"),
         (["import", "{memory}", "{tmp}/again.mem"], 3, "not a finished export"),

@@ -28,8 +28,7 @@ from memstore.errors import (
     WrongKey,
 )
 from memstore.progress import progress_bar
-from memstore.tools.verb import Interruption, exit_code, status_of
-from memstore.tools.verify_repair import with_way_out
+from memstore.tools.verb import Interruption, exit_code, status_of, with_way_out
 from tests.tools.conftest import Cli
 
 VERBS = [
@@ -81,7 +80,7 @@ def test_every_error_has_its_exit_code_and_its_status(error: type[MemstoreError]
         (["show", "{memory}", "whale", "first"], 2, "BLOCK"),
         (["ask", "{memory}", "Why?", "--top-k", "0"], 2, "--top-k"),
         (["ask", "{memory}", " "], 2, "the question is empty"),
-        (["audit", "{memory}", "Why?"], 2, "several documents; choose one with --document: whale, ship"),
+        (["audit", "{memory}", "Why?"], 2, "several documents. Choose one with --document: whale, ship"),
         (["ask", "{memory}", "Why?", "--document", "whale"], 2, "Name it with --model"),
         (["ask", "{memory}", "Why?", "--document", "whale", "--model", "./no"], 3, "no model directory ./no"),
         (["ask", "{memory}", "\udcff"], 2, "not valid UTF-8"),

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 import memstore
+from benchmarks.torture.processes import run
 from memstore.memory.entry import HEADER
 from memstore.store import Batch, LmdbStore, Record
 from memstore.store.lmdb.environment import WriterLock
-from memstore.testing.processes import run
 from memstore.tools.app import main
 from tests import forks
 from tests.faults.lmdb_pages import by_kind

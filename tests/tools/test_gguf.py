@@ -146,7 +146,7 @@ def header(**numbers: int) -> bytes:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        (header(block_count=2**31 - 1), "2,147,483,647 layers; at most 1,000 are allowed"),
+        (header(block_count=2**31 - 1), "2,147,483,647 layers. At most 1,000 are allowed"),
         (header(feed_forward_length=2**31 - 1), "is too short for the"),
         (header(**{"attention.head_count": 0}), "cannot read"),
         (header()[:-3], "cannot read"),

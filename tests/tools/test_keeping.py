@@ -119,11 +119,7 @@ def test_sizes(text: str, size: int | None) -> None:
     [
         (["limit", "{memory}", "--max-bytes", "much"], 2, "must be a size such as 500MB"),
         (["limit", "{memory}", "--max-bytes", "0"], 2, "must be a size"),
-        (
-            ["limit", "{memory}", "--when-full", "explode"],
-            2,
-            "--when-full must be one of refuse, evict-",
-        ),
+        (["limit", "{memory}", "--when-full", "explode"], 2, "'explode' is not one of 'refuse', 'evict-"),
         (["expire", "{memory}", "whale"], 2, "--after"),
         (["expire", "{memory}", "whale", "--after", "soon"], 2, "--after must be a time such as 45m"),
         (["expire", "{memory}", "whale", "--after", "0d"], 2, "--after must be a time"),

@@ -42,8 +42,8 @@ def test_pictures_of_the_last_trace_or_a_numbered_one(cli: Cli, traced: Path, tm
 
 def test_tokens_are_written_below_the_heat_map(cli: Cli, memory: Path, tmp_path: Path, model_folder: Path) -> None:
     tokenizer = load_tokenizer(str(model_folder))
-    facts = {"mechanism": "attach", "model": str(model_folder)}
-    with memstore.open(memory) as opened, opened.traces.record(**facts) as recorder:
+    with memstore.open(memory) as opened, opened.traces.record(mechanism="attach") as recorder:
+        opened.put_info("model", {"name": str(model_folder)})
         for letter in "Ahab":
             recorder.begin()
             recorder.look(look_at(0, [3, 4], "whale", 1))
@@ -79,7 +79,7 @@ def test_the_picture_of_an_audit(cli: Cli, request: pytest.FixtureRequest, tmp_p
         (["heat", "--out", "none/a.png"], 3, "the folder none does not exist"),
         (["heat"], 2, "--out"),
         (["heat", "--out", "a.png", "--trace", "9"], 3, "no trace 9"),
-        (["heat", "--out", "a.png", "--layer", "9"], 2, "no layer 9"),
+        (["heat", "--out", "a.png", "--layer", "9"], 2, "layer 9 retrieved nothing"),
         (["heat", "--out", "a.png", "--head", "2"], 2, "no head 2"),
         (["similarity", "--out", "a.png", "--document", "none"], 3, "none"),
         (["similarity", "--out", "a.png", "--layer", "0"], 2, "layer 0 has no landmarks"),

@@ -23,7 +23,7 @@ from starlette.datastructures import Headers
 from memstore.errors import InvalidArgument
 from memstore.paths import user_folder
 from memstore.tools.app import main
-from memstore.tools.endpoint.request import HARMLESS, HONOURED, ONLY, Ask, Refusal
+from memstore.tools.endpoint.request import HARMLESS, HONOURED, MOST_STOPS, ONLY, Ask, Refusal
 from memstore.tools.serve import token_for
 from memstore.tools.web import host_is_known, names_of, without_paths
 from tests.tools.conftest import Cli
@@ -240,9 +240,28 @@ def test_every_field_that_openai_s_client_can_send_is_known() -> None:
     assert not {*HONOURED} & {*HARMLESS} | {*HONOURED} & {*ONLY} | {*HARMLESS} & {*ONLY}
 
 
+HOW = {
+    "model": "the memory to ask",
+    "messages": (
+        "texts of all roles. System messages are joined, wherever they stand; tool calls and their results become "
+        "text of the turn; images, sound and files are refused"
+    ),
+    "prompt": "one text",
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "shortened to what fits; then finish_reason is length"),
+    "stop": f"at most {MOST_STOPS} texts",
+    "stream_options": "include_usage; other options change nothing",
+    "temperature": "default 0: the most likely token",
+    **dict.fromkeys(("top_p", "top_k", "min_p"), "used with a temperature"),
+    "repetition_penalty": "as in transformers",
+    "metadata": "document and session say what to ask; other entries change nothing",
+}
+"""What the page says of fields that are obeyed."""
+
+
 def as_table() -> str:
     """The fields of a request, as the page prints them."""
-    rows = [f"| `{name}` | honoured{f': {how}' * bool(how)} |" for name, how in sorted(HONOURED.items())]
+    assert {*HOW} <= HONOURED
+    rows = [f"| `{name}` | honoured{f': {HOW[name]}' if name in HOW else ''} |" for name in sorted(HONOURED)]
     rows += [f"| {', '.join(f'`{name}`' for name in sorted(HARMLESS))} | accepted, changes nothing |"]
     for name, values in sorted(ONLY.items()):
         told = " or ".join(f"`{json.dumps(value)}`" for value in values)

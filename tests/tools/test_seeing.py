@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from memstore.tools.plot import PictureKind
+from memstore.tools.audit import Picture
 from tests.tools.conftest import Cli
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -40,7 +41,7 @@ def test_the_commands_of_the_page_run_one_after_the_other(
 
 def test_every_picture_is_shown_with_its_command() -> None:
     page = (DOCS / "pictures.md").read_text()
-    assert {words[1] for words in commands("pictures.md")} == {kind.value for kind in PictureKind}
-    for kind in PictureKind:
-        assert f"](pictures/{kind.value}.png)" in page
-        assert 0 < (DOCS / "pictures" / f"{kind.value}.png").stat().st_size < 80_000
+    assert {words[1] for words in commands("pictures.md")} == {*get_args(Picture)}
+    for kind in get_args(Picture):
+        assert f"](pictures/{kind}.png)" in page
+        assert 0 < (DOCS / "pictures" / f"{kind}.png").stat().st_size < 80_000

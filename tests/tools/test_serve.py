@@ -22,6 +22,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from string import ascii_letters
 from textwrap import dedent
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -29,12 +30,13 @@ import pytest
 import memstore
 from memstore.errors import BrokenOff
 from memstore.index.words import words_of
+from memstore.readers.asking import Answer
 from memstore.resources import memory_in_use
 from memstore.tools.app import main
-from memstore.tools.endpoint.app import MOST_BYTES, Endpoint, _receipt
+from memstore.tools.endpoint.app import MOST_BYTES, Endpoint
 from memstore.tools.endpoint.request import Refusal
 from memstore.tools.endpoint.shelf import Shelf
-from memstore.tools.endpoint.worker import QueuedJob, Result, Served, Worker
+from memstore.tools.endpoint.worker import QueuedJob, Result, Served, Worker, receipt_of
 from memstore.tools.web import listen, server_of
 from tests.tools.conftest import Cli
 from tests.tools.test_failures import flip
@@ -71,7 +73,7 @@ def serving(*memories: Path, on: dict[str, Any] | None = None, **options: Any) -
         finally:
             server.should_exit = True
             thread.join()
-            endpoint.close()
+            endpoint.worker.close()
 
 
 @pytest.fixture(scope="module")
@@ -199,7 +201,7 @@ def test_the_client_of_openai(port: int) -> None:
         raw = client.completions.create(model="cottage", prompt="The key", max_tokens=4)
         with client.completions.create(model="cottage", prompt="The key", max_tokens=4, stream=True) as stream:
             assert "".join(each.choices[0].text for each in stream) == raw.choices[0].text
-        with pytest.raises(openai.NotFoundError, match="there is no memory called 'whale'; there are cottage, ferry"):
+        with pytest.raises(openai.NotFoundError, match=r"there is no memory called 'whale'\. There are cottage, ferry"):
             client.completions.create(model="whale", prompt="The key")
 
 
@@ -321,7 +323,7 @@ def test_too_many_requests_are_told_to_come_again(shelf: Path, monkeypatch: pyte
     def slow(_: Worker, __: QueuedJob) -> Result:
         begun.set()
         assert go.wait(60)
-        return Result("Yes", ended=True, prompt_tokens=1, tokens=1, seconds=0.0, sources=[])
+        return Result("Yes", ended=True, prompt_tokens=1, tokens=1, seconds=0.0)
 
     monkeypatch.setattr(Worker, "_do", slow)
     with serving(shelf / "ferry.mem", waiting=1) as port, ThreadPoolExecutor(2) as pool:
@@ -764,7 +766,11 @@ def test_lines_take_turns_and_a_full_queue_has_room_for_each(monkeypatch: pytest
 
 
 def test_a_receipt_says_what_the_memory_has_and_leaves_out_what_is_unknown() -> None:
-    plain = Result(text="", ended=True, prompt_tokens=1, tokens=1, seconds=0.0, sources=[])
-    assert _receipt(plain) == {"sources": [], "unsupported": []}
+    nothing: Any = SimpleNamespace(tokenizer=None, memories=())
+    plain = Answer(
+        question="", text="", tokens=[], thought=[], ended=True, seconds=0.0, trace=None, used=[], scores={}, quoted=[],
+        absent=None, coverage=None, missing={}, reader=nothing,
+    )  # fmt: skip
+    assert receipt_of(plain) == {"sources": [], "unsupported": []}
     told = {"coverage": 1.0, "absent": [], "found": True}
-    assert _receipt(replace(plain, coverage=1.0, absent=[], found=True)) == {"sources": [], "unsupported": [], **told}
+    assert receipt_of(replace(plain, coverage=1.0, absent=[])) == {"sources": [], "unsupported": [], **told}

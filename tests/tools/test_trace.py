@@ -96,7 +96,7 @@ def test_layers_heads_and_steps_can_be_looked_at_alone(cli: Cli, asked: Path) ->
     ("arguments", "code", "says"),
     [
         ([7], 3, "no trace 7; it has 1"),
-        (["--layer", 99], 2, "layer 99 retrieved nothing here; layers that did: "),
+        (["--layer", 99], 2, "layer 99 retrieved nothing here. Layers that did: "),
         (["--head", 99], 2, "query heads 0 to 3"),
         (["--step", 99], 2, "has steps 0 to 4"),
         (["--top", 0], 2, "--top"),

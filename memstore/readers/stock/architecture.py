@@ -173,12 +173,18 @@ def identity(cos_sin: CosSin) -> CosSin:
     return torch.ones_like(cos), torch.zeros_like(sin)
 
 
+class _Unfit(Exception):
+    """The reason why no memory can be attached to a model."""
+
+
 def examine(model: PreTrainedModel) -> Architecture:
     """Find out how to attach to ``model``. Raises ``UnsupportedModel`` with the reason if that is impossible."""
     try:
         return _examine(model)
     except MemstoreError:
         raise
+    except _Unfit as error:
+        raise _unsupported(model, str(error)) from error.__cause__
     except Exception as error:  # an unknown model may raise anything; the answer is the same
         raise _unsupported(model, _why(model, error)) from error
 
@@ -207,12 +213,10 @@ def _failure(model: PreTrainedModel) -> str:
 
 def _examine(model: PreTrainedModel) -> Architecture:
     if reason := _comes_and_goes(model):
-        raise _unsupported(model, reason)
+        raise _Unfit(reason)
     devices = sorted({str(parameter.device) for parameter in model.parameters()})
     if len(devices) > 1:  # masks, rotations and states of the memory are on one device
-        raise _unsupported(
-            model, f"its weights are on {' and '.join(devices)}; load the model onto one device, without device_map"
-        )
+        raise _Unfit(f"its weights are on {' and '.join(devices)}; load the model onto one device, without device_map")
     if dividing(model) is not None and _fully_sharded(model):  # a pass that ends early would leave the weights gathered
         raise UnsupportedModel(
             f"cannot attach a memory to {type(model).__name__}: fully_shard gathers its weights for each layer. "
@@ -222,52 +226,61 @@ def _examine(model: PreTrainedModel) -> Architecture:
     cached = _cache_layers(model)
     # Some models bring cache layers of their own, for example those that would otherwise forget generated tokens.
     if any(type(layer).__module__ != "transformers.cache_utils" for layer in cached):
-        raise _unsupported(model, OWN_CACHE)
+        raise _Unfit(OWN_CACHE)
     seen = _run_probe(model, config)
     expected = int(config.num_hidden_layers)
     if not seen:
-        raise _unsupported(model, "its attention layers do not call the attention interface of transformers")
+        raise _Unfit("its attention layers do not call the attention interface of transformers")
     once, linear = all(entry.calls == 1 for entry in seen), None
     if once and any(hasattr(layer, "conv_states") for layer in cached):  # for states that are neither keys nor values
         try:
             with torch.no_grad(), _probing(model, _values):
                 found = find_linear_layers(model, len(seen))
         except ValueError as error:  # it takes no other cache
-            raise _unsupported(model, OWN_CACHE) from error
+            raise _Unfit(OWN_CACHE) from error
         if isinstance(found, str):
-            raise _unsupported(
-                model,
-                f"the states of its linear attention, state spaces or convolutions cannot be stored: {found}",
-            )
+            raise _Unfit(f"the states of its linear attention, state spaces or convolutions cannot be stored: {found}")
         linear = found
     elif len(seen) < expected:
-        raise _unsupported(
-            model,
-            f"only {len(seen)} of its {expected} layers attend, and the states of the other layers are not stored",
+        raise _Unfit(
+            f"only {len(seen)} of its {expected} layers attend, and the states of the other layers are not stored"
         )
     if linear is None and (len(seen) != expected or not once):
-        raise _unsupported(
-            model,
+        raise _Unfit(
             f"{len(seen)} attention layers called the attention interface, but each of its {expected} layers "
-            "should call it once",
+            "should call it once"
         )
     if any(isinstance(part, nn.Conv1d) for entry in seen for part in entry.module.modules()):
-        raise _unsupported(model, "its attention layers have convolutions, whose states are not stored")
+        raise _Unfit("its attention layers have convolutions, whose states are not stored")
     divided = dividing(seen[0].module)
     if divided is not None and linear is not None:
-        raise _unsupported(model, "some of its layers do not attend, and they are divided among processes")
+        raise _Unfit("some of its layers do not attend, and they are divided among processes")
     names = {module: name for name, module in model.named_modules()}
     mixed = any(entry.sliding is None for entry in seen)
     tables = _rotary_tables(model)
     again: dict[nn.Module, QueriesKeys] = {}
     with _probing(model, partial(_note_keys, again)):  # once for all layers: each probe walks the whole model
-        layers = tuple(_plan(model, names, i, entry, mixed, tables, again) for i, entry in enumerate(seen))
+        layers = tuple(
+            LayerPlan(
+                index=index,
+                module=entry.module,
+                block=_decoder_layer(model, names[entry.module]),
+                rotary=_rotary(index, entry, tables, again),
+                heads=entry.queries.shape[1],
+                key_heads=entry.keys.shape[1],
+                head_dim=entry.keys.shape[3],
+                value_dim=entry.values.shape[3],
+                sliding=entry.sliding,
+                local=mixed and entry.sliding is not None,
+            )
+            for index, entry in enumerate(seen)
+        )
     if divided is not None:
-        layers = tuple(_with_all_heads(model, plan, config, divided.size()) for plan in layers)
+        layers = tuple(_with_all_heads(plan, config, divided.size()) for plan in layers)
     learned = all(plan.rotary.part == "none" for plan in layers) and _learned_positions(model)
     decoder = _decoder(model, names[layers[0].block])
     if learned and not _takes_positions(model, decoder):
-        raise _unsupported(model, "its learned positions do not begin at 0, or cannot be set")
+        raise _Unfit("its learned positions do not begin at 0, or cannot be set")
     return Architecture(
         name=str(config.model_type),
         decoder=decoder,
@@ -309,14 +322,13 @@ def _fully_sharded(model: nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
-def _with_all_heads(model: PreTrainedModel, plan: LayerPlan, config: Any, size: int) -> LayerPlan:
+def _with_all_heads(plan: LayerPlan, config: Any, size: int) -> LayerPlan:
     heads = plan.heads * size, plan.key_heads * size
     groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     if heads != (config.num_attention_heads, groups):  # the heads are not divided alike
-        raise _unsupported(
-            model,
+        raise _Unfit(
             f"its heads cannot be assigned to processes: each of {size} processes has {plan.heads} query heads "
-            f"and {plan.key_heads} key-value heads",
+            f"and {plan.key_heads} key-value heads"
         )
     return replace(plan, heads=heads[0], key_heads=heads[1])
 
@@ -333,9 +345,9 @@ def _run_probe(model: PreTrainedModel, config: Any) -> list[_ProbedModule]:
         entry.sliding = kwargs.get("sliding_window")
         entry.mask = kwargs.get("attention_mask", given)
         if getattr(module, "is_causal", True) is False:
-            raise _unsupported(model, "its attention looks ahead, so it is not a causal model")
+            raise _Unfit("its attention looks ahead, so it is not a causal model")
         if kwargs.get("position_bias") is not None or kwargs.get("alibi") is not None:
-            raise _unsupported(model, "it adds a position bias to the attention scores")
+            raise _Unfit("it adds a position bias to the attention scores")
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).tril()
         out = block_attention(q, k, v, mask=mask, scale=kwargs.get("scaling"))[0]
         return out.transpose(1, 2).contiguous(), None
@@ -344,13 +356,13 @@ def _run_probe(model: PreTrainedModel, config: Any) -> list[_ProbedModule]:
         _forward_probe(model)
     found = list(seen.values())
     if any(entry.mask is not None for entry in found):
-        raise _unsupported(model, "it makes its own attention masks")
+        raise _Unfit("it makes its own attention masks")
     if getattr(config, "sliding_window", None) and not any(entry.sliding for entry in found):
         calls = [entry.calls for entry in found]
         with torch.no_grad(), _probing(model, probe, _marked_mask):
             _forward_probe(model)
         for entry, count in zip(found, calls, strict=True):
-            entry.sliding, entry.calls = _window_in(model, entry.mask), count
+            entry.sliding, entry.calls = _window_in(entry.mask), count
     return found
 
 
@@ -419,13 +431,13 @@ def _open_mask(*_: Any, q_length: int = 1, kv_length: int = 1, device: Any = Non
     return torch.zeros(1, 1, q_length, kv_length, device=device)
 
 
-def _window_in(model: PreTrainedModel, mask: Any) -> int | None:
+def _window_in(mask: Any) -> int | None:
     """Return the window in a mask of ``_marked_mask``, or None."""
     if mask is None:
         return None
     values: list[float] = mask.unique().tolist() if isinstance(mask, Tensor) and mask.is_floating_point() else []
     if len(values) != 1 or not 0 <= values[0] < 1 << 24:
-        raise _unsupported(model, "it makes its own attention masks")
+        raise _Unfit("it makes its own attention masks")
     return int(values[0]) or None
 
 
@@ -459,47 +471,22 @@ def _implementations(model: PreTrainedModel) -> list[tuple[Any, Any]]:
     ]
 
 
-def _plan(
-    model: PreTrainedModel,
-    names: dict[nn.Module, str],
-    index: int,
-    seen: _ProbedModule,
-    mixed: bool,
-    tables: list[Table],
-    again: dict[nn.Module, QueriesKeys],
-) -> LayerPlan:
-    return LayerPlan(
-        index=index,
-        module=seen.module,
-        block=_decoder_layer(model, names[seen.module]),
-        rotary=_rotary(model, index, seen, tables, again),
-        heads=seen.queries.shape[1],
-        key_heads=seen.keys.shape[1],
-        head_dim=seen.keys.shape[3],
-        value_dim=seen.values.shape[3],
-        sliding=seen.sliding,
-        local=mixed and seen.sliding is not None,
-    )
-
-
-def _rotary(
-    model: PreTrainedModel, index: int, seen: _ProbedModule, tables: list[Table], again: dict[nn.Module, QueriesKeys]
-) -> LayerRotary:
+def _rotary(index: int, seen: _ProbedModule, tables: list[Table], again: dict[nn.Module, QueriesKeys]) -> LayerRotary:
     """Run the layer again without positions, and find the rotation between the two results."""
     kwargs = seen.inputs[1]
     given = kwargs.get("position_embeddings")
     positioned = free = (seen.queries, seen.keys)
     if given is not None:
         if not (isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, Tensor) for part in given)):
-            raise _unsupported(model, f"layer {index} does not get its positions as cosines and sines")
+            raise _Unfit(f"layer {index} does not get its positions as cosines and sines")
         free = _run_again(again, seen, position_embeddings=identity(given))
     elif isinstance(positions := kwargs.get("position_ids"), Tensor):
         moved = _run_again(again, seen, position_ids=positions + PROBE_TOKENS)
         if not torch.equal(moved[1], positioned[1]):
-            raise _unsupported(model, f"layer {index} rotates its keys itself, where a memory cannot reach them")
+            raise _Unfit(f"layer {index} rotates its keys itself, where a memory cannot reach them")
     found = _find_rotary(tables, seen.module, given, positioned, free)
     if found is None:
-        raise _unsupported(model, f"the position encoding of layer {index} could not be separated from its keys")
+        raise _Unfit(f"the position encoding of layer {index} could not be separated from its keys")
     return found
 
 
@@ -694,7 +681,7 @@ def _scaled_queries(model: PreTrainedModel, decoder: nn.Module, seen: list[_Prob
     far, near = torch.stack(lengths).unflatten(0, (2, len(seen)))
     queries, keys = ((far - near).abs() > 0.02 * near).any(0).tolist()
     if keys:
-        raise _unsupported(model, "it scales its keys by their positions")
+        raise _Unfit("it scales its keys by their positions")
     return bool(queries)
 
 

@@ -30,7 +30,6 @@ from memstore.readers.audit import Auditor, index_recall, pieces
 from memstore.readers.observer import Choice
 from memstore.readers.stock.call import Call, LayerStates, StockChoice
 from memstore.readers.stock.reader import StockReader
-from memstore.readers.stock.selection import place
 from memstore.readers.stock.visible import Candidates
 
 READ = 256
@@ -71,14 +70,13 @@ class StockAuditor(Auditor):
         super().__init__(attached.model)
         self._attached, retrieval = attached, attached.retrieval
         if retrieval.on_error == "miss":
-            raise InvalidArgument("an audit reads every block; use Retrieval(on_error='raise')")
+            raise InvalidArgument("an audit reads every block. Use Retrieval(on_error='raise')")
         self.positions = POSITIONS[retrieval.positions]
         self.top_k = retrieval.top_k if top_k is None else top_k
         self._seen: dict[int, list[_LastToken]] = {}
 
     @contextmanager
     def watching(self) -> Iterator[dict[str, Any]]:
-        """See ``Auditor``."""
         selection, observers = self._attached.selection, self._attached.observers
         usual, selection.retrieval = selection.retrieval, replace(selection.retrieval, top_k=self.top_k)
         observers.append(self)
@@ -89,7 +87,6 @@ class StockAuditor(Auditor):
             selection.retrieval = usual
 
     def choice(self, choice: Choice) -> None:
-        """See ``Observer``."""
         assert isinstance(choice, StockChoice)
         self._seen.setdefault(choice.layer, []).append(_seen(choice))
 
@@ -116,11 +113,9 @@ class StockAuditor(Auditor):
 
     @property
     def documents(self) -> list[str]:  # type: ignore[override]  # known once something was retrieved
-        """See ``Auditor``."""
         return list(dict.fromkeys(source.document.name for source, _ in self._call.candidates.parts))
 
     def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more of them would not help
-        """See ``Auditor``."""
         sink, window = self._attached.sink, self._attached.window
         return (
             f"nothing could be retrieved: the stored tokens fit into sink and window ({sink} and {window} "
@@ -128,7 +123,6 @@ class StockAuditor(Auditor):
         )
 
     def locate(self, number: int) -> tuple[Document, int]:
-        """See ``Auditor``."""
         return self._call.candidates.locate(number)
 
 
@@ -208,17 +202,7 @@ def _from_every_slot(call: Call, seen: list[_LastToken]) -> tuple[Tensor, Tensor
 def _places(call: Call, candidates: Candidates, numbers: range) -> Tensor:
     """Positions ``[n * S]`` of candidates that were not retrieved; stingy ones are all in the first slot."""
     blocks = candidates.blocks[numbers.start : numbers.stop][None, None]
-    selection = call.selection
-    placement = place(
-        selection.retrieval.positions,
-        sink=call.seen.sink,
-        direct=call.seen.direct,
-        blocks=blocks,
-        slots=torch.zeros_like(blocks),
-        block_size=selection.block_size,
-        limit=selection.position_limit,
-    )
-    return placement.retrieved[0, 0]
+    return call.placed(blocks, torch.zeros_like(blocks)).retrieved[0, 0]
 
 
 def _keys(candidates: Candidates, numbers: range, layer: int) -> Tensor:

@@ -202,8 +202,8 @@ class Call(LocalTokens):
             return
         searching, self.selection.search_seconds = self.selection.search_seconds, 0.0
         gathering, fetched.gather_seconds = fetched.gather_seconds, 0.0
-        spent = (1e6 * searching, 1e6 * gathering)
-        choice = StockChoice(states, fetched, searched, queries, turned, keys, mask, options, *spent)
+        spent, lengths = (1e6 * searching, 1e6 * gathering), (states.prefix, self.prompt)
+        choice = StockChoice(states, fetched, searched, queries, turned, keys, mask, options, *spent, *lengths)
         for observer in self.observers:
             observer.choice(choice)
 
@@ -238,19 +238,13 @@ class Call(LocalTokens):
 
     def _fetchable(self, chosen: CandidateLists) -> OwnPart:
         """Return the part of a list that is fetched here: all of it, unless other ranks fetch the rest."""
-        key = ("own", id(chosen))
-        if key not in self.memo:
-            own = OwnPart(chosen, torch.empty(0), None)
-            if self.sharded:
-                own = self.sharded.own_part(self.candidates, chosen)
-            self.memo[key] = (chosen, own)
-        own = self.memo[key][1]
-        assert isinstance(own, OwnPart)
-        return own
+        if not self.sharded:
+            return OwnPart(chosen, torch.empty(0), None)
+        sharded = self.sharded
+        return self.kept(("own",), chosen, lambda: sharded.own_part(self.candidates, chosen))
 
     def _prefix_positions(self, chosen: CandidateLists | None, sink: int, direct: int) -> Tensor:
-        key = ("positions", id(chosen), sink, direct)
-        if key not in self.memo:
+        def joined() -> Tensor:
             placement = self.placement(chosen)
             parts = [torch.arange(self.start - direct, self.start, device=self.device)[None, None]]
             if chosen is not None:
@@ -258,9 +252,9 @@ class Call(LocalTokens):
             if sink:
                 parts.insert(0, placement.sink)
             batch, heads = (max(part.shape[i] for part in parts) for i in (0, 1))
-            self.memo[key] = torch.cat([part.expand(batch, heads, -1) for part in parts], dim=-1)
-        positions: Tensor = self.memo[key]
-        return positions
+            return torch.cat([part.expand(batch, heads, -1) for part in parts], dim=-1)
+
+        return self.kept(("positions", sink, direct), chosen, joined)
 
     def _own_positions(self, chosen: CandidateLists, positions: Tensor) -> Tensor:
         """Select from ``positions [B or 1, lists, K * S]`` of a list the positions that are fetched here."""
@@ -280,12 +274,12 @@ class Call(LocalTokens):
 
     def _located(self, chosen: CandidateLists) -> tuple[Tensor, list[tuple[Document, list[int]]]]:
         """Return the place ``[B or 1, lists, K]`` of each list entry among the distinct blocks, and these blocks."""
-        key = ("located", id(chosen))
-        if key not in self.memo:
+
+        def found() -> tuple[Tensor, list[tuple[Document, list[int]]]]:
             numbers, places = chosen.numbers.unique(return_inverse=True)
-            self.memo[key] = (chosen, places, self.candidates.located(numbers))
-        _, places, located = self.memo[key]
-        return places, located
+            return places, self.candidates.located(numbers)
+
+        return self.kept(("located",), chosen, found)
 
     def tiers(self, plan: LayerPlan, chosen: CandidateLists) -> dict[int, str] | None:
         """Return the current tier of each candidate in the lists, or None without observers."""
@@ -305,7 +299,7 @@ class Call(LocalTokens):
         except DamagedError:
             if self.reading or self.selection.retrieval.on_error == "raise":
                 raise
-        self.memo["damaged", id(chosen)] = chosen
+        self.kept(("damaged",), chosen, lambda: True)
         left = chosen.without(self._lost(plan, chosen))
         return (left, [self._gathered(plan, left)]) if left.numbers.numel() else (None, [])
 
@@ -346,7 +340,7 @@ class Call(LocalTokens):
             with along(self.numbered(chosen), self.device) as where:
                 for layer, states in zip(wanted, gather(located, wanted, self.device), strict=True):
                     self._ahead[layer, id(chosen)] = states
-            self.memo.setdefault(("where", id(chosen)), (chosen, *where()))
+            self.kept(("where",), chosen, where)
         return self._ahead.pop((plan.index, id(chosen)))
 
     @staticmethod
@@ -520,7 +514,7 @@ class LayerStates(CallLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> States:
         """Pass the segment on. The attention function stores it, because it knows the positions."""
         if self.call.selection.ended:
-            raise InvalidArgument("this cache belongs to a memory that is no longer attached; use a new cache")
+            raise InvalidArgument("this cache belongs to a memory that is no longer attached. Use a new cache")
         return key_states, value_states
 
     def crop(self, _tokens_to_remove: int) -> None:
@@ -532,12 +526,12 @@ class LayerStates(CallLayer):
 
     def batch_repeat_interleave(self, _repeats: int) -> None:
         """Raise: pass the prompt as often as you want continuations."""
-        raise InvalidArgument("a cache with a memory cannot be repeated; pass the prompt once for each continuation")
+        raise InvalidArgument("a cache with a memory cannot be repeated. Pass the prompt once for each continuation")
 
     def reset(self) -> None:
         """Forget the local tokens and the blocks retrieved for them."""
         if self.call.selection.architecture.linear is not None:  # its layers without attention cannot go back
-            raise InvalidArgument("the cache of a hybrid model cannot be reset; use a new cache")
+            raise InvalidArgument("the cache of a hybrid model cannot be reset. Use a new cache")
         self.chosen, self.fetched, self.stale, self.is_initialized = None, None, True, False
         if self.plan.index == 0:
             self.call.reset()
@@ -564,8 +558,13 @@ def _fill(buffer: Tensor, blocks: Tensor) -> None:
 
 
 @dataclass(eq=False)
-class StockChoice(Choice):
-    """The lists that one attention layer attends to in one forward pass."""
+class StockChoice(Choice, Draft):
+    """The lists that one attention layer attends to in one forward pass; its draft is the same for the last token.
+
+    A draft is a query and a view of the keys. Keys before the end of a step never change. So one matrix product gives
+    the weights of all steps with one list. Computed at every step, the weights would take longer than attention itself.
+    For sixteen steps at once they take a quarter of it.
+    """
 
     states: LayerStates
     fetched: FetchedList
@@ -583,6 +582,10 @@ class StockChoice(Choice):
     """``scale``, ``softcap`` and ``sinks`` of the attention."""
     search_us: float
     gather_us: float
+    prefix: int
+    """Number of keys of the memory at the beginning of ``keys``: sink, list and window."""
+    prompt: int
+    """Number of keys of the first forward pass, which follow."""
 
     @property
     def layer(self) -> int:  # type: ignore[override]  # nobody sets it
@@ -594,52 +597,11 @@ class StockChoice(Choice):
         """See ``Choice``. A forward pass has one segment."""
         return range(len(self.queries))
 
-    def draft(self) -> _StockDraft:
-        """See ``Choice``."""
-        query = self.turned
-        call = self.states.call
-        return _StockDraft(
-            layer=self.layer,
-            fetched=self.fetched,
-            candidates=call.candidates,
-            block_size=call.selection.block_size,
-            query=query if query.shape[2] == 1 else query[:, :, -1:].clone(),  # drops the rest of the prompt
-            keys=self.keys,
-            mask=None if self.mask is None else self.mask[:, :, -1:],
-            prefix=self.states.prefix,
-            prompt=call.prompt,
-            options=self.options,
-            search_us=self.search_us,
-            gather_us=self.gather_us,
-        )
-
-
-@dataclass(eq=False)
-class _StockDraft(Draft):
-    """The retrieval of one layer at one step, for traces. While the model runs, it is a query and a view of the keys.
-
-    Keys before the end of a step never change. So one matrix product gives the weights of all steps with one list.
-    Computed at every step, the weights would take longer than attention itself. For sixteen steps at once they take a
-    quarter of it.
-    """
-
-    layer: int
-    fetched: FetchedList
-    candidates: Candidates
-    block_size: int
-    query: Tensor
-    """``[B, H, 1, D]``: the rotated query of the last token."""
-    keys: Tensor
-    """``[B, heads, n, D]``"""
-    mask: Tensor | None
-    """``[B or 1, heads or 1, 1, M]``"""
-    prefix: int
-    """Number of keys of the memory at the beginning of ``keys``: sink, list and window."""
-    prompt: int
-    """Number of keys of the first forward pass, which follow."""
-    options: dict[str, Any]
-    search_us: float
-    gather_us: float
+    def draft(self) -> StockChoice:
+        last, mask = self.turned, self.mask
+        if last.shape[2] > 1:  # drops the rest of the prompt
+            last, mask = last[:, :, -1:].clone(), None if mask is None else mask[:, :, -1:]
+        return replace(self, queries=last, turned=last, mask=mask)
 
     @classmethod
     def looks(cls, drafts: Sequence[Self]) -> list[list[Look]]:
@@ -679,14 +641,14 @@ class _Lists(NamedTuple):
 
 
 @torch.no_grad()
-def _weights(steps: Sequence[_StockDraft]) -> tuple[Tensor, Tensor]:
+def _weights(steps: Sequence[StockChoice]) -> tuple[Tensor, Tensor]:
     """Return the attention on each retrieved block, best score first, and the attention elsewhere.
 
     They are ``[steps, B, H, K]`` and ``[steps, B, H, 4]``, both float32.
     """
     fetched, keys = steps[0].fetched, steps[-1].keys  # the keys of the last step include those of all earlier steps
     scale, softcap, sinks = (steps[0].options.get(name) for name in ("scale", "softcap", "sinks"))
-    q = torch.cat([step.query for step in steps], dim=2)
+    q = torch.cat([step.turned for step in steps], dim=2)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scores = masked_scores(q, keys, mask=None, scale=scale, softcap=softcap)  # [B, H, steps, n]
     _hide(scores, steps)
@@ -694,7 +656,7 @@ def _weights(steps: Sequence[_StockDraft]) -> tuple[Tensor, Tensor]:
         scores = torch.cat([scores, sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
     entries = fetched.chosen.numbers.shape[-1]
     attention = scores.softmax(-1)
-    end, prefix = fetched.start + entries * steps[0].block_size, steps[0].prefix
+    end, prefix = fetched.start + entries * steps[0].states.call.selection.block_size, steps[0].prefix
     ends = (0, fetched.start, end, prefix, prefix + steps[0].prompt, keys.shape[2])
     sink, _, *direct = (attention[..., low:high].sum(-1) for low, high in pairwise(ends))
     elsewhere = torch.stack((sink, *direct), dim=-1)  # [B, H, steps, 4]
@@ -712,7 +674,7 @@ def _order(fetched: FetchedList) -> Tensor:
     return fetched.chosen.scores.nan_to_num(0.0).neg().sort(dim=-1, stable=True).indices
 
 
-def _hide(scores: Tensor, steps: Sequence[_StockDraft]) -> None:
+def _hide(scores: Tensor, steps: Sequence[StockChoice]) -> None:
     """Set the scores ``[B, H, steps, n]`` of keys that a step did not see to -inf."""
     for place, each in enumerate(steps):
         keys = each.keys.shape[2]
@@ -724,12 +686,12 @@ def _hide(scores: Tensor, steps: Sequence[_StockDraft]) -> None:
             scores[:, :, place, :keys] += F.pad(mask, (keys - mask.shape[-1], 0))
 
 
-def _lists(draft: _StockDraft) -> list[_Lists]:
+def _lists(draft: StockChoice) -> list[_Lists]:
     """Return the lists of each batch row, or one for all rows."""
     chosen, tiers = draft.fetched.chosen, draft.fetched.tiers
     order = _order(draft.fetched)
     numbers = chosen.numbers.gather(-1, order)
-    names, document, blocks = draft.candidates.named(numbers)
+    names, document, blocks = draft.states.call.candidates.named(numbers)
     places = [-1 if tiers is None else TIERS.index(tiers[number]) for number in numbers.ravel().tolist()]
     arrays = (
         document.numpy().astype(np.int16),

@@ -33,64 +33,20 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel
 
 
-EXACT = "exact"
-_PACKED = "a memory does not work with packed texts: give each text its own row"
 _ATTENTIONS = "with a memory, the attention weights are not a square matrix: use reader.record() or reader.sources()"
 _DRAFTS = (
     "the cache cannot remove rejected draft tokens, because blocks were retrieved for them: generate without a draft"
 )
 _HUB = "transformers loads this way of generating from the hub, and that code repeats and crops the cache: use beams"
+_PACKED = "a memory does not work with packed texts: give each text its own row"
 
 FORWARD: dict[str, str] = {
-    "input_ids": EXACT,
-    "inputs_embeds": EXACT,
-    "attention_mask": f"{EXACT}; covers the prompt, or document and prompt with no zero in the document's part",
-    "position_ids": f"{EXACT}, counted from the document's end; without mask and cache they must increase by one",
-    "cache": f"{EXACT} if it is a DynamicCache that is empty or belongs to this memory; others are refused",
-    "past_key_values": "the older name of cache",
-    "cache_position": f"{EXACT}; transformers takes it from the cache",
-    "use_cache": EXACT,
-    "labels": EXACT,
-    "num_items_in_batch": EXACT,
-    "logits_to_keep": EXACT,
-    "return_dict": EXACT,
-    "output_hidden_states": EXACT,
-    "output_router_logits": EXACT,
     "output_attentions": _ATTENTIONS,
     "is_causal": "the memory comes before the prompt, so attention must be causal",
     **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"), _PACKED),
 }
-"""Parameters of ``forward``, and other arguments that its layers may get."""
-
-_OF_THE_PROMPT = f"{EXACT}; counts tokens of the prompt and the answer, not of the document"
-
+"""Refused parameters of ``forward`` and of its layers, with the reason. docs/honoured.md lists the others too."""
 GENERATE: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            *("inputs", "generation_config", "logits_processor", "stopping_criteria", "prefix_allowed_tokens_fn"),
-            *("synced_gpus", "streamer", "custom_generate", "max_length", "max_new_tokens", "min_length"),
-            *("min_new_tokens", "early_stopping", "max_time", "stop_strings", "do_sample", "num_beams", "use_cache"),
-            *("temperature", "top_k", "top_p", "top_h", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
-            *("length_penalty", "bad_words_ids", "renormalize_logits", "forced_bos_token_id", "forced_eos_token_id"),
-            *("remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens", "sequence_bias"),
-            *("begin_suppress_tokens", "token_healing", "num_return_sequences", "output_scores", "output_logits"),
-            *("output_hidden_states", "return_dict_in_generate", "pad_token_id", "bos_token_id", "eos_token_id"),
-            *("watermarking_config", "prefill_chunk_size"),
-        ),
-        EXACT,
-    ),
-    **dict.fromkeys(("repetition_penalty", "no_repeat_ngram_size"), _OF_THE_PROMPT),
-    **dict.fromkeys(("encoder_repetition_penalty", "encoder_no_repeat_ngram_size"), _OF_THE_PROMPT),
-    **dict.fromkeys(
-        (
-            *("cache_config", "max_cache_len", "compile_config", "disable_compile", "decoder_start_token_id"),
-            *("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
-            *("assistant_lookbehind", "target_lookbehind", "assistant_ensemble_weight", "max_matching_ngram_size"),
-            *("is_assistant", "speculation_type", "low_memory", "diversity_penalty", "transformers_version"),
-            *("_from_model_config", "continuous_batching_config"),
-        ),
-        f"{EXACT}; has an effect only together with a refused parameter",
-    ),
     **dict.fromkeys(("assistant_model", "prompt_lookup_num_tokens", "assistant_early_exit", "use_mtp"), _DRAFTS),
     **dict.fromkeys(("penalty_alpha", "dola_layers", "num_beam_groups", "constraints", "force_words_ids"), _HUB),
     "guidance_scale": "the pass without the prompt would still see the memory: leave it out",
@@ -99,8 +55,7 @@ GENERATE: dict[str, str] = {
     "cache_implementation": "the memory puts its own layers into a dynamic cache: leave it out",
     "output_attentions": _ATTENTIONS,
 }
-"""Parameters of ``generate``, its own and those of ``GenerationConfig``."""
-
+"""Refused parameters of ``generate`` and of ``GenerationConfig``, with the reason."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "guidance_scale": (1,),
     "num_beam_groups": (1,),
@@ -125,7 +80,7 @@ def check_generate(given: dict[str, Any], *configs: Any) -> None:
 
 
 def _check(function: str, table: dict[str, str], name: str, value: Any) -> None:
-    if table[name].startswith((EXACT, "the older")) or value is None or value is False:
+    if value is None or value is False:
         return
     if not any(isinstance(value, type(neutral)) and value == neutral for neutral in _NEUTRAL.get(name, ())):
         raise InvalidArgument(f"{function}({name}=...) cannot be used with a memory: {table[name]}")
@@ -395,7 +350,7 @@ class Hooks:
     def _claim(self) -> None:
         """Reserve the hooks for this thread. They hold the state of a pass, so there can be only one."""
         if self._thread not in (None, threading.get_ident()):
-            raise InvalidArgument("another thread is using this attached model; let one thread use it at a time")
+            raise InvalidArgument("another thread is using this attached model. Let one thread use it at a time")
         self._thread = threading.get_ident()
 
     def _call_of(self, given: dict[str, Any], rows: int) -> Call:
@@ -405,7 +360,7 @@ class Hooks:
         if ours is not None:
             call: Call = ours.call
             if call.selection is not self.selection:
-                raise InvalidArgument("this cache belongs to another attached memory; use a new cache")
+                raise InvalidArgument("this cache belongs to another attached memory. Use a new cache")
             return call
         call = self._new_call()
         wanted = _wants_cache(self.model, given)
@@ -492,7 +447,7 @@ class _DividedHeads:
 def check_free(model: nn.Module) -> None:
     """Raise ``InvalidArgument`` if ``model`` has a memory: it cannot get a second one, or be examined for one."""
     if any(module in _PLANS for module in model.modules()):
-        raise InvalidArgument("this model already has a memory attached; leave that with block first")
+        raise InvalidArgument("this model already has a memory attached. Leave that with block first")
 
 
 def _attention(

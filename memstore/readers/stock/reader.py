@@ -135,16 +135,53 @@ class StockReader(Reader):
 
     def _fingerprint(self, block_size: int) -> Fingerprint:
         if block_size not in self._fingerprints:  # a digest of all weights takes a while
-            made = _fingerprint(self.model, self.architecture, self.tokenizer, block_size)
-            self._fingerprints[block_size] = made
+            architecture, first = self.architecture, self.architecture.layers[0]
+            self._fingerprints[block_size] = fingerprint_of(
+                self.model,
+                self.tokenizer,
+                architecture=f"{architecture.name}/{len(architecture.layers)}x{first.key_heads}x{first.head_dim}",
+                positions=architecture.positions,
+                layout="k, v before positions",
+                block_size=block_size,
+            )
         return self._fingerprints[block_size]
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
-        """See ``Reader``."""
         size = made.block_size if made is not None else BLOCK_SIZE if self._block_size is None else self._block_size
         self._check_sizes(size)
-        codec = self._codec or "none"
-        return _spec(self.architecture, self._fingerprint(size), self.retrieval, self._routing_layers, codec)
+        architecture, layers, fingerprint = self.architecture, self.architecture.layers, self._fingerprint(size)
+        if len({(plan.key_heads, plan.head_dim, plan.value_dim) for plan in layers}) > 1:
+            raise InvalidArgument(
+                f"the layers of {architecture.name} have key-value states of different shapes, which a memory cannot "
+                "store"
+            )
+        first = layers[0]
+        common: dict[str, Any] = {
+            "layers": len(layers),
+            "fields": {"k": (first.key_heads, size, first.head_dim), "v": (first.key_heads, size, first.value_dim)},
+            "block_size": size,
+            "dtype": fingerprint.dtype,
+            "codec": self._codec or "none",
+            "recurrent": () if architecture.linear is None else architecture.linear.layouts,
+            "fingerprint": fingerprint,
+        }
+        if self.retrieval.share == "model":
+            return MemorySpec(
+                index_layers=_routing_layers(len(layers), self._routing_layers),
+                key_heads=1,
+                key_dim=_code_dim(architecture),
+                keys_per_block=size,
+                key_dtype="bit",
+                **common,
+            )
+        return MemorySpec(
+            index_layers=tuple(plan.index for plan in layers if not plan.local),
+            key_heads=first.key_heads,
+            key_dim=first.head_dim,
+            keys_per_block=max(n for n in range(1, min(SUB_BLOCKS, size) + 1) if size % n == 0),
+            key_dtype="bfloat16",
+            **common,
+        )
 
     def _check_sizes(self, block_size: int) -> None:
         if not isinstance(block_size, int) or block_size < 1:
@@ -266,7 +303,7 @@ class StockReader(Reader):
         own, seen = found
         if self.share is not None:
             self.share.ranks.agree(len(seen.candidates), own.state.tokens)
-        states = DocumentStates(own.document, self.block_size, self.memory.spec.layers, self.model.device)
+        states = DocumentStates(own.document, self.model.device)
         states.prefetch(self.selection.architecture.layers, seen)
         recurrent = None
         if self.architecture.linear is not None and self._tail:
@@ -275,10 +312,9 @@ class StockReader(Reader):
 
     def _recurrent(self, document: Document) -> Sequence[Tensor] | None:
         """Return the states of layers without attention at the end of the continued document."""
-        now = {"window": self.window, "sink": self.sink, "segment": self.segment}
         then = document.reading or {}
-        sizes = {name: then.get(name, size) for name, size in now.items()}
-        return recurrent_at_end(self.hooks, document, self.memory.spec, **sizes).states
+        sizes = {name: then.get(name, size) for name, size in self._sizes.items()}
+        return recurrent_at_end(self.hooks, document, **sizes).states
 
     def _visible(self) -> tuple[AttachedDocument, VisibleParts] | None:
         """Return the document that is continued, and the visible parts; None if nothing is stored."""
@@ -291,7 +327,7 @@ class StockReader(Reader):
                 f"positions={self.retrieval.positions!r} works with one document only, but {len(sources)} are attached"
             )
         window = self.window if self._tail else None
-        seen = visible(sources, self.block_size, tokens=tokens, start=tokens, sink=self.sink, window=window)
+        seen = visible(sources, tokens=tokens, start=tokens, sink=self.sink, window=window)
         if window is None:  # all blocks are searched then, as in ``search``
             seen = replace(seen, candidates=self._everything())
         return sources[-1], seen
@@ -310,7 +346,6 @@ class StockReader(Reader):
             self.hooks.query = before
 
     def _with_opening(self, text: Tensor, opening: int) -> dict[str, Any]:
-        """See ``Reader``."""
         if text.dim() != 2 or not 0 < opening < text.shape[1]:
             raise InvalidArgument(f"opening must be shorter than the prompt {list(text.shape)}, got {opening}")
         if len(text) > 1 or self._tail or self.share is not None or self.architecture.linear is not None:
@@ -330,8 +365,8 @@ class StockReader(Reader):
         """Mean log probability ``[n]`` of the tokens of ``query [t]`` after each of the candidates ``numbers [n]``."""
         own = next(source for source in reversed(self._sources()) if source.state.tokens)
         tokens, found = own.state.tokens, list[Tensor]()
-        seen = visible([own], self.block_size, tokens=tokens, start=tokens, sink=self.sink, window=None)
-        states = DocumentStates(own.document, self.block_size, self.memory.spec.layers, self.model.device)
+        seen = visible([own], tokens=tokens, start=tokens, sink=self.sink, window=None)
+        states = DocumentStates(own.document, self.model.device)
         lead = torch.tensor([] if self.tokenizer is None else encode(self.tokenizer, ASKED), dtype=torch.int64)
         asked = torch.cat((lead, query.cpu()[-QUERY_TOKENS:]))
         begin = max(len(lead), 1)  # the very first token has nothing before it that predicts it
@@ -357,14 +392,17 @@ class StockReader(Reader):
         return self.segment
 
     @property
+    def _sizes(self) -> dict[str, int]:
+        return {"window": self.window, "sink": self.sink, "segment": self.segment}
+
+    @property
     def _step(self) -> int:
         # Lists are chosen by the tokens before a segment. But layers that choose for themselves search with all tokens
         # of the segment, so they reuse only whole segments.
         return self.segment // self.block_size if self.selection.by_layer else 1
 
     def _reading(self, *, retrieve: bool) -> dict[str, Any]:
-        sizes = {"window": self.window, "sink": self.sink, "segment": self.segment, "retrieve": retrieve}
-        options = {**asdict(self.retrieval), **sizes}
+        options = {**asdict(self.retrieval), **self._sizes, "retrieve": retrieve}
         # The first five are for prompts, the others for landmark models.
         for elsewhere in ("every", "words", "rerank", "quote", "on_error", "share_tokens", "threshold"):
             del options[elsewhere]
@@ -383,9 +421,8 @@ class StockReader(Reader):
         return chain(beginning, pieces)
 
     def _read_segments(self, job: Job, segments: Iterator[Tensor]) -> Generator[int]:
-        sizes = {"window": self.window, "sink": self.sink, "segment": self.segment}
-        after = recurrent_at_end(self.hooks, job.document, self.memory.spec, **sizes)
-        reading = SegmentReading(self.hooks, job, self.memory.spec, after, **sizes)
+        after = recurrent_at_end(self.hooks, job.document, **self._sizes)
+        reading = SegmentReading(self.hooks, job, after, **self._sizes)
         # If the window is shorter than a segment, blocks of the previous segment may be retrieved already.
         ahead = self.window >= self.segment
         hybrid = self.architecture.linear is not None  # the last segment stores states for the next call
@@ -483,7 +520,6 @@ class StockReader(Reader):
 
     @contextmanager
     def seeing(self, *, tail: bool) -> Iterator[None]:
-        """See ``Reader``."""
         before, self._tail = self._tail, tail
         try:
             yield
@@ -547,62 +583,6 @@ def _code_dim(architecture: Architecture) -> int:
 def _stored_name(layer: int) -> str:
     """Return the name of the router of ``layer`` in the memory."""
     return f"router/{layer}"
-
-
-def _fingerprint(model: PreTrainedModel, architecture: Architecture, tokenizer: Any, block_size: int) -> Fingerprint:
-    """Return the fingerprint of states that ``model`` computes."""
-    first = architecture.layers[0]
-    return fingerprint_of(
-        model,
-        tokenizer,
-        architecture=f"{architecture.name}/{len(architecture.layers)}x{first.key_heads}x{first.head_dim}",
-        positions=architecture.positions,
-        layout="k, v before positions",
-        block_size=block_size,
-    )
-
-
-def _spec(
-    architecture: Architecture,
-    fingerprint: Fingerprint,
-    retrieval: Retrieval,
-    routing_layers: tuple[int, ...] | None,
-    codec: str,
-) -> MemorySpec:
-    """Return the spec of a new memory for a model: what is stored of a block, and its landmarks."""
-    layers, size = architecture.layers, fingerprint.block_size
-    if len({(plan.key_heads, plan.head_dim, plan.value_dim) for plan in layers}) > 1:
-        raise InvalidArgument(
-            f"the layers of {architecture.name} have key-value states of different shapes, which a memory cannot store"
-        )
-    first = layers[0]
-    shapes = {"k": (first.key_heads, size, first.head_dim), "v": (first.key_heads, size, first.value_dim)}
-    common: dict[str, Any] = {
-        "layers": len(layers),
-        "fields": shapes,
-        "block_size": size,
-        "dtype": fingerprint.dtype,
-        "codec": codec,
-        "recurrent": () if architecture.linear is None else architecture.linear.layouts,
-        "fingerprint": fingerprint,
-    }
-    if retrieval.share == "model":
-        return MemorySpec(
-            index_layers=_routing_layers(len(layers), routing_layers),
-            key_heads=1,
-            key_dim=_code_dim(architecture),
-            keys_per_block=size,
-            key_dtype="bit",
-            **common,
-        )
-    return MemorySpec(
-        index_layers=tuple(plan.index for plan in layers if not plan.local),
-        key_heads=first.key_heads,
-        key_dim=first.head_dim,
-        keys_per_block=max(n for n in range(1, min(SUB_BLOCKS, size) + 1) if size % n == 0),
-        key_dtype="bfloat16",
-        **common,
-    )
 
 
 def embedding_rows(model: PreTrainedModel) -> Tensor:

@@ -21,7 +21,7 @@ from torch import Tensor
 from memstore.attention import sub_block_means
 from memstore.device_copies import along, own_types, to_device, to_host
 from memstore.errors import DamagedError, InvalidArgument, NotFound
-from memstore.memory import Document, MemorySpec
+from memstore.memory import Document
 from memstore.memory.rows import as_stored
 from memstore.readers.attachment import Job, segments
 from memstore.readers.stock.call import Call
@@ -49,7 +49,6 @@ class SegmentReading:
         self,
         hooks: Hooks,
         job: Job,
-        spec: MemorySpec,
         after: _RecurrentStates,
         *,
         window: int,
@@ -58,7 +57,7 @@ class SegmentReading:
     ) -> None:
         """``after``: the states of layers without attention to continue from, usually at the document's end."""
         hooks.check_weights()
-        self.hooks, self.job, self.document, self.spec = hooks, job, job.document, spec
+        self.hooks, self.job, self.document, self.spec = hooks, job, job.document, job.document.memory.spec
         self.window, self.sink, self.segment = window, sink, segment
         self.selection = hooks.selection
         self.tokens, self.recurrent = after
@@ -68,7 +67,7 @@ class SegmentReading:
         span = self.selection.retrieval.span
         keep = max([window, span, *sliding]) + segment + self.spec.block_size
         device = hooks.model.device
-        self.states = _RecentStates(job.document, self.spec.block_size, self.spec, device, keep=keep)
+        self.states = _RecentStates(job.document, device, keep=keep)
         self.codes = {
             layer: _RecentCodes(keep=keep, bits=self.spec.key_dtype == "bit")
             for layer in ([] if self.selection.by_layer else self.selection.index_layers)
@@ -94,14 +93,8 @@ class SegmentReading:
 
     def _read(self, tokens: Tensor) -> None:
         begin = self.tokens // self.segment * self.segment
-        seen = visible(
-            [AttachedDocument(self.document, 0)],
-            self.spec.block_size,
-            tokens=self.tokens,
-            start=begin,
-            sink=self.sink,
-            window=self.window,
-        )
+        own = [AttachedDocument(self.document, 0)]
+        seen = visible(own, tokens=self.tokens, start=begin, sink=self.sink, window=self.window)
         options: dict[str, Any] = {"reading": True, "retrieve": self.job.retrieve, "recurrent": self.recurrent}
         call = Call(self.selection, seen, self.states.read, **options)
         with along([tokens], self.hooks.model.device) as there:  # along with the data of the index, before the search
@@ -202,7 +195,7 @@ class _RecurrentStates(NamedTuple):
     """In the form of ``LinearLayers``. None if they have read nothing, or if there are no such layers."""
 
 
-def recurrent_at_end(hooks: Hooks, document: Document, spec: MemorySpec, **sizes: int) -> _RecurrentStates:
+def recurrent_at_end(hooks: Hooks, document: Document, **sizes: int) -> _RecurrentStates:
     """Return the states of layers without attention at a document's end, as stored, or computed from the last stored.
 
     Raises ``InvalidArgument`` if blocks needed for this are lost.
@@ -213,7 +206,8 @@ def recurrent_at_end(hooks: Hooks, document: Document, spec: MemorySpec, **sizes
     after = _last_kept(document, hooks.model.device)
     if after.tokens == tokens:
         return after
-    begin = after.tokens // spec.block_size
+    size = document.memory.spec.block_size
+    begin = after.tokens // size
     behind = range(begin, document.n_blocks)
     if document.blocks.start > begin or document.present(behind) != [behind]:
         raise InvalidArgument(
@@ -221,8 +215,8 @@ def recurrent_at_end(hooks: Hooks, document: Document, spec: MemorySpec, **sizes
             "layers that do not attend: read the text under another name"
         )
     job = Job(document, None, (document.reading or {}).get("retrieve", True))
-    reading = SegmentReading(hooks, job, spec, after, **sizes)
-    rest = document.tokens(behind)[after.tokens - begin * spec.block_size :]
+    reading = SegmentReading(hooks, job, after, **sizes)
+    rest = document.tokens(behind)[after.tokens - begin * size :]
     with own_types():  # the caller may use other dtypes
         for segment in segments(iter([rest]), after.tokens, reading.segment):
             reading.compute(segment)
@@ -260,11 +254,9 @@ class _RecentStates(DocumentStates):
     front.
     """
 
-    def __init__(
-        self, document: Document, block_size: int, spec: MemorySpec, device: torch.device, *, keep: int
-    ) -> None:
-        super().__init__(document, block_size, spec.layers, device)
-        self.keep, self.dtype = keep, getattr(torch, spec.dtype)
+    def __init__(self, document: Document, device: torch.device, *, keep: int) -> None:
+        super().__init__(document, device)
+        self.keep, self.dtype = keep, getattr(torch, document.memory.spec.dtype)
         self.start: dict[int, int] = {}
         self.count: dict[int, int] = {}
         """For each layer, the first token whose states are kept, and the number of kept tokens."""

@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import torch
@@ -56,6 +56,7 @@ MEMOS = 1024
 """Most positions and rotations of lists that are kept. Then all are made again. Only a small ``every`` makes so
 many."""
 _NO_WORDS = torch.empty(0, dtype=torch.int64)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,14 +255,16 @@ class Selection:
         """
         options, begun = self.retrieval, time.perf_counter()
         lists = {"none": plan.heads, "group": plan.key_heads, "layer": 1}[options.share]
-        chosen = []
-        for queries in rows:
-            queries = queries if whole else queries[:, -options.span :]
-            one_for_all = [queries.detach().float()] * candidates.memories
-            scores = candidates.score(plan.index, one_for_all, self.short)  # [H, t, N]
-            numbers, best = choose(pooled(scores, pool=options.pool, lists=lists), self.slots(candidates))
-            chosen.append((numbers, best))
-        return self._chosen(chosen, begun)
+        asked = [queries if whole else queries[:, -options.span :] for queries in rows]
+        one_for_all = [[queries.detach().float()] * candidates.memories for queries in asked]
+        return self._chosen([self._layer_row(candidates, plan.index, each, lists) for each in one_for_all], begun)
+
+    def _layer_row(
+        self, candidates: Candidates, layer: int, queries: Sequence[Tensor], lists: int
+    ) -> tuple[Tensor, Tensor]:
+        """Choose so many ``lists`` by the queries ``[H, t, D]`` for each memory."""
+        scores = candidates.score(layer, queries, self.short)  # [H, t, N]
+        return choose(pooled(scores, pool=self.retrieval.pool, lists=lists), self.slots(candidates))
 
 
 def units_and_weights(codes: Tensor, candidates: Candidates) -> tuple[list[Tensor], Tensor]:
@@ -454,9 +457,15 @@ class LocalTokens:
         self.length = 0
         self.tokens = 0
         self.padding: Tensor | None = None
-        self.memo: dict[object, Any] = {}
-        """Results for a list of blocks. It also holds the list, so that its id is not used again."""
+        self.memo: dict[tuple[object, ...], tuple[object, Any]] = {}
+        """See ``kept``."""
         self._step_memo: dict[object, Any] = {}
+
+    def kept(self, key: tuple[object, ...], of: object, make: Callable[[], T]) -> T:
+        """Return the result of ``make`` for a list or positions, made once. It holds them, so that their id stays."""
+        if (*key, id(of)) not in self.memo:
+            self.memo[*key, id(of)] = (of, make())
+        return self.memo[*key, id(of)][1]  # type: ignore[no-any-return]  # what make has returned
 
     def stand(self, tokens: int, padding: Tensor | None, device: torch.device, positions: Tensor | None = None) -> None:
         """Take the places of ``tokens`` new tokens; ``padding [B, local tokens]`` is True on real tokens.
@@ -473,31 +482,26 @@ class LocalTokens:
 
     def placement(self, chosen: CandidateLists | None) -> _Placement:
         """Return the positions of the visible memory, with the list ``chosen``."""
-        key = ("placement", id(chosen))
-        if key not in self.memo:
+
+        def found() -> _Placement:
             blocks = slots = torch.zeros(1, 1, self.slots, dtype=torch.long, device=self.device)
             if chosen is not None:
-                blocks, slots = self._where(chosen)
-            placement = place(
-                self.selection.retrieval.positions,
-                sink=self.seen.sink,
-                direct=self.seen.direct,
-                blocks=blocks,
-                slots=slots,
-                block_size=self.selection.block_size,
-                limit=self.selection.position_limit,
-            )
-            self.memo[key] = (chosen, placement)  # holding the tensor keeps its id from being used again
-        placement = self.memo[key][1]
-        assert isinstance(placement, _Placement)
-        return placement
+                blocks, slots = self.kept(("where",), chosen, lambda: to_device(self.numbered(chosen), self.device))
+            return self.placed(blocks, slots)
 
-    def _where(self, chosen: CandidateLists) -> list[Tensor]:
-        """Return blocks and slots of a list, on the device."""
-        key = ("where", id(chosen))
-        if key not in self.memo:
-            self.memo[key] = (chosen, *to_device(self.numbered(chosen), self.device))
-        return list(self.memo[key][1:])
+        return self.kept(("placement",), chosen, found)
+
+    def placed(self, blocks: Tensor, slots: Tensor) -> _Placement:
+        """Return the positions of the visible memory, with retrieved ``blocks [B, heads, K]``; see ``place``."""
+        return place(
+            self.selection.retrieval.positions,
+            sink=self.seen.sink,
+            direct=self.seen.direct,
+            blocks=blocks,
+            slots=slots,
+            block_size=self.selection.block_size,
+            limit=self.selection.position_limit,
+        )
 
     def numbered(self, chosen: CandidateLists) -> list[Tensor]:
         """Return blocks and slots of a list, in host memory."""
@@ -548,13 +552,9 @@ class LocalTokens:
 
         If heads differ, rows and heads become one dimension.
         """
-        key = ("prefix", rotary.table, id(positions))
-        if key not in self.memo:
-            rows = rows if positions.shape[1] > 1 else 1
-            flat = positions.expand(max(rows, len(positions)), -1, -1).flatten(0, 1)
-            self.memo[key] = (positions, rotary.cos_sin(flat))
-        cos_sin: CosSin | None = self.memo[key][1]
-        return cos_sin
+        rows = rows if positions.shape[1] > 1 else 1
+        flat = positions.expand(max(rows, len(positions)), -1, -1)
+        return self.kept(("prefix", rotary.table), positions, lambda: rotary.cos_sin(flat.flatten(0, 1)))
 
     def local_cos_sin(self, rotary: LayerRotary) -> CosSin | None:
         """Return cosines and sines of the new tokens."""
@@ -580,14 +580,13 @@ class LocalTokens:
         if key not in self._step_memo:
             visible = self._visible_local(count)
             if whole:
-                visible = torch.nn.functional.pad(visible, (prefix.shape[-1], 0), value=True)
+                visible = F.pad(visible, (prefix.shape[-1], 0), value=True)
             if sliding is not None:
                 visible = visible & self._within(prefix, sliding, count)
             if empty is not None:
-                visible = visible & ~torch.nn.functional.pad(empty, (0, visible.shape[-1] - empty.shape[-1]))
-            self._step_memo[key] = torch.zeros(visible.shape, dtype=dtype, device=self.device).masked_fill_(
-                ~visible, float("-inf")
-            )
+                visible = visible & ~F.pad(empty, (0, visible.shape[-1] - empty.shape[-1]))
+            nothing = torch.zeros(visible.shape, dtype=dtype, device=self.device)
+            self._step_memo[key] = nothing.masked_fill_(~visible, float("-inf"))
         mask: Tensor = self._step_memo[key]
         return mask
 
@@ -596,17 +595,15 @@ class LocalTokens:
         if fetched is None or not (self.candidates.incomplete or fetched.void is not None):
             return None
         chosen, start, void = fetched.chosen, fetched.start, fetched.void
-        key = ("empty", id(chosen), start)
-        if key not in self.memo:
+
+        def found() -> Tensor | None:
             empty = self.candidates.empty(chosen.numbers, self.selection.block_size)
             if void is not None:
                 filled = void[..., None].expand(*void.shape, self.selection.block_size)
                 empty = filled if empty is None else empty | filled
-            if empty is not None:
-                empty = torch.nn.functional.pad(empty.flatten(-2)[:, :, None], (start, 0)).to(self.device)
-            self.memo[key] = (chosen, empty)
-        empty_keys: Tensor | None = self.memo[key][1]
-        return empty_keys
+            return None if empty is None else F.pad(empty.flatten(-2)[:, :, None], (start, 0)).to(self.device)
+
+        return self.kept(("empty", start), chosen, found)
 
     def _visible_local(self, count: int) -> Tensor:
         """``[B or 1, 1, T, count]``: causal, without padding. A token always sees itself, so no row is empty."""

@@ -20,7 +20,6 @@ from memstore.kernels.block_attention import block_attention, merge_attention
 from memstore.kernels.block_attention.fused import whole_mask
 from memstore.readers.asking import Query
 from memstore.readers.ranks import Ranks, Share
-from memstore.readers.stock.architecture import LayerPlan
 from memstore.readers.stock.selection import CandidateLists, Selection, units_and_weights
 from memstore.readers.stock.visible import (
     SHORT,
@@ -100,23 +99,14 @@ class ShardedSelection(Selection):
         chosen, best = self.ranks.best(blocks[own], numbers[own], self.slots(candidates))
         return chosen[None], best[None]
 
-    def choose_in_layer(
-        self, candidates: Candidates, plan: LayerPlan, rows: Sequence[Tensor], *, whole: bool
-    ) -> CandidateLists:
-        """See ``Selection``."""
-        options = self.retrieval
-        lists = {"none": plan.heads, "group": plan.key_heads, "layer": 1}[options.share]
-        found = []
-        for queries in rows:
-            queries = queries if whole else queries[:, -options.span :]
-            scores, numbers, own = self._scored(
-                candidates, plan.index, [queries.detach().float()] * candidates.memories
-            )
-            mine = scores[..., own]
-            moments = self.ranks.moments(mine.amax(1) if options.pool == "max" else mine.mean(1))
-            blocks = pooled(mine, pool=options.pool, lists=lists, moments=moments)
-            found.append(self.ranks.best(blocks, numbers[own], self.slots(candidates)))
-        return self._chosen(found, 0.0)
+    def _layer_row(
+        self, candidates: Candidates, layer: int, queries: Sequence[Tensor], lists: int
+    ) -> tuple[Tensor, Tensor]:
+        scores, numbers, own = self._scored(candidates, layer, queries)
+        mine, pool = scores[..., own], self.retrieval.pool
+        moments = self.ranks.moments(mine.amax(1) if pool == "max" else mine.mean(1))
+        blocks = pooled(mine, pool=pool, lists=lists, moments=moments)
+        return self.ranks.best(blocks, numbers[own], self.slots(candidates))
 
     def _scored(self, candidates: Candidates, layer: int, queries: Sequence[Tensor]) -> _Scores:
         """Score this rank's candidates, and the one before each run of them."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -274,7 +275,7 @@ def everything(sources: Sequence[AttachedDocument], beside: AttachedDocument | N
 
 
 def visible(
-    sources: Sequence[AttachedDocument], block_size: int, *, tokens: int, start: int, sink: int, window: int | None
+    sources: Sequence[AttachedDocument], *, tokens: int, start: int, sink: int, window: int | None
 ) -> VisibleParts:
     """Return the parts that a call sees when it continues the last of ``sources`` after ``tokens`` tokens.
 
@@ -282,7 +283,7 @@ def visible(
     reading. So the same tokens are seen however a segment is cut into calls. ``window=None``: nothing is continued, so
     the last document is searched like the others.
     """
-    own = sources[-1]
+    own, block_size = sources[-1], sources[-1].document.memory.spec.block_size
     first = own.state.first * block_size
     if window is None:  # its sink is attended to too, but is not the source of an answer
         return VisibleParts(range(first, min(first + sink, tokens)), everything(sources), range(tokens, tokens))
@@ -298,8 +299,9 @@ def visible(
 class DocumentStates:
     """Position-free states of runs of tokens of one document, read from its store to ``device``."""
 
-    def __init__(self, document: Document, block_size: int, layers: int, device: torch.device) -> None:
-        self.document, self.block_size, self.layers, self.device = document, block_size, layers, device
+    def __init__(self, document: Document, device: torch.device) -> None:
+        self.document, self.device = document, device
+        self.block_size, self.layers = document.memory.spec.block_size, document.memory.spec.layers
         self._there: dict[range, list[States]] = {}
 
     def prefetch(self, layers: Sequence[LayerPlan], seen: VisibleParts) -> None:
@@ -393,7 +395,8 @@ class ShortDocuments:
         if of is not parts:
             names = tuple((each.document.id, each.edits, each.blocks, each.tokens) for each in parts)
             if known != names:
-                starts = dict(zip(known, _starts([len(blocks) for _, _, blocks, _ in known]), strict=True))
+                begun = accumulate((len(blocks) for _, _, blocks, _ in known), initial=0)
+                starts = dict(zip(known, begun, strict=False))
                 read = [
                     keys[:, starts[name] : starts[name] + len(each.blocks)]
                     if name in starts
@@ -403,13 +406,6 @@ class ShortDocuments:
                 keys = torch.cat(read, dim=1)
             self._held[memory, layer, signs] = parts, names, keys
         return keys
-
-
-def _starts(lengths: Sequence[int]) -> list[int]:
-    """Return the starts of consecutive runs with these lengths."""
-    stops = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
-    starts: list[int] = (stops - torch.tensor(lengths, dtype=torch.int64)).tolist()
-    return starts
 
 
 def _read(part: ShortDocument, layer: int, *, signs: bool) -> Tensor:

@@ -33,7 +33,7 @@ from memstore.tools.ask import chosen_documents
 from memstore.tools.endpoint.app import WAITING, Gate
 from memstore.tools.endpoint.request import MOST_TOKENS, Refusal
 from memstore.tools.endpoint.worker import QueuedJob, ServedMemory, Worker
-from memstore.tools.verb import FACT
+from memstore.tools.verb import fact_of
 from memstore.tools.web import LOOPBACK, in_url, is_loopback, names_of, without_paths
 
 SCHEME = "memstore://"
@@ -78,7 +78,7 @@ class DocumentFacts:
 
 
 class Agents(MCPServer[Any]):
-    """A memory for agents. ``close`` it before the memory."""
+    """A memory for agents. Close its ``worker`` before the memory."""
 
     def __init__(self, served: ServedMemory, *, write: bool) -> None:
         """Serve a memory; with ``write`` also tools that change it."""
@@ -92,7 +92,7 @@ class Agents(MCPServer[Any]):
             + (", and store what is worth keeping with remember." * write or "."),
             log_level="ERROR",
         )
-        self._served, self._worker = served, Worker(WAITING)
+        self._served, self.worker = served, Worker(WAITING)
         reads, adds = ToolAnnotations(read_only_hint=True), ToolAnnotations(destructive_hint=False)
         drops = ToolAnnotations(destructive_hint=True, idempotent_hint=True)
         self._add("recall", self.recall, reads)
@@ -104,14 +104,6 @@ class Agents(MCPServer[Any]):
 
     def _add(self, name: str, tool: Callable[..., object], hints: ToolAnnotations) -> None:
         self.add_tool(tool, name, annotations=hints.model_copy(update={"open_world_hint": False}))
-
-    def stop(self) -> None:
-        """Tell everybody who waits that the server ends."""
-        self._worker.stop()
-
-    def close(self) -> None:
-        """Stop answering."""
-        self._worker.close()
 
     def over_http(self, host: str, token: str | None, names: Sequence[str] = ()) -> ASGIApp:
         """Serve at the path ``/mcp``, under ``names`` and the machine's own; see ``Gate``."""
@@ -222,7 +214,7 @@ class Agents(MCPServer[Any]):
 
     async def _done(self, work: Callable[[Reader, QueuedJob], T], *, writes: bool = False) -> T:
         try:
-            return await self._worker.done(lambda _: self._served, work, writes=writes, left=_LEFT.get())
+            return await self.worker.done(lambda _: self._served, work, writes=writes, left=_LEFT.get())
         except (MemstoreError, Refusal) as error:
             # Tools and documents: both may report their errors by this class.
             kind = ResourceNotFoundError if isinstance(error, NotFound) else ResourceError
@@ -276,8 +268,8 @@ def _check_place(reader: Reader, document: str) -> None:
     """Raise ``InvalidArgument`` for documents that must not be written to."""
     if document.startswith(CHAT):
         raise InvalidArgument(f"{document!r} is the name of a chat: choose another name")
-    if isinstance(fact := reader.memory.get_info(FACT + document), dict) and fact.get("path"):
-        name = Path(str(fact["path"])).name
+    if path := fact_of(reader.memory, document).get("path"):
+        name = Path(str(path)).name
         raise InvalidArgument(
             f"{document!r} is the document of the file {name}, which is read again when it changes: choose another name"
         )

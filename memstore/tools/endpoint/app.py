@@ -40,7 +40,8 @@ class _Metrics:
 
     def add(self, result: Result) -> None:
         """Count a complete answer. Only the worker's thread calls it."""
-        self._sums.update(answers=1, prompt=result.prompt_tokens, generated=result.tokens, missing=len(result.missing))
+        missing = len(result.receipt.get("missing", ()))
+        self._sums.update(answers=1, prompt=result.prompt_tokens, generated=result.tokens, missing=missing)
         self._seconds += result.seconds
 
     def counting(self, app: ASGIApp) -> ASGIApp:
@@ -91,7 +92,7 @@ Told = str | Result | Exception | None
 
 
 class Endpoint:
-    """Memories as an ASGI application. ``close`` it before the memories."""
+    """Memories as an ASGI application. Close its ``worker`` before the memories."""
 
     def __init__(
         self,
@@ -111,7 +112,7 @@ class Endpoint:
         its receipt has the number of the trace. ``chats``: requests may read and continue chats of the terminal.
         """
         self._shelf, self._sessions, self._trace, self._chats = shelf, sessions, trace, chats
-        self._worker = Worker(waiting)
+        self.worker = Worker(waiting)
         self._begun = int(time.time())
         self._metrics = _Metrics()
         routes = [
@@ -130,19 +131,11 @@ class Endpoint:
         app = Starlette(routes=routes, exception_handlers=handlers)
         self.app = self._metrics.counting(Gate(app, token=token, hosts=hosts))
 
-    def stop(self) -> None:
-        """Tell everybody who waits that the server ends."""
-        self._worker.stop()
-
-    def close(self) -> None:
-        """Stop answering."""
-        self._worker.close()
-
     async def _health(self, _: Request) -> Response:
-        return JSONResponse({"status": "ok", "answering": self._worker.answering, "waiting": self._worker.waiting})
+        return JSONResponse({"status": "ok", "answering": self.worker.answering, "waiting": self.worker.waiting})
 
     async def _told_metrics(self, _: Request) -> Response:
-        told = self._metrics.text(waiting=self._worker.waiting, memories=len(self._shelf.served))
+        told = self._metrics.text(waiting=self.worker.waiting, memories=len(self._shelf.served))
         return Response(told, media_type="text/plain; version=0.0.4")
 
     async def _models(self, _: Request) -> Response:
@@ -196,7 +189,7 @@ class Endpoint:
         else:
             work = partial(converse, ask, self._sessions, trace=self._trace, chats=self._chats)
             job = QueuedJob(served, work, tell, writes=True, line=f"{name}/{ask.session}")
-        self._worker.submit(job)
+        self.worker.submit(job)
         leaving = asyncio.create_task(_leaving(request, job, events))
         form = _Form(ask)
         try:
@@ -257,7 +250,7 @@ class _Form:
         """Return the answer to a request that does not stream."""
         said = {"text": result.text} if self._raw else {"message": {"role": "assistant", "content": result.text}}
         choice = {"index": 0, **said, "logprobs": None, "finish_reason": _reason(result)}
-        told = {"usage": _usage(result), **_receipt(result)}
+        told = {"usage": _usage(result), **result.receipt}
         return {**self._head, "object": self._kind, "choices": [choice], **told}
 
     def begin(self) -> str:
@@ -270,7 +263,7 @@ class _Form:
 
     def end(self, result: Result) -> str:
         """Return the last events of a stream."""
-        last = self._chunk({}, reason=_reason(result), **_receipt(result))
+        last = self._chunk({}, reason=_reason(result), **result.receipt)
         usage = self._event(choices=[], usage=_usage(result)) if self._usage else ""
         return f"{last}{usage}data: [DONE]\n\n"
 
@@ -289,14 +282,6 @@ def _event(told: dict[str, Any]) -> str:
 
 def _reason(result: Result) -> str:
     return "stop" if result.ended else "length"
-
-
-def _receipt(result: Result) -> dict[str, Any]:
-    """Return the sources of an answer, what it lacks as in ``Answer``, missing blocks, and its trace; what there is."""
-    receipt = {"sources": result.sources, "unsupported": result.unsupported}
-    more = {name: getattr(result, name) for name in ("coverage", "absent", "found", "trace")}
-    more["missing"] = result.missing or None
-    return receipt | {name: told for name, told in more.items() if told is not None}
 
 
 def _usage(result: Result) -> dict[str, int]:

@@ -18,23 +18,10 @@ MOST_STOPS = 4
 MOST_CHARACTERS = {"session": 100, "document": 512}
 """Characters of names in metadata and headers, at most."""
 HONOURED = {
-    "model": "the memory to ask",
-    "messages": (
-        "texts of all roles. System messages are joined, wherever they stand; tool calls and their results become "
-        "text of the turn; images, sound and files are refused"
-    ),
-    "prompt": "one text",
-    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "shortened to what fits; then finish_reason is length"),
-    "stop": f"at most {MOST_STOPS} texts",
-    "stream": "",
-    "stream_options": "include_usage; other options change nothing",
-    "temperature": "default 0: the most likely token",
-    **dict.fromkeys(("top_p", "top_k", "min_p"), "used with a temperature"),
-    "repetition_penalty": "as in transformers",
-    "seed": "",
-    "metadata": "document and session say what to ask; other entries change nothing",
+    *("model", "messages", "prompt", "max_tokens", "max_completion_tokens", "stop", "stream", "stream_options"),
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "metadata"),
 }
-"""Fields that are obeyed, with their meaning."""
+"""Fields that are obeyed. docs/serving.md says how."""
 HARMLESS = {
     *("moderation", "prediction", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
     *("reasoning_effort", "safety_identifier", "service_tier", "store", "user", "verbosity"),
@@ -190,7 +177,7 @@ class _Fields:
     def common(self, max_tokens: int) -> dict[str, Any]:
         """Return the fields that both kinds have."""
         if not (model := self.of("model", str, "")):
-            raise Refusal("model must name the memory to ask; GET /v1/models lists the names", param="model")
+            raise Refusal("model must name the memory to ask. GET /v1/models lists the names", param="model")
         document = self.name("document")
         limit = self.of("max_completion_tokens", int, None) or self.of("max_tokens", int, max_tokens)
         if limit < 1:

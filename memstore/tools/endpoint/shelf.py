@@ -62,7 +62,7 @@ class Shelf:
             pass
         writer = attached(loaded, url, document=None, top_k=self.top_k, on_error=self.on_error, index=self.index)
         model = Path(answers).name.removesuffix(".gguf")
-        self.served[name] = served = ServedMemory(name, model, loaded, memory, reader, writer, place)
+        self.served[name] = served = ServedMemory(name, model, memory, reader, writer, place)
         return served
 
     def check(self, name: str) -> str:
@@ -78,7 +78,7 @@ class Shelf:
         if self.folder is not None and not model and NAME.fullmatch(memory):
             return memory
         raise Refusal(
-            f"there is no memory called {name[:80]!r}; there are {', '.join(self.served) or 'none'}",
+            f"there is no memory called {name[:80]!r}. There are {', '.join(self.served) or 'none'}",
             status=404,
             param="model",
             code="model_not_found",

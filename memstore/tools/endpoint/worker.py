@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from memstore.memory import Memory
     from memstore.memory.urls import OpenFolder
     from memstore.readers.reader import Reader
-    from memstore.tools.models import LoadedModel
 
 SOURCES = 8
 SERVED = "served/"
@@ -56,7 +55,6 @@ class ServedMemory:
     name: str
     model: str
     """Name of its model."""
-    loaded: LoadedModel
     memory: Memory
     reader: Reader
     writer: Reader
@@ -73,19 +71,8 @@ class Result:
     prompt_tokens: int
     tokens: int
     seconds: float
-    sources: list[dict[str, Any]]
-    unsupported: list[str] = field(default_factory=list)
-    """Words of the answer that neither the question nor its sources contain."""
-    coverage: float | None = None
-    """The share of the question's words that the quoted paragraphs have; see ``Answer``."""
-    absent: list[str] | None = None
-    """Words of the question that they lack."""
-    found: bool | None = None
-    """Whether the share is large enough for an answer."""
-    missing: list[dict[str, Any]] = field(default_factory=list)
-    """Blocks that could not be read and were left out."""
-    trace: int | None = None
-    """Number of its trace in the memory, if it was recorded."""
+    receipt: dict[str, Any] = field(default_factory=dict)
+    """Facts that clients get beside the answer, see ``receipt_of``."""
 
 
 Work = Callable[["Reader", "QueuedJob"], object]
@@ -156,9 +143,7 @@ class Worker:
             self._lines = {name: line for name, line in lines.items() if line}
             mine = self._lines.get(job.line, deque())
             if self._closed:
-                raise Refusal(
-                    "the server is shutting down: ask again when it is back", status=503, code="server_ending"
-                )
+                raise _ending()
             if self.waiting >= self._most:
                 longest = max(self._lines.values(), key=len, default=mine)
                 if len(mine) + 1 >= len(longest):
@@ -209,9 +194,7 @@ class Worker:
             self._lines.clear()
             for job in (*waiting, *filter(None, [self._current])):
                 job.left.set()
-                job.tell(
-                    Refusal("the server is shutting down: ask again when it is back", status=503, code="server_ending")
-                )
+                job.tell(_ending())
             self._changed.notify()
 
     def close(self) -> None:
@@ -268,6 +251,10 @@ class Worker:
         finally:
             if job.writes:
                 self._attach(None)
+
+
+def _ending() -> Refusal:
+    return Refusal("the server is shutting down: ask again when it is back", status=503, code="server_ending")
 
 
 def answer(ask: Ask, reader: Reader, job: QueuedJob, *, trace: bool = False, chats: bool = False) -> Result:
@@ -341,25 +328,20 @@ def _options(ask: Ask, reader: Reader, job: QueuedJob, length: int) -> dict[str,
 
 
 def _result(made: Answer, job: QueuedJob, length: int) -> Result:
-    left = job.left.is_set()
-    sources = [] if left else [asdict(each) for each in made.sources(SOURCES)]
-    unsupported = [] if left else made.unsupported()
+    receipt = {} if job.left.is_set() else receipt_of(made)
+    return Result(made.text, made.ended, length, len(made.thought) + len(made.tokens), made.seconds, receipt)
+
+
+def receipt_of(made: Answer) -> dict[str, Any]:
+    """Return the sources of an answer, what it lacks, missing blocks, and its trace; see ``Answer``. Unknown: none."""
+    known: dict[str, Any] = {name: getattr(made, name) for name in ("coverage", "absent", "found", "trace")}
     missing = [{"document": name, "block": block, "error": why} for (name, block), why in made.missing.items()]
-    tokens = len(made.thought) + len(made.tokens)
-    return Result(
-        text=made.text,
-        ended=made.ended,
-        prompt_tokens=length,
-        tokens=tokens,
-        seconds=made.seconds,
-        sources=sources,
-        unsupported=unsupported,
-        coverage=made.coverage,
-        absent=made.absent,
-        found=made.found,
-        missing=missing,
-        trace=made.trace,
-    )
+    return {
+        "sources": [asdict(each) for each in made.sources(SOURCES)],
+        "unsupported": made.unsupported(),
+        **{name: fact for name, fact in known.items() if fact is not None},
+        **({"missing": missing} if missing else {}),
+    }
 
 
 def _prompt(reader: Reader, frame: Template, ask: Ask) -> Prompt:

@@ -14,14 +14,15 @@ from contextlib import suppress
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from memstore.errors import InvalidArgument, NotFound, printable
+from memstore.errors import InvalidArgument, MemstoreError, NotFound, printable
 from memstore.memory import open_memory
 from memstore.memory.search import Match, check_layer, search_block
+from memstore.memory.shared import CHAT, owner_of
+from memstore.readers.asking import SAID
+from memstore.tools.ask import search_text
 from memstore.tools.endpoint.shelf import name_of
-from memstore.tools.inspector.asking import can_ask, takes_several
 from memstore.tools.listing import filled, norm_summary
-from memstore.tools.models import tokenizer_of
-from memstore.tools.search import search_text
+from memstore.tools.models import chosen_name, kind_named, recorded_name, tokenizer_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,6 +39,8 @@ LONGEST_QUERY = 200
 """Characters of a text to search for, at most."""
 NEIGHBOURS, MATCHES = 8, 20
 """Blocks shown as neighbours of a block, and as matches of a question."""
+MOST_TURNS = 40
+"""Messages of a conversation, at most: its last ones."""
 MOST_FOUND, SECONDS = 50, 0.3
 """Blocks, and seconds, of one search for a text in a document."""
 ACTIONS = ("pin", "unpin", "forget", "remove-trace")
@@ -268,6 +271,34 @@ def _found(document: Document, words: Words, found: list[Match]) -> list[dict[st
     return [{"block": each.block, "score": each.score, "text": text} for each, text in zip(found, texts, strict=True)]
 
 
+def can_ask(memory: Memory) -> bool:
+    """Check whether a model can be asked: the memory or the user names one, and the memory can be opened again."""
+    return recorded_name(memory) is not None and not memory.url.startswith("ram:")
+
+
+def takes_several(memory: Memory) -> bool:
+    """Check whether the memory's model sees several documents at a time, without loading it."""
+    try:
+        return bool(kind_named(chosen_name(memory)).reader_class().several)
+    except MemstoreError:  # a question gets the reason
+        return True
+
+
+def conversations(memory: Memory) -> dict[str, Any]:
+    """List the conversations of the memory, with the last message of each."""
+    said: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+    for key, fact in memory.infos(SAID).items():
+        session, _, number = key.removeprefix(SAID).rpartition("/")
+        if owner_of(key) and isinstance(fact, dict):
+            said.setdefault(session, []).append((int(number), fact))
+    told = []
+    for session, turns in said.items():
+        last = [fact for _, fact in sorted(turns, key=lambda turn: turn[0])[-MOST_TURNS:]]
+        shown = [{name: printable(str(fact.get(name, ""))) for name in ("role", "text", "time")} for fact in last]
+        told.append({"session": printable(session), "document": printable(CHAT + session), "turns": shown})
+    return {"conversations": told}
+
+
 # A long document takes seconds. It is searched in pieces of ``SECONDS``, so the first hits come at once. An index of
 # words would be another store to keep correct.
 def find(memory: Memory, words: Words, document: int, text: str = "", start: int = 0) -> dict[str, Any]:
@@ -316,7 +347,7 @@ def change(url: str, action: str, asked: Mapping[str, Any]) -> None:
     ``InvalidArgument``, ``NotFound``, ``MemoryInUse``, ``ReadOnlyMemory``.
     """
     if action not in ACTIONS:
-        raise InvalidArgument(f"there is no action {action!r}; choose from {', '.join(ACTIONS)}.")
+        raise InvalidArgument(f"there is no action {action!r}. Choose from {', '.join(ACTIONS)}.")
     with open_memory(url, host_bytes=0) as memory:
         match action:
             case "pin":

@@ -10,8 +10,7 @@ from starlette.testclient import TestClient
 from transformers import PreTrainedTokenizerFast
 
 import memstore
-from memstore.tools.inspector.app import Inspector
-from memstore.tools.inspector.guard import READ_HEADER
+from memstore.tools.inspector.app import READ_HEADER, Inspector
 from tests.tools.inspector.pages import BLOCK, CHROMEDRIVER, CHROMIUM, chromium, fill, look, small_spec
 
 if TYPE_CHECKING:

@@ -13,9 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 import memstore
 from memstore.memory.search import search_block
-from memstore.tools.inspector.app import Inspector
+from memstore.tools.inspector.app import WRITE_HEADER, Inspector
 from memstore.tools.inspector.data import MOST_BLOCKS, MOST_DOCUMENTS, Words
-from memstore.tools.inspector.guard import WRITE_HEADER
 from tests.tools.conftest import Cli, tiny_spec
 from tests.tools.inspector.conftest import ANSWER, HOSTILE, NEEDLE, TOKENS, client_of, ids_of
 from tests.tools.inspector.pages import BLOCK, fill, look, small_spec

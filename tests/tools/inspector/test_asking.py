@@ -12,8 +12,7 @@ from starlette.testclient import TestClient
 
 import memstore
 from memstore.tools.app import main
-from memstore.tools.inspector.app import Inspector
-from memstore.tools.inspector.guard import READ_HEADER
+from memstore.tools.inspector.app import READ_HEADER, Inspector
 from tests.tools.inspector.conftest import client_of
 from tests.tools.inspector.test_page import Seen, shown
 

@@ -11,8 +11,7 @@ from starlette.testclient import TestClient
 
 import memstore
 from memstore.tools import web
-from memstore.tools.inspector.app import Inspector
-from memstore.tools.inspector.guard import HEADERS, READ_HEADER, WRITE_HEADER
+from memstore.tools.inspector.app import HEADERS, READ_HEADER, WRITE_HEADER, Inspector
 from tests.tools.inspector.conftest import client_of
 from tests.tools.inspector.pages import served
 

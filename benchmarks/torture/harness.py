@@ -1,4 +1,4 @@
-"""Behaviour of a store of key-value states when its disk, its power or its files fail: ``memstore torture``.
+"""Behaviour of a store of key-value states when its disk, its power or its files fail.
 
 It works for any store, in a few lines: a ``Subject`` appends blocks of states, cuts them off and reads them back. Its
 history follows from a seed, so no two blocks are equal. A block that is read belongs to the last commit, to an earlier
@@ -26,7 +26,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from memstore.testing.processes import (
+from benchmarks.torture.processes import (
     Say,
     be_traced,
     fork,
@@ -130,7 +130,7 @@ class History:
 
     def _step(self, step: int, blocks: int) -> tuple[int, int]:
         """Return how many blocks stay, and how many are added. Only one of the two changes."""
-        rng = random.Random(f"{self.seed} {step}")  # noqa: S311 - the choices must be repeatable
+        rng = random.Random(f"{self.seed} {step}")
         if blocks > 8 and rng.random() < 0.25:
             return rng.randrange(blocks // 2, blocks), 0
         return blocks, rng.randint(1, 4)
@@ -444,7 +444,7 @@ FAULTS: dict[str, Callable[[Make, Path, int, random.Random], FaultTally]] = {
 }
 
 
-def torture(make: Make, fault: str, rounds: int, seed: int = 0, folder: Path | None = None) -> FaultTally:
+def inflict(make: Make, fault: str, rounds: int, seed: int = 0, folder: Path | None = None) -> FaultTally:
     """Run ``rounds`` of one fault on a subject, in a folder below ``folder`` that is removed afterwards.
 
     ``fault`` is one of ``FAULTS``. It forks processes, so call it with only one thread and no open memory.
@@ -454,7 +454,7 @@ def torture(make: Make, fault: str, rounds: int, seed: int = 0, folder: Path | N
     place = Path(folder or tempfile.gettempdir()) / f"memstore-torture-{secrets.token_hex(8)}"
     try:
         place.mkdir(mode=0o700)
-        rng = random.Random(f"{seed} {fault}")  # noqa: S311 - the choices must be repeatable
+        rng = random.Random(f"{seed} {fault}")
         outcome = FAULTS[fault](make, place, rounds, rng)
     finally:
         with suppress(FileNotFoundError):  # it could not be made; a folder that cannot be removed raises

@@ -1,4 +1,4 @@
-"""``memstore torture``: shows how a store of states behaves when its disk, its power or its files fail."""
+"""Shows how a store of states behaves when its disk, its power or its files fail: ``python -m benchmarks.torture``."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import signal
 import sys
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
+import torch
 import typer
 
-from memstore.errors import InvalidArgument
+from benchmarks.torture.harness import BAD, FAULTS, VERDICTS, FaultTally, Subject, UntriedStore, inflict
+from benchmarks.torture.subjects import SUBJECTS
+from memstore.errors import InvalidArgument, MemstoreError
 from memstore.report import Page, Report
-
-if TYPE_CHECKING:
-    from memstore.testing.torture import FaultTally, Subject
+from memstore.tools.verb import INTERRUPTED, Interruption, report_failure, verb
 
 Subjects = Annotated[
     list[str] | None,
@@ -56,19 +57,13 @@ def torture(
     raise an error. The last column is the share of blocks that could still be read then.
 
     The exit code is 1 if anything was lost, torn or wrong, a process was ended, or a store could not be tried. For a
-    store of your own give module:Class, a subclass of memstore.testing.torture.Subject (open, append, cut, read) that
+    store of your own give module:Class, a subclass of benchmarks.torture.harness.Subject (open, append, cut, read) that
     is installed or lies in this folder.
 
     Example:
 
-        memstore torture lmdb torch --rounds 5
-
-    In Python: memstore.testing.torture.torture.
+        python -m benchmarks.torture lmdb torch --rounds 5
     """
-    import torch
-
-    from memstore.testing.torture import BAD, FAULTS, VERDICTS, UntriedStore, torture
-
     chosen = {name: _subject(name) for name in stores or ("lmdb", "zarr")}
     if unknown := sorted(set(fault or ()) - set(FAULTS)):
         raise InvalidArgument(f"there is no fault {unknown[0]!r}; choose from {', '.join(FAULTS)}.")
@@ -83,7 +78,7 @@ def torture(
             if sys.stderr.isatty():
                 sys.stderr.write(f"\r\033[K{name}: {each}")
             try:
-                rows.append(_row(name, subject, torture(subject, each, rounds, seed, folder)))
+                rows.append(_row(name, subject, inflict(subject, each, rounds, seed, folder)))
             except UntriedStore as error:  # earlier results are still reported
                 untried[name] = str(error)
                 break
@@ -108,27 +103,20 @@ def torture(
 
 
 def _subject(name: str) -> type[Subject]:
-    from memstore.testing.subjects import SUBJECTS
-    from memstore.testing.torture import Subject
-
     if name in SUBJECTS:
         return SUBJECTS[name]
     if not re.fullmatch(r"[\w.]+:\w+", name):
         raise InvalidArgument(f"there is no store {name!r}; choose from {', '.join(SUBJECTS)}, or name module:Class.")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))  # where the user's own store may lie; the console script leaves it out
     try:
         found = resolve_name(name)
     except (ImportError, AttributeError) as error:
         raise InvalidArgument(f"{name} cannot be imported: {error}.") from error
     if not (isinstance(found, type) and issubclass(found, Subject)):
-        raise InvalidArgument(f"{name} must be a subclass of memstore.testing.torture.Subject.")
+        raise InvalidArgument(f"{name} must be a subclass of benchmarks.torture.harness.Subject.")
     return found
 
 
 def _row(name: str, subject: type[Subject], outcome: FaultTally) -> dict[str, Any]:
-    from memstore.testing.torture import VERDICTS
-
     return {
         "store": name,
         "version": subject.name,
@@ -139,3 +127,21 @@ def _row(name: str, subject: type[Subject], outcome: FaultTally) -> dict[str, An
         "examples": outcome.examples,
         "seconds": round(outcome.seconds, 1),
     }
+
+
+def main() -> int:
+    """Run the command line and return the exit code."""
+    app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    app.command()(verb(torture))
+    json = "--json" in sys.argv
+    try:
+        code: int = typer.main.get_command(app).main(prog_name="python -m benchmarks.torture", standalone_mode=False)
+    except (MemstoreError, typer.TyperException) as error:
+        return report_failure(error, json=json)
+    if code == INTERRUPTED:  # typer catches Ctrl-C, and says nothing
+        return report_failure(Interruption("interrupted; run the same command again"), json=json)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""Subjects that ``memstore torture`` knows by name: memories of both stores, and usual ways to save states by hand."""
+"""Subjects that the torture test knows by name: memories of both stores, and usual ways to save states by hand."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import memstore
+from benchmarks.torture.harness import SHAPE, States, Subject
 from memstore import MemorySpec
 from memstore.memory.spec import Fingerprint
 from memstore.store.zarr import store as zarr
-from memstore.testing.torture import SHAPE, States, Subject
 
 _, _HEADS, _TOKENS, _DIM = SHAPE
 _SPEC = MemorySpec(
