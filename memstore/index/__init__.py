@@ -22,7 +22,7 @@ ENTRY_POINTS = "memstore.indexes"
 """Entry point group of other packages' indexes: kind -> a class with the constructor of ``VectorIndex``."""
 
 _HOMES = {
-    "auto": ("memstore.index.auto", "AutoIndex"),
+    "auto": ("memstore.index.cluster_index", "AutoIndex"),
     "clusters": ("memstore.index.cluster_index", "ClusterIndex"),
     "codes": ("memstore.index.codes", "CodeIndex"),
     "exact": ("memstore.index.exact", "ExactIndex"),

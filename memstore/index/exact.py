@@ -17,7 +17,6 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.index import contract, files
-from memstore.index.best_blocks import BestBlocks, choose, merge, nothing, order
 from memstore.index.chunks import GATHERED_NUMBERS, PLACES, Chunk, Chunks, Tile, held_as
 from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
 from memstore.index.sieve import CodedGroups, QueryGroups, Sieve, group_rows
@@ -197,7 +196,7 @@ class ExactIndex(VectorIndex):
 
     def _search_in_kernel(self, grouped: Tensor, k: int, allowed: range | Tensor | None) -> list[SearchResult]:
         """Search all heads and queries at once, one chunk after the other."""
-        best = nothing(grouped.shape[0] * grouped.shape[1], k, self.device)
+        best = _nothing(grouped.shape[0] * grouped.shape[1], k, self.device)
         wanted = self._chunks.wanted(allowed)
         for number, chunk in self._chunks.by_number.items():
             search = search_blocks if self.dtype.is_floating_point else _search_codes
@@ -256,7 +255,7 @@ class ExactIndex(VectorIndex):
 
     def _search_tile(self, scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> BestBlocks:
         """Return the best blocks for ``queries [R, D]``, so few that a tile's scores stay in the cache."""
-        best = nothing(len(queries), k, self.device)
+        best = _nothing(len(queries), k, self.device)
         coded = [scan for scan in scans if scan.groups is not None]
         if coded and len(queries):
             found, helped = _best_of_groups(coded, queries, head, k)
@@ -264,7 +263,7 @@ class ExactIndex(VectorIndex):
             rest = (~helped).nonzero().squeeze(1)
             if rest.numel():
                 plain = [scan._replace(groups=None, rows=scan.coded_rows()) for scan in coded]
-                found = self._scan_rows(plain, queries[rest], head, nothing(len(rest), k, self.device))
+                found = self._scan_rows(plain, queries[rest], head, _nothing(len(rest), k, self.device))
                 best = BestBlocks(*(mine.index_copy(0, rest, new) for mine, new in zip(best, found, strict=True)))
         return self._scan_rows(scans, queries, head, best)
 
@@ -406,6 +405,57 @@ def _best_of_pairs(query: Tensor, scores: Tensor, ids: Tensor, places: Tensor, r
     for whole, values in zip(table, (scores, ids, places), strict=True):
         whole[row, column] = values[by_query]
     return choose(*table, k)
+
+
+class BestBlocks(NamedTuple):
+    """At most ``k`` blocks for each of ``R`` queries, in any order; missing ones have id -1 and score -inf."""
+
+    scores: Tensor
+    """``[R, k]`` float32"""
+    ids: Tensor
+    """``[R, k]``"""
+    places: Tensor
+    """``[R, k]``: see ``chunks.py``"""
+
+
+def _nothing(rows: int, k: int, device: torch.device) -> BestBlocks:
+    """Return the best blocks before any block was scored."""
+    scores = torch.full((rows, k), -torch.inf, device=device)
+    none = torch.full((rows, k), -1, dtype=torch.int64, device=device)
+    return BestBlocks(scores, none, none)
+
+
+def choose(scores: Tensor, ids: Tensor, places: Tensor, k: int) -> BestBlocks:
+    """Return the ``k`` best of ``scores [R, n]``, with ``ids`` and ``places`` of ``[n]`` or ``[R, n]``."""
+    columns = _top(scores, ids, min(k, scores.shape[1]))
+    chosen = (each.expand_as(scores).gather(1, columns) for each in (ids, places))
+    return BestBlocks(scores.gather(1, columns), *chosen)
+
+
+def merge(one: BestBlocks, other: BestBlocks, k: int) -> BestBlocks:
+    """Return the ``k`` best blocks of both."""
+    scores, ids, places = (torch.cat(pair, 1) for pair in zip(one, other, strict=True))
+    columns = order(scores, ids)[:, :k]
+    return BestBlocks(scores.gather(1, columns), ids.gather(1, columns), places.gather(1, columns))
+
+
+def _top(scores: Tensor, ids: Tensor, k: int) -> Tensor:
+    """Return columns ``[R, k]`` of the ``k`` largest ``scores [R, n]``; smaller ids win among equal scores."""
+    largest, columns = scores.topk(min(k + 1, scores.shape[1]), dim=1)
+    columns, worst = columns[:, :k], largest[:, k - 1 : k]
+    # topk takes any of several equal scores. Only if the last place is contested, choose again by id.
+    contested = (largest[:, k:] == worst).any(1).nonzero().squeeze(1)
+    if contested.numel():
+        rivals, limit, numbers = scores[contested], worst[contested], ids.expand_as(scores)[contested]
+        rank = torch.where(rivals == limit, -1.0 - numbers.double(), -torch.inf).masked_fill(rivals > limit, 0.0)
+        columns[contested] = rank.topk(k, dim=1, sorted=False).indices
+    return columns
+
+
+def order(scores: Tensor, ids: Tensor) -> Tensor:
+    """Return columns that sort ``[R, n]``: best score first, equal scores by ascending id, empty places last."""
+    by_id = ids.argsort(dim=1)
+    return by_id.gather(1, scores.gather(1, by_id).argsort(dim=1, descending=True, stable=True))
 
 
 def _search_codes(queries: Tensor, codes: Tensor, k: int, *, wanted: Tensor | None) -> tuple[Tensor, Tensor]:

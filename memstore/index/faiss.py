@@ -26,11 +26,10 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.index import contract, files
-from memstore.index.best_blocks import choose, merge
 from memstore.index.chunks import PLACES
 from memstore.index.contract import IndexCapabilities, SearchResult
-from memstore.index.exact import TILE_QUERIES, ExactIndex
-from memstore.index.rebuilt import BaseBlocks, Rebuild
+from memstore.index.exact import TILE_QUERIES, ExactIndex, choose, merge
+from memstore.index.rebuilt import BaseBlocks, Rebuild, library
 
 FEWEST_KEYS = 4096
 """With fewer keys of a head exact search is as fast, and FAISS is not used."""
@@ -267,17 +266,6 @@ def parse(text: str) -> Settings:
             raise InvalidArgument(f"faiss:{text}: {option!r} is not an option; options are {known}, with N at least 1.")
         values[name] = int(value)
     return Settings(factory, **values)
-
-
-def library() -> ModuleType:
-    """Import FAISS. Raises ``InvalidArgument`` if it is not installed."""
-    try:
-        import faiss
-    except ImportError as error:
-        raise InvalidArgument(
-            f"The index faiss needs FAISS ({error}). Install it with: pip install 'torch-memstore[faiss]'"
-        ) from error
-    return faiss
 
 
 def has_gpus() -> bool:

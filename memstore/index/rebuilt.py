@@ -11,14 +11,27 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from types import ModuleType
 from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from memstore.errors import InvalidArgument
 from memstore.index.contract import allows
 
 T = TypeVar("T")
+
+
+def library() -> ModuleType:
+    """Import FAISS. Raises ``InvalidArgument`` if it is not installed."""
+    try:
+        import faiss
+    except ImportError as error:
+        raise InvalidArgument(
+            f"this index needs FAISS ({error}). Install it: pip install 'torch-memstore[faiss]'. Or use index='exact'"
+        ) from error
+    return faiss
 
 
 class BaseBlocks:

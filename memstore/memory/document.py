@@ -435,7 +435,7 @@ class Document:
         if full.stop < blocks.stop:
             records = self._shared.store.get(places.tokens(full.stop))
             if records is None:
-                raise NotFound(f"document {self.name!r}: the token ids of block {full.stop} are missing; run verify.")
+                raise NotFound(f"document {self.name!r}: the token ids of block {full.stop} are missing. Run verify.")
             parts.append(from_record(records[0])[: state.tokens - full.stop * size])
         return torch.cat(parts)
 

@@ -89,7 +89,7 @@ class DocumentState:
         if self.first > self.blocks or [start for _, start, _ in self.spans] != ends[:-1] or ends != sorted(set(ends)):
             raise DamagedError(
                 f"the entry of document {self.name!r} contradicts itself (blocks {self.first} to {self.blocks}, "
-                f"{len(self.spans)} spans); run verify"
+                f"{len(self.spans)} spans). Run verify"
             )
 
     def live(self) -> range:
@@ -319,7 +319,7 @@ class Homes:
             chain.append((number, values.get("stop", 0)))
             number = values["parent"]
             if number in met:
-                raise DamagedError(f"the blocks of number {number} branch off from themselves; run verify")
+                raise DamagedError(f"the blocks of number {number} branch off from themselves. Run verify")
         for each, stop in reversed(chain):
             self._known[each] = _joined(each, stop, self._known[number])
             number = each
@@ -349,7 +349,7 @@ class Homes:
 
 def _joined(number: int, stop: int, below: Home) -> Home:
     if stop <= below.start:
-        raise DamagedError(f"number {number} of this memory shares no block with number {below.number}; run verify")
+        raise DamagedError(f"number {number} of this memory shares no block with number {below.number}. Run verify")
     return Home(number, stop, below)
 
 
@@ -551,7 +551,7 @@ class Catalog:
         if key.layer or key.item:
             # A look-up of the document would not find it, and report it as missing.
             raise DamagedError(
-                f"memory {self._url}: the entry of document {key.document} is stored under a damaged key; run verify"
+                f"memory {self._url}: the entry of document {key.document} is stored under a damaged key. Run verify"
             )
         return key.document
 

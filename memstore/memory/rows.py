@@ -278,7 +278,7 @@ class Runs:
             found = f"found {layouts}" if layouts else "found nothing"
             raise DamagedError(
                 f"{self._table.name.lower()} of document {key.document}, layer {self._layer}, run {key.item}: "
-                f"expected {expected}, {found}; run verify"
+                f"expected {expected}, {found}. Run verify"
             )
         return from_record(records[0])[:rows]
 
@@ -372,7 +372,7 @@ def read_recurrent(store: BlockStore, layouts: Sequence[Layout], number: int, pl
     if records is None:
         raise NotFound(f"{describe(key)}: there is no recurrent state after {place} tokens")
     if [record.layout for record in records] != list(layouts):
-        raise DamagedError(f"{describe(key)}: the state does not fit the layers of this model; run verify")
+        raise DamagedError(f"{describe(key)}: the state does not fit the layers of this model. Run verify")
     return [from_record(record) for record in records]
 
 

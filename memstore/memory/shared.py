@@ -198,7 +198,7 @@ class SharedStore:
         assert state is not None
         raise DamagedError(
             f"the entry of document {state.name!r} is damaged: {state.tokens:,} tokens in {state.blocks:,} blocks "
-            "are more than the whole memory has; run verify",
+            "are more than the whole memory has. Run verify",
             memory=self.url,
         )
 

@@ -393,7 +393,7 @@ def translate(error: lmdb.Error, folder: Path) -> MemstoreError:
     if short := shortage(error.code, folder):
         return short
     return DamagedError(
-        f"memory {folder} is damaged, or its disk fails: {error}; run verify, or restore the memory from a copy"
+        f"memory {folder} is damaged, or its disk fails: {error}. Run verify, or restore the memory from a copy"
     )
 
 

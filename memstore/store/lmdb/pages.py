@@ -393,7 +393,7 @@ def erase_unused(
         extents = [(np.concatenate([*met.big, _NONE]), np.concatenate([*met.big_bytes, _NONE])) for met in both]
         counts = [check.stated_pages(own) for own, _ in extents]
     except _PageDamage as error:
-        raise DamagedError(f"the data file has unexpected pages: {error}. Nothing was changed; run verify") from None
+        raise DamagedError(f"the data file has unexpected pages: {error}. Nothing was changed. Run verify") from None
     used = np.zeros(total, np.bool_)
     used[:2] = True
     for met, (own, nbytes), stated in zip(both, extents, counts, strict=True):
