@@ -17,20 +17,21 @@ from memstore.errors import InvalidArgument
 from memstore.index.contract import check_numbers, check_tensor
 from memstore.json_checks import check_storable
 from memstore.memory.entry import READING, Address, DocumentState, Home, Places
-from memstore.memory.rows import (
+from memstore.memory.shared import SharedStore
+from memstore.memory.spec import (
     beginning,
     byte_rows,
     chain,
     encode_blocks,
     finite,
     kept_recurrent,
+    plain_layouts,
     put_recurrent,
     read_rows,
     to_record,
+    token_layout,
     torch_dtype,
 )
-from memstore.memory.shared import SharedStore
-from memstore.memory.spec import plain_layouts, token_layout
 from memstore.memory.usage import Deletion
 from memstore.store.records import Batch, Bytes, Record
 

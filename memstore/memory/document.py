@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
 from memstore.json_checks import check_whole
 from memstore.memory.entry import NEXT_DOCUMENT, Address, DocumentState, Places, common, lacking
-from memstore.memory.rows import from_record, kept_recurrent, read_recurrent, read_rows
 from memstore.memory.rules import Rules
 from memstore.memory.shared import Handle, SharedStore, next_document_record
-from memstore.memory.spec import MemorySpec, token_layout
+from memstore.memory.spec import MemorySpec, from_record, kept_recurrent, read_recurrent, read_rows, token_layout
 from memstore.memory.usage import Deletion
 from memstore.store.records import Batch
 

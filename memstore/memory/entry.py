@@ -42,7 +42,7 @@ FIRST_NAMED = Key(Table.META, item=16)
 NAMED_VALUE = table(kind=text(20), name=text(10_000))
 HASH_BYTES = 16
 HASHES_PER_RUN = 240
-"""Hashes of a document's history in one run, see ``rows.py``. Every append rewrites a run, which takes a 4 KiB page."""
+"""Hashes of a document's history in one run, see ``spec.py``. Every append rewrites a run, which takes a 4 KiB page."""
 MOST_SPANS = 2**16
 LONGEST_NAME = 511
 """Most bytes of a document's name."""
@@ -76,7 +76,7 @@ class DocumentState:
     home: int | None = None
     """The number under which the blocks after the shared ones lie; None: the document's own."""
     digest: str | None = None
-    """Hash of the history of all complete blocks, see ``rows.py``; None if it was never computed."""
+    """Hash of the history of all complete blocks, see ``spec.py``; None if it was never computed."""
     # Part of the history: the same text read with other options has other states and must not count as the same.
     reading: dict[str, Any] | None = None
     """Everything that the states depend on beside fingerprint and tokens, as the model's reader describes it."""
@@ -232,7 +232,7 @@ class Address:
         return Key(Table.BLOCKS, self.id, layer, block)
 
     def recurrent(self, tokens: int) -> Key:
-        """Return the key of a document's recurrent state after so many tokens, see ``rows.py``."""
+        """Return the key of a document's recurrent state after so many tokens, see ``spec.py``."""
         return Key(Table.RECURRENT, self.id, 0, tokens)
 
 

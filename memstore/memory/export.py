@@ -48,9 +48,17 @@ from memstore.memory.copy import Beginnings, recurrent_between
 from memstore.memory.document import Document
 from memstore.memory.entry import LONGEST_NAME
 from memstore.memory.memory import Memory, open_memory
-from memstore.memory.rows import decode_landmarks, encode_landmarks, no_states
 from memstore.memory.rules import Rules
-from memstore.memory.spec import MemorySpec, block_layouts, plain_layouts, run_layout, token_layout
+from memstore.memory.spec import (
+    MemorySpec,
+    block_layouts,
+    decode_landmarks,
+    encode_landmarks,
+    no_states,
+    plain_layouts,
+    run_layout,
+    token_layout,
+)
 from memstore.progress import progress_bar
 from memstore.store.encryption_keys import KeySource
 from memstore.store.records import MAX_ITEM

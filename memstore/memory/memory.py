@@ -14,10 +14,18 @@ from memstore.errors import ForeignMemory, InvalidArgument, MemstoreError, Store
 from memstore.memory import verify
 from memstore.memory.document import Container, Document
 from memstore.memory.entry import LONGEST_NAME
-from memstore.memory.rows import beginning, byte_rows, chain, kept_recurrent
 from memstore.memory.rules import Rules, WhenFull
 from memstore.memory.shared import CHAT, SharedStore, not_found
-from memstore.memory.spec import MemorySpec, blank, plain_layouts, run_layout
+from memstore.memory.spec import (
+    MemorySpec,
+    beginning,
+    blank,
+    byte_rows,
+    chain,
+    kept_recurrent,
+    plain_layouts,
+    run_layout,
+)
 from memstore.memory.traces import Traces, traces_of
 from memstore.memory.urls import Mode, OpenStore, folder, on_disk, open_store
 from memstore.memory.usage import Deletion, Usage

@@ -31,9 +31,18 @@ from memstore.memory.entry import (
     stored_state,
 )
 from memstore.memory.index_files import IndexFiles, folder_of
-from memstore.memory.rows import HistoryRuns, LandmarkRuns, from_record, index_dtype, to_record
 from memstore.memory.rules import Retention
-from memstore.memory.spec import MemorySpec, Room, block_layouts, read_header
+from memstore.memory.spec import (
+    HistoryRuns,
+    LandmarkRuns,
+    MemorySpec,
+    Room,
+    block_layouts,
+    from_record,
+    index_dtype,
+    read_header,
+    to_record,
+)
 from memstore.store.cache import BlockCache
 from memstore.store.contract import BlockStore
 from memstore.store.records import MAX_ITEM, Batch, Key, Layout, Record, Table

@@ -20,8 +20,8 @@ from memstore.index import SearchResult, VectorIndex
 from memstore.index.contract import check_tensor
 from memstore.memory.entry import DocumentState, lacking
 from memstore.memory.index_files import LayerLandmarks
-from memstore.memory.rows import decode_block_rows, no_states, read_last_block
 from memstore.memory.shared import Handle
+from memstore.memory.spec import decode_block_rows, no_states, plain_layouts, read_rows
 from memstore.store.cache import BlockRefs, StaleBlocks
 from memstore.store.contract import Progress
 
@@ -340,7 +340,8 @@ class LayerView:
         # The incomplete last block is among them; it is stored without the codec.
         complete = [place for place, block in enumerate(blocks) if block < refs.stop]
         states = decode_block_rows(spec, cache.read(refs.only(complete), unmoved, device))
-        last = read_last_block(self._shared.store, spec, next(key for key in refs.keys if key.item >= refs.stop))
+        end = next(key for key in refs.keys if key.item >= refs.stop)
+        last = dict(zip(spec.fields, read_rows(self._shared.store, [end], plain_layouts(spec)), strict=True))
         if not unmoved():
             raise StaleBlocks
         rows = {place: row for row, place in enumerate(complete)}

@@ -22,7 +22,7 @@ from memstore.attention import sub_block_means
 from memstore.device_copies import along, own_types, to_device, to_host
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.memory import Document, MemorySpec
-from memstore.memory.rows import as_stored
+from memstore.memory.spec import as_stored
 from memstore.readers.attachment import Job, segments
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.hooks import Hooks
