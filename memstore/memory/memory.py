@@ -68,7 +68,7 @@ def open_memory(
 
     Blocks that are used often are cached in ``host_bytes`` of host memory (by default 64 MiB for a memory on disk; 0
     for none), and in ``device_bytes`` on the accelerator ``device``. Indexes lie there too if they can ("exact",
-    "auto", "faiss" if it was built for GPUs). Without ``device`` they are searched on the CPU. If ``max_bytes`` and
+    "auto"). Without ``device`` they are searched on the CPU. If ``max_bytes`` and
     ``when_full`` are given, they become the memory's: see ``Memory.limit``.
 
     The ``key`` opens an encrypted memory, and encrypts a new one: a file, or a function that returns 32 bytes. Without
