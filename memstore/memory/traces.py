@@ -112,18 +112,15 @@ class TraceFile:
         self._users = 0
         self._connection: sqlite3.Connection | None = None
 
-    @contextmanager
-    def reading(self) -> Iterator[sqlite3.Connection | None]:
-        """Yield a connection for queries, None if nothing was ever recorded. SQLite's errors are raised as ours."""
+    def rows(self, query: str, values: Sequence[object] = ()) -> Iterator[Any]:
+        """Yield the rows of a query, none if nothing was ever recorded. SQLite's errors are raised as ours."""
         with self._explained():
             if self.path is None:
                 with self._lock:
-                    yield self._connection
-            elif not self._exists(self.path):
-                yield None
-            else:
+                    yield from () if self._connection is None else self._connection.execute(query, values)
+            elif self._exists(self.path):
                 with closing(self._open_to_read(self.path)) as connection:
-                    yield connection if self._version(connection) else None
+                    yield from connection.execute(query, values) if self._version(connection) else ()
 
     @contextmanager
     def writing(self) -> Iterator[sqlite3.Connection]:
@@ -292,11 +289,7 @@ class Trace:
 
     def __len__(self) -> int:
         """Return the number of steps so far."""
-        with self._file.reading() as connection:
-            if connection is None:
-                return 0
-            count: int = connection.execute("SELECT count(*) FROM steps WHERE trace = ?", [self.number]).fetchone()[0]
-            return count
+        return sum(count for (count,) in self._file.rows("SELECT count(*) FROM steps WHERE trace = ?", [self.number]))
 
     def steps(self, start: int = 0, stop: int | None = None) -> list[Step]:
         """Return the steps from number ``start`` on, up to ``stop``. Raises ``DamagedError``."""
@@ -304,11 +297,8 @@ class Trace:
 
     def tokens(self) -> list[int | None]:
         """Return the token that each step chose."""
-        with self._file.reading() as connection:
-            if connection is None:
-                return []
-            rows = connection.execute("SELECT token FROM steps WHERE trace = ? ORDER BY number", [self.number])
-            return [token for (token,) in rows]
+        query = "SELECT token FROM steps WHERE trace = ? ORDER BY number"
+        return [token for (token,) in self._file.rows(query, [self.number])]
 
     def used(self, *, layer: int | None = None, head: int | None = None) -> list[tuple[str, int, float]]:
         """Return the retrieved blocks, as (document, block, weight), most weight first.
@@ -328,16 +318,13 @@ class Trace:
         return using
 
     def _steps(self, start: int, stop: int | None) -> Iterator[Step]:
-        with self._file.reading() as connection:
-            if connection is None:
-                return
-            rows = connection.execute(
-                "SELECT number, token, seconds, looks FROM steps WHERE trace = ? AND number >= ? AND number < ? "
-                "ORDER BY number",
-                [self.number, start, 1 << 62 if stop is None else stop],
-            )
-            for number, token, seconds, looks in rows:
-                yield Step(number=number, token=token, seconds=seconds, looks=self._looks(looks))
+        rows = self._file.rows(
+            "SELECT number, token, seconds, looks FROM steps WHERE trace = ? AND number >= ? AND number < ? "
+            "ORDER BY number",
+            [self.number, start, 1 << 62 if stop is None else stop],
+        )
+        for number, token, seconds, looks in rows:
+            yield Step(number=number, token=token, seconds=seconds, looks=self._looks(looks))
 
     def _looks(self, data: bytes | None) -> list[Look]:
         if data is None:
@@ -360,11 +347,7 @@ class Traces:
 
     def list(self) -> builtins.list[Trace]:
         """Return all traces, oldest first. Raises ``DamagedError``."""
-        with self._file.reading() as connection:
-            if connection is None:
-                return []
-            rows = connection.execute("SELECT number, info, ended FROM traces ORDER BY number").fetchall()
-        return [self._trace(*row) for row in rows]
+        return [self._trace(*row) for row in self._file.rows("SELECT number, info, ended FROM traces ORDER BY number")]
 
     def get(self, number: int) -> Trace:
         """Return the trace ``number``. Raises ``NotFound``, ``DamagedError``."""
