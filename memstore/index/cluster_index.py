@@ -329,8 +329,7 @@ class ClusterIndex(VectorIndex):
         self._adopt()
         contract.check_top_k(k)
         contract.check_allowed(allowed)
-        contract.check_queries(queries, self.key_heads, self.key_dim)
-        grouped = queries.detach().float().reshape(self.key_heads, -1, self.key_dim)
+        grouped = self._grouped(queries).detach()
         self._keep(grouped)
         base = self._base
         if base is None:
@@ -353,7 +352,7 @@ class ClusterIndex(VectorIndex):
         if self._base is None:
             return scores, ids
         wanted = self._base.wanted(allowed)
-        grouped = queries.detach().float().reshape(self.key_heads, -1, self.key_dim)
+        grouped = self._grouped(queries).detach()
         of_keys = [head.score(rows, self.dtype) for head, rows in zip(self._base.heads, grouped, strict=True)]
         best = torch.stack(of_keys).unflatten(2, (-1, self.keys_per_block)).amax(3)[..., wanted]
         ids, order = torch.cat((ids, self._base.ids[wanted])).sort()

@@ -86,8 +86,7 @@ class ExactIndex(VectorIndex):
         return self._chunks.nbytes
 
     def add(self, ids: Tensor, keys: Tensor) -> None:
-        contract.check_ids(ids)
-        contract.check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
+        self._check_blocks(ids, keys)
         if ids.numel() and int(ids[0]) <= self._chunks.largest_id:
             there = ids.to(self.device)
             contract.check_new(self._chunks.holds(there), there)
@@ -167,11 +166,6 @@ class ExactIndex(VectorIndex):
 
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
         self._chunks.replace(tensors)
-
-    def _grouped(self, queries: Tensor, *, wait: bool = True) -> Tensor:
-        contract.check_queries(queries, self.key_heads, self.key_dim, wait=wait)
-        # The query heads of one key head become more rows of one product: [G, R, D].
-        return queries.to(self.device).reshape(self.key_heads, -1, self.key_dim).float()
 
     def _way(self, grouped: Tensor, k: int) -> Way:
         """Return how to search for ``grouped [G, R, D]``."""
