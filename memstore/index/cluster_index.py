@@ -481,13 +481,12 @@ class ClusterIndex(VectorIndex):
 
     def _adopt(self, *, wait: bool = False) -> None:
         """Replace the old clusters by finished new ones; blocks removed meanwhile stay removed."""
-        new = self._rebuild.take(wait=wait)
-        if new is None or self._refuses(new.base):
+        base = self._rebuild.take(wait=wait)
+        if base is None or self._refuses(base):
             return
-        new.base.drop(new.removed)
         newer, _ = self._tail_content()
-        self._tail.remove(newer[new.base.holds(newer)])
-        self._base = new.base if len(new.base) else None
+        self._tail.remove(newer[base.holds(newer)])
+        self._base = base if len(base) else None
 
     def _refuses(self, base: ClusterBase) -> bool:  # noqa: ARG002 - `AutoIndex` looks at it
         """Return whether new clusters are rejected."""

@@ -236,9 +236,9 @@ class ExactIndex(VectorIndex):
                 wanted = chunk.wanted(allowed) if wanted is None else wanted
                 wanted[:row] = False
             scans.append(_Scan.of(number, chunk, wanted, coded=coded))
-        if sum(scan.whole_groups for scan in scans) >= FEWEST_GROUPS * k:
-            return scans
-        return [scan.without_codes() for scan in scans]
+        if coded and sum(scan.whole_groups for scan in scans) < FEWEST_GROUPS * k:
+            return self._scans(allowed, k, start, coded=False)
+        return scans
 
     def _search_head(self, scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> SearchResult:
         return self._settle(self._search_rows(scans, queries, head, k), queries, head)
@@ -337,12 +337,6 @@ class _Scan(NamedTuple):
         codes, whole = self.groups
         groups = torch.arange(codes.groups) if whole is None else whole.nonzero().squeeze(1)
         return (groups.unsqueeze(1) * codes.rows_per_group + torch.arange(codes.rows_per_group)).flatten()
-
-    def without_codes(self) -> _Scan:
-        """Return the same scan with all rows scored directly."""
-        if self.groups is None:
-            return self
-        return self._replace(groups=None, rows=torch.cat([self.coded_rows(), self.rows]).sort().values)
 
 
 def _best_of_groups(scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> tuple[BestBlocks, Tensor]:

@@ -184,16 +184,15 @@ class FaissIndex(ExactIndex):
         self._rebuild.begin(work)
 
     def _adopt(self, *, wait: bool = False) -> None:
-        """Take the next base if it is ready, without the blocks removed meanwhile."""
+        """Take the next base if it is ready."""
         try:
-            new = self._rebuild.take(wait=wait)
+            base = self._rebuild.take(wait=wait)
         except (RuntimeError, MemoryError) as error:
             self._refused = len(self)
             _log.warning("FAISS could not build %s; search stays exact: %s", self.settings.factory, error)
             return
-        if new is not None:
-            new.base.drop(new.removed)
-            self._base, self._covered = new.base, self._covered_next
+        if base is not None:
+            self._base, self._covered = base, self._covered_next
 
 
 def _make_base(
