@@ -324,7 +324,6 @@ class _FaissBase(BaseBlocks):
         return self._faiss.SearchParameters(**chosen), bits
 
     def _numbers(self, rows: Tensor) -> Array:
-        """Return the numbers of the keys of blocks."""
         numbers = rows.unsqueeze(1) * self._keys_per_block + torch.arange(self._keys_per_block)
         return numbers.flatten().numpy()
 

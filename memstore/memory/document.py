@@ -440,7 +440,6 @@ class Document:
 
 
 def _offsets(parts: list[range], blocks: range) -> Tensor:
-    """Return the positions of ``parts`` within ``blocks``."""
     import torch
 
     return torch.tensor([block - blocks.start for part in parts for block in part], dtype=torch.int64)

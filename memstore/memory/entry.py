@@ -413,7 +413,6 @@ class Places:
         return self._keys(Table.BLOCKS, layer, blocks)
 
     def _keys(self, table: Table, layer: int, blocks: range) -> list[Key]:
-        """Return the keys in ``table`` for ``blocks``."""
         return [Key(table, owner, layer, block) for owner, part in self.pieces(blocks) for block in part]
 
 

@@ -251,8 +251,6 @@ class _Rescue:
 
 @dataclass(frozen=True)
 class _Block:
-    """All stored values of one block."""
-
     ids: Tensor
     """``[t]`` int32"""
     states: list[Tensor]

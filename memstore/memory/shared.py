@@ -462,7 +462,6 @@ class NamedValues:
             self._shared.commit(batch)
 
     def _infos(self) -> dict[str, Key]:
-        """Return the names and keys of the JSON values."""
         self._read_new()
         with self._lock:
             return {name: key for (kind, name), key in self._known.items() if kind == "info" and name}

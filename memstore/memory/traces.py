@@ -503,8 +503,6 @@ def best_scores(steps: Iterable[Step]) -> dict[tuple[str, int], float]:
 
 
 class _PendingStep:
-    """A step that is not written yet."""
-
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.token: int | None = None

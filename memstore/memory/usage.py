@@ -40,7 +40,6 @@ class _Node:
         return clipped(self.used, range(self.home.start))
 
     def gather(self) -> None:
-        """Compute ``used``."""
         self.used = merged([*self.own, *(part for branch in self.branches.values() for part in branch.before)])
 
 

@@ -328,7 +328,6 @@ class Check:
         return range(key.item * length, (key.item + items) * length)
 
     def _used(self, key: Key) -> bool:
-        """Whether any document uses a value."""
         blocks = self._blocks_of(key, 1)
         return any(common(part, blocks) for part in self._owners.get(key.document, []))
 
