@@ -243,7 +243,7 @@ def _router(folder: Path, hidden: Tensor) -> Router:
 
 
 def _signs(codes: Tensor) -> Tensor:
-    from memstore.memory.rows import encode_landmarks
+    from memstore.memory.spec import encode_landmarks
 
     return encode_landmarks(codes, "bit")
 

@@ -14,15 +14,14 @@ from memstore.errors import InvalidArgument
 if TYPE_CHECKING:  # nothing here needs PyTorch before an index is made
     from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
     from memstore.index.exact import ExactIndex
-    from memstore.index.faiss import FaissIndex
 
-__all__ = ["ENTRY_POINTS", "ExactIndex", "FaissIndex", "IndexCapabilities", "SearchResult", "VectorIndex", "open_index"]
+__all__ = ["ENTRY_POINTS", "ExactIndex", "IndexCapabilities", "SearchResult", "VectorIndex", "open_index"]
 
 ENTRY_POINTS = "memstore.indexes"
 """Entry point group of other packages' indexes: kind -> a class with the constructor of ``VectorIndex``."""
 
 _HOMES = {
-    "auto": ("memstore.index.auto", "AutoIndex"),
+    "auto": ("memstore.index.cluster_index", "AutoIndex"),
     "clusters": ("memstore.index.cluster_index", "ClusterIndex"),
     "codes": ("memstore.index.codes", "CodeIndex"),
     "exact": ("memstore.index.exact", "ExactIndex"),

@@ -18,6 +18,12 @@ by ``SPREAD`` times the possible effect of a deviation within the list: ``|W^-1 
 distance. ``docs/notes/index.md`` has the gain on real keys, and the variants that were worse.
 
 FAISS (``pip install 'torch-memstore[faiss]'``) keeps the lists, and scans them if our C code does not.
+
+``index="auto"`` is exact search while that is fast, then clusters that were measured to find enough. No approximation
+is used unmeasured. When an index has become large, a thread makes its clusters from its keys and from real queries,
+while searches stay exact. Clusters take over with the fewest lists that reach the requested recall on held-out queries.
+They do not take over if this needs so many lists that exact search is as fast. Among all kinds measured on attention
+keys, landmarks and clustered keys, clusters take the least time for the same recall: ``docs/notes/index.md``.
 """
 
 from __future__ import annotations
@@ -25,7 +31,9 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +41,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memstore.errors import InvalidArgument
+from memstore.errors import DamagedError, InvalidArgument
 from memstore.index import contract, files
-from memstore.index.best_blocks import order
 from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
-from memstore.index.exact import ExactIndex
-from memstore.index.rebuilt import BaseBlocks, Rebuild
+from memstore.index.exact import ExactIndex, order
+from memstore.index.rebuilt import BaseBlocks, Rebuild, library
 from memstore.json_checks import anything, array, fit, members, number, row, table, whole
 from memstore.kernels.search_blocks import LARGEST_K, KeyLists, lists_problem
 
@@ -51,24 +58,12 @@ KEYS_PER_LIST = 64
 STEP = 1 << 16
 
 
-def require_faiss() -> Any:
-    """Import FAISS. Raises ``InvalidArgument`` if it is missing."""
-    try:
-        import faiss
-    except ImportError as error:
-        raise InvalidArgument(
-            "a cluster index needs FAISS, which is not installed: pip install 'torch-memstore[faiss]', or use "
-            "index='exact'"
-        ) from error
-    return faiss
-
-
 class Clusters:
     """Lists of keys of one head. A key's number is its position in the input. Read only, so threads may share it."""
 
     def __init__(self, keys: Tensor, lists: Tensor, centres: Tensor, radii: Tensor, inverse: Tensor) -> None:
         """Store ``keys [n, D]``, the list of each ``[n]``, ``centres [C, D]``, ``radii [C]`` and ``inverse [D, D]``."""
-        faiss = require_faiss()
+        faiss = library()
         self.centres, self.radii, self.inverse = centres, radii, inverse
         self.count = len(keys)
         self._faiss = faiss
@@ -93,7 +88,7 @@ class Clusters:
         centres = _kmeans((keys[sample] - mean) @ root, count)
         lists = torch.empty(len(keys), dtype=torch.int64)
         squares, sizes, sums = torch.zeros(count), torch.zeros(count), torch.zeros(count, keys.shape[1])
-        nearest = require_faiss().IndexFlatL2(keys.shape[1])
+        nearest = library().IndexFlatL2(keys.shape[1])
         nearest.add(centres.numpy())
         for start in range(0, len(keys), STEP):
             rows = keys[start : start + STEP]
@@ -211,7 +206,7 @@ def _metric(queries: Tensor) -> tuple[Tensor, Tensor]:
 
 def _kmeans(sample: Tensor, count: int) -> Tensor:
     """Return ``count`` centres ``[C, D]`` of ``sample [m, D]``."""
-    kmeans = require_faiss().Kmeans(
+    kmeans = library().Kmeans(
         sample.shape[1],
         count,
         niter=ITERATIONS,
@@ -281,9 +276,10 @@ class ClusterIndex(VectorIndex):
     capabilities = IndexCapabilities(exact=False, dense=True)
 
     def _prepare(self, settings: str) -> None:
-        require_faiss()
+        library()
         self._refuse()
-        self._start(self._new_tail(), _share(settings))
+        wanted = f"the setting of a cluster index is the wanted recall, such as clusters:0.99, not {settings!r}"
+        self._start(self._new_tail(), _share(settings, wanted) if settings else RECALL)
 
     def _start(self, tail: ExactIndex, recall: float) -> None:
         """Begin with an empty ``tail``; searches should find the share ``recall`` of the best blocks."""
@@ -333,8 +329,7 @@ class ClusterIndex(VectorIndex):
         self._adopt()
         contract.check_top_k(k)
         contract.check_allowed(allowed)
-        contract.check_queries(queries, self.key_heads, self.key_dim)
-        grouped = queries.detach().float().reshape(self.key_heads, -1, self.key_dim)
+        grouped = self._grouped(queries).detach()
         self._keep(grouped)
         base = self._base
         if base is None:
@@ -357,7 +352,7 @@ class ClusterIndex(VectorIndex):
         if self._base is None:
             return scores, ids
         wanted = self._base.wanted(allowed)
-        grouped = queries.detach().float().reshape(self.key_heads, -1, self.key_dim)
+        grouped = self._grouped(queries).detach()
         of_keys = [head.score(rows, self.dtype) for head, rows in zip(self._base.heads, grouped, strict=True)]
         best = torch.stack(of_keys).unflatten(2, (-1, self.keys_per_block)).amax(3)[..., wanted]
         ids, order = torch.cat((ids, self._base.ids[wanted])).sort()
@@ -486,13 +481,12 @@ class ClusterIndex(VectorIndex):
 
     def _adopt(self, *, wait: bool = False) -> None:
         """Replace the old clusters by finished new ones; blocks removed meanwhile stay removed."""
-        new = self._rebuild.take(wait=wait)
-        if new is None or self._refuses(new.base):
+        base = self._rebuild.take(wait=wait)
+        if base is None or self._refuses(base):
             return
-        new.base.drop(new.removed)
         newer, _ = self._tail_content()
-        self._tail.remove(newer[new.base.holds(newer)])
-        self._base = new.base if len(new.base) else None
+        self._tail.remove(newer[base.holds(newer)])
+        self._base = base if len(base) else None
 
     def _refuses(self, base: ClusterBase) -> bool:  # noqa: ARG002 - `AutoIndex` looks at it
         """Return whether new clusters are rejected."""
@@ -525,7 +519,7 @@ def make_base(tail: tuple[Tensor, Tensor], old: Old | None, logged: Tensor, want
     They suit queries like ``logged [G, m, D]``. Every eighth of these is held out, to find how many lists must be read
     for the ``wanted`` share of the best keys.
     """
-    require_faiss().omp_set_num_threads(torch.get_num_threads())
+    library().omp_set_num_threads(torch.get_num_threads())
     ids, keys = tail if old is None else _joined(tail, old)
     count = min(max(16, int(4 * (len(ids) * keys.shape[2]) ** 0.5)), len(ids) * keys.shape[2])
     heads, tests = [], []
@@ -607,16 +601,117 @@ def _best(found: SearchResult, k: int) -> SearchResult:
     return SearchResult(*(each.gather(-1, order)[..., :k] for each in (scores, ids, offsets)))
 
 
-def _share(settings: str) -> float:
-    """Parse the wanted recall from ``settings``."""
-    if not settings:
-        return RECALL
+def _share(text: str, wanted: str) -> float:
+    """Parse a recall; ``wanted`` is the message of the error."""
     try:
-        share = float(settings)
+        share = float(text)
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
-        raise InvalidArgument(
-            f"the setting of a cluster index is the wanted recall, such as clusters:0.99, not {settings!r}"
-        )
+        raise InvalidArgument(wanted)
     return share
+
+
+LARGE = 1 << 24
+"""Numbers in the keys of one head (262,144 keys of 64) above which exact search takes too long."""
+AUTO_RECALL = 0.95
+LARGEST_SHARE = 16
+"""Reading more than one in so many lists is no faster than exact search."""
+
+
+class AutoIndex(ClusterIndex):
+    """``settings`` is empty or ``recall=0.99``: the share of the true best eight blocks that a search must find."""
+
+    capabilities = replace(ClusterIndex.capabilities, devices=True)
+
+    def _prepare(self, settings: str) -> None:
+        value = settings.removeprefix("recall=")
+        wanted = f"auto:{settings}: write auto, or auto:recall=0.99 with a number above 0 and at most 1."
+        recall = _share(value if value != settings else "", wanted) if settings else AUTO_RECALL
+        self._start(self._new_tail(), recall)
+        self._obstacle = _obstacle(recall, self.device)
+        self._large = False
+        self._refused: ClusterBase | None = None
+
+    def add(self, ids: Tensor, keys: Tensor) -> None:
+        super().add(ids, keys)
+        self._grow()
+
+    def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
+        """Return the top ``k`` blocks, exactly or by clusters measured to find enough; see ``VectorIndex``."""
+        # A small index does not learn, so it keeps no queries.
+        if not self._large:
+            return self._tail.search(queries, k, allowed=allowed)
+        return super().search(queries, k, allowed=allowed)
+
+    def facts(self) -> Mapping[str, Any]:
+        picked = "exact" if self._base is None else f"clusters:{self.wanted_recall:g}"
+        return {**super().facts(), "kind": "auto", "picked": picked, "why": self._reason()}
+
+    def save(self, path: Path) -> None:
+        """Write the index to the file ``path``: as an exact index, or with its clusters, which take minutes to make."""
+        self._adopt(wait=True)
+        if self._base is None:
+            self._tail.save(path)
+        else:
+            super().save(path)
+
+    def load(self, path: Path) -> None:
+        sizes = {name: value for name, value in self._about.items() if name != "index"}
+        content = files.load(path, sizes)
+        match content.facts.get("index"):
+            case "clusters" if not self._obstacle:
+                self._take(content)
+            case "exact":
+                self._adopt(wait=True)
+                self._start(self._new_tail(), self.wanted_recall)
+                self._tail.take(content)
+            case other:
+                raise DamagedError(
+                    f"{path} belongs to another index: its index is {other!r}, not 'exact'. Rebuild the index."
+                )
+        self._large, self._refused = self._base is not None, None
+        self._grow()
+
+    def _grow(self) -> None:
+        """Allow clusters once there are many keys."""
+        large = len(self) * self.keys_per_block * self.key_dim >= LARGE
+        self._large |= large and not self._obstacle
+
+    def _consider(self) -> None:
+        if self._large:
+            super()._consider()
+
+    def _refuses(self, base: ClusterBase) -> bool:
+        refused = self._base is None and base.probes * LARGEST_SHARE > len(base.heads[0].centres)
+        self._refused = base if refused else self._refused
+        return refused
+
+    def _reason(self) -> str:
+        if not self._large:
+            return self._obstacle or f"{len(self):,} blocks: exact search is fast"
+        base, refused = self._base, self._refused
+        if base is not None:
+            return (
+                f"the recall on held-out queries was {base.recall:.3f}, {_looked(base)}; the setting asks for "
+                f"{self.wanted_recall:g}"
+            )
+        if refused is not None:
+            return (
+                f"the recall of {refused.recall:.3f} was reached {_looked(refused)}, which is no faster than "
+                "exact search"
+            )
+        return f"clusters are built once there were {ENOUGH} different queries"
+
+
+def _obstacle(recall: float, device: torch.device) -> str:
+    """Return why no clusters may be made; empty if they may."""
+    if recall >= 1:
+        return "the setting asks for a recall of 1"
+    if device.type != "cpu":
+        return f"keys on {device} are searched exactly"
+    return "" if find_spec("faiss") else "FAISS is not installed: pip install 'torch-memstore[faiss]'"
+
+
+def _looked(base: ClusterBase) -> str:
+    return f"looking into {base.probes} of {len(base.heads[0].centres)} lists"

@@ -74,8 +74,7 @@ class CodeIndex(VectorIndex):
         return sum(part.nbytes for part in (*self._keys, *self._runs, self._scales, self._ids))
 
     def add(self, ids: Tensor, keys: Tensor) -> None:
-        contract.check_ids(ids)
-        contract.check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
+        self._check_blocks(ids, keys)
         if bool((keys != keys.round()).any()) or (keys.numel() and float(keys.abs().max()) > LARGEST):
             raise InvalidArgument(
                 "Keys of a code index must be whole numbers from -127 to 127; use 'exact' for other keys."
@@ -185,10 +184,6 @@ class CodeIndex(VectorIndex):
     def _replace(self, ids: Tensor, keys: Tensor) -> None:
         self._keys, self._runs, self._scales, self._ids = [], [], self._scales[:, :0], self._ids[:0]
         self.add(ids, keys)
-
-    def _grouped(self, queries: Tensor) -> Tensor:
-        contract.check_queries(queries, self.key_heads, self.key_dim)
-        return queries.float().reshape(self.key_heads, -1, self.key_dim)  # [G, R, D]
 
     def _rows(self, allowed: range | Tensor | None) -> Tensor:
         """Return the rows of the allowed blocks, in the order of their ids."""

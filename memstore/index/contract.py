@@ -96,6 +96,16 @@ class VectorIndex(ABC):
         if self.device.type != "cpu" and not self.capabilities.devices:
             raise InvalidArgument(f"{kind} searches on the CPU, not on {self.device}; use 'exact' there.")
 
+    def _check_blocks(self, ids: Tensor, keys: Tensor) -> None:
+        """Raise ``InvalidArgument`` for shapes, types and numbers that ``add`` does not take."""
+        check_ids(ids)
+        check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
+
+    def _grouped(self, queries: Tensor, *, wait: bool = True) -> Tensor:
+        """Check ``queries [H, T, D]``; return ``[G, R, D]`` float32: the query heads of a key head are more rows."""
+        check_queries(queries, self.key_heads, self.key_dim, wait=wait)
+        return queries.to(self.device).reshape(self.key_heads, -1, self.key_dim).float()
+
     @abstractmethod
     def add(self, ids: Tensor, keys: Tensor) -> None:
         """Add blocks ``ids [n]`` (int64, new, ascending) with floating-point ``keys [n, G, P, D]``.

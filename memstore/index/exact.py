@@ -1,14 +1,14 @@
 """Exact search: the true top k. The default index, and the oracle of all others.
 
-``ExactIndex.search`` chooses one of five ways. On a GPU a kernel scores and chooses in one go. On a CPU one pass in C
-does so, and if it is long, what it found is scored a second time. A search of many keys first reads them in 8 bits
+``ExactIndex.search`` chooses one of four ways. On a GPU a kernel scores and chooses in one go. On a CPU one pass in C
+does so. A search of many keys first reads them in 8 bits
 (``sieve.py``), which provably rules most of them out. It scores the rest in float32. All other searches walk over the
 keys in tiles whose scores stay in the processor's cache. Only a few scores are in memory at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.index import contract, files
-from memstore.index.best_blocks import BestBlocks, choose, merge, nothing, order
 from memstore.index.chunks import GATHERED_NUMBERS, PLACES, Chunk, Chunks, Tile, held_as
 from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
 from memstore.index.sieve import CodedGroups, QueryGroups, Sieve, group_rows
@@ -39,14 +38,9 @@ CODED_KEYS_BESIDE_C, CODED_KEYS_OF_FEW_BESIDE_C = 1 << 18, 1 << 19
 """Keys from which reading codes first pays; more are needed for few queries, and where C can score all keys."""
 FEWEST_GROUPS = 64
 """Groups for each wanted block from which reading codes first pays."""
-PASSED_PRODUCTS = 1 << 23
-"""Products up to which C sums the final scores in its own order, else in that of PyTorch, as searches by codes do."""
-LARGEST_PLAIN_DIM = 256
-"""Numbers of a key up to which PyTorch adds the products of one key one after the other."""
 
-Way = Literal["kernel", "pass", "scan", "codes", "tiles"]
-"""How to search: with a kernel on a GPU, in one pass in C, the same with a second scoring, by codes of 8 bits first, or
-tile by tile."""
+Way = Literal["kernel", "pass", "codes", "tiles"]
+"""How to search: with a kernel on a GPU, in one pass in C, by codes of 8 bits first, or tile by tile."""
 
 
 class ExactIndex(VectorIndex):
@@ -87,8 +81,7 @@ class ExactIndex(VectorIndex):
         return self._chunks.nbytes
 
     def add(self, ids: Tensor, keys: Tensor) -> None:
-        contract.check_ids(ids)
-        contract.check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
+        self._check_blocks(ids, keys)
         if ids.numel() and int(ids[0]) <= self._chunks.largest_id:
             there = ids.to(self.device)
             contract.check_new(self._chunks.holds(there), there)
@@ -109,8 +102,6 @@ class ExactIndex(VectorIndex):
                 heads = self._search_in_kernel(grouped, k, allowed)
             case "pass":
                 heads = self._search_in_one_pass(grouped, k, allowed)
-            case "scan":
-                heads = self._search_and_settle(grouped, k, allowed)
             case way:
                 scans = self._scans(allowed, k, coded=way == "codes")
                 heads = [self._search_head(scans, rows, head, k) for head, rows in enumerate(grouped)]
@@ -169,14 +160,9 @@ class ExactIndex(VectorIndex):
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
         self._chunks.replace(tensors)
 
-    def _grouped(self, queries: Tensor, *, wait: bool = True) -> Tensor:
-        contract.check_queries(queries, self.key_heads, self.key_dim, wait=wait)
-        # The query heads of one key head become more rows of one product: [G, R, D].
-        return queries.to(self.device).reshape(self.key_heads, -1, self.key_dim).float()
-
     def _way(self, grouped: Tensor, k: int) -> Way:
         """Return how to search for ``grouped [G, R, D]``."""
-        rows, keys = grouped.shape[1], len(self) * self.keys_per_block
+        rows = grouped.shape[1]
         if not self.dtype.is_floating_point:
             return "kernel" if self.device.type == "cuda" and self._chunks.ascending else "tiles"
         match fastest(grouped, self._like_keys, k):
@@ -184,10 +170,8 @@ class ExactIndex(VectorIndex):
                 self._chunks.ascending
             ):  # the kernel takes the first of equal blocks, which must have the smaller id
                 return "kernel"
-            case "native" if rows * keys * self.key_dim <= PASSED_PRODUCTS:
-                return "pass"
             case "native":
-                return "codes" if self._codes_pay(rows, beside_c=True) else "scan"
+                return "codes" if self._codes_pay(rows, beside_c=True) else "pass"
         return "codes" if self._codes_pay(rows) else "tiles"
 
     def _codes_pay(self, queries: int, *, beside_c: bool = False) -> bool:
@@ -197,7 +181,7 @@ class ExactIndex(VectorIndex):
 
     def _search_in_kernel(self, grouped: Tensor, k: int, allowed: range | Tensor | None) -> list[SearchResult]:
         """Search all heads and queries at once, one chunk after the other."""
-        best = nothing(grouped.shape[0] * grouped.shape[1], k, self.device)
+        best = _nothing(grouped.shape[0] * grouped.shape[1], k, self.device)
         wanted = self._chunks.wanted(allowed)
         for number, chunk in self._chunks.by_number.items():
             search = search_blocks if self.dtype.is_floating_point else _search_codes
@@ -210,28 +194,14 @@ class ExactIndex(VectorIndex):
 
     def _search_in_one_pass(self, grouped: Tensor, k: int, allowed: range | Tensor | None) -> list[SearchResult]:
         """Search with ``kernels/search_blocks/native.c``, in float32, so the results need no second scoring."""
-        parts = self._parts(allowed)
-        return [SearchResult(*search_chunks(parts(head), rows, k)) for head, rows in enumerate(grouped)]
-
-    def _search_and_settle(self, grouped: Tensor, k: int, allowed: range | Tensor | None) -> list[SearchResult]:
-        """Search in the same way, with the scores that ``_settle`` gives."""
-        parts = self._parts(allowed)
-        heads = []
+        wanted, heads = self._chunks.wanted(allowed), []
         for head, rows in enumerate(grouped):
-            if self.keys_per_block == 1 and self.key_dim <= LARGEST_PLAIN_DIM:
-                heads.append(SearchResult(*search_chunks(parts(head), rows, k, settle="in order")))
-                continue
-            found = BestBlocks(*search_chunks(parts(head), rows, k, settle="no"))
-            heads.append(self._settle(found, rows, head))
+            parts = [
+                KeyChunk(chunk.keys[head, : chunk.used], chunk.ids, wanted[number], number * PLACES)
+                for number, chunk in self._chunks.by_number.items()
+            ]
+            heads.append(SearchResult(*search_chunks(parts, rows, k)))
         return heads
-
-    def _parts(self, allowed: range | Tensor | None) -> Callable[[int], list[KeyChunk]]:
-        """Return what gives the ``allowed`` part of a head's keys."""
-        wanted = self._chunks.wanted(allowed)
-        return lambda head: [
-            KeyChunk(chunk.keys[head, : chunk.used], chunk.ids, wanted[number], number * PLACES)
-            for number, chunk in self._chunks.by_number.items()
-        ]
 
     def _scans(self, allowed: range | Tensor | None, k: int, start: int = 0, *, coded: bool) -> list[_Scan]:
         """Return what to read from place ``start`` on; ``coded``: codes first, if enough groups are whole."""
@@ -243,9 +213,9 @@ class ExactIndex(VectorIndex):
                 wanted = chunk.wanted(allowed) if wanted is None else wanted
                 wanted[:row] = False
             scans.append(_Scan.of(number, chunk, wanted, coded=coded))
-        if sum(scan.whole_groups for scan in scans) >= FEWEST_GROUPS * k:
-            return scans
-        return [scan.without_codes() for scan in scans]
+        if coded and sum(scan.whole_groups for scan in scans) < FEWEST_GROUPS * k:
+            return self._scans(allowed, k, start, coded=False)
+        return scans
 
     def _search_head(self, scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> SearchResult:
         return self._settle(self._search_rows(scans, queries, head, k), queries, head)
@@ -256,7 +226,7 @@ class ExactIndex(VectorIndex):
 
     def _search_tile(self, scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> BestBlocks:
         """Return the best blocks for ``queries [R, D]``, so few that a tile's scores stay in the cache."""
-        best = nothing(len(queries), k, self.device)
+        best = _nothing(len(queries), k, self.device)
         coded = [scan for scan in scans if scan.groups is not None]
         if coded and len(queries):
             found, helped = _best_of_groups(coded, queries, head, k)
@@ -264,7 +234,7 @@ class ExactIndex(VectorIndex):
             rest = (~helped).nonzero().squeeze(1)
             if rest.numel():
                 plain = [scan._replace(groups=None, rows=scan.coded_rows()) for scan in coded]
-                found = self._scan_rows(plain, queries[rest], head, nothing(len(rest), k, self.device))
+                found = self._scan_rows(plain, queries[rest], head, _nothing(len(rest), k, self.device))
                 best = BestBlocks(*(mine.index_copy(0, rest, new) for mine, new in zip(best, found, strict=True)))
         return self._scan_rows(scans, queries, head, best)
 
@@ -345,12 +315,6 @@ class _Scan(NamedTuple):
         groups = torch.arange(codes.groups) if whole is None else whole.nonzero().squeeze(1)
         return (groups.unsqueeze(1) * codes.rows_per_group + torch.arange(codes.rows_per_group)).flatten()
 
-    def without_codes(self) -> _Scan:
-        """Return the same scan with all rows scored directly."""
-        if self.groups is None:
-            return self
-        return self._replace(groups=None, rows=torch.cat([self.coded_rows(), self.rows]).sort().values)
-
 
 def _best_of_groups(scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> tuple[BestBlocks, Tensor]:
     """Return the best blocks of coded groups, and for which queries ``[R]`` their codes were enough."""
@@ -406,6 +370,57 @@ def _best_of_pairs(query: Tensor, scores: Tensor, ids: Tensor, places: Tensor, r
     for whole, values in zip(table, (scores, ids, places), strict=True):
         whole[row, column] = values[by_query]
     return choose(*table, k)
+
+
+class BestBlocks(NamedTuple):
+    """At most ``k`` blocks for each of ``R`` queries, in any order; missing ones have id -1 and score -inf."""
+
+    scores: Tensor
+    """``[R, k]`` float32"""
+    ids: Tensor
+    """``[R, k]``"""
+    places: Tensor
+    """``[R, k]``: see ``chunks.py``"""
+
+
+def _nothing(rows: int, k: int, device: torch.device) -> BestBlocks:
+    """Return the best blocks before any block was scored."""
+    scores = torch.full((rows, k), -torch.inf, device=device)
+    none = torch.full((rows, k), -1, dtype=torch.int64, device=device)
+    return BestBlocks(scores, none, none)
+
+
+def choose(scores: Tensor, ids: Tensor, places: Tensor, k: int) -> BestBlocks:
+    """Return the ``k`` best of ``scores [R, n]``, with ``ids`` and ``places`` of ``[n]`` or ``[R, n]``."""
+    columns = _top(scores, ids, min(k, scores.shape[1]))
+    chosen = (each.expand_as(scores).gather(1, columns) for each in (ids, places))
+    return BestBlocks(scores.gather(1, columns), *chosen)
+
+
+def merge(one: BestBlocks, other: BestBlocks, k: int) -> BestBlocks:
+    """Return the ``k`` best blocks of both."""
+    scores, ids, places = (torch.cat(pair, 1) for pair in zip(one, other, strict=True))
+    columns = order(scores, ids)[:, :k]
+    return BestBlocks(scores.gather(1, columns), ids.gather(1, columns), places.gather(1, columns))
+
+
+def _top(scores: Tensor, ids: Tensor, k: int) -> Tensor:
+    """Return columns ``[R, k]`` of the ``k`` largest ``scores [R, n]``; smaller ids win among equal scores."""
+    largest, columns = scores.topk(min(k + 1, scores.shape[1]), dim=1)
+    columns, worst = columns[:, :k], largest[:, k - 1 : k]
+    # topk takes any of several equal scores. Only if the last place is contested, choose again by id.
+    contested = (largest[:, k:] == worst).any(1).nonzero().squeeze(1)
+    if contested.numel():
+        rivals, limit, numbers = scores[contested], worst[contested], ids.expand_as(scores)[contested]
+        rank = torch.where(rivals == limit, -1.0 - numbers.double(), -torch.inf).masked_fill(rivals > limit, 0.0)
+        columns[contested] = rank.topk(k, dim=1, sorted=False).indices
+    return columns
+
+
+def order(scores: Tensor, ids: Tensor) -> Tensor:
+    """Return columns that sort ``[R, n]``: best score first, equal scores by ascending id, empty places last."""
+    by_id = ids.argsort(dim=1)
+    return by_id.gather(1, scores.gather(1, by_id).argsort(dim=1, descending=True, stable=True))
 
 
 def _search_codes(queries: Tensor, codes: Tensor, k: int, *, wanted: Tensor | None) -> tuple[Tensor, Tensor]:

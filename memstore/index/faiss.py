@@ -4,10 +4,6 @@ Every block is also in the chunks of an exact index: FAISS only proposes candida
 every score is true, a filter that leaves few blocks is exact, and ``score`` is as in an exact index. The price is a
 second copy of the keys. The FAISS structure is a base (see ``rebuilt.py``); the tail is searched exactly. When the
 tail, or the removed part, grows to a quarter of the base, the next base is made.
-
-On a GPU (if FAISS was built for one), the GPU has the keys of the chunks, and a copy of the FAISS structure that
-proposes candidates. FAISS can neither filter nor remove on a GPU, so candidates that are not allowed are dropped
-afterwards.
 """
 
 from __future__ import annotations
@@ -26,11 +22,10 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.index import contract, files
-from memstore.index.best_blocks import choose, merge
 from memstore.index.chunks import PLACES
 from memstore.index.contract import IndexCapabilities, SearchResult
-from memstore.index.exact import TILE_QUERIES, ExactIndex
-from memstore.index.rebuilt import BaseBlocks, Rebuild
+from memstore.index.exact import TILE_QUERIES, ExactIndex, choose, merge
+from memstore.index.rebuilt import BaseBlocks, Rebuild, library
 
 FEWEST_KEYS = 4096
 """With fewer keys of a head exact search is as fast, and FAISS is not used."""
@@ -46,22 +41,11 @@ MOST_TRAINING_KEYS = 64
 """Most keys for each list: k-means over a million keys and 4,096 lists takes minutes. FAISS's own limit is 256."""
 LARGEST_NUMBER = 1 << 22
 """Limit for lists, links and candidates: FAISS allocates all of them before there are keys."""
-MOST_THERE = 2048
-"""Limit of FAISS on a GPU for candidates and for lists that are read."""
-TEMPORARY = 64 << 20
-"""Bytes that FAISS reserves on a GPU for each base."""
 FEWEST_LINKS = 2
 """Least links of a key in HNSW: with fewer, FAISS ends the process."""
 Array = npt.NDArray[Any]
 
 _log = logging.getLogger("memstore.index")
-
-
-class _Capabilities:
-    """Only FAISS knows whether it supports GPUs, and it is not imported before an index is needed."""
-
-    def __get__(self, index: object, kind: object) -> IndexCapabilities:
-        return IndexCapabilities(exact=False, dense=True, devices=has_gpus())
 
 
 class FaissIndex(ExactIndex):
@@ -71,22 +55,12 @@ class FaissIndex(ExactIndex):
     index. Also as there, a search during an addition in another thread is not safe.
     """
 
-    capabilities = _Capabilities()
+    capabilities = IndexCapabilities(exact=False, dense=True)
 
     def _prepare(self, settings: str) -> None:
-        there = self.device.type != "cpu"
-        if there and not has_gpus():
-            raise InvalidArgument(
-                f"The index faiss is in host memory, not on {self.device}: this FAISS has no GPU support, or "
-                "finds no GPU; use 'exact' there."
-            )
         super()._prepare("")
         self.settings = parse(settings or "Flat")
         made = make(self.settings.factory, self.key_dim)
-        if there and isinstance(made, library().IndexHNSW):
-            raise InvalidArgument(
-                f"faiss:{self.settings.factory}: FAISS has no HNSW on a GPU; use IVF1024,Flat or 'exact' there."
-            )
         needed = TRAINING_KEYS * lists(made)
         self._fewest = -(-max(FEWEST_KEYS, needed) // self.keys_per_block)
         self._base: _FaissBase | None = None
@@ -130,7 +104,7 @@ class FaissIndex(ExactIndex):
         base, count = self._base, k * self.settings.refine * min(self.keys_per_block, 4)
         filtered = None if base is None else base.filter(allowed)
         left = 0 if base is None else len(base) if filtered is None else int(filtered.sum())
-        if base is None or left < max(FEWEST_WANTED * count, base.fewest):
+        if base is None or left < FEWEST_WANTED * count:
             return super().search(queries, k, allowed=allowed)
         scans = self._scans(allowed, k, self._covered, coded=self._codes_pay(TILE_QUERIES))
         heads = []
@@ -171,7 +145,7 @@ class FaissIndex(ExactIndex):
         tensors, base = super()._tensors(), self._base
         if base is None or not len(self):
             return tensors
-        places = self._chunks.places().cpu()
+        places = self._chunks.places()
         rows = torch.searchsorted(places, base.places)
         rows[~base.alive] = -1
         covered = torch.searchsorted(places, torch.tensor([self._covered]))
@@ -187,12 +161,7 @@ class FaissIndex(ExactIndex):
             # FAISS does not check what it reads; the file's checksums were checked.
             heads = [library().deserialize_index(tensors[f"faiss_{head}"].numpy()) for head in range(self.key_heads)]
             rows = tensors["base_rows"]
-            try:
-                base = _FaissBase(heads, tensors["base_ids"], rows + first, self.keys_per_block, self.device)
-            except RuntimeError as error:  # no room on a GPU
-                _log.warning("FAISS cannot take %s to %s; search is exact: %s", self, self.device, error)
-                return
-            self._base = base
+            self._base = _FaissBase(heads, tensors["base_ids"], rows + first, self.keys_per_block)
             self._base.alive &= rows >= 0
             self._base.removed = int((rows < 0).sum())
             self._covered = first + int(tensors["covered"])
@@ -209,22 +178,21 @@ class FaissIndex(ExactIndex):
         # Copies would take as much memory again. Rows are overwritten only after ``_covered_next``, and only after
         # their blocks were removed. Whatever the thread reads there is dropped when its base is adopted.
         keys = [(chunk.keys[:, : chunk.used], chunk.alive[: chunk.used].clone()) for chunk in chunks]
-        ids, places = torch.cat([chunk.live() for chunk in chunks]).cpu(), self._chunks.places().cpu()
-        work = partial(_make_base, self.settings.factory, keys, ids, places, self.keys_per_block, self.device)
+        ids, places = torch.cat([chunk.live() for chunk in chunks]), self._chunks.places()
+        work = partial(_make_base, self.settings.factory, keys, ids, places, self.keys_per_block)
         self._covered_next = self._chunks.end
         self._rebuild.begin(work)
 
     def _adopt(self, *, wait: bool = False) -> None:
-        """Take the next base if it is ready, without the blocks removed meanwhile."""
+        """Take the next base if it is ready."""
         try:
-            new = self._rebuild.take(wait=wait)
+            base = self._rebuild.take(wait=wait)
         except (RuntimeError, MemoryError) as error:
             self._refused = len(self)
             _log.warning("FAISS could not build %s; search stays exact: %s", self.settings.factory, error)
             return
-        if new is not None:
-            new.base.drop(new.removed)
-            self._base, self._covered = new.base, self._covered_next
+        if base is not None:
+            self._base, self._covered = base, self._covered_next
 
 
 def _make_base(
@@ -233,13 +201,12 @@ def _make_base(
     ids: Tensor,
     places: Tensor,
     keys_per_block: int,
-    device: torch.device,
 ) -> _FaissBase:
     """Train and fill one structure for each head, on one thread: searches need the others."""
     library().omp_set_num_threads(1)
-    pieces = [(piece if bool(alive.all()) else piece[:, alive]).cpu() for piece, alive in keys]
+    pieces = [piece if bool(alive.all()) else piece[:, alive] for piece, alive in keys]
     heads = [trained(factory, pieces, head) for head in range(len(pieces[0]))]
-    return _FaissBase(heads, ids, places, keys_per_block, device)
+    return _FaissBase(heads, ids, places, keys_per_block)
 
 
 class Settings(NamedTuple):
@@ -267,26 +234,6 @@ def parse(text: str) -> Settings:
             raise InvalidArgument(f"faiss:{text}: {option!r} is not an option; options are {known}, with N at least 1.")
         values[name] = int(value)
     return Settings(factory, **values)
-
-
-def library() -> ModuleType:
-    """Import FAISS. Raises ``InvalidArgument`` if it is not installed."""
-    try:
-        import faiss
-    except ImportError as error:
-        raise InvalidArgument(
-            f"The index faiss needs FAISS ({error}). Install it with: pip install 'torch-memstore[faiss]'"
-        ) from error
-    return faiss
-
-
-def has_gpus() -> bool:
-    """Return whether FAISS is installed, was built for GPUs, and sees one."""
-    try:
-        faiss = library()
-    except InvalidArgument:
-        return False
-    return hasattr(faiss, "StandardGpuResources") and faiss.get_num_gpus() > 0
 
 
 def make(factory: str, dim: int) -> Any:
@@ -320,30 +267,16 @@ def lists(index: Any) -> int:
 class _FaissBase(BaseBlocks):
     """One FAISS structure for each key head, over the blocks ``ids [n]`` at ``places [n]``; ``P`` keys each.
 
-    Blocks are never added. Removed blocks are taken out of inverted lists, and filtered out of other structures. With a
-    GPU, copies of the structures propose there, and the originals are kept for files. Raises ``RuntimeError`` if the
-    GPU has no room for them.
+    Blocks are never added. Removed blocks are taken out of inverted lists, and filtered out of other structures.
     """
 
-    def __init__(
-        self, heads: Sequence[Any], ids: Tensor, places: Tensor, keys_per_block: int, device: torch.device
-    ) -> None:
+    def __init__(self, heads: Sequence[Any], ids: Tensor, places: Tensor, keys_per_block: int) -> None:
         super().__init__(ids)
         self._faiss = library()
         self.heads = list(heads)
         self.places = places
         self._keys_per_block = keys_per_block
-        self._there: list[Any] = []
-        if device.type != "cpu":
-            self._resources = self._faiss.StandardGpuResources()
-            self._resources.setTempMemory(TEMPORARY)
-            number = torch.cuda.current_device() if device.index is None else device.index
-            self._there = [self._faiss.index_cpu_to_gpu(self._resources, number, index) for index in heads]
-        self._removes = not self._there and all(isinstance(index, self._faiss.IndexIVF) for index in heads)
-        self.fewest = len(ids) // 2 if self._there else 0
-        """Least blocks that a filter must leave for FAISS to be used: on a GPU it ignores filters, so half may be
-        dropped.
-        """
+        self._removes = all(isinstance(index, self._faiss.IndexIVF) for index in heads)
 
     @property
     def nbytes(self) -> int:
@@ -367,22 +300,15 @@ class _FaissBase(BaseBlocks):
 
     def candidates(self, queries: Tensor, head: int, count: int, wanted: Tensor | None, settings: Settings) -> Tensor:
         """Return places ``[R, count]`` of the blocks of the best ``count`` keys; -1 for none and for repeated ones."""
-        rows = np.ascontiguousarray(queries.cpu().numpy(), dtype=np.float32)
+        rows = np.ascontiguousarray(queries.numpy(), dtype=np.float32)
         index, count = self.heads[head], min(count, max(1, self.heads[head].ntotal))
-        if self._there:
-            probes = _probes(index, settings)
-            given = None if probes is None else self._faiss.SearchParametersIVF(nprobe=min(probes, MOST_THERE))
-            found = torch.from_numpy(self._there[head].search(rows, min(count, MOST_THERE), params=given)[1])
-        else:
-            parameters, keep = self._parameters(index, count, wanted, settings)
-            self._faiss.omp_set_num_threads(torch.get_num_threads())
-            found = torch.from_numpy(index.search(rows, count, params=parameters)[1])
-            del keep
+        parameters, keep = self._parameters(index, count, wanted, settings)
+        self._faiss.omp_set_num_threads(torch.get_num_threads())
+        found = torch.from_numpy(index.search(rows, count, params=parameters)[1])
+        del keep
         blocks = found.div(self._keys_per_block, rounding_mode="floor").sort(dim=1).values
         bad = torch.nn.functional.pad(blocks[:, 1:] == blocks[:, :-1], (1, 0)) | (blocks < 0)
-        if self._there and wanted is not None:
-            bad |= ~wanted[blocks.clamp(min=0)]
-        return torch.where(bad, -1, self.places[blocks.clamp(min=0)]).to(queries.device)
+        return torch.where(bad, -1, self.places[blocks.clamp(min=0)])
 
     def _parameters(self, index: Any, count: int, wanted: Tensor | None, settings: Settings) -> tuple[Any, Any]:
         """Return search parameters, and objects that must not be collected while FAISS uses them."""
@@ -398,7 +324,6 @@ class _FaissBase(BaseBlocks):
         return self._faiss.SearchParameters(**chosen), bits
 
     def _numbers(self, rows: Tensor) -> Array:
-        """Return the numbers of the keys of blocks."""
         numbers = rows.unsqueeze(1) * self._keys_per_block + torch.arange(self._keys_per_block)
         return numbers.flatten().numpy()
 

@@ -56,8 +56,7 @@ class MilvusIndex(VectorIndex):
         return len(self._ids) * (self.key_heads * self.keys_per_block * (4 * self.key_dim + 32) + 8)
 
     def add(self, ids: Tensor, keys: Tensor) -> None:
-        contract.check_ids(ids)
-        contract.check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
+        self._check_blocks(ids, keys)
         blocks = ids.tolist()
         contract.check_new(self._held(ids), ids)
         self._insert(self._name, blocks, keys)
@@ -74,8 +73,7 @@ class MilvusIndex(VectorIndex):
     def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
         contract.check_top_k(k)
         contract.check_allowed(allowed)
-        contract.check_queries(queries, self.key_heads, self.key_dim)
-        grouped = queries.detach().float().cpu().reshape(self.key_heads, -1, self.key_dim)
+        grouped = self._grouped(queries).detach()
         scores = torch.full((*grouped.shape[:2], k), -torch.inf)
         ids, offsets = (torch.full((*grouped.shape[:2], k), -1) for _ in range(2))
         among = _among(self._ids, allowed)

@@ -11,14 +11,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Generic, NamedTuple, TypeVar
+from types import ModuleType
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from memstore.errors import InvalidArgument
 from memstore.index.contract import allows
 
-T = TypeVar("T")
+
+def library() -> ModuleType:
+    """Import FAISS. Raises ``InvalidArgument`` if it is not installed."""
+    try:
+        import faiss
+    except ImportError as error:
+        raise InvalidArgument(
+            f"this index needs FAISS ({error}). Install it: pip install 'torch-memstore[faiss]'. Or use index='exact'"
+        ) from error
+    return faiss
 
 
 class BaseBlocks:
@@ -62,12 +73,7 @@ class BaseBlocks:
         return rows, self.ids[rows] == ids
 
 
-class _NewBase(NamedTuple, Generic[T]):
-    """A base that a thread has made."""
-
-    base: T
-    removed: Tensor
-    """``[m]`` int64: ids of blocks removed since the base was begun, even if they were added again."""
+T = TypeVar("T", bound=BaseBlocks)
 
 
 class Rebuild(Generic[T]):
@@ -93,16 +99,18 @@ class Rebuild(Generic[T]):
         if self._coming is not None:
             self._removed.append(ids)
 
-    def take(self, *, wait: bool = False) -> _NewBase[T] | None:
-        """Return the base, once; None if it is not ready. Raises the error of making it.
+    def take(self, *, wait: bool = False) -> T | None:
+        """Return the base, once, without the blocks removed meanwhile; None if it is not ready.
 
-        ``wait``: until it is ready.
+        ``wait``: until it is ready. Raises the error of making it.
         """
         if self._coming is None or not (wait or self._coming.done()):
             return None
         coming, self._coming = self._coming, None
-        none = torch.empty(0, dtype=torch.int64)
-        return _NewBase(coming.result(), torch.cat([none, *self._removed]).unique())
+        base = coming.result()
+        # Blocks that were removed and added again lie in the tail.
+        base.drop(torch.cat([torch.empty(0, dtype=torch.int64), *self._removed]).unique())
+        return base
 
     def wait(self) -> None:
         if self._coming is not None:

@@ -54,8 +54,7 @@ class SignIndex(VectorIndex):
         return self._words.nbytes + self._ids.nbytes
 
     def add(self, ids: Tensor, keys: Tensor) -> None:
-        contract.check_ids(ids)
-        contract.check_keys(keys, (ids.numel(), self.key_heads, self.keys_per_block, self.key_dim))
+        self._check_blocks(ids, keys)
         contract.check_new(self._holds(ids), ids)
         words = torch.stack([pack(keys[:, head].cpu()).words for head in range(self.key_heads)])
         there = self._ids[self._held]
@@ -84,13 +83,13 @@ class SignIndex(VectorIndex):
     def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
         contract.check_top_k(k)
         contract.check_allowed(allowed)
-        grouped, rows = self._grouped(queries), self._rows(allowed)
+        grouped, rows = self._grouped(queries).detach(), self._rows(allowed)
         heads = [self._search_head(grouped[head], head, rows, k) for head in range(self.key_heads)]
         return SearchResult.of_heads(heads, queries)
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
         contract.check_allowed(allowed)
-        grouped, rows = self._grouped(queries), self._rows(allowed)
+        grouped, rows = self._grouped(queries).detach(), self._rows(allowed)
         scores = torch.stack([self._scores(grouped[head], head, rows) for head in range(self.key_heads)])
         ids = self._ids[rows].clone()
         return scores.reshape(*queries.shape[:2], len(ids)).to(queries.device), ids.to(queries.device)
@@ -140,10 +139,6 @@ class SignIndex(VectorIndex):
             first, stop = torch.searchsorted(there, ends).tolist()
             return slice(self._held.start + first, self._held.start + stop)
         return self._held.start + contract.allows(allowed, there).nonzero().squeeze(1)
-
-    def _grouped(self, queries: Tensor) -> Tensor:
-        contract.check_queries(queries, self.key_heads, self.key_dim)
-        return queries.detach().cpu().float().reshape(self.key_heads, -1, self.key_dim)  # [G, R, D]
 
     def _keys(self, head: int, rows: slice | Tensor) -> PackedSigns:
         return PackedSigns(self._words[head, rows].contiguous(), self.keys_per_block, self.key_dim)

@@ -17,20 +17,21 @@ from memstore.errors import InvalidArgument
 from memstore.index.contract import check_numbers, check_tensor
 from memstore.json_checks import check_storable
 from memstore.memory.entry import READING, Address, DocumentState, Home, Places
-from memstore.memory.rows import (
+from memstore.memory.shared import SharedStore
+from memstore.memory.spec import (
     beginning,
     byte_rows,
     chain,
     encode_blocks,
     finite,
     kept_recurrent,
+    plain_layouts,
     put_recurrent,
     read_rows,
     to_record,
+    token_layout,
     torch_dtype,
 )
-from memstore.memory.shared import SharedStore
-from memstore.memory.spec import plain_layouts, token_layout
 from memstore.memory.usage import Deletion
 from memstore.store.records import Batch, Bytes, Record
 
@@ -322,13 +323,12 @@ class Append:
             raise InvalidArgument(f"layer {layer}: expected stored blocks of {expected}, not {found}.")
 
     def _checked(self, layer: int, name: str, tensor: object, shape: tuple[int, ...]) -> Tensor:
-        expected = (len(self.blocks), *shape)
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tuple(tensor.shape) != expected:
-            found = f"{tensor.dtype} {list(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise InvalidArgument(f"layer {layer}, {name}: expected floating point {list(expected)}, not {found}.")
-        check_tensor(f"layer {layer}, {name}", tensor)
         spec = self._shared.spec
-        states = tensor.detach().to("cpu", torch_dtype(spec.dtype))
+        states = (
+            _floats(f"layer {layer}, {name}", tensor, [len(self.blocks), *shape])
+            .detach()
+            .to("cpu", torch_dtype(spec.dtype))
+        )
         if not finite(states):
             raise InvalidArgument(
                 f"layer {layer}, {name}: as {spec.dtype} they contain NaN or infinity. Find the cause, or use a "
@@ -342,15 +342,19 @@ class Append:
             if landmarks is not None:
                 raise InvalidArgument(f"layer {layer} has no landmarks; layers with landmarks: {spec.index_layers}.")
             return None
-        expected = [len(self.blocks), spec.key_heads, spec.keys_per_block, spec.key_dim]
-        if landmarks is None:
-            raise InvalidArgument(f"layer {layer}, landmarks: expected floating point {expected}, not none.")
-        check_tensor(f"layer {layer}, landmarks", landmarks)
-        if not landmarks.is_floating_point() or list(landmarks.shape) != expected:
-            found = f"{landmarks.dtype} {list(landmarks.shape)}"
-            raise InvalidArgument(f"layer {layer}, landmarks: expected floating point {expected}, not {found}.")
-        check_numbers(f"layer {layer}, landmarks", landmarks)
-        return landmarks.detach().cpu()
+        what, shape = f"layer {layer}, landmarks", (spec.key_heads, spec.keys_per_block, spec.key_dim)
+        marks = _floats(what, landmarks, [len(self.blocks), *shape])
+        check_numbers(what, marks)
+        return marks.detach().cpu()
+
+
+def _floats(what: str, value: object, shape: list[int]) -> Tensor:
+    """Return ``value`` if it is a dense floating-point tensor ``shape``. Raises ``InvalidArgument``."""
+    if not isinstance(value, Tensor) or not value.is_floating_point() or list(value.shape) != shape:
+        found = f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise InvalidArgument(f"{what}: expected floating point {shape}, not {'none' if value is None else found}.")
+    check_tensor(what, value)
+    return value
 
 
 def _checked_reading(state: DocumentState, reading: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
 from memstore.json_checks import check_whole
 from memstore.memory.entry import NEXT_DOCUMENT, Address, DocumentState, Places, common, lacking
-from memstore.memory.rows import from_record, kept_recurrent, read_recurrent, read_rows
 from memstore.memory.rules import Rules
 from memstore.memory.shared import Handle, SharedStore, next_document_record
-from memstore.memory.spec import MemorySpec, token_layout
+from memstore.memory.spec import MemorySpec, from_record, kept_recurrent, read_recurrent, read_rows, token_layout
 from memstore.memory.usage import Deletion
 from memstore.store.records import Batch
 
@@ -435,13 +434,12 @@ class Document:
         if full.stop < blocks.stop:
             records = self._shared.store.get(places.tokens(full.stop))
             if records is None:
-                raise NotFound(f"document {self.name!r}: the token ids of block {full.stop} are missing; run verify.")
+                raise NotFound(f"document {self.name!r}: the token ids of block {full.stop} are missing. Run verify.")
             parts.append(from_record(records[0])[: state.tokens - full.stop * size])
         return torch.cat(parts)
 
 
 def _offsets(parts: list[range], blocks: range) -> Tensor:
-    """Return the positions of ``parts`` within ``blocks``."""
     import torch
 
     return torch.tensor([block - blocks.start for part in parts for block in part], dtype=torch.int64)

@@ -42,7 +42,7 @@ FIRST_NAMED = Key(Table.META, item=16)
 NAMED_VALUE = table(kind=text(20), name=text(10_000))
 HASH_BYTES = 16
 HASHES_PER_RUN = 240
-"""Hashes of a document's history in one run, see ``rows.py``. Every append rewrites a run, which takes a 4 KiB page."""
+"""Hashes of a document's history in one run, see ``spec.py``. Every append rewrites a run, which takes a 4 KiB page."""
 MOST_SPANS = 2**16
 LONGEST_NAME = 511
 """Most bytes of a document's name."""
@@ -76,7 +76,7 @@ class DocumentState:
     home: int | None = None
     """The number under which the blocks after the shared ones lie; None: the document's own."""
     digest: str | None = None
-    """Hash of the history of all complete blocks, see ``rows.py``; None if it was never computed."""
+    """Hash of the history of all complete blocks, see ``spec.py``; None if it was never computed."""
     # Part of the history: the same text read with other options has other states and must not count as the same.
     reading: dict[str, Any] | None = None
     """Everything that the states depend on beside fingerprint and tokens, as the model's reader describes it."""
@@ -89,7 +89,7 @@ class DocumentState:
         if self.first > self.blocks or [start for _, start, _ in self.spans] != ends[:-1] or ends != sorted(set(ends)):
             raise DamagedError(
                 f"the entry of document {self.name!r} contradicts itself (blocks {self.first} to {self.blocks}, "
-                f"{len(self.spans)} spans); run verify"
+                f"{len(self.spans)} spans). Run verify"
             )
 
     def live(self) -> range:
@@ -232,7 +232,7 @@ class Address:
         return Key(Table.BLOCKS, self.id, layer, block)
 
     def recurrent(self, tokens: int) -> Key:
-        """Return the key of a document's recurrent state after so many tokens, see ``rows.py``."""
+        """Return the key of a document's recurrent state after so many tokens, see ``spec.py``."""
         return Key(Table.RECURRENT, self.id, 0, tokens)
 
 
@@ -319,7 +319,7 @@ class Homes:
             chain.append((number, values.get("stop", 0)))
             number = values["parent"]
             if number in met:
-                raise DamagedError(f"the blocks of number {number} branch off from themselves; run verify")
+                raise DamagedError(f"the blocks of number {number} branch off from themselves. Run verify")
         for each, stop in reversed(chain):
             self._known[each] = _joined(each, stop, self._known[number])
             number = each
@@ -349,7 +349,7 @@ class Homes:
 
 def _joined(number: int, stop: int, below: Home) -> Home:
     if stop <= below.start:
-        raise DamagedError(f"number {number} of this memory shares no block with number {below.number}; run verify")
+        raise DamagedError(f"number {number} of this memory shares no block with number {below.number}. Run verify")
     return Home(number, stop, below)
 
 
@@ -413,7 +413,6 @@ class Places:
         return self._keys(Table.BLOCKS, layer, blocks)
 
     def _keys(self, table: Table, layer: int, blocks: range) -> list[Key]:
-        """Return the keys in ``table`` for ``blocks``."""
         return [Key(table, owner, layer, block) for owner, part in self.pieces(blocks) for block in part]
 
 
@@ -551,7 +550,7 @@ class Catalog:
         if key.layer or key.item:
             # A look-up of the document would not find it, and report it as missing.
             raise DamagedError(
-                f"memory {self._url}: the entry of document {key.document} is stored under a damaged key; run verify"
+                f"memory {self._url}: the entry of document {key.document} is stored under a damaged key. Run verify"
             )
         return key.document
 

@@ -48,9 +48,17 @@ from memstore.memory.copy import Beginnings, recurrent_between
 from memstore.memory.document import Document
 from memstore.memory.entry import LONGEST_NAME
 from memstore.memory.memory import Memory, open_memory
-from memstore.memory.rows import decode_landmarks, encode_landmarks, no_states
 from memstore.memory.rules import Rules
-from memstore.memory.spec import MemorySpec, block_layouts, plain_layouts, run_layout, token_layout
+from memstore.memory.spec import (
+    MemorySpec,
+    block_layouts,
+    decode_landmarks,
+    encode_landmarks,
+    no_states,
+    plain_layouts,
+    run_layout,
+    token_layout,
+)
 from memstore.progress import progress_bar
 from memstore.store.encryption_keys import KeySource
 from memstore.store.records import MAX_ITEM
@@ -364,17 +372,14 @@ def _read_manifest(folder: Path) -> tuple[MemorySpec, Rules[str], Values]:
     for file in _files(manifest):
         name, nbytes = file["name"], file["nbytes"]
         if not FILE.fullmatch(name):
-            raise DamagedError(f"{path} is damaged: {name!r} is not a file name of an export. Export again.")
+            raise _damaged(f"{path} is damaged: {name!r} is not a file name of an export")
         facts = paths.find(folder / name)
         size = None if facts is None else facts.st_size
         if nbytes > most:
-            raise DamagedError(f"{path} is damaged: {name} has {nbytes:,} bytes, but at most {most:,} are allowed.")
+            raise _damaged(f"{path} is damaged: {name} has {nbytes:,} bytes, but at most {most:,} are allowed")
         if size != nbytes:
             found = "is missing" if size is None else f"has {size:,} of {nbytes:,} bytes"
-            raise DamagedError(
-                f"the export {folder} is incomplete: {name} {found}. Restore it from a copy, or export again.",
-                remedy="restore",
-            )
+            raise _damaged(f"the export {folder} is incomplete: {name} {found}")
     return spec, rules, manifest
 
 
@@ -383,23 +388,19 @@ def _content(folder: Path, file: Values) -> bytes:
     try:
         content = paths.read(folder, file["name"], file["nbytes"])
     except OSError as error:
-        raise DamagedError(
-            f"the export {folder} cannot be read: {file['name']}: {error.strerror}. Restore it from a copy, or export "
-            "again.",
-            remedy="restore",
-        ) from None
+        raise _damaged(f"the export {folder} cannot be read: {file['name']}: {error.strerror}") from None
     if len(content) != file["nbytes"] or hashlib.sha256(content).hexdigest() != file["sha256"]:
-        raise _damaged(folder, file, "its SHA-256 differs from the manifest")
+        raise _damaged_file(folder, file, "its SHA-256 differs from the manifest")
     return content
 
 
-def _damaged(folder: Path, file: Values, what: str) -> DamagedError:
+def _damaged(what: str) -> DamagedError:
+    return DamagedError(f"{what}. Restore it from a copy, or export again.", remedy="restore")
+
+
+def _damaged_file(folder: Path, file: Values, what: str) -> DamagedError:
     """Return the error for a file with wrong content."""
-    return DamagedError(
-        f"the export {folder} is damaged: {file['name']}: {what}. Nothing was imported from this file. Restore it "
-        "from a copy, or export again.",
-        remedy="restore",
-    )
+    return _damaged(f"the export {folder} is damaged: {file['name']}: {what}. Nothing was imported from this file")
 
 
 def _parsed(path: Path) -> tuple[MemorySpec, Rules[str], Values]:
@@ -414,16 +415,12 @@ def _parsed(path: Path) -> tuple[MemorySpec, Rules[str], Values]:
         rules: Rules[str] = Rules.from_dict(content["rules"]) if "rules" in content else Rules()
         return MemorySpec.from_dict(content["spec"]), rules, content
     except InvalidArgument as error:
-        raise DamagedError(
-            f"{path} is damaged: {error} Restore it from a copy, or export again.", remedy="restore"
-        ) from None
+        raise _damaged(f"{path} is damaged: {str(error).rstrip('.')}") from None
     except MemstoreError:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         words = " ".join(str(error).split())[:100]
-        raise DamagedError(
-            f"{path} is damaged: {words}. Restore it from a copy, or export again.", remedy="restore"
-        ) from None
+        raise _damaged(f"{path} is damaged: {words}") from None
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -488,9 +485,7 @@ def _take_facts(folder: Path, manifest: Values, memory: Memory) -> None:
             name: {key: tensors[f"arrays.{name}.{key}"] for key in keys} for name, keys in manifest["arrays"].items()
         }
     except KeyError as error:
-        raise DamagedError(
-            f"the export {folder} is damaged: it lacks the tensor {error}. Restore it from a copy, or export again."
-        ) from None
+        raise _damaged(f"the export {folder} is damaged: it lacks the tensor {error}") from None
     memory.put_facts(manifest["info"], arrays, str(folder))
 
 
@@ -515,11 +510,7 @@ def _import(folder: Path, entry: Values, memory: Memory, count: Callable[[int], 
         for file in entry["files"]:
             _append(folder, file, document, count)
         if len(document) != entry["tokens"] or _differ(document.digest, entry["digest"]):
-            raise DamagedError(
-                f"the export {folder} is damaged: document {entry['name']!r} differs from its manifest. Restore "
-                "it from a copy, or export again.",
-                remedy="restore",
-            )
+            raise _damaged(f"the export {folder} is damaged: document {entry['name']!r} differs from its manifest")
     except DamagedError:
         memory.forget(staged)
         raise
@@ -591,7 +582,7 @@ def _append(folder: Path, file: Values, document: Document, count: Callable[[int
                 states = [tensors[f"recurrent.{place}.{number}"] for number in range(len(spec.recurrent))]
                 batch.put_recurrent(states, at=place)
     except (KeyError, ValueError, TypeError, RuntimeError) as error:
-        raise _damaged(folder, file, f"its content does not fit a memory ({error})") from None
+        raise _damaged_file(folder, file, f"its content does not fit a memory ({error})") from None
     count(file["tokens"])
 
 
@@ -603,7 +594,7 @@ def _tensors(folder: Path, file: Values) -> dict[str, Tensor]:
     try:
         return load(content)
     except (SafetensorError, ValueError, KeyError) as error:
-        raise _damaged(folder, file, str(error)) from None
+        raise _damaged_file(folder, file, str(error)) from None
 
 
 def _staging_name(name: str) -> str:

@@ -24,8 +24,7 @@ from memstore.errors import DamagedError, MemstoreError, NotAMemory, NotFound
 from memstore.index import BUILT_IN
 from memstore.json_checks import anything, fit, members, parse, table, text, whole
 from memstore.memory.entry import LONGEST_NAME, DocumentState, Places
-from memstore.memory.rows import HistoryRuns, Runs, byte_rows
-from memstore.memory.spec import MemorySpec
+from memstore.memory.spec import HistoryRuns, MemorySpec, Runs, byte_rows
 from memstore.store.records import MAX_DOCUMENT, MAX_ITEM
 
 if TYPE_CHECKING:  # listing the kept indexes needs no PyTorch

@@ -14,10 +14,18 @@ from memstore.errors import ForeignMemory, InvalidArgument, MemstoreError, Store
 from memstore.memory import verify
 from memstore.memory.document import Container, Document
 from memstore.memory.entry import LONGEST_NAME
-from memstore.memory.rows import beginning, byte_rows, chain, kept_recurrent
 from memstore.memory.rules import Rules, WhenFull
 from memstore.memory.shared import CHAT, SharedStore, not_found
-from memstore.memory.spec import MemorySpec, blank, plain_layouts, run_layout
+from memstore.memory.spec import (
+    MemorySpec,
+    beginning,
+    blank,
+    byte_rows,
+    chain,
+    kept_recurrent,
+    plain_layouts,
+    run_layout,
+)
 from memstore.memory.traces import Traces, traces_of
 from memstore.memory.urls import Mode, OpenStore, folder, on_disk, open_store
 from memstore.memory.usage import Deletion, Usage
@@ -60,7 +68,7 @@ def open_memory(
 
     Blocks that are used often are cached in ``host_bytes`` of host memory (by default 64 MiB for a memory on disk; 0
     for none), and in ``device_bytes`` on the accelerator ``device``. Indexes lie there too if they can ("exact",
-    "auto", "faiss" if it was built for GPUs). Without ``device`` they are searched on the CPU. If ``max_bytes`` and
+    "auto"). Without ``device`` they are searched on the CPU. If ``max_bytes`` and
     ``when_full`` are given, they become the memory's: see ``Memory.limit``.
 
     The ``key`` opens an encrypted memory, and encrypts a new one: a file, or a function that returns 32 bytes. Without
@@ -199,11 +207,6 @@ class Memory:
         for name in documents:
             for trace in self._traces.of_conversation(name) if name.startswith(CHAT) else ():
                 self._traces.remove(trace.number)
-
-    def prefetch(self, document: str, blocks: Mapping[int, Sequence[int]]) -> None:
-        """Let a thread bring blocks of a document into host memory: layer -> blocks. See ``LayerView.prefetch``."""
-        for layer, wanted in blocks.items():
-            self.document(document).layer(layer).prefetch(wanted)
 
     def known(self, tokens: Tokens, *, reading: Mapping[str, Any] | None = None) -> tuple[Document, int] | None:
         """Return the document that shares most first blocks with ``tokens [t]``, and their number, or None.

@@ -126,7 +126,6 @@ class Repair:
         yield RepairStep(message=f"the number of the next document was lost; the new number is {last + _FIRST_AGAIN}")
 
     def _rules(self, batch: Batch) -> Iterator[RepairStep]:
-        """Remove damaged limits and pins."""
         try:
             self._shared.retention.rules()
         except _UNREADABLE:
@@ -250,7 +249,6 @@ def _lost(finding: Finding) -> bool:
 
 
 def _tokens(state: DocumentState, block_size: int) -> int:
-    """Return the number of tokens in the blocks of a document."""
     missing = -state.tokens % block_size if state.live() else 0
     return sum(map(len, state.present())) * block_size - missing
 

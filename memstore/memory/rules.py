@@ -271,7 +271,7 @@ class Retention:
             if lost := lost_keys(self._store):
                 raise DamagedError(
                     f"memory {self._url}: {describe(lost[0])} holds the value of another key, perhaps the limit, "
-                    "pins and times to live; run verify, then repair"
+                    "pins and times to live. Run verify, then repair"
                 )
             self._sure = True
         return read_rules(self._store)

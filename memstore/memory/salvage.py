@@ -30,9 +30,16 @@ from memstore.memory.document import Document
 from memstore.memory.entry import Address, DocumentState, Places
 from memstore.memory.memory import Memory, open_memory
 from memstore.memory.repair import told_by_tokens
-from memstore.memory.rows import kept_recurrent, no_states, read_recurrent, read_rows
 from memstore.memory.shared import NamedValues, SharedStore
-from memstore.memory.spec import block_layouts, plain_layouts, token_layout
+from memstore.memory.spec import (
+    block_layouts,
+    kept_recurrent,
+    no_states,
+    plain_layouts,
+    read_recurrent,
+    read_rows,
+    token_layout,
+)
 from memstore.memory.urls import open_unchecked
 from memstore.memory.verify import DONE, lines_of_child, say
 from memstore.paths import python_module
@@ -244,8 +251,6 @@ class _Rescue:
 
 @dataclass(frozen=True)
 class _Block:
-    """All stored values of one block."""
-
     ids: Tensor
     """``[t]`` int32"""
     states: list[Tensor]

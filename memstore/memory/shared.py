@@ -31,9 +31,18 @@ from memstore.memory.entry import (
     stored_state,
 )
 from memstore.memory.index_files import IndexFiles, folder_of
-from memstore.memory.rows import HistoryRuns, LandmarkRuns, from_record, index_dtype, to_record
 from memstore.memory.rules import Retention
-from memstore.memory.spec import MemorySpec, Room, block_layouts, read_header
+from memstore.memory.spec import (
+    HistoryRuns,
+    LandmarkRuns,
+    MemorySpec,
+    Room,
+    block_layouts,
+    from_record,
+    index_dtype,
+    read_header,
+    to_record,
+)
 from memstore.store.cache import BlockCache
 from memstore.store.contract import BlockStore
 from memstore.store.records import MAX_ITEM, Batch, Key, Layout, Record, Table
@@ -198,7 +207,7 @@ class SharedStore:
         assert state is not None
         raise DamagedError(
             f"the entry of document {state.name!r} is damaged: {state.tokens:,} tokens in {state.blocks:,} blocks "
-            "are more than the whole memory has; run verify",
+            "are more than the whole memory has. Run verify",
             memory=self.url,
         )
 
@@ -453,7 +462,6 @@ class NamedValues:
             self._shared.commit(batch)
 
     def _infos(self) -> dict[str, Key]:
-        """Return the names and keys of the JSON values."""
         self._read_new()
         with self._lock:
             return {name: key for (kind, name), key in self._known.items() if kind == "info" and name}

@@ -1,29 +1,47 @@
 """Traces: records of the blocks retrieved during a generation, step by step, kept beside the memory.
 
 A mechanism writes one through a ``Recorder``; ``memstore trace`` and the pictures read it. ``trace_file.py`` has the
-file, and the parts of a step.
+parts of a step.
+
+The file is SQLite's, ``traces.sqlite`` beside a memory. It is not part of the store. So a memory that is open for
+reading can be traced, and a fault in the file never harms the memory. Deleting it loses only the traces. Its journal is
+a write-ahead log, so that other processes can read everything recorded up to a moment ago. Memories without a folder
+have one connection to a database in host memory.
 """
 
 from __future__ import annotations
 
 import builtins
+import itertools
 import json
 import logging
 import math
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any, Self
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
 import numpy as np
 
+from memstore import paths
 from memstore._version import __version__
-from memstore.errors import DamagedError, MemstoreError, NotFound
+from memstore.errors import (
+    DamagedError,
+    ForeignMemory,
+    MemoryInUse,
+    MemstoreError,
+    NotFound,
+    ReadOnlyMemory,
+    StoreFull,
+)
 from memstore.json_checks import anything, fit, members, parse
-from memstore.memory.trace_file import ELSEWHERE, TIERS, Array, Look, Step, TraceFile, decode, delete, encode, make_room
+from memstore.memory.trace_file import ELSEWHERE, TIERS, Array, Look, Step, decode, encode
 from memstore.store.contract import BlockStore
 
 __all__ = ["ELSEWHERE", "KEPT", "MAX_BYTES", "TIERS", "Look", "Recorder", "Step", "Trace", "Traces"]
@@ -39,6 +57,217 @@ _log = logging.getLogger("memstore")
 _in_memory: WeakKeyDictionary[BlockStore, Traces] = WeakKeyDictionary()
 _of_encrypted: WeakValueDictionary[tuple[Path, bytes], Traces] = WeakValueDictionary()
 _guard = threading.Lock()
+
+
+NAME = "traces.sqlite"
+VERSION = 2
+"""Version 1 is the same without ``Look.elsewhere``."""
+_ROOM = 64 << 10  # bytes; a log and its table begin with half of that
+WAIT = 5.0
+"""Seconds to wait for another writing process."""
+
+# SQLite keeps its journal in memory until the file has a log. So a file "-journal" is never ours.
+_TABLES = f"""
+PRAGMA journal_mode = MEMORY;
+PRAGMA auto_vacuum = INCREMENTAL;
+PRAGMA journal_mode = WAL;
+BEGIN IMMEDIATE;
+CREATE TABLE IF NOT EXISTS traces (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, info TEXT NOT NULL, ended INTEGER NOT NULL, bytes INTEGER NOT NULL);
+CREATE TABLE IF NOT EXISTS steps (
+    trace INTEGER NOT NULL, number INTEGER NOT NULL, token INTEGER, seconds REAL NOT NULL, looks BLOB,
+    PRIMARY KEY (trace, number)) WITHOUT ROWID;
+PRAGMA user_version = {VERSION};
+COMMIT;
+"""
+
+
+MOST_VALUE_BYTES = 64 * 1024 * 1024
+"""Most bytes of one text or blob."""
+MOST_TURNS = 1000
+"""Most work for all queries of a connection, in units of 100,000 steps of SQLite's machine: some seconds."""
+
+
+def _schema(connection: sqlite3.Connection) -> set[tuple[str, str, str]]:
+    """Return type, name and text of all definitions."""
+    rows = connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
+    return {(str(kind), str(name), " ".join(str(sql).split())) for kind, name, sql in rows}
+
+
+@cache
+def _own_schema() -> set[tuple[str, str, str]]:
+    with closing(sqlite3.connect(":memory:")) as connection:
+        connection.executescript(_TABLES)
+        return _schema(connection)
+
+
+class TraceFile:
+    """Opens the traces of one memory. Safe to use from several threads."""
+
+    def __init__(self, folder: Path | None, url: str) -> None:
+        """``folder`` is that of the memory; None keeps the traces in host memory. Opens and creates nothing yet."""
+        self.path = None if folder is None else folder / NAME
+        self._url = url
+        self._lock = threading.RLock()
+        self._users = 0
+        self._connection: sqlite3.Connection | None = None
+
+    def rows(self, query: str, values: Sequence[object] = ()) -> Iterator[Any]:
+        """Yield the rows of a query, none if nothing was ever recorded. SQLite's errors are raised as ours."""
+        with self._explained():
+            if self.path is None:
+                with self._lock:
+                    yield from () if self._connection is None else self._connection.execute(query, values)
+            elif self._exists(self.path):
+                with closing(self._open_to_read(self.path)) as connection:
+                    yield from connection.execute(query, values) if self._version(connection) else ()
+
+    @contextmanager
+    def writing(self) -> Iterator[sqlite3.Connection]:
+        """Run a transaction after ``acquire``. SQLite's errors are raised as ours, and undo it."""
+        with self._explained(), self._lock:
+            assert self._connection is not None, "writing without acquire"
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._connection
+            except BaseException:
+                self._connection.execute("ROLLBACK")
+                raise
+            self._connection.execute("COMMIT")
+
+    def acquire(self) -> None:
+        """Open the file for writing, and create it if it is missing. Each call needs a ``release``."""
+        with self._explained(), self._lock:
+            if self._connection is None:
+                self._connection = self._open_to_write()
+            self._users += 1
+
+    def release(self) -> None:
+        """Close the file unless another part of this process is writing."""
+        with self._lock:
+            self._users -= 1
+            if self._connection is not None and self.path is not None and not self._users:
+                self._connection.close()
+                self._connection = None
+
+    def shrink(self) -> None:
+        """Give deleted space back to the disk unless somebody is reading. Call ``acquire`` first."""
+        with self._explained(), self._lock:
+            assert self._connection is not None, "shrinking without acquire"
+            self._connection.execute("PRAGMA incremental_vacuum").fetchall()
+            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+
+    def explained(self, error: Exception) -> MemstoreError:
+        """Return our error for ``error``, from SQLite or from decoding."""
+        if not isinstance(error, sqlite3.OperationalError) or "no such" in str(error) or "malformed" in str(error):
+            return DamagedError(
+                f"the traces of memory {self._url} are damaged ({error}). The memory itself is not affected: "
+                f"delete {self.path}, and record the traces again.",
+                remedy="repair",
+            )
+        kinds: dict[str, type[MemstoreError]] = {
+            "SQLITE_BUSY": MemoryInUse,
+            "SQLITE_LOCKED": MemoryInUse,
+            "SQLITE_FULL": StoreFull,
+            "SQLITE_READONLY": ReadOnlyMemory,
+            "SQLITE_CANTOPEN": ReadOnlyMemory,
+        }
+        code = "_".join(getattr(error, "sqlite_errorname", "").split("_")[:2])
+        kind = kinds.get(code, MemstoreError)
+        # On a full disk SQLite fails wherever it needs room: for the log, or for its shared memory.
+        if (
+            self.path is not None
+            and code in ("SQLITE_IOERR", "SQLITE_CANTOPEN")
+            and paths.free_bytes(self.path.parent) < _ROOM
+        ):
+            kind = StoreFull
+        return kind(
+            f"the traces of memory {self._url} cannot be used ({error}). Make {self.path} and its folder "
+            "writable, free some space, and close other processes that hold the file."
+        )
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise self.explained(error) from error
+
+    def _open_to_write(self) -> sqlite3.Connection:
+        place = ":memory:"
+        if self.path is not None:
+            self._exists(self.path)
+            paths.check_single(self.path.parent, NAME, f"{NAME}-wal", f"{NAME}-shm")
+            place = str(self.path)
+        connection = sqlite3.connect(place, timeout=WAIT, isolation_level=None, check_same_thread=False)
+        try:
+            connection.execute("PRAGMA synchronous = NORMAL")
+            connection.execute("PRAGMA secure_delete = ON")
+            version = self._version(connection)
+            if not version:
+                connection.executescript(_TABLES)
+            elif version < VERSION:
+                connection.execute(f"PRAGMA user_version = {VERSION}")
+            connection.set_progress_handler(None, 0)  # its tables are ours, and it may stay open for long
+        except BaseException:
+            connection.close()
+            raise
+        if self.path is None:
+            finalize(self, connection.close)
+        return connection
+
+    def _exists(self, path: Path) -> bool:
+        """Whether the file exists. Raises ``NotAMemory`` if SQLite would follow a link, because it opens by path.
+
+        Raises ``DamagedError`` if a journal lies beside it.
+        """
+        for end in ("-wal", "-shm"):
+            paths.find(path.with_name(path.name + end))
+        journal = path.with_name(path.name + "-journal")
+        # A journal can name any file by its path, which SQLite then reads and deletes. Our log names none.
+        if paths.find(journal) is not None:
+            raise DamagedError(
+                f"{journal} was not written by memstore, and SQLite would follow its instructions on other files. "
+                f"The memory itself does not need it: delete {journal}",
+                remedy="repair",
+            )
+        return paths.find(path) is not None
+
+    def _open_to_read(self, path: Path) -> sqlite3.Connection:
+        """Open for reading. In a read-only folder, data that a writer left in the log cannot be read."""
+        try:
+            return self._opened(f"{path.absolute().as_uri()}?mode=ro")
+        except sqlite3.OperationalError:
+            return self._opened(f"{path.absolute().as_uri()}?mode=ro&immutable=1")
+
+    def _opened(self, uri: str) -> sqlite3.Connection:
+        connection = sqlite3.connect(uri, timeout=WAIT, isolation_level=None, check_same_thread=False, uri=True)
+        try:
+            self._version(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _version(self, connection: sqlite3.Connection) -> int:
+        """Return the version of the file, 0 if it is empty. Raises ``ForeignMemory`` for a newer one."""
+        # A hostile file may have a view in place of a table, or rows that refer to themselves.
+        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, MOST_VALUE_BYTES)
+        turns = itertools.count()
+        connection.set_progress_handler(lambda: next(turns) > MOST_TURNS, 100_000)
+        version: int = connection.execute("PRAGMA user_version").fetchone()[0]
+        if version > VERSION:
+            raise ForeignMemory(
+                f"a newer memstore recorded the traces of memory {self._url} (version {version}, this one reads "
+                f"{VERSION}); upgrade, or delete {self.path}"
+            )
+        found = _schema(connection)
+        if found and found != _own_schema():
+            raise DamagedError(
+                f"{self.path} has other tables, views or triggers than a trace file of memstore; delete it, or "
+                "move it away."
+            )
+        return version
 
 
 class Trace:
@@ -60,11 +289,7 @@ class Trace:
 
     def __len__(self) -> int:
         """Return the number of steps so far."""
-        with self._file.reading() as connection:
-            if connection is None:
-                return 0
-            count: int = connection.execute("SELECT count(*) FROM steps WHERE trace = ?", [self.number]).fetchone()[0]
-            return count
+        return sum(count for (count,) in self._file.rows("SELECT count(*) FROM steps WHERE trace = ?", [self.number]))
 
     def steps(self, start: int = 0, stop: int | None = None) -> list[Step]:
         """Return the steps from number ``start`` on, up to ``stop``. Raises ``DamagedError``."""
@@ -72,11 +297,8 @@ class Trace:
 
     def tokens(self) -> list[int | None]:
         """Return the token that each step chose."""
-        with self._file.reading() as connection:
-            if connection is None:
-                return []
-            rows = connection.execute("SELECT token FROM steps WHERE trace = ? ORDER BY number", [self.number])
-            return [token for (token,) in rows]
+        query = "SELECT token FROM steps WHERE trace = ? ORDER BY number"
+        return [token for (token,) in self._file.rows(query, [self.number])]
 
     def used(self, *, layer: int | None = None, head: int | None = None) -> list[tuple[str, int, float]]:
         """Return the retrieved blocks, as (document, block, weight), most weight first.
@@ -96,16 +318,13 @@ class Trace:
         return using
 
     def _steps(self, start: int, stop: int | None) -> Iterator[Step]:
-        with self._file.reading() as connection:
-            if connection is None:
-                return
-            rows = connection.execute(
-                "SELECT number, token, seconds, looks FROM steps WHERE trace = ? AND number >= ? AND number < ? "
-                "ORDER BY number",
-                [self.number, start, 1 << 62 if stop is None else stop],
-            )
-            for number, token, seconds, looks in rows:
-                yield Step(number=number, token=token, seconds=seconds, looks=self._looks(looks))
+        rows = self._file.rows(
+            "SELECT number, token, seconds, looks FROM steps WHERE trace = ? AND number >= ? AND number < ? "
+            "ORDER BY number",
+            [self.number, start, 1 << 62 if stop is None else stop],
+        )
+        for number, token, seconds, looks in rows:
+            yield Step(number=number, token=token, seconds=seconds, looks=self._looks(looks))
 
     def _looks(self, data: bytes | None) -> list[Look]:
         if data is None:
@@ -128,11 +347,7 @@ class Traces:
 
     def list(self) -> builtins.list[Trace]:
         """Return all traces, oldest first. Raises ``DamagedError``."""
-        with self._file.reading() as connection:
-            if connection is None:
-                return []
-            rows = connection.execute("SELECT number, info, ended FROM traces ORDER BY number").fetchall()
-        return [self._trace(*row) for row in rows]
+        return [self._trace(*row) for row in self._file.rows("SELECT number, info, ended FROM traces ORDER BY number")]
 
     def get(self, number: int) -> Trace:
         """Return the trace ``number``. Raises ``NotFound``, ``DamagedError``."""
@@ -288,8 +503,6 @@ def best_scores(steps: Iterable[Step]) -> dict[tuple[str, int], float]:
 
 
 class _PendingStep:
-    """A step that is not written yet."""
-
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.token: int | None = None
@@ -428,3 +641,31 @@ class Recorder:
         if self._recording:
             self._recording = False
             self._file.release()
+
+
+def make_room(connection: Any, current: int, max_bytes: int) -> None:
+    """Remove the oldest other traces until at most ``max_bytes`` are taken, then the oldest looks of this one."""
+    taken = dict(connection.execute("SELECT number, bytes FROM traces ORDER BY number").fetchall())
+    excess = sum(taken.values()) - max_bytes
+    for number, nbytes in taken.items():
+        if excess > 0 and number != current:
+            delete(connection, number)
+            excess -= nbytes
+    if excess <= 0:
+        return
+    # Looks are removed, tokens stay: so steps keep their numbers, and the answer stays whole even without explanation.
+    oldest = "SELECT number, length(looks) FROM steps WHERE trace = ? AND looks IS NOT NULL ORDER BY number"
+    gone, freed = [], 0
+    for step, nbytes in connection.execute(oldest, [current]):
+        if freed >= excess:
+            break
+        gone.append((current, step))
+        freed += nbytes
+    connection.executemany("UPDATE steps SET looks = NULL WHERE trace = ? AND number = ?", gone)
+    connection.execute("UPDATE traces SET bytes = bytes - ? WHERE number = ?", [freed, current])
+
+
+def delete(connection: Any, number: int) -> bool:
+    """Delete a trace; return whether it existed."""
+    connection.execute("DELETE FROM steps WHERE trace = ?", [number])
+    return bool(connection.execute("DELETE FROM traces WHERE number = ?", [number]).rowcount)

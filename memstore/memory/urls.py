@@ -222,7 +222,8 @@ def _needs_no_key(url: str | Path) -> WrongKey:
     )
 
 
-def _open(url: str | Path, mode: Mode, blank: NewMemory | None) -> OpenStore:
+def _open(url: str | Path, mode: Mode, blank: NewMemory | None, **options: Any) -> OpenStore:
+    """``options`` are for our own stores on disk."""
     if mode not in ("a", "r", "x"):
         raise InvalidArgument(f"mode must be 'a' (open or create), 'r' (read) or 'x' (create), not {mode!r}.")
     if mode == "x" and blank is None:
@@ -231,13 +232,13 @@ def _open(url: str | Path, mode: Mode, blank: NewMemory | None) -> OpenStore:
         raise InvalidArgument(f"the path of the memory is empty: {str(url)!r}. Name a folder; ./ is the current one")
     scheme = _SCHEME.match(url) if isinstance(url, str) else None
     if scheme is None:
-        return _open_lmdb(Path(url), mode, blank)
+        return _open_lmdb(Path(url), mode, blank, **options)
     if scheme[1] == "ram":
         return _open_ram(str(url)[4:], mode, blank)
     if scheme[1] == "zarr":
-        return _open_zarr(Path(str(url)[5:]), mode, blank)
+        return _open_zarr(Path(str(url)[5:]), mode, blank, **options)
     if is_remote(url):
-        return _open_remote(str(url), mode, blank)
+        return _open_remote(str(url), mode, blank, **options)
     if blank is not None and blank.key is not None:
         raise InvalidArgument(
             f"{url} cannot be encrypted: encryption works for memories on disk, in buckets and in ram:"
@@ -280,17 +281,7 @@ def open_unchecked(url: str | Path, key: MasterKey | None = None) -> BlockStore:
 def open_locked(url: str | Path) -> BlockStore:
     """Return the store without decryption: ciphertext, if the memory is encrypted."""
     with opening(url):
-        if is_path(url):
-            from memstore.store.lmdb.store import LmdbStore
-
-            return LmdbStore.open(url, read_only=True, check=False)
-        if str(url).startswith("zarr:"):
-            from memstore.store.zarr import ZarrStore
-
-            return ZarrStore.open(str(url)[5:], read_only=True, check=False)
-        if is_remote(url):
-            return _open_remote(str(url), "r", None, check=False).store
-        return _open(url, "r", None).store
+        return _open(url, "r", None, check=False).store
 
 
 def is_path(url: str | Path) -> bool:
@@ -374,18 +365,18 @@ def _open_ram(name: str, mode: Mode, blank: NewMemory | None) -> OpenStore:
     return OpenStore(store, own=not name)
 
 
-def _open_lmdb(folder: Path, mode: Mode, blank: NewMemory | None) -> OpenStore:
+def _open_lmdb(folder: Path, mode: Mode, blank: NewMemory | None, **options: Any) -> OpenStore:
     from memstore.store.lmdb.store import LmdbStore
 
     if _has_tail(folder):
         raise NotAMemory(f"{folder} holds a memory in Zarr; open it as zarr:{folder}")
-    return _open_folder(LmdbStore, folder, str(folder), mode, blank, exists=(folder / "data.mdb").exists)
+    return _open_folder(LmdbStore, folder, str(folder), mode, blank, exists=(folder / "data.mdb").exists, **options)
 
 
-def _open_zarr(folder: Path, mode: Mode, blank: NewMemory | None) -> OpenStore:
+def _open_zarr(folder: Path, mode: Mode, blank: NewMemory | None, **options: Any) -> OpenStore:
     from memstore.store.zarr import ZarrStore
 
-    return _open_folder(ZarrStore, folder, f"zarr:{folder}", mode, blank, exists=lambda: _has_tail(folder))
+    return _open_folder(ZarrStore, folder, f"zarr:{folder}", mode, blank, exists=lambda: _has_tail(folder), **options)
 
 
 def _open_remote(url: str, mode: Mode, blank: NewMemory | None, **options: Any) -> OpenStore:

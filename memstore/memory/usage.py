@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from memstore.memory.entry import Address, DocumentState, Home, Piece, common, lacking, merged
-from memstore.memory.rows import cut_recurrent
+from memstore.memory.spec import cut_recurrent
 from memstore.store.records import MAX_ITEM, Batch
 
 if TYPE_CHECKING:  # it needs torch, but a check of a memory counts the blocks in use without torch
@@ -40,7 +40,6 @@ class _Node:
         return clipped(self.used, range(self.home.start))
 
     def gather(self) -> None:
-        """Compute ``used``."""
         self.used = merged([*self.own, *(part for branch in self.branches.values() for part in branch.before)])
 
 

@@ -44,9 +44,18 @@ from memstore.memory.entry import (
     lacking,
     merged,
 )
-from memstore.memory.rows import beginning, broken
 from memstore.memory.rules import STORED, Rules
-from memstore.memory.spec import Header, Room, block_layouts, plain_layouts, read_header, run_layout, token_layout
+from memstore.memory.spec import (
+    Header,
+    Room,
+    beginning,
+    block_layouts,
+    broken,
+    plain_layouts,
+    read_header,
+    run_layout,
+    token_layout,
+)
 from memstore.memory.urls import folder, open_locked, open_unchecked
 from memstore.memory.usage import Usage, clipped
 from memstore.paths import python_module
@@ -319,7 +328,6 @@ class Check:
         return range(key.item * length, (key.item + items) * length)
 
     def _used(self, key: Key) -> bool:
-        """Whether any document uses a value."""
         blocks = self._blocks_of(key, 1)
         return any(common(part, blocks) for part in self._owners.get(key.document, []))
 

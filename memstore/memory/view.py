@@ -16,12 +16,12 @@ from torch import Tensor
 
 from memstore.device_copies import device_of, own_types
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
-from memstore.index import SearchResult, VectorIndex
+from memstore.index import VectorIndex
 from memstore.index.contract import check_tensor
 from memstore.memory.entry import DocumentState, lacking
 from memstore.memory.index_files import LayerLandmarks
-from memstore.memory.rows import decode_block_rows, no_states, read_last_block
 from memstore.memory.shared import Handle
+from memstore.memory.spec import decode_block_rows, no_states, plain_layouts, read_rows
 from memstore.store.cache import BlockRefs, StaleBlocks
 from memstore.store.contract import Progress
 
@@ -98,7 +98,10 @@ class LayerView:
         Query head ``h`` of ``H`` uses key head ``h // (H // G)``. Raises ``InvalidArgument``, ``DamagedError``.
         """
         with self._searching() as index:
-            return Hits(*index.search(queries, top_k, allowed))
+            found = index.search(queries, top_k, allowed=allowed)
+            if self.index and queries.shape[1] and not index.capabilities.exact:
+                self.index.log(queries)
+            return Hits(*found)
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the score of every complete block: ``([H, T, N] float32, blocks [N])``.
@@ -106,7 +109,10 @@ class LayerView:
         Raises ``InvalidArgument`` if the index cannot score every block, and ``DamagedError``.
         """
         with self._searching() as index:
-            return index.score(queries, allowed)
+            if not index.capabilities.dense:
+                raise InvalidArgument(cannot_score(self._shared.index))
+            scores, blocks = index.score(queries.to(self._shared.index_device), allowed=allowed)
+            return scores.to(queries.device), blocks.to(queries.device)
 
     def route(self, queries: Tensor, top_k: int, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the ``top_k`` complete blocks for the query tokens ``[T, D]`` together: ``(scores [n], blocks [n])``.
@@ -114,7 +120,7 @@ class LayerView:
         Only if ``Memory.index_capabilities.routes``. Raises ``DamagedError``.
         """
         with self._searching() as index:
-            return index.route(queries, top_k, allowed)
+            return index.route(queries.to(self._shared.index_device), top_k, allowed=allowed)
 
     # The results may be strided views of one buffer: the fields of a block lie beside each other as they were read
     # or cached. Copy them if you need contiguous tensors.
@@ -230,11 +236,11 @@ class LayerView:
         return torch.cat([keys for _, keys in runs.read(self._handle.places, blocks)])
 
     @contextmanager
-    def _searching(self) -> Iterator[_LayerIndex]:
-        """Yield the index; name damaged landmarks in its errors."""
-        index = self._searchable()
+    def _searching(self) -> Iterator[VectorIndex]:
+        """Yield the index of all blocks that are complete and committed now; name damaged landmarks in its errors."""
         try:
-            yield index
+            with self._searchable().synced() as index:
+                yield index
         except DamagedError as error:
             raise self._blame_landmarks(self._handle.current().live(), error) from error
 
@@ -340,7 +346,8 @@ class LayerView:
         # The incomplete last block is among them; it is stored without the codec.
         complete = [place for place, block in enumerate(blocks) if block < refs.stop]
         states = decode_block_rows(spec, cache.read(refs.only(complete), unmoved, device))
-        last = read_last_block(self._shared.store, spec, next(key for key in refs.keys if key.item >= refs.stop))
+        end = next(key for key in refs.keys if key.item >= refs.stop)
+        last = dict(zip(spec.fields, read_rows(self._shared.store, [end], plain_layouts(spec)), strict=True))
         if not unmoved():
             raise StaleBlocks
         rows = {place: row for row, place in enumerate(complete)}
@@ -468,36 +475,22 @@ class _LayerIndex:
         """Its device; queries from another one are copied."""
         return self._handle.shared.index_device
 
-    def search(self, queries: Tensor, top_k: int, allowed: range | Tensor | None) -> SearchResult:
-        """Search all blocks that are complete and committed now."""
+    @contextmanager
+    def synced(self) -> Iterator[VectorIndex]:
+        """Yield the index for one thread at a time, with the last commit of any writer."""
         with self._lock, own_types():
-            index = self._synced()
-            found = index.search(queries, top_k, allowed=allowed)
-            if queries.shape[1] and not index.capabilities.exact:
-                self._queries.append(queries[:, -1:].detach().cpu().clone())  # for measuring recall
-            return found
+            yield self._synced()
 
-    def score(self, queries: Tensor, allowed: range | Tensor | None) -> tuple[Tensor, Tensor]:
-        """Score all blocks that are complete and committed now. Raises ``InvalidArgument`` if the index cannot."""
-        with self._lock, own_types():
-            index = self._synced()
-            if not index.capabilities.dense:
-                raise InvalidArgument(cannot_score(self._handle.shared.index))
-            scores, blocks = index.score(queries.to(self.device), allowed=allowed)
-            return scores.to(queries.device), blocks.to(queries.device)
-
-    def route(self, queries: Tensor, top_k: int, allowed: range | Tensor | None) -> tuple[Tensor, Tensor]:
-        """Route among all blocks that are complete and committed now; see ``VectorIndex.route``."""
-        with self._lock, own_types():
-            return self._synced().route(queries.to(self.device), top_k, allowed=allowed)
+    def log(self, queries: Tensor) -> None:
+        """Keep the last of ``queries [H, T, D]`` for measuring recall."""
+        self._queries.append(queries[:, -1:].detach().cpu().clone())
 
     def build(self) -> None:
         """Update the index to the last commit, let it finish, measure it, and keep it beside the store.
 
         Raises ``DamagedError`` if landmarks cannot be read, and ``OSError`` if the disk is full.
         """
-        with self._lock, own_types():
-            index = self._synced()
+        with self.synced() as index:
             index.finish()
             if not index.capabilities.exact and len(index):
                 self._measured = recall(index, self._source(), self._held, list(self._queries))

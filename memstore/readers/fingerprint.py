@@ -22,7 +22,7 @@ import xxhash
 from torch import Tensor, nn
 
 from memstore.memory import Fingerprint
-from memstore.memory.rows import byte_rows
+from memstore.memory.spec import byte_rows
 from memstore.paths import cache_folder
 
 PIECE = 1 << 26

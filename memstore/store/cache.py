@@ -451,7 +451,6 @@ class _HostSlab:
         self._pages = np.empty(pages, page)
 
     def select(self, pages: Numbers) -> list[Tensor]:
-        """Copy pages."""
         import torch
 
         # As fast as copying memory; index_select of bytes takes 1.5 times as long.

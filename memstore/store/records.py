@@ -386,18 +386,6 @@ def _explain_kind(raw: bytes, start: int, key: Key) -> NoReturn:
     raise damaged(key, f"the header at offset {start} contradicts itself")
 
 
-def decode_record(view: memoryview, start: int, key: Key, number: int) -> tuple[Record, RecordHeader, int]:
-    """Verify and copy record ``number`` of ``key`` at byte ``start``; return it, its header and the byte after it."""
-    header = decode_header(view, start, key)
-    if header.key != key or header.record != number:
-        found = f"record {header.record} of {describe(header.key)}"
-        raise misplaced(key, f"in place of record {number} there is {found}")
-    body = start + HEADER_BYTES
-    payload = view[body : body + header.nbytes]
-    copy = np.frombuffer(payload, np.uint8).copy()
-    return Record(header.layout, copy), header, check_payload(view, body, header, copy.data)
-
-
 def check_payload(view: memoryview, body: int, header: RecordHeader, copy: memoryview | None = None) -> int:
     """Verify the payload at byte ``body`` that follows ``header``; return the byte after it and its padding.
 
@@ -420,10 +408,15 @@ def decode_value(view: memoryview, start: int, key: Key) -> tuple[tuple[Record, 
     records: list[Record] = []
     count = 1
     while len(records) < count:
-        record, header, start = decode_record(view, start, key, len(records))
+        header, body = decode_header(view, start, key), start + HEADER_BYTES
+        if header.key != key or header.record != len(records):
+            found = f"record {header.record} of {describe(header.key)}"
+            raise misplaced(key, f"in place of record {len(records)} there is {found}")
         if records and header.records != count:
             raise damaged(key, f"its records name different counts: {count} and {header.records}")
-        records.append(record)
+        payload = np.frombuffer(view[body : body + header.nbytes], np.uint8).copy()
+        start = check_payload(view, body, header, payload.data)
+        records.append(Record(header.layout, payload))
         count = header.records
     return tuple(records), start
 

@@ -27,9 +27,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound, StoreFull
-from memstore.store import Batch, BlockStore, Key, Layout, Record, Table
-from memstore.store.contract import document_ranges
-from memstore.store.records import MAX_DOCUMENT, MAX_ITEM, MAX_LAYER
+from memstore.store.contract import BlockStore, document_ranges
+from memstore.store.records import MAX_DOCUMENT, MAX_ITEM, MAX_LAYER, Batch, Key, Layout, Record, Table
 
 LAYOUTS = (Layout("float32", (2, 5)), Layout("bfloat16", (3,)))
 """Two records per value: 40 bytes, and 6 bytes, which fit no alignment."""

@@ -6,7 +6,6 @@ differ, and what was counted. Triton's interpreter has to be chosen before Trito
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
 import tempfile
@@ -14,7 +13,6 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -236,43 +234,6 @@ def index(dtype: torch.dtype) -> Callable[[Run], None]:
     return case
 
 
-def faiss_index(factory: str) -> Callable[[Run], None]:
-    """Blocks come and leave, before and after FAISS learns of them; every list is read, so nothing is missed."""
-
-    def case(run: Run) -> None:
-        from memstore.index.faiss import has_gpus
-        from tests.device.faiss_there import faiss_there
-
-        small: dict[str, Any] = {"FEWEST_KEYS": 8, "TRAINING_KEYS": 2, "FEWEST_WANTED": 1}
-        generator = torch.Generator().manual_seed(0)
-        keys, queries = torch.randn(300, 2, 3, 16, generator=generator), torch.randn(4, 3, 16, generator=generator)
-        queries = queries.to(run.device)
-        sizes: dict[str, Any] = {"key_heads": 2, "key_dim": 16, "keys_per_block": 3, "device": run.device}
-        with mock.patch.multiple("memstore.index.faiss", **small), contextlib.ExitStack() as stack:
-            there = stack.enter_context(faiss_there()) if run.device == "cuda" and not has_gpus() else None
-            made = open_index(f"faiss:{factory}", **sizes)
-            made.add(torch.arange(200), keys[:200])
-            made.finish()
-            run.results["all"] = run.count("search", lambda: made.search(queries, 5)).ids
-            made.remove(torch.arange(50, 70))
-            made.add(torch.arange(200, 230), keys[200:230])
-            run.results["later"] = made.search(queries, 5).scores
-            run.results["most"] = made.search(queries, 5, allowed=range(20, 210)).ids
-            run.results["few"] = made.search(queries, 5, allowed=torch.tensor([3, 60, 80, 210])).ids
-            run.results["scores"], run.results["ids"] = made.score(queries)
-            made.save(run.folder / "index")
-            again = open_index(f"faiss:{factory}", **sizes)
-            again.load(run.folder / "index")
-            again.add(torch.arange(230, 300), keys[230:])
-            again.finish()
-            run.results["loaded"] = again.search(queries, 5).ids
-            assert there is None or there.searches >= 8, "the copies on the GPU were not asked"
-            again.close()
-            made.close()
-
-    return case
-
-
 def lists_in_place(shared: int, *, whole: bool) -> Callable[[Run], None]:
     """Tokens attend to lists of their own, by a kernel that reads states where they lie; on the CPU they are laid out.
 
@@ -397,11 +358,6 @@ LISTS: dict[str, Callable[[Run], None]] = {
     for more in ("", ", some without blocks")
 }
 """What landmark models do on a GPU with lists of single tokens."""
-FAISS: dict[str, Callable[[Run], None]] = {
-    "index by FAISS, flat": faiss_index("Flat"),
-    "index by FAISS, lists": faiss_index("IVF4,SQ8;nprobe=4"),
-}
-"""Where FAISS is installed; without its build for GPUs a stand-in takes the place of what is missing."""
 
 
 def outcome(case: Callable[[Run], None]) -> dict[str, Any]:
@@ -435,7 +391,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for name in sys.argv[1:] or CASES:
         try:
-            found = outcome({**CASES, **MORE, **LISTS, **FAISS}[name])
+            found = outcome({**CASES, **MORE, **LISTS}[name])
         except Exception as error:  # noqa: BLE001 - the others shall run
             import traceback
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch
 from tests.kernels.child import program
 
 pytest.importorskip("triton", reason="Triton, an optional extra, is not installed")
-from tests.device.cases import CASES, FAISS, LAYERS, LISTS, MORE, NEW_TOKENS
+from tests.device.cases import CASES, LAYERS, LISTS, MORE, NEW_TOKENS
 from tests.pretended import pretended
 
 MOST: dict[str, dict[str, float]] = {
@@ -73,8 +72,7 @@ MOST: dict[str, dict[str, float]] = {
 @pytest.mark.timeout(1800)
 def test_whatever_runs_on_a_device_gives_what_the_cpu_gives_and_waits_or_copies_no_more_than_it_did() -> None:
     # In a process of its own, where Triton is interpreted.
-    cases = (*CASES, *MORE, *LISTS, *(FAISS if find_spec("faiss") else {}))
-    printed = program("tests.device.cases", *cases, TRITON_INTERPRET="1")
+    printed = program("tests.device.cases", *CASES, *MORE, *LISTS, TRITON_INTERPRET="1")
     found = {row.pop("case"): row for row in map(json.loads, printed.splitlines())}
     wrong = {name: row for name, row in found.items() if row.get("different") != []}
     assert not wrong, wrong

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from memstore.errors import DamagedError, InvalidArgument
-from memstore.index import VectorIndex, auto, cluster_index, open_index
+from memstore.index import VectorIndex, cluster_index, open_index
 from memstore.testing.indexes import IndexTests, brute_force
 
 
@@ -18,8 +18,8 @@ class TestAuto(IndexTests):
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
     """A few thousand blocks are a large index, and a tenth of their lists are few."""
-    monkeypatch.setattr(auto, "LARGE", 1 << 14)
-    monkeypatch.setattr(auto, "LARGEST_SHARE", 10)
+    monkeypatch.setattr(cluster_index, "LARGE", 1 << 14)
+    monkeypatch.setattr(cluster_index, "LARGEST_SHARE", 10)
     monkeypatch.setattr(cluster_index, "SMALLEST", 512)
 
 
@@ -75,7 +75,7 @@ def test_it_stays_exact_and_says_why_where_clusters_would_not_be_faster(
     large: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("faiss", reason="FAISS is not installed")
-    monkeypatch.setattr(auto, "LARGEST_SHARE", 10_000)
+    monkeypatch.setattr(cluster_index, "LARGEST_SHARE", 10_000)
     keys = clustered(3000)
     index = asked(filled("", keys), keys[:400].view(1, -1, 16))
     facts = index.facts()
@@ -111,7 +111,7 @@ def test_it_stays_exact_where_a_recall_of_one_is_asked_for(large: None) -> None:
 def test_it_stays_exact_and_says_how_to_change_that_where_faiss_is_missing(
     large: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(auto, "find_spec", lambda name: None)
+    monkeypatch.setattr(cluster_index, "find_spec", lambda name: None)
     facts = filled("", clustered(3000)).facts()
     assert facts["picked"] == "exact"
     assert "pip install 'torch-memstore[faiss]'" in str(facts["why"])

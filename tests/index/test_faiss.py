@@ -7,8 +7,6 @@ pytest.importorskip("faiss", reason="FAISS is not installed: pip install 'torch-
 from memstore.errors import InvalidArgument
 from memstore.index import VectorIndex, faiss, lies_on_devices, open_index
 from memstore.testing.indexes import IndexTests
-from tests.device.faiss_there import faiss_there
-from tests.pretended import pretended
 
 
 @pytest.fixture(autouse=True)
@@ -43,18 +41,10 @@ class TestHnsw(FaissTests):
     settings = "HNSW8"
 
 
-def test_where_faiss_has_no_gpu_a_device_is_refused_and_a_memory_stays_on_the_host() -> None:
+def test_on_a_device_it_is_refused_and_a_memory_keeps_it_on_the_host() -> None:
     assert not lies_on_devices("faiss:Flat")
-    with pytest.raises(InvalidArgument, match="no GPU support, or finds no GPU; use 'exact'"):
+    with pytest.raises(InvalidArgument, match="searches on the CPU, not on cuda; use 'exact' there"):
         open_index("faiss:Flat", key_heads=1, key_dim=8, keys_per_block=1, device="cuda")
-
-
-def test_where_faiss_has_a_gpu_an_index_lies_there_but_for_graphs() -> None:
-    with faiss_there(), pretended():
-        assert lies_on_devices("faiss:Flat")
-        assert open_index("faiss:Flat", key_heads=1, key_dim=8, keys_per_block=1, device="cuda").capabilities.devices
-        with pytest.raises(InvalidArgument, match="no HNSW on a GPU"):
-            open_index("faiss:HNSW8", key_heads=1, key_dim=8, keys_per_block=1, device="cuda")
 
 
 del FaissTests

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor
 
-from memstore.index import VectorIndex, auto, chunks, cluster_index, codes, exact, faiss, open_index, sieve
+from memstore.index import VectorIndex, chunks, cluster_index, codes, exact, faiss, open_index, sieve
 from memstore.kernels.best_products import native, torch_int
 from memstore.kernels.search_blocks import native as passes
 from memstore.testing.indexes import assert_found, brute_force, small_integers
@@ -47,8 +47,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         (cluster_index, "ENOUGH", 2),
         (codes, "CHUNK_KEYS", 20),
         (torch_int, "TILE_PRODUCTS", 9),
-        (auto, "LARGE", 64),
-        (auto, "LARGEST_SHARE", 1),
+        (cluster_index, "LARGE", 64),
+        (cluster_index, "LARGEST_SHARE", 1),
     ]:
         monkeypatch.setattr(module, name, value)
 
@@ -177,7 +177,6 @@ def test_any_history_equals_the_model_without_c(name: str, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("coded_keys", [1, 1 << 30])
 def test_any_history_equals_the_model_as_among_many_keys(coded_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exact, "PASSED_PRODUCTS", 0)
     monkeypatch.setattr(exact, "CODED_KEYS_BESIDE_C", coded_keys)
     monkeypatch.setattr(exact, "CODED_KEYS_OF_FEW_BESIDE_C", coded_keys)
     run("exact", torch.float32)

@@ -16,7 +16,7 @@ from torch import Tensor
 import memstore
 from memstore import Retrieval
 from memstore.errors import InvalidArgument
-from memstore.index import ExactIndex, VectorIndex, auto, cluster_index, codes, faiss
+from memstore.index import ExactIndex, VectorIndex, cluster_index, codes, faiss
 from memstore.index.signs import SignIndex
 from memstore.memory import Document, Memory, view
 from memstore.models import drt, landmark, memorizing
@@ -145,7 +145,7 @@ def indexes_of_few_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         (faiss, "FEWEST_WANTED", 1),
         (cluster_index, "SMALLEST", 8),
         (cluster_index, "ENOUGH", 8),
-        (auto, "LARGE", 64),
+        (cluster_index, "LARGE", 64),
         (view, "WORTH_KEEPING", 1),
     ]:
         monkeypatch.setattr(module, name, value)

@@ -11,7 +11,7 @@ import torch
 
 from memstore.errors import InvalidArgument
 from memstore.kernels.best_codes import best_codes, hold, numbers
-from memstore.memory.rows import encode_landmarks
+from memstore.memory.spec import encode_landmarks
 from tests.kernels.child import program
 from tests.kernels.codes import CASES, KINDS, QUERIES, agrees, inputs
 from tests.pairs import each

@@ -11,8 +11,7 @@ from torch import Tensor
 import memstore
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument
 from memstore.memory import Document, Memory
-from memstore.memory.rows import as_stored
-from memstore.memory.spec import CODECS
+from memstore.memory.spec import CODECS, as_stored
 from memstore.store import Batch, Key, Table
 from tests.memory.conftest import MakeMemory
 from tests.memory.helpers import LAYERS, D, G, S, landmarks, make_spec, random_tokens

@@ -17,8 +17,7 @@ from memstore.errors import DamagedError, ForeignMemory, InvalidArgument
 from memstore.memory import Document, Memory, copy, verify
 from memstore.memory.copy import copy_document
 from memstore.memory.entry import Address
-from memstore.memory.rows import as_stored
-from memstore.memory.spec import CODECS
+from memstore.memory.spec import CODECS, as_stored
 from memstore.store import Batch
 from memstore.store.zarr import store as zarr
 from tests import forks

@@ -14,8 +14,7 @@ import memstore
 from memstore.errors import InvalidArgument
 from memstore.memory import Memory
 from memstore.memory.entry import HASHES_PER_RUN, Address
-from memstore.memory.rows import to_record
-from memstore.memory.spec import token_layout
+from memstore.memory.spec import to_record, token_layout
 from memstore.store import Batch, Key, Record, Table
 from tests.memory.conftest import MakeMemory
 from tests.memory.helpers import (

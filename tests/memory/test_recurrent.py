@@ -92,7 +92,7 @@ def test_a_fork_takes_the_last_that_it_needs_and_a_cut_those_behind_it_away(memo
 def test_one_that_is_damaged_is_named_and_leaves_without_a_token(memory: Memory) -> None:
     store, key = memory._shared.store, Address(memory.document("text").id or 0).recurrent(3 * S)
     store.write(Batch(puts=[(key, (store.get(key) or ())[:1])]))
-    with pytest.raises(DamagedError, match="run verify"):
+    with pytest.raises(DamagedError, match="Run verify"):
         memory.document("text").recurrent(3 * S)
     (finding,) = memory.verify()
     assert (finding.document, finding.table, finding.block) == ("text", "recurrent", 2)

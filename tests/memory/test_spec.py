@@ -8,7 +8,7 @@ import torch
 
 from memstore.errors import ForeignMemory, InvalidArgument
 from memstore.memory import MemorySpec
-from memstore.memory.rows import decode_landmarks, encode_landmarks
+from memstore.memory.spec import decode_landmarks, encode_landmarks
 from tests.memory.helpers import S, make_fingerprint, make_spec
 
 

@@ -138,7 +138,8 @@ def test_blocks_that_left_are_not_served_from_memory(tmp_path: Path) -> None:
 
 def test_blocks_are_brought_ahead_for_several_layers(memory: Memory) -> None:
     document = memory.document("a")
-    memory.prefetch("a", {0: [1, 2], 2: [2, 5, 20, 99]})
+    document.layer(0).prefetch([1, 2])
+    document.layer(2).prefetch([2, 5, 20, 99])
     settle(document, 0, [1, 2])
     settle(document, 2, [2, 5])
     assert disk_reads(memory) == 4

@@ -16,7 +16,7 @@ import pytest
 import memstore
 from memstore.errors import DamagedError, ForeignMemory, MemstoreError
 from memstore.memory import Recorder, trace_file, traces
-from memstore.memory.trace_file import NAME
+from memstore.memory.traces import NAME
 from tests.memory.helpers import append, make_spec, random_tokens, run_python
 from tests.memory.test_traces import make_look, record
 
@@ -68,7 +68,7 @@ def test_a_file_of_version_1_is_read_and_goes_on(path: Path) -> None:
         after = record(memory)
         assert [trace.number for trace in memory.traces.list()] == [before.number, after.number]
         with sqlite3.connect(path / NAME) as connection:
-            assert connection.execute("PRAGMA user_version").fetchone() == (trace_file.VERSION,)
+            assert connection.execute("PRAGMA user_version").fetchone() == (traces.VERSION,)
         connection.close()
 
 

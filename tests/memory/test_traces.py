@@ -15,7 +15,7 @@ import pytest
 import memstore
 from memstore.errors import NotFound
 from memstore.memory import Look, Memory, Trace, trace_file, traces
-from memstore.memory.trace_file import NAME
+from memstore.memory.traces import NAME
 from memstore.memory.urls import Mode
 from tests import forks
 from tests.memory.helpers import append, make_spec, random_tokens, run_python

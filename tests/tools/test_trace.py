@@ -13,7 +13,7 @@ import pytest
 
 import memstore
 from memstore.memory import Look
-from memstore.memory.trace_file import NAME
+from memstore.memory.traces import NAME
 from memstore.tools.app import main
 from memstore.tools.trace import WIDTH, excerpt
 from tests.tools.conftest import Cli

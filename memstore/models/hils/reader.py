@@ -22,8 +22,8 @@ from torch import Tensor
 from memstore.device_copies import to_device, to_host
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.memory import Document, MemorySpec
-from memstore.memory.rows import torch_dtype
 from memstore.memory.search import Match, best, check_layer
+from memstore.memory.spec import torch_dtype
 from memstore.models.hils.cache import HilsCache, HilsChoice
 from memstore.models.hils.modeling import HilsForCausalLM
 from memstore.models.hils.retrieval import HilsTable

@@ -28,8 +28,8 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 from memstore.device_copies import to_device, to_host
 from memstore.errors import BrokenOff, InvalidArgument
 from memstore.memory import Document, MemorySpec
-from memstore.memory.rows import to_record
 from memstore.memory.search import Match, best
+from memstore.memory.spec import to_record
 from memstore.models.causal import uncompiled
 from memstore.models.indexed.call import IndexChoice, IndexedCall, LocalLayer, Slots, slots_of
 from memstore.models.indexed.family import IndexedLayer, attending, family_of, spread

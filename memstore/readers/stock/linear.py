@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from memstore.memory.rows import to_record
+from memstore.memory.spec import to_record
 from memstore.readers.caches import CACHE
 from memstore.store.records import Layout
 

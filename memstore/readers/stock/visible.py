@@ -14,7 +14,7 @@ from torch import Tensor
 from memstore.device_copies import to_device
 from memstore.kernels.best_signs import PackedSigns, best_signs, pack, problem
 from memstore.memory.entry import lacking, merged
-from memstore.memory.rows import index_dtype
+from memstore.memory.spec import index_dtype
 
 if TYPE_CHECKING:
     from memstore.memory import Document

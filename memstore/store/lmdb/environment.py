@@ -174,8 +174,10 @@ def release(environment: Environment) -> None:
 def _prepare(data: Path) -> None:
     """Make the files of a new environment, if they are missing."""
     try:
-        _make_data_file(data)
-        _allocate_lock_file(data.parent)
+        # With its first pages: so a shorter file never comes from an interrupted creation, it is a truncated memory.
+        _make_whole(data, lambda part, _: lmdb.open(str(part), map_size=MAP_BYTES, subdir=False, lock=False).close())
+        # With its space: on a full disk a sparse page of the map would be a bus error.
+        _make_whole(data.parent / LOCK_NAME, lambda _, handle: os.posix_fallocate(handle, 0, _LOCK_FILE_BYTES))
     except lmdb.Error as error:
         raise translate(error, data.parent) from error
     except OSError as error:
@@ -186,42 +188,17 @@ def _prepare(data: Path) -> None:
         raise ReadOnlyMemory(f"memory {data.parent} cannot be created ({error}); choose another folder") from None
 
 
-def _make_data_file(data: Path) -> None:
-    """Make an empty ``data.mdb``. It appears with its first pages, on disk, or not at all.
-
-    So a shorter file never comes from an interrupted creation: it is a truncated memory.
-    """
-    if paths.find(data):
+def _make_whole(file: Path, fill: Callable[[Path, int], None]) -> None:
+    """Make a file if it is missing. It appears under its name with what ``fill`` wrote, on disk, or not at all."""
+    if paths.find(file):
         return
-    part, handle = _new_part(data)
+    part = paths.part_of(file)
+    handle = paths.new_file(part)
     try:
-        lmdb.open(str(part), map_size=MAP_BYTES, subdir=False, lock=False).close()
+        fill(part, handle)
         os.fsync(handle)
         with suppress(FileExistsError):
-            os.link(part, data)
-    finally:
-        os.close(handle)
-        part.unlink()
-
-
-def _new_part(file: Path) -> tuple[Path, int]:
-    """Create a new file beside ``file``, to replace it later; return its path and descriptor."""
-    part = paths.part_of(file)
-    return part, paths.new_file(part)
-
-
-def _allocate_lock_file(folder: Path) -> None:
-    """Allocate the disk space of ``lock.mdb`` now: on a full disk a sparse page of the map would be a bus error.
-
-    The file appears whole, under its final name, or not at all.
-    """
-    if paths.find(folder / LOCK_NAME):
-        return
-    part, handle = _new_part(folder / LOCK_NAME)
-    try:
-        os.posix_fallocate(handle, 0, _LOCK_FILE_BYTES)
-        with suppress(FileExistsError):
-            os.link(part, folder / LOCK_NAME)
+            os.link(part, file)
     finally:
         os.close(handle)
         part.unlink()
@@ -393,7 +370,7 @@ def translate(error: lmdb.Error, folder: Path) -> MemstoreError:
     if short := shortage(error.code, folder):
         return short
     return DamagedError(
-        f"memory {folder} is damaged, or its disk fails: {error}; run verify, or restore the memory from a copy"
+        f"memory {folder} is damaged, or its disk fails: {error}. Run verify, or restore the memory from a copy"
     )
 
 

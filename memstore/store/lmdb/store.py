@@ -423,7 +423,7 @@ class LmdbStore(BlockStore):
         try:
             with self._env.begin(write=True) as txn:  # nothing changes now
                 _wait_for_readers(self._env, self.path, txn.id() - 2, READER_PATIENCE)
-                _erase(self.path, progress)
+                _erase(self.path, txn.id() - 1, self._env.stat()["psize"], progress)
         except lmdb.Error as error:
             raise self._failure(error) from error
         if self._reserve:
@@ -573,12 +573,12 @@ def _check_known(folder: Path) -> None:
         )
 
 
-def _erase(folder: Path, progress: Progress | None) -> None:
-    """Erase, and free the space. Nothing may write meanwhile. Raises ``ReadOnlyMemory`` or ``DamagedError``."""
+def _erase(folder: Path, commit: int, page_bytes: int, progress: Progress | None) -> None:
+    """Erase what neither ``commit`` nor the one before uses. Raises ``ReadOnlyMemory`` or ``DamagedError``."""
     try:
         handle = paths.open_file(folder, DATA_NAME, os.O_RDWR)
         try:
-            pages.erase_unused(handle, progress)
+            pages.erase_unused(handle, commit, page_bytes, KEY_BYTES, progress)
         finally:
             os.close(handle)
     except OSError as error:

@@ -446,7 +446,6 @@ class Heads:
         self.checked = True
 
     def _at(self, page: int, nbytes: int) -> bytes:
-        """Read the beginning of a page from the file."""
         return os.pread(self._data(), nbytes, page * self._page_bytes) if page < _MOST_PAGES else b""
 
 

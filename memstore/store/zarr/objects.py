@@ -1,4 +1,4 @@
-"""Storage for shards: a folder, any store of the ``zarr`` library, or a bucket of object storage.
+"""Storage for shards: a folder, or a bucket of object storage.
 
 An object is written whole, under its final name, or not at all.
 
@@ -9,22 +9,19 @@ is ever replaced; a different object there belongs to another memory. Errors are
 
 from __future__ import annotations
 
-import asyncio
 import os
 import re
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-
-import numpy as np
 
 from memstore import paths
 from memstore.errors import NotAMemory
@@ -33,7 +30,6 @@ from memstore.store.zarr.extents import OBJECT
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
-    from zarr.abc.store import Store
 
 _OPEN_FILES = 256
 _MOST_PARTS = 512  # buffers of one system call; the limit is 1,024
@@ -193,76 +189,6 @@ def _fill(file: _File, read: RangeRead) -> str | None:
             return f"its shard {read.path} is truncated: it has {found} of {expected} bytes at offset {start}"
         start += expected
     return None
-
-
-class ZarrObjects(Objects):
-    """Objects in a store of the ``zarr`` library, which must put objects whole and durably, as object storage does."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-
-    def put(self, path: str, parts: Sequence[memoryview | bytes], *, durable: bool = True) -> None:  # noqa: ARG002
-        from zarr.core.buffer import default_buffer_prototype
-
-        whole = np.concatenate([np.frombuffer(part, np.uint8) for part in parts])
-        _checked(self._store.set(path, default_buffer_prototype().buffer.from_array_like(whole)))
-
-    def read(self, reads: Sequence[RangeRead]) -> list[str | None]:
-        from zarr.abc.store import RangeByteRequest
-        from zarr.core.buffer import default_buffer_prototype
-
-        prototype = default_buffer_prototype()
-        ranges = [RangeByteRequest(read.start, read.start + read.nbytes) for read in reads]
-        work = [self._store.get(read.path, prototype, r) for read, r in zip(reads, ranges, strict=True)]
-        return [_taken(read, found) for read, found in zip(reads, _wait(*work), strict=True)]
-
-    def names(self, folder: str) -> Iterator[str]:
-        async def collect() -> list[str]:
-            return [name async for name in self._store.list_prefix(f"{folder}/")]
-
-        yield from _checked(collect())
-
-    def delete(self, path: str) -> None:
-        with suppress(FileNotFoundError):
-            _checked(self._store.delete(path))
-
-    def delete_folder(self, folder: str) -> None:
-        for result in _wait(*(self._store.delete(name) for name in self.names(folder) if OBJECT.fullmatch(name))):
-            _raise_os_error(result)
-
-    def close(self) -> None:
-        """Do nothing: the store belongs to the caller."""
-
-
-def _wait(*work: Coroutine[Any, Any, Any]) -> list[Any]:
-    """Run ``work`` on the event loop of the ``zarr`` library: return results, or exceptions in their place."""
-    from zarr.core.sync import sync
-
-    async def run() -> list[Any]:
-        return await asyncio.gather(*work, return_exceptions=True)
-
-    return sync(run())
-
-
-def _checked(work: Coroutine[Any, Any, Any]) -> Any:
-    """Return the result of ``work``. Every error becomes ``OSError``, because each storage has its own exceptions."""
-    (result,) = _wait(work)
-    _raise_os_error(result)
-    return result
-
-
-def _raise_os_error(result: Any) -> None:
-    if isinstance(result, Exception) and not isinstance(result, OSError):
-        raise OSError(f"{type(result).__name__}: {result}") from result
-    if isinstance(result, BaseException):
-        raise result
-
-
-def _taken(read: RangeRead, found: Any) -> str | None:
-    """Copy the result ``found`` of a store to the buffers of ``read``; return the error, if any."""
-    if isinstance(found, BaseException):
-        return f"its shard {read.path} cannot be read ({found})".splitlines()[0]
-    return absent(read.path) if found is None else spread(read, memoryview(found.to_bytes()))
 
 
 def spread(read: RangeRead, raw: memoryview) -> str | None:

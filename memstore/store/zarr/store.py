@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import tee
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -45,7 +45,7 @@ from memstore.store.records import (
     check_range,
 )
 from memstore.store.zarr.extents import COUNTERS, SHARD_BYTES, Extent, Series
-from memstore.store.zarr.objects import READS_AHEAD, BucketObjects, FileObjects, Objects, RangeRead, ZarrObjects, absent
+from memstore.store.zarr.objects import READS_AHEAD, BucketObjects, FileObjects, Objects, RangeRead, absent
 from memstore.store.zarr.published import NOTE, Publisher, last_version
 from memstore.store.zarr.tail import (
     Cut,
@@ -63,9 +63,6 @@ from memstore.store.zarr.tail import (
     shard_paths,
 )
 
-if TYPE_CHECKING:
-    from zarr.abc.store import Store
-
 TAIL_NAME = "tail"
 _OWN_NAMES = {TAIL_NAME, "zarr.json", "blocks", NOTE, "published", KEYS_NAME}
 _OWN_NAMES |= {f".{name}.part" for name in ("zarr.json", NOTE, KEYS_NAME)}
@@ -76,8 +73,8 @@ logger = logging.getLogger(__name__)
 class ZarrStore(BlockStore):
     """A store in the folder ``path``; made by ``create`` or ``open``.
 
-    ``shards`` is another folder for the arrays, or a store of the ``zarr`` library, such as an ``ObjectStore`` on
-    object storage. Without it the arrays lie beside the tail. Pass it each time the memory is opened.
+    ``shards`` is another folder for the arrays, which exists, or a bucket. Without it the arrays lie beside the tail.
+    Pass it each time the memory is opened.
     """
 
     capabilities = Capabilities(durable=True)
@@ -104,7 +101,7 @@ class ZarrStore(BlockStore):
         cls,
         path: str | Path,
         *,
-        shards: Store | Objects | Path | None = None,
+        shards: Objects | Path | None = None,
         shard_bytes: int | None = None,
         blocks_per_value: int = 1,
         tokens_per_value: int = 1,
@@ -136,7 +133,7 @@ class ZarrStore(BlockStore):
         cls,
         path: str | Path,
         *,
-        shards: Store | Objects | Path | None = None,
+        shards: Objects | Path | None = None,
         shard_bytes: int | None = None,
         read_only: bool = False,
         check: bool = True,
@@ -449,13 +446,11 @@ def _release(tail: Tail, objects: Objects) -> None:
     tail.close()
 
 
-def _objects(folder: Path, shards: Store | Objects | Path | None) -> Objects:
-    if isinstance(shards, Objects):
-        return shards
+def _objects(folder: Path, shards: Objects | Path | None) -> Objects:
     if isinstance(shards, Path):
         paths.check_names(shards)
         return FileObjects(shards, elsewhere=True)
-    return FileObjects(folder) if shards is None else ZarrObjects(shards)
+    return FileObjects(folder) if shards is None else shards
 
 
 def _check_folder(folder: Path) -> Path:
