@@ -1,14 +1,14 @@
 """Exact search: the true top k. The default index, and the oracle of all others.
 
-``ExactIndex.search`` chooses one of four ways. On a GPU a kernel scores and chooses in one go. On a CPU one pass in C
-does so. A search of many keys first reads them in 8 bits
+``ExactIndex.search`` chooses one of five ways. On a GPU a kernel scores and chooses in one go. On a CPU one pass in C
+does so, and if it is long, what it found is scored a second time. A search of many keys first reads them in 8 bits
 (``sieve.py``), which provably rules most of them out. It scores the rest in float32. All other searches walk over the
 keys in tiles whose scores stay in the processor's cache. Only a few scores are in memory at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -38,9 +38,14 @@ CODED_KEYS_BESIDE_C, CODED_KEYS_OF_FEW_BESIDE_C = 1 << 18, 1 << 19
 """Keys from which reading codes first pays; more are needed for few queries, and where C can score all keys."""
 FEWEST_GROUPS = 64
 """Groups for each wanted block from which reading codes first pays."""
+PASSED_PRODUCTS = 1 << 23
+"""Products up to which C sums the final scores in its own order, else in that of PyTorch, as searches by codes do."""
+LARGEST_PLAIN_DIM = 256
+"""Numbers of a key up to which PyTorch adds the products of one key one after the other."""
 
-Way = Literal["kernel", "pass", "codes", "tiles"]
-"""How to search: with a kernel on a GPU, in one pass in C, by codes of 8 bits first, or tile by tile."""
+Way = Literal["kernel", "pass", "scan", "codes", "tiles"]
+"""How to search: with a kernel on a GPU, in one pass in C, the same with a second scoring, by codes of 8 bits first, or
+tile by tile."""
 
 
 class ExactIndex(VectorIndex):
@@ -102,6 +107,8 @@ class ExactIndex(VectorIndex):
                 heads = self._search_in_kernel(grouped, k, allowed)
             case "pass":
                 heads = self._search_in_one_pass(grouped, k, allowed)
+            case "scan":
+                heads = self._search_and_settle(grouped, k, allowed)
             case way:
                 scans = self._scans(allowed, k, coded=way == "codes")
                 heads = [self._search_head(scans, rows, head, k) for head, rows in enumerate(grouped)]
@@ -162,7 +169,7 @@ class ExactIndex(VectorIndex):
 
     def _way(self, grouped: Tensor, k: int) -> Way:
         """Return how to search for ``grouped [G, R, D]``."""
-        rows = grouped.shape[1]
+        rows, keys = grouped.shape[1], len(self) * self.keys_per_block
         if not self.dtype.is_floating_point:
             return "kernel" if self.device.type == "cuda" and self._chunks.ascending else "tiles"
         match fastest(grouped, self._like_keys, k):
@@ -170,8 +177,10 @@ class ExactIndex(VectorIndex):
                 self._chunks.ascending
             ):  # the kernel takes the first of equal blocks, which must have the smaller id
                 return "kernel"
+            case "native" if rows * keys * self.key_dim <= PASSED_PRODUCTS:
+                return "pass"
             case "native":
-                return "codes" if self._codes_pay(rows, beside_c=True) else "pass"
+                return "codes" if self._codes_pay(rows, beside_c=True) else "scan"
         return "codes" if self._codes_pay(rows) else "tiles"
 
     def _codes_pay(self, queries: int, *, beside_c: bool = False) -> bool:
@@ -194,14 +203,28 @@ class ExactIndex(VectorIndex):
 
     def _search_in_one_pass(self, grouped: Tensor, k: int, allowed: range | Tensor | None) -> list[SearchResult]:
         """Search with ``kernels/search_blocks/native.c``, in float32, so the results need no second scoring."""
-        wanted, heads = self._chunks.wanted(allowed), []
+        parts = self._parts(allowed)
+        return [SearchResult(*search_chunks(parts(head), rows, k)) for head, rows in enumerate(grouped)]
+
+    def _search_and_settle(self, grouped: Tensor, k: int, allowed: range | Tensor | None) -> list[SearchResult]:
+        """Search in the same way, with the scores that ``_settle`` gives."""
+        parts = self._parts(allowed)
+        heads = []
         for head, rows in enumerate(grouped):
-            parts = [
-                KeyChunk(chunk.keys[head, : chunk.used], chunk.ids, wanted[number], number * PLACES)
-                for number, chunk in self._chunks.by_number.items()
-            ]
-            heads.append(SearchResult(*search_chunks(parts, rows, k)))
+            if self.keys_per_block == 1 and self.key_dim <= LARGEST_PLAIN_DIM:
+                heads.append(SearchResult(*search_chunks(parts(head), rows, k, settle="in order")))
+                continue
+            found = BestBlocks(*search_chunks(parts(head), rows, k, settle="no"))
+            heads.append(self._settle(found, rows, head))
         return heads
+
+    def _parts(self, allowed: range | Tensor | None) -> Callable[[int], list[KeyChunk]]:
+        """Return what gives the ``allowed`` part of a head's keys."""
+        wanted = self._chunks.wanted(allowed)
+        return lambda head: [
+            KeyChunk(chunk.keys[head, : chunk.used], chunk.ids, wanted[number], number * PLACES)
+            for number, chunk in self._chunks.by_number.items()
+        ]
 
     def _scans(self, allowed: range | Tensor | None, k: int, start: int = 0, *, coded: bool) -> list[_Scan]:
         """Return what to read from place ``start`` on; ``coded``: codes first, if enough groups are whole."""

@@ -131,13 +131,15 @@ class TestExactInManySmallPieces(IndexTests):
         return ExactIndex(key_heads, key_dim, keys_per_block)
 
 
-class TestExactByCodes(TestExactInManySmallPieces):
-    """As among many keys."""
+class TestExactScoredTwice(TestExactInManySmallPieces):
+    """As among many keys: in C first, or by codes first."""
 
-    @pytest.fixture(autouse=True)
-    def many_keys(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(exact, "CODED_KEYS_BESIDE_C", 1)
-        monkeypatch.setattr(exact, "CODED_KEYS_OF_FEW_BESIDE_C", 1)
+    @pytest.fixture(autouse=True, params=["scan", "codes"])
+    def many_keys(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(exact, "PASSED_PRODUCTS", 0)
+        if request.param == "codes":
+            monkeypatch.setattr(exact, "CODED_KEYS_BESIDE_C", 1)
+            monkeypatch.setattr(exact, "CODED_KEYS_OF_FEW_BESIDE_C", 1)
 
 
 blocks = st.integers(0, 40)
@@ -289,17 +291,16 @@ def test_many_blocks_are_not_put_in_order_one_by_one(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("size", "dim"), [(1, 64), (1, 256), (1, 300), (3, 64)])
-def test_the_same_blocks_are_found_with_the_same_scores_in_c_and_without(
+def test_a_score_has_the_same_bits_however_a_block_was_found(
     size: int, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index, queries = ExactIndex(1, dim, size, dtype), torch.randn(1, 40, dim)
     index.add(torch.arange(5000), torch.randn(5000, 1, size, dim))
+    monkeypatch.setattr(exact, "PASSED_PRODUCTS", 0)
     found = index.search(queries, 5)
     monkeypatch.setattr(exact, "fastest", lambda *_: "reference")
     expected = index.search(queries, 5)
-    torch.testing.assert_close(found.scores, expected.scores)
-    assert torch.equal(found.ids, expected.ids)
-    assert torch.equal(found.offsets, expected.offsets)
+    assert all(torch.equal(here, there) for here, there in zip(found, expected, strict=True))
 
 
 def test_a_range_that_allows_every_block_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
