@@ -21,13 +21,8 @@ from torch import Tensor
 from memstore.attention import sub_block_means
 from memstore.device_copies import along, own_types, to_device, to_host
 from memstore.errors import DamagedError, InvalidArgument, NotFound
-<<<<<<< HEAD
 from memstore.memory import Document
-from memstore.memory.rows import as_stored
-=======
-from memstore.memory import Document, MemorySpec
 from memstore.memory.spec import as_stored
->>>>>>> r6-core
 from memstore.readers.attachment import Job, segments
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.hooks import Hooks
