@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import tempfile
 import warnings
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,7 @@ def models(here: Piece) -> None:
     """Cases, whole answers of the models that come along, trainings, or who makes the host wait."""
     match here.piece:
         case "cases" | "more":
-            faiss = cases.FAISS if find_spec("faiss") else {}
-            known = cases.CASES if here.piece == "cases" else {**cases.MORE, **cases.LISTS, **faiss}
+            known = cases.CASES if here.piece == "cases" else {**cases.MORE, **cases.LISTS}
             judge(here, {name: case for name, case in known.items() if not name.startswith("attach")})
         case "shipped":
             for task, model, length in (
