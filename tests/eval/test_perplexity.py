@@ -12,7 +12,10 @@ from memstore.eval.perplexity import losses, perplexity, places
 from memstore.models.drt.evaluation import after_window, without_retrieval
 from memstore.models.hils import HilsCache
 from memstore.models.hils.evaluation import after_window as hils_windows
+from memstore.models.landmark import LandmarkCache
+from memstore.models.landmark.evaluation import after_window as segments_alone
 from tests.eval.drts import small_drt
+from tests.eval.landmarks import small_landmark
 from tests.models import hils
 
 
@@ -80,3 +83,17 @@ def test_a_hils_model_is_measured_with_its_blocks_and_with_windows_alone(kind: s
     assert hils_windows(model, tokens[:16], 10) == pytest.approx(
         losses(model, HilsCache(model.config, 1), tokens[:16])[-10:]
     )
+
+
+def test_a_landmark_model_is_measured_with_its_blocks_and_with_segments_alone() -> None:
+    model, tokens = small_landmark(), text(400)
+    rows = perplexity(model, tokens, [100, 400], segments_alone, scored=60, samples=1)
+    whole = losses(model, LandmarkCache(model.config, 1), tokens)[-60:].mean().exp()
+    assert rows[-1].memory == pytest.approx(float(whole), rel=1e-4)
+    assert all(row.window != pytest.approx(row.memory, rel=1e-3) for row in rows)
+    size = model.config.segment_tokens
+    with torch.no_grad():
+        last = model(tokens[None, 392:399]).logits[0]
+    expected = F.cross_entropy(last, tokens[393:400], reduction="none")
+    assert 392 % size == 0
+    assert segments_alone(model, tokens, 60)[-7:] == pytest.approx(expected, rel=1e-4)
