@@ -21,8 +21,8 @@ class Evaluation:
     """``(model, cache, sample)``: the model's answer after the haystack in its cache, and how it retrieved the needle.
     """
     perplexity: Callable[..., Report] | None = None
-    """``(model, tokenizer, texts, folder, *, show, **options)``: its tables of perplexity, with the memory and with
-    less of it. ``show``: draw a bar. The options are fields of the kind's ``PERPLEXITY`` (``Kind.options_module``)."""
+    """``(model, tokenizer, texts, folder, *, lengths, scored, samples, show)``: perplexity with the memory and without
+    it, by length of the context; see ``memstore.eval.perplexity.by_context``. ``show``: draw a bar."""
     lookup: Callable[..., Any] | None = None
     """``(model, tokenizer, text, *, memory_size, examples, advance)``: the words that it looks up in its memory of
     tokens."""

@@ -19,8 +19,8 @@ from memstore.report import Report
 
 PIECE_BLOCKS = 64
 """Blocks whose logits are held at a time."""
-Bare = Callable[[Any, Tensor, int], Tensor]
-"""``(model, text, scored)``: the losses of the last ``scored`` tokens of ``text [n]`` with retrieval off."""
+Losses = Callable[[Any, Tensor, int], Tensor]
+"""``(model, text, scored)``: the losses of the last ``scored`` tokens of ``text [n]``."""
 
 
 @dataclass(frozen=True)
@@ -45,35 +45,6 @@ class PerplexityRow:
             "memory": round(self.memory, 4),
             "ratio": round(self.memory / self.window, 4),
         }
-
-
-def perplexity(
-    model: Any,
-    tokens: Tensor,
-    lengths: Sequence[int],
-    bare: Bare,
-    *,
-    scored: int = 1024,
-    samples: int = 4,
-    advance: Callable[[int], None] = lambda tokens: None,  # noqa: ARG005 - nobody listens
-) -> list[PerplexityRow]:
-    """Measure perplexity of ``scored`` tokens at ``samples`` places of ``tokens [n]``, for contexts of all ``lengths``.
-
-    The places are the same for all lengths, so rows differ by their context alone. Raises ``InvalidArgument`` if the
-    text is too short, or a length has no room for the scored tokens.
-    """
-    _check(len(tokens), lengths, scored, samples)
-    ends = places(len(tokens), max(lengths), samples)
-    rows = []
-    for length in lengths:
-        window, stored = [], []
-        for end in ends:
-            text = tokens[end - length : end]
-            window.append(bare(model, text, scored))
-            stored.append(after_memory(model, text, scored))
-            advance(length)
-        rows.append(PerplexityRow(length, scored * len(ends), _perplexity(window), _perplexity(stored)))
-    return rows
 
 
 def places(tokens: int, longest: int, samples: int) -> list[int]:
@@ -112,6 +83,37 @@ def losses(model: Any, cache: Any, text: Tensor) -> Tensor:
     return torch.cat(found)
 
 
+def perplexity(
+    model: Any,
+    tokens: Tensor,
+    lengths: Sequence[int],
+    bare: Losses,
+    memory: Losses = after_memory,
+    *,
+    scored: int = 1024,
+    samples: int = 4,
+    advance: Callable[[int], None] = lambda tokens: None,  # noqa: ARG005 - nobody listens
+) -> list[PerplexityRow]:
+    """Measure perplexity of ``scored`` tokens at ``samples`` places of ``tokens [n]``, for contexts of all ``lengths``.
+
+    The places are the same for all lengths, so rows differ by their context alone. ``memory`` gives the losses with
+    all earlier tokens in a memory, and ``bare`` those with retrieval off. Raises ``InvalidArgument`` if the
+    text is too short, or a length has no room for the scored tokens.
+    """
+    _check(len(tokens), lengths, scored, samples)
+    ends = places(len(tokens), max(lengths), samples)
+    rows = []
+    for length in lengths:
+        window, stored = [], []
+        for end in ends:
+            text = tokens[end - length : end]
+            window.append(bare(model, text, scored))
+            stored.append(memory(model, text, scored))
+            advance(length)
+        rows.append(PerplexityRow(length, scored * len(ends), _perplexity(window), _perplexity(stored)))
+    return rows
+
+
 def _perplexity(losses: list[Tensor]) -> float:
     return float(torch.cat(losses).double().mean().exp())
 
@@ -132,7 +134,7 @@ def _check(tokens: int, lengths: Sequence[int], scored: int, samples: int) -> No
         )
 
 
-def by_context(bare: Bare) -> Callable[..., Report]:
+def by_context(bare: Losses, memory: Losses = after_memory) -> Callable[..., Report]:
     """Make the perplexity measurement of a kind of model; see ``Evaluation.perplexity``."""
 
     def measured(
@@ -149,7 +151,7 @@ def by_context(bare: Bare) -> Callable[..., Report]:
         tokens = torch.tensor(encode(tokenizer, "\n\n".join(texts)))
         total = sum(lengths) * len(places(len(tokens), max(lengths), samples))
         with progress_bar("perplexity", 0, total, show) as advance:
-            rows = perplexity(model, tokens, lengths, bare, scored=scored, samples=samples, advance=advance)
+            rows = perplexity(model, tokens, lengths, bare, memory, scored=scored, samples=samples, advance=advance)
         data = [row.to_dict() for row in rows]
         report = {"task": "perplexity", "model": folder.name, "rows": data}
         return Report(data=report, text=lambda page: page.records(data))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from importlib import import_module
-from inspect import Parameter, Signature, signature
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +18,6 @@ from memstore.readers.kinds import (
     TWO_HOP,
     encode,
     kind_in,
-    known_kinds,
     load_folder,
     model_folder,
     quiet_transformers,
@@ -31,7 +27,7 @@ from memstore.readers.kinds import (
 from memstore.report import Page, Report, cell, token_counts, tokens_of
 from memstore.tools.files import read_documents, read_text
 from memstore.tools.models import check_device
-from memstore.tools.verb import Device, Json, Threads, parameters_of, taking, use_threads, values_of
+from memstore.tools.verb import Device, Json, Threads, taking, use_threads
 
 if TYPE_CHECKING:
     from memstore.eval.run import CellResult, TaskPlan
@@ -205,19 +201,19 @@ def perplexity(
         ),
     ],
     model: Model = None,
+    lengths: Annotated[str, typer.Option(help="Score after contexts of these lengths, in tokens.")] = "2K,8K,32K",
+    scored: Annotated[int, typer.Option(min=1, help="Score this many tokens at the end of each sample.")] = 1024,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Measure at this many places of the text, the same for all lengths.")
+    ] = 4,
     threads: Threads = None,
     device: Device = "cpu",
     json: Json = False,
-    **given: Any,
 ) -> Report:
-    """Compare perplexity with the memory and with less of it.
+    """Compare perplexity with the memory and without it.
 
-    For a DRT or a HiLS model, the same last tokens are scored after contexts of each length. The same weights score
-    them twice: with the whole context in a memory, and with retrieval off. A landmark model gives the paper's two
-    tables, by length and by granularity. With a context-miss token it also gives the table of cut-offs: all tokens of
-    pieces of each length, from the same text. A Memorizing Transformer, or a stock model with a memory of tokens,
-    scores a text as a document, or each .txt file of a folder. It is scored with memories of each size, as a whole and
-    by position.
+    The same last tokens are scored after contexts of each length. The same weights score them twice: with the whole
+    context in a memory, and with retrieval off.
 
     Example:
 
@@ -236,45 +232,14 @@ def perplexity(
             f"a {kind.name} has no comparison of perplexity with and without a memory; memstore read --json gives "
             "the perplexity of a text"
         )
-    options = import_module(kind.options_module).PERPLEXITY
-    known = {each.name for each in fields(options)}
-    if unfit := [name for name, value in given.items() if value and name not in known]:
-        named = ", ".join("--" + name.replace("_", "-") for name in unfit)
-        raise InvalidArgument(f"a {kind.name} does not take {named}; leave it out.")
-    chosen = {name: value for name, value in values_of(options, given).items() if value}
+    counts = parse_lengths(lengths)
     use_threads(threads)
     check_device(device)
     texts = read_documents(text)
     with quiet_transformers():
         loaded, tokenizer = load_folder(folder, device)
     show = not json and sys.stderr.isatty()
-    report: Report = measure(loaded, tokenizer, texts, folder, **chosen, show=show)
-    return report
-
-
-def _of_all_kinds() -> list[Parameter]:
-    """Return the options of all kinds for ``perplexity``, each with the kinds that have it."""
-    found: dict[str, list[tuple[str, Parameter]]] = {}
-    for kind in known_kinds():
-        if kind.options_module and (options := getattr(import_module(kind.options_module), "PERPLEXITY", None)):
-            for each in parameters_of(options):
-                found.setdefault(each.name, []).append((kind.name, each))
-    return [_told(each) for each in found.values()]
-
-
-def _told(kinds: Sequence[tuple[str, Parameter]]) -> Parameter:
-    first, helps = kinds[0][1], dict[str, list[str]]()
-    for kind, each in kinds:
-        helps.setdefault(each.annotation.__metadata__[0].help, []).append(kind)
-    type_, option = first.annotation.__origin__, copy.copy(first.annotation.__metadata__[0])
-    option.help = " ".join(
-        f"For a {' or a '.join(names)}: {text[0].lower()}{text[1:]}" for text, names in helps.items()
-    )
-    return first.replace(annotation=Annotated[type_, option])
-
-
-_own = [each for each in signature(perplexity, eval_str=True).parameters.values() if each.kind != Parameter.VAR_KEYWORD]
-perplexity.__signature__ = Signature([*_own, *_of_all_kinds()])  # type: ignore[attr-defined]  # for typer
+    return measure(loaded, tokenizer, texts, folder, lengths=counts, scored=scored, samples=samples, show=show)
 
 
 def generate(

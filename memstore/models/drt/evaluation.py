@@ -156,7 +156,7 @@ def without_retrieval(model: DRTForCausalLM) -> DRTForCausalLM:
 
 
 def after_window(model: DRTForCausalLM, text: Tensor, scored: int) -> Tensor:
-    """Return the losses without retrieval; see ``Bare``. Text beyond the reach of all layers' windows is not read."""
+    """Return the losses without retrieval; see ``Losses``. Text beyond the reach of all layers' windows is not read."""
     bare = without_retrieval(model)
     reach = bare.config.num_hidden_layers * bare.config.window
     return after_cache(bare, DRTCache(bare.config, 1), text, scored, reach)

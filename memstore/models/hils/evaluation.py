@@ -79,7 +79,7 @@ def ask(model: HilsForCausalLM, cache: HilsCache, sample: Sample) -> Reply:
 
 
 def after_window(model: HilsForCausalLM, text: Tensor, scored: int) -> Tensor:
-    """See ``Bare``. Windows depend only on text as far back as all layers can look."""
+    """See ``Losses``. Windows depend only on text as far back as all layers can look."""
     cache, config = HilsCache(model.config, 1), model.config
     cache.top_k = 0
     reach = config.num_hidden_layers * (max(config.sliding_window, config.hils_sliding_window) + config.chunk_size)

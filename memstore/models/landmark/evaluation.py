@@ -100,7 +100,7 @@ def ask(model: LandmarkForCausalLM, cache: LandmarkCache, sample: Sample) -> Rep
 
 
 def after_window(model: LandmarkForCausalLM, text: Tensor, scored: int) -> Tensor:
-    """See ``Bare``. Each segment is computed with a cache of its own, so nothing is retrieved."""
+    """See ``Losses``. Each segment is computed with a cache of its own, so nothing is retrieved."""
     size = model.config.segment_tokens
     starts = range((len(text) - scored - 1) // size * size, len(text) - 1, size)
     alone = [losses(model, LandmarkCache(model.config, 1), text[start : start + size + 1]) for start in starts]

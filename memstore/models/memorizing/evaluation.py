@@ -1,4 +1,4 @@
-"""Measurements of a Memorizing Transformer: perplexity by size of its memory, lookups, and audits.
+"""Measurements of a Memorizing Transformer: perplexity by length of the context, lookups, and audits.
 
 An audit computes the attention that each head would pay to every token of its memory.
 
@@ -9,12 +9,6 @@ whatever is retrieved. A model with one softmax over the window and the memory (
 has chosen. For it, everything refers to the softmax over the tokens in memory, without the window.
 
 Recall counts single tokens. Misses are reported by block: a block adds up the weights of its tokens.
-
-Tables of *Memorizing Transformers* for any checkpoint: perplexity by size of the memory, and by position.
-
-As in the paper (Wu et al. 2022, section 4) documents are read in order, each with a memory that begins empty. Every
-token except the first of each is scored. All rows score the same tokens, so they differ by the memory alone. Columns
-show the worth of a memory at the beginning of a document and far into it.
 
 Lookups: names that were last read so far back that only the memory can know them.
 
@@ -38,7 +32,6 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -49,16 +42,16 @@ from transformers import PreTrainedModel
 from memstore.attention.knn import KNNAttention
 from memstore.errors import InvalidArgument
 from memstore.eval.evaluation import Evaluation, scorer_of
+from memstore.eval.perplexity import by_context
 from memstore.memory import Document
 from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, knn_memory_of
 from memstore.models.memorizing.cache import KNNChoice
 from memstore.models.memorizing.reader import DocumentTokens, MemorizingReader
-from memstore.progress import progress_bar
 from memstore.readers.audit import Auditor, index_recall, pieces
 from memstore.readers.caches import CACHE
-from memstore.readers.kinds import encode, kind_of
+from memstore.readers.kinds import kind_of
 from memstore.readers.observer import Choice, Choices
-from memstore.report import Page, Report, token_counts
+from memstore.report import Report
 
 READ = 64
 """Blocks whose keys are read at once. Each of their tokens has one key."""
@@ -160,6 +153,12 @@ WINDOW = 512
 MOST = 3
 """Retrieved tokens that are shown for one token."""
 Advance = Callable[[int], None]
+
+
+def silent(tokens: int) -> None:
+    """Ignore the number of ``tokens`` that were read."""
+
+
 Weights = dict[int, list[tuple[int, float]]]
 """By place in a document, the tokens that its query found: (place, weight), most weight first."""
 
@@ -186,7 +185,7 @@ class _Scorer(ABC):
         return number
 
     @torch.no_grad()
-    def losses(self, tokens: Tensor, size: int, advance: Advance) -> Tensor:
+    def losses(self, tokens: Tensor, size: int, advance: Advance = silent) -> Tensor:
         """Return the losses ``[n - 1]`` of all ``tokens [n]`` except the first, with a memory of ``size`` tokens."""
         ids, losses = tokens[None].to(self._model.device), []
         with self.reading(size) as given:
@@ -271,83 +270,6 @@ class StockScorer(_Scorer):
             memory.clear()
 
 
-SIZES = (0, 512, 1536, 8192, 65_536, 262_144)
-"""The paper's memories, in tokens."""
-STRETCH = 512
-"""Tokens whose mean counts as one observation for a standard error, because neighbours gain or lose together."""
-
-
-def by_memory_size(
-    model: MemorizingForCausalLM | PreTrainedModel,
-    documents: Sequence[Tensor],
-    sizes: Sequence[int],
-    *,
-    positions: Sequence[int] = SIZES,
-    advance: Advance = lambda tokens: None,  # noqa: ARG005 - nobody listens
-) -> Iterator[dict[str, Any]]:
-    """Return perplexity of ``documents``, each ``[n]``, with a memory of each of ``sizes``: a JSON row for each.
-
-    ``by_position`` is the perplexity of each part of the documents, under names such as ``512-1,536``. ``change``
-    compares the loss with that of the first size, token by token. Its ``standard_error`` is over stretches of
-    ``STRETCH`` tokens. Both are None if they cannot be computed.
-
-    ``model`` is a Memorizing Transformer, or a stock model that ``load_knn_memory`` has loaded. ``positions`` are where
-    parts of the document begin; those after its end are left out. Raises ``InvalidArgument`` for a size or a text that
-    does not fit, and for a model without a layer that looks tokens up.
-    """
-    scorer = scorer_of(kind_of(model), model)
-    _check(scorer.layer, documents, sizes)
-    longest = max(map(len, documents))
-    starts = sorted({1, *(each for each in positions if 1 < each < longest)})
-    parts = list(zip(starts, [*starts[1:], longest], strict=True))
-    first: list[Tensor] | None = None
-    for size in sizes:
-        losses = [scorer.losses(tokens, size, advance).double() for tokens in documents]
-        change, error = (None, None) if first is None else paired(first, losses)
-        first = first or losses
-        yield {
-            "memory_size": size,
-            "perplexity": _perplexity(losses, 0, longest),
-            "change": None if change is None else round(change, 6),
-            "standard_error": None if error is None else round(error, 6),
-            "by_position": {
-                f"{0 if start == 1 else start:,}-{end:,}": _perplexity(losses, start - 1, end - 1)
-                for start, end in parts
-            },
-        }
-
-
-def paired(first: Sequence[Tensor], second: Sequence[Tensor]) -> tuple[float, float | None]:
-    """Return how much larger the losses of ``second`` are, as a mean over all tokens, and its standard error."""
-    differences = [b - a for a, b in zip(first, second, strict=True)]
-    stretches = torch.stack([part.mean() for each in differences for part in each.split(STRETCH)])
-    error = float(stretches.std() / len(stretches) ** 0.5) if len(stretches) > 1 else None
-    return float(torch.cat(differences).mean()), error
-
-
-def fitting(sizes: Sequence[int], tokens: int) -> list[int]:
-    """Return the ``sizes`` that make a difference to a text of ``tokens``: up to the first that holds all."""
-    ordered = sorted(set(sizes))
-    return [size for size, before in zip(ordered, [0, *ordered], strict=False) if before < tokens]
-
-
-def _perplexity(losses: Sequence[Tensor], start: int, end: int) -> float:
-    """Return the perplexity between two positions of each document."""
-    return round(float(torch.cat([each[start:end] for each in losses]).mean().exp()), 4)
-
-
-def _check(layer: int | None, documents: Sequence[Tensor], sizes: Sequence[int]) -> None:
-    if not documents:
-        raise InvalidArgument("there is no document to score: pass a text")
-    shortest = min(map(len, documents))
-    if shortest < 2:
-        raise InvalidArgument(f"a text has {shortest} tokens, but at least 2 are needed. Use a longer text")
-    if not sizes or min(sizes) < 0:
-        raise InvalidArgument(f"memory sizes must be numbers of tokens from 0 on, not {list(sizes)}")
-    if layer is None and max(sizes):
-        raise InvalidArgument("this model has no memory layer (memory_layer is None), so its only memory size is 0")
-
-
 KINDS = ("far", "near", "new", "other")
 """Words last read out of reach, words last read within it, words that are new in the document, and the rest."""
 WORD = re.compile(r"[^\W\d_]{2,}")
@@ -362,7 +284,7 @@ def lookup(
     *,
     memory_size: int | None = None,
     examples: int = 5,
-    advance: Advance = lambda tokens: None,  # noqa: ARG005 - nobody listens
+    advance: Advance = silent,
 ) -> dict[str, Any]:
     """Score ``text`` as one document by kinds of words, and show the lookups of the words that gained most.
 
@@ -462,31 +384,19 @@ def _scored(name: str, kinds: Sequence[str], losses: Sequence[Tensor]) -> dict[s
     return {"kind": name, "tokens": count, "without": without, "with_memory": with_memory}
 
 
-def sizes_table(
-    model: Any, tokenizer: Any, texts: Sequence[str], folder: Path, *, memory_sizes: str | None = None, show: bool
-) -> Report:
-    """Return the table of the model for texts, each read as a document; see ``Evaluation.perplexity``."""
-    chosen = None
-    if memory_sizes is not None:
-        chosen = token_counts("--memory-sizes", memory_sizes, least=0, such_as="0,512,8K", what="size")
-    documents = [torch.tensor(encode(tokenizer, text), dtype=torch.int64) for text in texts]
-    total = sum(map(len, documents))
-    if chosen is None:
-        chosen = [0] if getattr(model.config, "memory_layer", 0) is None else fitting(SIZES, max(map(len, documents)))
-    with progress_bar("perplexity", 0, len(chosen) * total, show) as advance:
-        rows = list(by_memory_size(model, documents, chosen, advance=advance))
-    data = {"task": "perplexity", "model": folder.name, "documents": len(documents), "tokens": total, "rows": rows}
-    return Report(data=data, text=lambda page: _show(page, rows))
+def by_memory(scorer: Callable[[Any], _Scorer]) -> Callable[..., Report]:
+    """Make the measurement of perplexity; see ``by_context``. Texts are read in segments, as in training."""
+
+    def after_window(model: Any, text: Tensor, scored: int) -> Tensor:
+        reading = scorer(model)
+        first = max(0, len(text) - scored - 1 - reading.reach) // reading.segment * reading.segment
+        return reading.losses(text[first:], 0)[-scored:]
+
+    def after_memory(model: Any, text: Tensor, scored: int) -> Tensor:
+        return scorer(model).losses(text, len(text))[-scored:]
+
+    return by_context(after_window, after_memory)
 
 
-def _show(page: Page, rows: list[dict[str, Any]]) -> None:
-    page.line("Perplexity by memory size, over all tokens and by position")
-    columns = ["memory", "all", *rows[0]["by_position"]]
-    page.table(columns, [[row["memory_size"], row["perplexity"], *row["by_position"].values()] for row in rows])
-    for row in rows[1:]:
-        error = "" if row["standard_error"] is None else f", standard error {row['standard_error']:.4f}"
-        page.line(f"A memory of {row['memory_size']:,} changes the loss by {row['change']:+.4f}{error}")
-
-
-MEMORIZING = Evaluation(perplexity=sizes_table, lookup=lookup, document_scorer=MemorizingScorer)
-KNN = Evaluation(perplexity=sizes_table, lookup=lookup, document_scorer=StockScorer)
+MEMORIZING = Evaluation(perplexity=by_memory(MemorizingScorer), lookup=lookup, document_scorer=MemorizingScorer)
+KNN = Evaluation(perplexity=by_memory(StockScorer), lookup=lookup, document_scorer=StockScorer)
