@@ -59,7 +59,6 @@ class DRTAuditor(Auditor):
 
     @contextmanager
     def watching(self) -> Iterator[dict[str, Any]]:
-        """See ``Auditor``."""
         config = self.model.config
         trained, config.retrieval_top_k = config.retrieval_top_k, self.top_k
         try:
@@ -93,7 +92,6 @@ class DRTAuditor(Auditor):
         self.tally.add_index_recall(choice.group, recall)
 
     def nothing(self, tokens: int) -> str:
-        """See ``Auditor``."""
         size = self.model.config.tokens_per_block
         return (
             f"a DRT retrieves at the end of a block of {size} tokens, and this question with {tokens} more tokens "
@@ -101,7 +99,6 @@ class DRTAuditor(Auditor):
         )
 
     def locate(self, number: int) -> tuple[Document, int]:
-        """See ``Auditor``."""
         return self._document, number
 
 

@@ -149,7 +149,6 @@ class HilsCache(ModelCache):
         self._counted = packing.counts[0]
 
     def turns(self, *, hils: bool) -> Turns:
-        """See ``HilsSight``."""
         return self._turns[hils]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, u: Tensor | None) -> Tensor:
@@ -232,9 +231,9 @@ class HilsCache(ModelCache):
         """Return the place of the first item that the next items still see in the window of ``layer``."""
         if layer not in self.tables:
             return max(0, self.place - self.config.sliding_window + 1)
-        size = self.config.chunk_size
+        size, window = self.config.chunk_size, int(self.config.hils_sliding_window)
         # When the incomplete block is complete, all of it is needed.
-        return max(0, min((self.place - self.config.hils_sliding_window + 1) // size, self.place // size) * size)
+        return max(0, min((self.place - window + 1) // size, self.place // size) * size)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row ``b`` be the former row ``beam_idx[b]``; rows may be dropped or repeated."""
@@ -290,7 +289,6 @@ class HilsChoice(Choice):
         return scores, blocks[0], (scores - total.unsqueeze(-1)).exp()
 
     def draft(self) -> Draft:
-        """See ``Choice``."""
         return Looks([self._look(row) for row in self.rows])
 
     def _look(self, row: int) -> Look:

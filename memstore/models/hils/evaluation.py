@@ -51,7 +51,6 @@ class HilsAuditor(CacheAuditor):
         self.tally.add_index_recall(choice.layer, index_recall(view, asked[0], max(1, lists.shape[1]), [stored]))
 
     def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more tokens would not help
-        """See ``Auditor``."""
         size = self.model.config.hils_sliding_window + self.model.config.chunk_size
         return f"no block is outside the window yet; the first one is from {size} tokens on: read a longer text"
 

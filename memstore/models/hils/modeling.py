@@ -16,7 +16,6 @@ parameters, and adds those of its landmarks.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
@@ -29,13 +28,13 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from memstore.attention.layers import RMSNorm, merged
 from memstore.attention.positions import Turns
-from memstore.errors import InvalidArgument, UnsupportedModel
+from memstore.errors import UnsupportedModel
 from memstore.kernels.hils_attention import hils_attention, window_attention
-from memstore.models.causal import CausalLM, uncompiled
+from memstore.models.causal import CausalLM, Decoder, uncompiled
 from memstore.models.hils.cache import HilsCache
 from memstore.models.hils.configuration import HilsConfig, OlmoHilsConfig, QwenHilsConfig
 from memstore.models.packing import Packing
-from memstore.models.stock import COPIED, TOKENS, check_computes_as_llama, check_is_model, take_over
+from memstore.models.stock import COPIED, check_computes_as_llama, check_is_model, check_options, take_over
 from memstore.readers.caches import takes_cache, with_cache
 
 
@@ -64,11 +63,9 @@ class HilsStream:
         self._turns = [config.rotary(hils=hils).turns(positions, like.dtype) for hils in (False, True)]
 
     def turns(self, *, hils: bool) -> Turns:
-        """See ``HilsSight``."""
         return self._turns[hils]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, u: Tensor | None) -> Tensor:  # noqa: ARG002 - layers of a kind are alike here
-        """See ``HilsSight``."""
         config = self.config
         if u is None:
             sizes = {"block_size": config.chunk_size, "window": config.sliding_window}
@@ -185,7 +182,7 @@ class HilsOutput(CausalLMOutputWithPast):
     """The return value of ``HilsForCausalLM``."""
 
 
-class HilsModel(nn.Module):
+class HilsModel(Decoder):
     """The decoder without its output layer."""
 
     def __init__(self, config: HilsConfig) -> None:
@@ -196,8 +193,6 @@ class HilsModel(nn.Module):
             self.lmk_embed = nn.Parameter(torch.zeros(config.hidden_size))
         self.layers = nn.ModuleList([_HilsLayer(config, number) for number in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.gradient_checkpointing = False
-        self._gradient_checkpointing_func: Callable[..., Any] | None = None
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embed ``ids [B, M]``, with -1 for a landmark: ``[B, M, hidden]``."""
@@ -222,10 +217,7 @@ class HilsModel(nn.Module):
         x = self.embed(packing.ids)
         seen = sight(x)
         for layer in layers:
-            if self.gradient_checkpointing and self.training and self._gradient_checkpointing_func is not None:
-                x = self._gradient_checkpointing_func(layer.__call__, x, seen, use_reentrant=False)
-            else:
-                x = layer(x, seen)
+            x = self.checkpointed(layer, x, seen)
         return x
 
 
@@ -453,10 +445,7 @@ def _configuration(stock: Any, changes: dict[str, Any]) -> HilsConfig:
         "enable_external_lmk_embed": True,
         "stock": stock.to_dict(),
     }
-    # A configuration of transformers accepts any name: `chunk=8` would change nothing, without an error.
-    known = inspect.signature(HilsConfig.__init__).parameters.keys() - {"self", "kwargs"} - given.keys()
-    if unknown := sorted(changes.keys() - known - {*TOKENS}):
-        raise InvalidArgument(f"make_hils has no option {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    check_options("make_hils", HilsConfig, changes, given)
     usual = {"enable_softmax1": False, "full_attn_interleave": 4 if windows else 1, "hope_in_windows": False}
     return HilsConfig(**{**usual, **given, **changes})
 

@@ -116,11 +116,9 @@ class HilsReader(CacheReader[HilsCache]):
 
     @classmethod
     def default_retrieval(cls, model: HilsForCausalLM, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003
-        """See ``Reader``."""
         return Retrieval(top_k=model.config.hils_topk)
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
-        """See ``Reader``."""
         codec = "none" if made is None else made.codec
         return memory_spec(self.model, self.tokenizer, codec if self._codec is None else self._codec)
 
@@ -162,7 +160,7 @@ class HilsReader(CacheReader[HilsCache]):
 
     def _model_layer(self, layer: int) -> int:
         """Return the model's layer whose landmarks are in the memory's ``layer``."""
-        return self.model.config.hils_layers[layer // self.model.config.num_key_value_heads]
+        return self.model.config.hils_layers[layer // int(self.model.config.num_key_value_heads)]
 
     # The end of a document
 

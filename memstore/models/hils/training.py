@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from memstore.errors import InvalidArgument
@@ -30,18 +29,6 @@ class HilsRecipe(Recipe):
 
     kind: ClassVar[str] = "hils"
     aligned: ClassVar[bool] = False
-
-
-class _HilsNeedleTrainer(AnswerTrainer):
-    """A trainer of HiLS models on needles. Only the loss decides which blocks they learn to choose."""
-
-    def logits_of(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """See ``AnswerTrainer``."""
-        logits: Tensor = model(input_ids=inputs["input_ids"], use_cache=False).logits
-        return logits
-
-    def learned(self, answer: Tensor, found: float) -> None:
-        """See ``AnswerTrainer``; nothing depends on it here."""
 
 
 _SMALL = {"initializer_range": 0.06, "num_swa_layers": 3}
@@ -107,5 +94,5 @@ def hils_of_stock(folder: str | Path, **changes: Any) -> HilsForCausalLM:
 
 
 HILS = Training(
-    kinds.HILS, HilsConfig, HilsForCausalLM, train, MemoryTrainer, _HilsNeedleTrainer, RECIPES, adopt=hils_of_stock
+    kinds.HILS, HilsConfig, HilsForCausalLM, train, MemoryTrainer, AnswerTrainer, RECIPES, adopt=hils_of_stock
 )

@@ -63,7 +63,6 @@ class IndexChoice(Choice):
 
     @property
     def searched(self) -> bool:  # type: ignore[override]  # it is never set
-        """See ``Choice``."""
         return self.scores is not None
 
     def draft(self) -> Draft:

@@ -48,7 +48,6 @@ class IndexAuditor(Auditor):
 
     @contextmanager
     def watching(self) -> Iterator[dict[str, Any]]:
-        """See ``Auditor``."""
         self._reader.observers.append(self)
         for layer, usual in self._usual.items():
             layer.top = usual if self._top is None else self._top
@@ -60,7 +59,6 @@ class IndexAuditor(Auditor):
                 layer.top = usual
 
     def choice(self, choice: Choice) -> None:
-        """See ``Observer``."""
         assert isinstance(choice, IndexChoice)
         call, tokens = choice.call, choice.call.tokens
         if choice.rows[0] or not tokens:
@@ -77,11 +75,9 @@ class IndexAuditor(Auditor):
         self.tally.add(choice.layer, weights, chosen, logits[:, :tokens], blocks=blocks)
 
     def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more tokens would not help
-        """See ``Auditor``."""
         return "the memory is empty: first read a text of at least one token"
 
     def locate(self, number: int) -> tuple[Document, int]:
-        """See ``Auditor``."""
         return self._document, number
 
 

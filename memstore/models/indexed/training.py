@@ -272,7 +272,6 @@ class _IndexedNeedleTrainer(AnswerTrainer):
         self._divergence = torch.zeros(())
 
     def logits_of(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """See ``AnswerTrainer``."""
         rng = np.random.default_rng([self.args.seed, self.state.global_step, self.args.process_index])
         free = np.flatnonzero(inputs["free"].cpu().numpy())
         crowd = torch.from_numpy(rng.choice(free, min(len(free), SAMPLED), replace=False)).to(self.args.device)
@@ -298,9 +297,6 @@ class _IndexedNeedleTrainer(AnswerTrainer):
         """Return the loss of ``AnswerTrainer``, and that of the index."""
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return loss + self._recipe.index_weight * self._divergence
-
-    def learned(self, answer: Tensor, found: float) -> None:
-        """See ``AnswerTrainer``; nothing depends on it here."""
 
     def finish(self) -> None:
         """Prepare the measurement: as in use, the index may choose more tokens, because it chooses among more."""

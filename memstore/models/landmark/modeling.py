@@ -58,7 +58,7 @@ from memstore.models.causal import CausalLM, Decoder, uncompiled
 from memstore.models.landmark.cache import LandmarkCache, Past, WindowCache
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.packing import Packing
-from memstore.models.stock import COPIED, TOKENS, check_computes_as_llama, check_is_model, take_over
+from memstore.models.stock import COPIED, check_computes_as_llama, check_is_model, check_options, take_over
 from memstore.readers.caches import takes_cache, with_cache
 
 if TYPE_CHECKING:
@@ -627,7 +627,7 @@ def _configuration(model: PreTrainedModel, block_size: int, changes: dict[str, A
     if changes.get("architecture", "llama") != "llama":
         raise InvalidArgument("a stock model always becomes a Llama with landmarks: leave architecture out")
     given = _given(stock)
-    _check_names(changes, given)
+    check_options("make_landmark", LandmarkConfig, changes, given, "architecture")
     return LandmarkConfig(**{**given, "block_size": block_size, **changes})
 
 
@@ -643,15 +643,6 @@ def _given(stock: Any) -> dict[str, Any]:
         "attention_bias": stock.model_type == "qwen2",
         "stock": stock.to_dict(),
     }
-
-
-# A configuration of transformers accepts any name: `blocks_size=8` would change nothing, silently, and `hidden_size=64`
-# would not fit the weights.
-def _check_names(changes: dict[str, Any], given: dict[str, Any]) -> None:
-    """Raise ``InvalidArgument`` for options that are fixed, or unknown; a configuration would accept the latter."""
-    known = LandmarkConfig.__annotations__.keys() - given.keys()
-    if wrong := sorted(changes.keys() - known - {"architecture", *TOKENS}):
-        raise InvalidArgument(f"make_landmark has no option {', '.join(wrong)}; it has {', '.join(sorted(known))}")
 
 
 def _check(stock: PreTrainedConfig) -> None:

@@ -103,8 +103,7 @@ class _NeedleTrainer(AnswerTrainer):
 
     def logits_of(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         self.trained.ramp = self.ramp.value
-        logits: Tensor = model(input_ids=inputs["input_ids"], use_cache=False).logits
-        return logits
+        return super().logits_of(model, inputs)
 
     def learned(self, answer: Tensor, found: float) -> None:  # noqa: ARG002 - the bank's measure
         self.ramp.pace(float(self.accelerator.reduce(answer, "mean")))  # all processes have the same ramp

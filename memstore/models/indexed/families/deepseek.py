@@ -46,7 +46,6 @@ class _LatentLayer(IndexedLayer):
             self.top = int(self.indexer.index_topk)
 
     def states(self, hidden: Tensor, given: Mapping[str, Any]) -> Projections:
-        """See ``IndexedLayer``."""
         cos_sin = given.get("position_embeddings")
         residual, queries, finish = self.queries(hidden)
         q_pass, q_rope = queries.split([queries.shape[-1] - self.rope, self.rope], -1)
@@ -225,7 +224,6 @@ class Dots3Note(DeepseekV32):
     layer = _DotsLayer
 
     def made(self) -> list[IndexedLayer]:
-        """See ``IndexedFamily``."""
         layers = super().made()
         for layer, kind in zip(layers, self.config.layer_types, strict=True):
             if kind == "full_attention":
@@ -273,7 +271,6 @@ class Glm5Next(DeepseekV32):
     linear = True
 
     def made(self) -> list[IndexedLayer]:
-        """See ``IndexedFamily``."""
         if not self.config.index_kpool_always_select_tail:
             raise self.refused(
                 "index_kpool_always_select_tail is False, so its first tokens have nothing to choose from"
