@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memstore.eval.tasks import Sample
 from memstore.readers.caches import CACHE
+from memstore.readers.observer import Choices
 
 WIDE = 64
 """Best blocks among which the needle is searched, even if the model takes fewer."""
@@ -86,3 +88,28 @@ def layer_found(layer: int, weights: Tensor, own: Tensor) -> LayerScore:
         lead = mine[head].amax().clamp(min=tiny).log() - others[head].amax().clamp(min=tiny).log()
         margin = float(lead)
     return LayerScore(layer, int(ranks[head]), margin, float(shares[head]))
+
+
+@torch.no_grad()
+def ask_layers(kind: Any, model: Any, cache: Any, sample: Sample) -> Reply:
+    """Let the model answer after the haystack in ``cache``, and score the needle in each layer that searched for it.
+
+    ``kind`` is the class of the choices that layers report. Its ``shares()`` are weights ``[H, N]`` of blocks ``[N]``.
+    """
+    needle = needle_blocks(sample.hops[0], cache.config.tokens_per_block)
+
+    def seen(choice: Any) -> LayerScore | None:
+        """Return how a layer scores the needle at the question's last token; None if the needle is not in memory."""
+        if not (choice.rows and choice.searched):
+            return None
+        shares, blocks = choice.shares()
+        own = (blocks >= needle.start) & (blocks < needle.stop)
+        return layer_found(choice.layer, shares, own) if bool(own.any()) else None
+
+    given = Choices(kind, seen)
+    cache.observers.append(given)
+    ids = torch.tensor([sample.prompt], device=model.device)
+    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    cache.observers.remove(given)
+    layers = [each for each in given if each is not None]
+    return Reply.of_layers(greedy(model, cache, logits, len(sample.answer)), layers)

@@ -16,8 +16,8 @@ from torch import Tensor
 from memstore import Retrieval
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument
 from memstore.memory import Document
+from memstore.models import reading as module
 from memstore.models.hils import HilsForCausalLM, HilsReader
-from memstore.models.hils import reader as module
 from memstore.models.hils.reader import memory_spec
 from tests.models.hils import in_pieces, make, tokens
 from tests.pairs import each

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from memstore import Retrieval
 from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory
+from memstore.models import reading as module
 from memstore.models.landmark import LandmarkForCausalLM, LandmarkReader
-from memstore.models.landmark import reader as module
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.reader import memory_spec
 from tests.models.landmark import close, make, tokens

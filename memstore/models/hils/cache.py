@@ -277,16 +277,16 @@ class HilsChoice(Choice):
 
     searched = True
 
-    def shares(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return estimates ``[H, N]`` of all blocks before the window, these ``N`` blocks, and their shares.
+    def shares(self) -> tuple[Tensor, Tensor]:
+        """Return shares ``[H, N]`` of all blocks before the window, and these blocks ``[N]``.
 
-        They are for the first row's last token. The shares come from a softmax over all blocks and the window, as if
-        all were chosen.
+        They are for the first row's last token, and come from a softmax over all blocks and the window, as if all were
+        chosen.
         """
         scores, blocks = self.table.estimates(self.asked[:1, :, -1:], self.stop, None)
         scores = scores[0, :, 0]
         total = torch.logaddexp(scores.logsumexp(-1), self.lse[0, :, -1].to(scores.dtype))
-        return scores, blocks[0], (scores - total.unsqueeze(-1)).exp()
+        return (scores - total.unsqueeze(-1)).exp(), blocks[0]
 
     def draft(self) -> Draft:
         return Looks([self._look(row) for row in self.rows])

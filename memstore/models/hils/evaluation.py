@@ -8,18 +8,19 @@ estimates of all blocks and the window. They are computed from the landmarks in 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from memstore.eval.evaluation import Evaluation
-from memstore.eval.needle import LayerScore, Reply, greedy, layer_found, needle_blocks
+from memstore.eval.needle import ask_layers
 from memstore.eval.perplexity import after_cache, by_context
-from memstore.eval.tasks import Sample
 from memstore.models.hils.cache import HilsCache, HilsChoice
 from memstore.models.hils.modeling import HilsForCausalLM
 from memstore.models.reading import CacheAuditor, in_lists
 from memstore.readers.audit import exact_scores, index_recall
-from memstore.readers.observer import Choice, Choices
+from memstore.readers.observer import Choice
 
 
 class HilsAuditor(CacheAuditor):
@@ -55,28 +56,6 @@ class HilsAuditor(CacheAuditor):
         return f"no block is outside the window yet; the first one is from {size} tokens on: read a longer text"
 
 
-@torch.no_grad()
-def ask(model: HilsForCausalLM, cache: HilsCache, sample: Sample) -> Reply:
-    """Let the model answer after the haystack in ``cache``; it always takes the likeliest token."""
-    needle = needle_blocks(sample.hops[0], cache.config.tokens_per_block)
-
-    def seen(choice: HilsChoice) -> LayerScore | None:
-        """Return how a layer scores the needle at the question's last token; None if the needle is in the window."""
-        if not choice.rows:
-            return None
-        _, blocks, shares = choice.shares()
-        own = (blocks >= needle.start) & (blocks < needle.stop)
-        return layer_found(choice.layer, shares, own) if bool(own.any()) else None
-
-    given = Choices(HilsChoice, seen)
-    cache.observers.append(given)
-    ids = torch.tensor([sample.prompt], device=model.device)
-    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
-    cache.observers.remove(given)
-    layers = [each for each in given if each is not None]
-    return Reply.of_layers(greedy(model, cache, logits, len(sample.answer)), layers)
-
-
 def after_window(model: HilsForCausalLM, text: Tensor, scored: int) -> Tensor:
     """See ``Losses``. Windows depend only on text as far back as all layers can look."""
     cache, config = HilsCache(model.config, 1), model.config
@@ -85,4 +64,4 @@ def after_window(model: HilsForCausalLM, text: Tensor, scored: int) -> Tensor:
     return after_cache(model, cache, text, scored, reach)
 
 
-HILS = Evaluation(ask=ask, perplexity=by_context(after_window))
+HILS = Evaluation(ask=partial(ask_layers, HilsChoice), perplexity=by_context(after_window))

@@ -11,7 +11,7 @@ any commit. A token's states do not depend on how the text was cut.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -20,24 +20,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.device_copies import to_device, to_host
-from memstore.errors import DamagedError, InvalidArgument, NotFound
+from memstore.errors import DamagedError, NotFound
 from memstore.memory import Document, MemorySpec
 from memstore.memory.rows import torch_dtype
-from memstore.memory.search import Match, best, check_layer
+from memstore.memory.search import Match, check_layer
 from memstore.models.hils.cache import HilsCache, HilsChoice
 from memstore.models.hils.modeling import HilsForCausalLM
 from memstore.models.hils.retrieval import HilsTable
-from memstore.models.packing import Packing
-from memstore.models.reading import CacheReader
+from memstore.models.reading import BlockReader
 from memstore.readers.asking import Query
-from memstore.readers.attachment import Job, Place, evaluating
+from memstore.readers.attachment import evaluating
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import HILS, Retrieval
-from memstore.readers.observer import Choices, Origin
+from memstore.readers.observer import Origin
 from memstore.store.records import Layout
-
-COMMIT_BLOCKS = 256
-"""Blocks that are committed together. With fewer blocks, commits would wait for the disk more often."""
 
 
 def memory_spec(model: HilsForCausalLM, tokenizer: Any = None, codec: str = "none") -> MemorySpec:
@@ -85,7 +81,7 @@ class _Kept(NamedTuple):
     """``[2, G, W, D]`` for each layer: keys and values of the last items, at the end."""
 
 
-class HilsReader(CacheReader[HilsCache]):
+class HilsReader(BlockReader[HilsCache]):
     """A document of a memory, and the HiLS model that reads it.
 
     Every token chooses ``config.hils_topk`` blocks, or ``retrieval.top_k``, in each HiLS layer for each key-value head.
@@ -97,37 +93,15 @@ class HilsReader(CacheReader[HilsCache]):
     """
 
     kind = HILS
+    reads = HilsForCausalLM
     model: HilsForCausalLM
-
-    def __init__(
-        self,
-        model: HilsForCausalLM,
-        memory: Place,
-        document: str | None = None,
-        *,
-        codec: str | None = None,
-        **shared: Any,
-    ) -> None:
-        """See ``memstore.attach``; ``shared`` has the arguments of all kinds."""
-        if not isinstance(model, HilsForCausalLM):
-            raise InvalidArgument(f"expected a HilsForCausalLM, got a {type(model).__name__}; see memstore.attach")
-        super().__init__(model, memory, document, **shared)
-        self._codec = codec
 
     @classmethod
     def default_retrieval(cls, model: HilsForCausalLM, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003
         return Retrieval(top_k=model.config.hils_topk)
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
-        codec = "none" if made is None else made.codec
-        return memory_spec(self.model, self.tokenizer, codec if self._codec is None else self._codec)
-
-    @torch.no_grad()
-    def _made(self, rows: int, *, retrieval: Retrieval | None = None) -> HilsCache:
-        """See ``CacheReader``; ``retrieval``: another one than the text was read with."""
-        cache = self._begun(self._continued(), rows, self.retrieval if retrieval is None else retrieval)
-        cache.belong_to(self.model.model)
-        return cache
+        return memory_spec(self.model, self.tokenizer, self._codec_of(made))
 
     def _described(self) -> dict[str, Any]:
         config = self.model.config
@@ -145,18 +119,7 @@ class HilsReader(CacheReader[HilsCache]):
         have no share.
         """
         wanted = None if layer is None else self._model_layer(check_layer(self.memory, layer))
-        blocks, cache = self.document.complete_blocks, self._made(1)
-        found = Choices(HilsChoice, lambda choice: _shares(choice, wanted))
-        cache.observers.append(found)
-        with evaluating(self.model):
-            self.model(query.tokens.to(self.model.device)[None], past_key_values=cache, logits_to_keep=1)
-        scores = torch.zeros(len(blocks))
-        for numbers, weights in found:
-            mine = (numbers >= blocks.start) & (numbers < blocks.stop)
-            at = numbers[mine] - blocks.start
-            scores[at] = torch.maximum(scores[at], weights[mine])
-        seen = scores > 0
-        return best([(self.document, torch.arange(blocks.start, blocks.stop)[seen], scores[seen])], top_k)
+        return self._best_shares(query, top_k, HilsChoice, wanted)
 
     def _model_layer(self, layer: int) -> int:
         """Return the model's layer whose landmarks are in the memory's ``layer``."""
@@ -225,27 +188,6 @@ class HilsReader(CacheReader[HilsCache]):
     def _reading(self, *, retrieve: bool) -> dict[str, Any]:  # noqa: ARG002 - it always retrieves
         return {"top_k": self.retrieval.top_k}
 
-    def _read_segments(self, job: Job, segments: Iterator[Tensor]) -> Generator[int]:
-        cache = self._begun(job.document, 1, self.retrieval)
-        limit = COMMIT_BLOCKS * self.model.config.tokens_per_block
-        waiting: list[Tensor] = []
-        try:
-            for tokens in segments:
-                (ids,) = to_device([tokens.long()[None]], self.model.device)
-                self._segment(ids, cache)
-                waiting.append(tokens)
-                if sum(map(len, waiting)) >= limit:
-                    self._commit(job, waiting, cache)
-                yield len(tokens)
-        finally:  # tokens computed before an error or an interruption are complete
-            self._commit(job, waiting, cache)
-
-    def _segment(self, ids: Tensor, cache: HilsCache) -> None:
-        packing = Packing(ids, None, cache.offsets, self.model.config.chunk_size)
-        cache.begin(packing)
-        self.model.model.read(packing, cache)
-        cache.end()
-
     def _windows(self, cache: HilsCache) -> list[Tensor]:
         """Return the state of window layers, in host memory; see ``_Kept``."""
         window = self.model.config.sliding_window
@@ -254,19 +196,15 @@ class HilsReader(CacheReader[HilsCache]):
         arrived()
         return copies
 
-    def _commit(self, job: Job, waiting: list[Tensor], cache: HilsCache) -> None:
-        """Store the ``waiting`` tokens, and clear them."""
-        if not waiting:
-            return
-        options, job.options = job.options, None
-        with job.document.append(torch.cat(waiting), reading=options) as batch:
-            for layer, table in cache.tables.items():
-                self._put(batch, table, *self._blocks(cache, layer, batch.blocks))
-            if self.memory.spec.recurrent:
-                batch.put_recurrent(self._windows(cache))
-        waiting.clear()
+    def _store(self, batch: Any, cache: HilsCache) -> None:
+        for layer, table in cache.tables.items():
+            self._put(batch, table, *self._blocks(cache, layer, batch.blocks))
+        if self.memory.spec.recurrent:
+            batch.put_recurrent(self._windows(cache))
+
+    def _stored(self, cache: HilsCache, stop: int) -> None:
         for table in cache.tables.values():
-            table.own.keep_from(job.document.complete_blocks.stop)
+            table.own.keep_from(stop)
 
     def _put(self, batch: Any, table: HilsTable, keys: Tensor, values: Tensor, landmarks: Tensor) -> None:
         for group, layer in enumerate(table.layers):
@@ -290,11 +228,3 @@ class HilsReader(CacheReader[HilsCache]):
         copies, arrived = to_host(states)
         arrived()
         return [*copies, marks]
-
-
-def _shares(choice: HilsChoice, layer: int | None) -> tuple[Tensor, Tensor]:
-    """Return blocks and the largest share that a head gives each, in host memory; nothing for other layers."""
-    if not choice.rows or layer not in (None, choice.layer):  # only the text's last token counts
-        return torch.empty(0, dtype=torch.int64), torch.empty(0)
-    _, blocks, shares = choice.shares()
-    return blocks.cpu(), shares.amax(0).float().cpu()

@@ -9,21 +9,22 @@ all older ones in one slot. A context-miss token is left out, because it scales 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from memstore.attention.landmark import Questions
 from memstore.eval.evaluation import Evaluation
-from memstore.eval.needle import Reply, greedy, layer_found, needle_blocks
+from memstore.eval.needle import ask_layers
 from memstore.eval.perplexity import by_context, losses
-from memstore.eval.tasks import Sample
 from memstore.memory import Document
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.modeling import LandmarkForCausalLM
 from memstore.models.landmark.retrieval import LandmarkChoice
 from memstore.models.reading import CacheAuditor, in_lists
 from memstore.readers.audit import exact_scores, index_recall
-from memstore.readers.observer import Choice, Choices
+from memstore.readers.observer import Choice
 
 
 class LandmarkAuditor(CacheAuditor):
@@ -81,24 +82,6 @@ def _scores(document: Document, cache: LandmarkCache, layer: int, questions: Que
     return scores
 
 
-@torch.no_grad()
-def ask(model: LandmarkForCausalLM, cache: LandmarkCache, sample: Sample) -> Reply:
-    """Let the model answer after the haystack in ``cache``, always with the likeliest token."""
-    given = Choices(LandmarkChoice, lambda choice: (choice.layer, choice.rows and choice.searched, *choice.weights()))
-    cache.observers.append(given)
-    ids = torch.tensor([sample.prompt], device=model.device)
-    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
-    cache.observers.remove(given)
-    needle = needle_blocks(sample.hops[0], cache.config.tokens_per_block)
-    each = [
-        (layer, weights, (blocks >= needle.start) & (blocks < needle.stop))
-        for layer, ends, weights, blocks in given
-        if ends
-    ]
-    layers = tuple(layer_found(layer, weights, own) for layer, weights, own in each if bool(own.any()))
-    return Reply.of_layers(greedy(model, cache, logits, len(sample.answer)), layers)
-
-
 def after_window(model: LandmarkForCausalLM, text: Tensor, scored: int) -> Tensor:
     """See ``Losses``. Each segment is computed with a cache of its own, so nothing is retrieved."""
     size = model.config.segment_tokens
@@ -107,4 +90,4 @@ def after_window(model: LandmarkForCausalLM, text: Tensor, scored: int) -> Tenso
     return torch.cat(alone)[-scored:]
 
 
-LANDMARK = Evaluation(ask=ask, perplexity=by_context(after_window))
+LANDMARK = Evaluation(ask=partial(ask_layers, LandmarkChoice), perplexity=by_context(after_window))

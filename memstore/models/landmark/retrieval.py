@@ -646,7 +646,7 @@ class LandmarkChoice(Choice):
     def rows(self) -> Sequence[int]:  # type: ignore[override]  # it is never set
         return self.last.rows
 
-    def weights(self) -> tuple[Tensor, Tensor]:
+    def shares(self) -> tuple[Tensor, Tensor]:
         """Return how the last item of the segment weighs every block in memory, in the first row.
 
         These are weights ``[H, N]`` from 0 to 1, and the blocks ``[N]``.
