@@ -23,9 +23,6 @@ class Evaluation:
     perplexity: Callable[..., Report] | None = None
     """``(model, tokenizer, texts, folder, *, lengths, scored, samples, show)``: perplexity with the memory and without
     it, by length of the context; see ``memstore.eval.perplexity.by_context``. ``show``: draw a bar."""
-    lookup: Callable[..., Any] | None = None
-    """``(model, tokenizer, text, *, memory_size, examples, advance)``: the words that it looks up in its memory of
-    tokens."""
     document_scorer: Callable[[Any], Any] | None = None
     """``(model)``: a function that scores documents with memories of tokens of any size."""
 

@@ -130,7 +130,6 @@ EVALUATIONS = {
         for name in ("squad", "hotpotqa", "facts", "lookalikes", "babi", "factbook", "chat", "locomo", "beam", "ruler")
     },
     "perplexity": "eval:perplexity",
-    "lookup": "eval:lookup",
     "generate": "eval:generate",
 }
 """The same for ``memstore eval``."""

@@ -24,8 +24,8 @@ from memstore.readers.kinds import (
     require_transformers,
     shipped_model,
 )
-from memstore.report import Page, Report, cell, token_counts, tokens_of
-from memstore.tools.files import read_documents, read_text
+from memstore.report import Page, Report, token_counts
+from memstore.tools.files import read_documents
 from memstore.tools.models import check_device
 from memstore.tools.verb import Device, Json, Threads, taking, use_threads
 
@@ -281,61 +281,6 @@ def generate(
     return Report(data={**facts, "answers": each}, text=lambda page: page.facts(facts))
 
 
-def lookup(
-    *,
-    model: Annotated[
-        Path,
-        typer.Option(
-            help="Folder of the Memorizing Transformer, or of a stock model with a token memory.", show_default=False
-        ),
-    ],
-    text: Annotated[
-        str, typer.Option(help="Score this text file as one document, or - for standard input.", show_default=False)
-    ],
-    memory_size: Annotated[
-        str | None,
-        typer.Option(help="Keep this many tokens in the memory, such as 8K. Default: what the model was trained with."),
-    ] = None,
-    examples: Annotated[int, typer.Option(min=0, help="Show this many words with the tokens retrieved for them.")] = 5,
-    device: Device = "cpu",
-    threads: Threads = None,
-    json: Json = False,
-) -> Report:
-    """Show which words a model looks up in its memory: names that it read far back.
-
-    Every word is sorted by its last place in the text. Far is out of reach of all windows, or of a stock model's
-    segment. Near is within it, and new words have no earlier place. Each kind is scored with and without the memory.
-    For the far words that gain most, the retrieved tokens are shown.
-
-    Example:
-
-        memstore eval lookup --model remembers --text book3.txt
-
-    In Python: memstore.models.memorizing.evaluation.lookup.
-    """
-    require_transformers()
-    from memstore.eval.evaluation import evaluation_of
-    from memstore.progress import progress_bar
-
-    kind = kind_in(model_folder(model))
-    look_up = evaluation_of(kind).lookup
-    if look_up is None:
-        raise UnsupportedModel(
-            f"a {kind.name} has no token memory to look words up in. Train one: memstore train memorizing"
-        )
-    size = tokens_of("--memory-size", memory_size, least=1)
-    written = read_text(text)
-    use_threads(threads)
-    check_device(device)
-    with quiet_transformers():
-        loaded, tokenizer = load_folder(model_folder(model), device)
-    total = (3 if examples else 2) * len(encode(tokenizer, written))
-    with progress_bar("lookup", 0, total, not json and sys.stderr.isatty()) as advance:
-        found = look_up(loaded, tokenizer, written, memory_size=size, examples=examples, advance=advance)
-    data = {"task": "lookup", "model": model.name, **found}
-    return Report(data=data, text=lambda page: _show_lookup(page, data))
-
-
 def parse_lengths(text: str) -> list[int]:
     """Parse ``64K,1M`` or ``65536,1048576`` into numbers of tokens, in that order. Raises ``InvalidArgument``."""
     return token_counts("--lengths", text, least=1, such_as="65536,1M", what="length")
@@ -400,23 +345,3 @@ def _draw(rows: Sequence[CellResult], path: Path, plan: TaskPlan, model: str, fi
         title=f"{plan.task}: whole answers found",
         caption=f"model {model}; {each}; filler: {filler}",
     )
-
-
-def _show_lookup(page: Page, data: dict[str, Any]) -> None:
-    page.line(
-        f"Perplexity by the last place of a word in the text. Far means more than {data['reach']:,} tokens back, "
-        f"which only the memory of {data['memory_size']:,} tokens covers"
-    )
-    rows = [[kind["kind"], kind["tokens"], kind["without"], kind["with_memory"]] for kind in data["kinds"]]
-    page.table(["words", "tokens", "without memory", "with memory"], rows)
-    if not any(kind["kind"] == "far" for kind in data["kinds"]):
-        page.line("No word is far: use a longer text to see the effect of the memory")
-    for example in data["examples"]:
-        page.line()
-        page.line(cell(f"…{example['text']}"))
-        page.line(
-            f"  {example['word']!r} was last read {example['last_read']:,} tokens back; loss "
-            f"{example['loss_without']:.2f} without memory, {example['loss_with']:.2f} with it"
-        )
-        for found in example["retrieved"]:
-            page.line(cell(f"  {found['weight']:.3f}  token {found['number']:,}: …{found['text']}…"))

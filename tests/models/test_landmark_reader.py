@@ -210,4 +210,4 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="no landmarks"):
         memory_spec(make("full"))
     with pytest.raises(InvalidArgument, match="expected a LandmarkForCausalLM"):
-        LandmarkReader(torch.nn.Linear(1, 1), "ram:").open()  # type: ignore[arg-type]  # that is the mistake
+        LandmarkReader(torch.nn.Linear(1, 1), "ram:").open()

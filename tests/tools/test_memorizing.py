@@ -54,10 +54,6 @@ def test_a_stock_model_gets_a_memory_and_is_measured(cli: Cli, text: Path, model
     command = ("eval", "perplexity", "--model", tmp_path / "remembers", "--text", text)
     (row,) = cli(*command, "--lengths", "1K", "--scored", 100, "--json").json["rows"]
     assert row["memory"] != row["window"]
-    looked_up = ("eval", "lookup", "--model", tmp_path / "remembers", "--text", text)
-    assert cli(*looked_up, "--json").json["reach"] == 32
-    assert "token " in cli(*looked_up).out
-    assert cli("eval", "lookup", "--model", model_folder, "--text", text).code == REFUSED
 
 
 def test_options_of_other_models_are_refused(
@@ -78,38 +74,6 @@ def test_a_text_that_is_too_short_is_refused(cli: Cli, text: Path, model: Path) 
     outcome = cli("eval", "perplexity", "--model", model, "--text", text, "--lengths", "1M")
     assert outcome.code == USAGE, outcome
     assert "fewer than the length 1,048,576" in outcome.err
-
-
-def shorter(text: Path) -> Path:
-    """A third of a text."""
-    beginning = text.with_name("beginning.txt")
-    beginning.write_text(text.read_text()[:1_400])
-    return beginning
-
-
-def test_what_a_memory_is_looked_up_for(cli: Cli, text: Path, model: Path) -> None:
-    text = shorter(text)
-    command = ("eval", "lookup", "--model", model, "--text", text, "--examples", 2)
-    data = cli(*command, "--json").json
-    assert [kind["kind"] for kind in data["kinds"]] == ["far", "near", "new", "other"]
-    assert len(data["examples"]) == 2
-    shown = cli(*command)
-    assert shown.code == 0, shown.err
-    for words in (
-        "Far means more than 36 tokens back",
-        "was last read",
-        f"token {data['examples'][0]['retrieved'][0]['number']:,}",
-    ):
-        assert words in shown.out
-    text.with_name("short.txt").write_text("the gate of the memory")
-    short = cli("eval", "lookup", "--model", model, "--text", text.with_name("short.txt"))
-    assert "No word is far: use a longer text" in short.out
-    assert cli(*command, "--memory-size", "1K", "--json").json["memory_size"] == 1024
-    for size in (0, "lots"):
-        refused = cli(*command, "--memory-size", size)
-        assert refused.code == USAGE
-        assert "--memory-size must be a number of tokens of at least 1, such as 512 or 8K" in refused.err
-    assert cli("eval", "lookup", "--model", model, "--text", text.with_name("none.txt")).code == NOT_FOUND
 
 
 @pytest.mark.parametrize(
