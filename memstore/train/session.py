@@ -17,10 +17,10 @@ from transformers.trainer_callback import TrainerState
 
 from memstore.readers.kinds import quiet_transformers
 from memstore.train.corpora import ShuffledItems
+from memstore.train.options import Optimisation, Runtime
 from memstore.train.run import REPORT, Run, complete, saying_what_is_safe
-from memstore.train.settings import Optimisation, Runtime
-from memstore.train.start import Folder
 from memstore.train.trainer import MemoryTrainer
+from memstore.train.training import Folder
 
 Report = dict[str, Any]
 

@@ -17,9 +17,9 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 
 from memstore.errors import TrainingDiverged
 from memstore.train.needles import NeedleRows
+from memstore.train.options import Optimisation
 from memstore.train.recipes import Recipe
 from memstore.train.run import COMPLETE, Run, complete, write_json
-from memstore.train.settings import Optimisation
 
 
 def rate(step: int, steps: int, optimisation: Optimisation) -> float:

@@ -33,10 +33,9 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import apply_rotar
 from memstore.models.causal import preset
 from memstore.models.indexed.options import IndexedTraining
 from memstore.readers import kinds
-from memstore.train.options import with_optimisation
+from memstore.train.options import Optimisation, Runtime, with_optimisation
 from memstore.train.recipes import PASSKEYS, Recipe, find_recipe
 from memstore.train.run import Run
-from memstore.train.settings import Optimisation, Runtime
 from memstore.train.texts import train_recipe
 from memstore.train.trainer import AnswerTrainer, MemoryTrainer
 from memstore.train.training import Training
