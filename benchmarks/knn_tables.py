@@ -21,11 +21,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from memstore.errors import InvalidArgument
-from memstore.eval.evaluation import scorer_of
 from memstore.models.memorizing import MemorizingForCausalLM
-from memstore.models.memorizing.evaluation import Advance, silent
+from memstore.models.memorizing.evaluation import Advance, MemorizingScorer, StockScorer, silent
 from memstore.progress import progress_bar
-from memstore.readers.kinds import encode, kind_of, load_folder, quiet_transformers
+from memstore.readers.kinds import encode, load_folder, quiet_transformers
 from memstore.report import Page, token_counts
 from memstore.tools.files import read_documents
 
@@ -53,8 +52,8 @@ def by_memory_size(
     parts of the document begin; those after its end are left out. Raises ``InvalidArgument`` for a size or a text that
     does not fit, and for a model without a layer that looks tokens up.
     """
-    scorer = scorer_of(kind_of(model), model)
-    _check(scorer.layer, documents, sizes)
+    scorer = scorer_of(model)
+    _check(settings_of(model)[0], documents, sizes)
     longest = max(map(len, documents))
     starts = sorted({1, *(each for each in positions if 1 < each < longest)})
     parts = list(zip(starts, [*starts[1:], longest], strict=True))
@@ -73,6 +72,18 @@ def by_memory_size(
                 for start, end in parts
             },
         }
+
+
+def scorer_of(model: Any) -> Any:
+    """Return the scorer of documents with ``model`` and its memory of tokens."""
+    return StockScorer(model) if hasattr(model.config, "knn_memory") else MemorizingScorer(model)
+
+
+def settings_of(model: Any) -> tuple[int | None, int]:
+    """Return the layer that looks tokens up, and the configured number of tokens in the memory."""
+    if stock := getattr(model.config, "knn_memory", None):
+        return stock["layer"], stock["memory_size"]
+    return model.config.memory_layer, model.config.memory_size
 
 
 def paired(first: Sequence[Tensor], second: Sequence[Tensor]) -> tuple[float, float | None]:

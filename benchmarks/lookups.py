@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from benchmarks.knn_tables import scorer_of, settings_of
 from memstore.errors import InvalidArgument
-from memstore.eval.evaluation import scorer_of
 from memstore.models.memorizing import MemorizingForCausalLM, knn_memory_of
 from memstore.models.memorizing.cache import KNNChoice
 from memstore.models.memorizing.evaluation import Advance, StockScorer, silent
 from memstore.progress import progress_bar
-from memstore.readers.kinds import kind_of, load_folder, quiet_transformers
+from memstore.readers.kinds import load_folder, quiet_transformers
 from memstore.readers.observer import Choices
 from memstore.report import Page, cell, tokens_of
 from memstore.tools.files import read_text
@@ -70,11 +70,11 @@ def lookup(
     layer's attention, a mean over heads. It may be negative in a stock model, as gates may. Texts show their token in
     brackets.
     """
-    reading = scorer_of(kind_of(model), model)
-    size = reading.memory_size if memory_size is None else memory_size
-    if reading.layer is None or size < 1:
+    reading, (layer, size) = scorer_of(model), settings_of(model)
+    size = size if memory_size is None else memory_size
+    if layer is None or size < 1:
         raise InvalidArgument(
-            f"a look-up needs a memory layer and a memory of at least one token; got memory_layer={reading.layer} and "
+            f"a look-up needs a memory layer and a memory of at least one token; got memory_layer={layer} and "
             f"{size} tokens"
         )
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -164,7 +164,7 @@ def watched(reading: Any, model: Any, tokens: Tensor, size: int, wanted: set[int
     with reading.reading(size) as given:
         if isinstance(reading, StockScorer):
             memory = knn_memory_of(model)
-            memory.found = lambda **seen: told.choice(KNNChoice(reading.layer or 0, attention=memory, **seen))
+            memory.found = lambda **seen: told.choice(KNNChoice(settings_of(model)[0] or 0, attention=memory, **seen))
         else:
             given["past_key_values"].observers.append(told)
         for start in range(0, max(wanted) + 1, reading.segment):

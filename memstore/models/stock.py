@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from memstore.errors import InvalidArgument, UnsupportedModel
+from memstore.models.causal import ModelConfig
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 COPIED = (
@@ -53,13 +54,13 @@ def check_computes_as_llama(stock: Any, name: str, others: Mapping[str, bool]) -
 
 # A configuration of transformers accepts any name: `chunk=8` would change nothing, without an error.
 def check_options(
-    maker: str, config: type[PreTrainedConfig], changes: Mapping[str, Any], given: Mapping[str, Any], *others: str
+    maker: str, config: type[ModelConfig], changes: Mapping[str, Any], given: Mapping[str, Any], *others: str
 ) -> None:
     """Raise ``InvalidArgument`` for ``changes`` that are not options of ``config``, or that the stock model fixes.
 
     ``maker`` is the called function, ``given`` what it takes from the stock model. It checks ``others`` itself.
     """
-    known = config.__annotations__.keys() - given.keys()
+    known = config.options() - given.keys()
     if wrong := sorted(changes.keys() - known - {*others, *TOKENS}):
         raise InvalidArgument(f"{maker} has no option {', '.join(wrong)}; it has {', '.join(sorted(known))}")
 

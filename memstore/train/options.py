@@ -57,7 +57,6 @@ class Optimisation:
     """Compute in bfloat16; weights stay in float32."""
 
     def __post_init__(self) -> None:
-        """Raise an error for settings that cannot work."""
         for name in ("batch", "accumulate"):
             if getattr(self, name) < 1:
                 raise InvalidArgument(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -87,7 +86,6 @@ class Runtime:
     """Show a progress bar on standard error, if that is a terminal."""
 
     def __post_init__(self) -> None:
-        """Raise an error for settings that cannot work."""
         if self.device not in ("auto", "cpu"):
             raise InvalidArgument(
                 f"device must be auto or cpu, not {self.device!r}; choose a GPU with CUDA_VISIBLE_DEVICES"

@@ -251,7 +251,6 @@ class _CheckpointCallback(TrainerCallback):
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
-        """Add a line to the log."""
         if state.is_world_process_zero and logs and "loss" in logs:
             speed = round(self._trainer.tokens / (time.perf_counter() - self._begun))
             rounded = {name: round(value, 6) for name, value in logs.items() if name != "epoch"}

@@ -364,7 +364,6 @@ class DRTReader(CacheReader[DRTCache]):
         return search_vectors([self.document], asking, top_k, layer=0)
 
     def _group(self, layer: int | None) -> int:
-        """Return the group of upper layers that ``layer`` is in."""
         config = self.model.config
         groups = [group for group, count in enumerate(config.upper_layers) for _ in range(count)]
         if layer is None:

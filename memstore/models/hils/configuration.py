@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from memstore.attention.positions import Rotary, Turns
 from memstore.errors import InvalidArgument, UnsupportedModel
-from memstore.models.causal import check_sizes, preset
+from memstore.models.causal import ModelConfig, check_sizes, preset
 
 SIZES = (
     "vocab_size",
@@ -36,7 +35,7 @@ ASSUMED = {
 """Options of the released code that have one value in all released configurations, and here."""
 
 
-class HilsConfig(PreTrainedConfig):
+class HilsConfig(ModelConfig):
     """Configuration of ``HilsForCausalLM``. Raises ``InvalidArgument`` for options that do not fit together."""
 
     model_type = "memstore-hils"
@@ -45,18 +44,7 @@ class HilsConfig(PreTrainedConfig):
         "retrieval_top_k": "hils_topk",
         "window": "hils_sliding_window",
     }
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
-    vocab_size: int = 512
-    """Tokens, without the landmark: the model inserts its own."""
-    hidden_size: int = 64
-    """Width of the model."""
-    intermediate_size: int = 160
-    """Inner width of the feed-forward layers."""
-    num_attention_heads: int = 4
-    """Query heads."""
-    num_key_value_heads: Any = None
-    """Key-value heads; as many as query heads if None."""
     num_hidden_layers: int = 4
     """Layers."""
     head_dim: Any = None
@@ -102,9 +90,7 @@ class HilsConfig(PreTrainedConfig):
     rms_norm_eps: float = 1e-6
     hils_norm_eps: float = 1e-6
     """Epsilon of the norms in HiLS layers; the others have ``rms_norm_eps``."""
-    initializer_range: float = 0.02
     tie_word_embeddings: bool = False
-    use_cache: bool = True
     stock: dict[str, Any] | None = None
     """Options that ``make_hils`` keeps of the stock configuration."""
 
@@ -115,15 +101,12 @@ class HilsConfig(PreTrainedConfig):
         rope = kwargs.pop("rope_parameters", None) or {}
         if rope.get("rope_type", "default") != "default" or kwargs.get("rope_scaling"):
             raise UnsupportedModel("a HiLS model needs plain rotary frequencies, but this configuration scales them")
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
             self.head_dim = self.hidden_size // max(1, self.num_attention_heads)
         if self.hils_sliding_window is None:
             self.hils_sliding_window = self.sliding_window
         self.rope_theta = float(rope.get("rope_theta", self.rope_theta))
-        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]  # transformers annotates it in part
-        self._check()
+        super().__post_init__(**kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:  # type: ignore[override]
@@ -134,11 +117,6 @@ class HilsConfig(PreTrainedConfig):
             if (kind := released.get(found.get("model_type", ""))) is not None:
                 return kind.from_pretrained(pretrained_model_name_or_path, **kwargs)
         return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
-
-    @property
-    def tokens_per_block(self) -> int:
-        """Tokens of a block without its landmark."""
-        return self.chunk_size - 1
 
     @property
     def hils_layers(self) -> tuple[int, ...]:
@@ -160,6 +138,10 @@ class HilsConfig(PreTrainedConfig):
     def segment_tokens(self) -> int:
         """Tokens of a forward pass at inference: at most a window, so that chosen blocks lie before it."""
         return int(self.hils_sliding_window) // self.chunk_size * self.tokens_per_block
+
+    def positions(self, places: Tensor) -> Tensor:
+        """Return the positions of the items at ``places`` of a stream; landmarks do not count."""
+        return places - places.div(self.chunk_size, rounding_mode="floor")
 
     def rotary(self, *, hils: bool) -> _HoPE:
         """Return the rotary positions of HiLS layers, or of window layers."""

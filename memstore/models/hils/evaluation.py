@@ -43,7 +43,7 @@ class HilsAuditor(CacheAuditor):
             scores[:, stored.start : stored.stop] = exact_scores(view, asked[0], stored)[:, 0]
         count = max(0, min(choice.stop, table.own.stop) - table.own.first)
         if count:
-            own = asked @ table.own.landmarks[:1, :, :count].mT
+            own = asked @ table.own.read()[2][:1, :, :count].mT
             scores[:, table.own.first : table.own.first + count] = own[0, :, 0].float().cpu()
         local = choice.lse[0, :, -1].to(scores)
         weights = (scores - torch.logaddexp(scores.logsumexp(-1), local)[:, None]).exp()

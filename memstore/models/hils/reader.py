@@ -214,12 +214,13 @@ class HilsReader(BlockReader[HilsCache]):
     def _blocks(self, cache: HilsCache, layer: int, blocks: range) -> list[Tensor]:
         """Return padded keys and values ``[G, n, S - 1, D]`` of ``blocks``, and landmarks ``[n, H, 1, D + 1]``."""
         own, size = cache.tables[layer].own, self.model.config.chunk_size
-        start = blocks.start - own.first
-        parts = [(own.keys[0, :, start:], own.values[0, :, start:])] if own.count > start else []
+        held = max(0, own.stop - blocks.start)
+        states = [x[0] for x in own.read(blocks.start)] if held else []
+        parts = [tuple(states[:2])] if held else []
         spec = self.memory.spec
         marks = torch.zeros(len(blocks), spec.key_heads, 1, spec.key_dim)
-        if parts:
-            marks[: own.count - start, :, 0] = own.landmarks[0, :, start:].transpose(0, 1).float().cpu()
+        if held:
+            marks[:held, :, 0] = states[2].transpose(0, 1).float().cpu()
         if waiting := cache.place % size:
             items = (x[0] for x in cache.recent[layer].read(cache.place - waiting))
             keys, values = (F.pad(x, (0, 0, 0, size - 1 - waiting)).unsqueeze(1) for x in items)

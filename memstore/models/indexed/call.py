@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,18 +29,6 @@ from memstore.readers.observer import Choice, Draft, Looks, Observer, Origin, as
 from memstore.readers.stock.call import CallLayer
 
 
-class _ChosenFrom(Protocol):
-    """The source of a layer's choice: ``call.IndexedCall``."""
-
-    document: Document
-    tokens: int
-    """Tokens of the document; the row's own tokens follow."""
-    origin: Origin
-
-    def logits(self, layer: IndexedLayer, row: int, query: Tensor) -> Tensor:
-        """Return scaled products of a query with all tokens, chosen or not."""
-
-
 @dataclass(eq=False)
 class IndexChoice(Choice):
     """The choice of one layer. It includes the tokens that are always seen, with a score of NaN."""
@@ -48,7 +36,7 @@ class IndexChoice(Choice):
     layer: int
     rows: Sequence[int]
     described: IndexedLayer
-    call: _ChosenFrom
+    call: IndexedCall
     query: Tensor
     """``[H, D]``"""
     ids: Tensor

@@ -260,8 +260,6 @@ class WatchedBlocks(WatchedIndex):
 
 
 class _IndexedNeedleTrainer(AnswerTrainer):
-    """A trainer of models with their own index, on needles."""
-
     def __init__(self, recipe: IndexedRecipe, run: Run, model: Any, *rest: Any, **options: Any) -> None:
         model.set_attn_implementation("eager")  # it returns the weights that the index learns from
         super().__init__(recipe, run, model, *rest, **options)
@@ -293,7 +291,6 @@ class _IndexedNeedleTrainer(AnswerTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Return the loss of ``AnswerTrainer``, and that of the index."""
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return loss + self._recipe.index_weight * self._divergence
 

@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,7 +31,7 @@ from memstore.kernels import grouped_cross_attention
 from memstore.kernels._backends import Backend, triton_problem
 from memstore.memory import Document, LayerView
 from memstore.memory.trace_file import Array, Look
-from memstore.models.cache import OnError
+from memstore.models.cache import OnError, ranked_look
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.packing import Packing
 from memstore.readers.attachment import check_retrieval
@@ -134,7 +133,6 @@ class _TensorBlocks:
         return self._keys[row, which], self._values[row, which]
 
     def keep_from(self, first: int) -> None:
-        """Drop the blocks before ``first``."""
         if first > self.first:
             gone = first - self.first
             self._keys, self._values = (None if x is None else x[:, gone:].clone() for x in (self._keys, self._values))
@@ -687,27 +685,12 @@ class _LandmarkDraft(Draft):
             computed = zip(*map(as_array, weighed(_LastAttention(*map(torch.stack, rows)))), strict=True)
             for (place, row), (blocks, scores, weights) in zip(places, computed, strict=True):
                 if (blocks >= 0).any():
-                    looks[place].append(drafts[place]._look(row, blocks, scores, weights))
+                    draft = drafts[place]
+                    look = ranked_look(
+                        draft.layer, row, draft.origin, blocks, scores, weights, draft.tiers[row], draft.spent
+                    )
+                    looks[place].append(look)
         return looks
-
-    def _look(self, row: int, blocks: Array, scores: Array, weights: Array) -> Look:
-        """Return the look for lists ``[X, K]`` in any order."""
-        order = np.argsort(-scores, axis=1, kind="stable")
-        by_head = order.repeat(len(weights) // len(blocks), 0)
-        blocks, tiers = (np.take_along_axis(x, order, 1) for x in (blocks, self.tiers[row]))
-        search_us, gather_us = self.spent
-        return Look(
-            layer=self.layer,
-            row=row,
-            documents=self.origin.names,
-            document=self.origin.documents(blocks),
-            blocks=blocks,
-            scores=np.take_along_axis(scores, order, 1),
-            weights=np.take_along_axis(weights, by_head, 1),
-            tiers=np.where(blocks < 0, -1, tiers),
-            search_us=search_us,
-            gather_us=gather_us,
-        )
 
 
 def weighed(what: _LastAttention) -> tuple[Tensor, Tensor, Tensor]:

@@ -100,8 +100,6 @@ class LandmarkTextTrainer(MemoryTrainer):
 
 
 class _NeedleTrainer(AnswerTrainer):
-    """Trains a landmark model on needles."""
-
     def __init__(self, recipe: LandmarkRecipe, run: Run, model: Any, *rest: Any, **options: Any) -> None:
         super().__init__(recipe, run, model, *rest, **options)
         self.ramp = Ramp(recipe)

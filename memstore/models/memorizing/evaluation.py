@@ -35,6 +35,7 @@ from memstore.memory import Document
 from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, knn_memory_of
 from memstore.models.memorizing.cache import KNNChoice
 from memstore.models.memorizing.reader import DocumentTokens, MemorizingReader
+from memstore.models.memorizing.stock import SEGMENT
 from memstore.readers.audit import Auditor, index_recall, pieces
 from memstore.readers.caches import CACHE
 from memstore.readers.observer import Choice
@@ -135,8 +136,6 @@ def _with_keys(query: Tensor, keys: Tensor) -> Tensor:
     return products.flatten(0, 1)
 
 
-WINDOW = 512
-"""Tokens of a segment of a stock model that was not trained with segments."""
 Advance = Callable[[int], None]
 
 
@@ -147,9 +146,6 @@ def silent(tokens: int) -> None:
 class _Scorer(ABC):
     """Reads documents with a memory of tokens of any size, one segment in each call."""
 
-    layer: int | None
-    """The layer that looks tokens up."""
-    memory_size: int
     reach: int
     """Earlier tokens that could help to predict a token without a memory."""
     segment: int
@@ -179,9 +175,8 @@ class MemorizingScorer(_Scorer):
 
     def __init__(self, model: MemorizingForCausalLM) -> None:
         super().__init__(model)
-        config = model.config
-        self.layer, self.memory_size, self.segment = config.memory_layer, config.memory_size, config.window
-        self.reach = config.num_hidden_layers * config.window
+        self.segment = model.config.window
+        self.reach = model.config.num_hidden_layers * self.segment
 
     @contextmanager
     def reading(self, size: int) -> Iterator[dict[str, Any]]:
@@ -196,9 +191,7 @@ class StockScorer(_Scorer):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        settings = model.config.knn_memory
-        self.layer, self.memory_size = settings["layer"], settings["memory_size"]
-        self.reach = self.segment = settings.get("window", WINDOW)
+        self.reach = self.segment = model.config.knn_memory.get("window", SEGMENT)
 
     @contextmanager
     def reading(self, size: int) -> Iterator[dict[str, Any]]:
@@ -227,5 +220,5 @@ def by_memory(scorer: Callable[[Any], _Scorer]) -> Callable[..., Report]:
     return by_context(after_window, after_memory)
 
 
-MEMORIZING = Evaluation(perplexity=by_memory(MemorizingScorer), document_scorer=MemorizingScorer)
-KNN = Evaluation(perplexity=by_memory(StockScorer), document_scorer=StockScorer)
+MEMORIZING = Evaluation(perplexity=by_memory(MemorizingScorer))
+KNN = Evaluation(perplexity=by_memory(StockScorer))

@@ -251,7 +251,6 @@ class _StreamTrainer(MemoryTrainer):
         return super().compute_loss(model, given | self.passed, return_outputs, num_items_in_batch)
 
     def keep(self, checkpoint: Path) -> None:
-        """Save the memory."""
         save_file(self.remembered(), self._file(checkpoint))
 
     def resume(self, checkpoint: Path) -> None:

@@ -107,7 +107,6 @@ class _RunLayer(_GroupedLayer):
         return turned_first(key[None], cos, sin)[0]
 
     def output(self, gate: Tensor, gathered: Tensor) -> Tensor:
-        """Gate the attention of the heads, and return the module's output for it."""
         out: Tensor = self.module.o_proj(gathered.flatten(2) * gate.sigmoid())
         return out
 
