@@ -24,7 +24,6 @@ from memstore.eval.evaluation import Evaluation
 from memstore.eval.needle import WIDE, NeedleScore, Reply, greedy, needle_blocks
 from memstore.eval.perplexity import after_cache, by_context
 from memstore.eval.tasks import Sample
-from memstore.memory import Document
 from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.modeling import DRTForCausalLM
 from memstore.models.drt.reader import DRTReader
@@ -97,9 +96,6 @@ class DRTAuditor(Auditor):
             f"a DRT retrieves at the end of a block of {size} tokens, and this question with {tokens} more tokens "
             f"has no such end. Ask a longer question, or generate {size} tokens"
         )
-
-    def locate(self, number: int) -> tuple[Document, int]:
-        return self._document, number
 
 
 @torch.no_grad()

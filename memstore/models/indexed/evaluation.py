@@ -19,7 +19,6 @@ from memstore.errors import UnsupportedModel
 from memstore.eval.evaluation import Evaluation
 from memstore.eval.needle import Reply, greedy
 from memstore.eval.tasks import Sample
-from memstore.memory import Document
 from memstore.models.indexed.call import IndexChoice
 from memstore.models.indexed.reader import IndexedReader
 from memstore.readers.audit import Auditor
@@ -76,9 +75,6 @@ class IndexAuditor(Auditor):
 
     def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more tokens would not help
         return "the memory is empty: first read a text of at least one token"
-
-    def locate(self, number: int) -> tuple[Document, int]:
-        return self._document, number
 
 
 @torch.no_grad()
