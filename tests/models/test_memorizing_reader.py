@@ -70,7 +70,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="memory_layer is None"):
         MemorizingReader(small(memory_layer=None), "ram:").open()
     with pytest.raises(InvalidArgument, match="expected a MemorizingForCausalLM, got a Linear"):
-        MemorizingReader(torch.nn.Linear(1, 1), "ram:").open()  # type: ignore[arg-type]  # what is refused
+        MemorizingReader(torch.nn.Linear(1, 1), "ram:").open()
 
 
 class Mixed:
