@@ -43,8 +43,8 @@ from memstore.models.landmark.training import LandmarkRecipe
 from memstore.readers.kinds import encode, load_folder, quiet_transformers
 from memstore.resources import hardware
 from memstore.train.corpora import Documents
+from memstore.train.options import Optimisation, Runtime
 from memstore.train.recipes import LOOKUPS, Recipe
-from memstore.train.settings import Optimisation, Runtime
 from memstore.train.texts import train_recipe
 
 RESULTS = Path(__file__).parent / "results" / "hils-table.json"

@@ -1,7 +1,7 @@
 """What fine-tuning gave a stock model: perplexity with retrieved blocks, against itself before and without landmarks.
 
     memstore train landmark TRAIN --recipe landmark-finetune --init smollm2 --lora 8 ... --out TUNED
-    python benchmarks/landmark_finetune.py TUNED --text HELD --passkeys 3072
+    python -m benchmarks.landmark_finetune TUNED --text HELD --passkeys 3072
 
 The pieces of text are the same for all rows. The stock model attends to all of a piece, and, with its attention cut to
 a window, to as much as a landmark model attends to. What was made of it (the mean of all embeddings as its landmark,
@@ -22,11 +22,11 @@ import torch
 from torch import Tensor
 
 import memstore
+from benchmarks.landmark_tables import attention_size, check, retrieved, truncated, whole
 from memstore import Retrieval
 from memstore.eval.filler import load_filler
 from memstore.eval.run import TaskPlan, evaluate, memory_spec
 from memstore.models.landmark import make_landmark
-from memstore.models.landmark.evaluation import attention_size, check, retrieved, truncated, whole
 from memstore.readers.kinds import encode, load_folder
 from memstore.resources import hardware
 from memstore.tools.models import load_model as load_stock

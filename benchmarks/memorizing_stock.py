@@ -1,4 +1,4 @@
-"""What a memory of tokens is worth to a stock model: ``python benchmarks/memorizing_stock.py DIR --text prose/held``.
+"""What a memory of tokens is worth to a stock model: ``python -m benchmarks.memorizing_stock DIR --text prose/held``.
 
 ``DIR`` is what ``memstore train memorizing TEXTS --init smollm2 --out DIR`` made. The documents of ``--text`` are read
 in segments with memories of each size; the layers below that of the memory, which know nothing of it, compute once for
@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from benchmarks.knn_tables import paired
 from memstore.attention.knn_memory import RecentTokens
 from memstore.models.memorizing import KNNMemory, knn_memory_of
-from memstore.models.memorizing.evaluation import paired
 from memstore.readers.caches import CACHE
 from memstore.readers.kinds import encode, load_folder
 

@@ -82,7 +82,7 @@ def _training(here: Piece, kind: str) -> None:
     from memstore.models.drt.training import DRT
     from memstore.models.landmark import LandmarkConfig
     from memstore.models.landmark.training import LANDMARK
-    from memstore.train.settings import Optimisation, Runtime
+    from memstore.train.options import Optimisation, Runtime
     from memstore.train.texts import train_on_texts
 
     with tempfile.TemporaryDirectory() as folder:

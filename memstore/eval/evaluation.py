@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memstore.errors import UnsupportedModel
+from memstore.eval.tasks import Sample
 from memstore.readers.caches import CACHE
 from memstore.readers.kinds import Kind
+from memstore.readers.observer import Choices
 from memstore.report import Report
 
 
@@ -92,6 +93,31 @@ def layer_found(layer: int, weights: Tensor, own: Tensor) -> LayerScore:
     return LayerScore(layer, int(ranks[head]), margin, float(shares[head]))
 
 
+@torch.no_grad()
+def ask_layers(kind: Any, model: Any, cache: Any, sample: Sample) -> Reply:
+    """Let the model answer after the haystack in ``cache``, and score the needle in each layer that searched for it.
+
+    ``kind`` is the class of the choices that layers report. Its ``shares()`` are weights ``[H, N]`` of blocks ``[N]``.
+    """
+    needle = needle_blocks(sample.hops[0], cache.config.tokens_per_block)
+
+    def seen(choice: Any) -> LayerScore | None:
+        """Return how a layer scores the needle at the question's last token; None if the needle is not in memory."""
+        if not (choice.rows and choice.searched):
+            return None
+        shares, blocks = choice.shares()
+        own = (blocks >= needle.start) & (blocks < needle.stop)
+        return layer_found(choice.layer, shares, own) if bool(own.any()) else None
+
+    given = Choices(kind, seen)
+    cache.observers.append(given)
+    ids = torch.tensor([sample.prompt], device=model.device)
+    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    cache.observers.remove(given)
+    layers = [each for each in given if each is not None]
+    return Reply.of_layers(greedy(model, cache, logits, len(sample.answer)), layers)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
     """The measurements of a kind of model; None for those that it lacks."""
@@ -100,24 +126,11 @@ class Evaluation:
     """``(model, cache, sample)``: the model's answer after the haystack in its cache, and how it retrieved the needle.
     """
     perplexity: Callable[..., Report] | None = None
-    """``(model, tokenizer, texts, folder, *, show, **options)``: its tables of perplexity, with the memory and with
-    less of it. ``show``: draw a bar. The options are fields of the kind's ``PERPLEXITY`` (``Kind.options_module``)."""
-    lookup: Callable[..., Any] | None = None
-    """``(model, tokenizer, text, *, memory_size, examples, advance)``: the words that it looks up in its memory of
-    tokens."""
-    document_scorer: Callable[[Any], Any] | None = None
-    """``(model)``: a function that scores documents with memories of tokens of any size."""
+    """``(model, tokenizer, texts, folder, *, lengths, scored, samples, show)``: perplexity with the memory and without
+    it, by length of the context; see ``memstore.eval.perplexity.by_context``. ``show``: draw a bar."""
 
 
 def evaluation_of(kind: Kind) -> Evaluation:
     """Return the measurements for models of ``kind``."""
     evaluation: Evaluation = resolve_name(kind.evaluation) if kind.evaluation else Evaluation()
     return evaluation
-
-
-def scorer_of(kind: Kind, model: Any) -> Any:
-    """Return the scorer of documents with ``model`` and a memory of tokens. Raises ``UnsupportedModel`` without one."""
-    scorer = evaluation_of(kind).document_scorer
-    if scorer is None:
-        raise UnsupportedModel(f"a {kind.name} has no memory of tokens: choose a model that has one")
-    return scorer(model)

@@ -18,48 +18,8 @@ from memstore.report import Report
 
 PIECE_BLOCKS = 64
 """Blocks whose logits are held at a time."""
-Bare = Callable[[Any, Tensor, int], Tensor]
-"""``(model, text, scored)``: the losses of the last ``scored`` tokens of ``text [n]`` with retrieval off."""
-
-
-def perplexity(
-    model: Any,
-    tokens: Tensor,
-    lengths: Sequence[int],
-    bare: Bare,
-    *,
-    scored: int = 1024,
-    samples: int = 4,
-    advance: Callable[[int], None] = lambda tokens: None,  # noqa: ARG005 - nobody listens
-) -> list[dict[str, Any]]:
-    """Measure perplexity of ``scored`` tokens at ``samples`` places of ``tokens [n]``, for contexts of all ``lengths``.
-
-    The places are the same for all lengths, so rows differ by their context alone. ``length`` includes the scored
-    tokens, and ``scored`` counts those of all samples. ``window`` is the perplexity of the same weights with retrieval
-    off, ``memory`` that with all earlier tokens in a memory, ``ratio`` the second by the first. Raises
-    ``InvalidArgument`` if the text is too short, or a length has no room for the scored tokens.
-    """
-    _check(len(tokens), lengths, scored, samples)
-    ends = places(len(tokens), max(lengths), samples)
-    rows = []
-    for length in lengths:
-        bare_losses, stored_losses = [], []
-        for end in ends:
-            text = tokens[end - length : end]
-            bare_losses.append(bare(model, text, scored))
-            stored_losses.append(after_memory(model, text, scored))
-            advance(length)
-        window, memory = _perplexity(bare_losses), _perplexity(stored_losses)
-        rows.append(
-            {
-                "length": length,
-                "scored": scored * len(ends),
-                "window": round(window, 4),
-                "memory": round(memory, 4),
-                "ratio": round(memory / window, 4),
-            }
-        )
-    return rows
+Losses = Callable[[Any, Tensor, int], Tensor]
+"""``(model, text, scored)``: the losses of the last ``scored`` tokens of ``text [n]``."""
 
 
 def places(tokens: int, longest: int, samples: int) -> list[int]:
@@ -98,6 +58,47 @@ def losses(model: Any, cache: Any, text: Tensor) -> Tensor:
     return torch.cat(found)
 
 
+def perplexity(
+    model: Any,
+    tokens: Tensor,
+    lengths: Sequence[int],
+    bare: Losses,
+    memory: Losses = after_memory,
+    *,
+    scored: int = 1024,
+    samples: int = 4,
+    advance: Callable[[int], None] = lambda tokens: None,  # noqa: ARG005 - nobody listens
+) -> list[dict[str, Any]]:
+    """Measure perplexity of ``scored`` tokens at ``samples`` places of ``tokens [n]``, for contexts of all ``lengths``.
+
+    The places are the same for all lengths, so rows differ by their context alone. ``length`` includes the scored
+    tokens, and ``scored`` counts those of all samples. ``window`` is the perplexity of the same weights with retrieval
+    off, by ``bare``; ``memory`` that with all earlier tokens in a memory, by ``memory``; ``ratio`` the second by the
+    first. Raises ``InvalidArgument`` if the text is too short, or a length has no room for the scored tokens.
+    """
+    _check(len(tokens), lengths, scored, samples)
+    ends = places(len(tokens), max(lengths), samples)
+    rows = []
+    for length in lengths:
+        without, stored = [], []
+        for end in ends:
+            text = tokens[end - length : end]
+            without.append(bare(model, text, scored))
+            stored.append(memory(model, text, scored))
+            advance(length)
+        window, remembered = _perplexity(without), _perplexity(stored)
+        rows.append(
+            {
+                "length": length,
+                "scored": scored * len(ends),
+                "window": round(window, 4),
+                "memory": round(remembered, 4),
+                "ratio": round(remembered / window, 4),
+            }
+        )
+    return rows
+
+
 def _perplexity(losses: list[Tensor]) -> float:
     return float(torch.cat(losses).double().mean().exp())
 
@@ -118,7 +119,7 @@ def _check(tokens: int, lengths: Sequence[int], scored: int, samples: int) -> No
         )
 
 
-def by_context(bare: Bare) -> Callable[..., Report]:
+def by_context(bare: Losses, memory: Losses = after_memory) -> Callable[..., Report]:
     """Make the perplexity measurement of a kind of model; see ``Evaluation.perplexity``."""
 
     def measured(
@@ -135,7 +136,7 @@ def by_context(bare: Bare) -> Callable[..., Report]:
         tokens = torch.tensor(encode(tokenizer, "\n\n".join(texts)))
         total = sum(lengths) * len(places(len(tokens), max(lengths), samples))
         with progress_bar("perplexity", 0, total, show) as advance:
-            rows = perplexity(model, tokens, lengths, bare, scored=scored, samples=samples, advance=advance)
+            rows = perplexity(model, tokens, lengths, bare, memory, scored=scored, samples=samples, advance=advance)
         report = {"task": "perplexity", "model": folder.name, "rows": rows}
         return Report(data=report, text=lambda page: page.records(rows))
 

@@ -6,11 +6,13 @@ import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from memstore.errors import InvalidArgument
+from memstore.memory.trace_file import Array, Look
 from memstore.models.packing import Packing
 from memstore.readers.observer import Choice, Observer, Origin
 
@@ -32,6 +34,36 @@ def behind_zeros(x: Tensor, zeros: int, at: Tensor) -> Tensor:
     """Return the places ``at [B, n]`` of ``x [B, G, m, D]``, as if ``zeros`` zeros came before it."""
     index = at[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3])
     return F.pad(x, (0, 0, zeros, 0)).gather(2, index)
+
+
+def ranked_look(
+    layer: int,
+    row: int,
+    origin: Origin,
+    blocks: Array,
+    scores: Array,
+    weights: Array,
+    tiers: Array,
+    spent: tuple[float, float],
+) -> Look:
+    """Return the look of lists ``blocks, scores, tiers [X, K]`` in any order, best first, with ``weights [H, K]``.
+
+    ``spent``: microseconds of searching and of gathering.
+    """
+    order = np.argsort(-scores, axis=1, kind="stable")
+    blocks, scores, tiers = (np.take_along_axis(x, order, 1) for x in (blocks, scores, tiers))
+    return Look(
+        layer=layer,
+        row=row,
+        documents=origin.names,
+        document=origin.documents(blocks),
+        blocks=blocks,
+        scores=scores,
+        weights=np.take_along_axis(weights, order.repeat(len(weights) // len(blocks), 0), 1),
+        tiers=np.where(blocks < 0, -1, tiers),
+        search_us=spent[0],
+        gather_us=spent[1],
+    )
 
 
 class ModelCache:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from memstore.errors import InvalidArgument
 from memstore.models.cache import ModelCache
-from memstore.readers.caches import CACHE, takes_cache
+from memstore.models.packing import Packing
+from memstore.readers.caches import CACHE, takes_cache, with_cache
 
 WHERE = ("cache_dir", "revision", "subfolder", "token", "local_files_only")
 """Options of ``from_pretrained`` that say where a checkpoint is."""
@@ -40,6 +43,45 @@ class Decoder(nn.Module):
             # Retrieved states come in tuples: reentrant checkpointing would not find the tensors in them.
             return self._gradient_checkpointing_func(layer.__call__, *arguments, use_reentrant=False)
         return layer(*arguments)
+
+
+class StreamDecoder(Decoder):
+    """A decoder of a stream of tokens and landmarks, segment by segment. Its layers keep states without attending."""
+
+    layers: nn.ModuleList
+    norm: nn.Module
+
+    def forward(self, packing: Packing, sight: Callable[[Tensor], Any]) -> Tensor:
+        """Return the stream of a segment ``[B, M, hidden]`` after the last norm. ``sight`` gives what items see."""
+        hidden: Tensor = self.norm(self.through(self.layers, packing, sight))
+        return hidden
+
+    def read(self, packing: Packing, cache: Any) -> None:
+        """Give ``cache`` the states of a segment in each layer, without computing logits.
+
+        The last layer's states do not depend on what it attends to, so it retrieves nothing here. If only the last
+        layer searches, reading a text needs no search at all.
+        """
+        *before, last = self.layers
+        cast("Any", last).keep(self.through(before, packing, lambda _: cache), cache)
+
+    def through(self, layers: Iterable[nn.Module], packing: Packing, sight: Callable[[Tensor], Any]) -> Tensor:
+        """Return the stream of a segment ``[B, M, hidden]`` after ``layers``, the first ones of the decoder."""
+        raise NotImplementedError
+
+
+class GatedFeedForward(nn.Module):
+    """``down(silu(gate x) * up x)``: SwiGLU (Shazeer 2020), with the names of Llama."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, inner, bias=False)
+        self.up_proj = nn.Linear(hidden, inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        return down
 
 
 class CausalLM(PreTrainedModel, GenerationMixin):
@@ -180,6 +222,58 @@ class CausalLM(PreTrainedModel, GenerationMixin):
         cache.belong_to(self.model)
 
 
+class StreamCausalLM(CausalLM):
+    """A model with landmarks in its stream: a text at once without a cache, and segment by segment with one."""
+
+    @takes_cache
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Compute logits; see ``CausalLM``. ``use_cache`` is off by default.
+
+        With a cache, tokens are processed in the dtype of the weights, even under ``torch.autocast``.
+        """
+        self.check_tokens(input_ids, attention_mask)
+        past = past_key_values
+        if past is None and use_cache:
+            past = self.new_cache(len(input_ids))
+        mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
+        hidden = self._whole(input_ids, mask) if past is None else self._continued(input_ids, mask, past)
+        logits, loss = self.predicted(hidden, mask, labels, logits_to_keep, **kwargs)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, **with_cache({}, past))
+
+    def new_cache(self, rows: int) -> Any:
+        """Return an empty cache for ``rows`` texts."""
+        raise NotImplementedError
+
+    def _whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
+        """Return hidden states ``[B, T, hidden]`` of texts from their beginning, in one pass."""
+        raise NotImplementedError
+
+    # States of a cache, of a memory and of the present segment meet in one softmax, and the stored states must be the
+    # same in any process. So they are computed in the dtype of the weights.
+    @uncompiled
+    def _continued(self, input_ids: Tensor, mask: Tensor | None, past: Any) -> Tensor:
+        """Return hidden states ``[B, T, hidden]`` of tokens that continue ``past``."""
+        self.check_cache(past, type(self.new_cache(1)), input_ids)
+        past.tell_begin(input_ids)
+        with torch.autocast(input_ids.device.type, enabled=False):
+            hidden = self._segments(input_ids, mask, past)
+        past.given += input_ids.shape[1]
+        return hidden
+
+    def _segments(self, input_ids: Tensor, mask: Tensor | None, past: Any) -> Tensor:
+        """Return hidden states ``[B, T, hidden]`` of tokens that continue ``past``, segment by segment."""
+        raise NotImplementedError
+
+
 # `generate` takes the logits at the end of each row, and tokenizers pad on the right by default. Padding is left out of
 # the stream, so the logits of the last real token are given. Transformers still warns of right padding.
 def _last(hidden: Tensor, mask: Tensor | None, count: int) -> Tensor:
@@ -190,6 +284,44 @@ def _last(hidden: Tensor, mask: Tensor | None, count: int) -> Tensor:
     last = torch.where(mask, places, 0).amax(1)
     at = last[:, None] + torch.arange(1 - count, 1, device=mask.device)
     return hidden.gather(1, at.clamp(min=0).unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
+
+
+class ModelConfig(PreTrainedConfig):
+    """Base of the configurations here: the options that all of them have."""
+
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers reads it from the class
+
+    vocab_size: int = 512
+    """Tokens. The landmark is not one of them: the model inserts its own."""
+    hidden_size: int = 64
+    """Width of the model."""
+    intermediate_size: int = 160
+    """Inner width of the feed-forward layers."""
+    num_attention_heads: int = 4
+    """Query heads."""
+    num_key_value_heads: Any = None
+    """Key-value heads; as many as query heads if None."""
+    initializer_range: float = 0.02
+    use_cache: bool = True
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]  # transformers annotates it in part
+        self._check()
+
+    @property
+    def tokens_per_block(self) -> int:
+        """Return the tokens of a block without its landmark."""
+        return int(self.block_size) - 1
+
+    @classmethod
+    def options(cls) -> set[str]:
+        """Return the names of its options, without those of every configuration of transformers."""
+        return {name for each in cls.__mro__ if issubclass(each, ModelConfig) for name in each.__annotations__}
+
+    def _check(self) -> None:
+        """Raise ``InvalidArgument`` for options that do not fit together."""
 
 
 # Checks of configurations; each raises InvalidArgument.

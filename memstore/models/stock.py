@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from memstore.errors import InvalidArgument, UnsupportedModel
+from memstore.models.causal import ModelConfig
 
 TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 COPIED = (
@@ -49,6 +50,19 @@ def check_computes_as_llama(stock: Any, name: str, others: Mapping[str, bool]) -
     }
     if found := [reason for reason, is_so in wrong.items() if is_so]:
         raise UnsupportedModel(f"this {stock.model_type} cannot become {name}: {'; '.join(found)}")
+
+
+# A configuration of transformers accepts any name: `chunk=8` would change nothing, without an error.
+def check_options(
+    maker: str, config: type[ModelConfig], changes: Mapping[str, Any], given: Mapping[str, Any], *others: str
+) -> None:
+    """Raise ``InvalidArgument`` for ``changes`` that are not options of ``config``, or that the stock model fixes.
+
+    ``maker`` is the called function, ``given`` what it takes from the stock model. It checks ``others`` itself.
+    """
+    known = config.options() - given.keys()
+    if wrong := sorted(changes.keys() - known - {*others, *TOKENS}):
+        raise InvalidArgument(f"{maker} has no option {', '.join(wrong)}; it has {', '.join(sorted(known))}")
 
 
 def take_over(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:

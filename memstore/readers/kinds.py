@@ -65,8 +65,7 @@ class Kind:
     evaluation: str = ""
     """The path of its ``memstore.eval.evaluation.Evaluation``, which says what can be measured."""
     options_module: str = ""
-    """The module of its options on the command line, which needs no PyTorch: dataclasses ``TRAINING`` and
-    ``PERPLEXITY``."""
+    """The module of the options of its training, which needs no PyTorch: a dataclass ``TRAINING``."""
     half: bool = False
     """Whether it also computes in half precision."""
     tokenizer: str = "transformers:PreTrainedTokenizerFast"
@@ -255,7 +254,6 @@ KNN = Kind(
     "",
     "memstore train memorizing --init",
     evaluation="memstore.models.memorizing.evaluation:KNN",
-    options_module="memstore.models.memorizing.options",
     tokenizer="transformers:AutoTokenizer",
     options=("block_size",),
 )

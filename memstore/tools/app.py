@@ -124,7 +124,6 @@ EVALUATIONS = {
     "two-hop": "eval:two_hop",
     "multi-needle": "eval:multi_needle",
     "perplexity": "eval:perplexity",
-    "lookup": "eval:lookup",
     "generate": "eval:generate",
 }
 """The same for ``memstore eval``."""

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
-from importlib import import_module
-from inspect import Parameter, Signature, signature
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,17 +18,16 @@ from memstore.readers.kinds import (
     TWO_HOP,
     encode,
     kind_in,
-    known_kinds,
     load_folder,
     model_folder,
     quiet_transformers,
     require_transformers,
     shipped_model,
 )
-from memstore.report import Page, Report, cell, token_counts, tokens_of
-from memstore.tools.files import read_documents, read_text
+from memstore.report import Page, Report, token_counts
+from memstore.tools.files import read_documents
 from memstore.tools.models import check_device
-from memstore.tools.verb import Device, Json, Threads, parameters_of, taking, use_threads, values_of
+from memstore.tools.verb import Device, Json, Threads, taking, use_threads
 
 if TYPE_CHECKING:
     from memstore.eval.run import CellResult, TaskPlan
@@ -207,19 +203,19 @@ def perplexity(
         ),
     ],
     model: Model = None,
+    lengths: Annotated[str, typer.Option(help="Score after contexts of these lengths, in tokens.")] = "2K,8K,32K",
+    scored: Annotated[int, typer.Option(min=1, help="Score this many tokens at the end of each sample.")] = 1024,
+    samples: Annotated[
+        int, typer.Option(min=1, help="Measure at this many places of the text, the same for all lengths.")
+    ] = 4,
     threads: Threads = None,
     device: Device = "cpu",
     json: Json = False,
-    **given: Any,
 ) -> Report:
-    """Compare perplexity with the memory and with less of it.
+    """Compare perplexity with the memory and without it.
 
-    For a DRT or a HiLS model, the same last tokens are scored after contexts of each length. The same weights score
-    them twice: with the whole context in a memory, and with retrieval off. A landmark model gives the paper's two
-    tables, by length and by granularity. With a context-miss token it also gives the table of cut-offs: all tokens of
-    pieces of each length, from the same text. A Memorizing Transformer, or a stock model with a memory of tokens,
-    scores a text as a document, or each .txt file of a folder. It is scored with memories of each size, as a whole and
-    by position.
+    The same last tokens are scored after contexts of each length. The same weights score them twice: with the whole
+    context in a memory, and with retrieval off.
 
     Example:
 
@@ -238,42 +234,13 @@ def perplexity(
             f"a {kind.name} has no comparison of perplexity with and without a memory; memstore read --json gives "
             "the perplexity of a text"
         )
-    options = import_module(kind.options_module).PERPLEXITY
-    known = {each.name for each in fields(options)}
-    if unfit := [name for name, value in given.items() if value and name not in known]:
-        named = ", ".join("--" + name.replace("_", "-") for name in unfit)
-        raise InvalidArgument(f"a {kind.name} does not take {named}; leave it out.")
-    chosen = {name: value for name, value in values_of(options, given).items() if value}
+    counts = parse_lengths(lengths)
+    use_threads(threads)
+    check_device(device)
     texts = read_documents(text)
     loaded, tokenizer = _load(folder, device, threads)
     show = not json and sys.stderr.isatty()
-    report: Report = measure(loaded, tokenizer, texts, folder, **chosen, show=show)
-    return report
-
-
-def _of_all_kinds() -> list[Parameter]:
-    """Return the options of all kinds for ``perplexity``, each with the kinds that have it."""
-    found: dict[str, list[tuple[str, Parameter]]] = {}
-    for kind in known_kinds():
-        if kind.options_module and (options := getattr(import_module(kind.options_module), "PERPLEXITY", None)):
-            for each in parameters_of(options):
-                found.setdefault(each.name, []).append((kind.name, each))
-    return [_told(each) for each in found.values()]
-
-
-def _told(kinds: Sequence[tuple[str, Parameter]]) -> Parameter:
-    first, helps = kinds[0][1], dict[str, list[str]]()
-    for kind, each in kinds:
-        helps.setdefault(each.annotation.__metadata__[0].help, []).append(kind)
-    type_, option = first.annotation.__origin__, copy.copy(first.annotation.__metadata__[0])
-    option.help = " ".join(
-        f"For a {' or a '.join(names)}: {text[0].lower()}{text[1:]}" for text, names in helps.items()
-    )
-    return first.replace(annotation=Annotated[type_, option])
-
-
-_own = [each for each in signature(perplexity, eval_str=True).parameters.values() if each.kind != Parameter.VAR_KEYWORD]
-perplexity.__signature__ = Signature([*_own, *_of_all_kinds()])  # type: ignore[attr-defined]  # for typer
+    return measure(loaded, tokenizer, texts, folder, lengths=counts, scored=scored, samples=samples, show=show)
 
 
 def generate(
@@ -313,58 +280,6 @@ def generate(
     each = judged(found, answers)
     facts = {"task": "generate", "model": name, "pairs": len(each), **means(each)}
     return Report(data={**facts, "answers": each}, text=lambda page: page.facts(facts))
-
-
-def lookup(
-    *,
-    model: Annotated[
-        Path,
-        typer.Option(
-            help="Folder of the Memorizing Transformer, or of a stock model with a token memory.", show_default=False
-        ),
-    ],
-    text: Annotated[
-        str, typer.Option(help="Score this text file as one document, or - for standard input.", show_default=False)
-    ],
-    memory_size: Annotated[
-        str | None,
-        typer.Option(help="Keep this many tokens in the memory, such as 8K. Default: what the model was trained with."),
-    ] = None,
-    examples: Annotated[int, typer.Option(min=0, help="Show this many words with the tokens retrieved for them.")] = 5,
-    device: Device = "cpu",
-    threads: Threads = None,
-    json: Json = False,
-) -> Report:
-    """Show which words a model looks up in its memory: names that it read far back.
-
-    Every word is sorted by its last place in the text. Far is out of reach of all windows, or of a stock model's
-    segment. Near is within it, and new words have no earlier place. Each kind is scored with and without the memory.
-    For the far words that gain most, the retrieved tokens are shown.
-
-    Example:
-
-        memstore eval lookup --model remembers --text book3.txt
-
-    In Python: memstore.models.memorizing.evaluation.lookup.
-    """
-    require_transformers()
-    from memstore.eval.evaluation import evaluation_of
-    from memstore.progress import progress_bar
-
-    kind = kind_in(model_folder(model))
-    look_up = evaluation_of(kind).lookup
-    if look_up is None:
-        raise UnsupportedModel(
-            f"a {kind.name} has no token memory to look words up in. Train one: memstore train memorizing"
-        )
-    size = tokens_of("--memory-size", memory_size, least=1)
-    written = read_text(text)
-    loaded, tokenizer = _load(model_folder(model), device, threads)
-    total = (3 if examples else 2) * len(encode(tokenizer, written))
-    with progress_bar("lookup", 0, total, not json and sys.stderr.isatty()) as advance:
-        found = look_up(loaded, tokenizer, written, memory_size=size, examples=examples, advance=advance)
-    data = {"task": "lookup", "model": model.name, **found}
-    return Report(data=data, text=lambda page: _show_lookup(page, data))
 
 
 def parse_lengths(text: str) -> list[int]:
@@ -422,23 +337,3 @@ def _show_needles(page: Page, rows: Sequence[dict[str, Any]]) -> None:
         page.line()
         page.line("Retrieval of the needle's block, by layer")
         page.records(layers)
-
-
-def _show_lookup(page: Page, data: dict[str, Any]) -> None:
-    page.line(
-        f"Perplexity by the last place of a word in the text. Far means more than {data['reach']:,} tokens back, "
-        f"which only the memory of {data['memory_size']:,} tokens covers"
-    )
-    rows = [[kind["kind"], kind["tokens"], kind["without"], kind["with_memory"]] for kind in data["kinds"]]
-    page.table(["words", "tokens", "without memory", "with memory"], rows)
-    if not any(kind["kind"] == "far" for kind in data["kinds"]):
-        page.line("No word is far: use a longer text to see the effect of the memory")
-    for example in data["examples"]:
-        page.line()
-        page.line(cell(f"…{example['text']}"))
-        page.line(
-            f"  {example['word']!r} was last read {example['last_read']:,} tokens back; loss "
-            f"{example['loss_without']:.2f} without memory, {example['loss_with']:.2f} with it"
-        )
-        for found in example["retrieved"]:
-            page.line(cell(f"  {found['weight']:.3f}  token {found['number']:,}: …{found['text']}…"))

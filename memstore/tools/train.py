@@ -58,7 +58,7 @@ def _train(
     chosen = options(**values_of(options, given))
     use_threads(threads)
     _require_packages()
-    from memstore.train.settings import Runtime
+    from memstore.train.options import Runtime
     from memstore.train.training import training_of
 
     runtime = Runtime(

@@ -34,7 +34,7 @@ from memstore.errors import (
     WrongKey,
     printable,
 )
-from memstore.report import Page, Report, Sheet, json_text, token_counts, tokens_of
+from memstore.report import Page, Report, Sheet, json_text, tokens_of
 from memstore.tools.models import resolve_model
 
 if TYPE_CHECKING:
@@ -217,21 +217,16 @@ def _parameter(field: Field[Any], type_: Any) -> inspect.Parameter:
 
 def values_of(options: type[Any], given: dict[str, Any]) -> dict[str, Any]:
     """Return the values ``given`` for the fields of ``options``. Raises ``InvalidArgument`` and ``NotFound``."""
-    hints = get_type_hints(options)
-    return {each.name: _value(each, hints[each.name], given[each.name]) for each in fields(options)}
+    return {each.name: _value(each, given[each.name]) for each in fields(options)}
 
 
-def _value(field: Field[Any], type_: Any, given: Any) -> Any:
+def _value(field: Field[Any], given: Any) -> Any:
     if given is None:
         return None
     option = "--" + field.name.replace("_", "-")
     if (least := field.metadata.get("tokens")) is not None:
-        if type_ == list[int] | None:
-            return token_counts(option, given, least=least, such_as="65536,1M", what="length")
         return tokens_of(option, given, least=least)
     if "model" in field.metadata:
-        if isinstance(given, Sequence):
-            return [Path(resolve_model(str(each))) for each in given]
         return Path(resolve_model(str(given)))
     return given
 

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING
 from memstore.lazy import lazy
 
 if TYPE_CHECKING:
+    from memstore.train.options import Optimisation, Runtime
     from memstore.train.recipes import Recipe
     from memstore.train.router import train_router
-    from memstore.train.settings import Optimisation, Runtime
     from memstore.train.texts import train_on_pairs, train_on_texts, train_recipe
 else:
     __getattr__ = lazy(
         __name__,
         {
-            "Optimisation": "settings",
+            "Optimisation": "options",
             "Recipe": "recipes",
-            "Runtime": "settings",
+            "Runtime": "options",
             "train_on_pairs": "texts",
             "train_on_texts": "texts",
             "train_recipe": "texts",

@@ -44,7 +44,6 @@ class _VariedPhrases(Phrases):
         self.bounds = shortest, longest
 
     def numbers(self, rng: random.Random, count: int, digits: int = 0) -> list[list[int]]:  # noqa: ARG002
-        """Return ``count`` different numbers."""
         found: list[list[int]] = []
         while len(found) < count:
             pool = rng.sample(self._digits, rng.randint(3, 5)) if rng.random() < self.few else self._digits

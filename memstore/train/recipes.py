@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from memstore.errors import InvalidArgument
-from memstore.train.settings import Optimisation
+from memstore.train.options import Optimisation
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,10 +17,10 @@ from transformers.trainer_callback import TrainerState
 
 from memstore.readers.kinds import quiet_transformers
 from memstore.train.corpora import ShuffledItems
+from memstore.train.options import Optimisation, Runtime
 from memstore.train.run import REPORT, Run, complete, saying_what_is_safe
-from memstore.train.settings import Optimisation, Runtime
-from memstore.train.start import Folder
 from memstore.train.trainer import MemoryTrainer
+from memstore.train.training import Folder
 
 Report = dict[str, Any]
 
@@ -165,12 +165,10 @@ class _Bar(TrainerCallback):
         self._task = self._bar.add_task("", total=None, said="")
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Show the bar."""
         self._bar.reset(self._task, total=state.max_steps, completed=state.global_step)
         self._bar.start()
 
     def on_step_end(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        """Move the bar."""
         self._bar.update(self._task, completed=state.global_step)
 
     def on_log(
@@ -186,5 +184,4 @@ class _Bar(TrainerCallback):
             self._console.print(f"step {state.global_step:,} of {state.max_steps:,}: {said}", soft_wrap=True)
 
     def stop(self) -> None:
-        """Remove the bar."""
         self._bar.stop()

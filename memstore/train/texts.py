@@ -15,12 +15,11 @@ from memstore.eval.pairs import collate_pairs, encode_pairs, read_pairs
 from memstore.readers.kinds import DRT, shipped_model, trainable
 from memstore.train.corpora import Documents, collate, cut, digest, encoded, held_out, sources, train_tokenizer
 from memstore.train.needles import NeedleRows
+from memstore.train.options import Optimisation, Runtime
 from memstore.train.recipes import Recipe, find_recipe
 from memstore.train.session import Report, Session, session
-from memstore.train.settings import Optimisation, Runtime
-from memstore.train.start import Folder, Start, starting
 from memstore.train.trainer import MemoryTrainer, measure_answers, perplexity
-from memstore.train.training import Training, recipes, training_of
+from memstore.train.training import Folder, Start, Training, recipes, starting, training_of
 
 DEFAULT_BLOCKS = 32
 """Blocks of a segment, if no context is given."""

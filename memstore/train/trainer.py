@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 
 from memstore.errors import TrainingDiverged
 from memstore.train.needles import NeedleRows
+from memstore.train.options import Optimisation
 from memstore.train.recipes import Recipe
 from memstore.train.run import COMPLETE, Run, complete, write_json
-from memstore.train.settings import Optimisation
 
 
 def rate(step: int, steps: int, optimisation: Optimisation) -> float:
@@ -137,7 +136,7 @@ class MemoryTrainer(Trainer):
         super().log({**logs, **means}, start_time)
 
 
-class AnswerTrainer(MemoryTrainer, ABC):
+class AnswerTrainer(MemoryTrainer):
     """A trainer on the batches of ``NeedleRows``: the answer's loss, and some language modelling."""
 
     def __init__(self, recipe: Recipe, run: Run, model: Any, *rest: Any, **options: Any) -> None:
@@ -166,13 +165,13 @@ class AnswerTrainer(MemoryTrainer, ABC):
         self.learned(answer.detach(), found)
         return self.recipe.answer_weight * answer + self.recipe.text_weight * text
 
-    @abstractmethod
     def logits_of(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         """Return the logits of a batch, ``[B, T, vocab]``."""
+        logits: Tensor = model(input_ids=inputs["input_ids"], use_cache=False).logits
+        return logits
 
-    @abstractmethod
     def learned(self, answer: Tensor, found: float) -> None:
-        """Receive the loss of the answers, and the part of the needles that was found."""
+        """Receive the loss of the answers, and the part of the needles that was found; nothing depends on it here."""
 
     def _note(self, name: str, value: Tensor) -> None:
         self.parts.setdefault(name, []).append(value.detach())
@@ -252,7 +251,6 @@ class _CheckpointCallback(TrainerCallback):
     def on_log(
         self, args: Any, state: TrainerState, control: Any, logs: dict[str, float] | None = None, **kwargs: Any
     ) -> None:
-        """Add a line to the log."""
         if state.is_world_process_zero and logs and "loss" in logs:
             speed = round(self._trainer.tokens / (time.perf_counter() - self._begun))
             rounded = {name: round(value, 6) for name, value in logs.items() if name != "epoch"}

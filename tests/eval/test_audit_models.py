@@ -40,7 +40,7 @@ def test_a_landmark_models_own_weights_are_the_truth(changes: dict[str, Any]) ->
     with landmark_reader(**changes) as reader:
         audit = reader.audit(QUESTION, tokens=1)
         cache = reader.cache()
-        choices = Choices(LandmarkChoice, lambda choice: (choice.layer, choice.blocks[0, :, -1], *choice.weights()))
+        choices = Choices(LandmarkChoice, lambda choice: (choice.layer, choice.blocks[0, :, -1], *choice.shares()))
         cache.observers.append(choices)
         with torch.no_grad():
             reader.model(QUESTION[None], past_key_values=cache)

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from transformers import LlamaForCausalLM
 
+from benchmarks.lookups import KINDS, kinds_of, last_read, lookup, main, most
 from memstore.attention.knn_memory import RecentTokens
 from memstore.errors import InvalidArgument
+from memstore.eval.needles import prose_text
 from memstore.kernels import knn_attention
 from memstore.models.memorizing import KNNMemory, add_knn_memory
 from memstore.models.memorizing.cache import KNNChoice
-from memstore.models.memorizing.evaluation import KINDS, MemorizingScorer, kinds_of, last_read, lookup
+from memstore.models.memorizing.evaluation import MemorizingScorer
 from tests.eval.drts import byte_tokenizer
-from tests.eval.memorizing import small_memorizing
+from tests.eval.memorizing import save_memorizing, small_memorizing
 from tests.models.stock import small_llama
 
 TEXT = (
@@ -46,7 +50,7 @@ def test_kinds_make_up_the_whole_text() -> None:
     tokens = torch.tensor(tokenizer(TEXT, add_special_tokens=False)["input_ids"])
     for size, name in ((0, "without"), (100, "with_memory")):
         total = sum(kind["tokens"] * math.log(kind[name]) for kind in found["kinds"])
-        losses = MemorizingScorer(model).losses(tokens, size, lambda _: None)
+        losses = MemorizingScorer(model).losses(tokens, size)
         assert total == pytest.approx(float(losses.sum()), rel=1e-5)
     assert 2 * (len(TEXT) - 1) < sum(heard) <= 3 * len(TEXT)
 
@@ -87,7 +91,7 @@ def test_weights_are_those_of_the_layer() -> None:
     best = expected.topk(3)
     no_keys, no_mask = keys[:, :, :0], torch.zeros(1, 2, 24, 0)
     choice = KNNChoice(1, [0], [23], attention, queries, no_keys, no_mask, found, memory)
-    told = MemorizingScorer(model)._most(choice, 0)
+    told = most(MemorizingScorer(model), choice, 0)
     assert [number for number, _ in told] == best.indices.tolist()
     assert [weight for _, weight in told] == pytest.approx(best.values.tolist(), rel=1e-4)
 
@@ -157,3 +161,29 @@ def test_what_finds_nothing_is_refused() -> None:
     ):
         with pytest.raises(InvalidArgument, match=words):
             lookup(model, tokenizer, text)
+
+
+def test_a_text_is_shown_by_words_and_examples(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, text = save_memorizing(tmp_path / "memorizing"), tmp_path / "beginning.txt"
+    text.write_text(prose_text()[:1_400])
+    command = ["--model", str(model), "--text", str(text), "--examples", "2"]
+    main([*command, "--json"])
+    data = json.loads(capsys.readouterr().out)
+    assert [kind["kind"] for kind in data["kinds"]] == ["far", "near", "new", "other"]
+    assert len(data["examples"]) == 2
+    main(command)
+    shown = capsys.readouterr().out
+    for words in (
+        "Far means more than 36 tokens back",
+        "was last read",
+        f"token {data['examples'][0]['retrieved'][0]['number']:,}",
+    ):
+        assert words in shown
+    main([*command, "--memory-size", "1K", "--json"])
+    assert json.loads(capsys.readouterr().out)["memory_size"] == 1024
+    text.write_text("the gate of the memory")
+    main(command)
+    assert "No word is far: use a longer text" in capsys.readouterr().out
+    for size in ("0", "lots"):
+        with pytest.raises(InvalidArgument, match="--memory-size must be a number of tokens of at least 1"):
+            main([*command, "--memory-size", size])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,11 +9,19 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
+from memstore.eval.evaluation import evaluation_of
+from memstore.eval.needles import prose_text
 from memstore.eval.perplexity import losses, perplexity, places
 from memstore.models.drt.evaluation import after_window, without_retrieval
 from memstore.models.hils import HilsCache
 from memstore.models.hils.evaluation import after_window as hils_windows
-from tests.eval.drts import small_drt
+from memstore.models.landmark import LandmarkCache
+from memstore.models.landmark.evaluation import after_window as segments_alone
+from memstore.models.memorizing.evaluation import MemorizingScorer
+from memstore.readers.kinds import encode, kind_of
+from tests.eval.drts import byte_tokenizer, small_drt
+from tests.eval.landmarks import small_landmark
+from tests.eval.memorizing import small_memorizing
 from tests.models import hils
 
 
@@ -82,3 +91,30 @@ def test_a_hils_model_is_measured_with_its_blocks_and_with_windows_alone(kind: s
     assert hils_windows(model, tokens[:16], 10) == pytest.approx(
         losses(model, HilsCache(model.config, 1), tokens[:16])[-10:]
     )
+
+
+def test_a_landmark_model_is_measured_with_its_blocks_and_with_segments_alone() -> None:
+    model, tokens = small_landmark(), text(400)
+    rows = perplexity(model, tokens, [100, 400], segments_alone, scored=60, samples=1)
+    whole = losses(model, LandmarkCache(model.config, 1), tokens)[-60:].mean().exp()
+    assert rows[-1]["memory"] == pytest.approx(float(whole), rel=1e-4)
+    assert all(row["window"] != pytest.approx(row["memory"], rel=1e-3) for row in rows)
+    size = model.config.segment_tokens
+    with torch.no_grad():
+        last = model(tokens[None, 392:399]).logits[0]
+    expected = F.cross_entropy(last, tokens[393:400], reduction="none")
+    assert 392 % size == 0
+    assert segments_alone(model, tokens, 60)[-7:] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_memorizing_transformer_is_measured_with_its_memory_and_with_windows_alone() -> None:
+    model, words = small_memorizing(), prose_text()[:200]
+    measure, tokens = evaluation_of(kind_of(model)).perplexity, torch.tensor(encode(byte_tokenizer(), words))
+    assert measure is not None
+    sizes: dict[str, Any] = {"lengths": [100, 200], "scored": 60, "samples": 1}
+    rows = measure(model, byte_tokenizer(), [words], Path("model"), **sizes, show=False).data["rows"]
+    whole = {size: MemorizingScorer(model).losses(tokens, size)[-60:].mean().exp() for size in (0, 500)}
+    assert rows[-1]["memory"] == pytest.approx(float(whole[500]), abs=1e-3)
+    assert rows[-1]["window"] == pytest.approx(float(whole[0]), abs=1e-3)
+    assert rows[0]["window"] == pytest.approx(rows[-1]["window"], rel=1e-3)
+    assert rows[0]["memory"] != pytest.approx(rows[-1]["memory"], rel=1e-3)

@@ -324,7 +324,7 @@ def test_what_cannot_read_is_refused() -> None:
     with pytest.raises(InvalidArgument, match="retrieval='none'"):
         DRTReader(make("none"), "ram:").open()
     with pytest.raises(InvalidArgument, match="attach"):
-        DRTReader(torch.nn.Linear(1, 1), "ram:").open()  # type: ignore[arg-type]  # the mistake of somebody else
+        DRTReader(torch.nn.Linear(1, 1), "ram:").open()
     with pytest.raises(InvalidArgument, match="segment_blocks"):
         DRTReader(make(), "ram:", segment_blocks=0).open()
     model = make("external")

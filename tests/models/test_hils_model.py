@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.models.hils import HilsCache, HilsConfig, HilsForCausalLM, OlmoHilsConfig, QwenHilsConfig
-from memstore.models.hils.modeling import HilsProjections, HilsStream, positions_of
+from memstore.models.hils.modeling import HilsProjections, HilsStream
 from memstore.models.packing import Packing
 from tests.models.hils import KINDS, SIZES, close, in_pieces, make, tokens
 from tests.oracles import oracle, tensors
@@ -113,7 +113,8 @@ def test_landmarks_come_where_the_published_code_puts_them(case: str) -> None:
     real = torch.from_numpy(ids[ids != 60])[None]
     packing = Packing(real, None, [0], size)
     assert (packing.ids[0].numpy() == np.where(ids == 60, -1, ids)).all()
-    assert (positions_of(torch.arange(packing.items), size).numpy() == positions).all()
+    found = HilsConfig(chunk_size=size).positions(torch.arange(packing.items))
+    assert (found.numpy() == positions).all()
     # Labels of a loss that shifts by one, here on the tokens alone: each predicts the next token.
     assert real.shape[1] == count
     assert (labels[labels >= 0] == real[0, 1:].numpy()).all()

@@ -16,8 +16,8 @@ from torch import Tensor
 from memstore import Retrieval
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument
 from memstore.memory import Document
+from memstore.models import reading as module
 from memstore.models.hils import HilsForCausalLM, HilsReader
-from memstore.models.hils import reader as module
 from memstore.models.hils.reader import memory_spec
 from tests.models.hils import in_pieces, make, tokens
 from tests.pairs import each
@@ -107,7 +107,7 @@ def test_landmarks_are_vectors_that_are_searched_by_inner_product() -> None:
         for number, layer in enumerate(model.config.hils_layers):
             view = reader.document.layer(number * 4)
             marks = view.landmarks(range(20))  # [n, H, 1, D + 1]
-            own = cache.tables[layer].own.landmarks[0, :, :20]
+            own = cache.tables[layer].own.read()[2][0, :, :20]
             torch.testing.assert_close(marks[:, :, 0].transpose(0, 1), own, atol=1e-5, rtol=0)
             u = torch.randn(4, 1, model.config.head_dim)
             asked = torch.cat([u * model.config.head_dim**-0.5, torch.ones(4, 1, 1)], -1)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from memstore import Retrieval
 from memstore.errors import ForeignMemory, InvalidArgument, ReadOnlyMemory
+from memstore.models import reading as module
 from memstore.models.landmark import LandmarkForCausalLM, LandmarkReader
-from memstore.models.landmark import reader as module
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.reader import memory_spec
 from tests.models.landmark import close, make, tokens
@@ -210,4 +210,4 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="no landmarks"):
         memory_spec(make("full"))
     with pytest.raises(InvalidArgument, match="expected a LandmarkForCausalLM"):
-        LandmarkReader(torch.nn.Linear(1, 1), "ram:").open()  # type: ignore[arg-type]  # that is the mistake
+        LandmarkReader(torch.nn.Linear(1, 1), "ram:").open()

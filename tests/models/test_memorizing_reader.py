@@ -69,8 +69,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         MemorizingReader(small(retrieval_top_k=2), tmp_path / "m", block_size=4).open()
     with pytest.raises(InvalidArgument, match="memory_layer is None"):
         MemorizingReader(small(memory_layer=None), "ram:").open()
-    with pytest.raises(InvalidArgument, match="a MemorizingForCausalLM, not a Linear"):
-        MemorizingReader(torch.nn.Linear(1, 1), "ram:").open()  # type: ignore[arg-type]  # what is refused
+    with pytest.raises(InvalidArgument, match="expected a MemorizingForCausalLM, got a Linear"):
+        MemorizingReader(torch.nn.Linear(1, 1), "ram:").open()
 
 
 class Mixed:

@@ -38,10 +38,11 @@ def test_training_without_a_memory_giving_it_late_and_measuring(cli: Cli, text: 
     done = cli("train", "memorizing", text, "--out", tmp_path / "with", *late, "--json")
     assert done.code == 0, done.err
     assert done.json["memory_size"] == 1024
-    measured = cli("eval", "perplexity", "--model", tmp_path / "with", "--text", text, "--json")
+    numbers = ("--lengths", "200,1K", "--scored", 100)
+    measured = cli("eval", "perplexity", "--model", tmp_path / "with", "--text", text, *numbers, "--json")
     assert measured.code == 0, measured.err
-    assert [row["memory_size"] for row in measured.json["rows"]] == [0, 512, 1536, 8192]
-    assert all(1 < row["perplexity"] < 300 for row in measured.json["rows"])
+    assert [row["length"] for row in measured.json["rows"]] == [200, 1024]
+    assert all(1 < row["memory"] < 300 for row in measured.json["rows"])
 
 
 @pytest.mark.slow
@@ -50,18 +51,9 @@ def test_a_stock_model_gets_a_memory_and_is_measured(cli: Cli, text: Path, model
     done = cli("train", "memorizing", text, "--init", model_folder, *small, "--out", tmp_path / "remembers", "--json")
     assert done.code == 0, done.err
     assert (done.json["layer"], done.json["trained_parameters"]) == (1, 8)
-    command = ("eval", "perplexity", "--model", tmp_path / "remembers", "--text", text, "--memory-sizes", "0,64")
-    first, second = cli(*command, "--json").json["rows"]
-    assert first["change"] is None
-    assert second["change"] != 0
-    assert second["standard_error"] > 0
-    shown = cli(*command)
-    assert shown.code == 0, shown.err
-    assert f"A memory of 64 changes the loss by {second['change']:+.4f}, standard error" in shown.out
-    looked_up = ("eval", "lookup", "--model", tmp_path / "remembers", "--text", text)
-    assert cli(*looked_up, "--json").json["reach"] == 32
-    assert "token " in cli(*looked_up).out
-    assert cli("eval", "lookup", "--model", model_folder, "--text", text).code == REFUSED
+    command = ("eval", "perplexity", "--model", tmp_path / "remembers", "--text", text)
+    (row,) = cli(*command, "--lengths", "1K", "--scored", 100, "--json").json["rows"]
+    assert row["memory"] != row["window"]
 
 
 def test_options_of_other_models_are_refused(
@@ -78,57 +70,10 @@ def test_options_of_other_models_are_refused(
         assert words in refused.err
 
 
-def test_a_table_for_people(cli: Cli, text: Path, model: Path) -> None:
-    shown = cli("eval", "perplexity", "--model", model, "--text", text, "--memory-sizes", "0,1K")
-    assert shown.code == 0, shown.err
-    for words in ("Perplexity by memory size", "512-1,536", "1,024"):
-        assert words in shown.out
-
-
-def test_files_of_a_folder_are_documents(cli: Cli, text: Path, model: Path, tmp_path: Path) -> None:
-    whole = text.read_text()
-    for name, part in (("one.txt", whole[:1_500]), ("two.txt", whole[1_500:])):
-        (tmp_path / name).write_text(part)
-    measured = cli("eval", "perplexity", "--model", model, "--text", tmp_path, "--memory-sizes", "0,64", "--json")
-    assert measured.code == 0, measured.err
-    assert measured.json["documents"] == 2
-    assert measured.json["tokens"] == len(whole.encode())
-    (tmp_path / "empty").mkdir()
-    refused = cli("eval", "perplexity", "--model", model, "--text", tmp_path / "empty")
-    assert refused.code == USAGE
-    assert "has no .txt files" in refused.err
-
-
-def shorter(text: Path) -> Path:
-    """A third of a text."""
-    beginning = text.with_name("beginning.txt")
-    beginning.write_text(text.read_text()[:1_400])
-    return beginning
-
-
-def test_what_a_memory_is_looked_up_for(cli: Cli, text: Path, model: Path) -> None:
-    text = shorter(text)
-    command = ("eval", "lookup", "--model", model, "--text", text, "--examples", 2)
-    data = cli(*command, "--json").json
-    assert [kind["kind"] for kind in data["kinds"]] == ["far", "near", "new", "other"]
-    assert len(data["examples"]) == 2
-    shown = cli(*command)
-    assert shown.code == 0, shown.err
-    for words in (
-        "Far means more than 36 tokens back",
-        "was last read",
-        f"token {data['examples'][0]['retrieved'][0]['number']:,}",
-    ):
-        assert words in shown.out
-    text.with_name("short.txt").write_text("the gate of the memory")
-    short = cli("eval", "lookup", "--model", model, "--text", text.with_name("short.txt"))
-    assert "No word is far: use a longer text" in short.out
-    assert cli(*command, "--memory-size", "1K", "--json").json["memory_size"] == 1024
-    for size in (0, "lots"):
-        refused = cli(*command, "--memory-size", size)
-        assert refused.code == USAGE
-        assert "--memory-size must be a number of tokens of at least 1, such as 512 or 8K" in refused.err
-    assert cli("eval", "lookup", "--model", model, "--text", text.with_name("none.txt")).code == NOT_FOUND
+def test_a_text_that_is_too_short_is_refused(cli: Cli, text: Path, model: Path) -> None:
+    outcome = cli("eval", "perplexity", "--model", model, "--text", text, "--lengths", "1M")
+    assert outcome.code == USAGE, outcome
+    assert "fewer than the length 1,048,576" in outcome.err
 
 
 @pytest.mark.parametrize(
@@ -155,24 +100,7 @@ def test_what_cannot_work_is_refused_before_anything_is_trained(
     assert not (tmp_path / "run/model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--memory-sizes", "0,lots"], "not a number of tokens"),
-        (["--memory-sizes", "1K,1024"], "has the same size twice"),
-        (["--lengths", "100", "--top-k", "2"], "a Memorizing Transformer does not take --lengths, --top-k"),
-    ],
-)
-def test_tables_that_cannot_be_are_refused(cli: Cli, text: Path, model: Path, arguments: list[Any], words: str) -> None:
-    outcome = cli("eval", "perplexity", "--model", model, "--text", text, *arguments)
-    assert outcome.code == USAGE, outcome
-    assert words in outcome.err
-
-
 def test_models_that_cannot_be_asked_are_refused(cli: Cli, text: Path, model: Path) -> None:
     asked = cli("eval", "passkey", "--model", model, "--lengths", "300", "--samples", 1, "--filler", text)
     assert asked.code == REFUSED, asked
     assert "which was not trained on needles" in asked.err
-    outcome = cli("eval", "perplexity", "--text", text, "--memory-sizes", "0")
-    assert outcome.code == USAGE
-    assert "a DRT does not take --memory-sizes" in outcome.err

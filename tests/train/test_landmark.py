@@ -25,7 +25,7 @@ from memstore.models.landmark.training import (
 from memstore.train import Optimisation, Runtime, corpora, train_on_texts, train_recipe
 from memstore.train.corpora import train_tokenizer
 from memstore.train.needles import NeedleRows
-from memstore.train.start import starting
+from memstore.train.training import starting
 from tests.train.helpers import RUNTIME, losses, same_weights, stopped_at, use_little_text
 from tests.train.test_recipes import BLOCK, answers, check
 

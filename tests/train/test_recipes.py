@@ -19,10 +19,10 @@ from memstore.models.drt.training import DRT, RECIPES, Bank, grown
 from memstore.train import Recipe, corpora, train_recipe
 from memstore.train.corpora import train_tokenizer
 from memstore.train.needles import NeedleRows
+from memstore.train.options import Optimisation
 from memstore.train.recipes import LOOKUPS, find_recipe
-from memstore.train.settings import Optimisation
-from memstore.train.start import starting
 from memstore.train.trainer import rate
+from memstore.train.training import starting
 from tests.train.helpers import RUNTIME, same_weights, small, use_little_text
 
 BLOCK = 31

@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
+from benchmarks.knn_tables import by_memory_size
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.eval.needles import prose_text
 from memstore.models.memorizing import add_knn_memory, load_knn_memory
-from memstore.models.memorizing.evaluation import StockScorer, by_memory_size, paired
+from memstore.models.memorizing.evaluation import StockScorer
 from memstore.models.memorizing.training import StockTrainer, train_stock_memory
 from memstore.train import Optimisation
 from tests.eval.drts import byte_tokenizer
@@ -84,22 +85,12 @@ def test_without_its_memory_it_is_the_stock_model(stock: Path, trained: Path) ->
             for start in range(0, 89, 24)
         ]  # fmt: skip
     # The weights are equal, but lie elsewhere in their file: some processors sum in another order.
-    torch.testing.assert_close(
-        StockScorer(model).losses(tokens, 0, lambda tokens: None), torch.cat(expected), atol=1e-5, rtol=0
-    )
+    torch.testing.assert_close(StockScorer(model).losses(tokens, 0), torch.cat(expected), atol=1e-5, rtol=0)
     first, second = list(by_memory_size(model, [tokens], [0, 48], positions=(24,)))
     assert first["change"] is None
     assert second["change"] is not None
     assert second["change"] != 0
     assert first["by_position"]["0-24"] == second["by_position"]["0-24"]  # a first segment has nothing to find
-
-
-def test_a_difference_is_paired_by_token() -> None:
-    first = [torch.zeros(512), torch.zeros(100)]
-    change, error = paired(first, [torch.full((512,), -1.0), torch.full((100,), -3.0)])
-    assert change == pytest.approx(-(512 + 300) / 612)
-    assert error == pytest.approx(1.0)
-    assert paired(first[1:], [torch.ones(100)]) == (1.0, None)
 
 
 def test_an_interrupted_training_goes_on_with_the_memory_to_the_same_result(

@@ -6,10 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from memstore.errors import InvalidArgument
-from memstore.models.causal import check_block_size, check_choices, check_heads, check_sizes, preset
+from memstore.models.causal import ModelConfig, check_block_size, check_choices, check_heads, check_sizes, preset
 
 SIZES = (
     "vocab_size",
@@ -31,22 +29,11 @@ CHOICES = {
 }
 
 
-class DRTConfig(PreTrainedConfig):
+class DRTConfig(ModelConfig):
     """Configuration of ``DRTForCausalLM``. Raises ``InvalidArgument`` for what does not fit together."""
 
     model_type = "memstore-drt"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers reads it from the class
 
-    vocab_size: int = 512
-    """Tokens. The landmark is not one of them: the model inserts its own."""
-    hidden_size: int = 64
-    """Width of the model, of block states and of landmarks."""
-    intermediate_size: int = 160
-    """Inner width of the feed-forward layers."""
-    num_attention_heads: int = 4
-    """Query heads."""
-    num_key_value_heads: Any = None
-    """Key-value heads; as many as query heads if None."""
     lower_layers: int = 2
     """Layers before retrieval. Reading needs only them and the encoder."""
     encoder_layers: int = 1
@@ -83,16 +70,11 @@ class DRTConfig(PreTrainedConfig):
     """Block states and landmarks are rounded to this type wherever they are used. So a memory can store them in it and
     give exactly the same results."""
     rms_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
     tie_word_embeddings: bool = True
-    use_cache: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
         self.upper_layers = list(self.upper_layers)
-        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]  # transformers annotates it in part
-        self._check()
+        super().__post_init__(**kwargs)
 
     @property
     def num_hidden_layers(self) -> int:
@@ -108,11 +90,6 @@ class DRTConfig(PreTrainedConfig):
     def head_dim(self) -> int:
         """Return the size of a head."""
         return self.hidden_size // self.num_attention_heads
-
-    @property
-    def tokens_per_block(self) -> int:
-        """Return the tokens of a block without its landmark."""
-        return self.block_size - 1
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> DRTConfig:

@@ -23,7 +23,6 @@ from memstore.errors import InvalidArgument
 from memstore.eval.evaluation import Evaluation, NeedleScore, Reply, greedy, needle_blocks
 from memstore.eval.perplexity import after_cache, by_context
 from memstore.eval.tasks import Sample
-from memstore.memory import Document
 from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.modeling import DRTForCausalLM
 from memstore.models.drt.reader import DRTReader
@@ -61,7 +60,6 @@ class DRTAuditor(Auditor):
 
     @contextmanager
     def watching(self) -> Iterator[dict[str, Any]]:
-        """See ``Auditor``."""
         config = self.model.config
         trained, config.retrieval_top_k = config.retrieval_top_k, self.top_k
         try:
@@ -95,16 +93,11 @@ class DRTAuditor(Auditor):
         self.tally.add_index_recall(choice.group, recall)
 
     def nothing(self, tokens: int) -> str:
-        """See ``Auditor``."""
         size = self.model.config.tokens_per_block
         return (
             f"a DRT retrieves at the end of a block of {size} tokens, and this question with {tokens} more tokens "
             f"has no such end. Ask a longer question, or generate {size} tokens"
         )
-
-    def locate(self, number: int) -> tuple[Document, int]:
-        """See ``Auditor``."""
-        return self._document, number
 
 
 @torch.no_grad()
@@ -158,7 +151,7 @@ def without_retrieval(model: DRTForCausalLM) -> DRTForCausalLM:
 
 
 def after_window(model: DRTForCausalLM, text: Tensor, scored: int) -> Tensor:
-    """Return the losses without retrieval; see ``Bare``. Text beyond the reach of all layers' windows is not read."""
+    """Return the losses without retrieval; see ``Losses``. Text beyond the reach of all layers' windows is not read."""
     bare = without_retrieval(model)
     reach = bare.config.num_hidden_layers * bare.config.window
     return after_cache(bare, DRTCache(bare.config, 1), text, scored, reach)

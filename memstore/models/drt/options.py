@@ -1,11 +1,10 @@
-"""The options of training and of measuring, for the command line. Nothing here needs PyTorch."""
+"""The options of training, for the command line. Nothing here needs PyTorch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from memstore.eval.options import ContextPerplexity
 from memstore.train.options import SegmentOptions, option
 
 
@@ -33,4 +32,4 @@ class DRTTraining(SegmentOptions):
     answer_field: str | None = option("Name of the answer field in --pairs. Default: answer.")
 
 
-TRAINING, PERPLEXITY = DRTTraining, ContextPerplexity
+TRAINING = DRTTraining

@@ -37,7 +37,7 @@ from memstore.models.drt.modeling import DTYPES, DRTForCausalLM, LowerLayer, Sel
 from memstore.models.drt.retrieval import DRTChoice, DRTPacking, ListsInUse, MemoryTable, group_layers
 from memstore.models.reading import CacheReader
 from memstore.readers.asking import Query
-from memstore.readers.attachment import Job, Place, evaluating, pipelined
+from memstore.readers.attachment import Job, evaluating, pipelined
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import DRT
 from memstore.readers.observer import Choices, Origin
@@ -285,30 +285,20 @@ class DRTReader(CacheReader[DRTCache]):
     """
 
     kind = DRT
+    reads = DRTForCausalLM
     model: DRTForCausalLM
 
     def __init__(
-        self,
-        model: DRTForCausalLM,
-        memory: Place,
-        document: str | None = None,
-        *,
-        codec: str | None = None,
-        segment_blocks: int = SEGMENT_BLOCKS,
-        **shared: Any,
+        self, *given: Any, codec: str | None = None, segment_blocks: int = SEGMENT_BLOCKS, **shared: Any
     ) -> None:
-        """Open the document; see ``memstore.attach``. ``shared`` are the parameters that all kinds take."""
-        if not isinstance(model, DRTForCausalLM):
-            raise InvalidArgument(f"expected a DRTForCausalLM, got a {type(model).__name__}; see memstore.attach")
         if segment_blocks < 1:
             raise InvalidArgument(f"segment_blocks must be at least 1, not {segment_blocks}")
-        super().__init__(model, memory, document, **shared)
+        super().__init__(*given, **shared)
         self._codec = codec
-        self.segment = segment_blocks * model.config.tokens_per_block
+        self.segment = segment_blocks * self.model.config.tokens_per_block
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
-        codec = "none" if made is None else made.codec
-        return memory_spec(self.model, self.tokenizer, codec if self._codec is None else self._codec)
+        return memory_spec(self.model, self.tokenizer, self._codec_of(made))
 
     def _begin(self) -> None:
         super()._begin()
@@ -374,7 +364,6 @@ class DRTReader(CacheReader[DRTCache]):
         return search_vectors([self.document], asking, top_k, layer=0)
 
     def _group(self, layer: int | None) -> int:
-        """Return the group of upper layers that ``layer`` is in."""
         config = self.model.config
         groups = [group for group, count in enumerate(config.upper_layers) for _ in range(count)]
         if layer is None:

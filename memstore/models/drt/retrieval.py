@@ -29,7 +29,7 @@ from memstore.device_copies import numbers, to_device
 from memstore.errors import DamagedError, InvalidArgument
 from memstore.memory import LayerView
 from memstore.memory.trace_file import Array, Look
-from memstore.models.cache import OnError
+from memstore.models.cache import OnError, ranked_look
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.packing import Packing
 from memstore.readers.observer import Choice, Draft, Looks, Origin, as_array
@@ -355,18 +355,10 @@ class ListsInUse:
         if not (blocks >= 0).any():
             return None
         weights = weights if self._weighs else np.full_like(weights, np.nan)
-        return Look(
-            layer=self._layers[group],
-            row=row,
-            documents=self._origin.names,
-            document=self._origin.documents(blocks[None]),
-            blocks=blocks[None],
-            scores=scores[None],
-            weights=np.repeat(weights[None], self._heads, 0),
-            tiers=lookup.tiers[row, number][None],
-            search_us=lookup.search_us,
-            gather_us=lookup.gather_us,
-        )
+        spent = lookup.search_us, lookup.gather_us
+        by_head, tiers = np.repeat(weights[None], self._heads, 0), lookup.tiers[row, number][None]
+        layer = self._layers[group]
+        return ranked_look(layer, row, self._origin, blocks[None], scores[None], by_head, tiers, spent)
 
 
 def group_layers(config: DRTConfig) -> list[int]:

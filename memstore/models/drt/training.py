@@ -17,14 +17,20 @@ from memstore.models.drt.modeling import DTYPES, DRTForCausalLM
 from memstore.models.drt.options import DRTTraining
 from memstore.models.drt.retrieval import SharedBlocks
 from memstore.readers import kinds
-from memstore.train.options import OPTIMISATION, check_fit, optimisation_of, refuse_unfit, with_optimisation
+from memstore.train.options import (
+    OPTIMISATION,
+    Optimisation,
+    Runtime,
+    check_fit,
+    optimisation_of,
+    refuse_unfit,
+    with_optimisation,
+)
 from memstore.train.recipes import Recipe, find_recipe
 from memstore.train.run import Run
-from memstore.train.settings import Optimisation, Runtime
-from memstore.train.start import Folder, load_config
 from memstore.train.texts import train_on_pairs, train_on_texts, train_recipe
 from memstore.train.trainer import AnswerTrainer, MemoryTrainer
-from memstore.train.training import Training
+from memstore.train.training import Folder, Training, load_config
 
 MEMORY = 0.95
 """Weight of the earlier steps, at each step, in the running share of needles found."""

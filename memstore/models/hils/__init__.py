@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from memstore.models.hils.modeling import (
         HilsForCausalLM,
         HilsModel,
-        HilsOutput,
         OlmoHilsForCausalLM,
         QwenHilsForCausalLM,
         make_hils,
@@ -28,7 +27,6 @@ else:
             "HilsConfig": "configuration",
             "HilsForCausalLM": "modeling",
             "HilsModel": "modeling",
-            "HilsOutput": "modeling",
             "HilsReader": "reader",
             "OlmoHilsConfig": "configuration",
             "OlmoHilsForCausalLM": "modeling",
@@ -43,7 +41,6 @@ __all__ = [
     "HilsConfig",
     "HilsForCausalLM",
     "HilsModel",
-    "HilsOutput",
     "HilsReader",
     "OlmoHilsConfig",
     "OlmoHilsForCausalLM",

@@ -19,59 +19,12 @@ from torch import Tensor
 from memstore.attention.positions import Turns
 from memstore.kernels.hils_attention import attend_chosen, block_weights, pool_landmarks, window_attention
 from memstore.memory.trace_file import TIERS, Look
-from memstore.models.cache import ModelCache
+from memstore.models.cache import ModelCache, ranked_look
 from memstore.models.hils.configuration import HilsConfig
-from memstore.models.hils.retrieval import ChosenChunks, HilsTable
+from memstore.models.hils.retrieval import ChosenChunks, HilsTable, LatestItems
 from memstore.models.packing import Packing
 from memstore.readers.kinds import Retrieval
 from memstore.readers.observer import Choice, Draft, Looks, Origin, as_array
-
-
-class _RecentItems:
-    """Keys and values of the latest items of a stream. When the buffer is full, they move to its front."""
-
-    def __init__(self, first: int = 0) -> None:
-        self.first = first
-        """The place of the first item in the buffer."""
-        self._begin = self._end = 0
-        self._buffers: tuple[Tensor, Tensor] | None = None
-
-    @property
-    def stop(self) -> int:
-        """The place behind the last item."""
-        return self.first + self._end - self._begin
-
-    def extend(self, keys: Tensor, values: Tensor) -> None:
-        """Append items ``[B, G, n, D]``."""
-        more = keys.shape[2]
-        if self._buffers is None or self._end + more > self._buffers[0].shape[2]:
-            room = 2 * (self._end - self._begin + more)
-            grown = tuple(x.new_empty(*x.shape[:2], room, x.shape[3]) for x in (keys, values))
-            held = self._end - self._begin
-            if held:
-                for new, old in zip(grown, self.read(), strict=True):
-                    new[:, :, :held] = old
-            self._buffers, self._begin, self._end = (grown[0], grown[1]), 0, held
-        for buffer, new in zip(self._buffers, (keys, values), strict=True):
-            buffer[:, :, self._end : self._end + more] = new
-        self._end += more
-
-    def read(self, first: int | None = None) -> tuple[Tensor, Tensor]:
-        """Return keys and values ``[B, G, n, D]`` from the place ``first`` on, by default all."""
-        assert self._buffers is not None, "nothing was put in yet"
-        begin = self._begin + (0 if first is None else first - self.first)
-        return self._buffers[0][:, :, begin : self._end], self._buffers[1][:, :, begin : self._end]
-
-    def keep_from(self, first: int) -> None:
-        """Drop items before the place ``first``."""
-        gone = max(0, first - self.first)
-        self.first, self._begin = self.first + gone, self._begin + gone
-
-    def reorder(self, rows: Tensor) -> None:
-        """Let row ``b`` be the former row ``rows[b]``."""
-        if self._buffers is not None:
-            keys, values = (x.index_select(0, rows.to(x.device)) for x in self._buffers)
-            self._buffers = keys, values
 
 
 class HilsCache(ModelCache):
@@ -101,7 +54,7 @@ class HilsCache(ModelCache):
         self.tables = dict(zip(layers, made, strict=True))
         self.tokens = tokens
         """Tokens of each row, including the document's tokens."""
-        self.recent: dict[int, _RecentItems] = {layer: _RecentItems() for layer in range(config.num_hidden_layers)}
+        self.recent = {layer: LatestItems() for layer in range(config.num_hidden_layers)}
         self._rotary = {hils: config.rotary(hils=hils) for hils in (False, True)}
         self._turns: dict[bool, Turns] = {}
         self._items, self._last = 0, False
@@ -143,17 +96,16 @@ class HilsCache(ModelCache):
     def begin(self, packing: Packing, *, last: bool = True) -> None:
         """Begin a piece, which ends within a window or at its end; ``last``: the last piece of this call."""
         places = torch.arange(self.place, self.place + packing.items, device=packing.ids.device)
-        positions = places - places.div(self.config.chunk_size, rounding_mode="floor")
+        positions = self.config.positions(places)
         self._turns = {hils: rotary.turns(positions) for hils, rotary in self._rotary.items()}
         self._items, self._last = packing.items, last
         self._counted = packing.counts[0]
 
     def turns(self, *, hils: bool) -> Turns:
-        """See ``HilsSight``."""
         return self._turns[hils]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, u: Tensor | None) -> Tensor:
-        """See ``HilsSight``; for the piece's items."""
+        """See ``HilsStream``; for the piece's items."""
         q, k, v = q.detach(), k.detach(), v.detach()
         config, recent = self.config, self.recent[layer]
         recent.extend(k, v)
@@ -232,9 +184,9 @@ class HilsCache(ModelCache):
         """Return the place of the first item that the next items still see in the window of ``layer``."""
         if layer not in self.tables:
             return max(0, self.place - self.config.sliding_window + 1)
-        size = self.config.chunk_size
+        size, window = self.config.chunk_size, int(self.config.hils_sliding_window)
         # When the incomplete block is complete, all of it is needed.
-        return max(0, min((self.place - self.config.hils_sliding_window + 1) // size, self.place // size) * size)
+        return max(0, min((self.place - window + 1) // size, self.place // size) * size)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Let row ``b`` be the former row ``beam_idx[b]``; rows may be dropped or repeated."""
@@ -278,38 +230,24 @@ class HilsChoice(Choice):
 
     searched = True
 
-    def shares(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return estimates ``[H, N]`` of all blocks before the window, these ``N`` blocks, and their shares.
+    def shares(self) -> tuple[Tensor, Tensor]:
+        """Return shares ``[H, N]`` of all blocks before the window, and these blocks ``[N]``.
 
-        They are for the first row's last token. The shares come from a softmax over all blocks and the window, as if
-        all were chosen.
+        They are for the first row's last token, and come from a softmax over all blocks and the window, as if all were
+        chosen.
         """
         scores, blocks = self.table.estimates(self.asked[:1, :, -1:], self.stop, None)
         scores = scores[0, :, 0]
         total = torch.logaddexp(scores.logsumexp(-1), self.lse[0, :, -1].to(scores.dtype))
-        return scores, blocks[0], (scores - total.unsqueeze(-1)).exp()
+        return (scores - total.unsqueeze(-1)).exp(), blocks[0]
 
     def draft(self) -> Draft:
-        """See ``Choice``."""
         return Looks([self._look(row) for row in self.rows])
 
     def _look(self, row: int) -> Look:
         blocks, scores = (as_array(x[row, :, -1]) for x in self.chosen)
-        weights, lists = as_array(self.weights[row, :, -1]), len(blocks)
-        best = scores.reshape(lists, -1, scores.shape[-1]).max(1)  # over the heads that share a list
-        order = np.argsort(-best, axis=1, kind="stable")
-        tiers = [[TIERS.index(tier) if tier else -1 for tier in of_head] for of_head in self.tiers]
-        if row:
-            tiers = [[-1] * len(of_head) for of_head in tiers]
-        return Look(
-            layer=self.layer,
-            row=self.first_row + row,
-            documents=self.origin.names,
-            document=self.origin.documents(np.take_along_axis(blocks, order, 1)),
-            blocks=np.take_along_axis(blocks, order, 1),
-            scores=np.take_along_axis(best, order, 1),
-            weights=np.take_along_axis(weights, order.repeat(len(weights) // lists, 0), 1),
-            tiers=np.take_along_axis(np.array(tiers, np.int8), order, 1),
-            search_us=self.spent[0],
-            gather_us=self.spent[1],
-        )
+        weights = as_array(self.weights[row, :, -1])
+        best = scores.reshape(len(blocks), -1, scores.shape[-1]).max(1)  # over the heads that share a list
+        tiers = [[-1 if row or not tier else TIERS.index(tier) for tier in of_head] for of_head in self.tiers]
+        number, given = self.first_row + row, np.array(tiers, np.int8)
+        return ranked_look(self.layer, number, self.origin, blocks, best, weights, given, self.spent)

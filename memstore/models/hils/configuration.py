@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from memstore.attention.positions import Rotary, Turns
 from memstore.errors import InvalidArgument, UnsupportedModel
-from memstore.models.causal import check_sizes, preset
+from memstore.models.causal import ModelConfig, check_sizes, preset
 
 SIZES = (
     "vocab_size",
@@ -36,42 +35,8 @@ ASSUMED = {
 """Options of the released code that have one value in all released configurations, and here."""
 
 
-class HilsConfig(PreTrainedConfig):
-    """Configuration of ``HilsForCausalLM``. Raises ``InvalidArgument`` for options that do not fit together.
-
-    Args:
-        vocab_size: tokens, without the landmark: the model inserts its own.
-        hidden_size: width of the model.
-        intermediate_size: inner width of the feed-forward layers.
-        num_attention_heads: query heads.
-        num_key_value_heads: key-value heads; as many as query heads if None.
-        num_hidden_layers: layers.
-        head_dim: size of a head; ``hidden_size / num_attention_heads`` if None.
-        chunk_size: tokens of a block, including its landmark (also ``block_size``).
-        hils_topk: blocks that each token chooses for each key-value head.
-        sliding_window: positions that a token sees in a window layer.
-        hils_sliding_window: positions that it sees directly in a HiLS layer, with the whole first block (also
-            ``window``); as many as in a window layer if None.
-        num_swa_layers: number of first layers that are window layers.
-        full_attn_interleave: in every group of this many layers after them, the last one is a HiLS layer; the others
-            are window layers.
-        norm_after: norms behind attention and feed-forward (OLMo 2 and 3), not before them (Llama, Qwen3).
-        qk_norm: norms of queries, keys and landmark queries (OLMo, Qwen3; not Llama).
-        layerwise_qk_norm: over all heads together (OLMo), not in each head (Qwen3).
-        layerwise_lmkq_norm: the same for landmark queries.
-        lmk_q_lora_dim: rank of the part that a landmark query adds to the query; below 1: it has a full projection.
-        enable_external_lmk_embed: the landmark's embedding is a separate vector; else it is an extra row of a table,
-            which has a multiple of 32 rows.
-        enable_softmax1: one more score of 0 beside those of blocks and window. True if a released configuration
-            does not set it.
-        rope_theta: base of the rotary frequencies.
-        enable_inrange_rope: leave out rotations whose period is longer than ``rope_context_length /
-            rope_period_multiplier`` (HoPE).
-        use_hope: the same in HiLS layers.
-        hope_in_windows: the same in window layers.
-        hils_norm_eps: epsilon of the norms in HiLS layers; the others have ``rms_norm_eps``.
-        stock: options that ``make_hils`` keeps of the stock configuration.
-    """
+class HilsConfig(ModelConfig):
+    """Configuration of ``HilsForCausalLM``. Raises ``InvalidArgument`` for options that do not fit together."""
 
     model_type = "memstore-hils"
     attribute_map = {  # noqa: RUF012 - transformers reads these from the class
@@ -79,84 +44,69 @@ class HilsConfig(PreTrainedConfig):
         "retrieval_top_k": "hils_topk",
         "window": "hils_sliding_window",
     }
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
 
-    def __init__(
-        self,
-        *,
-        vocab_size: int = 512,
-        hidden_size: int = 64,
-        intermediate_size: int = 160,
-        num_attention_heads: int = 4,
-        num_key_value_heads: int | None = None,
-        num_hidden_layers: int = 4,
-        head_dim: int | None = None,
-        chunk_size: int = 64,
-        hils_topk: int = 32,
-        sliding_window: int = 512,
-        hils_sliding_window: int | None = None,
-        num_swa_layers: int = 0,
-        full_attn_interleave: int = 1,
-        norm_after: bool = False,
-        qk_norm: bool = True,
-        layerwise_qk_norm: bool = False,
-        layerwise_lmkq_norm: bool = False,
-        lmk_q_lora_dim: int = 64,
-        enable_external_lmk_embed: bool = False,
-        enable_softmax1: bool = True,
-        rope_theta: float = 10_000.0,
-        enable_inrange_rope: bool = True,
-        rope_context_length: int = 8192,
-        rope_period_multiplier: float = 2.0,
-        use_hope: bool = True,
-        hope_in_windows: bool = True,
-        rms_norm_eps: float = 1e-6,
-        hils_norm_eps: float = 1e-6,
-        initializer_range: float = 0.02,
-        tie_word_embeddings: bool = False,
-        use_cache: bool = True,
-        stock: dict[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    num_hidden_layers: int = 4
+    """Layers."""
+    head_dim: Any = None
+    """Size of a head; ``hidden_size / num_attention_heads`` if None."""
+    chunk_size: int = 64
+    """Tokens of a block, including its landmark (also ``block_size``)."""
+    hils_topk: int = 32
+    """Blocks that each token chooses for each key-value head."""
+    sliding_window: int = 512
+    """Positions that a token sees in a window layer."""
+    hils_sliding_window: Any = None
+    """Positions that a token sees directly in a HiLS layer, with the whole first block (also ``window``); as many as in
+    a window layer if None."""
+    num_swa_layers: int = 0
+    """Number of first layers that are window layers."""
+    full_attn_interleave: int = 1
+    """In every group of this many layers after them, the last one is a HiLS layer; the others are window layers."""
+    norm_after: bool = False
+    """Norms behind attention and feed-forward (OLMo 2 and 3), not before them (Llama, Qwen3)."""
+    qk_norm: bool = True
+    """Norms of queries, keys and landmark queries (OLMo, Qwen3; not Llama)."""
+    layerwise_qk_norm: bool = False
+    """These norms over all heads together (OLMo), not in each head (Qwen3)."""
+    layerwise_lmkq_norm: bool = False
+    """The same for landmark queries."""
+    lmk_q_lora_dim: int = 64
+    """Rank of the part that a landmark query adds to the query; below 1: it has a full projection."""
+    enable_external_lmk_embed: bool = False
+    """The landmark's embedding is a separate vector; else it is an extra row of a table, which has a multiple of 32
+    rows."""
+    enable_softmax1: bool = True
+    """One more score of 0 beside those of blocks and window. True if a released configuration does not set it."""
+    rope_theta: float = 10_000.0
+    """Base of the rotary frequencies."""
+    enable_inrange_rope: bool = True
+    """Leave out rotations whose period is longer than ``rope_context_length / rope_period_multiplier`` (HoPE)."""
+    rope_context_length: int = 8192
+    rope_period_multiplier: float = 2.0
+    use_hope: bool = True
+    """Leave them out in HiLS layers."""
+    hope_in_windows: bool = True
+    """Leave them out in window layers."""
+    rms_norm_eps: float = 1e-6
+    hils_norm_eps: float = 1e-6
+    """Epsilon of the norms in HiLS layers; the others have ``rms_norm_eps``."""
+    tie_word_embeddings: bool = False
+    stock: dict[str, Any] | None = None
+    """Options that ``make_hils`` keeps of the stock configuration."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
         wrong = [f"{name}={kwargs[name]!r}" for name, only in ASSUMED.items() if kwargs.get(name, only) != only]
         if wrong:
             raise UnsupportedModel(f"a HiLS model with {', '.join(wrong)} is not supported; no released model has it")
         rope = kwargs.pop("rope_parameters", None) or {}
         if rope.get("rope_type", "default") != "default" or kwargs.get("rope_scaling"):
             raise UnsupportedModel("a HiLS model needs plain rotary frequencies, but this configuration scales them")
-        self.vocab_size = vocab_size
-        self.hidden_size = hidden_size
-        self.intermediate_size = intermediate_size
-        self.num_attention_heads = num_attention_heads
-        self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
-        self.num_hidden_layers = num_hidden_layers
-        self.head_dim = hidden_size // max(1, num_attention_heads) if head_dim is None else head_dim
-        self.chunk_size = chunk_size
-        self.hils_topk = hils_topk
-        self.sliding_window = sliding_window
-        self.hils_sliding_window = sliding_window if hils_sliding_window is None else hils_sliding_window
-        self.num_swa_layers = num_swa_layers
-        self.full_attn_interleave = full_attn_interleave
-        self.norm_after = norm_after
-        self.qk_norm = qk_norm
-        self.layerwise_qk_norm = layerwise_qk_norm
-        self.layerwise_lmkq_norm = layerwise_lmkq_norm
-        self.lmk_q_lora_dim = lmk_q_lora_dim
-        self.enable_external_lmk_embed = enable_external_lmk_embed
-        self.enable_softmax1 = enable_softmax1
-        self.rope_theta = float(rope.get("rope_theta", rope_theta))
-        self.enable_inrange_rope = enable_inrange_rope
-        self.rope_context_length = rope_context_length
-        self.rope_period_multiplier = rope_period_multiplier
-        self.use_hope = use_hope
-        self.hope_in_windows = hope_in_windows
-        self.rms_norm_eps = rms_norm_eps
-        self.hils_norm_eps = hils_norm_eps
-        self.initializer_range = initializer_range
-        self.use_cache = use_cache
-        self.stock = stock
-        super().__init__(**{"tie_word_embeddings": tie_word_embeddings, **kwargs})
-        self._check()
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // max(1, self.num_attention_heads)
+        if self.hils_sliding_window is None:
+            self.hils_sliding_window = self.sliding_window
+        self.rope_theta = float(rope.get("rope_theta", self.rope_theta))
+        super().__post_init__(**kwargs)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, **kwargs: Any) -> Any:  # type: ignore[override]
@@ -167,11 +117,6 @@ class HilsConfig(PreTrainedConfig):
             if (kind := released.get(found.get("model_type", ""))) is not None:
                 return kind.from_pretrained(pretrained_model_name_or_path, **kwargs)
         return super().from_pretrained(pretrained_model_name_or_path, **kwargs)
-
-    @property
-    def tokens_per_block(self) -> int:
-        """Tokens of a block without its landmark."""
-        return self.chunk_size - 1
 
     @property
     def hils_layers(self) -> tuple[int, ...]:
@@ -192,7 +137,11 @@ class HilsConfig(PreTrainedConfig):
     @property
     def segment_tokens(self) -> int:
         """Tokens of a forward pass at inference: at most a window, so that chosen blocks lie before it."""
-        return self.hils_sliding_window // self.chunk_size * self.tokens_per_block
+        return int(self.hils_sliding_window) // self.chunk_size * self.tokens_per_block
+
+    def positions(self, places: Tensor) -> Tensor:
+        """Return the positions of the items at ``places`` of a stream; landmarks do not count."""
+        return places - places.div(self.chunk_size, rounding_mode="floor")
 
     def rotary(self, *, hils: bool) -> _HoPE:
         """Return the rotary positions of HiLS layers, or of window layers."""
@@ -235,8 +184,11 @@ class OlmoHilsConfig(HilsConfig):
 
     model_type = "olmo_hils"
 
-    def __init__(self, *, use_hope: bool = False, **kwargs: Any) -> None:
-        super().__init__(**{**kwargs, "norm_after": True, "hope_in_windows": False, "use_hope": use_hope})
+    use_hope: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.norm_after, self.hope_in_windows = True, False
+        super().__post_init__(**kwargs)
 
 
 class QwenHilsConfig(HilsConfig):
@@ -244,8 +196,9 @@ class QwenHilsConfig(HilsConfig):
 
     model_type = "qwen_hils"
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(**{**kwargs, "norm_after": False, "hope_in_windows": True, "use_hope": True})
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.norm_after, self.hope_in_windows, self.use_hope = False, True, True
+        super().__post_init__(**kwargs)
 
 
 class _HoPE(Rotary):
@@ -264,7 +217,6 @@ class _HoPE(Rotary):
         """``[D / 2]`` float64; 0 for pairs that do not turn."""
 
     def turns(self, positions: Tensor, dtype: torch.dtype = torch.float32) -> Turns:
-        """See ``Rotary``."""
         angles = positions.unsqueeze(-1) * self.frequencies.to(positions.device)
         cos, sin = angles.cos(), angles.sin()
         wide = torch.promote_types(dtype, torch.float32)

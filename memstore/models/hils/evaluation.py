@@ -8,17 +8,18 @@ estimates of all blocks and the window. They are computed from the landmarks in 
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from memstore.eval.evaluation import Evaluation, LayerScore, Reply, greedy, layer_found, needle_blocks
+from memstore.eval.evaluation import Evaluation, ask_layers
 from memstore.eval.perplexity import after_cache, by_context
-from memstore.eval.tasks import Sample
 from memstore.models.hils.cache import HilsCache, HilsChoice
 from memstore.models.hils.modeling import HilsForCausalLM
 from memstore.models.reading import CacheAuditor, in_lists
 from memstore.readers.audit import exact_scores, index_recall
-from memstore.readers.observer import Choice, Choices
+from memstore.readers.observer import Choice
 
 
 class HilsAuditor(CacheAuditor):
@@ -41,7 +42,7 @@ class HilsAuditor(CacheAuditor):
             scores[:, stored.start : stored.stop] = exact_scores(view, asked[0], stored)[:, 0]
         count = max(0, min(choice.stop, table.own.stop) - table.own.first)
         if count:
-            own = asked @ table.own.landmarks[:1, :, :count].mT
+            own = asked @ table.own.read()[2][:1, :, :count].mT
             scores[:, table.own.first : table.own.first + count] = own[0, :, 0].float().cpu()
         local = choice.lse[0, :, -1].to(scores)
         weights = (scores - torch.logaddexp(scores.logsumexp(-1), local)[:, None]).exp()
@@ -50,39 +51,16 @@ class HilsAuditor(CacheAuditor):
         self.tally.add_index_recall(choice.layer, index_recall(view, asked[0], max(1, lists.shape[1]), [stored]))
 
     def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more tokens would not help
-        """See ``Auditor``."""
         size = self.model.config.hils_sliding_window + self.model.config.chunk_size
         return f"no block is outside the window yet; the first one is from {size} tokens on: read a longer text"
 
 
-@torch.no_grad()
-def ask(model: HilsForCausalLM, cache: HilsCache, sample: Sample) -> Reply:
-    """Let the model answer after the haystack in ``cache``; it always takes the likeliest token."""
-    needle = needle_blocks(sample.hops[0], cache.config.tokens_per_block)
-
-    def seen(choice: HilsChoice) -> LayerScore | None:
-        """Return how a layer scores the needle at the question's last token; None if the needle is in the window."""
-        if not choice.rows:
-            return None
-        _, blocks, shares = choice.shares()
-        own = (blocks >= needle.start) & (blocks < needle.stop)
-        return layer_found(choice.layer, shares, own) if bool(own.any()) else None
-
-    given = Choices(HilsChoice, seen)
-    cache.observers.append(given)
-    ids = torch.tensor([sample.prompt], device=model.device)
-    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
-    cache.observers.remove(given)
-    layers = [each for each in given if each is not None]
-    return Reply.of_layers(greedy(model, cache, logits, len(sample.answer)), layers)
-
-
 def after_window(model: HilsForCausalLM, text: Tensor, scored: int) -> Tensor:
-    """See ``Bare``. Windows depend only on text as far back as all layers can look."""
+    """See ``Losses``. Windows depend only on text as far back as all layers can look."""
     cache, config = HilsCache(model.config, 1), model.config
     cache.top_k = 0
     reach = config.num_hidden_layers * (max(config.sliding_window, config.hils_sliding_window) + config.chunk_size)
     return after_cache(model, cache, text, scored, reach)
 
 
-HILS = Evaluation(ask=ask, perplexity=by_context(after_window))
+HILS = Evaluation(ask=partial(ask_layers, HilsChoice), perplexity=by_context(after_window))

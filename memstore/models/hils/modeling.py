@@ -16,42 +16,22 @@ parameters, and adds those of its landmarks.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from memstore.attention.layers import RMSNorm, merged
 from memstore.attention.positions import Turns
-from memstore.errors import InvalidArgument, UnsupportedModel
+from memstore.errors import UnsupportedModel
 from memstore.kernels.hils_attention import hils_attention, window_attention
-from memstore.models.causal import CausalLM, uncompiled
+from memstore.models.causal import GatedFeedForward, StreamCausalLM, StreamDecoder
 from memstore.models.hils.cache import HilsCache
 from memstore.models.hils.configuration import HilsConfig, OlmoHilsConfig, QwenHilsConfig
 from memstore.models.packing import Packing
-from memstore.models.stock import COPIED, TOKENS, check_computes_as_llama, check_is_model, take_over
-from memstore.readers.caches import takes_cache, with_cache
-
-
-class HilsSight(Protocol):
-    """Anything that attends: the whole stream, or a cache at inference."""
-
-    def turns(self, *, hils: bool) -> Turns:
-        """Return turns ``[M, D]`` of the stream's items, in HiLS layers or in window layers."""
-
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, u: Tensor | None) -> Tensor:
-        """Attend ``q [B, H, M, D]`` to ``k, v [B, G, M, D]``; ``u`` as ``q``, in HiLS layers. All are rotated."""
-
-
-def positions_of(places: Tensor, size: int) -> Tensor:
-    """Return positions of the items at ``places`` of a stream with blocks of ``size``; landmarks do not count."""
-    return places - places.div(size, rounding_mode="floor")
+from memstore.models.stock import COPIED, check_computes_as_llama, check_is_model, check_options, take_over
 
 
 class HilsStream:
@@ -60,15 +40,15 @@ class HilsStream:
     def __init__(self, config: HilsConfig, items: int, like: Tensor) -> None:
         """``like`` has the dtype and the device of hidden states."""
         self.config = config
-        positions = positions_of(torch.arange(items, device=like.device), config.chunk_size)
+        positions = config.positions(torch.arange(items, device=like.device))
         self._turns = [config.rotary(hils=hils).turns(positions, like.dtype) for hils in (False, True)]
 
     def turns(self, *, hils: bool) -> Turns:
-        """See ``HilsSight``."""
+        """Return turns ``[M, D]`` of the stream's items, in HiLS layers or in window layers."""
         return self._turns[hils]
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, u: Tensor | None) -> Tensor:  # noqa: ARG002 - layers of a kind are alike here
-        """See ``HilsSight``."""
+        """Attend ``q [B, H, M, D]`` to ``k, v [B, G, M, D]``; ``u`` as ``q``, in HiLS layers. All are rotated."""
         config = self.config
         if u is None:
             sizes = {"block_size": config.chunk_size, "window": config.sliding_window}
@@ -78,6 +58,10 @@ class HilsStream:
             block_size=config.chunk_size, window=config.hils_sliding_window, top_k=config.hils_topk,
             softmax1=config.enable_softmax1,
         )  # fmt: skip
+
+
+HilsSight = HilsStream | HilsCache
+"""What attends: the whole stream, or a cache at inference."""
 
 
 class HilsProjections(nn.Module):
@@ -108,7 +92,6 @@ class HilsProjections(nn.Module):
             self.lmk_q_norm = norm(inner, whole=config.layerwise_lmkq_norm)
 
     def forward(self, x: Tensor, sight: HilsSight) -> Tensor:
-        """Map ``[B, M, hidden]`` to the same shape."""
         projected: Tensor = self.o_proj(merged(sight.attend(self.number, *self.states(x, sight))))
         return projected
 
@@ -135,28 +118,13 @@ class HilsProjections(nn.Module):
         return torch.addcmul(x * turns.cos, x.roll(half, -1), turns.sin).to(x.dtype)
 
 
-class _HilsFeedForward(nn.Module):
-    """The feed-forward layer ``down(silu(gate x) * up x)`` (Shazeer 2020)."""
-
-    def __init__(self, config: HilsConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Map ``[..., hidden]`` to the same shape."""
-        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return down
-
-
 class _HilsLayer(nn.Module):
     """Attention and feed-forward, with norms before or behind them."""
 
     def __init__(self, config: HilsConfig, number: int) -> None:
         super().__init__()
         self.self_attn = HilsProjections(config, number)
-        self.mlp = _HilsFeedForward(config)
+        self.mlp = GatedFeedForward(config.hidden_size, config.intermediate_size)
         self.norm_after = config.norm_after
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         if config.norm_after:
@@ -165,7 +133,6 @@ class _HilsLayer(nn.Module):
             self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, x: Tensor, sight: HilsSight) -> Tensor:
-        """Map ``[B, M, hidden]`` to the same shape."""
         if self.norm_after:
             x = x + self.post_attention_layernorm(self.self_attn(x, sight))
             added: Tensor = self.post_feedforward_layernorm(self.mlp(x))
@@ -180,12 +147,7 @@ class _HilsLayer(nn.Module):
         cache.keep(self.self_attn.number, k, v, u)
 
 
-@dataclass
-class HilsOutput(CausalLMOutputWithPast):
-    """The return value of ``HilsForCausalLM``."""
-
-
-class HilsModel(nn.Module):
+class HilsModel(StreamDecoder):
     """The decoder without its output layer."""
 
     def __init__(self, config: HilsConfig) -> None:
@@ -196,8 +158,6 @@ class HilsModel(nn.Module):
             self.lmk_embed = nn.Parameter(torch.zeros(config.hidden_size))
         self.layers = nn.ModuleList([_HilsLayer(config, number) for number in range(config.num_hidden_layers)])
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.gradient_checkpointing = False
-        self._gradient_checkpointing_func: Callable[..., Any] | None = None
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embed ``ids [B, M]``, with -1 for a landmark: ``[B, M, hidden]``."""
@@ -207,29 +167,15 @@ class HilsModel(nn.Module):
             return row
         return torch.where(landmark.unsqueeze(-1), self.lmk_embed, self.embed_tokens(ids.clamp(min=0)))
 
-    def forward(self, packing: Packing, sight: Callable[[Tensor], HilsSight]) -> Tensor:
-        """Return the stream of a segment ``[B, M, hidden]`` after the last norm."""
-        hidden: Tensor = self.norm(self._through(self.layers, packing, sight))
-        return hidden
-
-    def read(self, packing: Packing, cache: HilsCache) -> None:
-        """Give each layer's states of a segment to ``cache``, if no logits are needed."""
-        *before, last = self.layers
-        assert isinstance(last, _HilsLayer)
-        last.keep(self._through(before, packing, lambda _: cache), cache)
-
-    def _through(self, layers: Iterable[nn.Module], packing: Packing, sight: Callable[[Tensor], HilsSight]) -> Tensor:
+    def through(self, layers: Iterable[nn.Module], packing: Packing, sight: Callable[[Tensor], HilsSight]) -> Tensor:
         x = self.embed(packing.ids)
         seen = sight(x)
         for layer in layers:
-            if self.gradient_checkpointing and self.training and self._gradient_checkpointing_func is not None:
-                x = self._gradient_checkpointing_func(layer.__call__, x, seen, use_reentrant=False)
-            else:
-                x = layer(x, seen)
+            x = self.checkpointed(layer, x, seen)
         return x
 
 
-class HilsForCausalLM(CausalLM):
+class HilsForCausalLM(StreamCausalLM):
     """A HiLS model with its output layer; ``from_pretrained``, ``generate`` and ``Trainer`` work as usual.
 
     Released checkpoints (``olmo_hils``, ``qwen_hils``) load without changes.
@@ -251,42 +197,6 @@ class HilsForCausalLM(CausalLM):
         if isinstance(module, HilsModel) and self.config.enable_external_lmk_embed:
             nn.init.normal_(module.lmk_embed, std=self.config.initializer_range)
 
-    @takes_cache
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values: HilsCache | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int = 0,
-        **kwargs: Any,
-    ) -> HilsOutput:
-        """Return logits of the token after each of ``input_ids [B, T]``: ``[B, T, table_rows]``.
-
-        Args:
-            input_ids: tokens, without landmarks.
-            attention_mask: ``[B, T]``, or ``[B, earlier + T]`` as ``generate`` passes it; 0 for padding, which is left
-                out. Rows of different lengths then go through a cache one by one.
-            past_key_values: the cache of earlier tokens. With it the model computes in the dtype of its weights, also
-                under ``torch.autocast``.
-            labels: ``[B, T]``, -100 for no label; adds ``loss``.
-            use_cache: return ``past_key_values``; if None, only if ``past_key_values`` are given.
-            logits_to_keep: return only the logits of this many last tokens; all if 0.
-            **kwargs: ``num_items_in_batch`` of the Trainer, and what transformers passes to every model.
-
-        Raises:
-            InvalidArgument: tokens that do not exist, or shapes that do not fit.
-        """
-        self.check_tokens(input_ids, attention_mask)
-        cache = past_key_values
-        if cache is None and use_cache:
-            cache = self.new_cache(len(input_ids))
-        mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
-        hidden = self._whole(input_ids, mask) if cache is None else self._pieces(input_ids, mask, cache)
-        logits, loss = self.predicted(hidden, mask, labels, logits_to_keep, **kwargs)
-        return HilsOutput(loss=loss, logits=logits, **with_cache({}, cache))
-
     def generate(self, *args: Any, **options: Any) -> Any:
         """Generate as any model of transformers does; rows of the table without a token are never generated."""
         given = options.get("generation_config") or self.generation_config
@@ -297,29 +207,19 @@ class HilsForCausalLM(CausalLM):
         return super().generate(*args, **options)
 
     def new_cache(self, rows: int) -> HilsCache:
-        """Return an empty cache for ``rows`` texts."""
         return HilsCache(self.config, rows)
 
     def _whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        """Return hidden states ``[B, T, hidden]`` of texts from their beginning, all at once."""
         # Rows lie at the beginning of their streams, and no item sees a later one. So padding needs no mask.
         packing = Packing(input_ids, mask, [0] * len(input_ids), self.config.chunk_size)
         return packing.tokens(self.model(packing, lambda x: HilsStream(self.config, packing.items, x)))
 
-    @uncompiled
-    def _pieces(self, input_ids: Tensor, mask: Tensor | None, cache: HilsCache) -> Tensor:
-        """Return hidden states ``[B, T, hidden]`` of tokens that follow ``cache``, piece by piece."""
-        self.check_cache(cache, HilsCache, input_ids)
-        cache.tell_begin(input_ids)
-        with torch.autocast(input_ids.device.type, enabled=False):  # all states then have one dtype
-            if cache.apart or not (mask is None or bool(mask.all())):
-                there = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask
-                rows = zip(input_ids, there, cache.split(), strict=True)
-                hidden = self._one_by_one([(ids[real][None], one) for ids, real, one in rows], there)
-            else:
-                hidden = self._through(input_ids, cache)
-        cache.given += input_ids.shape[1]
-        return hidden
+    def _segments(self, input_ids: Tensor, mask: Tensor | None, past: HilsCache) -> Tensor:
+        if not past.apart and (mask is None or bool(mask.all())):
+            return self._through(input_ids, past)
+        there = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask
+        rows = zip(input_ids, there, past.split(), strict=True)
+        return self._one_by_one([(ids[real][None], one) for ids, real, one in rows], there)
 
     def _one_by_one(self, rows: Sequence[tuple[Tensor, HilsCache]], there: Tensor) -> Tensor:
         """Return hidden states ``[B, T, hidden]`` of each row's tokens, zeros if a token is not ``there``."""
@@ -453,10 +353,7 @@ def _configuration(stock: Any, changes: dict[str, Any]) -> HilsConfig:
         "enable_external_lmk_embed": True,
         "stock": stock.to_dict(),
     }
-    # A configuration of transformers accepts any name: `chunk=8` would change nothing, without an error.
-    known = inspect.signature(HilsConfig.__init__).parameters.keys() - {"self", "kwargs"} - given.keys()
-    if unknown := sorted(changes.keys() - known - {*TOKENS}):
-        raise InvalidArgument(f"make_hils has no option {', '.join(unknown)}; it has {', '.join(sorted(known))}")
+    check_options("make_hils", HilsConfig, changes, given)
     usual = {"enable_softmax1": False, "full_attn_interleave": 4 if windows else 1, "hope_in_windows": False}
     return HilsConfig(**{**usual, **given, **changes})
 

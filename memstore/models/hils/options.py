@@ -1,11 +1,10 @@
-"""The options of training and measuring, for the command line. Nothing here needs PyTorch."""
+"""The options of training, for the command line. Nothing here needs PyTorch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from memstore.eval.options import ContextPerplexity
 from memstore.train.options import SegmentOptions, option
 
 
@@ -30,4 +29,4 @@ class HilsTraining(SegmentOptions):
     preset: str | None = option("Size of the model: tiny, or 7b as released. Default: tiny.")
 
 
-TRAINING, PERPLEXITY = HilsTraining, ContextPerplexity
+TRAINING = HilsTraining

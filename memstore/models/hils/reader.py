@@ -11,7 +11,7 @@ any commit. A token's states do not depend on how the text was cut.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -20,24 +20,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.device_copies import to_device, to_host
-from memstore.errors import DamagedError, InvalidArgument, NotFound
+from memstore.errors import DamagedError, NotFound
 from memstore.memory import Document, MemorySpec
-from memstore.memory.search import Match, best, check_layer
+from memstore.memory.search import Match, check_layer
 from memstore.memory.spec import torch_dtype
 from memstore.models.hils.cache import HilsCache, HilsChoice
 from memstore.models.hils.modeling import HilsForCausalLM
 from memstore.models.hils.retrieval import HilsTable
-from memstore.models.packing import Packing
-from memstore.models.reading import CacheReader
+from memstore.models.reading import BlockReader
 from memstore.readers.asking import Query
-from memstore.readers.attachment import Job, Place, evaluating
+from memstore.readers.attachment import evaluating
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import HILS, Retrieval
-from memstore.readers.observer import Choices, Origin
+from memstore.readers.observer import Origin
 from memstore.store.records import Layout
-
-COMMIT_BLOCKS = 256
-"""Blocks that are committed together. With fewer blocks, commits would wait for the disk more often."""
 
 
 def memory_spec(model: HilsForCausalLM, tokenizer: Any = None, codec: str = "none") -> MemorySpec:
@@ -85,7 +81,7 @@ class _Kept(NamedTuple):
     """``[2, G, W, D]`` for each layer: keys and values of the last items, at the end."""
 
 
-class HilsReader(CacheReader[HilsCache]):
+class HilsReader(BlockReader[HilsCache]):
     """A document of a memory, and the HiLS model that reads it.
 
     Every token chooses ``config.hils_topk`` blocks, or ``retrieval.top_k``, in each HiLS layer for each key-value head.
@@ -97,39 +93,15 @@ class HilsReader(CacheReader[HilsCache]):
     """
 
     kind = HILS
+    reads = HilsForCausalLM
     model: HilsForCausalLM
-
-    def __init__(
-        self,
-        model: HilsForCausalLM,
-        memory: Place,
-        document: str | None = None,
-        *,
-        codec: str | None = None,
-        **shared: Any,
-    ) -> None:
-        """See ``memstore.attach``; ``shared`` has the arguments of all kinds."""
-        if not isinstance(model, HilsForCausalLM):
-            raise InvalidArgument(f"expected a HilsForCausalLM, got a {type(model).__name__}; see memstore.attach")
-        super().__init__(model, memory, document, **shared)
-        self._codec = codec
 
     @classmethod
     def default_retrieval(cls, model: HilsForCausalLM, made: MemorySpec | None = None) -> Retrieval:  # noqa: ARG003
-        """See ``Reader``."""
         return Retrieval(top_k=model.config.hils_topk)
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
-        """See ``Reader``."""
-        codec = "none" if made is None else made.codec
-        return memory_spec(self.model, self.tokenizer, codec if self._codec is None else self._codec)
-
-    @torch.no_grad()
-    def _made(self, rows: int, *, retrieval: Retrieval | None = None) -> HilsCache:
-        """See ``CacheReader``; ``retrieval``: another one than the text was read with."""
-        cache = self._begun(self._continued(), rows, self.retrieval if retrieval is None else retrieval)
-        cache.belong_to(self.model.model)
-        return cache
+        return memory_spec(self.model, self.tokenizer, self._codec_of(made))
 
     def _described(self) -> dict[str, Any]:
         config = self.model.config
@@ -147,22 +119,11 @@ class HilsReader(CacheReader[HilsCache]):
         have no share.
         """
         wanted = None if layer is None else self._model_layer(check_layer(self.memory, layer))
-        blocks, cache = self.document.complete_blocks, self._made(1)
-        found = Choices(HilsChoice, lambda choice: _shares(choice, wanted))
-        cache.observers.append(found)
-        with evaluating(self.model):
-            self.model(query.tokens.to(self.model.device)[None], past_key_values=cache, logits_to_keep=1)
-        scores = torch.zeros(len(blocks))
-        for numbers, weights in found:
-            mine = (numbers >= blocks.start) & (numbers < blocks.stop)
-            at = numbers[mine] - blocks.start
-            scores[at] = torch.maximum(scores[at], weights[mine])
-        seen = scores > 0
-        return best([(self.document, torch.arange(blocks.start, blocks.stop)[seen], scores[seen])], top_k)
+        return self._best_shares(query, top_k, HilsChoice, wanted)
 
     def _model_layer(self, layer: int) -> int:
         """Return the model's layer whose landmarks are in the memory's ``layer``."""
-        return self.model.config.hils_layers[layer // self.model.config.num_key_value_heads]
+        return self.model.config.hils_layers[layer // int(self.model.config.num_key_value_heads)]
 
     # The end of a document
 
@@ -227,27 +188,6 @@ class HilsReader(CacheReader[HilsCache]):
     def _reading(self, *, retrieve: bool) -> dict[str, Any]:  # noqa: ARG002 - it always retrieves
         return {"top_k": self.retrieval.top_k}
 
-    def _read_segments(self, job: Job, segments: Iterator[Tensor]) -> Generator[int]:
-        cache = self._begun(job.document, 1, self.retrieval)
-        limit = COMMIT_BLOCKS * self.model.config.tokens_per_block
-        waiting: list[Tensor] = []
-        try:
-            for tokens in segments:
-                (ids,) = to_device([tokens.long()[None]], self.model.device)
-                self._segment(ids, cache)
-                waiting.append(tokens)
-                if sum(map(len, waiting)) >= limit:
-                    self._commit(job, waiting, cache)
-                yield len(tokens)
-        finally:  # tokens computed before an error or an interruption are complete
-            self._commit(job, waiting, cache)
-
-    def _segment(self, ids: Tensor, cache: HilsCache) -> None:
-        packing = Packing(ids, None, cache.offsets, self.model.config.chunk_size)
-        cache.begin(packing)
-        self.model.model.read(packing, cache)
-        cache.end()
-
     def _windows(self, cache: HilsCache) -> list[Tensor]:
         """Return the state of window layers, in host memory; see ``_Kept``."""
         window = self.model.config.sliding_window
@@ -256,19 +196,15 @@ class HilsReader(CacheReader[HilsCache]):
         arrived()
         return copies
 
-    def _commit(self, job: Job, waiting: list[Tensor], cache: HilsCache) -> None:
-        """Store the ``waiting`` tokens, and clear them."""
-        if not waiting:
-            return
-        options, job.options = job.options, None
-        with job.document.append(torch.cat(waiting), reading=options) as batch:
-            for layer, table in cache.tables.items():
-                self._put(batch, table, *self._blocks(cache, layer, batch.blocks))
-            if self.memory.spec.recurrent:
-                batch.put_recurrent(self._windows(cache))
-        waiting.clear()
+    def _store(self, batch: Any, cache: HilsCache) -> None:
+        for layer, table in cache.tables.items():
+            self._put(batch, table, *self._blocks(cache, layer, batch.blocks))
+        if self.memory.spec.recurrent:
+            batch.put_recurrent(self._windows(cache))
+
+    def _stored(self, cache: HilsCache, stop: int) -> None:
         for table in cache.tables.values():
-            table.own.keep_from(job.document.complete_blocks.stop)
+            table.own.keep_from(stop)
 
     def _put(self, batch: Any, table: HilsTable, keys: Tensor, values: Tensor, landmarks: Tensor) -> None:
         for group, layer in enumerate(table.layers):
@@ -278,12 +214,13 @@ class HilsReader(CacheReader[HilsCache]):
     def _blocks(self, cache: HilsCache, layer: int, blocks: range) -> list[Tensor]:
         """Return padded keys and values ``[G, n, S - 1, D]`` of ``blocks``, and landmarks ``[n, H, 1, D + 1]``."""
         own, size = cache.tables[layer].own, self.model.config.chunk_size
-        start = blocks.start - own.first
-        parts = [(own.keys[0, :, start:], own.values[0, :, start:])] if own.count > start else []
+        held = max(0, own.stop - blocks.start)
+        states = [x[0] for x in own.read(blocks.start)] if held else []
+        parts = [tuple(states[:2])] if held else []
         spec = self.memory.spec
         marks = torch.zeros(len(blocks), spec.key_heads, 1, spec.key_dim)
-        if parts:
-            marks[: own.count - start, :, 0] = own.landmarks[0, :, start:].transpose(0, 1).float().cpu()
+        if held:
+            marks[:held, :, 0] = states[2].transpose(0, 1).float().cpu()
         if waiting := cache.place % size:
             items = (x[0] for x in cache.recent[layer].read(cache.place - waiting))
             keys, values = (F.pad(x, (0, 0, 0, size - 1 - waiting)).unsqueeze(1) for x in items)
@@ -292,11 +229,3 @@ class HilsReader(CacheReader[HilsCache]):
         copies, arrived = to_host(states)
         arrived()
         return [*copies, marks]
-
-
-def _shares(choice: HilsChoice, layer: int | None) -> tuple[Tensor, Tensor]:
-    """Return blocks and the largest share that a head gives each, in host memory; nothing for other layers."""
-    if not choice.rows or layer not in (None, choice.layer):  # only the text's last token counts
-        return torch.empty(0, dtype=torch.int64), torch.empty(0)
-    _, blocks, shares = choice.shares()
-    return blocks.cpu(), shares.amax(0).float().cpu()

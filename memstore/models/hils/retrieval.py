@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from copy import copy
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,64 +22,53 @@ from memstore.device_copies import to_device
 from memstore.errors import DamagedError
 from memstore.kernels.hils_attention import best_blocks
 from memstore.memory import Document
+from memstore.models.cache import OnError
 from memstore.readers.audit import exact_scores
 
-OnError = Literal["raise", "miss"]
-"""How a stored block that cannot be read is treated: an error, or a list without it."""
 ESTIMATES = 1 << 22
 """Numbers held at once while blocks are chosen among tensors."""
 
 
-class _OwnBlocks:
-    """Complete blocks of ``B`` rows, from block ``first`` on."""
+class LatestItems:
+    """The latest items, or blocks, of a stream in tensors ``[B, X, n, ...]``. When a buffer is full, they move."""
 
     def __init__(self, first: int = 0) -> None:
         self.first, self.count = first, 0
-        self._held: list[Tensor] = []
+        """The place of the first item, and their number."""
+        self._begin = 0
+        self._buffers: list[Tensor] = []
 
     @property
     def stop(self) -> int:
-        """The block behind the last one."""
         return self.first + self.count
 
-    @property
-    def keys(self) -> Tensor:
-        """``[B, G, n, S - 1, D]``."""
-        return self._held[0][:, :, : self.count]
+    def extend(self, *new: Tensor) -> None:
+        """Append items, of each kind of tensor."""
+        end, more = self._begin + self.count, new[0].shape[2]
+        if not self._buffers or end + more > self._buffers[0].shape[2]:
+            needed = self.count + more
+            grown = [x.new_empty(*x.shape[:2], needed + needed // 2, *x.shape[3:]) for x in new]
+            for old, larger in zip(self.read() if self._buffers else (), grown, strict=False):
+                larger[:, :, : self.count] = old
+            self._buffers, self._begin, end = grown, 0, self.count
+        for buffer, x in zip(self._buffers, new, strict=True):
+            buffer[:, :, end : end + more] = x
+        self.count += more
 
-    @property
-    def values(self) -> Tensor:
-        """``[B, G, n, S - 1, D]``."""
-        return self._held[1][:, :, : self.count]
-
-    @property
-    def landmarks(self) -> Tensor:
-        """``[B, H, n, D + 1]`` float32 or better: mean keys, then entropies."""
-        return self._held[2][:, :, : self.count]
-
-    def extend(self, keys: Tensor, values: Tensor, landmarks: Tensor) -> None:
-        """Append blocks; shapes as above."""
-        new, stop = (keys, values, landmarks), self.count + keys.shape[2]
-        if not self._held or stop > self._held[0].shape[2]:
-            room = max(stop, self.count + self.count // 2)
-            grown = [x.new_empty(*x.shape[:2], room, *x.shape[3:]) for x in new]
-            for old, larger in zip(self._held, grown, strict=False):
-                larger[:, :, : self.count] = old[:, :, : self.count]
-            self._held = grown
-        for held, x in zip(self._held, new, strict=True):
-            held[:, :, self.count : stop] = x
-        self.count = stop
+    def read(self, first: int | None = None) -> list[Tensor]:
+        """Return the items ``[B, X, n, ...]`` of each kind from the place ``first`` on, by default all."""
+        assert self._buffers, "nothing was put in yet"
+        begin = self._begin + (0 if first is None else first - self.first)
+        return [buffer[:, :, begin : self._begin + self.count] for buffer in self._buffers]
 
     def keep_from(self, first: int) -> None:
-        """Drop blocks before ``first``."""
+        """Drop items before the place ``first``."""
         gone = min(max(0, first - self.first), self.count)
-        if gone:
-            self._held = [x[:, :, gone : self.count].clone() for x in self._held]
-        self.first, self.count = max(self.first, first), self.count - gone
+        self.first, self.count, self._begin = max(self.first, first), self.count - gone, self._begin + gone
 
     def reorder(self, rows: Tensor) -> None:
         """Let row ``b`` be the former row ``rows[b]``."""
-        self._held = [x.index_select(0, rows.to(x.device)) for x in self._held]
+        self._buffers = [x.index_select(0, rows.to(x.device)) for x in self._buffers]
 
 
 class ChosenChunks(NamedTuple):
@@ -116,7 +105,9 @@ class HilsTable:
         self.groups, self.document, self._on_error = groups, document, on_error
         self.layers = range(number * groups, (number + 1) * groups)
         """The layers of the memory."""
-        self.own = _OwnBlocks(stop)
+        self.own = LatestItems(stop)
+        """Keys and values ``[B, G, n, S - 1, D]``, and landmarks ``[B, H, n, D + 1]`` (mean keys, then entropies) in
+        float32 or better."""
         self._at_hand: _AtHand | None = None
 
     def copy(self) -> HilsTable:
@@ -163,7 +154,7 @@ class HilsTable:
         blocks = torch.arange(self.own.first, self.own.first + count, device=asked.device)[None]
         scores = asked.new_empty(*asked.shape[:3], 0)
         if count:
-            scores = asked @ self.own.landmarks[:, :, :count].mT
+            scores = asked @ self.own.read()[2][:, :, :count].mT
         stored = self._stored(stop)
         if not stored:
             return scores, blocks
@@ -226,7 +217,7 @@ class HilsTable:
         own = self.own
         stored = (blocks >= 0) & (blocks < own.first)
         if not bool(stored.any()):
-            return own.keys, own.values, torch.where(blocks >= 0, blocks - own.first, -1)
+            return own.read()[0], own.read()[1], torch.where(blocks >= 0, blocks - own.first, -1)
         lists = [blocks[:, group][stored[:, group]].unique().tolist() for group in range(self.groups)]
         read = self._step if blocks.shape[2] == 1 else self._read
         keys, values, lists = read(lists, blocks.device)
@@ -240,7 +231,7 @@ class HilsTable:
         keys, values = (x.expand(len(blocks), *x.shape) for x in (keys, values))
         if bool((blocks >= own.first).any()):
             at = torch.where(blocks >= own.first, blocks - own.first + most, at)
-            keys, values = torch.cat([keys, own.keys], 2), torch.cat([values, own.values], 2)
+            keys, values = (torch.cat(both, 2) for both in zip((keys, values), own.read()[:2], strict=True))
         return keys, values, at
 
     # From one token to the next, a head mostly chooses the same blocks. These stay in place. A step reads only the new

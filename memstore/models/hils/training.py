@@ -8,7 +8,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from memstore.errors import InvalidArgument
@@ -16,13 +15,19 @@ from memstore.models.hils.configuration import HilsConfig
 from memstore.models.hils.modeling import HilsForCausalLM, make_hils
 from memstore.models.hils.options import HilsTraining
 from memstore.readers import kinds
-from memstore.train.options import OPTIMISATION, check_fit, optimisation_of, refuse_unfit, with_optimisation
+from memstore.train.options import (
+    OPTIMISATION,
+    Optimisation,
+    Runtime,
+    changes_of,
+    optimisation_of,
+    refuse_unfit,
+    with_optimisation,
+)
 from memstore.train.recipes import LOOKUPS, PASSKEYS, Recipe, find_recipe
-from memstore.train.settings import Optimisation, Runtime
-from memstore.train.start import load_config
 from memstore.train.texts import train_on_texts, train_recipe
 from memstore.train.trainer import AnswerTrainer, MemoryTrainer
-from memstore.train.training import Training, load_weights
+from memstore.train.training import Training, config_of, load_weights
 
 
 class HilsRecipe(Recipe):
@@ -30,18 +35,6 @@ class HilsRecipe(Recipe):
 
     kind: ClassVar[str] = "hils"
     aligned: ClassVar[bool] = False
-
-
-class _HilsNeedleTrainer(AnswerTrainer):
-    """A trainer of HiLS models on needles. Only the loss decides which blocks they learn to choose."""
-
-    def logits_of(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """See ``AnswerTrainer``."""
-        logits: Tensor = model(input_ids=inputs["input_ids"], use_cache=False).logits
-        return logits
-
-    def learned(self, answer: Tensor, found: float) -> None:
-        """See ``AnswerTrainer``; nothing depends on it here."""
 
 
 _SMALL = {"initializer_range": 0.06, "num_swa_layers": 3}
@@ -81,19 +74,12 @@ def train(options: HilsTraining, runtime: Runtime) -> dict[str, Any]:
         refuse_unfit(given, _OF_NEEDLES, f"--recipe {recipe.name}")
         return train_recipe(with_optimisation(recipe, given), options.out, init=options.init, runtime=runtime)
     refuse_unfit(given, {*OPTIMISATION, *_MODEL, *_DATA, "preset", "init"}, "texts")
-    changes = {_MODEL[name]: value for name, value in given.items() if name in _MODEL}
-    config = None
-    if options.init is None:
-        config = HilsConfig.preset(options.preset or "tiny", **changes)
-    elif HILS.has(options.init):
-        there = load_config(options.init, HILS)
-        check_fit(options.init, given, {option: getattr(there, name) for option, name in _MODEL.items()})
     return train_on_texts(
         options.text or [],
         options.out,
-        config=config,
+        config=config_of(HILS, given, _MODEL),
         family=HILS,
-        changes=changes,
+        changes=changes_of(given, _MODEL),
         init=options.init,
         **{name: given[name] for name in _DATA if name in given},
         optimisation=optimisation_of(given),
@@ -107,5 +93,5 @@ def hils_of_stock(folder: str | Path, **changes: Any) -> HilsForCausalLM:
 
 
 HILS = Training(
-    kinds.HILS, HilsConfig, HilsForCausalLM, train, MemoryTrainer, _HilsNeedleTrainer, RECIPES, adopt=hils_of_stock
+    kinds.HILS, HilsConfig, HilsForCausalLM, train, MemoryTrainer, AnswerTrainer, RECIPES, adopt=hils_of_stock
 )

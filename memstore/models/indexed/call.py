@@ -9,9 +9,9 @@ that a few queries chose, verified if they come from the store, and attends to t
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,18 +29,6 @@ from memstore.readers.observer import Choice, Draft, Looks, Observer, Origin, as
 from memstore.readers.stock.call import CallLayer
 
 
-class _ChosenFrom(Protocol):
-    """The source of a layer's choice: ``call.IndexedCall``."""
-
-    document: Document
-    tokens: int
-    """Tokens of the document; the row's own tokens follow."""
-    origin: Origin
-
-    def logits(self, layer: IndexedLayer, row: int, query: Tensor) -> Tensor:
-        """Return scaled products of a query with all that attention could see, in order, chosen or not."""
-
-
 @dataclass(eq=False)
 class IndexChoice(Choice):
     """The choice of one layer. It includes the tokens that are always seen, with a score of NaN."""
@@ -48,7 +36,7 @@ class IndexChoice(Choice):
     layer: int
     rows: Sequence[int]
     described: IndexedLayer
-    call: _ChosenFrom
+    call: IndexedCall
     query: Tensor
     """``[H, D]``"""
     ids: Tensor
@@ -63,7 +51,6 @@ class IndexChoice(Choice):
 
     @property
     def searched(self) -> bool:  # type: ignore[override]  # it is never set
-        """See ``Choice``."""
         return self.scores is not None
 
     def draft(self) -> Draft:
@@ -281,7 +268,9 @@ class IndexedCall:
         pieces = _pieces(ids, layer.row_width, int(places[-1]) + 1)
         out = [self._mix(layer, source, row, query[some], ids[some]) for some in pieces]
         if self.observers and layer.sees == "chosen":
-            self._tell(layer, row, source, query[-1], ids[-1], scores, chosen_at - begun)
+            table, at = self._table(layer, source, row, ids[-1:])
+            parts, best = self.weights(layer, query[-1], table, at[0]), None if scores is None else scores[-1]
+            self._tell(layer, row, source, query[-1], ids[-1], best, parts, chosen_at - begun)
         return torch.cat(out)
 
     def _choose(
@@ -353,7 +342,7 @@ class IndexedCall:
         if self.observers and ask is not None:
             parts = self.weights(layer, query[-1], table, ids[-1:])[:, window.shape[1] :]
             begins = torch.where(best.ids[-1:] < 0, -1, best.ids[-1:] * layer.unit)
-            self._told(layer, row, slot, query[-1], begins, best.scores[-1:], parts, chosen_at - begun)
+            self._tell(layer, row, slot, query[-1], begins, best.scores[-1:], parts, chosen_at - begun)
         return torch.cat(out)
 
     def _entries(self, layer: IndexedLayer, slot: int, row: int, units: Tensor) -> Tensor:
@@ -389,7 +378,6 @@ class IndexedCall:
 
     def _dense(self, layer: IndexedLayer, source: int, row: int, query: Tensor, places: Tensor) -> Tensor:
         """Attend with ``query [S, H, D]`` to all tokens up to each query's place, ``DENSE`` rows at a time."""
-        heads = query.shape[1] // len(layer.parts)
         last = int(places[-1]) + 1
         width = layer.parts[0][1].stop - layer.parts[0][1].start
         most = query.new_full((*query.shape[:2], 1), -torch.inf, dtype=torch.float32)
@@ -401,20 +389,11 @@ class IndexedCall:
             tokens = torch.arange(start, min(start + DENSE, last), device=query.device)
             table = self._rows(layer, source, row, tokens).float()
             hidden = tokens > places[:, None]
-            scores = torch.cat(
-                [
-                    query[:, number * heads : (number + 1) * heads].float() @ table[:, key].T * layer.scaling
-                    for number, (key, _) in enumerate(layer.parts)
-                ],
-                1,
-            ).masked_fill_(hidden[:, None], -torch.inf)
+            scores = _products(layer, query, table).masked_fill_(hidden[:, None], -torch.inf)
             above = torch.maximum(most, scores.amax(-1, keepdim=True))
             shrunk, weights = (most - above).exp(), (scores - above).exp()
             total = total * shrunk + weights.sum(-1, keepdim=True)
-            found = [
-                weights[:, number * heads : (number + 1) * heads] @ table[:, value]
-                for number, (_, value) in enumerate(layer.parts)
-            ]
+            found = [own @ table[:, value] for own, (_, value) in _by_part(layer, weights)]
             gathered, most = gathered * shrunk + torch.cat(found, 1), above
         return (gathered / total).to(query.dtype)
 
@@ -426,24 +405,10 @@ class IndexedCall:
         query: Tensor,
         ids: Tensor,
         scores: Tensor | None,
-        spent: float,
-    ) -> None:
-        """Report the choice ``ids [lists, K]`` of the last token of ``row`` to the observers."""
-        table, at = self._table(layer, source, row, ids[None])
-        weights = self.weights(layer, query, table, at[0])
-        self._told(layer, row, source, query, ids, None if scores is None else scores[-1], weights, spent)
-
-    def _told(
-        self,
-        layer: IndexedLayer,
-        row: int,
-        source: int,
-        query: Tensor,
-        ids: Tensor,
-        scores: Tensor | None,
         weights: Tensor,
         spent: float,
     ) -> None:
+        """Report the choice ``ids [lists, K]`` of the last token of ``row`` to the observers."""
         size = self.document.memory.spec.block_size
         tiers = self.origin.tiers(source, ids.cpu().numpy() // size) if bool((ids >= 0).any()) else None
         choice = IndexChoice(
@@ -479,8 +444,7 @@ class IndexedCall:
         For a layer that sees entries: with all entries, then with the tokens of the window.
         """
         source = self.slots.at[layer.index if layer.source is None else layer.source]
-        heads, found = len(query) // len(layer.parts), []
-        count = self.tokens + len(self.locals[row].rows[source])
+        count, found = self.tokens + len(self.locals[row].rows[source]), []
         seen: list[tuple[Any, range]] = [(self._rows, range(count))]
         if layer.sees == "entries":
             units = range(self.keys.of[source].units + self.locals[row].keys[source].units)
@@ -491,12 +455,18 @@ class IndexedCall:
             for start in all_of_them[::DENSE]
         ):
             table = rows(layer, source, row, torch.arange(start, stop, device=query.device)).float()
-            parts = [
-                query[number * heads : (number + 1) * heads].float() @ table[:, key].T * layer.scaling
-                for number, (key, _) in enumerate(layer.parts)
-            ]
-            found.append(torch.cat(parts))
+            found.append(_products(layer, query[None], table)[0])
         return torch.cat(found, 1)
+
+
+def _by_part(layer: IndexedLayer, x: Tensor) -> Iterator[tuple[Tensor, tuple[slice, slice]]]:
+    """Yield the heads of ``x [S, H, ...]`` that share a key-value head, and the places of its key and value."""
+    return zip(x.chunk(len(layer.parts), 1), layer.parts, strict=True)
+
+
+def _products(layer: IndexedLayer, query: Tensor, table: Tensor) -> Tensor:
+    """Return scaled products ``[S, H, n]`` of ``query [S, H, D]`` with the rows ``table [n, row_width]``; float32."""
+    return torch.cat([own.float() @ table[:, key].T * layer.scaling for own, (key, _) in _by_part(layer, query)], 1)
 
 
 def _pieces(ids: Tensor, width: int, tokens: int) -> list[slice]:

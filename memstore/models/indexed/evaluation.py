@@ -17,7 +17,6 @@ import torch
 
 from memstore.eval.evaluation import Evaluation, Reply, greedy
 from memstore.eval.tasks import Sample
-from memstore.memory import Document
 from memstore.models.indexed.call import IndexChoice
 from memstore.models.indexed.reader import IndexedReader
 from memstore.readers.audit import Auditor
@@ -47,7 +46,6 @@ class IndexAuditor(Auditor):
 
     @contextmanager
     def watching(self) -> Iterator[dict[str, Any]]:
-        """See ``Auditor``."""
         self._reader.observers.append(self)
         for layer, usual in self._usual.items():
             layer.top = usual if self._top is None else self._top
@@ -59,7 +57,6 @@ class IndexAuditor(Auditor):
                 layer.top = usual
 
     def choice(self, choice: Choice) -> None:
-        """See ``Observer``."""
         assert isinstance(choice, IndexChoice)
         layer, call = choice.described, choice.call
         unit = layer.unit if layer.sees == "entries" else 1
@@ -78,12 +75,7 @@ class IndexAuditor(Auditor):
         self.tally.add(choice.layer, weights, chosen, scores, blocks=blocks)
 
     def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more tokens would not help
-        """See ``Auditor``."""
         return "the memory is empty: first read a text of at least one token"
-
-    def locate(self, number: int) -> tuple[Document, int]:
-        """See ``Auditor``."""
-        return self._document, number
 
 
 @torch.no_grad()

@@ -171,7 +171,6 @@ class IndexedReader(Reader):
         self._told = True  # observers hear of questions, not of reading
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
-        """See ``Reader``."""
         config = self.family.config
         whole = lcm(*(layer.unit for layer in self.family.layers if layer.raw_width))
         size = lcm(BLOCK_SIZE, whole) if made is None else made.block_size

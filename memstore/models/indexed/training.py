@@ -33,10 +33,9 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import apply_rotar
 from memstore.models.causal import preset
 from memstore.models.indexed.options import IndexedTraining
 from memstore.readers import kinds
-from memstore.train.options import with_optimisation
+from memstore.train.options import Optimisation, Runtime, with_optimisation
 from memstore.train.recipes import PASSKEYS, Recipe, find_recipe
 from memstore.train.run import Run
-from memstore.train.settings import Optimisation, Runtime
 from memstore.train.texts import train_recipe
 from memstore.train.trainer import AnswerTrainer, MemoryTrainer
 from memstore.train.training import Training
@@ -261,8 +260,6 @@ class WatchedBlocks(WatchedIndex):
 
 
 class _IndexedNeedleTrainer(AnswerTrainer):
-    """A trainer of models with their own index, on needles."""
-
     def __init__(self, recipe: IndexedRecipe, run: Run, model: Any, *rest: Any, **options: Any) -> None:
         model.set_attn_implementation("eager")  # it returns the weights that the index learns from
         super().__init__(recipe, run, model, *rest, **options)
@@ -272,7 +269,6 @@ class _IndexedNeedleTrainer(AnswerTrainer):
         self._divergence = torch.zeros(())
 
     def logits_of(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-        """See ``AnswerTrainer``."""
         rng = np.random.default_rng([self.args.seed, self.state.global_step, self.args.process_index])
         free = np.flatnonzero(inputs["free"].cpu().numpy())
         crowd = torch.from_numpy(rng.choice(free, min(len(free), SAMPLED), replace=False)).to(self.args.device)
@@ -295,12 +291,8 @@ class _IndexedNeedleTrainer(AnswerTrainer):
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Tensor], return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Tensor:
-        """Return the loss of ``AnswerTrainer``, and that of the index."""
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return loss + self._recipe.index_weight * self._divergence
-
-    def learned(self, answer: Tensor, found: float) -> None:
-        """See ``AnswerTrainer``; nothing depends on it here."""
 
     def finish(self) -> None:
         """Prepare the measurement: as in use, the index may choose more tokens, because it chooses among more."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -50,46 +49,15 @@ from memstore.readers.kinds import Retrieval
 from memstore.readers.observer import as_array
 
 
-class Past(CountedCache, ABC):
-    """Base of all caches. For each segment the model calls ``begin``, ``attend`` once for each layer, and ``end``.
-
-    A cache serves one generation. To branch, make another.
-    """
-
-    config: LandmarkConfig
-
-    @property
-    def step(self) -> int:
-        """Return how many tokens one forward pass takes at most; passes end at multiples of it."""
-        return self.config.segment_tokens
-
-    @abstractmethod
-    def begin(self, packing: Packing, ending: Sequence[int] = ()) -> None:
-        """Begin a segment: ``packing`` has its stream items, ``ending`` the rows that have none after it."""
-
-    @abstractmethod
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:
-        """Return attention ``[B, H, M, D]`` for ``q [B, H, M, D]``, ``k, v [B, G, M, D]`` without positions.
-
-        ``context_miss [1, G, 1, D]``: the key of the context-miss token, if the model has one.
-        """
-
-    @abstractmethod
-    def end(self) -> None:
-        """End a segment after all layers have attended: it becomes past, and its tokens are counted."""
-
-    @abstractmethod
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Let row ``b`` continue from row ``beam_idx[b]``. Rows may be dropped or repeated."""
-
-
 # Baselines are the same class without landmarks, so a table compares nothing but attention. Transformer-XL is computed
 # in one pass: every window sees the one before it, detached, as its cache.
-class WindowCache(Past):
+class WindowCache(CountedCache):
     """Keys and values that the baselines' next tokens can see: all, a window, or two windows side by side.
 
     Keys are kept rotated to their true positions. No gradient flows into the cache.
     """
+
+    config: LandmarkConfig
 
     def __init__(self, config: LandmarkConfig, rows: int) -> None:
         super().__init__(config, rows)
@@ -100,6 +68,11 @@ class WindowCache(Past):
         self._packing: Packing | None = None
         self._turns: Turns | None = None
         self._visible: Tensor | None = None
+
+    @property
+    def step(self) -> int:
+        """Return how many tokens one forward pass takes at most."""
+        return self.config.segment_tokens
 
     @property
     def offsets(self) -> list[int]:
@@ -236,12 +209,14 @@ class _View:
 # The published code takes every complete block into memory at the next call; `segment_blocks=1` does the same. It puts
 # retrieved blocks on top of the queries if the cache holds exactly k blocks, and fails with fewer. Here positions are
 # true until there are more than k blocks.
-class LandmarkCache(Past):
+class LandmarkCache(CountedCache):
     """The ``past_key_values`` of a model with landmarks.
 
     The model makes one if none is given. ``Reader.cache`` makes one that continues a document of a memory. No gradient
-    flows through it.
+    flows through it. For each segment the model calls ``begin``, ``attend`` once for each layer, and ``end``.
     """
+
+    config: LandmarkConfig
 
     def __init__(
         self,
@@ -319,7 +294,10 @@ class LandmarkCache(Past):
             self._last = LastTokens(packing, ending)
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, context_miss: Tensor | None = None) -> Tensor:
-        """Attend to the memory and the segment; see ``Past``. Each layer must be called once, in order."""
+        """Return attention ``[B, H, M, D]`` for ``q [B, H, M, D]``, ``k, v [B, G, M, D]`` without positions.
+
+        Each layer must be called once, in order. ``context_miss [1, G, 1, D]``: the key of the context-miss token.
+        """
         assert self._view is not None, "begin() comes first"
         view, scale = self._view, q.shape[-1] ** -0.5
         frame = self._written(layer, k.detach(), v.detach())
@@ -388,7 +366,6 @@ class LandmarkCache(Past):
         self._view = None
 
     def _rows_of(self, frame: _Frame, rows: Tensor) -> list[Tensor]:
-        """Return keys and values of ``rows [n]``."""
         if len(rows) == self.rows:
             return [frame.keys, frame.values]
         (there,) = to_device([rows], frame.keys.device)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from memstore.attention.positions import Rotary
 from memstore.errors import InvalidArgument
-from memstore.models.causal import check_block_size, check_choices, check_sizes, preset
+from memstore.models.causal import ModelConfig, check_block_size, check_choices, check_sizes, preset
 
 SIZES = (
     "vocab_size",
@@ -28,22 +26,11 @@ SIZES = (
 CHOICES = {"architecture": ("llama", "gpt2"), "attention": ("landmark", "full", "window", "xl")}
 
 
-class LandmarkConfig(PreTrainedConfig):
+class LandmarkConfig(ModelConfig):
     """Configuration of ``LandmarkForCausalLM``. Raises ``InvalidArgument`` for what does not fit together."""
 
     model_type = "memstore-landmark"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers reads it from the class
 
-    vocab_size: int = 512
-    """Tokens. The landmark is not one of them: the model inserts its own."""
-    hidden_size: int = 64
-    """Width of the model."""
-    intermediate_size: int = 160
-    """Inner width of the feed-forward layers."""
-    num_attention_heads: int = 4
-    """Query heads."""
-    num_key_value_heads: Any = None
-    """Key-value heads; as many as query heads if None."""
     num_hidden_layers: int = 4
     """Layers."""
     head_dim: Any = None
@@ -79,13 +66,9 @@ class LandmarkConfig(PreTrainedConfig):
     stock: dict[str, Any] | None = None
     """The original configuration of the stock model, which ``make_landmark`` keeps."""
     norm_eps: float = 1e-6
-    initializer_range: float = 0.02
     tie_word_embeddings: bool = False
-    use_cache: bool = True
 
     def __post_init__(self, **kwargs: Any) -> None:
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
         if self.head_dim is None:
             check_sizes(self, ("hidden_size", "num_attention_heads"))
             if self.hidden_size % self.num_attention_heads:
@@ -95,13 +78,7 @@ class LandmarkConfig(PreTrainedConfig):
                 )
             self.head_dim = self.hidden_size // self.num_attention_heads
         self.local_layers = list(self.local_layers)
-        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]  # transformers annotates it in part
-        self._check()
-
-    @property
-    def tokens_per_block(self) -> int:
-        """Return the tokens of a block without its landmark."""
-        return self.block_size - 1
+        super().__post_init__(**kwargs)
 
     @property
     def rotary(self) -> Rotary:

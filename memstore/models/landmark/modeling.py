@@ -47,19 +47,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from memstore.attention.layers import RMSNorm, merged
 from memstore.attention.positions import positional_jumps
 from memstore.attention.sliding import Window
 from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.kernels import landmark_attention
-from memstore.models.causal import CausalLM, Decoder, uncompiled
-from memstore.models.landmark.cache import LandmarkCache, Past, WindowCache
+from memstore.models.causal import GatedFeedForward, StreamCausalLM, StreamDecoder
+from memstore.models.landmark.cache import LandmarkCache, WindowCache
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.packing import Packing
-from memstore.models.stock import COPIED, TOKENS, check_computes_as_llama, check_is_model, take_over
-from memstore.readers.caches import takes_cache, with_cache
+from memstore.models.stock import COPIED, check_computes_as_llama, check_is_model, check_options, take_over
 
 if TYPE_CHECKING:
     from peft import LoraConfig, PeftModel
@@ -138,8 +136,8 @@ class _ResidualLinear(nn.Linear):
     """A projection into the residual stream. In GPT-2 it starts smaller, the more layers add to the stream."""
 
 
-class Attention(nn.Module):
-    """Projections around the attention of a ``WholeStream`` or a cache (``Past``), which apply positions."""
+class _Attention(nn.Module):
+    """Projections around the attention of a ``WholeStream`` or a cache, which apply positions."""
 
     def __init__(self, config: LandmarkConfig, number: int) -> None:
         super().__init__()
@@ -167,20 +165,6 @@ class Attention(nn.Module):
         return heads
 
 
-class _GatedFeedForward(nn.Module):
-    """``down(silu(gate x) * up x)``: SwiGLU (Shazeer 2020), as in Llama."""
-
-    def __init__(self, config: LandmarkConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = _ResidualLinear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        down: Tensor = self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-        return down
-
-
 class _FeedForward(nn.Module):
     """``down(gelu(up x))``, as in GPT-2."""
 
@@ -200,9 +184,12 @@ class Layer(nn.Module):
     def __init__(self, config: LandmarkConfig, number: int) -> None:
         super().__init__()
         self.input_layernorm = norm(config)
-        self.self_attn = Attention(config, number)
+        self.self_attn = _Attention(config, number)
         self.post_attention_layernorm = norm(config)
-        self.mlp = _GatedFeedForward(config) if config.architecture == "llama" else _FeedForward(config)
+        if config.architecture == "llama":
+            self.mlp: nn.Module = GatedFeedForward(config.hidden_size, config.intermediate_size)
+        else:
+            self.mlp = _FeedForward(config)
 
     def keep(self, x: Tensor, cache: LandmarkCache) -> None:
         """Give ``cache`` the keys and values of ``x [B, M, hidden]`` in this layer, and compute nothing else."""
@@ -272,6 +259,7 @@ class WholeStream:
                 return beside_one_another(q, k, v, self.config.window)
 
 
+Past = WindowCache | LandmarkCache
 Sight = WholeStream | Past
 
 
@@ -294,7 +282,7 @@ def beside_one_another(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     return joined[:, :, :items]
 
 
-class Segments:
+class _Segments:
     """Cuts tokens ``[B, T]`` into segments, and puts the results of the segments back in place.
 
     Rows are cut by their own tokens: a row with padding is cut as if it were alone.
@@ -347,7 +335,7 @@ class Segments:
         return placed * self.mask.unsqueeze(-1)
 
 
-class LandmarkModel(Decoder):
+class LandmarkModel(StreamDecoder):
     """The decoder without its output layer."""
 
     def __init__(self, config: LandmarkConfig) -> None:
@@ -377,22 +365,7 @@ class LandmarkModel(Decoder):
             return x
         return torch.where(ids.unsqueeze(-1) < 0, self.landmark(ids.new_zeros(1)), x)
 
-    def forward(self, packing: Packing, sight: Callable[[Tensor], Sight]) -> Tensor:
-        """Return the stream of a segment ``[B, M, hidden]`` after the last norm."""
-        hidden: Tensor = self.norm(self._through(self.layers, packing, sight))
-        return hidden
-
-    def read(self, packing: Packing, cache: LandmarkCache) -> None:
-        """Give ``cache`` the states of a segment in each layer, without computing logits.
-
-        The last layer's keys and values do not depend on what it attends to, so it retrieves nothing here. If only the
-        last layer searches, reading a text needs no search at all.
-        """
-        *before, last = self.layers
-        assert isinstance(last, Layer)
-        last.keep(self._through(before, packing, lambda _: cache), cache)
-
-    def _through(self, layers: Iterable[nn.Module], packing: Packing, sight: Callable[[Tensor], Sight]) -> Tensor:
+    def through(self, layers: Iterable[nn.Module], packing: Packing, sight: Callable[[Tensor], Sight]) -> Tensor:
         x = self.embed(packing.ids)
         seen = sight(x)
         gate = self.context_miss(packing.ids.new_zeros(1, 1)) if self.config.context_miss else None
@@ -401,7 +374,7 @@ class LandmarkModel(Decoder):
         return x
 
 
-class LandmarkForCausalLM(CausalLM):
+class LandmarkForCausalLM(StreamCausalLM):
     """A landmark model with its output layer: ``from_pretrained``, ``generate`` and ``Trainer`` as usual."""
 
     config: LandmarkConfig
@@ -438,33 +411,7 @@ class LandmarkForCausalLM(CausalLM):
             raise InvalidArgument(f"ramp must be from 0 to 1, not {value}")
         self.model.ramp = float(value)
 
-    @takes_cache
-    def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        past_key_values: Past | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int = 0,
-        **kwargs: Any,
-    ) -> CausalLMOutputWithPast:
-        """Compute logits; see ``CausalLM``. ``use_cache`` is off by default.
-
-        With a cache, tokens are processed segment by segment with retrieval, in the dtype of the weights, even under
-        ``torch.autocast``.
-        """
-        self._check(input_ids, attention_mask)
-        past = past_key_values
-        if past is None and use_cache:
-            past = self.new_cache(len(input_ids))
-        mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
-        hidden = self._whole(input_ids, mask) if past is None else self._segments(input_ids, mask, past)
-        logits, loss = self.predicted(hidden, mask, labels, logits_to_keep, **kwargs)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, **with_cache({}, past))
-
     def new_cache(self, rows: int) -> Past:
-        """Return an empty cache for ``rows`` texts."""
         if self.config.attention != "landmark":
             return WindowCache(self.config, rows)
         return LandmarkCache(self.config, rows)
@@ -473,7 +420,6 @@ class LandmarkForCausalLM(CausalLM):
     # `use_cache`, and in `generate`, segments retrieve and have stingy positions. This is another function once there
     # are more than k blocks. So `use_cache` is off by default, also in evaluation.
     def _whole(self, input_ids: Tensor, mask: Tensor | None) -> Tensor:
-        """Return hidden states ``[B, T, hidden]`` of a text from its beginning, in one pass."""
         packing = Packing(input_ids, mask, [0] * len(input_ids), self.model.block_size)
 
         def sight(x: Tensor) -> WholeStream:
@@ -481,40 +427,28 @@ class LandmarkForCausalLM(CausalLM):
 
         return packing.tokens(self.model(packing, sight))
 
-    # With a cache everything is computed in the dtype of the weights, even under `torch.autocast`. States of a cache,
-    # of a memory and of the present segment meet in one softmax, and the stored states must be the same in any process.
-    @uncompiled
     def _segments(self, input_ids: Tensor, mask: Tensor | None, past: Past) -> Tensor:
-        """Return hidden states ``[B, T, hidden]`` of tokens that continue ``past``, segment by segment."""
-        self._check_past(past, input_ids)
-        past.tell_begin(input_ids)
-        segments = Segments(input_ids, mask, [count % past.step for count in past.counts], past.step)
+        self.check_retrieves()
+        segments = _Segments(input_ids, mask, [count % past.step for count in past.counts], past.step)
         pieces, left = [], segments.counts
-        with torch.autocast(input_ids.device.type, enabled=False):  # states have one dtype, whatever process made them
-            for ids, there in segments:
-                packing = Packing(ids, there, past.offsets, self.model.block_size)
-                left = [count - here for count, here in zip(left, packing.counts, strict=True)]
-                past.begin(packing, [row for row, count in enumerate(left) if not count and packing.counts[row]])
-                pieces.append(packing.tokens(self.model(packing, lambda _: past)))
-                past.end()
-        past.given += input_ids.shape[1]
+        for ids, there in segments:
+            packing = Packing(ids, there, past.offsets, self.model.block_size)
+            left = [count - here for count, here in zip(left, packing.counts, strict=True)]
+            past.begin(packing, [row for row, count in enumerate(left) if not count and packing.counts[row]])
+            pieces.append(packing.tokens(self.model(packing, lambda _: past)))
+            past.end()
         return segments.joined(pieces)
-
-    def _check_past(self, past: Past, input_ids: Tensor) -> None:
-        self.check_cache(past, type(self.new_cache(1)), input_ids)
-        if self.config.attention == "landmark":
-            self.check_retrieves()
 
     def check_retrieves(self) -> None:
         """Raise ``InvalidArgument`` for a model in training whose ``ramp`` is below 1."""
-        if self.ramp != 1:
+        if self.ramp != 1 and self.config.attention == "landmark":
             raise InvalidArgument(
                 f"a model between ordinary and landmark attention (ramp={self.ramp}) cannot retrieve yet; set "
                 "ramp to 1, or pass use_cache=False"
             )
 
-    def _check(self, input_ids: Tensor, mask: Tensor | None) -> None:
-        self.check_tokens(input_ids, mask)
+    def check_tokens(self, input_ids: Tensor, mask: Tensor | None) -> None:
+        super().check_tokens(input_ids, mask)
         if mask is not None and not bool(mask[:, -input_ids.shape[1] :].any()):
             raise InvalidArgument("attention_mask hides all of input_ids, so there is nothing to compute")
 
@@ -626,14 +560,7 @@ def _configuration(model: PreTrainedModel, block_size: int, changes: dict[str, A
     _check(stock)
     if changes.get("architecture", "llama") != "llama":
         raise InvalidArgument("a stock model always becomes a Llama with landmarks: leave architecture out")
-    given = _given(stock)
-    _check_names(changes, given)
-    return LandmarkConfig(**{**given, "block_size": block_size, **changes})
-
-
-def _given(stock: Any) -> dict[str, Any]:
-    """Return a stock model's configuration, in the names of ``LandmarkConfig``."""
-    return {
+    given = {
         **{name: getattr(stock, name, None) for name in COPIED},
         "architecture": "llama",
         "head_dim": getattr(stock, "head_dim", None),
@@ -643,15 +570,8 @@ def _given(stock: Any) -> dict[str, Any]:
         "attention_bias": stock.model_type == "qwen2",
         "stock": stock.to_dict(),
     }
-
-
-# A configuration of transformers accepts any name: `blocks_size=8` would change nothing, silently, and `hidden_size=64`
-# would not fit the weights.
-def _check_names(changes: dict[str, Any], given: dict[str, Any]) -> None:
-    """Raise ``InvalidArgument`` for options that are fixed, or unknown; a configuration would accept the latter."""
-    known = LandmarkConfig.__annotations__.keys() - given.keys()
-    if wrong := sorted(changes.keys() - known - {"architecture", *TOKENS}):
-        raise InvalidArgument(f"make_landmark has no option {', '.join(wrong)}; it has {', '.join(sorted(known))}")
+    check_options("make_landmark", LandmarkConfig, changes, given, "architecture")
+    return LandmarkConfig(**{**given, "block_size": block_size, **changes})
 
 
 def _check(stock: PreTrainedConfig) -> None:

@@ -1,4 +1,4 @@
-"""The options of training and of measuring, for the command line. Nothing here needs PyTorch."""
+"""The options of training, for the command line. Nothing here needs PyTorch."""
 
 from __future__ import annotations
 
@@ -43,24 +43,4 @@ class LandmarkTraining(SegmentOptions):
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Perplexity:
-    """The paper's tables: perplexity by length, by granularity, and by cut-off of a context-miss token."""
-
-    lengths: list[int] | None = option(
-        "Cut the text into pieces of these lengths, in tokens. Default: 512,2K,4K.", tokens=1
-    )
-    samples: int | None = option("Score this many pieces of the greatest length. Default: 4.", min=1)
-    local: str | None = option(
-        "Score with segments of these lengths, in tokens, such as 250,350. Default: the model's."
-    )
-    top_k: str | None = option("Score with these numbers of retrieved blocks, such as 2,4,all. Default: the model's.")
-    cutoffs: str | None = option("Retrieve nothing below these weights of the context-miss token, such as 0.1,0.3.")
-    baseline: list[Path] | None = option(
-        "Compare with the model in this folder (full attention, xl, window, or the stock model that it was made "
-        "from). May be repeated.",
-        model=True,
-    )
-
-
-TRAINING, PERPLEXITY = LandmarkTraining, _Perplexity
+TRAINING = LandmarkTraining

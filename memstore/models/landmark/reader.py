@@ -12,16 +12,14 @@ the next call chooses again. Then it matters whether a call of ``read`` or ``app
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from memstore.device_copies import to_device, to_host
+from memstore.device_copies import to_host
 from memstore.errors import InvalidArgument
 from memstore.memory import Document, MemorySpec
-from memstore.memory.search import Match, best, check_layer
+from memstore.memory.search import Match, check_layer
 from memstore.models.landmark.cache import LandmarkCache
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.modeling import LandmarkForCausalLM
@@ -33,16 +31,12 @@ from memstore.models.landmark.retrieval import (
     default_retrieval,
     document_table,
 )
-from memstore.models.packing import Packing
-from memstore.models.reading import CacheReader
+from memstore.models.reading import BlockReader
 from memstore.readers.asking import Query
-from memstore.readers.attachment import Job, Place, evaluating
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import LANDMARK, Retrieval
-from memstore.readers.observer import Choices, Origin
+from memstore.readers.observer import Origin
 
-COMMIT_BLOCKS = 256
-"""Blocks that are committed together. Fewer would wait for the disk more often."""
 NEAR = 16
 """Number of blocks kept in tensors if every block has a slot of its own."""
 
@@ -95,7 +89,7 @@ def searching_layers(config: LandmarkConfig) -> tuple[int, ...]:
     return tuple(layer for layer in range(1, config.num_hidden_layers) if layer not in config.local_layers)
 
 
-class LandmarkReader(CacheReader[LandmarkCache]):
+class LandmarkReader(BlockReader[LandmarkCache]):
     """A document of a memory, and the landmark model that reads it.
 
     ``retrieval`` is by default the paper's: ``config.retrieval_top_k`` blocks for each head and token. A document is
@@ -109,26 +103,15 @@ class LandmarkReader(CacheReader[LandmarkCache]):
     """
 
     kind = LANDMARK
+    reads = LandmarkForCausalLM
     model: LandmarkForCausalLM
 
-    def __init__(
-        self,
-        model: LandmarkForCausalLM,
-        memory: Place,
-        document: str | None = None,
-        *,
-        codec: str | None = None,
-        capacity: int | None = None,
-        **shared: Any,
-    ) -> None:
-        """Open the document; see ``memstore.attach``. ``shared`` are the parameters that all kinds take."""
-        if not isinstance(model, LandmarkForCausalLM):
-            raise InvalidArgument(f"expected a LandmarkForCausalLM, got a {type(model).__name__}; see memstore.attach")
-        super().__init__(model, memory, document, **shared)
-        config = model.config
+    def __init__(self, *given: Any, capacity: int | None = None, **shared: Any) -> None:
+        super().__init__(*given, **shared)
+        config = self.model.config
         check_lists(config, self.retrieval)
         check_capacity(self.retrieval, capacity)
-        self._codec, self.capacity = codec, capacity
+        self.capacity = capacity
         self.asked = SearchCounts.of(config)
         """Counts of the searches while reading (in all layers except the last, which does not search then). The counts
         of a cache are in ``LandmarkCache.asked``."""
@@ -138,25 +121,16 @@ class LandmarkReader(CacheReader[LandmarkCache]):
         return default_retrieval(model.config)
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
-        codec, capacity = "none" if made is None else made.codec, self.capacity
+        capacity = self.capacity
         if capacity is None and made is not None and made.capacity is not None:
             capacity = made.capacity - self.model.config.segment_blocks
-        return memory_spec(self.model, self.tokenizer, codec if self._codec is None else self._codec, capacity)
+        return memory_spec(self.model, self.tokenizer, self._codec_of(made), capacity)
 
     def _begin(self) -> None:
         super()._begin()
         made = self.memory.spec.capacity
         self.capacity = None if made is None else made - self.model.config.segment_blocks
         check_capacity(self.retrieval, self.capacity)
-
-    @torch.no_grad()
-    def _made(self, rows: int, *, retrieval: Retrieval | None = None) -> LandmarkCache:
-        """Return a cache; see ``CacheReader``. ``retrieval``: other options than those the text was read with."""
-        retrieval = self.retrieval if retrieval is None else retrieval
-        check_lists(self.model.config, retrieval)
-        cache = self._begun(self._continued(), rows, retrieval)
-        cache.belong_to(self.model.model)
-        return cache
 
     def _described(self) -> dict[str, Any]:
         config = self.model.config
@@ -179,22 +153,10 @@ class LandmarkReader(CacheReader[LandmarkCache]):
                 "with top_k='all' every block is retrieved, so there is nothing to search; make the reader with a "
                 "number"
             )
-        blocks, cache = self.document.complete_blocks, self._made(1)
-        given = Choices(LandmarkChoice, lambda choice: (choice.layer, choice.rows, *choice.weights()))
-        cache.observers.append(given)
-        with evaluating(self.model):
-            self.model(query.tokens.to(self.model.device)[None], past_key_values=cache, logits_to_keep=1)
-        scores = torch.zeros(len(blocks))  # 0 for blocks of the present segment, which are seen without being chosen
-        for number, ending, weights, places in given:
-            if ending and layer in (None, number):  # segments before the text's last token do not count
-                mine = (places >= blocks.start) & (places < blocks.stop)
-                at = (places[mine] - blocks.start).cpu()
-                scores[at] = torch.maximum(scores[at], weights[:, mine].amax(0).float().cpu())
-        found = scores > 0
-        return best([(self.document, torch.arange(blocks.start, blocks.stop)[found], scores[found])], top_k)
+        return self._best_shares(query, top_k, LandmarkChoice, layer)
 
     def _begun(self, document: Document, rows: int, retrieval: Retrieval) -> LandmarkCache:
-        """Return a cache at the end of the document."""
+        check_lists(self.model.config, retrieval)
         config, count = self.model.config, len(document)
         text = config.tokens_per_block
         blocks = count // text // config.segment_blocks * config.segment_blocks
@@ -227,40 +189,20 @@ class LandmarkReader(CacheReader[LandmarkCache]):
         limits = {} if self.capacity is None else {"capacity": self.capacity}
         return {**{name: getattr(self.retrieval, name) for name in names}, **limits}
 
-    def _read_segments(self, job: Job, segments: Iterator[Tensor]) -> Generator[int]:
+    def _begun_reading(self, document: Document) -> LandmarkCache:
         self.model.check_retrieves()
-        cache = self._begun(job.document, 1, self.retrieval)
+        cache = super()._begun_reading(document)
         cache.asked, cache.unstored = self.asked, int(cache.blocks[0])
-        limit = COMMIT_BLOCKS * self.model.config.tokens_per_block
-        waiting: list[Tensor] = []
-        try:
-            for tokens in segments:
-                self._segment(tokens, cache)
-                waiting.append(tokens)
-                if sum(map(len, waiting)) >= limit:
-                    self._commit(job, waiting, cache)
-                yield len(tokens)
-        finally:  # even after an error or an interruption, the computed part is whole
-            self._commit(job, waiting, cache)
+        return cache
 
-    def _segment(self, tokens: Tensor, cache: LandmarkCache) -> None:
-        (ids,) = to_device([tokens.long()[None]], self.model.device)
-        packing = Packing(ids, None, cache.offsets, self.model.config.block_size)
-        cache.begin(packing)
-        self.model.model.read(packing, cache)
-        cache.end()
+    def _store(self, batch: Any, cache: LandmarkCache) -> None:
+        spec = self.memory.spec
+        copies, arrived = to_host([x for n in range(spec.layers) for x in cache.states(n, batch.blocks.start)])
+        arrived()
+        for layer, (keys, values) in enumerate(zip(copies[::2], copies[1::2], strict=True)):
+            # An incomplete block ends in zeros, and so does its landmark, which is never searched.
+            landmarks = keys[:, :, None, -1].contiguous() if layer in spec.index_layers else None
+            batch.put(layer, landmarks=landmarks, k=keys, v=values)
 
-    def _commit(self, job: Job, waiting: list[Tensor], cache: LandmarkCache) -> None:
-        """Store the tokens in ``waiting``, and empty it."""
-        if not waiting:
-            return
-        spec, options, job.options = self.memory.spec, job.options, None
-        with job.document.append(torch.cat(waiting), reading=options) as batch:
-            copies, arrived = to_host([x for n in range(spec.layers) for x in cache.states(n, batch.blocks.start)])
-            arrived()
-            for layer, (keys, values) in enumerate(zip(copies[::2], copies[1::2], strict=True)):
-                # An incomplete block ends in zeros, and so does its landmark, which is never searched.
-                landmarks = keys[:, :, None, -1].contiguous() if layer in spec.index_layers else None
-                batch.put(layer, landmarks=landmarks, k=keys, v=values)
-        waiting.clear()
-        cache.stored(job.document.complete_blocks.stop)
+    def _stored(self, cache: LandmarkCache, stop: int) -> None:
+        cache.stored(stop)

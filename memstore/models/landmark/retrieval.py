@@ -19,7 +19,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -32,7 +31,7 @@ from memstore.kernels import grouped_cross_attention
 from memstore.kernels._backends import Backend, triton_problem
 from memstore.memory import Document, LayerView
 from memstore.memory.trace_file import Array, Look
-from memstore.models.cache import OnError
+from memstore.models.cache import OnError, ranked_look
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.packing import Packing
 from memstore.readers.attachment import check_retrieval
@@ -134,7 +133,6 @@ class _TensorBlocks:
         return self._keys[row, which], self._values[row, which]
 
     def keep_from(self, first: int) -> None:
-        """Drop the blocks before ``first``."""
         if first > self.first:
             gone = first - self.first
             self._keys, self._values = (None if x is None else x[:, gone:].clone() for x in (self._keys, self._values))
@@ -566,25 +564,6 @@ class LastLists(NamedTuple):
     """``[B, X, K]``: tiers of the blocks before they were fetched."""
 
 
-class _LastAttention(NamedTuple):
-    """The attention of the last token of each row in one layer."""
-
-    blocks: Tensor
-    """``[B, X, K]``: the lists; -1 for none."""
-    there: Tensor
-    """``[B, X, K]``: whether there is a block that could be read."""
-    landmarks: Tensor
-    """``[B, Y, K, D]``, rotated to their places."""
-    queries: Tensor
-    """``[B, H, D]``, rotated."""
-    local: Tensor
-    """``[B, H]``: log-sum-exp of own tokens and local landmarks."""
-    found: Tensor
-    """``[B, H]``: log-sum-exp of the landmarks in the list."""
-    opened: Tensor
-    """``[B, H]``: the part that the context-miss token lets through; empty if the model has none."""
-
-
 class LastTokens:
     """Indices of the last tokens of a segment's rows in its stream."""
 
@@ -646,7 +625,7 @@ class LandmarkChoice(Choice):
     def rows(self) -> Sequence[int]:  # type: ignore[override]  # it is never set
         return self.last.rows
 
-    def weights(self) -> tuple[Tensor, Tensor]:
+    def shares(self) -> tuple[Tensor, Tensor]:
         """Return how the last item of the segment weighs every block in memory, in the first row.
 
         These are weights ``[H, N]`` from 0 to 1, and the blocks ``[N]``.
@@ -658,7 +637,7 @@ class LandmarkChoice(Choice):
         assert self.lists is not None, "lists are traced from the beginning of a cache"
         *lists, tiers = self.lists
         opened = self.found[..., :0] if self.opened is None else self.opened
-        what = _LastAttention(*lists, *(self.last.of(x) for x in (self.queries, self.local, self.found, opened)))
+        what = *lists, *(self.last.of(x) for x in (self.queries, self.local, self.found, opened))
         return _LandmarkDraft(self.layer, self.rows, what, tiers, self.origin, self.spent)
 
 
@@ -668,7 +647,8 @@ class _LandmarkDraft(Draft):
 
     layer: int
     rows: Sequence[int]
-    what: _LastAttention
+    what: Sequence[Tensor]
+    """The arguments of ``weighed``."""
     tiers: Array
     origin: Origin
     spent: tuple[float, float]
@@ -684,42 +664,34 @@ class _LandmarkDraft(Draft):
         looks: list[list[Look]] = [[] for _ in drafts]
         for places in alike.values():
             rows = zip(*([x[row] for x in drafts[place].what] for place, row in places), strict=True)
-            computed = zip(*map(as_array, weighed(_LastAttention(*map(torch.stack, rows)))), strict=True)
+            computed = zip(*map(as_array, weighed(*map(torch.stack, rows))), strict=True)
             for (place, row), (blocks, scores, weights) in zip(places, computed, strict=True):
                 if (blocks >= 0).any():
-                    looks[place].append(drafts[place]._look(row, blocks, scores, weights))
+                    draft = drafts[place]
+                    look = ranked_look(
+                        draft.layer, row, draft.origin, blocks, scores, weights, draft.tiers[row], draft.spent
+                    )
+                    looks[place].append(look)
         return looks
 
-    def _look(self, row: int, blocks: Array, scores: Array, weights: Array) -> Look:
-        """Return the look for lists ``[X, K]`` in any order."""
-        order = np.argsort(-scores, axis=1, kind="stable")
-        by_head = order.repeat(len(weights) // len(blocks), 0)
-        blocks, tiers = (np.take_along_axis(x, order, 1) for x in (blocks, self.tiers[row]))
-        search_us, gather_us = self.spent
-        return Look(
-            layer=self.layer,
-            row=row,
-            documents=self.origin.names,
-            document=self.origin.documents(blocks),
-            blocks=blocks,
-            scores=np.take_along_axis(scores, order, 1),
-            weights=np.take_along_axis(weights, by_head, 1),
-            tiers=np.where(blocks < 0, -1, tiers),
-            search_us=search_us,
-            gather_us=gather_us,
-        )
 
+def weighed(
+    blocks: Tensor, there: Tensor, landmarks: Tensor, queries: Tensor, local: Tensor, found: Tensor, opened: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return blocks and scores ``[n, X, K]`` and weights ``[n, H, K]``; -1, -inf and 0 for no block.
 
-def weighed(what: _LastAttention) -> tuple[Tensor, Tensor, Tensor]:
-    """Return blocks and scores ``[n, X, K]`` and weights ``[n, H, K]``; -1, -inf and 0 for no block."""
-    blocks = what.blocks.masked_fill(~what.there, -1)
-    asking = what.queries.unflatten(1, (what.landmarks.shape[1], -1)).to(what.landmarks.dtype)
-    scores = (asking @ what.landmarks.transpose(-1, -2)).flatten(1, 2).float() * asking.shape[-1] ** -0.5
+    ``blocks``, ``there`` and ``landmarks`` as in ``LastLists``. ``queries [n, H, D]`` are rotated. ``local [n, H]`` is
+    the log-sum-exp of own tokens and local landmarks, ``found [n, H]`` of the landmarks in the list. ``opened [n, H]``
+    is the part that the context-miss token lets through; empty if the model has none.
+    """
+    blocks = blocks.masked_fill(~there, -1)
+    asking = queries.unflatten(1, (landmarks.shape[1], -1)).to(landmarks.dtype)
+    scores = (asking @ landmarks.transpose(-1, -2)).flatten(1, 2).float() * asking.shape[-1] ** -0.5
     hidden = (blocks < 0).repeat_interleave(scores.shape[1] // blocks.shape[1], 1)
     scores = scores.masked_fill(hidden, -torch.inf)
-    gated = what.opened.numel() > 0
-    total = what.found if gated else torch.logaddexp(what.local, what.found)
+    gated = opened.numel() > 0
+    total = found if gated else torch.logaddexp(local, found)
     weights = torch.exp(scores - total.unsqueeze(-1)).masked_fill(hidden, 0.0)
     if gated:
-        weights = weights * what.opened.unsqueeze(-1)
+        weights = weights * opened.unsqueeze(-1)
     return blocks, scores.unflatten(1, (blocks.shape[1], -1)).amax(2), weights

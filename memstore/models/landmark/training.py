@@ -22,14 +22,21 @@ from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.modeling import LandmarkForCausalLM, lora_config, make_landmark, with_adapters
 from memstore.models.landmark.options import LandmarkTraining
 from memstore.readers import kinds
-from memstore.train.options import OPTIMISATION, check_fit, optimisation_of, refuse_unfit, with_optimisation
+from memstore.train.options import (
+    OPTIMISATION,
+    Optimisation,
+    Runtime,
+    changes_of,
+    check_fit,
+    optimisation_of,
+    refuse_unfit,
+    with_optimisation,
+)
 from memstore.train.recipes import PASSKEYS, Recipe, find_recipe
 from memstore.train.run import Run, write_json
-from memstore.train.settings import Optimisation, Runtime
-from memstore.train.start import load_config
 from memstore.train.texts import train_on_texts, train_recipe
 from memstore.train.trainer import AnswerTrainer, MemoryTrainer
-from memstore.train.training import Training, load_weights
+from memstore.train.training import Training, config_of, load_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +100,6 @@ class LandmarkTextTrainer(MemoryTrainer):
 
 
 class _NeedleTrainer(AnswerTrainer):
-    """Trains a landmark model on needles."""
-
     def __init__(self, recipe: LandmarkRecipe, run: Run, model: Any, *rest: Any, **options: Any) -> None:
         super().__init__(recipe, run, model, *rest, **options)
         self.ramp = Ramp(recipe)
@@ -103,8 +108,7 @@ class _NeedleTrainer(AnswerTrainer):
 
     def logits_of(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         self.trained.ramp = self.ramp.value
-        logits: Tensor = model(input_ids=inputs["input_ids"], use_cache=False).logits
-        return logits
+        return super().logits_of(model, inputs)
 
     def learned(self, answer: Tensor, found: float) -> None:  # noqa: ARG002 - the bank's measure
         self.ramp.pace(float(self.accelerator.reduce(answer, "mean")))  # all processes have the same ramp
@@ -243,7 +247,7 @@ def _on_texts(texts: list[str], recipe: Any, out: Path, given: Mapping[str, Any]
         out,
         config=_config(recipe, given),
         family=LANDMARK,
-        changes={**({} if recipe is None else recipe.model), **_changes(given)},
+        changes={**({} if recipe is None else recipe.model), **changes_of(given, _MODEL)},
         init=given.get("init"),
         lora=given.get("lora"),
         **settings,
@@ -254,31 +258,17 @@ def _on_texts(texts: list[str], recipe: Any, out: Path, given: Mapping[str, Any]
 
 def _config(recipe: Any, given: Mapping[str, Any]) -> Any:
     """Return the new model's configuration; None if the training starts from a model."""
-    changes = _changes(given)
     init = given.get("init")
-    if init is not None:
-        _check_fit(init, given)
-        return None
-    if recipe is None:
-        return LandmarkConfig.preset(given.get("preset", "tiny"), **changes)
+    if init is not None and not LANDMARK.has(init):  # a stock model, which gets landmarks now and keeps its vocabulary
+        there = {"vocabulary": json.loads((init / "config.json").read_text("utf-8")).get("vocab_size")}
+        check_fit(init, given, there)
+    if init is not None or recipe is None:
+        return config_of(LANDMARK, given, _MODEL)
     if "preset" in given:
         raise InvalidArgument(f"--recipe {recipe.name} sets the size of the model; leave --preset out.")
     if recipe.preset is None:
         raise InvalidArgument(f"--recipe {recipe.name} needs a model to start from: name its folder with --init")
-    return recipe.config(**changes)
-
-
-def _changes(given: Mapping[str, Any]) -> dict[str, Any]:
-    return {_MODEL[name]: value for name, value in given.items() if name in _MODEL}
-
-
-def _check_fit(init: Path, given: Mapping[str, Any]) -> None:
-    if LANDMARK.has(init):
-        config = load_config(init, LANDMARK)
-        there = {option: getattr(config, name) for option, name in _MODEL.items()}
-    else:  # a stock model, which gets landmarks now and keeps its vocabulary
-        there = {"vocabulary": json.loads((init / "config.json").read_text("utf-8")).get("vocab_size")}
-    check_fit(init, given, there)
+    return recipe.config(**changes_of(given, _MODEL))
 
 
 LANDMARK = Training(

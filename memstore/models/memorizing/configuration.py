@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from transformers import PreTrainedConfig
-
 from memstore.errors import InvalidArgument
-from memstore.models.causal import check_heads, check_sizes, preset
+from memstore.models.causal import ModelConfig, check_heads, check_sizes, preset
 
 SIZES = (
     "vocab_size",
@@ -22,22 +20,13 @@ SIZES = (
 )
 
 
-class MemorizingConfig(PreTrainedConfig):
+class MemorizingConfig(ModelConfig):
     """Configuration of ``MemorizingForCausalLM``. Raises ``InvalidArgument`` for what does not fit together."""
 
     model_type = "memstore-memorizing"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012 - transformers reads it from the class
 
-    vocab_size: int = 512
-    """Tokens."""
-    hidden_size: int = 64
-    """Width of the model."""
     intermediate_size: int = 256
     """Inner width of the feed-forward layers."""
-    num_attention_heads: int = 4
-    """Query heads."""
-    num_key_value_heads: Any = None
-    """Key-value heads; as many as query heads if None."""
     num_hidden_layers: int = 4
     """Layers, the one with the memory among them."""
     memory_layer: int | None = 2
@@ -59,15 +48,7 @@ class MemorizingConfig(PreTrainedConfig):
     so on. 0: all biases begin at 0. The token before a word can find what followed that word earlier. It has not been
     shown that a model learns more with such heads."""
     layer_norm_eps: float = 1e-6
-    initializer_range: float = 0.02
     tie_word_embeddings: bool = True
-    use_cache: bool = True
-
-    def __post_init__(self, **kwargs: Any) -> None:
-        if self.num_key_value_heads is None:
-            self.num_key_value_heads = self.num_attention_heads
-        super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]  # transformers annotates it in part
-        self._check()
 
     @property
     def leaves_parameters_unused(self) -> bool:

@@ -1,4 +1,4 @@
-"""Measurements of a Memorizing Transformer: perplexity by size of its memory, lookups, and audits.
+"""Measurements of a Memorizing Transformer: perplexity by length of the context, and audits.
 
 An audit computes the attention that each head would pay to every token of its memory.
 
@@ -10,35 +10,17 @@ has chosen. For it, everything refers to the softmax over the tokens in memory, 
 
 Recall counts single tokens. Misses are reported by block: a block adds up the weights of its tokens.
 
-Tables of *Memorizing Transformers* for any checkpoint: perplexity by size of the memory, and by position.
-
-As in the paper (Wu et al. 2022, section 4) documents are read in order, each with a memory that begins empty. Every
-token except the first of each is scored. All rows score the same tokens, so they differ by the memory alone. Columns
-show the worth of a memory at the beginning of a document and far into it.
-
-Lookups: names that were last read so far back that only the memory can know them.
-
-Wu et al. 2022 find in their qualitative study that the memory is used for rare words, such as the names of theorems and
-functions, that were defined far earlier. Here every word of a text is sorted by where the document had it last. Each
-kind is scored with and without the memory, on the same tokens. For the words that gain most, the retrieved tokens are
-shown.
-
-A token can learn of at most ``window`` tokens before it in a layer, so of ``reach`` tokens in all layers together.
-Words that were last read further back are *far*: without a memory they are as good as new. A stock model with a memory
-sees its segment and nothing before it; its ``reach`` is a segment.
+Documents are read in segments, as in training. A token can learn of at most ``window`` tokens before it in a layer, so
+of ``reach`` tokens in all layers together. A stock model with a memory sees its segment and nothing before it; its
+``reach`` is a segment.
 """
 
 from __future__ import annotations
 
 import copy
-import heapq
-import math
-import re
 from abc import ABC, abstractmethod
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,18 +29,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from memstore.attention.knn import KNNAttention
-from memstore.errors import InvalidArgument
-from memstore.eval.evaluation import Evaluation, scorer_of
+from memstore.eval.evaluation import Evaluation
+from memstore.eval.perplexity import by_context
 from memstore.memory import Document
 from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, knn_memory_of
 from memstore.models.memorizing.cache import KNNChoice
 from memstore.models.memorizing.reader import DocumentTokens, MemorizingReader
-from memstore.progress import progress_bar
+from memstore.models.memorizing.stock import SEGMENT
 from memstore.readers.audit import Auditor, index_recall, pieces
 from memstore.readers.caches import CACHE
-from memstore.readers.kinds import encode, kind_of
-from memstore.readers.observer import Choice, Choices
-from memstore.report import Page, Report, token_counts
+from memstore.readers.observer import Choice
+from memstore.report import Report
 
 READ = 64
 """Blocks whose keys are read at once. Each of their tokens has one key."""
@@ -155,21 +136,16 @@ def _with_keys(query: Tensor, keys: Tensor) -> Tensor:
     return products.flatten(0, 1)
 
 
-WINDOW = 512
-"""Tokens of a segment of a stock model that was not trained with segments."""
-MOST = 3
-"""Retrieved tokens that are shown for one token."""
 Advance = Callable[[int], None]
-Weights = dict[int, list[tuple[int, float]]]
-"""By place in a document, the tokens that its query found: (place, weight), most weight first."""
+
+
+def silent(tokens: int) -> None:
+    """Ignore the number of ``tokens`` that were read."""
 
 
 class _Scorer(ABC):
     """Reads documents with a memory of tokens of any size, one segment in each call."""
 
-    layer: int | None
-    """The layer that looks tokens up."""
-    memory_size: int
     reach: int
     """Earlier tokens that could help to predict a token without a memory."""
     segment: int
@@ -178,15 +154,11 @@ class _Scorer(ABC):
         self._model = model
 
     @abstractmethod
-    def reading(self, size: int, watch: Choices[KNNChoice] | None = None) -> AbstractContextManager[dict[str, Any]]:
+    def reading(self, size: int) -> AbstractContextManager[dict[str, Any]]:
         """Start with an empty memory of ``size`` tokens, and give the arguments for each call of the model."""
 
-    def place(self, number: int) -> int:
-        """Return the place in the document of the token that was stored under this number."""
-        return number
-
     @torch.no_grad()
-    def losses(self, tokens: Tensor, size: int, advance: Advance) -> Tensor:
+    def losses(self, tokens: Tensor, size: int, advance: Advance = silent) -> Tensor:
         """Return the losses ``[n - 1]`` of all ``tokens [n]`` except the first, with a memory of ``size`` tokens."""
         ids, losses = tokens[None].to(self._model.device), []
         with self.reading(size) as given:
@@ -197,48 +169,20 @@ class _Scorer(ABC):
                 advance(part.shape[1])
         return torch.cat(losses)
 
-    @torch.no_grad()
-    def watched(self, tokens: Tensor, size: int, wanted: set[int], advance: Advance) -> Weights:
-        """Return the tokens that were found at the places ``wanted``."""
-        found: Weights = {}
-        told = Choices(KNNChoice, lambda choice: choice)
-        with self.reading(size, told) as given:
-            for start in range(0, max(wanted) + 1, self.segment):
-                part = tokens[None, start : start + self.segment]
-                self._model(part.to(self._model.device), **given)
-                for choice in told:  # one, as soon as the memory holds something
-                    for place in wanted.intersection(range(start, start + part.shape[1])):
-                        found[place] = self._most(choice, place - start)
-                told.clear()
-                advance(part.shape[1])
-        return found
-
-    def _most(self, choice: KNNChoice, at: int) -> list[tuple[int, float]]:
-        """Return the tokens that token ``at`` of a segment found, by mean weight over heads."""
-        _, weights = choice.weights(0, at)  # [H, K]
-        total: defaultdict[int, float] = defaultdict(float)
-        numbers = choice.places()[0, :, at].flatten().tolist()
-        for number, weight in zip(numbers, weights.flatten().tolist(), strict=True):
-            if number >= 0:
-                total[self.place(number)] += weight / len(weights)
-        return heapq.nlargest(MOST, total.items(), key=lambda each: abs(each[1]))
-
 
 class MemorizingScorer(_Scorer):
     """Reads documents with a Memorizing Transformer."""
 
     def __init__(self, model: MemorizingForCausalLM) -> None:
         super().__init__(model)
-        config = model.config
-        self.layer, self.memory_size, self.segment = config.memory_layer, config.memory_size, config.window
-        self.reach = config.num_hidden_layers * config.window
+        self.segment = model.config.window
+        self.reach = model.config.num_hidden_layers * self.segment
 
     @contextmanager
-    def reading(self, size: int, watch: Choices[KNNChoice] | None = None) -> Iterator[dict[str, Any]]:
+    def reading(self, size: int) -> Iterator[dict[str, Any]]:
         config = copy.deepcopy(self._model.config)
         config.memory_size = size
         cache = MemorizingCache(config, 1)
-        cache.observers += [] if watch is None else [watch]
         yield {"past_key_values": cache, "use_cache": True}
 
 
@@ -247,23 +191,14 @@ class StockScorer(_Scorer):
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(model)
-        settings = model.config.knn_memory
-        self.layer, self.memory_size = settings["layer"], settings["memory_size"]
-        self.reach = self.segment = settings.get("window", WINDOW)
-
-    def place(self, number: int) -> int:
-        """See ``_Scorer``: the first token of a segment is never stored."""
-        stored = max(1, self.segment - 1)
-        return number // stored * self.segment + number % stored + 1
+        self.reach = self.segment = model.config.knn_memory.get("window", SEGMENT)
 
     @contextmanager
-    def reading(self, size: int, watch: Choices[KNNChoice] | None = None) -> Iterator[dict[str, Any]]:
+    def reading(self, size: int) -> Iterator[dict[str, Any]]:
         """See ``_Scorer``. At the end, even after errors, the memory is empty and as large as before."""
         memory = knn_memory_of(self._model)
         memory.clear()
         usual, memory.memory_size = memory.memory_size, size
-        if watch is not None:
-            memory.found = lambda **told: watch.choice(KNNChoice(self.layer or 0, attention=memory, **told))
         try:
             yield {"use_cache": False}
         finally:
@@ -271,222 +206,19 @@ class StockScorer(_Scorer):
             memory.clear()
 
 
-SIZES = (0, 512, 1536, 8192, 65_536, 262_144)
-"""The paper's memories, in tokens."""
-STRETCH = 512
-"""Tokens whose mean counts as one observation for a standard error, because neighbours gain or lose together."""
+def by_memory(scorer: Callable[[Any], _Scorer]) -> Callable[..., Report]:
+    """Make the measurement of perplexity; see ``by_context``. Texts are read in segments, as in training."""
+
+    def after_window(model: Any, text: Tensor, scored: int) -> Tensor:
+        reading = scorer(model)
+        first = max(0, len(text) - scored - 1 - reading.reach) // reading.segment * reading.segment
+        return reading.losses(text[first:], 0)[-scored:]
+
+    def after_memory(model: Any, text: Tensor, scored: int) -> Tensor:
+        return scorer(model).losses(text, len(text))[-scored:]
+
+    return by_context(after_window, after_memory)
 
 
-def by_memory_size(
-    model: MemorizingForCausalLM | PreTrainedModel,
-    documents: Sequence[Tensor],
-    sizes: Sequence[int],
-    *,
-    positions: Sequence[int] = SIZES,
-    advance: Advance = lambda tokens: None,  # noqa: ARG005 - nobody listens
-) -> Iterator[dict[str, Any]]:
-    """Return perplexity of ``documents``, each ``[n]``, with a memory of each of ``sizes``: a JSON row for each.
-
-    ``by_position`` is the perplexity of each part of the documents, under names such as ``512-1,536``. ``change``
-    compares the loss with that of the first size, token by token. Its ``standard_error`` is over stretches of
-    ``STRETCH`` tokens. Both are None if they cannot be computed.
-
-    ``model`` is a Memorizing Transformer, or a stock model that ``load_knn_memory`` has loaded. ``positions`` are where
-    parts of the document begin; those after its end are left out. Raises ``InvalidArgument`` for a size or a text that
-    does not fit, and for a model without a layer that looks tokens up.
-    """
-    scorer = scorer_of(kind_of(model), model)
-    _check(scorer.layer, documents, sizes)
-    longest = max(map(len, documents))
-    starts = sorted({1, *(each for each in positions if 1 < each < longest)})
-    parts = list(zip(starts, [*starts[1:], longest], strict=True))
-    first: list[Tensor] | None = None
-    for size in sizes:
-        losses = [scorer.losses(tokens, size, advance).double() for tokens in documents]
-        change, error = (None, None) if first is None else paired(first, losses)
-        first = first or losses
-        yield {
-            "memory_size": size,
-            "perplexity": _perplexity(losses, 0, longest),
-            "change": None if change is None else round(change, 6),
-            "standard_error": None if error is None else round(error, 6),
-            "by_position": {
-                f"{0 if start == 1 else start:,}-{end:,}": _perplexity(losses, start - 1, end - 1)
-                for start, end in parts
-            },
-        }
-
-
-def paired(first: Sequence[Tensor], second: Sequence[Tensor]) -> tuple[float, float | None]:
-    """Return how much larger the losses of ``second`` are, as a mean over all tokens, and its standard error."""
-    differences = [b - a for a, b in zip(first, second, strict=True)]
-    stretches = torch.stack([part.mean() for each in differences for part in each.split(STRETCH)])
-    error = float(stretches.std() / len(stretches) ** 0.5) if len(stretches) > 1 else None
-    return float(torch.cat(differences).mean()), error
-
-
-def fitting(sizes: Sequence[int], tokens: int) -> list[int]:
-    """Return the ``sizes`` that make a difference to a text of ``tokens``: up to the first that holds all."""
-    ordered = sorted(set(sizes))
-    return [size for size, before in zip(ordered, [0, *ordered], strict=False) if before < tokens]
-
-
-def _perplexity(losses: Sequence[Tensor], start: int, end: int) -> float:
-    """Return the perplexity between two positions of each document."""
-    return round(float(torch.cat([each[start:end] for each in losses]).mean().exp()), 4)
-
-
-def _check(layer: int | None, documents: Sequence[Tensor], sizes: Sequence[int]) -> None:
-    if not documents:
-        raise InvalidArgument("there is no document to score: pass a text")
-    shortest = min(map(len, documents))
-    if shortest < 2:
-        raise InvalidArgument(f"a text has {shortest} tokens, but at least 2 are needed. Use a longer text")
-    if not sizes or min(sizes) < 0:
-        raise InvalidArgument(f"memory sizes must be numbers of tokens from 0 on, not {list(sizes)}")
-    if layer is None and max(sizes):
-        raise InvalidArgument("this model has no memory layer (memory_layer is None), so its only memory size is 0")
-
-
-KINDS = ("far", "near", "new", "other")
-"""Words last read out of reach, words last read within it, words that are new in the document, and the rest."""
-WORD = re.compile(r"[^\W\d_]{2,}")
-AROUND = 6
-"""Tokens that are shown on each side of one."""
-
-
-def lookup(
-    model: MemorizingForCausalLM | PreTrainedModel,
-    tokenizer: Any,
-    text: str,
-    *,
-    memory_size: int | None = None,
-    examples: int = 5,
-    advance: Advance = lambda tokens: None,  # noqa: ARG005 - nobody listens
-) -> dict[str, Any]:
-    """Score ``text`` as one document by kinds of words, and show the lookups of the words that gained most.
-
-    ``model`` is a Memorizing Transformer, or a stock model that ``load_knn_memory`` has loaded. ``memory_size``: tokens
-    that can be found, by default as configured. ``advance`` is called with the tokens that were read. The text is read
-    three times, or twice without ``examples``. Raises ``InvalidArgument`` for a model or a memory that finds nothing,
-    and for a text of one token.
-
-    Returns the data that ``memstore eval lookup --json`` prints: ``kinds`` of words with their perplexities, and
-    ``examples`` of far words. Each example has the tokens ``retrieved`` for it. Their ``weight`` is their part of the
-    layer's attention, a mean over heads. It may be negative in a stock model, as gates may. Texts show their token in
-    brackets.
-    """
-    reading = scorer_of(kind_of(model), model)
-    size = reading.memory_size if memory_size is None else memory_size
-    if reading.layer is None or size < 1:
-        raise InvalidArgument(
-            f"a look-up needs a memory layer and a memory of at least one token; got memory_layer={reading.layer} and "
-            f"{size} tokens"
-        )
-    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
-    tokens = torch.tensor(encoded["input_ids"], dtype=torch.int64)
-    if len(tokens) < 2:
-        raise InvalidArgument(f"the text has {len(tokens)} tokens, but at least 2 are needed. Use a longer text")
-    words, back = last_read(text, encoded["offset_mapping"])
-    kinds = kinds_of(words, back, reading.reach)
-    losses = [reading.losses(tokens, each, advance) for each in (0, size)]
-    gains = losses[0] - losses[1]
-    best = heapq.nlargest(examples, (n for n in range(1, len(tokens)) if kinds[n] == "far"), key=lambda n: gains[n - 1])
-    seen = reading.watched(tokens, size, {number - 1 for number in best}, advance) if best else {}
-
-    def around(number: int, *, after: int = 0) -> str:
-        """Return token ``number`` in brackets, with a few tokens before it and ``after`` tokens after it."""
-        cuts = (max(0, number - AROUND), number), (number, number + 1), (number + 1, number + 1 + after)
-        before, own, behind = (tokenizer.decode(encoded["input_ids"][start:end]) for start, end in cuts)
-        return f"{before}[{own}]{behind}"
-
-    return {
-        "memory_size": size,
-        "reach": reading.reach,
-        "kinds": [kind for name in KINDS if (kind := _scored(name, kinds, losses))],
-        "examples": [
-            {
-                "number": number,
-                "word": words[number] or "",
-                "last_read": back[number],
-                "text": around(number),
-                "loss_without": float(losses[0][number - 1]),
-                "loss_with": float(losses[1][number - 1]),
-                "retrieved": [
-                    {"number": place, "weight": weight, "text": around(place, after=AROUND)}
-                    for place, weight in seen.get(number - 1, [])
-                ],
-            }
-            for number in best
-        ],
-    }
-
-
-def last_read(text: str, offsets: Sequence[tuple[int, int]]) -> tuple[list[str | None], list[int]]:
-    """Return for each token the word it belongs to, and how many tokens ago that word was last read; 0: never.
-
-    ``offsets``: the characters of each token.
-    """
-    words: list[str | None] = [None] * len(offsets)
-    back = [0] * len(offsets)
-    ends: dict[str, int] = {}
-    number = 0
-    for found in WORD.finditer(text):
-        while number < len(offsets) and offsets[number][1] <= found.start():
-            number += 1
-        first = number
-        while number < len(offsets) and offsets[number][0] < found.end():
-            words[number] = found[0]
-            back[number] = number - ends[found[0]] if found[0] in ends else 0
-            number += 1
-        if number > first:
-            ends[found[0]] = number - 1
-    return words, back
-
-
-def kinds_of(words: Sequence[str | None], back: Sequence[int], reach: int) -> list[str]:
-    """Return one of ``KINDS`` for each token."""
-    return [
-        "other" if word is None else "new" if not ago else "near" if ago <= reach else "far"
-        for word, ago in zip(words, back, strict=True)
-    ]
-
-
-def _scored(name: str, kinds: Sequence[str], losses: Sequence[Tensor]) -> dict[str, Any] | None:
-    """Return the score of a kind, without the first token, which nothing predicts. None if the kind has no token."""
-    which = torch.tensor([kind == name for kind in kinds[1:]])
-    count = int(which.sum())
-    if not count:
-        return None
-    without, with_memory = (math.exp(each.double()[which].mean()) for each in losses)
-    return {"kind": name, "tokens": count, "without": without, "with_memory": with_memory}
-
-
-def sizes_table(
-    model: Any, tokenizer: Any, texts: Sequence[str], folder: Path, *, memory_sizes: str | None = None, show: bool
-) -> Report:
-    """Return the table of the model for texts, each read as a document; see ``Evaluation.perplexity``."""
-    chosen = None
-    if memory_sizes is not None:
-        chosen = token_counts("--memory-sizes", memory_sizes, least=0, such_as="0,512,8K", what="size")
-    documents = [torch.tensor(encode(tokenizer, text), dtype=torch.int64) for text in texts]
-    total = sum(map(len, documents))
-    if chosen is None:
-        chosen = [0] if getattr(model.config, "memory_layer", 0) is None else fitting(SIZES, max(map(len, documents)))
-    with progress_bar("perplexity", 0, len(chosen) * total, show) as advance:
-        rows = list(by_memory_size(model, documents, chosen, advance=advance))
-    data = {"task": "perplexity", "model": folder.name, "documents": len(documents), "tokens": total, "rows": rows}
-    return Report(data=data, text=lambda page: _show(page, rows))
-
-
-def _show(page: Page, rows: list[dict[str, Any]]) -> None:
-    page.line("Perplexity by memory size, over all tokens and by position")
-    columns = ["memory", "all", *rows[0]["by_position"]]
-    page.table(columns, [[row["memory_size"], row["perplexity"], *row["by_position"].values()] for row in rows])
-    for row in rows[1:]:
-        error = "" if row["standard_error"] is None else f", standard error {row['standard_error']:.4f}"
-        page.line(f"A memory of {row['memory_size']:,} changes the loss by {row['change']:+.4f}{error}")
-
-
-MEMORIZING = Evaluation(perplexity=sizes_table, lookup=lookup, document_scorer=MemorizingScorer)
-KNN = Evaluation(perplexity=sizes_table, lookup=lookup, document_scorer=StockScorer)
+MEMORIZING = Evaluation(perplexity=by_memory(MemorizingScorer))
+KNN = Evaluation(perplexity=by_memory(StockScorer))

@@ -23,8 +23,6 @@ from memstore.readers.caches import takes_cache, with_cache
 
 
 class _MemorizingLayer(nn.Module):
-    """Attention and feed-forward."""
-
     def __init__(self, config: MemorizingConfig, number: int) -> None:
         super().__init__()
         options: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""The options of training and of measuring, for the command line. Nothing here needs PyTorch."""
+"""The options of training, for the command line. Nothing here needs PyTorch."""
 
 from __future__ import annotations
 
@@ -40,14 +40,4 @@ class MemorizingTraining(TrainingOptions):
     layer: int | None = option("Layer of a stock model that gets the memory; -1 is the last one. Default: -6.")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Perplexity:
-    """Perplexity by size of the memory, and by position in the document."""
-
-    memory_sizes: str | None = option(
-        "Score with memories of these sizes, in tokens, such as 0,8K. Default: those of 0,512,1536,8K,64K,256K "
-        "that the text can fill."
-    )
-
-
-TRAINING, PERPLEXITY = MemorizingTraining, _Perplexity
+TRAINING = MemorizingTraining

@@ -25,7 +25,7 @@ from memstore.models.memorizing.cache import KNNChoice, MemorizingCache
 from memstore.models.memorizing.modeling import MemorizingForCausalLM
 from memstore.models.reading import CacheReader
 from memstore.readers.asking import Query
-from memstore.readers.attachment import Job, Place, evaluating
+from memstore.readers.attachment import Job, evaluating
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import MEMORIZING
 from memstore.readers.observer import Choices, Origin
@@ -68,23 +68,11 @@ class MemorizingReader(CacheReader[MemorizingCache]):
     """A document of a memory, and the Memorizing Transformer that reads it. ``block_size``: of a new memory, 64."""
 
     kind = MEMORIZING
+    reads = MemorizingForCausalLM
     model: MemorizingForCausalLM
 
-    def __init__(
-        self,
-        model: MemorizingForCausalLM,
-        memory: Place,
-        document: str | None = None,
-        *,
-        block_size: int | None = None,
-        **shared: Any,
-    ) -> None:
-        """Open the document; see ``memstore.attach``. ``shared`` are the parameters that all kinds take."""
-        if not isinstance(model, MemorizingForCausalLM):
-            raise InvalidArgument(
-                f"a MemorizingReader reads with a MemorizingForCausalLM, not a {type(model).__name__}"
-            )
-        super().__init__(model, memory, document, **shared)
+    def __init__(self, *given: Any, block_size: int | None = None, **shared: Any) -> None:
+        super().__init__(*given, **shared)
         self._block_size = block_size
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:

@@ -449,7 +449,6 @@ class KNNReader(Reader):
             observer.begin(None if ids is None else ids[0], fresh=fresh)
 
     def _tell(self, **found: Any) -> None:
-        """Report to the observers what the layer found."""
         origin = Origin(self.document, self.model.device)
         for observer in self.observers:
             observer.choice(KNNChoice(self._settings["layer"], attention=self._layer, origin=origin, **found))

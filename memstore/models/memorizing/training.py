@@ -10,7 +10,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
@@ -37,13 +37,20 @@ from memstore.models.memorizing import (
 from memstore.models.memorizing.options import MemorizingTraining
 from memstore.readers import kinds
 from memstore.train.corpora import Documents, Tokens, encoded, train_tokenizer
-from memstore.train.options import OPTIMISATION, check_fit, optimisation_of, refuse_unfit
+from memstore.train.options import OPTIMISATION, Optimisation, Runtime, optimisation_of, refuse_unfit
 from memstore.train.run import Run
 from memstore.train.session import Report, Session, session
-from memstore.train.settings import Optimisation, Runtime
-from memstore.train.start import Folder, Start, digest_of_files, load_config, load_tokenizer, starting
 from memstore.train.trainer import MemoryTrainer
-from memstore.train.training import Training, load_weights
+from memstore.train.training import (
+    Folder,
+    Start,
+    Training,
+    config_of,
+    digest_of_files,
+    load_tokenizer,
+    load_weights,
+    starting,
+)
 
 
 @torch.no_grad()
@@ -244,7 +251,6 @@ class _StreamTrainer(MemoryTrainer):
         return super().compute_loss(model, given | self.passed, return_outputs, num_items_in_batch)
 
     def keep(self, checkpoint: Path) -> None:
-        """Save the memory."""
         save_file(self.remembered(), self._file(checkpoint))
 
     def resume(self, checkpoint: Path) -> None:
@@ -525,26 +531,11 @@ def train(options: MemorizingTraining, runtime: Runtime) -> dict[str, Any]:
         optimisation = optimisation_of({"learning_rate": RATE, **given})
         return train_stock_memory(texts, options.out, **chosen, optimisation=optimisation, runtime=runtime)
     refuse_unfit(given, given.keys() - {"layer"}, "a Memorizing Transformer")
+    config = config_of(MEMORIZING, given, _MODEL, free=("memory_size",))
     names = ("tokenizer", "init", "memory_size", "refresh_every", "column")
     settings = {name: given[name] for name in names if name in given}
     settings |= {"optimisation": optimisation_of(given), "runtime": runtime}
-    return train_on_documents(texts, options.out, config=_config(given), **settings)
-
-
-def _config(given: Mapping[str, Any]) -> Any:
-    """Return the new model's configuration; None if the training starts from a model."""
-    changes = {name: given[option] for option, name in _MODEL.items() if option in given}
-    if "init" not in given:
-        return MemorizingConfig.preset(given.get("preset", "tiny"), **changes)
-    _check_fit(given["init"], given)
-    return None
-
-
-def _check_fit(init: Path, given: Mapping[str, Any]) -> None:
-    """Check that all options except the memory size agree with the model to start from."""
-    config = load_config(init, MEMORIZING)
-    there = {option: getattr(config, name) for option, name in _MODEL.items() if name != "memory_size"}
-    check_fit(init, given, there)
+    return train_on_documents(texts, options.out, config=config, **settings)
 
 
 MEMORIZING = Training(kinds.MEMORIZING, MemorizingConfig, MemorizingForCausalLM, train, MemorizingTrainer)

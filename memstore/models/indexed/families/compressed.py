@@ -56,7 +56,6 @@ class _EntryLayer(IndexedLayer):
         self.key_width = -(-self.index_dim // self.unit)
 
     def states(self, hidden: Tensor, given: Mapping[str, Any]) -> Projections:
-        """See ``IndexedLayer``."""
         module, cos_sin = self.module, given["position_embeddings"][self.module.rope_layer_type]
         residual = module.q_a_norm(module.q_a_proj(hidden))
         query = module.q_b_norm(module.q_b_proj(residual).unflatten(-1, (-1, self.dim)))
@@ -75,7 +74,6 @@ class _EntryLayer(IndexedLayer):
         return Projections(made.query, made.finish, rows, ask=ask, weights=weights, raw=raw)
 
     def compress(self, raw: Tensor, first: int, before: int) -> tuple[Tensor, Tensor]:
-        """See ``IndexedLayer``."""
         if self.indexer is None:
             key, gate = raw.split(self.dim, -1)
             made = _mean(self.compressor, key, gate, self.unit)
@@ -134,5 +132,4 @@ class DeepseekV4(IndexedFamily):
     shaping = ("index_topk", "rms_norm_eps", "layer_types", "compress_rates", "hc_mult", "hc_sinkhorn_iters")
 
     def made(self) -> list[IndexedLayer]:
-        """See ``IndexedFamily``."""
         return [_EntryLayer(block.self_attn, number) for number, block in enumerate(self.decoder.layers)]

@@ -46,7 +46,6 @@ class _LatentLayer(IndexedLayer):
             self.top = int(self.indexer.index_topk)
 
     def states(self, hidden: Tensor, given: Mapping[str, Any]) -> Projections:
-        """See ``IndexedLayer``."""
         cos_sin = given.get("position_embeddings")
         residual, queries, finish = self.queries(hidden)
         q_pass, q_rope = queries.split([queries.shape[-1] - self.rope, self.rope], -1)
@@ -73,7 +72,6 @@ class _LatentLayer(IndexedLayer):
         return self.module.kv_a_layernorm(latent), k_rope
 
     def turn(self, x: Tensor, cos_sin: Any) -> Tensor:
-        """Rotate queries or keys of the attention to their positions."""
         return turned(x, *cos_sin, interleaved=self.interleaved)
 
     def index_states(self, hidden: Tensor, residual: Tensor, cos_sin: Any) -> tuple[Tensor, Tensor]:
@@ -83,7 +81,6 @@ class _LatentLayer(IndexedLayer):
         return self.index_turn(ask, cos_sin), self.index_turn(indexer.k_norm(indexer.wk(hidden)), cos_sin)
 
     def index_turn(self, x: Tensor, cos_sin: Any) -> Tensor:
-        """Rotate index queries or keys to their positions."""
         rest = x.shape[-1] - self.rope
         if self.index_turns_last:
             still, moved = x.split([rest, self.rope], -1)
@@ -214,7 +211,6 @@ class _DotsLayer(_LatentLayer):
         return module.kv_a_layernorm(latent) * module.kv_lora_scale, module.k_rope_only_layernorm(k_rope)
 
     def turn(self, x: Tensor, cos_sin: Any) -> Tensor:
-        """Rotate in float32."""
         return super().turn(x, cos_sin).to(x.dtype)
 
 
@@ -225,7 +221,6 @@ class Dots3Note(DeepseekV32):
     layer = _DotsLayer
 
     def made(self) -> list[IndexedLayer]:
-        """See ``IndexedFamily``."""
         layers = super().made()
         for layer, kind in zip(layers, self.config.layer_types, strict=True):
             if kind == "full_attention":
@@ -247,7 +242,6 @@ class _PoolLayer(_LatentLayer):
             self.key_width, self.top = 2 * self.index_dim, self.top // self.unit
 
     def turn(self, x: Tensor, cos_sin: Any) -> Tensor:  # noqa: ARG002 - it has no positions
-        """Return ``x`` unchanged."""
         return x
 
     def index_states(self, hidden: Tensor, residual: Tensor, cos_sin: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG002
@@ -273,7 +267,6 @@ class Glm5Next(DeepseekV32):
     linear = True
 
     def made(self) -> list[IndexedLayer]:
-        """See ``IndexedFamily``."""
         if not self.config.index_kpool_always_select_tail:
             raise self.refused(
                 "index_kpool_always_select_tail is False, so its first tokens have nothing to choose from"

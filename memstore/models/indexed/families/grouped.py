@@ -54,11 +54,9 @@ class _BlockLayer(_GroupedLayer):
 
     @property
     def lists(self) -> int:
-        """See ``IndexedLayer``."""
         return 1 if self.indexer is None else int(self.indexer.num_heads)
 
     def states(self, hidden: Tensor, given: Mapping[str, Any]) -> Projections:
-        """See ``IndexedLayer``."""
         module, cos_sin = self.module, given["position_embeddings"]
         query = turned_first(module.q_norm(module.q_proj(hidden).unflatten(-1, (-1, self.dim))), *cos_sin)
         rows = self.pair(hidden, cos_sin)
@@ -81,7 +79,6 @@ class MiniMaxM3(IndexedFamily):
     shaping = ("layer_types", "rotary_dim", "rms_norm_eps")
 
     def made(self) -> list[IndexedLayer]:
-        """See ``IndexedFamily``."""
         return [_BlockLayer(block.self_attn, number) for number, block in enumerate(self.decoder.layers)]
 
 
@@ -96,7 +93,6 @@ class _RunLayer(_GroupedLayer):
         self.index_scale = self.index_dim**-0.5
 
     def states(self, hidden: Tensor, given: Mapping[str, Any]) -> Projections:
-        """See ``IndexedLayer``."""
         module, indexer, cos_sin = self.module, self.indexer, given["position_embeddings"]
         query, gate = module.q_proj(hidden).unflatten(-1, (-1, 2 * self.dim)).chunk(2, -1)
         query = turned_first(module.q_norm(query), *cos_sin)
@@ -111,7 +107,6 @@ class _RunLayer(_GroupedLayer):
         return turned_first(key[None], cos, sin)[0]
 
     def output(self, gate: Tensor, gathered: Tensor) -> Tensor:
-        """Gate the attention of the heads, and return the module's output for it."""
         out: Tensor = self.module.o_proj(gathered.flatten(2) * gate.sigmoid())
         return out
 
@@ -123,7 +118,6 @@ class Qwen4Exp(IndexedFamily):
     linear = True
 
     def made(self) -> list[IndexedLayer]:
-        """See ``IndexedFamily``."""
         blocks = enumerate(self.decoder.layers)
         rotary = self.decoder.rotary_emb
         return [_RunLayer(block.self_attn, at, rotary) for at, block in blocks if hasattr(block, "self_attn")]

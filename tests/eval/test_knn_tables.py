@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from benchmarks.knn_tables import SIZES, by_memory_size, fitting, main, paired
 from memstore.errors import InvalidArgument
+from memstore.eval.needles import prose_text
 from memstore.models.memorizing import MemorizingCache
-from memstore.models.memorizing.evaluation import SIZES, MemorizingScorer, by_memory_size, fitting
-from tests.eval.memorizing import small_memorizing
+from memstore.models.memorizing.evaluation import MemorizingScorer
+from tests.eval.memorizing import save_memorizing, small_memorizing
 
 TEXT = torch.randint(256, (200,), generator=torch.Generator().manual_seed(1))
 
 
 def losses(size: int) -> torch.Tensor:
-    return MemorizingScorer(small_memorizing()).losses(TEXT, size, lambda tokens: None)
+    return MemorizingScorer(small_memorizing()).losses(TEXT, size)
 
 
 def test_every_token_but_the_first_is_scored_as_in_one_call() -> None:
@@ -66,7 +71,7 @@ def test_what_cannot_be_measured_is_refused() -> None:
 def test_each_document_begins_with_an_empty_memory() -> None:
     model, pieces = small_memorizing(), [TEXT[:70], TEXT[70:]]
     (row,) = by_memory_size(model, pieces, [100], positions=(0, 60, 100))
-    each = [MemorizingScorer(model).losses(piece, 100, lambda tokens: None) for piece in pieces]
+    each = [MemorizingScorer(model).losses(piece, 100) for piece in pieces]
     assert row["perplexity"] == pytest.approx(float(torch.cat(each).double().mean().exp()))
     assert row["by_position"]["100-130"] == pytest.approx(float(each[1][99:].double().mean().exp()))
     assert row["by_position"]["60-100"] == pytest.approx(
@@ -79,3 +84,59 @@ def test_sizes_go_as_far_as_the_text() -> None:
     assert fitting(SIZES, 512) == [0, 512]
     assert fitting(SIZES, 513) == [0, 512, 1536]
     assert fitting(SIZES, 10**6) == list(SIZES)
+
+
+def test_a_difference_is_paired_by_token() -> None:
+    first = [torch.zeros(512), torch.zeros(100)]
+    change, error = paired(first, [torch.full((512,), -1.0), torch.full((100,), -3.0)])
+    assert change == pytest.approx(-(512 + 300) / 612)
+    assert error == pytest.approx(1.0)
+    assert paired(first[1:], [torch.ones(100)]) == (1.0, None)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "topics.txt"
+    path.write_text(prose_text()[:4_000])
+    return path
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_memorizing(tmp_path_factory.mktemp("model") / "memorizing")
+
+
+def run(model: Path, text: Path, *options: Any) -> None:
+    main([str(each) for each in ("--model", model, "--text", text, *options)])
+
+
+def test_a_table_for_people(text: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run(model, text, "--memory-sizes", "0,1K")
+    shown = capsys.readouterr().out
+    for words in ("Perplexity by memory size", "512-1,536", "1,024", "A memory of 1,024 changes the loss by"):
+        assert words in shown
+
+
+def test_files_of_a_folder_are_documents(
+    text: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = text.read_text()
+    for name, part in (("one.txt", whole[:1_500]), ("two.txt", whole[1_500:])):
+        (tmp_path / name).write_text(part)
+    run(model, tmp_path, "--json")
+    measured = json.loads(capsys.readouterr().out)
+    assert measured["documents"] == 2
+    assert measured["tokens"] == len(whole.encode())
+    assert [row["memory_size"] for row in measured["rows"]] == [0, 512, 1536, 8192]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--memory-sizes", "0,lots"], "not a number of tokens"),
+        (["--memory-sizes", "1K,1024"], "has the same size twice"),
+    ],
+)
+def test_tables_that_cannot_be_are_refused(text: Path, model: Path, arguments: list[Any], words: str) -> None:
+    with pytest.raises(InvalidArgument, match=words):
+        run(model, text, *arguments)
