@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.kernels.latent_attention.layout import inside
+from memstore.kernels.latent_attention.fused import inside
 from memstore.kernels.native import beside, half_problem, halves, parallel, problem_of, vectors
 
 SOURCE = beside(__file__)
@@ -38,7 +38,7 @@ class _Work(ctypes.Structure):
 def attend_rows(
     q: Tensor, keys: Tensor, values: Tensor, ids: Tensor, scale: float, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See ``reference.attend_rows``."""
+    """See the public function."""
     step = max(1, QUERIES // q[0].numel())
     pieces = zip(q.split(step), ids.split(step), strict=True)
     found = [_attend(some, keys, values, chosen, scale, sinks) for some, chosen in pieces]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from memstore.kernels._tiles import SMALLEST, padded, precision
 from memstore.kernels.block_attention.reference import merge_attention
-from memstore.kernels.latent_attention.layout import inside
+from memstore.kernels.latent_attention.fused import inside
 
 ROWS = 16
 """Chosen rows at a time."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from memstore.errors import InvalidArgument
 from memstore.kernels._backends import check_device, check_known, shapes
 from memstore.kernels._backends import triton_problem as common_problem
+from memstore.kernels._largest import best_first
 from memstore.kernels.search_blocks.native import LARGEST_K, KeyChunk, KeyLists, search_chunks
 
 __all__ = [
@@ -68,9 +69,15 @@ def search_blocks(
 
             return native.search_blocks(queries, landmarks, k, wanted)
         case _:
-            from memstore.kernels.search_blocks import reference
+            return _reference(queries, landmarks, k, wanted)
 
-            return reference.search_blocks(queries, landmarks, k, wanted)
+
+def _reference(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Search by the definition: all scores, and the largest of them."""
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    keys = landmarks.repeat_interleave(len(queries) // len(landmarks), 0).to(dtype)
+    scores = torch.einsum("htd,hnpd->htnp", queries.to(dtype), keys).amax(-1)  # [H, T, N]
+    return best_first(scores if wanted is None else scores.masked_fill(~wanted, -torch.inf), k)
 
 
 def fastest(queries: Tensor, landmarks: Tensor, k: int) -> Backend:
