@@ -24,8 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-import memstore.kernels.hils_attention.native as native
-import memstore.kernels.hils_attention.reference as reference
+from memstore.errors import InvalidArgument
+from memstore.kernels._backends import check_device, check_grouped, shapes
+from memstore.kernels.hils_attention import native, reference
 from memstore.kernels.hils_attention.reference import block_weights, in_blocks, pool_landmarks
 
 TILE = 128
@@ -140,9 +141,42 @@ class Seen(NamedTuple):
     scale: float
 
 
-def window_attention(q: Tensor, k: Tensor, v: Tensor, **seen: Any) -> tuple[Tensor, Tensor]:
-    """See ``reference.window_attention``; ``seen`` as in ``Seen``. The log-sum-exp has no gradient."""
-    out, lse = _WindowAttention.apply(q, k, v, Seen(**seen))  # type: ignore[no-untyped-call]
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block_size: int,
+    window: int,
+    first: int = 0,
+    widened: bool = True,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend to the last ``window`` positions without landmarks; also return the log-sum-exp.
+
+    Args:
+        q: queries ``[B, H, M, D]`` of the last ``M`` positions of the keys.
+        k: keys ``[B, G, T, D]``.
+        v: values ``[B, G, T, D]``.
+        block_size: tokens of a block, landmark included.
+        window: positions that a query sees, its own included.
+        first: the position of the first key; earlier positions are ignored.
+        widened: extend the window to the beginning of the first position's block, as HiLS layers do; else keep it
+            exact.
+        scale: factor on the scores; ``D ** -0.5`` if None.
+
+    Returns:
+        ``[B, H, M, D]`` in the dtype of ``q`` and ``[B, H, M]`` in float32 or better; 0 and -inf for queries that see
+        nothing. Only the output is differentiable, once. Raises ``InvalidArgument`` for arguments that do not fit.
+    """
+    check_grouped(q, k, v)
+    if q.shape[2] > k.shape[2] or first < 0:
+        raise InvalidArgument(
+            f"the queries must belong to the last keys, and first must be at least 0; got {shapes(q=q, k=k)}, "
+            f"first={first!r}"
+        )
+    seen = Seen(block_size, window, first, widened, q.shape[-1] ** -0.5 if scale is None else scale)
+    out, lse = _WindowAttention.apply(q, k, v, seen)  # type: ignore[no-untyped-call]
     return out, lse
 
 
@@ -278,8 +312,8 @@ def choose_blocks(
 
 
 def best_blocks(scores: Tensor, lse: Tensor, *, groups: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """See ``reference.best_blocks``: if no heads share a list, the reference of the scores does not matter."""
-    if scores.shape[1] != groups or not scores.shape[-1]:
+    """Choose blocks as in ``choose_blocks`` by known estimates ``scores [B, H, M, N]``; return their scores too."""
+    if scores.shape[1] != groups or not scores.shape[-1]:  # else the reference of the scores does not matter
         return reference.best_blocks(scores, lse, groups=groups, top_k=top_k)
     kept = min(top_k, scores.shape[-1])
     best, blocks = scores.topk(kept, -1, sorted=False)
@@ -332,8 +366,30 @@ def _places(blocks: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
             yield block - 1, places
 
 
-def attend_chosen(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, weights: Tensor, *, scale: float) -> Tensor:
-    """See ``reference.attend_chosen``."""
+def attend_chosen(
+    q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, weights: Tensor, *, scale: float | None = None
+) -> Tensor:
+    """Attend to each chosen block by itself, and sum with the weights of the blocks.
+
+    Args:
+        q: queries ``[B, H, M, D]``.
+        keys: ``[B, G, N, S - 1, D]``, of the blocks' tokens.
+        values: shaped like ``keys``.
+        blocks: chosen blocks ``[B, G, M, K]``, int64 below ``N``; -1 for none.
+        weights: ``[B, H, M, K]``, 0 for none.
+        scale: factor on the scores; ``D ** -0.5`` if None.
+
+    Returns:
+        ``[B, H, M, D]`` in float32 or better. Not differentiable. Raises ``InvalidArgument`` for arguments that do not
+        fit.
+    """
+    fit = q.dim() == 4 and keys.dim() == 5 and keys.shape == values.shape and keys.shape[-1] == q.shape[-1]
+    fit = fit and blocks.shape[:3] == (len(q), keys.shape[1], q.shape[2]) and blocks.dtype == torch.int64
+    if not fit or weights.shape != (*q.shape[:-1], blocks.shape[-1]):
+        given = shapes(q=q, keys=keys, values=values, blocks=blocks, weights=weights)
+        raise InvalidArgument(f"the shapes do not fit, or blocks are not int64: {given}")
+    check_device(q=q, keys=keys, values=values, blocks=blocks, weights=weights)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     wide = torch.promote_types(q.dtype, torch.float32)
     batch, groups, count, held, dim = keys.shape
     many, top_k = blocks.shape[2:]
