@@ -198,7 +198,7 @@ def _backward_kernel(
 def knn_attention(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, scale: Tensor, local: Tensor | None, gate: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See ``reference.knn_attention``; constant in ``k`` and ``v``. A token that does not exist gives NaN."""
+    """See the public function; constant in ``k`` and ``v``. A token that does not exist gives NaN."""
     out, lse = _KnnAttention.apply(q, k, v, ids, scale, local, gate)  # type: ignore[no-untyped-call]
     return out, lse
 
