@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.kernels import best_products
-from memstore.kernels.best_products import backend_problem, native, reference, torch_int
-from memstore.kernels.native import Unavailable, processor
+from memstore.kernels.best_codes import reference
+from memstore.kernels.best_products import backend_problem, native, torch_int
+from memstore.kernels.native import Library, Unavailable, processor
 from tests.pairs import each
 
 SIZES = [
@@ -88,8 +90,7 @@ def avx2_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     if "avx2" not in processor():
         pytest.skip("this processor has no AVX2")
     monkeypatch.setattr("memstore.kernels.native.processor", lambda: frozenset({"avx2"}))
-    library = native._library.__wrapped__()
-    monkeypatch.setattr(native, "_library", lambda: library)
+    monkeypatch.setattr(native, "_library", Library(native.__file__, native._library.load))
     monkeypatch.setattr(native, "NUMBERS_PER_THREAD", 1)
 
 
@@ -164,7 +165,7 @@ def test_a_compiler_that_knows_no_matrices_makes_vectors(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("memstore.kernels.native.library", library)
     monkeypatch.setattr("memstore.kernels.native.processor", lambda: frozenset(native.VECTORS | native.MATRICES))
-    made: Any = native._library.__wrapped__()
+    made: Any = native._library.load(Path(native.__file__))
     assert made == [*native.VECTORS.values(), "-fopenmp"]
     assert "-mamx-int8" in tried[0]
 

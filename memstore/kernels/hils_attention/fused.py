@@ -59,7 +59,7 @@ class _HilsAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, u: Tensor, sizes: Sizes) -> Tensor:
         size, window, scale = sizes.size, sizes.window, sizes.scale
-        near, lse = _window(q, k, v, Seen(size, window, 0, True, scale))
+        near, lse = _window(q, k, v, _Seen(size, window, 0, True, scale))
         kbar, bias = pool_landmarks(u[:, :, size - 1 :: size], in_blocks(k, size), scale=scale)
         far = _far_native if native.serves(q, k, v, u, size=size) else _far
         out, blocks, weights = far(q, k, v, u, near, lse.to(q.dtype), kbar, bias, sizes)
@@ -80,7 +80,7 @@ class _HilsAttention(torch.autograd.Function):
         of_window = (g * near).sum(-1)
         total = (g * out).sum(-1)
         dlse = weights[..., -1] * (of_window - total)
-        seen, less = Seen(size, window, 0, True, scale), of_window * weights[..., -1] - dlse
+        seen, less = _Seen(size, window, 0, True, scale), of_window * weights[..., -1] - dlse
         _window_backward(q, k, v, lse, g * weights[..., -1:], less, seen, (dq, dk, dv))
         dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
         dweights = _chosen_backward(q, keys, values, blocks, weights[..., :-1], g, scale, (dq, dkeys, dvalues))
@@ -131,7 +131,7 @@ def _far_native(
 # The window
 
 
-class Seen(NamedTuple):
+class _Seen(NamedTuple):
     """The part of a window that queries see."""
 
     size: int
@@ -175,14 +175,14 @@ def window_attention(
             f"the queries must belong to the last keys, and first must be at least 0; got {shapes(q=q, k=k)}, "
             f"first={first!r}"
         )
-    seen = Seen(block_size, window, first, widened, q.shape[-1] ** -0.5 if scale is None else scale)
+    seen = _Seen(block_size, window, first, widened, q.shape[-1] ** -0.5 if scale is None else scale)
     out, lse = _WindowAttention.apply(q, k, v, seen)  # type: ignore[no-untyped-call]
     return out, lse
 
 
 class _WindowAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: _Seen) -> tuple[Tensor, Tensor]:
         out, lse = _window(q, k, v, seen)
         ctx.mark_non_differentiable(lse)
         if any(ctx.needs_input_grad):
@@ -200,7 +200,7 @@ class _WindowAttention(torch.autograd.Function):
         return *(x.to(out.dtype) for x in (dq, dk, dv)), None
 
 
-def _window(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+def _window(q: Tensor, k: Tensor, v: Tensor, seen: _Seen) -> tuple[Tensor, Tensor]:
     size, window, first, widened, scale = seen
     if widened and first % size == 0 and q.numel() and native.serves(q, k, v, size=size):
         return native.window_attention(q, k, v, size=size, window=window, first=first, scale=scale)
@@ -233,7 +233,7 @@ def _scores(queries: Tensor, keys: Tensor, bias: Tensor) -> Tensor:
     return scores.add_(bias).clamp_(min=torch.finfo(scores.dtype).min)
 
 
-def _tiles(many: int, held: int, seen: Seen, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
+def _tiles(many: int, held: int, seen: _Seen, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield the queries of a tile, the keys that they see, and the bias of their scores ``[m, n]``."""
     size, window, first, widened, _ = seen
     start, before = first + held - many, first
@@ -256,7 +256,7 @@ def _tiles(many: int, held: int, seen: Seen, device: torch.device) -> Iterator[t
 
 
 def _window_backward(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, g: Tensor, less: Tensor, seen: Seen, into: tuple[Tensor, ...]
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, g: Tensor, less: Tensor, seen: _Seen, into: tuple[Tensor, ...]
 ) -> None:
     """Add the gradients ``dS = P (g V^T - less)`` ``into`` dq, dk and dv; ``g`` is the output's gradient."""
     groups = k.shape[1]
