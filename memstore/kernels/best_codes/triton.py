@@ -18,6 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memstore.kernels._tiles import warps
+
 BLOCKS, QUERIES = 64, 32
 """Blocks and queries of one program."""
 THREADS = 256
@@ -77,7 +79,7 @@ def best_codes(codes: Tensor, queries: Tensor) -> Tensor:
     _best_codes_kernel[triton.cdiv(count, BLOCKS), triton.cdiv(rows, QUERIES)](
         codes, parts, best, *codes.stride()[:2], rows, count, keys, width,
         BITS=bits, BD=side, BW=side // 8 if bits else side, BN=BLOCKS, BR=QUERIES,
-        num_warps=THREADS // (64 if torch.version.hip else 32),
+        num_warps=warps(THREADS),
     )  # fmt: skip
     # The matrix units see bits as 1 and 0, but they mean +1 and -1.
     return best.mul_(2).sub_(sums).mul_(scales) if bits else best.mul_(scales)

@@ -33,7 +33,7 @@ Deliberate deviations:
 # mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,9 +42,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from memstore.kernels._tiles import ANY, TileTable, config, machine, padded, precision, tiled
+from memstore.kernels._tiles import ANY, LOG2_E, TileTable, grid, padded, precision, strides
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 SIMULATED_PROCESSORS = 8
 """Processors that the interpreter counts as, so that small inputs are shared by several programs, others not."""
 
@@ -78,14 +77,7 @@ TABLE = TileTable(
 # fmt: on
 
 
-def _tiled(kernel: str) -> Callable[[Any], Any]:
-    """Give a kernel the tiles of the table."""
-
-    def choose(arguments: Mapping[str, Any]) -> triton.Config:
-        sizes = {"queries": arguments["ROWS"], "dim": max(arguments["BD"], arguments["BDV"])}
-        return TABLE.tiles(kernel, machine(), arguments["q"].dtype, block=padded(arguments["S"]), **sizes)
-
-    return tiled(choose, interpreted_config=config(1, 1, BM=32, BS=32))
+_tiled = partial(TABLE.tiled, block="S", BM=32, BS=32)
 
 
 @triton.jit
@@ -351,14 +343,13 @@ class _GroupedCrossAttention(torch.autograd.Function):
         dk = dv = dweights = None
         told = {"q": q, "k": k, "v": v, "weights": weights, "dout": dout.contiguous(), "lse": lse, "delta": delta}
         told |= {"scale": ctx.scale, **_shape(q, k, v, blocks)}
-        with torch.cuda.device_of(q):
-            grid = _grid(len(q) * q.shape[1] * k.shape[2], told["rows"], "BM")
-            _queries_kernel[grid](blocks=blocks, dq=dq, lists_per_row=q.shape[1], **told)
-            if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-                entries, starts = chosen_by(blocks, k.shape[1])
-                dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-                grid = _grid(len(k) * k.shape[1] * k.shape[2], k.shape[3], "BS")
-                _blocks_kernel[grid](entries=entries, starts=starts, dk=dk, dv=dv, **told)
+        queries = grid(len(q) * q.shape[1] * k.shape[2], told["rows"], "BM")
+        _queries_kernel[queries](blocks=blocks, dq=dq, lists_per_row=q.shape[1], **told)
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            entries, starts = chosen_by(blocks, k.shape[1])
+            dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+            keys = grid(len(k) * k.shape[1] * k.shape[2], k.shape[3], "BS")
+            _blocks_kernel[keys](entries=entries, starts=starts, dk=dk, dv=dv, **told)
         if ctx.needs_input_grad[4]:
             there = (blocks >= 0) & (blocks < k.shape[1])
             dweights = torch.where(there, delta.sum((2, 4)), 0).to(weights.dtype)
@@ -381,12 +372,11 @@ def _forward(
     share = -(-chosen // _parts(lists * k.shape[2] * -(-shape["rows"] // 64), chosen, q.device))
     parts = -(-chosen // share)
     out = q.new_empty((parts, *q.shape[:-1], v.shape[-1]), dtype=q.dtype if parts == 1 else torch.float32)
-    with torch.cuda.device_of(q):
-        _forward_kernel[_grid(lists * k.shape[2], shape["rows"], "BM", parts)](
-            q=q, k=k, v=v, blocks=blocks, weights=weights, out=out, lse=lse,
-            lists=lists, lists_per_row=q.shape[1], share=share, scale=scale,
-            OFF_BY_ONE=off_by_one, SAVE=lse is not None, **shape,
-        )  # fmt: skip
+    _forward_kernel[grid(lists * k.shape[2], shape["rows"], "BM", parts)](
+        q=q, k=k, v=v, blocks=blocks, weights=weights, out=out, lse=lse,
+        lists=lists, lists_per_row=q.shape[1], share=share, scale=scale,
+        OFF_BY_ONE=off_by_one, SAVE=lse is not None, **shape,
+    )  # fmt: skip
     return out[0] if parts == 1 else out.sum(0).to(q.dtype)
 
 
@@ -408,8 +398,8 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> dict[str, Any]:
     """Return the arguments common to all kernels."""
     rows = q.shape[2] // k.shape[2] * q.shape[3]
     return {
-        **dict(zip(("kb", "kn", "kg", "ks"), k.stride(), strict=False)),
-        **dict(zip(("vb", "vn", "vg", "vs"), v.stride(), strict=False)),
+        **strides("kb kn kg ks", k),
+        **strides("vb vn vg vs", v),
         "groups": k.shape[2],
         "rows": rows,
         "chosen": blocks.shape[2],
@@ -421,7 +411,6 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> dict[str, Any]:
         "BD": padded(k.shape[4]),
         "BDV": padded(v.shape[4]),
         "PRECISION": precision(q.dtype),
-        "enable_fp_fusion": True,  # Triton 3.9 warns if this is not set
     }
 
 
@@ -430,11 +419,6 @@ def _statistics(q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
     groups = k.shape[2]
     shape = (*q.shape[:2], groups, blocks.shape[2], q.shape[2] // groups * q.shape[3])
     return torch.empty(shape, dtype=torch.float32, device=q.device)
-
-
-def _grid(matrices: int, rows: int, tile: str, parts: int = 1) -> Any:
-    """Return the programs: one for each tile of ``rows`` of each matrix, and each part of its work."""
-    return lambda config: (matrices * -(-rows // config[tile]), parts)
 
 
 def _parts(programs: int, chosen: int, device: torch.device) -> int:

@@ -32,10 +32,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from memstore.kernels._tiles import config, tiled
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
+from memstore.kernels._tiles import LN_2, LOG2_E, config, strides, tiled
 
 
 def tiles(arguments: Mapping[str, Any]) -> triton.Config:
@@ -221,11 +218,10 @@ class _KnnAttention(torch.autograd.Function):
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         if lse.numel():
-            with torch.cuda.device_of(q):
-                _forward_kernel[(lse.numel(),)](
-                    q=q, k=k, v=v, ids=ids, scale=scale, local=local, gate=gate, out=out, lse=lse,
-                    **_shape(q, k, v, ids, gate),
-                )  # fmt: skip
+            _forward_kernel[(lse.numel(),)](
+                q=q, k=k, v=v, ids=ids, scale=scale, local=local, gate=gate, out=out, lse=lse,
+                **_shape(q, k, v, ids, gate),
+            )  # fmt: skip
         ctx.save_for_backward(q, k, v, ids, scale, local, gate, lse)
         return out, lse
 
@@ -236,12 +232,11 @@ class _KnnAttention(torch.autograd.Function):
         dq, dscale = torch.empty_like(q), torch.zeros_like(lse)
         dlocal, dgate = (None, None) if gate is None else (torch.empty_like(local), torch.zeros_like(lse))
         if lse.numel():
-            with torch.cuda.device_of(q):
-                _backward_kernel[(lse.numel(),)](
-                    q=q, k=k, v=v, ids=ids, scale=scale, local=local, gate=gate, lse=lse,
-                    dout=dout.contiguous(), dlse=dlse.contiguous(), dq=dq, dlocal=dlocal, dscale=dscale, dgate=dgate,
-                    **_shape(q, k, v, ids, gate),
-                )  # fmt: skip
+            _backward_kernel[(lse.numel(),)](
+                q=q, k=k, v=v, ids=ids, scale=scale, local=local, gate=gate, lse=lse,
+                dout=dout.contiguous(), dlse=dlse.contiguous(), dq=dq, dlocal=dlocal, dscale=dscale, dgate=dgate,
+                **_shape(q, k, v, ids, gate),
+            )  # fmt: skip
         summed = None if dgate is None else dgate.sum((0, 2)).to(gate.dtype)
         return dq, None, None, None, dscale.sum((0, 2)).to(scale.dtype), dlocal, summed
 
@@ -249,8 +244,8 @@ class _KnnAttention(torch.autograd.Function):
 def _shape(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, gate: Tensor | None) -> dict[str, Any]:
     """Return the arguments common to both kernels."""
     return {
-        **dict(zip(("kb", "kg", "kn"), k.stride(), strict=False)),
-        **dict(zip(("vb", "vg", "vn"), v.stride(), strict=False)),
+        **strides("kb kg kn", k),
+        **strides("vb vg vn", v),
         "heads": q.shape[1],
         "per_group": q.shape[1] // k.shape[1],
         "tokens": q.shape[2],
@@ -262,5 +257,4 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, gate: Tensor | None) ->
         "BD": triton.next_power_of_2(q.shape[3]),
         "BDV": triton.next_power_of_2(v.shape[3]),
         "GATED": gate is not None,
-        "enable_fp_fusion": True,  # Triton 3.9 warns if this is not set
     }

@@ -26,7 +26,7 @@ log-sum-exp, which can be computed in parts. A complete block must fit into a ti
 # mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,12 +35,9 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from memstore.kernels._tiles import ANY, TileTable, config, machine, padded, precision, tiled
+from memstore.kernels._tiles import ANY, LOG2_E, LOWEST, TileTable, grid, padded, precision, strides
 from memstore.kernels.landmark_attention import layout
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1e30)
-"""Finite, so that differences of it are numbers."""
 LONGEST = 256
 """Most tokens of a complete block."""
 
@@ -89,14 +86,7 @@ TABLE = TileTable(
 # fmt: on
 
 
-def _tiled(kernel: str) -> Callable[[Any], Any]:
-    """Give a kernel the tiles of the table."""
-
-    def choose(arguments: Mapping[str, Any]) -> triton.Config:
-        sizes = {"queries": arguments["ROWS"], "dim": max(arguments["BD"], arguments["BDV"])}
-        return TABLE.tiles(kernel, machine(), arguments["q"].dtype, block=arguments["BS"], **sizes)
-
-    return tiled(choose, interpreted_config=config(1, 1, BM=64))
+_tiled = partial(TABLE.tiled, block="BS", BM=64)
 
 
 @triton.jit
@@ -505,8 +495,8 @@ class _LandmarkAttention(torch.autograd.Function):
         told = _told(q, k, v, found, settings)
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-        with torch.cuda.device_of(q):
-            _forward_kernel[_queries_grid(q)](q=q, k=k, v=v, out=out, lse=lse, tile=found.tile, **told)
+        queries = grid(q.shape[0] * q.shape[1], q.shape[2], "BM")
+        _forward_kernel[queries](q=q, k=k, v=v, out=out, lse=lse, tile=found.tile, **told)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.found, ctx.settings = found, settings
         return out
@@ -519,26 +509,21 @@ class _LandmarkAttention(torch.autograd.Function):
         told = _told(q, k, v, found, ctx.settings) | {"dout": dout.contiguous(), "lse": lse}
         delta, dq = torch.empty_like(lse), torch.empty(q.shape, dtype=q.dtype, device=q.device)
         dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-        with torch.cuda.device_of(q):
-            _queries_kernel[_queries_grid(q)](q=q, k=k, v=v, out=out, delta=delta, dq=dq, tile=found.tile, **told)
-            _keys_kernel[(k.shape[0] * k.shape[1] * found.count,)](
-                q=q, k=k, v=v, delta=delta, dk=dk, dv=dv, until=found.until, ub=_stride(found.until),
-                tokens=k.shape[2], count=found.count, **told,
-            )  # fmt: skip
+        queries = grid(q.shape[0] * q.shape[1], q.shape[2], "BM")
+        _queries_kernel[queries](q=q, k=k, v=v, out=out, delta=delta, dq=dq, tile=found.tile, **told)
+        _keys_kernel[(k.shape[0] * k.shape[1] * found.count,)](
+            q=q, k=k, v=v, delta=delta, dk=dk, dv=dv, until=found.until, ub=_stride(found.until),
+            tokens=k.shape[2], count=found.count, **told,
+        )  # fmt: skip
         return dq, dk, dv, None, None
-
-
-def _queries_grid(q: Tensor) -> Any:
-    """Return one program for each tile of queries of each head."""
-    return lambda config: (q.shape[0] * q.shape[1] * -(-q.shape[2] // config["BM"]),)
 
 
 def _told(q: Tensor, k: Tensor, v: Tensor, found: layout.Tiles, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments common to all kernels."""
     return {
-        **dict(zip(("qb", "qh", "qs"), q.stride(), strict=False)),
-        **dict(zip(("kb", "kg", "ks"), k.stride(), strict=False)),
-        **dict(zip(("vb", "vg", "vs"), v.stride(), strict=False)),
+        **strides("qb qh qs", q),
+        **strides("kb kg ks", k),
+        **strides("vb vg vs", v),
         "starts": found.starts,
         "ordinary": found.ordinary,
         "own": found.own,
@@ -559,7 +544,6 @@ def _told(q: Tensor, k: Tensor, v: Tensor, found: layout.Tiles, settings: dict[s
         "SIZE": found.size if found.regular else 0,
         "LIMITED": found.limited,
         "PRECISION": precision(q.dtype),
-        "enable_fp_fusion": True,  # Triton 3.9 warns if this is not set
     }
 
 
