@@ -42,7 +42,6 @@ def landmark_attention(
     window: int | None = None,
     ramp: float = 1.0,
     scale: float | None = None,
-    causal: bool = True,
     backend: Backend = "auto",
 ) -> Tensor:
     """Compute attention in which the landmark of an earlier block decides how much weight the block gets.
@@ -70,7 +69,6 @@ def landmark_attention(
             token outside the own block has the score ``s + ramp * (s_landmark - LSE)``, with the log-sum-exp ``LSE`` of
             the scores of its block. Training begins with 0, because landmarks are not learned otherwise.
         scale: factor on the scores; ``D ** -0.5`` if None.
-        causal: False lets a query see all of its own block, and later blocks that have a landmark.
         backend: ``"reference"``, ``"torch"`` (any device), ``"triton"`` (a GPU, or Triton's interpreter), or
             ``"auto"``: ``"triton"`` on a GPU if it can, except for float32, else ``"torch"``.
 
@@ -92,34 +90,32 @@ def landmark_attention(
     if not (q.numel() and v.shape[-1]):
         return nothing(q, v, k)
     rows = (is_landmark, key_padding, documents)
-    backend = pick(backend, q, lambda: triton_problem(q, k, v, rows, window, causal))
-    options: dict[str, Any] = {
-        "key_padding": key_padding,
-        "documents": documents,
-        "window": window,
-        "ramp": float(ramp),
-        "scale": q.shape[-1] ** -0.5 if scale is None else float(scale),
-    }
+    if key_padding is not None:  # its states may be NaN
+        there = key_padding[:, None, :, None]
+        q = torch.where(there[:, :, k.shape[2] - q.shape[2] :], q, 0)
+        k, v = torch.where(there, k, 0), torch.where(there, v, 0)
+    backend = pick(backend, q, lambda: triton_problem(q, k, v, rows, window))
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    options: dict[str, Any] = {"window": window, "ramp": float(ramp), "scale": scale}
     match backend:
         case "triton":
             from memstore.kernels.landmark_attention import triton
 
-            return triton.landmark_attention(q, k, v, is_landmark, **options)
+            out = triton.landmark_attention(q, k, v, rows, **options)
         case "torch":
             from memstore.kernels.landmark_attention import fused
 
-            return fused.landmark_attention(q, k, v, is_landmark, causal=causal, **options)
+            out = fused.landmark_attention(q, k, v, rows, **options)
         case _:
-            return _reference(q, k, v, is_landmark, causal=causal, **options)
+            return _reference(q, k, v, rows, **options)
+    return out if key_padding is None else torch.where(there[:, :, k.shape[2] - q.shape[2] :], out, 0)
 
 
 def triton_problem(
-    q: Tensor, k: Tensor, v: Tensor, rows: tuple[Tensor, Tensor | None, Tensor | None], window: int | None, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, rows: tuple[Tensor, Tensor | None, Tensor | None], window: int | None
 ) -> str | None:
     """Say why Triton cannot compute this, and what to do; None if it can. ``rows``: landmarks, padding, documents."""
     largest = max(q.shape[-1], v.shape[-1])
-    if not causal:
-        return "supports causal attention only; use 'auto' or 'torch'"
     if problem := common_problem(q, k, v, largest=largest):
         return problem
     from memstore.kernels.landmark_attention import triton
@@ -164,19 +160,17 @@ def _reference(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    is_landmark: Tensor,
+    rows: tuple[Tensor, Tensor | None, Tensor | None],
     *,
-    key_padding: Tensor | None,
-    documents: Tensor | None,
     window: int | None,
     ramp: float,
     scale: float,
-    causal: bool,
 ) -> Tensor:
     """Attend by the definition, with all weights in memory."""
     from memstore.kernels.landmark_attention import layout
 
     dtype = torch.promote_types(q.dtype, torch.float32)
+    is_landmark, key_padding, documents = rows
     tokens, first = k.shape[2], k.shape[2] - q.shape[2]
     real = torch.ones_like(is_landmark) if key_padding is None else key_padding
     landmark = is_landmark & real
@@ -186,21 +180,19 @@ def _reference(
     back = position[first:, None] - position  # [Tq, Tk]
 
     visible = real[:, first:, None] & real[:, None] & (document[:, first:, None] == document[:, None])
-    if causal:
-        visible = visible & (back >= 0)
+    visible = visible & (back >= 0)
     if window is not None:
         visible = visible & (back < window)
     own = block[:, first:, None] == block[:, None]  # [B, Tq, Tk]
-    rows = landmark_at[:, None].expand_as(own)
-    handed = visible.gather(2, rows) & complete[:, None]  # the landmark of another block is visible
+    marks = landmark_at[:, None].expand_as(own)
+    handed = visible.gather(2, marks) & complete[:, None]  # the landmark of another block is visible
     ordinary = (visible & ~landmark[:, None] & (own | handed)).unsqueeze(1)
 
     heads = q.shape[1] // k.shape[1]
-    queries = torch.where(real[:, None, first:, None], q, 0).to(dtype)
-    keys, values = (torch.where(real[:, None, :, None], x, 0).to(dtype).repeat_interleave(heads, dim=1) for x in (k, v))
-    scores = scale * queries @ keys.mT  # [B, H, Tq, Tk]
+    keys, values = (x.to(dtype).repeat_interleave(heads, dim=1) for x in (k, v))
+    scores = scale * q.to(dtype) @ keys.mT  # [B, H, Tq, Tk]
     inside = _within_blocks(scores, ordinary, block)
-    bias = ramp * (scores.gather(3, rows.unsqueeze(1).expand_as(scores)) - inside)
+    bias = ramp * (scores.gather(3, marks.unsqueeze(1).expand_as(scores)) - inside)
     total = torch.where(own.unsqueeze(1), scores, scores + bias).masked_fill(~ordinary, float("-inf"))
     sees = ordinary.any(-1, keepdim=True)
     weights = torch.where(sees, total, 0).softmax(-1) * sees

@@ -44,50 +44,36 @@ def landmark_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    is_landmark: Tensor,
+    rows: tuple[Tensor, Tensor | None, Tensor | None],
     *,
-    key_padding: Tensor | None,
-    documents: Tensor | None,
     window: int | None,
     ramp: float,
     scale: float,
-    causal: bool,
 ) -> Tensor:
-    """Take ``q [B, H, Tq, D]``, ``k, v [B, G, Tk, D]``, ``is_landmark [B, Tk]`` -> ``[B, H, Tq, Dv]``."""
-    if key_padding is not None:
-        there = key_padding[:, None, :, None]
-        q = torch.where(there[:, :, k.shape[2] - q.shape[2] :], q, 0)
-        k, v = torch.where(there, k, 0), torch.where(there, v, 0)
-    plan = _planned(is_landmark, key_padding, documents, groups=k.shape[1], window=window, ramp=ramp, causal=causal)
+    """See the public function; ``rows`` are landmarks, padding (whose states are 0) and documents."""
+    plan = _planned(*rows, groups=k.shape[1], window=window, ramp=ramp)
     out: Tensor = _LandmarkAttention.apply(q, k, v, plan, scale)  # type: ignore[no-untyped-call]
-    return out if key_padding is None else torch.where(there[:, :, k.shape[2] - q.shape[2] :], out, 0)
-
-
-@layout.remembered
-def _planned(
-    is_landmark: Tensor,
-    key_padding: Tensor | None,
-    documents: Tensor | None,
-    *,
-    groups: int,
-    window: int | None,
-    ramp: float,
-    causal: bool,
-) -> _Plan:
-    blocks = layout.find(is_landmark, key_padding, documents)
-    return _Plan(blocks, layout.pieces(blocks), groups, window, ramp, causal)
+    return out
 
 
 class _Plan:
     """The pieces that the queries of a chunk see: the same for all heads, and for all rows if they are alike."""
 
     def __init__(
-        self, blocks: layout.Blocks, pieces: layout.Pieces, groups: int, window: int | None, ramp: float, causal: bool
+        self,
+        is_landmark: Tensor,
+        key_padding: Tensor | None,
+        documents: Tensor | None,
+        *,
+        groups: int,
+        window: int | None,
+        ramp: float,
     ) -> None:
-        self.blocks, self.pieces, self.groups = blocks, pieces, groups
-        self.window, self.ramp, self.causal = window, ramp, causal
-        self.alike = len(blocks.number) == 1
-        self.tokens = blocks.number.shape[1]
+        self.blocks = layout.find(is_landmark, key_padding, documents)
+        self.pieces = layout.pieces(self.blocks)
+        self.groups, self.window, self.ramp = groups, window, ramp
+        self.alike = len(self.blocks.number) == 1
+        self.tokens = self.blocks.number.shape[1]
         self._views: dict[tuple[int, ...], _View] = {}
         self._room = KEPT
         self._ranges: dict[tuple[int, int], tuple[int, int, int]] = {}
@@ -109,8 +95,6 @@ class _Plan:
         return self._ranges[first, last]
 
     def _range(self, first: int, last: int) -> tuple[int, int, int]:
-        if not self.causal:
-            return 0, 0, self.pieces.count
         piece = self.pieces.slot // self.pieces.size
         start, edge, stop = 0, int(piece[:, first].min()), int(piece[:, last - 1].max()) + 1
         if self.pieces.packed:
@@ -142,11 +126,12 @@ class _Plan:
         whole, part = slice(start, stop), slice(edge, stop)
         block, ends = of(p.block, whole)[:, None], of(p.landmark, whole)[:, None]
         own = block == of(self.blocks.number, slice(first, last))[..., None]  # [X, M, N]
-        handed = ends < self.tokens if not self.causal else ends <= position
-        handed = handed & (of(p.document, whole)[:, None] == of(self.blocks.document, slice(first, last))[..., None])
+        handed = (ends <= position) & (
+            of(p.document, whole)[:, None] == of(self.blocks.document, slice(first, last))[..., None]
+        )
         visible = own | handed
         ordinary = of(p.ordinary, part)[:, None]  # [X, 1, N, R]
-        seen = ordinary < self.tokens if not self.causal else ordinary <= position[..., None]
+        seen = ordinary <= position[..., None]
         if self.window is not None:
             seen = seen & (ordinary > position[..., None] - self.window)
         seen = seen & visible[..., edge - start :, None]
@@ -166,6 +151,9 @@ class _Plan:
             block[:, 0].clamp(min=0),
             landmark,
         )
+
+
+_planned = layout.remembered(_Plan)
 
 
 class _View(NamedTuple):

@@ -467,25 +467,19 @@ def landmark_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    is_landmark: Tensor,
+    rows: tuple[Tensor, Tensor | None, Tensor | None],
     *,
-    key_padding: Tensor | None,
-    documents: Tensor | None,
     window: int | None,
     ramp: float,
     scale: float,
 ) -> Tensor:
-    """Take ``q [B, H, Tq, D]``, ``k, v [B, G, Tk, D]``, ``is_landmark [B, Tk]`` -> ``[B, H, Tq, Dv]``, causal."""
-    found = tiles(is_landmark, key_padding, documents, window=window)
-    if key_padding is not None:
-        there = key_padding[:, None, :, None]
-        q = torch.where(there[:, :, k.shape[2] - q.shape[2] :], q, 0)
-        k, v = torch.where(there, k, 0), torch.where(there, v, 0)
+    """See the public function; ``rows`` are landmarks, padding (whose states are 0) and documents."""
+    found = tiles(*rows, window=window)
     if scale <= 0:  # kernels take the largest score before they scale it
         q, scale = q * scale, 1.0
     settings = {"window": k.shape[2] if window is None else window, "ramp": ramp, "scale": scale}
     out: Tensor = _LandmarkAttention.apply(q, k, v, found, settings)  # type: ignore[no-untyped-call]
-    return out if key_padding is None else torch.where(there[:, :, k.shape[2] - q.shape[2] :], out, 0)
+    return out
 
 
 class _LandmarkAttention(torch.autograd.Function):
