@@ -77,6 +77,11 @@ def pick(backend: Backend, x: Tensor, problem: Callable[[], str | None], *, prod
     return first_able(backend, choices, lambda each: problem() if each == "triton" else None)
 
 
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return half types in float32, others as they are."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 def nothing(q: Tensor, v: Tensor, *others: Tensor) -> Tensor:
     """Return the output for an empty set of keys: 0, with gradient 0 for any input."""
     linked = torch.stack([x[..., :0].sum().to(q.dtype) for x in (q, v, *others)]).sum()

@@ -74,37 +74,27 @@ def attend(
     scale: float | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
-    backend: Backend = "auto",
 ) -> Tensor:
     """Return only the output of ``block_attention``; without log-sum-exp PyTorch is several times faster.
 
     ``mask`` is additive here, ``[B or 1, 1 or G or H, T, M]``, and for the last ``M`` keys; earlier keys are visible to
-    all. ``"auto"`` takes ``"torch"`` unless a softcap or sinks are given, which it does not support.
+    all. The reference serves a softcap and sinks, which PyTorch does not support.
     """
+    from memstore.kernels.block_attention import fused, reference
+
     k, v = _flat(k), _flat(v)
     _check(q, k, v)
     if mask is not None and mask.shape[-1] > k.shape[2]:
         raise InvalidArgument(f"the mask covers {mask.shape[-1]} keys, but there are {k.shape[2]} keys")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    special = softcap is not None or sinks is not None
-    match backend:
-        case "torch" if special:
-            raise InvalidArgument("backend 'torch' has no softcap and no sinks; use 'auto' or 'reference'")
-        case "auto" | "torch" if not special:
-            from memstore.kernels.block_attention import fused
-
-            return fused.attend(q, k, v, mask=mask, scale=scale)
-        case "auto" | "reference":
-            from memstore.kernels.block_attention import fused, reference
-
-            mask = None if mask is None else fused.whole_mask(mask, q.shape[1], k.shape[2])
-            return reference.block_attention(q, k, v, mask=mask, scale=scale, softcap=softcap, sinks=sinks)[0]
-        case _:
-            raise InvalidArgument(f"backend must be 'auto', 'reference' or 'torch', got {backend!r}")
+    if softcap is None and sinks is None:
+        return fused.attend(q, k, v, mask=mask, scale=scale)
+    mask = None if mask is None else fused.whole_mask(mask, q.shape[1], k.shape[2])
+    return reference.block_attention(q, k, v, mask=mask, scale=scale, softcap=softcap, sinks=sinks)[0]
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge partial attention results over disjoint sets of keys; exact.
+    """Merge partial attention results over disjoint sets of keys; exact, because weights are exp(lse_i - lse).
 
     Args:
         outs: partial outputs ``[B, H, T, D]``.
@@ -117,9 +107,11 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
         raise InvalidArgument(
             f"expected one log-sum-exp for each output, and at least one output; got {len(outs)} and {len(lses)}"
         )
-    from memstore.kernels.block_attention import reference
-
-    return reference.merge_attention(outs, lses)
+    stacked = torch.stack(list(lses))  # [parts, B, H, T]
+    lse = torch.logsumexp(stacked, dim=0)
+    weights = torch.exp(stacked - torch.nan_to_num(lse, neginf=0.0))
+    merged = sum(w.unsqueeze(-1) * out.to(w.dtype) for w, out in zip(weights, outs, strict=True))
+    return torch.as_tensor(merged).to(outs[0].dtype), lse
 
 
 def _flat(x: Tensor) -> Tensor:

@@ -6,8 +6,6 @@ so keys and values are never repeated in memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -55,15 +53,3 @@ def _per_group(x: Tensor, y: Tensor) -> Tensor:
     groups = y.shape[1]
     packed = x.reshape(batch, groups, heads // groups * tokens, inner)
     return (packed @ y).reshape(batch, heads, tokens, y.shape[-1])
-
-
-def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Merge partial results over disjoint keys into the result over all of them (exact: weights are exp(lse_i - lse)).
-
-    ``outs`` are ``[B, H, T, D]``, ``lses`` are ``[B, H, T]``; the same pair is returned.
-    """
-    stacked = torch.stack(list(lses))  # [parts, B, H, T]
-    lse = torch.logsumexp(stacked, dim=0)
-    weights = torch.exp(stacked - torch.nan_to_num(lse, neginf=0.0))
-    merged = sum(w.unsqueeze(-1) * out.to(w.dtype) for w, out in zip(weights, outs, strict=True))
-    return torch.as_tensor(merged).to(outs[0].dtype), lse

@@ -28,6 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from memstore.kernels._backends import at_least_float32
+
 FOLDED = 1 << 18
 """Numbers in the keys of a row up to which projections are folded into a list; more would take longer to read."""
 
@@ -53,7 +55,7 @@ class _GroupedCrossAttention(torch.autograd.Function):
         weight = torch.where(there, weights, 0).view(lists, 1, 1, chosen, 1)
         keys, values = _gathered(k, blocks, there), _gathered(v, blocks, there)  # [L * G, K * S, D]
         queries = (q * scale).reshape(lists * groups, -1, q.shape[-1])  # [L * G, M, D]
-        scores = _at_least_float32(torch.bmm(queries, keys.mT)).view(lists, groups, -1, chosen, size)
+        scores = at_least_float32(torch.bmm(queries, keys.mT)).view(lists, groups, -1, chosen, size)
         p = _softmax_(scores, off_by_one)
         out = torch.bmm((p * weight).view(lists * groups, -1, chosen * size).to(values.dtype), values)
         ctx.save_for_backward(queries, keys, values, blocks, there, weight, p)
@@ -68,7 +70,7 @@ class _GroupedCrossAttention(torch.autograd.Function):
         q_shape, k_shape, v_shape = ctx.shapes
         q_type, k_type, v_type, weights_type = ctx.dtypes
         gradient = dout.reshape(len(values), -1, values.shape[-1]).to(values.dtype)
-        dp = _at_least_float32(torch.bmm(gradient, values.mT)).view(p.shape)  # [L, G, M, K, S]
+        dp = at_least_float32(torch.bmm(gradient, values.mT)).view(p.shape)  # [L, G, M, K, S]
         spare = p * dp
         delta = spare.sum(-1, keepdim=True)
         weighted = torch.mul(p, weight, out=spare)
@@ -123,10 +125,6 @@ def _cleared(chosen: Tensor, there: Tensor) -> Tensor:
     if chosen.device.type == "cpu":
         return chosen.index_fill_(0, nowhere.nonzero()[:, 0], 0)
     return chosen.masked_fill_(nowhere, 0)  # does not wait for the device
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 # Prepared lists

@@ -7,8 +7,6 @@ to them, and touches nothing else. *HiLS-Attention*, arXiv 2607.02980 (2026); ``
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -77,22 +75,16 @@ def hils_attention(
     if not q.numel():
         return q + u + torch.stack([x.sum().to(q.dtype) for x in (k, v)]).sum()  # zero, with gradients of 0
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    options: dict[str, Any] = {
-        "size": block_size,
-        "window": window,
-        "top_k": top_k,
-        "softmax1": softmax1,
-        "scale": scale,
-    }
+    sizes = fused.Sizes(block_size, window, top_k, softmax1, scale)
     match backend:
         case "reference":
-            return reference.hils_attention(q, k, v, u, **options)
+            return reference.hils_attention(q, k, v, u, **sizes._asdict())
         case "triton":
             from memstore.kernels.hils_attention import triton
 
-            return triton.hils_attention(q, k, v, u, **options)
+            return triton.hils_attention(q, k, v, u, sizes)
         case _:
-            return fused.hils_attention(q, k, v, u, **options)
+            return fused.hils_attention(q, k, v, u, sizes)
 
 
 def _triton_problem(q: Tensor, k: Tensor, v: Tensor, u: Tensor, block_size: int) -> str | None:

@@ -49,9 +49,9 @@ class Sizes(NamedTuple):
     scale: float
 
 
-def hils_attention(q: Tensor, k: Tensor, v: Tensor, u: Tensor, **sizes: Any) -> Tensor:
-    """Take ``q, u [B, H, T, D]``, ``k, v [B, G, T, D]`` -> ``[B, H, T, D]``; ``sizes`` as in ``Sizes``."""
-    out: Tensor = _HilsAttention.apply(q, k, v, u, Sizes(**sizes))  # type: ignore[no-untyped-call]
+def hils_attention(q: Tensor, k: Tensor, v: Tensor, u: Tensor, sizes: Sizes) -> Tensor:
+    """See the public function."""
+    out: Tensor = _HilsAttention.apply(q, k, v, u, sizes)  # type: ignore[no-untyped-call]
     return out
 
 

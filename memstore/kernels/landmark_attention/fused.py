@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from memstore.kernels._backends import at_least_float32
 from memstore.kernels.landmark_attention import layout
 
 ROWS = 32
@@ -194,7 +195,7 @@ class _Weights(NamedTuple):
 def weights(q: Tensor, k: Tensor, view: _View, ramp: float, size: int) -> _Weights:
     """Take ``q [X, heads, M, D]``, scaled, and the keys of the view ``[X, N * R, D]``; return the weights."""
     rows, heads, many, _ = q.shape
-    scores = _at_least_float32(torch.bmm(q.flatten(1, 2), k.mT)).view(rows, heads, many, -1, size)
+    scores = at_least_float32(torch.bmm(q.flatten(1, 2), k.mT)).view(rows, heads, many, -1, size)
     landmark = scores[..., -1].clone()
     _hide_(scores, view, ramp)
     if ramp == 0:
@@ -293,7 +294,7 @@ class _LandmarkAttention(torch.autograd.Function):
             q, k, v = queries[rows, :, chunk], keys[rows, view.slots], values[rows, view.slots]
             gradient = dout[rows, :, chunk].flatten(1, 2)
             w = _Weights(next(kept), next(kept), next(kept)) if ctx.kept else weights(q, k, view, plan.ramp, size)
-            dp = _at_least_float32(torch.bmm(gradient, v.mT))
+            dp = at_least_float32(torch.bmm(gradient, v.mT))
             ds, weighted = (x.to(q.dtype) for x in score_gradients(w, dp, view, plan.ramp))
             dq[rows, :, chunk] = torch.bmm(ds, k).view(q.shape)
             dk[rows, view.slots] += torch.bmm(ds.mT, q.flatten(1, 2))
@@ -372,7 +373,3 @@ def _is_last(landmark: Tensor) -> Tensor:
 
 def _zeros(x: Tensor) -> Tensor:
     return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memstore.kernels._tiles import SMALLEST, padded, precision, warps
-from memstore.kernels.block_attention.reference import merge_attention
+from memstore.kernels.block_attention import merge_attention
 from memstore.kernels.latent_attention.fused import inside
 
 ROWS = 16
