@@ -158,24 +158,16 @@ def _forward_kernel(
 @_tiled("queries")
 @triton.jit
 def _queries_kernel(
-    q: tl.tensor,  # [L, G, M, D]
-    k: tl.tensor,  # [B, N, G, S, D], strided
-    v: tl.tensor,  # [B, N, G, S, DV], strided
-    blocks: tl.tensor,  # [L, K]
-    weights: tl.tensor,  # [L, K]
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, blocks: tl.tensor, weights: tl.tensor,
     dout: tl.tensor,  # [L, G, M, DV]
-    lse: tl.tensor,  # [L, G, K, M]
-    delta: tl.tensor,  # [L, G, K, M]
+    lse: tl.tensor, delta: tl.tensor,  # [L, G, K, M]
     dq: tl.tensor,  # [L, G, M, D]
     kb: tl.tensor, kn: tl.tensor, kg: tl.tensor, ks: tl.tensor,  # strides
     vb: tl.tensor, vn: tl.tensor, vg: tl.tensor, vs: tl.tensor,
     lists_per_row: tl.tensor, groups: tl.tensor, rows: tl.tensor, chosen: tl.tensor, count: tl.tensor,
     scale: tl.tensor,
-    ROWS: tl.constexpr,
-    S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BD: tl.constexpr, BDV: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BM: tl.constexpr, BS: tl.constexpr,  # rows of a tile of queries, and of keys
+    ROWS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Walk a tile of queries over the blocks of its list, for the gradient of the queries and ``delta``."""
     tiles = tl.cdiv(rows, BM)
@@ -229,26 +221,18 @@ def _queries_kernel(
 @_tiled("blocks")
 @triton.jit
 def _blocks_kernel(
-    q: tl.tensor,  # [L, G, M, D]
-    k: tl.tensor,  # [B, N, G, S, D], strided
-    v: tl.tensor,  # [B, N, G, S, DV], strided
-    weights: tl.tensor,  # [L, K]
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, weights: tl.tensor,
     entries: tl.tensor,  # [L * K], places in weights, ordered by the block that they chose
     starts: tl.tensor,  # [B * N + 1], the first entry of each block
-    dout: tl.tensor,  # [L, G, M, DV]
-    lse: tl.tensor,  # [L, G, K, M]
-    delta: tl.tensor,  # [L, G, K, M]
+    dout: tl.tensor, lse: tl.tensor, delta: tl.tensor,
     dk: tl.tensor,  # [B, N, G, S, D], contiguous
     dv: tl.tensor,  # [B, N, G, S, DV], contiguous
     kb: tl.tensor, kn: tl.tensor, kg: tl.tensor, ks: tl.tensor,  # strides
     vb: tl.tensor, vn: tl.tensor, vg: tl.tensor, vs: tl.tensor,
     groups: tl.tensor, rows: tl.tensor, chosen: tl.tensor, count: tl.tensor,
     scale: tl.tensor,
-    ROWS: tl.constexpr,
-    S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BD: tl.constexpr, BDV: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BM: tl.constexpr, BS: tl.constexpr,  # rows of a tile of queries, and of keys
+    ROWS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Walk a tile of a block's keys over the queries of the lists that chose the block, in order."""
     tiles: tl.constexpr = (S + BS - 1) // BS

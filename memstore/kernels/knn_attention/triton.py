@@ -125,20 +125,10 @@ def _forward_kernel(
 @_tiled
 @triton.jit
 def _backward_kernel(
-    q: tl.tensor,  # [B, H, T, D]
-    k: tl.tensor,  # [B, G, N, D], strided
-    v: tl.tensor,  # [B, G, N, DV], strided
-    ids: tl.tensor,  # [B, H, T, K]
-    scale: tl.tensor,  # [H]
-    local: tl.tensor,  # [B, H, T, DV]
-    gate: tl.tensor,  # [H]
-    lse: tl.tensor,  # [B, H, T]
-    dout: tl.tensor,  # [B, H, T, DV]
-    dlse: tl.tensor,  # [B, H, T]
-    dq: tl.tensor,  # [B, H, T, D]
-    dlocal: tl.tensor,  # [B, H, T, DV]
-    dscale: tl.tensor,  # [B, H, T]
-    dgate: tl.tensor,  # [B, H, T]
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, ids: tl.tensor, scale: tl.tensor, local: tl.tensor, gate: tl.tensor,
+    lse: tl.tensor,
+    dout: tl.tensor, dlse: tl.tensor, dq: tl.tensor, dlocal: tl.tensor,  # shaped like what they are gradients of
+    dscale: tl.tensor, dgate: tl.tensor,  # [B, H, T]
     kb: tl.tensor, kg: tl.tensor, kn: tl.tensor, vb: tl.tensor, vg: tl.tensor, vn: tl.tensor,  # strides
     heads: tl.tensor, per_group: tl.tensor, tokens: tl.tensor, chosen: tl.tensor, count: tl.tensor,
     CHOSEN: tl.constexpr,

@@ -303,18 +303,10 @@ def _queries_step(
 @_tiled("queries")
 @triton.jit
 def _queries_kernel(
-    q: tl.tensor,  # [B, H, Tq, D], strided
-    k: tl.tensor,  # [B, G, Tk, D], strided
-    v: tl.tensor,  # [B, G, Tk, DV], strided
-    starts: tl.tensor,  # [B, N + 1]
-    ordinary: tl.tensor,  # [B, Tk]
-    tile: tl.tensor,  # [B, Tk]
-    own: tl.tensor,  # [B, Tk]
-    first: tl.tensor,  # [B, Tk]
-    out: tl.tensor,  # [B, H, Tq, DV], contiguous
-    dout: tl.tensor,  # [B, H, Tq, DV], contiguous
-    lse: tl.tensor,  # [B, H, Tq]
-    delta: tl.tensor,  # [B, H, Tq]
+    q: tl.tensor, k: tl.tensor, v: tl.tensor,
+    starts: tl.tensor, ordinary: tl.tensor, tile: tl.tensor, own: tl.tensor, first: tl.tensor,
+    out: tl.tensor, dout: tl.tensor,  # [B, H, Tq, DV], contiguous
+    lse: tl.tensor, delta: tl.tensor,  # [B, H, Tq]
     dq: tl.tensor,  # [B, H, Tq, D], contiguous
     qb: tl.tensor, qh: tl.tensor, qs: tl.tensor,  # strides
     kb: tl.tensor, kg: tl.tensor, ks: tl.tensor,
@@ -369,17 +361,9 @@ def _queries_kernel(
 @_tiled("keys")
 @triton.jit
 def _keys_kernel(
-    q: tl.tensor,  # [B, H, Tq, D], strided
-    k: tl.tensor,  # [B, G, Tk, D], strided
-    v: tl.tensor,  # [B, G, Tk, DV], strided
-    starts: tl.tensor,  # [B, N + 1]
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, starts: tl.tensor,
     until: tl.tensor,  # [B, N]
-    ordinary: tl.tensor,  # [B, Tk]
-    own: tl.tensor,  # [B, Tk]
-    first: tl.tensor,  # [B, Tk]
-    dout: tl.tensor,  # [B, H, Tq, DV], contiguous
-    lse: tl.tensor,  # [B, H, Tq]
-    delta: tl.tensor,  # [B, H, Tq]
+    ordinary: tl.tensor, own: tl.tensor, first: tl.tensor, dout: tl.tensor, lse: tl.tensor, delta: tl.tensor,
     dk: tl.tensor,  # [B, G, Tk, D], contiguous
     dv: tl.tensor,  # [B, G, Tk, DV], contiguous
     qb: tl.tensor, qh: tl.tensor, qs: tl.tensor,  # strides
