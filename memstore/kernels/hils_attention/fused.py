@@ -357,13 +357,18 @@ def pool_backward(m: Tensor, keys: Tensor, dkbar: Tensor, dbias: Tensor, scale: 
 # Chosen blocks
 
 
-def _places(blocks: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield each of ``count`` blocks that is in ``blocks [M, K]``, and its places ``query * K + place``."""
-    flat = blocks.flatten().to(torch.int32) + 1
-    counts = flat.bincount(minlength=count + 1).tolist()
-    for block, places in enumerate(flat.argsort(stable=True).split(counts)):
-        if block and len(places):
-            yield block - 1, places
+def _lists(blocks: Tensor, count: int) -> Iterator[tuple[tuple[int, int], int, Tensor, Tensor]]:
+    """Yield each of ``count`` blocks that is in ``blocks [B, G, M, K]``, row by row and head by head.
+
+    With the row and the head come the block, the queries that chose it, and its places ``query * K + place``.
+    """
+    for row, of_row in enumerate(blocks):
+        for group, of_group in enumerate(of_row):
+            flat = of_group.flatten().to(torch.int32) + 1
+            counts = flat.bincount(minlength=count + 1).tolist()
+            for block, places in enumerate(flat.argsort(stable=True).split(counts)):
+                if block and len(places):
+                    yield (row, group), block - 1, places.div(blocks.shape[3], rounding_mode="floor"), places
 
 
 def attend_chosen(
@@ -391,7 +396,7 @@ def attend_chosen(
     check_device(q=q, keys=keys, values=values, blocks=blocks, weights=weights)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     wide = torch.promote_types(q.dtype, torch.float32)
-    batch, groups, count, held, dim = keys.shape
+    groups, count, held, dim = keys.shape[1:]
     many, top_k = blocks.shape[2:]
     if not (count and q.numel()):
         return q.new_zeros(q.shape, dtype=wide)
@@ -401,20 +406,16 @@ def attend_chosen(
         found = torch.zeros_like(q, memory_format=torch.contiguous_format)
         native.PackedBlocks(keys, values, scale=scale).attend(q, blocks, weights, out=found)
         return found
-    # [B, G, M, R, D]: the heads of a group become rows of one product
-    queries = (q.to(wide) * scale).unflatten(1, (groups, -1)).transpose(2, 3).contiguous()
-    given = weights.unflatten(1, (groups, -1)).permute(0, 1, 3, 4, 2).contiguous()  # [B, G, M, K, R]
+    # The heads of a group become rows of one product.
+    queries = (q.to(wide) * scale).unflatten(1, (groups, -1)).transpose(2, 3).flatten(3)  # [B, G, M, R * D]
+    given = weights.unflatten(1, (groups, -1)).permute(0, 1, 3, 4, 2).flatten(2, 3)  # [B, G, M * K, R]
     out = torch.zeros_like(queries)
-    for row in range(batch):
-        for group in range(groups):
-            x, w, o = queries[row, group].flatten(1), given[row, group].flatten(0, 1), out[row, group].flatten(1)
-            for block, places in _places(blocks[row, group], count):
-                k, v = keys[row, group, block].to(wide), values[row, group, block].to(wide)
-                which = places.div(top_k, rounding_mode="floor")
-                p = (x.index_select(0, which).view(-1, dim) @ k.mT).softmax(-1)
-                p.mul_(w.index_select(0, places).view(-1, 1))
-                o.index_add_(0, which, (p @ v).view(len(which), -1))
-    joined: Tensor = out.transpose(2, 3).flatten(1, 2)
+    for at, block, which, places in _lists(blocks, count):
+        k, v = keys[at][block].to(wide), values[at][block].to(wide)
+        p = (queries[at].index_select(0, which).view(-1, dim) @ k.mT).softmax(-1)
+        p.mul_(given[at].index_select(0, places).view(-1, 1))
+        out[at].index_add_(0, which, (p @ v).view(len(which), -1))
+    joined: Tensor = out.unflatten(3, (-1, dim)).transpose(2, 3).flatten(1, 2)
     return joined
 
 
@@ -453,36 +454,23 @@ def _chosen_backward(
     into: tuple[Tensor, ...],
 ) -> Tensor:
     """Return the gradient of the weights; add those of queries, keys and values ``into`` three tensors."""
-    batch, groups, count, _, dim = keys.shape
-    top_k = blocks.shape[-1]
+    groups, count, _, dim = keys.shape[1:]
     dq, dkeys, dvalues = into
-    queries, gradients = (
-        x.unflatten(1, (groups, -1)).transpose(2, 3).contiguous() for x in (q * scale, g)
-    )  # [B, G, M, R, D]
-    given = weights.unflatten(1, (groups, -1)).permute(0, 1, 3, 4, 2).contiguous()  # [B, G, M, K, R]
-    dqueries, dgiven = torch.zeros_like(queries), torch.zeros_like(given)
-    for row in range(batch):
-        for group in range(groups if count else 0):
-            x, y = queries[row, group].flatten(1), gradients[row, group].flatten(1)
-            w, dw, dx = (
-                given[row, group].flatten(0, 1),
-                dgiven[row, group].flatten(0, 1),
-                dqueries[row, group].flatten(1),
-            )
-            for block, places in _places(blocks[row, group], count):
-                k, v = keys[row, group, block], values[row, group, block]
-                which = places.div(top_k, rounding_mode="floor")
-                asked, gradient = (each.index_select(0, which).view(-1, dim) for each in (x, y))
-                weight = w.index_select(0, places).view(-1, 1)
-                p = (asked @ k.mT).softmax(-1)
-                dp = gradient @ v.mT
-                delta = torch.linalg.vecdot(p, dp).unsqueeze(-1)
-                dw[places] = delta.view(len(places), -1)
-                p.mul_(weight)
-                ds = dp.sub_(delta).mul_(p)
-                dx.index_add_(0, which, (ds @ k).view(len(which), -1))
-                dkeys[row, group, block] = ds.mT @ asked
-                dvalues[row, group, block] = p.mT @ gradient
-    dq += dqueries.transpose(2, 3).flatten(1, 2) * scale
-    dweights: Tensor = dgiven.permute(0, 1, 4, 2, 3).flatten(1, 2)
+    queries, gradients = (x.unflatten(1, (groups, -1)).transpose(2, 3).flatten(3) for x in (q * scale, g))
+    given = weights.unflatten(1, (groups, -1)).permute(0, 1, 3, 4, 2).flatten(2, 3)  # [B, G, M * K, R]
+    dqueries, dgiven = torch.zeros_like(queries), torch.zeros_like(given)  # queries: [B, G, M, R * D]
+    for at, block, which, places in _lists(blocks, count):
+        k, v = keys[at][block], values[at][block]
+        asked, gradient = (each[at].index_select(0, which).view(-1, dim) for each in (queries, gradients))
+        p = (asked @ k.mT).softmax(-1)
+        dp = gradient @ v.mT
+        delta = torch.linalg.vecdot(p, dp).unsqueeze(-1)
+        dgiven[at][places] = delta.view(len(places), -1)
+        p.mul_(given[at].index_select(0, places).view(-1, 1))
+        ds = dp.sub_(delta).mul_(p)
+        dqueries[at].index_add_(0, which, (ds @ k).view(len(which), -1))
+        dkeys[at][block] = ds.mT @ asked
+        dvalues[at][block] = p.mT @ gradient
+    dq += dqueries.unflatten(3, (-1, dim)).transpose(2, 3).flatten(1, 2) * scale
+    dweights: Tensor = dgiven.unflatten(2, blocks.shape[2:]).permute(0, 1, 4, 2, 3).flatten(1, 2)
     return dweights
