@@ -68,7 +68,7 @@ def _rows(
     base: tl.tensor, first: tl.tensor, count: tl.tensor, stride: tl.tensor,
     LENGTH: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """Load rows as ``load_rows`` does, which would need so many registers here that some are spilled."""
+    """Load ``LENGTH`` rows of a matrix ``[count, D]`` from ``first`` on, with 0 beyond its edges."""
     index, dims = first + tl.arange(0, LENGTH), tl.arange(0, BD)
     mask = (index < count)[:, None] & (dims < D)[None, :]
     return tl.load(base + index.to(tl.int64)[:, None] * stride + dims[None, :], mask=mask, other=0.0)
