@@ -19,14 +19,25 @@ token. The equations do not cover such a block, and would lose this weight.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.kernels._backends import INTEGERS, Backend, check_device, check_grouped, nothing, pick, shapes
-from memstore.kernels._backends import triton_problem as common_problem
+from memstore.kernels._backends import (
+    INTEGERS,
+    Backend,
+    check_device,
+    check_grouped,
+    nothing,
+    pick,
+    shapes,
+    triton_problem,
+)
+
+if TYPE_CHECKING:
+    from memstore.kernels.landmark_attention import layout
 
 __all__ = ["landmark_attention"]
 
@@ -94,7 +105,7 @@ def landmark_attention(
         there = key_padding[:, None, :, None]
         q = torch.where(there[:, :, k.shape[2] - q.shape[2] :], q, 0)
         k, v = torch.where(there, k, 0), torch.where(there, v, 0)
-    backend = pick(backend, q, lambda: triton_problem(q, k, v, rows, window))
+    backend = pick(backend, q, lambda: _triton_problem(q, k, v, rows, window))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     options: dict[str, Any] = {"window": window, "ramp": float(ramp), "scale": scale}
     match backend:
@@ -111,16 +122,13 @@ def landmark_attention(
     return out if key_padding is None else torch.where(there[:, :, k.shape[2] - q.shape[2] :], out, 0)
 
 
-def triton_problem(
-    q: Tensor, k: Tensor, v: Tensor, rows: tuple[Tensor, Tensor | None, Tensor | None], window: int | None
-) -> str | None:
-    """Say why Triton cannot compute this, and what to do; None if it can. ``rows``: landmarks, padding, documents."""
-    largest = max(q.shape[-1], v.shape[-1])
-    if problem := common_problem(q, k, v, largest=largest):
+def _triton_problem(q: Tensor, k: Tensor, v: Tensor, rows: layout.Rows, window: int | None) -> str | None:
+    """Say why Triton cannot compute this, and what to do; None if it can."""
+    if problem := triton_problem(q, k, v, largest=max(q.shape[-1], v.shape[-1])):
         return problem
     from memstore.kernels.landmark_attention import triton
 
-    longest = triton.tiles(*rows, window=window).size
+    longest = triton.tiles(rows, window=window).size
     if longest > triton.LONGEST:
         return f"takes blocks of at most {triton.LONGEST} tokens, got {longest}; use 'auto' or 'torch'"
     return None
@@ -157,24 +165,17 @@ def _check_rows(is_landmark: Tensor, key_padding: Tensor | None, documents: Tens
 
 
 def _reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: tuple[Tensor, Tensor | None, Tensor | None],
-    *,
-    window: int | None,
-    ramp: float,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, rows: layout.Rows, *, window: int | None, ramp: float, scale: float
 ) -> Tensor:
     """Attend by the definition, with all weights in memory."""
-    from memstore.kernels.landmark_attention import layout
+    from memstore.kernels.landmark_attention.layout import numbered
 
     dtype = torch.promote_types(q.dtype, torch.float32)
     is_landmark, key_padding, documents = rows
     tokens, first = k.shape[2], k.shape[2] - q.shape[2]
     real = torch.ones_like(is_landmark) if key_padding is None else key_padding
     landmark = is_landmark & real
-    block, document = layout.numbered(landmark, documents)
+    block, document = numbered(landmark, documents)
     landmark_at, complete = _landmarks(landmark, block)
     position = torch.arange(tokens, device=q.device)
     back = position[first:, None] - position  # [Tq, Tk]

@@ -42,17 +42,10 @@ KEPT = 1 << 24
 
 
 def landmark_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: tuple[Tensor, Tensor | None, Tensor | None],
-    *,
-    window: int | None,
-    ramp: float,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, rows: layout.Rows, *, window: int | None, ramp: float, scale: float
 ) -> Tensor:
-    """See the public function; ``rows`` are landmarks, padding (whose states are 0) and documents."""
-    plan = _planned(*rows, groups=k.shape[1], window=window, ramp=ramp)
+    """See the public function; states of padding are 0."""
+    plan = _planned(rows, groups=k.shape[1], window=window, ramp=ramp)
     out: Tensor = _LandmarkAttention.apply(q, k, v, plan, scale)  # type: ignore[no-untyped-call]
     return out
 
@@ -60,17 +53,8 @@ def landmark_attention(
 class _Plan:
     """The pieces that the queries of a chunk see: the same for all heads, and for all rows if they are alike."""
 
-    def __init__(
-        self,
-        is_landmark: Tensor,
-        key_padding: Tensor | None,
-        documents: Tensor | None,
-        *,
-        groups: int,
-        window: int | None,
-        ramp: float,
-    ) -> None:
-        self.blocks = layout.find(is_landmark, key_padding, documents)
+    def __init__(self, rows: layout.Rows, *, groups: int, window: int | None, ramp: float) -> None:
+        self.blocks = layout.find(*rows)
         self.pieces = layout.pieces(self.blocks)
         self.groups, self.window, self.ramp = groups, window, ramp
         self.alike = len(self.blocks.number) == 1

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 Made = TypeVar("Made")
+Rows = tuple[Tensor, Tensor | None, Tensor | None]
+"""Landmarks, real tokens and documents, ``[B, Tk]`` each."""
 
 LONGEST = 128
 """Most ordinary tokens of a piece."""
@@ -222,12 +224,12 @@ def remembered(make: Callable[..., Made]) -> Callable[..., Made]:
     """
     last: list[tuple[tuple[Any, ...], dict[str, Any], Made]] = []
 
-    def call(*rows: Tensor | None, **settings: Any) -> Made:
+    def call(rows: Rows, **settings: Any) -> Made:
         if last:
             known, before, made = last[0]
             if before == settings and all(_same(x, *y) for x, y in zip(rows, known, strict=True)):
                 return made
-        made = make(*rows, **settings)
+        made = make(rows, **settings)
         copies = tuple((None, None, None) if x is None else (x, x.clone(), _version(x)) for x in rows)
         last[:] = [(copies, settings, made)]
         return made

@@ -55,7 +55,6 @@ LONGEST = 256
 TABLE = TileTable(
     ("forward", "queries", "keys"), ("BM",), [
         ("sm_90", 2, 32, 128, 64, ((4, 2, 16), (4, 2, 16), (8, 1, 16))),
-        ("sm_90", 2, ANY, 64, 64, ((8, 3, 128), (8, 3, 128), (8, 3, 32))),
         ("sm_90", 2, ANY, 128, 64, ((8, 3, 128), (8, 3, 128), (8, 3, 32))),
         ("sm_90", 2, ANY, 256, 64, ((8, 2, 32), (8, 2, 32), (8, 2, 16))),
         ("sm_90", 2, ANY, 64, 128, ((8, 2, 64), (8, 2, 64), (8, 2, 32))),
@@ -73,7 +72,6 @@ TABLE = TileTable(
         ("sm_80", 2, ANY, 64, 128, ((8, 2, 64), (8, 2, 32), (8, 2, 32))),
         ("sm_80", 2, ANY, 128, 128, ((8, 2, 64), (8, 2, 32), (8, 1, 16))),
         ("sm_80", 2, ANY, 64, 256, ((8, 2, 32), (8, 2, 32), (8, 2, 16))),
-        ("sm_80", 2, ANY, 128, 256, ((8, 1, 16), (8, 1, 16), (8, 1, 16))),
         ("sm_80", 2, ANY, 256, 256, ((8, 1, 16), (8, 1, 16), (8, 1, 16))),
         ("sm_80", 4, ANY, 64, 64, ((4, 2, 16), (8, 2, 16), (8, 1, 16))),
         ("sm_80", 4, ANY, 128, 64, ((8, 2, 16), (8, 2, 16), (8, 1, 16))),
@@ -81,11 +79,8 @@ TABLE = TileTable(
         ("gfx942", 2, 32, 128, 64, ((4, 2, 16), (4, 1, 16), (8, 1, 16))),
         ("gfx942", 2, ANY, 64, 64, ((4, 2, 64), (4, 2, 64), (4, 2, 32))),
         ("gfx942", 2, ANY, 128, 64, ((4, 2, 64), (4, 2, 64), (8, 2, 16))),
-        ("gfx942", 2, ANY, 256, 64, ((8, 1, 16), (8, 1, 16), (8, 1, 16))),
-        ("gfx942", 2, ANY, 64, 128, ((8, 2, 16), (8, 1, 16), (8, 2, 16))),
         ("gfx942", 2, ANY, 128, 128, ((8, 2, 16), (8, 1, 16), (8, 2, 16))),
         ("gfx942", 2, ANY, 64, 256, ((8, 1, 16), (8, 1, 16), (8, 2, 16))),
-        ("gfx942", 2, ANY, 128, 256, ((8, 1, 16), (8, 1, 16), (8, 1, 16))),
         ("gfx942", 2, ANY, 256, 256, ((8, 1, 16), (8, 1, 16), (8, 1, 16))),
         ("gfx942", 4, ANY, 64, 64, ((8, 2, 16), (4, 1, 16), (8, 2, 16))),
         ("gfx942", 4, ANY, 128, 64, ((8, 1, 16), (8, 1, 16), (4, 2, 16))),
@@ -449,25 +444,16 @@ def _keys_kernel(
 
 
 @layout.remembered
-def tiles(
-    is_landmark: Tensor, key_padding: Tensor | None, documents: Tensor | None, *, window: int | None
-) -> layout.Tiles:
+def tiles(rows: layout.Rows, *, window: int | None) -> layout.Tiles:
     """Return the tiles for these rows."""
-    return layout.tiles(layout.find(is_landmark, key_padding, documents), window)
+    return layout.tiles(layout.find(*rows), window)
 
 
 def landmark_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: tuple[Tensor, Tensor | None, Tensor | None],
-    *,
-    window: int | None,
-    ramp: float,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, rows: layout.Rows, *, window: int | None, ramp: float, scale: float
 ) -> Tensor:
-    """See the public function; ``rows`` are landmarks, padding (whose states are 0) and documents."""
-    found = tiles(*rows, window=window)
+    """See the public function; states of padding are 0."""
+    found = tiles(rows, window=window)
     if scale <= 0:  # kernels take the largest score before they scale it
         q, scale = q * scale, 1.0
     settings = {"window": k.shape[2] if window is None else window, "ramp": ramp, "scale": scale}
