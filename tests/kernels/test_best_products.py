@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.kernels import best_products
-from memstore.kernels.best_codes import reference
+from memstore.kernels import best_codes, best_products
 from memstore.kernels.best_products import backend_problem, native, torch_int
 from memstore.kernels.native import Library, Unavailable, processor
 from tests.pairs import each
@@ -41,7 +40,7 @@ def inputs(groups: int, keys: int, dim: int, rows: int) -> tuple[Tensor, Tensor]
 
 
 def test_the_reference_finds_what_a_loop_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "STEP_NUMBERS", 40)
+    monkeypatch.setattr(best_codes, "STEP_NUMBERS", 40)
     codes, queries = inputs(4, 3, 5, 2)
     found = best_products(codes, queries, backend="reference")
     for group in range(4):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.kernels import native
-from memstore.kernels.best_codes import reference
+from memstore.kernels.best_codes import reference as best_codes
 
 __all__ = ["PackedSigns", "best_signs", "pack"]
 
@@ -101,7 +101,7 @@ def best_signs(signs: PackedSigns, queries: Tensor, *, backend: Backend = "auto"
     if not out.numel():
         return out
     if backend == "reference" or problem() is not None:
-        return out.copy_(reference.best_codes(signs.unpacked().to(torch.int8), queries.double()).T)
+        return out.copy_(best_codes(signs.unpacked().to(torch.int8), queries.double()).T)
     threads = min(torch.get_num_threads(), 1 + signs.words.numel() // WORDS_PER_THREAD)
     sizes = (*signs.words.shape[:2], *reversed(queries.shape), threads)
     if _library.call("memstore_best_signs", signs.words, queries.float().contiguous(), out, *sizes):
