@@ -116,8 +116,7 @@ class TiledKernel:
     """A kernel, called like one of Triton's, that gets its tiles from ``choose`` by its arguments, such as ``q``."""
 
     def __init__(self, kernel: Any, choose: Callable[[Mapping[str, Any]], triton.Config]) -> None:
-        self.fn, self.arg_names = kernel, kernel.arg_names
-        self.choose = choose
+        self.fn, self.choose = kernel, choose
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def launch(**arguments: Any) -> None:

@@ -7,10 +7,6 @@ The matrix units get a query as three numbers of 8 bits, ``a * 2^14 + b * 2^7 + 
 whole numbers do not depend on their order, so scores have the same bits for any tiles.
 """
 
-# Compile-time constants are in capitals.
-# ruff: noqa: N803
-# Triton has no type information.
-# mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
 import torch

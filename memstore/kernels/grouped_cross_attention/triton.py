@@ -27,10 +27,6 @@ Deliberate deviations:
 - ``delta_k`` is recomputed while walking over the blocks, since saving ``O_k`` would take ``K`` times the output.
 """
 
-# Compile-time constants are in capitals; one of them only serves the choice of tiles.
-# ruff: noqa: ARG001, N803
-# Triton has no type information.
-# mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
 from functools import partial
@@ -312,7 +308,9 @@ class _GroupedCrossAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, weights: Tensor, scale: float, off_by_one: bool
     ) -> Tensor:
         q, k, v, blocks, weights = _dense(q, k, v, blocks, weights)
-        lse = _statistics(q, k, blocks)
+        groups, chosen = k.shape[2], blocks.shape[2]
+        rows = q.shape[2] // groups * q.shape[3]
+        lse = torch.empty(*q.shape[:2], groups, chosen, rows, dtype=torch.float32, device=q.device)
         out = _forward(q, k, v, blocks, weights, scale, off_by_one, lse)
         ctx.save_for_backward(q, k, v, blocks, weights, lse)
         ctx.scale = scale
@@ -395,13 +393,6 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> dict[str, Any]:
         "BDV": padded(v.shape[4]),
         "PRECISION": precision(q.dtype),
     }
-
-
-def _statistics(q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
-    """Make room for one number for each list, group, chosen block and row: ``[B, C, G, K, M]``."""
-    groups = k.shape[2]
-    shape = (*q.shape[:2], groups, blocks.shape[2], q.shape[2] // groups * q.shape[3])
-    return torch.empty(shape, dtype=torch.float32, device=q.device)
 
 
 def _parts(programs: int, chosen: int, device: torch.device) -> int:

@@ -85,10 +85,7 @@ class _HilsAttention(torch.autograd.Function):
         dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
         dweights = _chosen_backward(q, keys, values, blocks, weights[..., :-1], g, scale, (dq, dkeys, dvalues))
         dscores = weights[..., :-1] * (dweights - total.unsqueeze(-1))
-        du, dkbar, dbias = scores_backward(wide_u, kbar.to(wide), blocks, dscores, scale)
-        m = wide_u[:, :, size - 1 :: size]
-        dm, dpooled = pool_backward(m, keys, dkbar, dbias, scale)
-        du[:, :, size - 1 :: size] += dm
+        du, dpooled = estimates_backward(wide_u, keys, kbar.to(wide), blocks, dscores, ctx.sizes)
         whole = keys.shape[2] * size
         dk[:, :, :whole].unflatten(2, (-1, size))[:, :, :, :-1] += dkeys + dpooled
         dv[:, :, :whole].unflatten(2, (-1, size))[:, :, :, :-1] += dvalues
@@ -323,35 +320,35 @@ def best_blocks(scores: Tensor, lse: Tensor, *, groups: int, top_k: int) -> tupl
     return F.pad(blocks, (0, missing), value=-1), F.pad(best.gather(-1, order), (0, missing), value=-math.inf)
 
 
-def scores_backward(
-    u: Tensor, kbar: Tensor, blocks: Tensor, dscores: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of ``u``, mean keys and entropies from those of the estimates ``[B, H, M, K]``."""
+def estimates_backward(
+    u: Tensor, keys: Tensor, kbar: Tensor, blocks: Tensor, dscores: Tensor, sizes: Sizes
+) -> tuple[Tensor, Tensor]:
+    """Return gradients of ``u [B, H, T, D]`` and of keys ``[B, G, N, S - 1, D]`` from those of the estimates.
+
+    ``dscores`` is ``[B, H, T, K]``. They flow through mean keys and entropies, which are pooled from keys by ``u``.
+    """
+    size, scale = sizes.size, sizes.scale
     batch, heads, many, _ = u.shape
-    count = kbar.shape[2]
+    groups, count = keys.shape[1:3]
     du, dkbar = torch.zeros_like(u), torch.zeros_like(kbar)
     dbias = kbar.new_zeros(kbar.shape[:-1])
     at = blocks.where(blocks >= 0, count)
     rows = max(1, SCORED // max(1, batch * heads * count))
     for start in range(0, many if count else 0, rows):
         part = slice(start, start + rows)
-        places = at[:, :, part].repeat_interleave(heads // blocks.shape[1], 1)
+        places = at[:, :, part].repeat_interleave(heads // groups, 1)
         dense = u.new_zeros(*places.shape[:-1], count + 1).scatter_(-1, places, dscores[:, :, part])[..., :-1]
         du[:, :, part] = dense @ kbar * scale
         dkbar += dense.mT @ u[:, :, part] * scale
         dbias += dense.sum(2)
-    return du, dkbar, dbias
-
-
-def pool_backward(m: Tensor, keys: Tensor, dkbar: Tensor, dbias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return gradients of landmark queries ``[B, H, N, D]`` and keys ``[B, G, N, S - 1, D]``."""
-    groups = keys.shape[1]
+    m = u[:, :, size - 1 :: size]
     m, dkbar, dbias = (x.unflatten(1, (groups, -1)).transpose(2, 3) for x in (m, dkbar, dbias))  # [B, G, N, R, D]
     logs = (m @ keys.mT * scale).log_softmax(-1)
     p = logs.exp()
     dp = dkbar @ keys.mT - dbias.unsqueeze(-1) * (logs + 1)
     ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
-    return (ds @ keys).transpose(2, 3).flatten(1, 2), p.mT @ dkbar + ds.mT @ m
+    du[:, :, size - 1 :: size] += (ds @ keys).transpose(2, 3).flatten(1, 2)
+    return du, p.mT @ dkbar + ds.mT @ m
 
 
 # Chosen blocks

@@ -15,10 +15,6 @@ With ``P`` the softmax within a block, or in the window ``exp(s - L)``, ``w`` th
 walks over blocks for ``dQ`` and ``dw``, a block walks over tiles of queries for ``dK`` and ``dV``.
 """
 
-# Compile-time constants are in capitals.
-# ruff: noqa: N803
-# Triton has no type information.
-# mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -42,7 +38,7 @@ from memstore.kernels._tiles import (
     precision,
     tiled,
 )
-from memstore.kernels.hils_attention.fused import Sizes, choose_blocks, pool_backward, scores_backward
+from memstore.kernels.hils_attention.fused import Sizes, choose_blocks, estimates_backward
 from memstore.kernels.hils_attention.reference import block_weights, in_blocks, pool_landmarks
 
 LONGEST, LARGEST_HEAD = 64, 128
@@ -324,7 +320,7 @@ class _HilsAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, u, kbar, blocks, weights, lse, out = ctx.saved_tensors
-        size, scale, count = ctx.sizes.size, ctx.sizes.scale, kbar.shape[2]
+        size, count = ctx.sizes.size, kbar.shape[2]
         dout = gradient.contiguous()
         delta = (dout.float() * out.float()).sum(-1)
         matrix = _matrix(weights, blocks, count)
@@ -339,10 +335,8 @@ class _HilsAttention(torch.autograd.Function):
         at = blocks.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3)
         dweights = dmatrix.gather(2, at.clamp(min=0)).transpose(2, 3) if count else torch.zeros_like(weights[..., :-1])
         dscores = (weights[..., :-1] * (dweights - delta.unsqueeze(-1))).masked_fill_(at.transpose(2, 3) < 0, 0)
-        du, dkbar, dbias = scores_backward(u.float(), kbar.float(), blocks, dscores, scale)
         keys = in_blocks(k, size).float()
-        dm, dpooled = pool_backward(u[:, :, size - 1 :: size].float(), keys, dkbar, dbias, scale)
-        du[:, :, size - 1 :: size] += dm
+        du, dpooled = estimates_backward(u.float(), keys, kbar.float(), blocks, dscores, ctx.sizes)
         dk[:, :, : count * size].unflatten(2, (count, size))[:, :, :, :-1] += dpooled.to(dk.dtype)
         return dq, dk, dv, du.to(u.dtype), None
 

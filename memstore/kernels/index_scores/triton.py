@@ -7,10 +7,6 @@ Inputs of matrix units have the type of the keys. A query in float32 becomes a s
 holds all of its bits.
 """
 
-# Compile-time constants are in capitals.
-# ruff: noqa: N803
-# Triton has no type information.
-# mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
 import torch

@@ -17,10 +17,6 @@ its end:
 Gradients of scale and gate are written for each query and summed afterwards, so that every run gives the same bits.
 """
 
-# Compile-time constants are in capitals; one of them only serves the choice of tiles.
-# ruff: noqa: ARG001, N803
-# Triton has no type information.
-# mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -20,10 +20,6 @@ An incomplete block, which only its own queries see, may be longer than a tile, 
 log-sum-exp, which can be computed in parts. A complete block must fit into a tile.
 """
 
-# Compile-time constants are in capitals; one of them only serves the choice of tiles.
-# ruff: noqa: ARG001, N803
-# Triton has no type information.
-# mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
 from functools import partial

@@ -5,10 +5,6 @@ The softmax is an online softmax. If there are few queries, their rows are split
 merged by their log-sum-exps.
 """
 
-# Compile-time constants are in capitals.
-# ruff: noqa: N803
-# Triton has no type information.
-# mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
 import torch

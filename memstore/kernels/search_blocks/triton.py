@@ -13,10 +13,6 @@ three numbers of that type, which holds all of its bits. So runs are ruled out r
 float32.
 """
 
-# Compile-time constants are in capitals.
-# ruff: noqa: N803
-# Triton has no type information.
-# mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
 import torch
