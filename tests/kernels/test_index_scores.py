@@ -63,7 +63,7 @@ def test_c_gives_what_the_reference_gives(case: Case, dtype: torch.dtype, monkey
     in_c(dtype)
     assert agrees(case, dtype, "native")
     monkeypatch.setattr(native, "PANEL", 1)
-    monkeypatch.setattr(native, "ROWS", 7)
+    monkeypatch.setattr(index_scores, "ROWS", 7)
     assert agrees(case, dtype, "native")
 
 

@@ -7,7 +7,8 @@ as candidates: score and position in one number, as in ``_largest``.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +28,7 @@ SCORES = {"cpu": 1 << 20, "cuda": 1 << 24}
 PRODUCTS = 1 << 18
 """Products of heads in memory at a time on a CPU: they stay in its cache until they are added up."""
 ROWS = 256
-"""Queries at a time."""
+"""Queries at a time: they share the keys read, and have candidates in memory."""
 NONE = -(1 << 63)
 """No candidate."""
 
@@ -89,23 +90,29 @@ def choose(
         choices = ("triton", *choices)
     backend = first_able(backend, choices, lambda each: _problem(each, queries, chunks[0]))
     total = sum(map(len, chunks))
-    given = queries.detach(), None if weights is None else weights.detach(), [each.detach() for each in chunks]
-    options: dict[str, Any] = {"scale": scale, "k": k, "relu": relu, "block": block}
-    seen = limit.clamp(0, total)
+    if not len(queries) or not total:
+        ids = torch.full((len(queries), k), -1, dtype=torch.int64, device=queries.device)
+        return ids, torch.full(ids.shape, -torch.inf, dtype=torch.float32, device=queries.device)
+    way: Callable[..., tuple[Tensor, Tensor]]
     match backend:
-        case _ if not len(queries) or not total:
-            ids = torch.full((len(queries), k), -1, dtype=torch.int64, device=queries.device)
-            return ids, torch.full(ids.shape, -torch.inf, dtype=torch.float32, device=queries.device)
         case "native":
-            return native.choose(*given, seen, **options)
+            way = native.choose
         case "triton":
             from memstore.kernels.index_scores import triton
 
-            return _choose_in_slices(triton.scores, *given, seen, **options)
+            way = partial(_choose_in_slices, triton.scores)
         case "torch":
-            return _choose_in_slices(_scores, *given, seen, **options)
+            way = partial(_choose_in_slices, _scores)
         case _:
-            return _reference(*given, seen, **options)
+            way = _reference
+    chunks, found = [each.detach() for each in chunks], []
+    for start in range(0, len(queries), ROWS):
+        some = slice(start, start + ROWS)
+        factors = None if weights is None else weights[some].detach()
+        seen = limit[some].clamp(0, total)
+        found.append(way(queries[some].detach(), factors, chunks, seen, scale=scale, k=k, relu=relu, block=block))
+    every_ids, every_scores = zip(*found, strict=True)
+    return torch.cat(every_ids), torch.cat(every_scores)
 
 
 def merge_choices(ids: Sequence[Tensor], scores: Sequence[Tensor], k: int) -> tuple[Tensor, Tensor]:
@@ -206,28 +213,22 @@ def _choose_in_slices(
     scale: float, k: int, relu: bool, block: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Choose with ``scores``, which scores a slice of keys."""
-    found = []
-    for start in range(0, len(queries), ROWS):
-        some = slice(start, start + ROWS)
-        few, factors, sees = queries[some], None if weights is None else weights[some], limit[some]
-        most = int(sees.max()) if sees.device.type == "cpu" else LAST  # on a GPU this would wait for the device
-        step = -(-max(1, SCORES.get(queries.device.type, 1 << 24) // len(few)) // block) * block
-        kept = torch.full((len(few), 0), NONE, dtype=torch.int64, device=queries.device)
-        first = 0
-        for keys in chunks:
-            for slice_ in keys.split(step):
-                if first < most:
-                    more = scores(few, factors, slice_, scale, relu)
-                    positions = torch.arange(first, first + len(slice_), device=queries.device)
-                    more = more.masked_fill((positions >= sees[:, None]) | more.isnan(), -torch.inf)
-                    if block > 1:
-                        more = F.pad(more, (0, -len(slice_) % block), value=-torch.inf).unflatten(1, (-1, block))
-                        more, positions = more.amax(2), positions[::block] // block
-                    kept = _best(torch.cat([kept, _candidates(more, positions.expand_as(more))], 1), k)
-                first += len(slice_)
-        found.append(_chosen(kept, k))
-    ids, chosen = zip(*found, strict=True)
-    return torch.cat(ids), torch.cat(chosen)
+    most = int(limit.max()) if limit.device.type == "cpu" else LAST  # on a GPU this would wait for the device
+    step = -(-max(1, SCORES.get(queries.device.type, 1 << 24) // len(queries)) // block) * block
+    kept = torch.full((len(queries), 0), NONE, dtype=torch.int64, device=queries.device)
+    first = 0
+    for keys in chunks:
+        for slice_ in keys.split(step):
+            if first < most:
+                more = scores(queries, weights, slice_, scale, relu)
+                positions = torch.arange(first, first + len(slice_), device=queries.device)
+                more = more.masked_fill((positions >= limit[:, None]) | more.isnan(), -torch.inf)
+                if block > 1:
+                    more = F.pad(more, (0, -len(slice_) % block), value=-torch.inf).unflatten(1, (-1, block))
+                    more, positions = more.amax(2), positions[::block] // block
+                kept = _best(torch.cat([kept, _candidates(more, positions.expand_as(more))], 1), k)
+            first += len(slice_)
+    return _chosen(kept, k)
 
 
 def _scores(queries: Tensor, weights: Tensor | None, keys: Tensor, scale: float, relu: bool) -> Tensor:

@@ -17,8 +17,6 @@ LARGEST_DIM = 2048
 LANES, PASS = 16, 64
 MANY = 4
 """Queries from which transposing keys pays."""
-ROWS = 256
-"""Queries at a time: they share the keys read, and have candidates in memory."""
 PANEL = 1 << 16
 """Scores stored at a time."""
 
@@ -34,19 +32,6 @@ def choose(
     scale: float, k: int, relu: bool, block: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See the public function."""
-    found = [
-        _choose(some, None if weights is None else weights[start : start + ROWS], chunks, limit[start : start + ROWS],
-                scale=scale, k=k, relu=relu, block=block)
-        for start, some in zip(range(0, len(queries), ROWS), queries.split(ROWS), strict=True)
-    ]  # fmt: skip
-    ids, scores = zip(*found, strict=True)
-    return torch.cat(ids), torch.cat(scores)
-
-
-def _choose(
-    queries: Tensor, weights: Tensor | None, chunks: Sequence[Tensor], limit: Tensor, *,
-    scale: float, k: int, relu: bool, block: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, heads, dim = queries.shape
     new: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     scaled = queries.float() * scale
