@@ -234,7 +234,8 @@ def score_gradients(found: _Weights, dp: Tensor, view: _View, ramp: float) -> tu
         if view.landmark is not None and share is not None:
             dbias = _sum_of_blocks(dbias, view.block)
             minus += dbias * share
-            dbias = torch.where(_is_last(view.landmark), dbias, 0)
+            pieces = torch.arange(dbias.shape[-1], device=dbias.device)
+            dbias = torch.where((view.landmark == pieces)[:, None, None], dbias, 0)  # the last pieces of blocks
         else:
             minus += dbias
     ds.mul_(piece.unsqueeze(-1)).addcmul_(p, minus.unsqueeze(-1), value=-1)
@@ -348,11 +349,6 @@ def _sum_of_blocks(x: Tensor, block: Tensor) -> Tensor:
 def _expanded(index: Tensor, x: Tensor) -> Tensor:
     """Expand an index ``[X, N]`` to all queries of ``x [X, heads, M, N]``."""
     return index[:, None, None].expand_as(x)
-
-
-def _is_last(landmark: Tensor) -> Tensor:
-    """Return which pieces end their blocks, ``[X, 1, 1, N]``."""
-    return (landmark == torch.arange(landmark.shape[-1], device=landmark.device))[:, None, None]
 
 
 def _zeros(x: Tensor) -> Tensor:
