@@ -121,16 +121,16 @@ class Library:
 
         The result has no meaning if the function returns nothing.
         """
-        result: int = self._functions[name](*map(_argument, given))
+        result: int = getattr(self._functions, name)(*map(_argument, given))  # found once; [name] would look each time
         return result
 
 
 def _argument(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return ctypes.c_void_p(x.data_ptr())
     if isinstance(x, int):
         return ctypes.c_int64(x)
-    if isinstance(x, ctypes.Structure):
-        return ctypes.byref(x)
-    return ctypes.c_void_p(x.data_ptr()) if isinstance(x, Tensor) else x
+    return ctypes.byref(x) if isinstance(x, ctypes.Structure) else x
 
 
 def structure(*, pointers: str = "", numbers: str, factors: str = "") -> Any:
