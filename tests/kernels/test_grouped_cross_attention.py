@@ -127,11 +127,7 @@ def test_it_agrees_with_the_published_implementation(backend: Backend, off_by_on
     tensors = [data[name].requires_grad_() for name in ("q", "k", "v", "weights")]
     q, k, v, weights = tensors
     scale = float(data["sm_scale"])
-    every = torch.arange(k.shape[2]).expand(len(q), 1, -1)
-    out = grouped_cross_attention(
-        q.unsqueeze(1), k.transpose(1, 2), v.transpose(1, 2), weights.unsqueeze(1), every, scale=scale,
-        off_by_one=off_by_one, backend=backend,
-    ).squeeze(1)  # fmt: skip
+    out = grouped_cross_attention(q, k, v, weights, scale=scale, off_by_one=off_by_one, backend=backend)
     found = (out, *torch.autograd.grad(out, tensors, data["dout"]))
     for name, got, relative in zip(("out", "dq", "dk", "dv"), found[:4], (2e-5, 5e-5, 5e-5, 5e-5), strict=True):
         want = data[f"ref_{name}_sm{int(off_by_one)}"]
@@ -176,6 +172,14 @@ def test_nothing_to_attend_to_gives_zero(backend: Backend, empty: Case) -> None:
     assert not any(x.any() for x in got.values())
 
 
+def test_the_gathered_form_is_the_indexed_form_of_one_list() -> None:
+    given = inputs(Case(b=2, c=1, h=4, g=2, k=3, blocks=((2, 0, 3),)))
+    chosen = [x[:, given.blocks[0, 0]].transpose(1, 2) for x in (given.k, given.v)]  # [B, G, K, S, D]
+    gathered = grouped_cross_attention(given.q[:, 0], chosen[0], chosen[1], given.weights[:, 0])
+    indexed = grouped_cross_attention(given.q, given.k, given.v, given.weights, given.blocks)
+    torch.testing.assert_close(gathered, indexed[:, 0])
+
+
 def test_off_by_one_lets_a_query_find_nothing() -> None:
     given = inputs(Case(blocks=((0, 1), (2, 3))))
     out = exact(
@@ -207,6 +211,8 @@ def test_wrong_inputs_are_named() -> None:
         grouped_cross_attention(q, k, v, weights, blocks.clamp(min=4))
     with pytest.raises(InvalidArgument, match=r"on one device.* k on meta"):
         grouped_cross_attention(q, k.to("meta"), v, weights, blocks)
+    with pytest.raises(InvalidArgument, match=r"weights \[B, K\] \(with blocks"):
+        grouped_cross_attention(q, k, v, weights)
     with pytest.raises(InvalidArgument, match="'auto', 'reference', 'torch' or 'triton', got 'cuda'"):
         grouped_cross_attention(q, k, v, weights, blocks, backend="cuda")  # type: ignore[arg-type]
 

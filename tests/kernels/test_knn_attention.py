@@ -42,6 +42,16 @@ def test_many_queries_are_taken_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("backend", ["torch", "reference"])
+def test_what_was_found_may_be_given_itself(backend: Any) -> None:
+    given = inputs(Case(b=2, h=4, g=2))
+    rows, groups = torch.arange(2)[:, None, None, None], (torch.arange(4) // 2)[:, None, None]
+    k, v = (x[rows, groups, given.ids.clamp(min=0)] for x in (given.k, given.v))
+    whole = knn_attention(given.q, given.k, given.v, given.ids, scale=0.3, backend=backend)
+    found = knn_attention(given.q, k, v, valid=given.ids >= 0, scale=0.3, backend=backend)
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("backend", ["torch", "reference"])
 @pytest.mark.parametrize("given", [inputs(Case(n=0, k=0)), inputs(Case(k=0))], ids=["memory", "list"])
 def test_an_empty_memory_or_list_leaves_local_attention_alone(backend: Any, given: Inputs) -> None:
     out = knn_attention(given.q, given.k, given.v, given.ids, local=given.local, gate=given.gate + 9, backend=backend)
@@ -86,6 +96,8 @@ def call(**changes: Any) -> Tensor:
         ({"gate": torch.ones(2)}, "pass local and gate together"),
         ({"gate": torch.ones(3), "local": torch.ones(1, 2, 5, 16)}, "gate must have one number"),
         ({"gate": torch.ones(2), "local": torch.ones(1, 2, 4, 16)}, r"local must be \[1, 2, 5, 16\]"),
+        ({"valid": torch.ones(1, 2, 5, 8, dtype=torch.bool)}, "missing entries by -1"),
+        ({"ids": None}, r"expected q .* k, v \[B, H, T, K, D\]"),
         ({"backend": "cuda"}, "backend must be"),
     ],
 )

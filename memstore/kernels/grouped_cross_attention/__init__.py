@@ -50,7 +50,7 @@ def grouped_cross_attention(
     k: Tensor,
     v: Tensor,
     weights: Tensor,
-    blocks: Tensor,
+    blocks: Tensor | None = None,
     *,
     scale: float | None = None,
     off_by_one: bool = True,
@@ -58,7 +58,8 @@ def grouped_cross_attention(
 ) -> Tensor:
     """Attend to each retrieved block by itself, and sum with the weights of the blocks.
 
-    The states of the blocks are looked up, without copies on a GPU.
+    There are two forms. With ``blocks``, pass the states of all blocks once; they are looked up, without copies on a
+    GPU:
 
     Args:
         q: queries ``[B, C, H, T, D]``: ``C`` lists of blocks in each row, ``T`` queries for each list.
@@ -72,14 +73,31 @@ def grouped_cross_attention(
         backend: ``"reference"``, ``"torch"`` (any device), ``"triton"`` (a GPU, or Triton's interpreter), or
             ``"auto"``: ``"triton"`` on a GPU if it can, except for float32, else ``"torch"``.
 
+    Without ``blocks``, pass the states of the chosen blocks: ``q [B, H, T, D]``, ``k, v [B, G, K, S, D]``,
+    ``weights [B, K]``.
+
     Returns:
-        ``[B, C, H, T, D]``; differentiable in ``q``, ``k``, ``v`` and ``weights``.
+        ``[B, C, H, T, D]``, or ``[B, H, T, D]``; differentiable in ``q``, ``k``, ``v`` and ``weights``.
 
     Raises:
         InvalidArgument: shapes, types or devices do not fit, a block does not exist, or the back end is not available.
             On a GPU, missing blocks are not checked beforehand, because this would wait for the device. ``"triton"``
             gives their lists NaN; PyTorch's own operations may fail later.
     """
+    if blocks is None:
+        _check_gathered(q, k, v, weights)
+        ids = torch.arange(k.shape[2], device=q.device).expand(len(q), 1, -1)
+        one = grouped_cross_attention(
+            q.unsqueeze(1),
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            weights.unsqueeze(1),
+            ids,
+            scale=scale,
+            off_by_one=off_by_one,
+            backend=backend,
+        )
+        return one.squeeze(1)
     _check(q, k, v, weights, blocks)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     largest = max(q.shape[-1], v.shape[-1])
@@ -95,6 +113,14 @@ def grouped_cross_attention(
             return fused.grouped_cross_attention(q, k, v, blocks, weights, scale=scale, off_by_one=off_by_one)
         case _:
             return _reference(q, k, v, blocks, weights, scale=scale, off_by_one=off_by_one)
+
+
+def _check_gathered(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> None:
+    if q.dim() != 4 or k.dim() != 5 or v.dim() != 5 or weights.shape != (q.shape[0], k.shape[2]):
+        raise InvalidArgument(
+            "expected q [B, H, T, D], k and v [B, G, K, S, D] and weights [B, K] (with blocks: the indexed "
+            f"form); got {shapes(q=q, k=k, v=v, weights=weights)}"
+        )
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, blocks: Tensor) -> None:

@@ -23,8 +23,9 @@ def knn_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    ids: Tensor,
+    ids: Tensor | None = None,
     *,
+    valid: Tensor | None = None,
     scale: float | Tensor | None = None,
     local: Tensor | None = None,
     gate: Tensor | None = None,
@@ -32,19 +33,24 @@ def knn_attention(
 ) -> Tensor:
     """Attend to the tokens that were retrieved for each query.
 
-    The keys and values of a memory are looked up, without copies on a GPU.
+    There are two forms. With ``ids``, pass the keys and values of a memory once; they are looked up, without copies on
+    a GPU:
 
     Args:
         q: queries ``[B, H, T, D]``.
         k: keys ``[B, G, N, D]``; ``H`` is a multiple of ``G``. A constant: the memory gets no gradient.
         v: values ``[B, G, N, Dv]``, a constant too.
         ids: tokens retrieved for each query ``[B, H, T, K]``, int32 or int64 below ``N``; -1 for none.
+        valid: only without ``ids``.
         scale: factor on the scores, a number, or a learnable factor for each head ``[H]``; ``D ** -0.5`` if None.
         local: ``[B, H, T, Dv]``: the result of local attention, to be mixed in; requires ``gate``.
         gate: ``[H]``: ``sigmoid(gate)`` is the part of the memory, ``1 - sigmoid(gate)`` the part of ``local``. If a
             query found nothing, its gate counts as closed.
         backend: ``"reference"``, ``"torch"`` (any device), ``"triton"`` (a GPU, or Triton's interpreter), or
             ``"auto"``: ``"triton"`` on a GPU if it can, else ``"torch"``.
+
+    Without ``ids``, pass the retrieved states themselves: ``k, v [B, H, T, K, D]``, and ``valid [B, H, T, K]`` (all if
+    None).
 
     Returns:
         ``[B, H, T, Dv]``, 0 for a query that found nothing and has no ``local``; differentiable in ``q``, ``scale``,
@@ -55,7 +61,7 @@ def knn_attention(
             On a GPU, missing tokens are not checked beforehand, because this would wait for the device. ``"triton"``
             gives their queries NaN; PyTorch's own operations may fail later.
     """
-    more: dict[str, Any] = {"scale": scale, "local": local, "gate": gate, "backend": backend}
+    more: dict[str, Any] = {"valid": valid, "scale": scale, "local": local, "gate": gate, "backend": backend}
     return knn_attention_with_lse(q, k, v, ids, **more)[0]
 
 
@@ -63,8 +69,9 @@ def knn_attention_with_lse(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    ids: Tensor,
+    ids: Tensor | None = None,
     *,
+    valid: Tensor | None = None,
     scale: float | Tensor | None = None,
     local: Tensor | None = None,
     gate: Tensor | None = None,
@@ -76,6 +83,10 @@ def knn_attention_with_lse(
     """
     if (local is None) != (gate is None):
         raise InvalidArgument("pass local and gate together: the gate sets the share of local in the output")
+    if ids is None:
+        k, v, ids = _looked_up(q, k, v, valid)
+    elif valid is not None:
+        raise InvalidArgument("pass valid only without ids; with ids, mark missing entries by -1")
     factors = _factors(q, scale)
     _check(q, k, v, ids, factors, local, gate)
     k, v = k.detach(), v.detach()
@@ -96,6 +107,22 @@ def knn_attention_with_lse(
             return fused.knn_attention(q, k, v, ids, factors, local, gate)
         case _:
             return _reference(q, k, v, ids, factors, local, gate)
+
+
+def _looked_up(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn states passed for each query into one memory for each head; also return their places in it."""
+    if q.dim() != 4 or k.dim() != 5 or v.dim() != 5 or k.shape[:3] != q.shape[:3] or v.shape[:4] != k.shape[:4]:
+        raise InvalidArgument(
+            "expected q [B, H, T, D] and k, v [B, H, T, K, D] (or ids, and k, v [B, G, N, D]), "
+            f"got {shapes(q=q, k=k, v=v)}"
+        )
+    tokens, chosen = k.shape[2:4]
+    ids = torch.arange(tokens * chosen, device=q.device).view(tokens, chosen).expand(*q.shape[:2], -1, -1)
+    if valid is not None:
+        if valid.dtype != torch.bool or valid.shape != ids.shape:
+            raise InvalidArgument(f"valid must be boolean {list(ids.shape)}, got {valid.dtype} of {list(valid.shape)}")
+        ids = ids.masked_fill(~valid, -1)
+    return k.flatten(2, 3), v.flatten(2, 3), ids
 
 
 def _factors(q: Tensor, scale: float | Tensor | None) -> Tensor:
