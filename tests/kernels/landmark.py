@@ -43,6 +43,7 @@ class Case:
     window: int | None = None
     ramp: float = 1.0
     scale: float | None = None
+    causal: bool = True
     special: str = ""
 
     def __str__(self) -> str:
@@ -84,6 +85,13 @@ CASES = {
     "large scores": Case(t=45, landmarks=8, special="large"),
     "states as projections leave them": Case(t=45, b=2, h=4, g=2, landmarks=8, special="strided"),
 }
+EVERYWHERE = {
+    "all sees all": Case(t=31, causal=False),
+    "all sees all, documents, padding, window": Case(
+        t=45, b=2, landmarks=8, causal=False, documents=(20,), padded=((3, 4, 5), ()), window=9, ramp=0.7
+    ),
+}
+"""Attention that is not causal, which the Triton kernels do not have."""
 HALF = ("blocks of 50, grouped heads of 24", "padding left, right and within", "first block short")
 """Cases that the interpreter also runs in float16; it has no bfloat16."""
 
@@ -130,7 +138,7 @@ def inputs(case: Case, dtype: torch.dtype = torch.float64) -> Inputs:
     if case.special == "strided":
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
         dout = dout[..., :1, :1].expand_as(dout)
-    options: dict[str, Any] = {"window": case.window, "ramp": case.ramp}
+    options: dict[str, Any] = {"window": case.window, "ramp": case.ramp, "causal": case.causal}
     if case.scale is not None:
         options["scale"] = case.scale
     if case.padded:

@@ -15,11 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memstore.errors import InvalidArgument
 from memstore.kernels._backends import Backend
 from memstore.kernels.landmark_attention import fused, landmark_attention
-from tests.kernels.landmark import CASES, Case, Inputs, errors, exact, inputs, results
+from tests.kernels.landmark import CASES, EVERYWHERE, Case, Inputs, errors, exact, inputs, results
 from tests.pairs import each, pairs
 
 DATA = Path(__file__).parents[1] / "data"
 BACKENDS: list[Backend] = ["reference", "torch"]
+ALL = CASES | EVERYWHERE
 SIZES = [
     Case(t=1, landmarks=50, h=1, g=1),
     Case(t=63, landmarks=8, d=64),
@@ -29,7 +30,7 @@ SIZES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", ALL.values(), ids=ALL)
 def test_the_reference_is_the_papers_grouped_softmax(case: Case) -> None:
     given = inputs(case)
     out = exact(given.q, given.k, given.v, given.is_landmark, **given.options)
@@ -72,7 +73,7 @@ def blocks_of(landmark: np.ndarray, documents: np.ndarray) -> tuple[list[tuple[l
 
 def sees(i: int, j: int, documents: np.ndarray, options: dict[str, Any]) -> bool:
     same = all(documents[m] == documents[m + 1] for m in range(min(i, j), max(i, j)))
-    return same and j <= i and (options["window"] is None or i - j < options["window"])
+    return same and (j <= i or not options["causal"]) and (options["window"] is None or i - j < options["window"])
 
 
 def weights(
@@ -100,7 +101,7 @@ def weights(
     return given
 
 
-@each(case=list(CASES.values()), dtype=[torch.float64, torch.float32])
+@each(case=list(ALL.values()), dtype=[torch.float64, torch.float32])
 def test_the_fast_form_is_as_exact_as_plain_attention(case: Case, dtype: torch.dtype) -> None:
     found = errors(landmark_attention, inputs(case, dtype), backend="torch")
     assert all(error <= allowed for error, allowed in found.values()), found

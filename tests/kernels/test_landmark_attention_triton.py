@@ -44,6 +44,8 @@ def test_what_kernels_cannot_do_is_refused_with_what_to_do() -> None:
         results(landmark_attention, inputs(Case(d=257), torch.float32), backend="triton")
     with pytest.raises(InvalidArgument, match=r"float32, float16 or bfloat16, .* got torch.float64"):
         results(landmark_attention, inputs(Case()), backend="triton")
+    with pytest.raises(InvalidArgument, match="causal attention only; use 'auto' or 'torch'"):
+        results(landmark_attention, inputs(Case(causal=False), torch.float32), backend="triton")
 
 
 @pytest.mark.gpu

@@ -52,6 +52,7 @@ def landmark_attention(
     documents: Tensor | None = None,
     window: int | None = None,
     ramp: float = 1.0,
+    causal: bool = True,
     scale: float | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
@@ -79,6 +80,7 @@ def landmark_attention(
         ramp: the influence of landmarks, from 0 (a causal softmax over ordinary tokens) to 1 (the paper): an ordinary
             token outside the own block has the score ``s + ramp * (s_landmark - LSE)``, with the log-sum-exp ``LSE`` of
             the scores of its block. Training begins with 0, because landmarks are not learned otherwise.
+        causal: False lets a query see all of its own block, and later blocks that have a landmark.
         scale: factor on the scores; ``D ** -0.5`` if None.
         backend: ``"reference"``, ``"torch"`` (any device), ``"triton"`` (a GPU, or Triton's interpreter), or
             ``"auto"``: ``"triton"`` on a GPU if it can, except for float32, else ``"torch"``.
@@ -105,7 +107,7 @@ def landmark_attention(
         there = key_padding[:, None, :, None]
         q = torch.where(there[:, :, k.shape[2] - q.shape[2] :], q, 0)
         k, v = torch.where(there, k, 0), torch.where(there, v, 0)
-    backend = pick(backend, q, lambda: _triton_problem(q, k, v, rows, window))
+    backend = pick(backend, q, lambda: _triton_problem(q, k, v, rows, window, causal=causal))
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     options: dict[str, Any] = {"window": window, "ramp": float(ramp), "scale": scale}
     match backend:
@@ -116,14 +118,18 @@ def landmark_attention(
         case "torch":
             from memstore.kernels.landmark_attention import fused
 
-            out = fused.landmark_attention(q, k, v, rows, **options)
+            out = fused.landmark_attention(q, k, v, rows, causal=causal, **options)
         case _:
-            return _reference(q, k, v, rows, **options)
+            return _reference(q, k, v, rows, causal=causal, **options)
     return out if key_padding is None else torch.where(there[:, :, k.shape[2] - q.shape[2] :], out, 0)
 
 
-def _triton_problem(q: Tensor, k: Tensor, v: Tensor, rows: layout.Rows, window: int | None) -> str | None:
+def _triton_problem(
+    q: Tensor, k: Tensor, v: Tensor, rows: layout.Rows, window: int | None, *, causal: bool
+) -> str | None:
     """Say why Triton cannot compute this, and what to do; None if it can."""
+    if not causal:
+        return "supports causal attention only; use 'auto' or 'torch'"
     if problem := triton_problem(q, k, v, largest=max(q.shape[-1], v.shape[-1])):
         return problem
     from memstore.kernels.landmark_attention import triton
@@ -165,7 +171,7 @@ def _check_rows(is_landmark: Tensor, key_padding: Tensor | None, documents: Tens
 
 
 def _reference(
-    q: Tensor, k: Tensor, v: Tensor, rows: layout.Rows, *, window: int | None, ramp: float, scale: float
+    q: Tensor, k: Tensor, v: Tensor, rows: layout.Rows, *, window: int | None, ramp: float, scale: float, causal: bool
 ) -> Tensor:
     """Attend by the definition, with all weights in memory."""
     from memstore.kernels.landmark_attention.layout import numbered
@@ -181,7 +187,8 @@ def _reference(
     back = position[first:, None] - position  # [Tq, Tk]
 
     visible = real[:, first:, None] & real[:, None] & (document[:, first:, None] == document[:, None])
-    visible = visible & (back >= 0)
+    if causal:
+        visible = visible & (back >= 0)
     if window is not None:
         visible = visible & (back < window)
     own = block[:, first:, None] == block[:, None]  # [B, Tq, Tk]

@@ -42,10 +42,10 @@ KEPT = 1 << 24
 
 
 def landmark_attention(
-    q: Tensor, k: Tensor, v: Tensor, rows: layout.Rows, *, window: int | None, ramp: float, scale: float
+    q: Tensor, k: Tensor, v: Tensor, rows: layout.Rows, *, window: int | None, ramp: float, scale: float, causal: bool
 ) -> Tensor:
     """See the public function; states of padding are 0."""
-    plan = _planned(rows, groups=k.shape[1], window=window, ramp=ramp)
+    plan = _planned(rows, groups=k.shape[1], window=window, ramp=ramp, causal=causal)
     out: Tensor = _LandmarkAttention.apply(q, k, v, plan, scale)  # type: ignore[no-untyped-call]
     return out
 
@@ -53,10 +53,10 @@ def landmark_attention(
 class _Plan:
     """The pieces that the queries of a chunk see: the same for all heads, and for all rows if they are alike."""
 
-    def __init__(self, rows: layout.Rows, *, groups: int, window: int | None, ramp: float) -> None:
+    def __init__(self, rows: layout.Rows, *, groups: int, window: int | None, ramp: float, causal: bool) -> None:
         self.blocks = layout.find(*rows)
         self.pieces = layout.pieces(self.blocks)
-        self.groups, self.window, self.ramp = groups, window, ramp
+        self.groups, self.window, self.ramp, self.causal = groups, window, ramp, causal
         self.alike = len(self.blocks.number) == 1
         self.tokens = self.blocks.number.shape[1]
         self._views: dict[tuple[int, ...], _View] = {}
@@ -80,6 +80,8 @@ class _Plan:
         return self._ranges[first, last]
 
     def _range(self, first: int, last: int) -> tuple[int, int, int]:
+        if not self.causal:
+            return 0, 0, self.pieces.count
         piece = self.pieces.slot // self.pieces.size
         start, edge, stop = 0, int(piece[:, first].min()), int(piece[:, last - 1].max()) + 1
         if self.pieces.packed:
@@ -111,12 +113,11 @@ class _Plan:
         whole, part = slice(start, stop), slice(edge, stop)
         block, ends = of(p.block, whole)[:, None], of(p.landmark, whole)[:, None]
         own = block == of(self.blocks.number, slice(first, last))[..., None]  # [X, M, N]
-        handed = (ends <= position) & (
-            of(p.document, whole)[:, None] == of(self.blocks.document, slice(first, last))[..., None]
-        )
+        handed = ends < self.tokens if not self.causal else ends <= position
+        handed = handed & (of(p.document, whole)[:, None] == of(self.blocks.document, slice(first, last))[..., None])
         visible = own | handed
         ordinary = of(p.ordinary, part)[:, None]  # [X, 1, N, R]
-        seen = ordinary <= position[..., None]
+        seen = ordinary < self.tokens if not self.causal else ordinary <= position[..., None]
         if self.window is not None:
             seen = seen & (ordinary > position[..., None] - self.window)
         seen = seen & visible[..., edge - start :, None]
