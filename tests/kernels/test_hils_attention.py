@@ -21,7 +21,7 @@ from memstore.kernels.hils_attention import (
     reference,
     window_attention,
 )
-from memstore.kernels.hils_attention.fused import Sizes, choose_blocks
+from memstore.kernels.hils_attention.fused import choose_blocks
 from tests.kernels.hils import CASES, NAMES, Case, exact, inputs, largest, results
 from tests.oracles import oracle, tensors
 from tests.pairs import each, pairs
@@ -231,8 +231,9 @@ def test_steps_are_the_published_ones(name: str) -> None:
     kbar, bias = pool_landmarks(u[:, :, size - 1 :: size], keys)
     close(heads_first(kbar), given["kbar"])
     close(bias.transpose(1, 2), given["b"])
-    sizes = Sizes(size, window, top_k, bool(given["softmax1"]), u.shape[-1] ** -0.5)
-    blocks, scores = choose_blocks(u, kbar, bias, lse, k.shape[1], sizes)
+    blocks, scores = choose_blocks(
+        u, kbar, bias, lse, groups=k.shape[1], size=size, window=window, top_k=top_k, first=0, scale=u.shape[-1] ** -0.5
+    )
     assert (heads_first(blocks).numpy() == given["indices"]).all()
     weights = block_weights(scores, lse, softmax1=bool(given["softmax1"]))
     close(heads_first(weights), given["weights"])
@@ -256,13 +257,20 @@ def test_the_choice_is_the_published_one(name: str) -> None:
     given = oracle(f"hils_topk_{name}.npz")
     u, kbar = map(heads_first, tensors(given, "u", "kbar"))
     bias, lse = (x.transpose(1, 2) for x in tensors(given, "b", "lse_window"))
-    sizes = Sizes(int(given["S"]), int(given["W"]), int(given["K"]), False, u.shape[-1] ** -0.5)
-    blocks, scores = choose_blocks(u, kbar, bias, lse, given["indices"].shape[2], sizes)
+    options: dict[str, Any] = {"size": int(given["S"]), "window": int(given["W"]), "top_k": int(given["K"])}
+    options["scale"] = u.shape[-1] ** -0.5
+    groups = given["indices"].shape[2]
+    blocks, scores = choose_blocks(u, kbar, bias, lse, groups=groups, first=int(given["q_offset"]), **options)
     assert (heads_first(blocks).numpy() == given["indices"]).all()
     close(heads_first(scores), given["e"])
     for softmax1, key in ((False, "weights"), (True, "weights_softmax1")):
         found = heads_first(block_weights(scores, lse, softmax1=softmax1)).numpy()
         assert np.abs(found - given[key][..., : found.shape[-1]]).max() <= 1e-5
+    parts = [
+        choose_blocks(u[:, :, at : at + 37], kbar, bias, lse[:, :, at : at + 37], groups=groups, first=at, **options)[0]
+        for at in range(0, u.shape[2], 37)
+    ]
+    assert torch.equal(torch.cat(parts, 2), blocks)
 
 
 def test_windows_are_the_published_ones() -> None:

@@ -96,10 +96,11 @@ def _far(
     q: Tensor, k: Tensor, v: Tensor, u: Tensor, near: Tensor, lse: Tensor, kbar: Tensor, bias: Tensor, sizes: Sizes
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the output, from the window's output; also the lists and their weights."""
-    keys, values = in_blocks(k, sizes.size), in_blocks(v, sizes.size)
-    blocks, scores = choose_blocks(u, kbar, bias, lse, k.shape[1], sizes)
-    weights = block_weights(scores, lse, softmax1=sizes.softmax1)
-    chosen = attend_chosen(q, keys, values, blocks, weights[..., :-1], scale=sizes.scale)
+    size, window, top_k, softmax1, scale = sizes
+    place: dict[str, Any] = {"size": size, "window": window, "first": 0, "scale": scale}
+    blocks, scores = choose_blocks(u, kbar, bias, lse, groups=k.shape[1], top_k=top_k, **place)
+    weights = block_weights(scores, lse, softmax1=softmax1)
+    chosen = attend_chosen(q, in_blocks(k, size), in_blocks(v, size), blocks, weights[..., :-1], scale=scale)
     return torch.addcmul(chosen, weights[..., -1:], near).to(q.dtype), blocks, weights
 
 
@@ -108,7 +109,7 @@ def _far_native(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do ``_far`` for some tokens at a time: queries, lists and outputs stay in the processor's caches."""
     size, window, top_k, softmax1, scale = sizes
-    edge = reference.edges(q.shape[2], size, window, q.device).clamp(0, kbar.shape[2])
+    edge = reference.edges(0, q.shape[2], size, window, q.device).clamp(0, kbar.shape[2])
     landmarks = native.PackedLandmarks(kbar, bias, scale=scale)
     packed = native.PackedBlocks(in_blocks(k, size), in_blocks(v, size), scale=scale)
     out, lists = torch.empty_like(q, memory_format=torch.contiguous_format), list[tuple[Tensor, Tensor]]()
@@ -274,13 +275,22 @@ def _window_backward(
 
 
 def choose_blocks(
-    u: Tensor, kbar: Tensor, bias: Tensor, lse: Tensor, groups: int, sizes: Sizes
+    u: Tensor,
+    kbar: Tensor,
+    bias: Tensor,
+    lse: Tensor,
+    *,
+    groups: int,
+    size: int,
+    window: int,
+    top_k: int,
+    first: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
     """See ``reference.choose_blocks``; estimates are made for a few queries at a time."""
-    size, window, top_k, _, scale = sizes
     parts = []
     batch, heads, many, _ = u.shape
-    edge = reference.edges(many, size, window, u.device).clamp(0, kbar.shape[2])
+    edge = reference.edges(first, many, size, window, u.device).clamp(0, kbar.shape[2])
     if native.serves(u, kbar, bias, lse, size=size):
         return native.PackedLandmarks(kbar, bias, scale=scale).choose(u, lse, edge, groups=groups, top_k=top_k)
     at = 0

@@ -34,8 +34,8 @@ def hils_attention(
     lse = lse.to(q.dtype)
     keys, values = in_blocks(k, size), in_blocks(v, size)
     kbar, bias = pool_landmarks(u[:, :, size - 1 :: size], keys, scale=scale)
-    sizes = {"size": size, "window": window, "top_k": top_k}
-    blocks, scores = choose_blocks(u, kbar, bias, lse, groups=k.shape[1], scale=scale, **sizes)
+    place = {"size": size, "window": window, "first": 0}
+    blocks, scores = choose_blocks(u, kbar, bias, lse, groups=k.shape[1], top_k=top_k, scale=scale, **place)
     weights = block_weights(scores, lse, softmax1=softmax1)
     chunks = attend_chosen(q, keys, values, blocks, weights[..., :-1], scale=scale)
     return (chunks + weights[..., -1:] * out).to(q.dtype)
@@ -90,21 +90,32 @@ def window_attention(
 
 
 def choose_blocks(
-    u: Tensor, kbar: Tensor, bias: Tensor, lse: Tensor, *, groups: int, size: int, window: int, top_k: int, scale: float
+    u: Tensor,
+    kbar: Tensor,
+    bias: Tensor,
+    lse: Tensor,
+    *,
+    groups: int,
+    size: int,
+    window: int,
+    top_k: int,
+    first: int,
+    scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Take ``u [B, H, T, D]``, ``kbar [B, H, N, D]``, ``bias [B, H, N]``, ``lse [B, H, T]``.
+    """Take ``u [B, H, M, D]`` at ``first`` and later, ``kbar [B, H, N, D]``, ``bias [B, H, N]``, ``lse [B, H, M]``.
 
-    Returns the chosen blocks of each of ``G = groups`` key-value heads ``[B, G, T, K]``, ascending, filled up with -1.
-    Also returns the estimates ``[B, H, T, K]`` of each head for them, filled up with -inf.
+    Returns the chosen blocks of each of ``G = groups`` key-value heads ``[B, G, M, K]``, ascending, filled up with -1.
+    Also returns the estimates ``[B, H, M, K]`` of each head for them, filled up with -inf.
     """
     scores = estimates(u, kbar, bias, scale=scale)
-    candidate = torch.arange(kbar.shape[2], device=u.device) < edges(u.shape[2], size, window, u.device)[:, None]
+    edge = edges(first, u.shape[2], size, window, u.device)
+    candidate = torch.arange(kbar.shape[2], device=u.device) < edge[:, None]
     return best_blocks(scores.masked_fill(~candidate, -math.inf), lse, groups=groups, top_k=top_k)
 
 
-def edges(count: int, size: int, window: int, device: torch.device) -> Tensor:
-    """Return the first block of each window, for ``count`` positions: ``[count]``."""
-    return (torch.arange(count, device=device) - window + 1).div(size, rounding_mode="floor")
+def edges(first: int, count: int, size: int, window: int, device: torch.device) -> Tensor:
+    """Return the first block of each window, for ``count`` positions from ``first`` on: ``[count]``."""
+    return (torch.arange(first, first + count, device=device) - window + 1).div(size, rounding_mode="floor")
 
 
 def estimates(u: Tensor, kbar: Tensor, bias: Tensor, *, scale: float) -> Tensor:

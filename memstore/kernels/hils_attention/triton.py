@@ -298,16 +298,17 @@ class _HilsAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, u: Tensor, sizes: Sizes) -> Tensor:
         q, k, v = (x.contiguous() for x in (q, k, v))
-        size = sizes.size
+        size, window, top_k, softmax1, scale = sizes
         told = _told(q, k, sizes)
         near, out = torch.empty_like(q), torch.empty_like(q)
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-        kbar, bias = pool_landmarks(u[:, :, size - 1 :: size], in_blocks(k, size), scale=sizes.scale)
+        kbar, bias = pool_landmarks(u[:, :, size - 1 :: size], in_blocks(k, size), scale=scale)
         programs = grid(q.shape[0] * q.shape[1], q.shape[2], "BM")
         _window_kernel[programs](q=q, k=k, v=v, out=near, lse=lse, **told)
+        place: dict[str, Any] = {"size": size, "window": window, "first": 0, "scale": scale}
         rounded = lse.to(q.dtype)
-        blocks, scores = choose_blocks(u, kbar, bias, rounded, k.shape[1], sizes)
-        weights = block_weights(scores, rounded, softmax1=sizes.softmax1)
+        blocks, scores = choose_blocks(u, kbar, bias, rounded, groups=k.shape[1], top_k=top_k, **place)
+        weights = block_weights(scores, rounded, softmax1=softmax1)
         matrix = _matrix(weights, blocks, kbar.shape[2])
         _chosen_kernel[programs](q=q, k=k, v=v, weights=matrix, near=near, out=out, blocks=kbar.shape[2], **told)
         if any(ctx.needs_input_grad):
