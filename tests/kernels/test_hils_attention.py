@@ -15,13 +15,13 @@ from memstore.kernels._backends import Backend
 from memstore.kernels.hils_attention import (
     attend_chosen,
     block_weights,
+    choose_blocks,
     hils_attention,
     native,
     pool_landmarks,
     reference,
     window_attention,
 )
-from memstore.kernels.hils_attention.fused import choose_blocks
 from tests.kernels.hils import CASES, NAMES, Case, exact, inputs, largest, results
 from tests.oracles import oracle, tensors
 from tests.pairs import each, pairs
@@ -231,9 +231,7 @@ def test_steps_are_the_published_ones(name: str) -> None:
     kbar, bias = pool_landmarks(u[:, :, size - 1 :: size], keys)
     close(heads_first(kbar), given["kbar"])
     close(bias.transpose(1, 2), given["b"])
-    blocks, scores = choose_blocks(
-        u, kbar, bias, lse, groups=k.shape[1], size=size, window=window, top_k=top_k, first=0, scale=u.shape[-1] ** -0.5
-    )
+    blocks, scores = choose_blocks(u, kbar, bias, lse, groups=k.shape[1], block_size=size, window=window, top_k=top_k)
     assert (heads_first(blocks).numpy() == given["indices"]).all()
     weights = block_weights(scores, lse, softmax1=bool(given["softmax1"]))
     close(heads_first(weights), given["weights"])
@@ -257,8 +255,7 @@ def test_the_choice_is_the_published_one(name: str) -> None:
     given = oracle(f"hils_topk_{name}.npz")
     u, kbar = map(heads_first, tensors(given, "u", "kbar"))
     bias, lse = (x.transpose(1, 2) for x in tensors(given, "b", "lse_window"))
-    options: dict[str, Any] = {"size": int(given["S"]), "window": int(given["W"]), "top_k": int(given["K"])}
-    options["scale"] = u.shape[-1] ** -0.5
+    options = {"block_size": int(given["S"]), "window": int(given["W"]), "top_k": int(given["K"])}
     groups = given["indices"].shape[2]
     blocks, scores = choose_blocks(u, kbar, bias, lse, groups=groups, first=int(given["q_offset"]), **options)
     assert (heads_first(blocks).numpy() == given["indices"]).all()

@@ -20,6 +20,7 @@ __all__ = [
     "attend_chosen",
     "best_blocks",
     "block_weights",
+    "choose_blocks",
     "hils_attention",
     "pool_landmarks",
     "window_attention",
@@ -67,10 +68,7 @@ def hils_attention(
         InvalidArgument: shapes, types, devices or numbers do not fit, or the back end is not available.
     """
     _check(q, k, v, u)
-    if block_size < 2:
-        raise InvalidArgument(f"block_size includes the landmark, so it must be at least 2, got {block_size}")
-    if window < 1 or top_k < 1:
-        raise InvalidArgument(f"window and top_k must be at least 1, got {window} and {top_k}")
+    _check_sizes(block_size, window, top_k)
     backend = pick(backend, q, lambda: _triton_problem(q, k, v, u, block_size))
     if not q.numel():
         return q + u + torch.stack([x.sum().to(q.dtype) for x in (k, v)]).sum()  # zero, with gradients of 0
@@ -85,6 +83,53 @@ def hils_attention(
             return triton.hils_attention(q, k, v, u, sizes)
         case _:
             return fused.hils_attention(q, k, v, u, sizes)
+
+
+def choose_blocks(
+    u: Tensor,
+    kbar: Tensor,
+    bias: Tensor,
+    lse: Tensor,
+    *,
+    groups: int,
+    block_size: int,
+    window: int,
+    top_k: int,
+    first: int = 0,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Choose the ``top_k`` blocks with the largest estimated share of attention before each token's window.
+
+    A block's estimate is ``scale * u . kbar + bias``. For each head, its share is relative to all candidates and the
+    window. If heads share a list, the largest share counts.
+
+    Args:
+        u: landmark queries ``[B, H, M, D]`` at positions from ``first`` on.
+        kbar: mean keys ``[B, H, N, D]`` of the blocks from 0 on.
+        bias: entropies ``[B, H, N]``.
+        lse: log-sum-exp of the window ``[B, H, M]``.
+        groups: key-value heads, with a list each.
+        block_size, window, top_k, scale: as in ``hils_attention``.
+        first: the position of the first query.
+
+    Returns:
+        Blocks ``[B, G, M, K]``, ascending, then -1; and estimates ``[B, H, M, K]``, -inf there. Raises
+        ``InvalidArgument`` for arguments that do not fit.
+    """
+    fit = u.dim() == 4 and kbar.shape[:2] == u.shape[:2] and kbar.shape[-1] == u.shape[-1]
+    if not fit or bias.shape != kbar.shape[:-1] or lse.shape != u.shape[:-1] or groups < 1 or u.shape[1] % groups:
+        raise InvalidArgument(f"the shapes do not fit {groups} groups: {shapes(u=u, kbar=kbar, bias=bias, lse=lse)}")
+    _check_sizes(block_size, window, top_k)
+    scale = u.shape[-1] ** -0.5 if scale is None else float(scale)
+    place = {"size": block_size, "window": window, "top_k": top_k, "first": first}
+    return fused.choose_blocks(u, kbar, bias, lse, groups=groups, scale=scale, **place)
+
+
+def _check_sizes(block_size: int, window: int, top_k: int) -> None:
+    if block_size < 2:
+        raise InvalidArgument(f"block_size includes the landmark, so it must be at least 2, got {block_size}")
+    if window < 1 or top_k < 1:
+        raise InvalidArgument(f"window and top_k must be at least 1, got {window} and {top_k}")
 
 
 def _triton_problem(q: Tensor, k: Tensor, v: Tensor, u: Tensor, block_size: int) -> str | None:
