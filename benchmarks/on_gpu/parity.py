@@ -20,8 +20,6 @@ from memstore.kernels import (
     search_blocks,
 )
 from memstore.kernels.best_codes import best_codes, hold
-from memstore.kernels.grouped_cross_attention import reference as gca_reference
-from memstore.kernels.landmark_attention import reference as landmark_reference
 from tests.kernels import choice, codes, gca, knn, landmark, rows, search
 
 
@@ -184,9 +182,7 @@ def _gca(here: Piece) -> None:
             _judged(
                 here, name, dtype,
                 lambda q, k, v, w: grouped_cross_attention(q, k, v, w, blocks, backend="triton"),  # noqa: B023
-                lambda q, k, v, w: gca_reference.grouped_cross_attention(
-                    q, k, v, blocks, w, scale=q.shape[-1] ** -0.5, off_by_one=True  # noqa: B023
-                ),
+                lambda q, k, v, w: grouped_cross_attention(q, k, v, w, blocks, backend="reference"),  # noqa: B023
                 [x.to(dtype) for x in (q, keys, values, weights)],
             )  # fmt: skip
 
@@ -200,9 +196,7 @@ def _landmark(here: Piece) -> None:
             _judged(
                 here, f"landmark blocks of {block}", dtype,
                 lambda q, k, v: landmark_attention(q, k, v, marks, backend="triton"),  # noqa: B023
-                lambda q, k, v: landmark_reference.landmark_attention(
-                    q, k, v, marks, key_padding=None, documents=None, window=None, ramp=1.0, scale=d**-0.5, causal=True,  # noqa: B023
-                ),
+                lambda q, k, v: landmark_attention(q, k, v, marks, backend="reference"),  # noqa: B023
                 [x.to(dtype) for x in tensors],
             )  # fmt: skip
 

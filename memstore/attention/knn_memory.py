@@ -81,18 +81,11 @@ class RecentTokens:
     @torch.no_grad()
     def search(self, queries: Tensor, top_k: int) -> Neighbours:
         """Find the ``top_k`` largest inner products for each of ``queries [B, H, T, D]``: their tokens, best first."""
-        groups = self.keys.shape[1]
-        check_queries(queries, len(self.keys), groups, self.keys.shape[3])
-        batch, heads, tokens, _ = queries.shape
-        ids = torch.full((batch, groups, heads // groups * tokens, top_k), -1, dtype=torch.int64, device=queries.device)
-        grouped = queries.to(self.keys.dtype).reshape(batch, groups, heads // groups * tokens, -1)
-        for row in range(batch):
-            held = len(self.numbers(row))
-            if held:
-                for group in range(groups):
-                    best = nearest(grouped[row, group], self.keys[row, group, :held], min(top_k, held))
-                    ids[row, group, :, : best.shape[-1]] = best
-        return Neighbours(self.keys, self.values, ids.view(batch, heads, tokens, top_k))
+        check_queries(queries, len(self.keys), self.keys.shape[1], self.keys.shape[3])
+        queries = queries.to(self.keys.dtype)
+        held = [keys[:, : len(self.numbers(row))] for row, keys in enumerate(self.keys)]
+        ids = [nearest(asked, keys, top_k) for asked, keys in zip(queries, held, strict=True)]
+        return Neighbours(self.keys, self.values, torch.stack(ids))
 
     def numbers_of(self, ids: Tensor) -> Tensor:
         """Return numbers ``[B, H, T, K]`` of found tokens, counted from the beginning of the document; -1 for none."""
@@ -149,9 +142,18 @@ def check_row(row: int, rows: int) -> None:
 
 
 def nearest(queries: Tensor, keys: Tensor, top_k: int) -> Tensor:
-    """Return rows of ``keys [N, D]`` with the ``top_k`` largest products for each of ``queries [R, D]``, best first."""
-    step = max(1, (SCORES if keys.device.type == "cpu" else SCORES_OF_A_GPU) // len(keys))
-    return torch.cat([largest(part @ keys.T, top_k) for part in queries.split(step)])
+    """Return rows of ``keys [G, N, D]`` with the ``top_k`` largest products for each of ``queries [H, T, D]``.
+
+    They are ``[H, T, top_k]`` int64, the best first, then -1.
+    """
+    heads, tokens, dim = queries.shape
+    groups, held, _ = keys.shape
+    ids = torch.full((groups, heads // groups * tokens, top_k), -1, dtype=torch.int64, device=queries.device)
+    step = max(1, (SCORES if keys.device.type == "cpu" else SCORES_OF_A_GPU) // max(1, held))
+    few = min(top_k, held)
+    for group, asked in enumerate(queries.reshape(groups, -1, dim) if held else ()):
+        ids[group, :, :few] = torch.cat([largest(part @ keys[group].T, few) for part in asked.split(step)])
+    return ids.view(heads, tokens, top_k)
 
 
 def largest(scores: Tensor, top_k: int) -> Tensor:

@@ -131,7 +131,6 @@ class StoredTokens:
     def _search_row(self, row: int, queries: Tensor, top_k: int) -> Neighbours:
         document = self.documents[row]
         groups, size, dim = self.spec.fields["k"]
-        heads, tokens, _ = queries.shape
         view, device = document.layer(0), queries.device
         queries = queries.detach().to(torch.device("cpu") if view.index is None else view.index.device).float()
         found = view.search(queries, top_k).blocks.cpu()
@@ -144,15 +143,10 @@ class StoredTokens:
             self.asked = time.perf_counter()
         if self.tiers is not None:  # before gathering, which moves them to a faster tier
             self.tiers[row] = dict(zip(blocks, view.tiers(blocks), strict=True))
-        ids = torch.full((groups, heads // groups * tokens, top_k), -1, device=device)
         if not blocks:
             none = torch.zeros(groups, 0, dim, device=device)
-            return Neighbours(none, none, ids.view(heads, tokens, top_k))
+            return Neighbours(none, none, nearest(queries.to(device), none, top_k))
         states = view.gather(blocks, device=device)
         held = len(blocks) * size - (size - waiting if waiting else 0)
         keys, values = (states[name].transpose(0, 1).flatten(1, 2)[:, :held].float() for name in FIELDS)
-        grouped = queries.to(device).reshape(groups, heads // groups * tokens, dim)
-        for group in range(groups):
-            best = nearest(grouped[group], keys[group], min(top_k, held))
-            ids[group, :, : best.shape[1]] = best
-        return Neighbours(keys, values, ids.view(heads, tokens, top_k))
+        return Neighbours(keys, values, nearest(queries.to(device), keys, top_k))

@@ -16,8 +16,7 @@ from memstore.device_copies import to_device
 from memstore.index.contract import allows
 from memstore.index.files import Content
 from memstore.index.sieve import LARGEST_TURNED_DIM, Codes, Frame, group_rows, usable
-from memstore.kernels.best_codes import hold, numbers
-from memstore.kernels.best_codes.reference import BYTE
+from memstore.kernels.best_codes import BYTE, hold, numbers
 
 PLACES = 1 << 32
 FIRST_CHUNK_KEYS = 4096

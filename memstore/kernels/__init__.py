@@ -1,4 +1,4 @@
-"""Pure tensor functions, one folder each: the package checks and dispatches, ``reference.py`` defines the truth."""
+"""Pure tensor functions, one folder each: the package checks and dispatches, and a reference defines the truth."""
 
 from memstore.kernels.best_products import best_products
 from memstore.kernels.block_attention import block_attention, merge_attention

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from memstore.errors import InvalidArgument
 
 Backend = Literal["auto", "reference", "torch", "triton"]
 """Back ends of the attention operations."""
+Name = TypeVar("Name", bound=str)
+"""The name of a back end."""
 INTEGERS = (torch.int32, torch.int64)
 TRITON_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 LARGEST_HEAD = 256
@@ -50,6 +52,18 @@ def check_known(backend: str, known: Any) -> None:
         raise InvalidArgument(f"backend must be {listed} or {names[-1]!r}, got {backend!r}")
 
 
+def first_able(backend: Name, choices: Iterable[Name], problem: Callable[[Name], str | None]) -> Name:
+    """Return ``backend``; for ``"auto"`` the first of ``choices`` without a ``problem``, of which the last has none.
+
+    Raises ``InvalidArgument`` if ``backend`` has a problem.
+    """
+    if backend == "auto":
+        return next(each for each in choices if problem(each) is None)
+    if (reason := problem(backend)) is not None:
+        raise InvalidArgument(f"backend {backend!r} {reason}")
+    return backend
+
+
 def pick(backend: Backend, x: Tensor, problem: Callable[[], str | None], *, products: bool = True) -> Backend:
     """Choose the back end for ``x``: ``"auto"`` is Triton on a GPU unless it has a ``problem``, and PyTorch elsewhere.
 
@@ -58,12 +72,14 @@ def pick(backend: Backend, x: Tensor, problem: Callable[[], str | None], *, prod
     measurement shows that this pays, ``"auto"`` leaves them to PyTorch.
     """
     check_known(backend, Backend)
-    if backend == "auto":
-        fast = x.device.type == "cuda" and not (products and x.dtype == torch.float32)
-        return "triton" if fast and problem() is None else "torch"
-    if backend == "triton" and (reason := problem()) is not None:
-        raise InvalidArgument(f"backend 'triton' {reason}")
-    return backend
+    fast = x.device.type == "cuda" and not (products and x.dtype == torch.float32)
+    choices: tuple[Backend, ...] = ("triton", "torch") if fast else ("torch",)
+    return first_able(backend, choices, lambda each: problem() if each == "triton" else None)
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    """Return half types in float32, others as they are."""
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
 def nothing(q: Tensor, v: Tensor, *others: Tensor) -> Tensor:

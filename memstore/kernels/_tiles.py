@@ -15,7 +15,13 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
+from torch import Tensor
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-1e30)
+"""Finite, so that differences of it are numbers."""
 SMALLEST = 16
 """Shortest side of a tile that the matrix units of all devices accept."""
 ANY = 1 << 30
@@ -34,6 +40,32 @@ def config(warps: int, stages: int, **sizes: int) -> triton.Config:
 def padded(length: int) -> int:
     """Return the side of a tile that covers ``length``."""
     return max(SMALLEST, 1 << (length - 1).bit_length())
+
+
+def warps(threads: int) -> int:
+    """Return the warps of a program with this many threads."""
+    return threads // (64 if torch.version.hip else 32)
+
+
+def grid(matrices: int, rows: int, side: str, parts: int = 1) -> Any:
+    """Return the programs: one for each tile of ``rows`` of each matrix, and each part of its work."""
+    return lambda config: (matrices * -(-rows // config[side]), parts)
+
+
+def strides(names: str, x: Tensor) -> dict[str, int]:
+    """Return the strides of ``x``, from the first dimension on, by the names of arguments."""
+    return dict(zip(names.split(), x.stride(), strict=False))
+
+
+def split(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Split ``x`` into a sum of one or three numbers of ``dtype``, without loss: ``[parts, ...]``."""
+    if torch.promote_types(x.dtype, dtype) == dtype:
+        return x.to(dtype).contiguous().unsqueeze(0)
+    parts, rest = [], x.float()
+    for _ in range(3):
+        parts.append(rest.to(dtype))
+        rest = rest - parts[-1].float()
+    return torch.stack(parts)
 
 
 def precision(dtype: torch.dtype) -> str:
@@ -70,17 +102,27 @@ class TileTable:
                     break
         return config(warps, stages, **dict(zip(self.sizes, sides, strict=True)))
 
+    def tiled(self, kernel: str, *, block: str, **interpreted: int) -> Callable[[Any], TiledKernel]:
+        """Give a kernel the tiles of its column. ``block`` names the argument that is the length of a block."""
+
+        def choose(arguments: Mapping[str, Any]) -> triton.Config:
+            sizes = {"queries": arguments["ROWS"], "dim": max(arguments["BD"], arguments["BDV"])}
+            return self.tiles(kernel, machine(), arguments["q"].dtype, block=padded(arguments[block]), **sizes)
+
+        return tiled(choose, interpreted_config=config(1, 1, **interpreted))
+
 
 class TiledKernel:
-    """A kernel, called like one of Triton's, that gets its tiles from ``choose`` by its arguments."""
+    """A kernel, called like one of Triton's, that gets its tiles from ``choose`` by its arguments, such as ``q``."""
 
     def __init__(self, kernel: Any, choose: Callable[[Mapping[str, Any]], triton.Config]) -> None:
-        self.fn, self.arg_names = kernel, kernel.arg_names
-        self.choose = choose
+        self.fn, self.choose = kernel, choose
 
     def __getitem__(self, grid: Any) -> Callable[..., None]:
         def launch(**arguments: Any) -> None:
-            self.fn[grid](**arguments, **self.choose(arguments).all_kwargs())
+            with torch.cuda.device_of(arguments["q"]):
+                # Triton 3.9 warns if enable_fp_fusion is not set.
+                self.fn[grid](**arguments, **self.choose(arguments).all_kwargs(), enable_fp_fusion=True)
 
         return launch
 

@@ -24,8 +24,11 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
+
+from torch import Tensor
 
 from memstore.paths import cache_folder
 
@@ -44,12 +47,12 @@ _read: dict[Path, str] = {}
 
 
 def beside(module: str) -> Path:
-    """Return the C file beside the Python file ``module``, read now.
+    """Return the file ``native.c`` beside the Python file ``module``, read now.
 
     A process may outlive an upgrade of the package. Code that is compiled later must still take the arguments that the
     imported Python passes.
     """
-    path = Path(module).with_suffix(".c")
+    path = Path(module).with_name("native.c")
     with suppress(OSError):  # whoever loads it hears why
         _read[path] = path.read_text()
     return path
@@ -90,13 +93,56 @@ def half_problem(dtype: object) -> str | None:
     return None
 
 
-def problem_of(load: Callable[[], object]) -> str | None:
-    """Say why ``load`` cannot load its library; None if it can."""
-    try:
-        load()
-    except Unavailable as reason:
-        return str(reason)
-    return None
+class Library:
+    """The functions of the C file beside a Python file, loaded at the first use."""
+
+    def __init__(self, module: str, load: Callable[[Path], ctypes.CDLL]) -> None:
+        """``module``: the Python file. ``load`` may raise ``Unavailable``."""
+        self._source, self.load = beside(module), load
+
+    @cached_property
+    def _functions(self) -> ctypes.CDLL:
+        return self.load(self._source)
+
+    @cached_property
+    def _problem(self) -> str | None:
+        try:
+            _ = self._functions
+        except Unavailable as reason:
+            return str(reason)
+        return None
+
+    def problem(self) -> str | None:
+        """Say why the library cannot be loaded; None if it can."""
+        return self._problem
+
+    def call(self, name: str, *given: Any) -> int:
+        """Call a function with addresses of tensors, 64 bits of integers, None, arrays, and references to structures.
+
+        The result has no meaning if the function returns nothing.
+        """
+        result: int = getattr(self._functions, name)(*map(_argument, given))  # found once; [name] would look each time
+        return result
+
+
+def _argument(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return ctypes.c_void_p(x.data_ptr())
+    if isinstance(x, int):
+        return ctypes.c_int64(x)
+    return ctypes.byref(x) if isinstance(x, ctypes.Structure) else x
+
+
+def structure(*, pointers: str = "", numbers: str, factors: str = "") -> Any:
+    """Make a C structure: names of addresses, of integers in 64 bits and of float32, in this order."""
+    kinds = ((pointers, ctypes.c_void_p), (numbers, ctypes.c_int64), (factors, ctypes.c_float))
+    fields = [(name, kind) for names, kind in kinds for name in names.split()]
+    return type("_Structure", (ctypes.Structure,), {"_fields_": fields})
+
+
+def address(x: Tensor | None) -> int | None:
+    """Return where the numbers of a tensor begin, for a structure."""
+    return None if x is None else x.data_ptr()
 
 
 def parallel(source: Path, flags: Sequence[str]) -> ctypes.CDLL:

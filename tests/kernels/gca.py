@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memstore.kernels.grouped_cross_attention import reference
+from memstore.kernels import grouped_cross_attention
 
 NAMES = ("out", "dq", "dk", "dv", "dweights")
 
@@ -112,8 +112,8 @@ def results(function: Callable[..., Tensor], given: Inputs, **options: Any) -> d
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, blocks: Tensor, *, off_by_one: bool) -> Tensor:
-    """The reference, with the signature of the public function."""
-    return reference.grouped_cross_attention(q, k, v, blocks, weights, scale=q.shape[-1] ** -0.5, off_by_one=off_by_one)
+    """The reference."""
+    return grouped_cross_attention(q, k, v, weights, blocks, off_by_one=off_by_one, backend="reference")
 
 
 def allowed(given: Inputs) -> dict[str, float]:
@@ -160,7 +160,7 @@ def largest(x: Tensor) -> float:
 def main() -> None:
     """Errors of the Triton kernels in the interpreter, by the names of the cases."""
     from memstore.kernels import _tiles
-    from memstore.kernels.grouped_cross_attention import grouped_cross_attention, triton
+    from memstore.kernels.grouped_cross_attention import triton
 
     torch.set_num_threads(1)
     torch.set_deterministic_debug_mode("error")  # uninitialised memory is NaN

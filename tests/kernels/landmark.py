@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memstore.kernels.landmark_attention import reference
+from memstore.kernels import landmark_attention
 
 NAMES = ("out", "dq", "dk", "dv")
 
@@ -172,9 +172,8 @@ def results(function: Callable[..., Tensor], given: Inputs, **options: Any) -> d
 
 
 def exact(q: Tensor, k: Tensor, v: Tensor, is_landmark: Tensor, **options: Any) -> Tensor:
-    """The reference, with the signature of the public function."""
-    given = {"key_padding": None, "documents": None, "scale": q.shape[-1] ** -0.5, **options}
-    return reference.landmark_attention(q, k, v, is_landmark, **given)
+    """The reference."""
+    return landmark_attention(q, k, v, is_landmark, **options, backend="reference")
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, is_landmark: Tensor, **options: Any) -> Tensor:
@@ -218,7 +217,6 @@ def largest(x: Tensor) -> float:
 def main() -> None:
     """Errors of the Triton kernels in the interpreter, by the names of the cases."""
     from memstore.kernels import _tiles
-    from memstore.kernels.landmark_attention import landmark_attention
 
     torch.set_num_threads(1)
     torch.set_deterministic_debug_mode("error")  # uninitialised memory is NaN

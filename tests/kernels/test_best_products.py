@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.kernels import best_products
-from memstore.kernels.best_products import backend_problem, native, reference, torch_int
-from memstore.kernels.native import Unavailable, processor
+from memstore.kernels import best_codes, best_products
+from memstore.kernels.best_products import backend_problem, native, torch_int
+from memstore.kernels.native import Library, Unavailable, processor
 from tests.pairs import each
 
 SIZES = [
@@ -39,7 +40,7 @@ def inputs(groups: int, keys: int, dim: int, rows: int) -> tuple[Tensor, Tensor]
 
 
 def test_the_reference_finds_what_a_loop_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "STEP_NUMBERS", 40)
+    monkeypatch.setattr(best_codes, "STEP_NUMBERS", 40)
     codes, queries = inputs(4, 3, 5, 2)
     found = best_products(codes, queries, backend="reference")
     for group in range(4):
@@ -88,8 +89,7 @@ def avx2_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     if "avx2" not in processor():
         pytest.skip("this processor has no AVX2")
     monkeypatch.setattr("memstore.kernels.native.processor", lambda: frozenset({"avx2"}))
-    library = native._library.__wrapped__()
-    monkeypatch.setattr(native, "_library", lambda: library)
+    monkeypatch.setattr(native, "_library", Library(native.__file__, native._library.load))
     monkeypatch.setattr(native, "NUMBERS_PER_THREAD", 1)
 
 
@@ -164,7 +164,7 @@ def test_a_compiler_that_knows_no_matrices_makes_vectors(monkeypatch: pytest.Mon
 
     monkeypatch.setattr("memstore.kernels.native.library", library)
     monkeypatch.setattr("memstore.kernels.native.processor", lambda: frozenset(native.VECTORS | native.MATRICES))
-    made: Any = native._library.__wrapped__()
+    made: Any = native._library.load(Path(native.__file__))
     assert made == [*native.VECTORS.values(), "-fopenmp"]
     assert "-mamx-int8" in tried[0]
 

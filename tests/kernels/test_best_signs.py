@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.kernels.best_signs import allowance, best_signs, native, pack, problem, reference
+from memstore.kernels import best_signs as signs_kernel
+from memstore.kernels.best_signs import _pack, allowance, best_signs, pack, problem
 from tests.pairs import each
 
 SIZES = [
@@ -44,11 +45,11 @@ def test_c_packs_the_same_bits_and_is_off_by_no_more_than_it_says(
     sizes: tuple[int, int, int, int], threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    monkeypatch.setattr(native, "WORDS_PER_THREAD", 1)
+    monkeypatch.setattr(signs_kernel, "WORDS_PER_THREAD", 1)
     signs, queries = inputs(*sizes)
     packed = pack(signs)
     words = torch.empty_like(packed.words)
-    assert reference.pack(signs, words)
+    assert _pack(signs, words)
     assert torch.equal(words, packed.words)
     off = best_signs(packed, queries, backend="native") - best_signs(packed, queries, backend="reference")
     assert (off.abs() <= allowance(queries)).all()
@@ -68,4 +69,4 @@ def test_numbers_that_are_no_signs_are_refused() -> None:
         signs[1, 2, 19] = wrong
         with pytest.raises(InvalidArgument, match=r"\+1 or -1"):
             pack(signs)
-        assert not reference.pack(signs, torch.empty_like(pack(torch.ones(2, 3, 20)).words))
+        assert not _pack(signs, torch.empty_like(pack(torch.ones(2, 3, 20)).words))

@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memstore.errors import InvalidArgument
-from memstore.kernels.index_scores import choose, merge_choices, native, sliced
+from memstore.kernels import index_scores
+from memstore.kernels.index_scores import choose, merge_choices, native
 from tests.kernels.child import program
 from tests.kernels.choice import CASES, TYPES, Case, agrees, inputs
 from tests.pairs import each
@@ -52,7 +53,7 @@ def test_the_reference_is_what_a_loop_finds(case: Case) -> None:
 def test_matrix_products_give_what_the_reference_gives(
     case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sliced, "SCORES", {"cpu": 200})  # so that keys are cut
+    monkeypatch.setattr(index_scores, "SCORES", {"cpu": 200})  # so that keys are cut
     assert agrees(case, dtype, "torch")
 
 
@@ -62,7 +63,7 @@ def test_c_gives_what_the_reference_gives(case: Case, dtype: torch.dtype, monkey
     in_c(dtype)
     assert agrees(case, dtype, "native")
     monkeypatch.setattr(native, "PANEL", 1)
-    monkeypatch.setattr(native, "ROWS", 7)
+    monkeypatch.setattr(index_scores, "ROWS", 7)
     assert agrees(case, dtype, "native")
 
 

@@ -13,7 +13,7 @@ import torch
 
 from memstore.errors import InvalidArgument
 from memstore.kernels import search_blocks
-from memstore.kernels.native import processor
+from memstore.kernels.native import Library, processor
 from memstore.kernels.search_blocks import native
 from tests.kernels.child import program
 from tests.kernels.search import CASES, Case, agrees, inputs
@@ -89,8 +89,7 @@ def test_vectors_of_any_length_find_the_same(
     if not features <= processor():
         pytest.skip("this processor has no such vectors")
     monkeypatch.setattr("memstore.kernels.native.processor", lambda: features)
-    library = native._library.__wrapped__()
-    monkeypatch.setattr(native, "_library", lambda: library)
+    monkeypatch.setattr(native, "_library", Library(native.__file__, native._library.load))
     monkeypatch.setattr(native, "PRODUCTS_PER_THREAD", 1)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     generator = torch.Generator().manual_seed(rows + size + dim)

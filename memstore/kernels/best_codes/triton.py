@@ -7,16 +7,14 @@ The matrix units get a query as three numbers of 8 bits, ``a * 2^14 + b * 2^7 + 
 whole numbers do not depend on their order, so scores have the same bits for any tiles.
 """
 
-# Compile-time constants are in capitals.
-# ruff: noqa: N803
-# Triton has no type information.
-# mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from memstore.kernels._tiles import warps
 
 BLOCKS, QUERIES = 64, 32
 """Blocks and queries of one program."""
@@ -77,7 +75,7 @@ def best_codes(codes: Tensor, queries: Tensor) -> Tensor:
     _best_codes_kernel[triton.cdiv(count, BLOCKS), triton.cdiv(rows, QUERIES)](
         codes, parts, best, *codes.stride()[:2], rows, count, keys, width,
         BITS=bits, BD=side, BW=side // 8 if bits else side, BN=BLOCKS, BR=QUERIES,
-        num_warps=THREADS // (64 if torch.version.hip else 32),
+        num_warps=warps(THREADS),
     )  # fmt: skip
     # The matrix units see bits as 1 and 0, but they mean +1 and -1.
     return best.mul_(2).sub_(sums).mul_(scales) if bits else best.mul_(scales)

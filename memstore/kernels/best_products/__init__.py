@@ -66,9 +66,10 @@ def best_products(
 
             torch_int.best_products(codes, queries, chosen, out)
         case _:
-            from memstore.kernels.best_products import reference
+            from memstore.kernels.best_codes import reference as best_codes
 
-            out.copy_(reference.best_products(codes, queries, chosen))
+            wide = queries.to(torch.float32 if codes.shape[2] <= LARGEST_DIM else torch.float64)
+            out.copy_(best_codes(codes if chosen is None else codes[chosen], wide).T)
     return out
 
 

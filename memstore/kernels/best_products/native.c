@@ -1,4 +1,4 @@
-/* The largest product of each group of keys with each query, in 8 bits: what api.py says, for x86-64 processors.
+/* The largest product of each group of keys with each query, in 8 bits: what the package says, for x86-64 processors.
  *
  * Three ways, of which the fastest that the processor has is taken:
  *

@@ -5,13 +5,13 @@ from __future__ import annotations
 import ctypes
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from memstore.kernels import native
 
-SOURCE = native.beside(__file__)
 VECTORS = {"avx512f": "-mavx512f", "avx512bw": "-mavx512bw", "avx512vl": "-mavx512vl", "avx512_vnni": "-mavx512vnni"}
 MATRICES = {"amx_tile": "-mamx-tile", "amx_int8": "-mamx-int8"}
 """Features of the processor, and the compiler's flags for them. AVX2 is enough."""
@@ -24,14 +24,11 @@ def best_products(codes: Tensor, queries: Tensor, chosen: Tensor | None, out: Te
 
     All are contiguous. ``matrices`` allows AMX, if the processor has it.
     """
-    library = _library()
     keys, dim = codes.shape[1:]
     groups, rows = out.shape
     threads = min(torch.get_num_threads(), 1 + groups * keys * dim // NUMBERS_PER_THREAD)
-    sizes = (ctypes.c_long(each) for each in (groups, keys, dim, rows, threads))
-    tensors = (codes, chosen, queries, out)
-    pointers = (ctypes.c_void_p(None if each is None else each.data_ptr()) for each in tensors)
-    if library.memstore_best_products(*pointers, *sizes, int(matrices and has_matrices())):
+    tensors, sizes = (codes, chosen, queries, out), (groups, keys, dim, rows, threads)
+    if _library.call("memstore_best_products", *tensors, *sizes, matrices and has_matrices()):
         raise MemoryError(
             f"there is not enough memory for {rows} queries of {dim} numbers; search fewer queries at once."
         )
@@ -40,24 +37,21 @@ def best_products(codes: Tensor, queries: Tensor, chosen: Tensor | None, out: Te
 @cache
 def has_matrices() -> bool:
     """Return whether the processor has AMX, and this process may use it."""
-    return bool(_library().memstore_has_amx())
+    return bool(_library.call("memstore_has_amx"))
 
 
-@cache
-def problem() -> str | None:
-    """Say why this back end is not available; None if it is."""
-    return native.problem_of(_library)
-
-
-@cache
-def _library() -> ctypes.CDLL:
+def _load(source: Path) -> ctypes.CDLL:
     able = native.processor()
     if not able.issuperset(VECTORS):
         if "avx2" in able:
-            return native.parallel(SOURCE, ["-mavx2"])
+            return native.parallel(source, ["-mavx2"])
         raise native.Unavailable("needs Linux on an x86-64 processor with AVX2; use 'auto' or 'torch'")
     vectors = list(VECTORS.values())
     if able.issuperset(MATRICES):
         with suppress(native.Unavailable):  # old compilers do not know AMX
-            return native.parallel(SOURCE, [*vectors, *MATRICES.values()])
-    return native.parallel(SOURCE, vectors)
+            return native.parallel(source, [*vectors, *MATRICES.values()])
+    return native.parallel(source, vectors)
+
+
+_library = native.Library(__file__, _load)
+problem = _library.problem

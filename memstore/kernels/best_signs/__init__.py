@@ -7,23 +7,30 @@ looks up 32 of them with one instruction.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.kernels.best_signs.reference import WORD_BITS
+from memstore.kernels import native
+from memstore.kernels.best_codes import reference as best_codes
 
 __all__ = ["PackedSigns", "best_signs", "pack"]
 
 Backend = Literal["auto", "reference", "native"]
-BITS, LANES = 5, 32
-"""Bits looked up together, and keys side by side."""
+BITS, WORD_BITS, LANES = 5, 15, 32
+"""Bits looked up together, bits of a key in a word, and keys side by side."""
 LARGEST_SUM = 32767
 LARGEST_DIM = 4096
 """Beyond that the entries would have too few steps."""
+VECTORS = {"avx512f": "-mavx512f", "avx512bw": "-mavx512bw"}
+"""Required features of the processor, and the compiler's flags for them."""
+WORDS_PER_THREAD = 1 << 16
+"""Key words from which another thread pays."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,14 +66,12 @@ def pack(keys: Tensor) -> PackedSigns:
     if keys.dim() != 3 or not keys.shape[1] or not 1 <= keys.shape[2] <= LARGEST_DIM or not keys.is_floating_point():
         raise InvalidArgument(f"expected keys [n, P, D] with D at most {LARGEST_DIM}, got {tuple(keys.shape)}")
     words = torch.empty(len(keys), *words_shape(*keys.shape[1:]), dtype=torch.int16)
-    if problem() is None:
-        from memstore.kernels.best_signs import native
-
-        good = native.pack(keys.float(), words)
+    if problem() is not None:
+        good = _pack(keys, words)
     else:
-        from memstore.kernels.best_signs import reference
-
-        good = reference.pack(keys, words)
+        good = not keys.numel() or not _library.call(
+            "memstore_pack_signs", keys.float().contiguous(), words, *keys.shape
+        )
     if not good:
         raise InvalidArgument("keys of a sign index must be +1 or -1 in every number; use index='exact' for other keys")
     return PackedSigns(words, *keys.shape[1:])
@@ -82,9 +87,8 @@ def best_signs(signs: PackedSigns, queries: Tensor, *, backend: Backend = "auto"
             or ``"auto"``: the last of them that works here.
 
     Returns:
-        ``[n, R]`` float32. The error of ``"native"`` is at most ``allowance``; it is and exact for queries of whole
-        numbers whose
-        sum without signs is at most 32,767.
+        ``[n, R]`` float32. The error of ``"native"`` is at most ``allowance``. It is exact for queries of whole numbers
+        whose sum without signs is at most 32,767.
 
     Raises:
         InvalidArgument: shapes or types do not fit, or the back end is not available.
@@ -93,13 +97,19 @@ def best_signs(signs: PackedSigns, queries: Tensor, *, backend: Backend = "auto"
         raise InvalidArgument(f"expected queries [R, {signs.dim}] floating point, got {tuple(queries.shape)}")
     if backend == "native" and (reason := problem()):
         raise InvalidArgument(f"backend 'native' {reason}")
-    if backend != "reference" and problem() is None:
-        from memstore.kernels.best_signs import native
-
-        return native.best_signs(signs.words, queries.float(), signs.dim)
-    from memstore.kernels.best_signs import reference
-
-    return reference.best_signs(signs.unpacked(), queries)
+    out = torch.empty(len(signs.words), len(queries), dtype=torch.float32)
+    if not out.numel():
+        return out
+    if backend == "reference" or problem() is not None:
+        return out.copy_(best_codes(signs.unpacked().to(torch.int8), queries.double()).T)
+    threads = min(torch.get_num_threads(), 1 + signs.words.numel() // WORDS_PER_THREAD)
+    sizes = (*signs.words.shape[:2], *reversed(queries.shape), threads)
+    if _library.call("memstore_best_signs", signs.words, queries.float().contiguous(), out, *sizes):
+        raise MemoryError(
+            f"there is not enough memory for the tables of {len(queries)} queries of {signs.dim} numbers; search fewer "
+            "queries at once."
+        )
+    return out
 
 
 def allowance(queries: Tensor) -> Tensor:
@@ -112,8 +122,27 @@ def allowance(queries: Tensor) -> Tensor:
     return lengths * (0.5 * entries / (LARGEST_SUM - entries) + 1e-6)
 
 
+def _pack(keys: Tensor, words: Tensor) -> bool:
+    """Pack in PyTorch: ``keys [n, P, D]`` into ``words [n, tiles, W, lanes]``; False unless all are signs."""
+    tiles, count, lanes = words.shape[1:]
+    places = torch.arange(tiles * lanes).clamp(max=keys.shape[1] - 1)
+    powers = 2 ** torch.arange(WORD_BITS, dtype=torch.int16)
+    for block, into in zip(keys, words, strict=True):
+        bits = torch.nn.functional.pad((block > 0).to(torch.int16), (0, count * WORD_BITS - keys.shape[2]))
+        numbers = (bits.unflatten(1, (count, WORD_BITS)) * powers).sum(2, dtype=torch.int16)  # [P, words]
+        into.copy_(numbers[places].unflatten(0, (tiles, lanes)).transpose(1, 2))
+    return bool((keys.abs() == 1).all())
+
+
 def problem() -> str | None:
     """Say why the fast back end is not available, and what to do; None if it is."""
-    from memstore.kernels.best_signs import native
+    return _library.problem()
 
-    return native.problem()
+
+def _load(source: Path) -> ctypes.CDLL:
+    if not native.processor().issuperset(VECTORS):
+        raise native.Unavailable("needs Linux on an x86-64 processor with AVX-512 BW; use 'auto'")
+    return native.parallel(source, list(VECTORS.values()))
+
+
+_library = native.Library(__file__, _load)

@@ -1,4 +1,4 @@
-/* The largest product of each block of signs with each query: what api.py says, for x86-64 processors with AVX-512 BW.
+/* The largest product of each block of signs with each query: what the package says, for x86-64 processors with AVX-512 BW.
  *
  * Five signs of a key are the number of one of 32 entries of 16 bits, which are one vector: what those signs make of
  * five numbers of the query. One instruction finds the entries of 32 keys at once, and needs only the lowest five bits

@@ -1,4 +1,10 @@
-"""Grouped cross attention: a weighted sum of attention to each of the retrieved blocks."""
+"""Grouped cross attention: a weighted sum of attention to each of the retrieved blocks.
+
+Hu et al. 2025, *Efficient Length-Generalizable Attention via Causal Retrieval for Long-Context Language Modeling*,
+equations 2-3: a query attends to each retrieved block by itself, and the results are summed with the weights of the
+blocks (in the paper: ``w_k``, the softmax of the retrieval scores). ``off_by_one`` is ``exp(s) / (1 + sum exp(s))``,
+which lets a query find nothing in a block.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +22,8 @@ from memstore.kernels._backends import (
     shapes,
     triton_problem,
 )
-from memstore.kernels.grouped_cross_attention.prepared import (
+from memstore.kernels.grouped_cross_attention import fused
+from memstore.kernels.grouped_cross_attention.fused import (
     FoldedList,
     PreparedList,
     Ready,
@@ -49,7 +56,7 @@ def grouped_cross_attention(
     off_by_one: bool = True,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Attend to each retrieved block by itself, and sum with the weights of the blocks (GCA paper, equations 2-3).
+    """Attend to each retrieved block by itself, and sum with the weights of the blocks.
 
     There are two forms. With ``blocks``, pass the states of all blocks once; they are looked up, without copies on a
     GPU:
@@ -103,13 +110,9 @@ def grouped_cross_attention(
 
             return triton.grouped_cross_attention(q, k, v, blocks, weights, scale=scale, off_by_one=off_by_one)
         case "torch":
-            from memstore.kernels.grouped_cross_attention import fused
-
             return fused.grouped_cross_attention(q, k, v, blocks, weights, scale=scale, off_by_one=off_by_one)
         case _:
-            from memstore.kernels.grouped_cross_attention import reference
-
-            return reference.grouped_cross_attention(q, k, v, blocks, weights, scale=scale, off_by_one=off_by_one)
+            return _reference(q, k, v, blocks, weights, scale=scale, off_by_one=off_by_one)
 
 
 def _check_gathered(q: Tensor, k: Tensor, v: Tensor, weights: Tensor) -> None:
@@ -137,3 +140,29 @@ def _check(q: Tensor, k: Tensor, v: Tensor, weights: Tensor, blocks: Tensor) -> 
         )
     if blocks.device.type == "cpu" and blocks.numel() and int(blocks.max()) >= k.shape[1]:
         raise InvalidArgument(f"block {int(blocks.max())} does not exist; there are {k.shape[1]}")
+
+
+def _reference(
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, weights: Tensor, *, scale: float, off_by_one: bool
+) -> Tensor:
+    """Attend by the definition, one chosen block after the other."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    heads_per_group = q.shape[2] // k.shape[2]
+    rows = torch.arange(len(q), device=q.device).unsqueeze(1)
+    out = q.new_zeros((*q.shape[:-1], v.shape[-1]), dtype=dtype)
+    for i in range(blocks.shape[2]):
+        chosen, there = blocks[:, :, i].clamp(min=0), (blocks[:, :, i] >= 0)[..., None, None, None]
+        keys = torch.where(there, k[rows, chosen], 0).repeat_interleave(heads_per_group, 2).to(dtype)  # [B, C, H, S, D]
+        values = torch.where(there, v[rows, chosen], 0).repeat_interleave(heads_per_group, 2).to(dtype)
+        probabilities = _softmax(scale * q.to(dtype) @ keys.transpose(-1, -2), off_by_one)
+        weight = torch.where(there, weights[:, :, i, None, None, None], 0).to(dtype)
+        out = out + weight * (probabilities @ values)
+    return out.to(q.dtype)
+
+
+def _softmax(scores: Tensor, off_by_one: bool) -> Tensor:
+    """Compute softmax over the last dimension; ``off_by_one`` adds 1 to the denominator, like a key with score 0."""
+    if not off_by_one:
+        return scores.softmax(-1)
+    none = scores.new_zeros((*scores.shape[:-1], 1))
+    return torch.cat([scores, none], -1).softmax(-1)[..., :-1]

@@ -27,13 +27,9 @@ Deliberate deviations:
 - ``delta_k`` is recomputed while walking over the blocks, since saving ``O_k`` would take ``K`` times the output.
 """
 
-# Compile-time constants are in capitals; one of them only serves the choice of tiles.
-# ruff: noqa: ARG001, N803
-# Triton has no type information.
-# mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -42,9 +38,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from memstore.kernels._tiles import ANY, TileTable, config, machine, padded, precision, tiled
+from memstore.kernels._tiles import ANY, LOG2_E, TileTable, grid, padded, precision, strides
 
-LOG2_E = tl.constexpr(1.4426950408889634)
 SIMULATED_PROCESSORS = 8
 """Processors that the interpreter counts as, so that small inputs are shared by several programs, others not."""
 
@@ -53,7 +48,6 @@ SIMULATED_PROCESSORS = 8
 TABLE = TileTable(
     ("forward", "queries", "blocks"), ("BM", "BS"), [
         ("sm_90", 2, 32, 128, 64, ((4, 3, 16, 64), (4, 3, 16, 64), (4, 1, 16, 16))),
-        ("sm_90", 2, ANY, 64, ANY, ((4, 3, 64, 64), (4, 3, 64, 64), (8, 3, 64, 64))),
         ("sm_90", 2, ANY, 128, ANY, ((4, 3, 64, 64), (4, 3, 64, 64), (8, 3, 64, 64))),
         ("sm_90", 2, ANY, 256, ANY, ((8, 2, 32, 64), (8, 2, 32, 64), (8, 2, 32, 32))),
         ("sm_90", 4, ANY, 64, ANY, ((8, 2, 32, 32), (8, 2, 16, 32), (8, 2, 32, 32))),
@@ -78,14 +72,7 @@ TABLE = TileTable(
 # fmt: on
 
 
-def _tiled(kernel: str) -> Callable[[Any], Any]:
-    """Give a kernel the tiles of the table."""
-
-    def choose(arguments: Mapping[str, Any]) -> triton.Config:
-        sizes = {"queries": arguments["ROWS"], "dim": max(arguments["BD"], arguments["BDV"])}
-        return TABLE.tiles(kernel, machine(), arguments["q"].dtype, block=padded(arguments["S"]), **sizes)
-
-    return tiled(choose, interpreted_config=config(1, 1, BM=32, BS=32))
+_tiled = partial(TABLE.tiled, block="S", BM=32, BS=32)
 
 
 @triton.jit
@@ -184,24 +171,16 @@ def _forward_kernel(
 @_tiled("queries")
 @triton.jit
 def _queries_kernel(
-    q: tl.tensor,  # [L, G, M, D]
-    k: tl.tensor,  # [B, N, G, S, D], strided
-    v: tl.tensor,  # [B, N, G, S, DV], strided
-    blocks: tl.tensor,  # [L, K]
-    weights: tl.tensor,  # [L, K]
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, blocks: tl.tensor, weights: tl.tensor,
     dout: tl.tensor,  # [L, G, M, DV]
-    lse: tl.tensor,  # [L, G, K, M]
-    delta: tl.tensor,  # [L, G, K, M]
+    lse: tl.tensor, delta: tl.tensor,  # [L, G, K, M]
     dq: tl.tensor,  # [L, G, M, D]
     kb: tl.tensor, kn: tl.tensor, kg: tl.tensor, ks: tl.tensor,  # strides
     vb: tl.tensor, vn: tl.tensor, vg: tl.tensor, vs: tl.tensor,
     lists_per_row: tl.tensor, groups: tl.tensor, rows: tl.tensor, chosen: tl.tensor, count: tl.tensor,
     scale: tl.tensor,
-    ROWS: tl.constexpr,
-    S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BD: tl.constexpr, BDV: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BM: tl.constexpr, BS: tl.constexpr,  # rows of a tile of queries, and of keys
+    ROWS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Walk a tile of queries over the blocks of its list, for the gradient of the queries and ``delta``."""
     tiles = tl.cdiv(rows, BM)
@@ -254,26 +233,18 @@ def _queries_kernel(
 @_tiled("blocks")
 @triton.jit
 def _blocks_kernel(
-    q: tl.tensor,  # [L, G, M, D]
-    k: tl.tensor,  # [B, N, G, S, D], strided
-    v: tl.tensor,  # [B, N, G, S, DV], strided
-    weights: tl.tensor,  # [L, K]
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, weights: tl.tensor,
     entries: tl.tensor,  # [L * K], places in weights, ordered by the block that they chose
     starts: tl.tensor,  # [B * N + 1], the first entry of each block
-    dout: tl.tensor,  # [L, G, M, DV]
-    lse: tl.tensor,  # [L, G, K, M]
-    delta: tl.tensor,  # [L, G, K, M]
+    dout: tl.tensor, lse: tl.tensor, delta: tl.tensor,
     dk: tl.tensor,  # [B, N, G, S, D], contiguous
     dv: tl.tensor,  # [B, N, G, S, DV], contiguous
     kb: tl.tensor, kn: tl.tensor, kg: tl.tensor, ks: tl.tensor,  # strides
     vb: tl.tensor, vn: tl.tensor, vg: tl.tensor, vs: tl.tensor,
     groups: tl.tensor, rows: tl.tensor, chosen: tl.tensor, count: tl.tensor,
     scale: tl.tensor,
-    ROWS: tl.constexpr,
-    S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BD: tl.constexpr, BDV: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BM: tl.constexpr, BS: tl.constexpr,  # rows of a tile of queries, and of keys
+    ROWS: tl.constexpr, S: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BD: tl.constexpr, BDV: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BS: tl.constexpr,
 ) -> None:  # fmt: skip
     """Walk a tile of a block's keys over the queries of the lists that chose the block, in order."""
     tiles: tl.constexpr = (S + BS - 1) // BS
@@ -337,7 +308,9 @@ class _GroupedCrossAttention(torch.autograd.Function):
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, weights: Tensor, scale: float, off_by_one: bool
     ) -> Tensor:
         q, k, v, blocks, weights = _dense(q, k, v, blocks, weights)
-        lse = _statistics(q, k, blocks)
+        groups, chosen = k.shape[2], blocks.shape[2]
+        rows = q.shape[2] // groups * q.shape[3]
+        lse = torch.empty(*q.shape[:2], groups, chosen, rows, dtype=torch.float32, device=q.device)
         out = _forward(q, k, v, blocks, weights, scale, off_by_one, lse)
         ctx.save_for_backward(q, k, v, blocks, weights, lse)
         ctx.scale = scale
@@ -351,14 +324,13 @@ class _GroupedCrossAttention(torch.autograd.Function):
         dk = dv = dweights = None
         told = {"q": q, "k": k, "v": v, "weights": weights, "dout": dout.contiguous(), "lse": lse, "delta": delta}
         told |= {"scale": ctx.scale, **_shape(q, k, v, blocks)}
-        with torch.cuda.device_of(q):
-            grid = _grid(len(q) * q.shape[1] * k.shape[2], told["rows"], "BM")
-            _queries_kernel[grid](blocks=blocks, dq=dq, lists_per_row=q.shape[1], **told)
-            if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-                entries, starts = chosen_by(blocks, k.shape[1])
-                dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-                grid = _grid(len(k) * k.shape[1] * k.shape[2], k.shape[3], "BS")
-                _blocks_kernel[grid](entries=entries, starts=starts, dk=dk, dv=dv, **told)
+        queries = grid(len(q) * q.shape[1] * k.shape[2], told["rows"], "BM")
+        _queries_kernel[queries](blocks=blocks, dq=dq, lists_per_row=q.shape[1], **told)
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            entries, starts = chosen_by(blocks, k.shape[1])
+            dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
+            keys = grid(len(k) * k.shape[1] * k.shape[2], k.shape[3], "BS")
+            _blocks_kernel[keys](entries=entries, starts=starts, dk=dk, dv=dv, **told)
         if ctx.needs_input_grad[4]:
             there = (blocks >= 0) & (blocks < k.shape[1])
             dweights = torch.where(there, delta.sum((2, 4)), 0).to(weights.dtype)
@@ -381,12 +353,11 @@ def _forward(
     share = -(-chosen // _parts(lists * k.shape[2] * -(-shape["rows"] // 64), chosen, q.device))
     parts = -(-chosen // share)
     out = q.new_empty((parts, *q.shape[:-1], v.shape[-1]), dtype=q.dtype if parts == 1 else torch.float32)
-    with torch.cuda.device_of(q):
-        _forward_kernel[_grid(lists * k.shape[2], shape["rows"], "BM", parts)](
-            q=q, k=k, v=v, blocks=blocks, weights=weights, out=out, lse=lse,
-            lists=lists, lists_per_row=q.shape[1], share=share, scale=scale,
-            OFF_BY_ONE=off_by_one, SAVE=lse is not None, **shape,
-        )  # fmt: skip
+    _forward_kernel[grid(lists * k.shape[2], shape["rows"], "BM", parts)](
+        q=q, k=k, v=v, blocks=blocks, weights=weights, out=out, lse=lse,
+        lists=lists, lists_per_row=q.shape[1], share=share, scale=scale,
+        OFF_BY_ONE=off_by_one, SAVE=lse is not None, **shape,
+    )  # fmt: skip
     return out[0] if parts == 1 else out.sum(0).to(q.dtype)
 
 
@@ -408,8 +379,8 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> dict[str, Any]:
     """Return the arguments common to all kernels."""
     rows = q.shape[2] // k.shape[2] * q.shape[3]
     return {
-        **dict(zip(("kb", "kn", "kg", "ks"), k.stride(), strict=False)),
-        **dict(zip(("vb", "vn", "vg", "vs"), v.stride(), strict=False)),
+        **strides("kb kn kg ks", k),
+        **strides("vb vn vg vs", v),
         "groups": k.shape[2],
         "rows": rows,
         "chosen": blocks.shape[2],
@@ -421,20 +392,7 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, blocks: Tensor) -> dict[str, Any]:
         "BD": padded(k.shape[4]),
         "BDV": padded(v.shape[4]),
         "PRECISION": precision(q.dtype),
-        "enable_fp_fusion": True,  # Triton 3.9 warns if this is not set
     }
-
-
-def _statistics(q: Tensor, k: Tensor, blocks: Tensor) -> Tensor:
-    """Make room for one number for each list, group, chosen block and row: ``[B, C, G, K, M]``."""
-    groups = k.shape[2]
-    shape = (*q.shape[:2], groups, blocks.shape[2], q.shape[2] // groups * q.shape[3])
-    return torch.empty(shape, dtype=torch.float32, device=q.device)
-
-
-def _grid(matrices: int, rows: int, tile: str, parts: int = 1) -> Any:
-    """Return the programs: one for each tile of ``rows`` of each matrix, and each part of its work."""
-    return lambda config: (matrices * -(-rows // config[tile]), parts)
 
 
 def _parts(programs: int, chosen: int, device: torch.device) -> int:

@@ -24,8 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-import memstore.kernels.hils_attention.native as native
-import memstore.kernels.hils_attention.reference as reference
+from memstore.errors import InvalidArgument
+from memstore.kernels._backends import check_device, check_grouped, shapes
+from memstore.kernels.hils_attention import native, reference
 from memstore.kernels.hils_attention.reference import block_weights, in_blocks, pool_landmarks
 
 TILE = 128
@@ -48,9 +49,9 @@ class Sizes(NamedTuple):
     scale: float
 
 
-def hils_attention(q: Tensor, k: Tensor, v: Tensor, u: Tensor, **sizes: Any) -> Tensor:
-    """Take ``q, u [B, H, T, D]``, ``k, v [B, G, T, D]`` -> ``[B, H, T, D]``; ``sizes`` as in ``Sizes``."""
-    out: Tensor = _HilsAttention.apply(q, k, v, u, Sizes(**sizes))  # type: ignore[no-untyped-call]
+def hils_attention(q: Tensor, k: Tensor, v: Tensor, u: Tensor, sizes: Sizes) -> Tensor:
+    """See the public function."""
+    out: Tensor = _HilsAttention.apply(q, k, v, u, sizes)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -58,7 +59,7 @@ class _HilsAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, u: Tensor, sizes: Sizes) -> Tensor:
         size, window, scale = sizes.size, sizes.window, sizes.scale
-        near, lse = _window(q, k, v, Seen(size, window, 0, True, scale))
+        near, lse = _window(q, k, v, _Seen(size, window, 0, True, scale))
         kbar, bias = pool_landmarks(u[:, :, size - 1 :: size], in_blocks(k, size), scale=scale)
         far = _far_native if native.serves(q, k, v, u, size=size) else _far
         out, blocks, weights = far(q, k, v, u, near, lse.to(q.dtype), kbar, bias, sizes)
@@ -79,15 +80,12 @@ class _HilsAttention(torch.autograd.Function):
         of_window = (g * near).sum(-1)
         total = (g * out).sum(-1)
         dlse = weights[..., -1] * (of_window - total)
-        seen, less = Seen(size, window, 0, True, scale), of_window * weights[..., -1] - dlse
+        seen, less = _Seen(size, window, 0, True, scale), of_window * weights[..., -1] - dlse
         _window_backward(q, k, v, lse, g * weights[..., -1:], less, seen, (dq, dk, dv))
         dkeys, dvalues = torch.zeros_like(keys), torch.zeros_like(values)
         dweights = _chosen_backward(q, keys, values, blocks, weights[..., :-1], g, scale, (dq, dkeys, dvalues))
         dscores = weights[..., :-1] * (dweights - total.unsqueeze(-1))
-        du, dkbar, dbias = scores_backward(wide_u, kbar.to(wide), blocks, dscores, scale)
-        m = wide_u[:, :, size - 1 :: size]
-        dm, dpooled = pool_backward(m, keys, dkbar, dbias, scale)
-        du[:, :, size - 1 :: size] += dm
+        du, dpooled = estimates_backward(wide_u, keys, kbar.to(wide), blocks, dscores, ctx.sizes)
         whole = keys.shape[2] * size
         dk[:, :, :whole].unflatten(2, (-1, size))[:, :, :, :-1] += dkeys + dpooled
         dv[:, :, :whole].unflatten(2, (-1, size))[:, :, :, :-1] += dvalues
@@ -130,7 +128,7 @@ def _far_native(
 # The window
 
 
-class Seen(NamedTuple):
+class _Seen(NamedTuple):
     """The part of a window that queries see."""
 
     size: int
@@ -140,15 +138,48 @@ class Seen(NamedTuple):
     scale: float
 
 
-def window_attention(q: Tensor, k: Tensor, v: Tensor, **seen: Any) -> tuple[Tensor, Tensor]:
-    """See ``reference.window_attention``; ``seen`` as in ``Seen``. The log-sum-exp has no gradient."""
-    out, lse = _WindowAttention.apply(q, k, v, Seen(**seen))  # type: ignore[no-untyped-call]
+def window_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    block_size: int,
+    window: int,
+    first: int = 0,
+    widened: bool = True,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Attend to the last ``window`` positions without landmarks; also return the log-sum-exp.
+
+    Args:
+        q: queries ``[B, H, M, D]`` of the last ``M`` positions of the keys.
+        k: keys ``[B, G, T, D]``.
+        v: values ``[B, G, T, D]``.
+        block_size: tokens of a block, landmark included.
+        window: positions that a query sees, its own included.
+        first: the position of the first key; earlier positions are ignored.
+        widened: extend the window to the beginning of the first position's block, as HiLS layers do; else keep it
+            exact.
+        scale: factor on the scores; ``D ** -0.5`` if None.
+
+    Returns:
+        ``[B, H, M, D]`` in the dtype of ``q`` and ``[B, H, M]`` in float32 or better; 0 and -inf for queries that see
+        nothing. Only the output is differentiable, once. Raises ``InvalidArgument`` for arguments that do not fit.
+    """
+    check_grouped(q, k, v)
+    if q.shape[2] > k.shape[2] or first < 0:
+        raise InvalidArgument(
+            f"the queries must belong to the last keys, and first must be at least 0; got {shapes(q=q, k=k)}, "
+            f"first={first!r}"
+        )
+    seen = _Seen(block_size, window, first, widened, q.shape[-1] ** -0.5 if scale is None else scale)
+    out, lse = _WindowAttention.apply(q, k, v, seen)  # type: ignore[no-untyped-call]
     return out, lse
 
 
 class _WindowAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seen: _Seen) -> tuple[Tensor, Tensor]:
         out, lse = _window(q, k, v, seen)
         ctx.mark_non_differentiable(lse)
         if any(ctx.needs_input_grad):
@@ -166,7 +197,7 @@ class _WindowAttention(torch.autograd.Function):
         return *(x.to(out.dtype) for x in (dq, dk, dv)), None
 
 
-def _window(q: Tensor, k: Tensor, v: Tensor, seen: Seen) -> tuple[Tensor, Tensor]:
+def _window(q: Tensor, k: Tensor, v: Tensor, seen: _Seen) -> tuple[Tensor, Tensor]:
     size, window, first, widened, scale = seen
     if widened and first % size == 0 and q.numel() and native.serves(q, k, v, size=size):
         return native.window_attention(q, k, v, size=size, window=window, first=first, scale=scale)
@@ -199,7 +230,7 @@ def _scores(queries: Tensor, keys: Tensor, bias: Tensor) -> Tensor:
     return scores.add_(bias).clamp_(min=torch.finfo(scores.dtype).min)
 
 
-def _tiles(many: int, held: int, seen: Seen, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
+def _tiles(many: int, held: int, seen: _Seen, device: torch.device) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield the queries of a tile, the keys that they see, and the bias of their scores ``[m, n]``."""
     size, window, first, widened, _ = seen
     start, before = first + held - many, first
@@ -222,7 +253,7 @@ def _tiles(many: int, held: int, seen: Seen, device: torch.device) -> Iterator[t
 
 
 def _window_backward(
-    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, g: Tensor, less: Tensor, seen: Seen, into: tuple[Tensor, ...]
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, g: Tensor, less: Tensor, seen: _Seen, into: tuple[Tensor, ...]
 ) -> None:
     """Add the gradients ``dS = P (g V^T - less)`` ``into`` dq, dk and dv; ``g`` is the output's gradient."""
     groups = k.shape[1]
@@ -278,8 +309,8 @@ def choose_blocks(
 
 
 def best_blocks(scores: Tensor, lse: Tensor, *, groups: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """See ``reference.best_blocks``: if no heads share a list, the reference of the scores does not matter."""
-    if scores.shape[1] != groups or not scores.shape[-1]:
+    """Choose blocks as in ``choose_blocks`` by known estimates ``scores [B, H, M, N]``; return their scores too."""
+    if scores.shape[1] != groups or not scores.shape[-1]:  # else the reference of the scores does not matter
         return reference.best_blocks(scores, lse, groups=groups, top_k=top_k)
     kept = min(top_k, scores.shape[-1])
     best, blocks = scores.topk(kept, -1, sorted=False)
@@ -289,53 +320,80 @@ def best_blocks(scores: Tensor, lse: Tensor, *, groups: int, top_k: int) -> tupl
     return F.pad(blocks, (0, missing), value=-1), F.pad(best.gather(-1, order), (0, missing), value=-math.inf)
 
 
-def scores_backward(
-    u: Tensor, kbar: Tensor, blocks: Tensor, dscores: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of ``u``, mean keys and entropies from those of the estimates ``[B, H, M, K]``."""
+def estimates_backward(
+    u: Tensor, keys: Tensor, kbar: Tensor, blocks: Tensor, dscores: Tensor, sizes: Sizes
+) -> tuple[Tensor, Tensor]:
+    """Return gradients of ``u [B, H, T, D]`` and of keys ``[B, G, N, S - 1, D]`` from those of the estimates.
+
+    ``dscores`` is ``[B, H, T, K]``. They flow through mean keys and entropies, which are pooled from keys by ``u``.
+    """
+    size, scale = sizes.size, sizes.scale
     batch, heads, many, _ = u.shape
-    count = kbar.shape[2]
+    groups, count = keys.shape[1:3]
     du, dkbar = torch.zeros_like(u), torch.zeros_like(kbar)
     dbias = kbar.new_zeros(kbar.shape[:-1])
     at = blocks.where(blocks >= 0, count)
     rows = max(1, SCORED // max(1, batch * heads * count))
     for start in range(0, many if count else 0, rows):
         part = slice(start, start + rows)
-        places = at[:, :, part].repeat_interleave(heads // blocks.shape[1], 1)
+        places = at[:, :, part].repeat_interleave(heads // groups, 1)
         dense = u.new_zeros(*places.shape[:-1], count + 1).scatter_(-1, places, dscores[:, :, part])[..., :-1]
         du[:, :, part] = dense @ kbar * scale
         dkbar += dense.mT @ u[:, :, part] * scale
         dbias += dense.sum(2)
-    return du, dkbar, dbias
-
-
-def pool_backward(m: Tensor, keys: Tensor, dkbar: Tensor, dbias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return gradients of landmark queries ``[B, H, N, D]`` and keys ``[B, G, N, S - 1, D]``."""
-    groups = keys.shape[1]
+    m = u[:, :, size - 1 :: size]
     m, dkbar, dbias = (x.unflatten(1, (groups, -1)).transpose(2, 3) for x in (m, dkbar, dbias))  # [B, G, N, R, D]
     logs = (m @ keys.mT * scale).log_softmax(-1)
     p = logs.exp()
     dp = dkbar @ keys.mT - dbias.unsqueeze(-1) * (logs + 1)
     ds = p * (dp - (p * dp).sum(-1, keepdim=True)) * scale
-    return (ds @ keys).transpose(2, 3).flatten(1, 2), p.mT @ dkbar + ds.mT @ m
+    du[:, :, size - 1 :: size] += (ds @ keys).transpose(2, 3).flatten(1, 2)
+    return du, p.mT @ dkbar + ds.mT @ m
 
 
 # Chosen blocks
 
 
-def _places(blocks: Tensor, count: int) -> Iterator[tuple[int, Tensor]]:
-    """Yield each of ``count`` blocks that is in ``blocks [M, K]``, and its places ``query * K + place``."""
-    flat = blocks.flatten().to(torch.int32) + 1
-    counts = flat.bincount(minlength=count + 1).tolist()
-    for block, places in enumerate(flat.argsort(stable=True).split(counts)):
-        if block and len(places):
-            yield block - 1, places
+def _lists(blocks: Tensor, count: int) -> Iterator[tuple[tuple[int, int], int, Tensor, Tensor]]:
+    """Yield each of ``count`` blocks that is in ``blocks [B, G, M, K]``, row by row and head by head.
+
+    With the row and the head come the block, the queries that chose it, and its places ``query * K + place``.
+    """
+    for row, of_row in enumerate(blocks):
+        for group, of_group in enumerate(of_row):
+            flat = of_group.flatten().to(torch.int32) + 1
+            counts = flat.bincount(minlength=count + 1).tolist()
+            for block, places in enumerate(flat.argsort(stable=True).split(counts)):
+                if block and len(places):
+                    yield (row, group), block - 1, places.div(blocks.shape[3], rounding_mode="floor"), places
 
 
-def attend_chosen(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, weights: Tensor, *, scale: float) -> Tensor:
-    """See ``reference.attend_chosen``."""
+def attend_chosen(
+    q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, weights: Tensor, *, scale: float | None = None
+) -> Tensor:
+    """Attend to each chosen block by itself, and sum with the weights of the blocks.
+
+    Args:
+        q: queries ``[B, H, M, D]``.
+        keys: ``[B, G, N, S - 1, D]``, of the blocks' tokens.
+        values: shaped like ``keys``.
+        blocks: chosen blocks ``[B, G, M, K]``, int64 below ``N``; -1 for none.
+        weights: ``[B, H, M, K]``, 0 for none.
+        scale: factor on the scores; ``D ** -0.5`` if None.
+
+    Returns:
+        ``[B, H, M, D]`` in float32 or better. Not differentiable. Raises ``InvalidArgument`` for arguments that do not
+        fit.
+    """
+    fit = q.dim() == 4 and keys.dim() == 5 and keys.shape == values.shape and keys.shape[-1] == q.shape[-1]
+    fit = fit and blocks.shape[:3] == (len(q), keys.shape[1], q.shape[2]) and blocks.dtype == torch.int64
+    if not fit or weights.shape != (*q.shape[:-1], blocks.shape[-1]):
+        given = shapes(q=q, keys=keys, values=values, blocks=blocks, weights=weights)
+        raise InvalidArgument(f"the shapes do not fit, or blocks are not int64: {given}")
+    check_device(q=q, keys=keys, values=values, blocks=blocks, weights=weights)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     wide = torch.promote_types(q.dtype, torch.float32)
-    batch, groups, count, held, dim = keys.shape
+    groups, count, held, dim = keys.shape[1:]
     many, top_k = blocks.shape[2:]
     if not (count and q.numel()):
         return q.new_zeros(q.shape, dtype=wide)
@@ -345,20 +403,16 @@ def attend_chosen(q: Tensor, keys: Tensor, values: Tensor, blocks: Tensor, weigh
         found = torch.zeros_like(q, memory_format=torch.contiguous_format)
         native.PackedBlocks(keys, values, scale=scale).attend(q, blocks, weights, out=found)
         return found
-    # [B, G, M, R, D]: the heads of a group become rows of one product
-    queries = (q.to(wide) * scale).unflatten(1, (groups, -1)).transpose(2, 3).contiguous()
-    given = weights.unflatten(1, (groups, -1)).permute(0, 1, 3, 4, 2).contiguous()  # [B, G, M, K, R]
+    # The heads of a group become rows of one product.
+    queries = (q.to(wide) * scale).unflatten(1, (groups, -1)).transpose(2, 3).flatten(3)  # [B, G, M, R * D]
+    given = weights.unflatten(1, (groups, -1)).permute(0, 1, 3, 4, 2).flatten(2, 3)  # [B, G, M * K, R]
     out = torch.zeros_like(queries)
-    for row in range(batch):
-        for group in range(groups):
-            x, w, o = queries[row, group].flatten(1), given[row, group].flatten(0, 1), out[row, group].flatten(1)
-            for block, places in _places(blocks[row, group], count):
-                k, v = keys[row, group, block].to(wide), values[row, group, block].to(wide)
-                which = places.div(top_k, rounding_mode="floor")
-                p = (x.index_select(0, which).view(-1, dim) @ k.mT).softmax(-1)
-                p.mul_(w.index_select(0, places).view(-1, 1))
-                o.index_add_(0, which, (p @ v).view(len(which), -1))
-    joined: Tensor = out.transpose(2, 3).flatten(1, 2)
+    for at, block, which, places in _lists(blocks, count):
+        k, v = keys[at][block].to(wide), values[at][block].to(wide)
+        p = (queries[at].index_select(0, which).view(-1, dim) @ k.mT).softmax(-1)
+        p.mul_(given[at].index_select(0, places).view(-1, 1))
+        out[at].index_add_(0, which, (p @ v).view(len(which), -1))
+    joined: Tensor = out.unflatten(3, (-1, dim)).transpose(2, 3).flatten(1, 2)
     return joined
 
 
@@ -397,36 +451,23 @@ def _chosen_backward(
     into: tuple[Tensor, ...],
 ) -> Tensor:
     """Return the gradient of the weights; add those of queries, keys and values ``into`` three tensors."""
-    batch, groups, count, _, dim = keys.shape
-    top_k = blocks.shape[-1]
+    groups, count, _, dim = keys.shape[1:]
     dq, dkeys, dvalues = into
-    queries, gradients = (
-        x.unflatten(1, (groups, -1)).transpose(2, 3).contiguous() for x in (q * scale, g)
-    )  # [B, G, M, R, D]
-    given = weights.unflatten(1, (groups, -1)).permute(0, 1, 3, 4, 2).contiguous()  # [B, G, M, K, R]
-    dqueries, dgiven = torch.zeros_like(queries), torch.zeros_like(given)
-    for row in range(batch):
-        for group in range(groups if count else 0):
-            x, y = queries[row, group].flatten(1), gradients[row, group].flatten(1)
-            w, dw, dx = (
-                given[row, group].flatten(0, 1),
-                dgiven[row, group].flatten(0, 1),
-                dqueries[row, group].flatten(1),
-            )
-            for block, places in _places(blocks[row, group], count):
-                k, v = keys[row, group, block], values[row, group, block]
-                which = places.div(top_k, rounding_mode="floor")
-                asked, gradient = (each.index_select(0, which).view(-1, dim) for each in (x, y))
-                weight = w.index_select(0, places).view(-1, 1)
-                p = (asked @ k.mT).softmax(-1)
-                dp = gradient @ v.mT
-                delta = torch.linalg.vecdot(p, dp).unsqueeze(-1)
-                dw[places] = delta.view(len(places), -1)
-                p.mul_(weight)
-                ds = dp.sub_(delta).mul_(p)
-                dx.index_add_(0, which, (ds @ k).view(len(which), -1))
-                dkeys[row, group, block] = ds.mT @ asked
-                dvalues[row, group, block] = p.mT @ gradient
-    dq += dqueries.transpose(2, 3).flatten(1, 2) * scale
-    dweights: Tensor = dgiven.permute(0, 1, 4, 2, 3).flatten(1, 2)
+    queries, gradients = (x.unflatten(1, (groups, -1)).transpose(2, 3).flatten(3) for x in (q * scale, g))
+    given = weights.unflatten(1, (groups, -1)).permute(0, 1, 3, 4, 2).flatten(2, 3)  # [B, G, M * K, R]
+    dqueries, dgiven = torch.zeros_like(queries), torch.zeros_like(given)  # queries: [B, G, M, R * D]
+    for at, block, which, places in _lists(blocks, count):
+        k, v = keys[at][block], values[at][block]
+        asked, gradient = (each[at].index_select(0, which).view(-1, dim) for each in (queries, gradients))
+        p = (asked @ k.mT).softmax(-1)
+        dp = gradient @ v.mT
+        delta = torch.linalg.vecdot(p, dp).unsqueeze(-1)
+        dgiven[at][places] = delta.view(len(places), -1)
+        p.mul_(given[at].index_select(0, places).view(-1, 1))
+        ds = dp.sub_(delta).mul_(p)
+        dqueries[at].index_add_(0, which, (ds @ k).view(len(which), -1))
+        dkeys[at][block] = ds.mT @ asked
+        dvalues[at][block] = p.mT @ gradient
+    dq += dqueries.unflatten(3, (-1, dim)).transpose(2, 3).flatten(1, 2) * scale
+    dweights: Tensor = dgiven.unflatten(2, blocks.shape[2:]).permute(0, 1, 4, 2, 3).flatten(1, 2)
     return dweights

@@ -2,31 +2,25 @@
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.kernels.native import beside, parallel, problem_of, vectors
+from memstore.kernels.native import Library, parallel, structure, vectors
 
-SOURCE = beside(__file__)
 LONGEST = 256
 """Most tokens of a block, and numbers of a head: scores of a few queries stay in the caches."""
 
 
-class _Sizes(ctypes.Structure):
-    _fields_ = (
-        *(
-            (name, ctypes.c_int64)
-            for name in (
-                "groups", "heads", "queries", "dim", "blocks", "size", "lanes", "top_k", "window", "first", "places",
-                "value_block", "value_head", "threads",
-            )
-        ),
-        ("scale", ctypes.c_float),
-    )  # fmt: skip
+_Sizes = structure(
+    numbers="groups heads queries dim blocks size lanes top_k window first places value_block value_head threads",
+    factors="scale",
+)
+_library = Library(__file__, lambda source: parallel(source, [*vectors(), "-ffp-contract=fast"]))
+"""ISO C would not fuse sums and products."""
+problem = _library.problem
 
 
 def serves(*tensors: Tensor, size: int) -> bool:
@@ -46,7 +40,7 @@ def window_attention(
     sizes = _sizes(
         groups, q, size, scale=scale, window=window, first=first, places=k.shape[2], value_head=k[0, 0].numel()
     )
-    _check(_library().memstore_hils_window(*map(_pointer, (q, k, v, out, lse)), ctypes.byref(sizes)))
+    _call("memstore_hils_window", q, k, v, out, lse, sizes)
     return out, lse
 
 
@@ -68,7 +62,7 @@ class PackedLandmarks:
         sizes = _sizes(batch * groups, u, 1, top_k=top_k)
         sizes.lanes = self.lanes
         given = (u.contiguous(), self.keys, self.bias, lse.contiguous(), counts.contiguous(), blocks, chosen)
-        _check(_library().memstore_hils_choose(*map(_pointer, given), ctypes.byref(sizes)))
+        _call("memstore_hils_choose", *given, sizes)
         return blocks, chosen
 
 
@@ -83,21 +77,14 @@ class PackedBlocks:
         self.size = keys.shape[3] + 1
         sizes = _sizes(self.groups, keys, self.size, scale=scale, blocks=self.count)
         self.packed = torch.empty(self.groups * self.count, keys.shape[4], sizes.lanes)
-        strides = (ctypes.c_int64(keys.stride(axis)) for axis in (2, 1))
-        _library().memstore_hils_pack(_pointer(keys), _pointer(self.packed), ctypes.byref(sizes), *strides)
+        _library.call("memstore_hils_pack", keys, self.packed, sizes, keys.stride(2), keys.stride(1))
 
     def attend(self, q: Tensor, blocks: Tensor, weights: Tensor, out: Tensor) -> None:
         """Add attention to the chosen blocks to ``out [B, H, M, D]``: see ``reference.attend_chosen``."""
         strides = {"value_block": self.values.stride(2), "value_head": self.values.stride(1)}
         sizes = _sizes(self.groups, q, self.size, blocks=self.count, top_k=blocks.shape[-1], **strides)
         given = (q.contiguous(), self.packed, self.values, blocks.contiguous(), weights.contiguous(), out)
-        _check(_library().memstore_hils_attend(*map(_pointer, given), ctypes.byref(sizes)))
-
-
-@cache
-def problem() -> str | None:
-    """Say why this back end is not available; None if it is."""
-    return problem_of(_library)
+        _call("memstore_hils_attend", *given, sizes)
 
 
 def _even(x: Tensor) -> bool:
@@ -105,7 +92,7 @@ def _even(x: Tensor) -> bool:
     return x.stride()[-2:] == (x.shape[-1], 1) and (len(x) == 1 or x.stride(0) == x.shape[1] * x.stride(1))
 
 
-def _sizes(groups: int, q: Tensor, size: int, **more: float) -> _Sizes:
+def _sizes(groups: int, q: Tensor, size: int, **more: float) -> Any:
     sizes = _Sizes(**more)
     sizes.groups, sizes.heads = groups, q.shape[0] * q.shape[1] // groups
     sizes.queries, sizes.dim, sizes.size, sizes.threads = q.shape[2], q.shape[-1], size, torch.get_num_threads()
@@ -113,17 +100,8 @@ def _sizes(groups: int, q: Tensor, size: int, **more: float) -> _Sizes:
     return sizes
 
 
-def _pointer(x: Tensor) -> ctypes.c_void_p:
-    return ctypes.c_void_p(x.data_ptr())
-
-
-def _check(code: int) -> None:
-    if code:
+def _call(name: str, *given: Any) -> None:
+    if _library.call(name, *given):
         raise MemoryError(
             "there is not enough memory for the top-k lists of HiLS attention; pass fewer queries at once."
         )
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    return parallel(SOURCE, [*vectors(), "-ffp-contract=fast"])  # ISO C would not fuse sums and products

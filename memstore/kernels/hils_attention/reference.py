@@ -48,8 +48,18 @@ def in_blocks(x: Tensor, size: int) -> Tensor:
     return blocks[:, :, :, :-1]
 
 
-def pool_landmarks(m: Tensor, keys: Tensor, *, scale: float) -> tuple[Tensor, Tensor]:
-    """Pool ``m [B, H, N, D]``, ``keys [B, G, N, S - 1, D]`` to mean keys ``[B, H, N, D]``, entropies ``[B, H, N]``."""
+def pool_landmarks(m: Tensor, keys: Tensor, *, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """Pool landmarks of complete blocks: the mean key under the landmark's query, and the entropy of its weights.
+
+    Args:
+        m: ``[B, H, N, D]``: the landmark query ``u`` of each block's landmark.
+        keys: ``[B, G, N, S - 1, D]``: rotated keys of the block's tokens, without the landmark.
+        scale: factor on the scores; ``D ** -0.5`` if None.
+
+    Returns:
+        Mean keys ``[B, H, N, D]`` in the dtype of ``m``, and entropies ``[B, H, N]`` in float32 or better.
+    """
+    scale = m.shape[-1] ** -0.5 if scale is None else scale
     wide = torch.promote_types(m.dtype, torch.float32)
     keys = keys.to(wide).repeat_interleave(m.shape[1] // keys.shape[1], 1)
     scores = scale * (keys @ m.to(wide).unsqueeze(-1)).squeeze(-1)  # [B, H, N, S - 1]
@@ -127,8 +137,11 @@ def best_blocks(scores: Tensor, lse: Tensor, *, groups: int, top_k: int) -> tupl
     return blocks.masked_fill(blocks == scores.shape[-1], -1), chosen
 
 
-def block_weights(scores: Tensor, lse: Tensor, *, softmax1: bool) -> Tensor:
-    """Turn ``scores [B, H, M, K]``, ``lse [B, H, M]`` into weights of blocks and window ``[B, H, M, K + 1]``."""
+def block_weights(scores: Tensor, lse: Tensor, *, softmax1: bool = False) -> Tensor:
+    """Return weights of chosen blocks and, last, of the window: one softmax over ``scores [B, H, M, K]`` and ``lse``.
+
+    ``lse`` is ``[B, H, M]``; ``softmax1`` adds a score of 0, whose weight is dropped. Returns ``[B, H, M, K + 1]``.
+    """
     logits = torch.cat([scores, lse.to(scores.dtype).unsqueeze(-1)], -1)
     if softmax1:
         return F.pad(logits, (0, 1)).softmax(-1)[..., :-1]

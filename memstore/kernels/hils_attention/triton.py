@@ -15,10 +15,6 @@ With ``P`` the softmax within a block, or in the window ``exp(s - L)``, ``w`` th
 walks over blocks for ``dQ`` and ``dw``, a block walks over tiles of queries for ``dK`` and ``dV``.
 """
 
-# Compile-time constants are in capitals.
-# ruff: noqa: N803
-# Triton has no type information.
-# mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -30,14 +26,21 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from memstore.kernels._tiles import Machine, config, machine, padded, precision, tiled
-from memstore.kernels.hils_attention.fused import Sizes, choose_blocks, pool_backward, scores_backward
+from memstore.kernels._tiles import (
+    LN_2,
+    LOG2_E,
+    LOWEST,
+    Machine,
+    config,
+    grid,
+    machine,
+    padded,
+    precision,
+    tiled,
+)
+from memstore.kernels.hils_attention.fused import Sizes, choose_blocks, estimates_backward
 from memstore.kernels.hils_attention.reference import block_weights, in_blocks, pool_landmarks
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
-LOWEST = tl.constexpr(-1e30)
-"""Finite, so that differences of it are numbers."""
 LONGEST, LARGEST_HEAD = 64, 128
 """Most tokens of a block, landmark included, and numbers of a head: more would not stay in registers."""
 
@@ -285,11 +288,9 @@ def _keys_kernel(
     _put_rows(dv + group * tokens * D, dvalues, n * S, until, D, BS, D, BD)
 
 
-def hils_attention(
-    q: Tensor, k: Tensor, v: Tensor, u: Tensor, *, size: int, window: int, top_k: int, softmax1: bool, scale: float
-) -> Tensor:
-    """Take ``q, u [B, H, T, D]``, ``k, v [B, G, T, D]`` -> ``[B, H, T, D]``."""
-    out: Tensor = _HilsAttention.apply(q, k, v, u, Sizes(size, window, top_k, softmax1, scale))  # type: ignore[no-untyped-call]
+def hils_attention(q: Tensor, k: Tensor, v: Tensor, u: Tensor, sizes: Sizes) -> Tensor:
+    """See the public function."""
+    out: Tensor = _HilsAttention.apply(q, k, v, u, sizes)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -302,17 +303,14 @@ class _HilsAttention(torch.autograd.Function):
         near, out = torch.empty_like(q), torch.empty_like(q)
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         kbar, bias = pool_landmarks(u[:, :, size - 1 :: size], in_blocks(k, size), scale=scale)
-        with torch.cuda.device_of(q):
-            _window_kernel[_tiles_of(q)](q=q, k=k, v=v, out=near, lse=lse, **told)
+        programs = grid(q.shape[0] * q.shape[1], q.shape[2], "BM")
+        _window_kernel[programs](q=q, k=k, v=v, out=near, lse=lse, **told)
         place: dict[str, Any] = {"size": size, "window": window, "first": 0, "scale": scale}
         rounded = lse.to(q.dtype)
         blocks, scores = choose_blocks(u, kbar, bias, rounded, groups=k.shape[1], top_k=top_k, **place)
         weights = block_weights(scores, rounded, softmax1=softmax1)
         matrix = _matrix(weights, blocks, kbar.shape[2])
-        with torch.cuda.device_of(q):
-            _chosen_kernel[_tiles_of(q)](
-                q=q, k=k, v=v, weights=matrix, near=near, out=out, blocks=kbar.shape[2], **told
-            )
+        _chosen_kernel[programs](q=q, k=k, v=v, weights=matrix, near=near, out=out, blocks=kbar.shape[2], **told)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(q, k, v, u, kbar, blocks, weights, lse, out)
             ctx.sizes = sizes
@@ -322,7 +320,7 @@ class _HilsAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, u, kbar, blocks, weights, lse, out = ctx.saved_tensors
-        size, scale, count = ctx.sizes.size, ctx.sizes.scale, kbar.shape[2]
+        size, count = ctx.sizes.size, kbar.shape[2]
         dout = gradient.contiguous()
         delta = (dout.float() * out.float()).sum(-1)
         matrix = _matrix(weights, blocks, count)
@@ -332,16 +330,13 @@ class _HilsAttention(torch.autograd.Function):
             **_told(q, k, ctx.sizes), "weights": matrix, "dout": dout, "lse": lse, "delta": delta,
             "dweights": dmatrix, "blocks": count,
         }  # fmt: skip
-        with torch.cuda.device_of(q):
-            _queries_kernel[_tiles_of(q)](q=q, k=k, v=v, dq=dq, **told)
-            _keys_kernel[(k.shape[0] * k.shape[1] * -(-q.shape[2] // size),)](q=q, k=k, v=v, dk=dk, dv=dv, **told)
+        _queries_kernel[grid(q.shape[0] * q.shape[1], q.shape[2], "BM")](q=q, k=k, v=v, dq=dq, **told)
+        _keys_kernel[(k.shape[0] * k.shape[1] * -(-q.shape[2] // size),)](q=q, k=k, v=v, dk=dk, dv=dv, **told)
         at = blocks.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3)
         dweights = dmatrix.gather(2, at.clamp(min=0)).transpose(2, 3) if count else torch.zeros_like(weights[..., :-1])
         dscores = (weights[..., :-1] * (dweights - delta.unsqueeze(-1))).masked_fill_(at.transpose(2, 3) < 0, 0)
-        du, dkbar, dbias = scores_backward(u.float(), kbar.float(), blocks, dscores, scale)
         keys = in_blocks(k, size).float()
-        dm, dpooled = pool_backward(u[:, :, size - 1 :: size].float(), keys, dkbar, dbias, scale)
-        du[:, :, size - 1 :: size] += dm
+        du, dpooled = estimates_backward(u.float(), keys, kbar.float(), blocks, dscores, ctx.sizes)
         dk[:, :, : count * size].unflatten(2, (count, size))[:, :, :, :-1] += dpooled.to(dk.dtype)
         return dq, dk, dv, du.to(u.dtype), None
 
@@ -358,13 +353,7 @@ def _told(q: Tensor, k: Tensor, sizes: Sizes) -> dict[str, Any]:
         "D": q.shape[-1],
         "BD": padded(q.shape[-1]),
         "PRECISION": precision(q.dtype),
-        "enable_fp_fusion": True,  # Triton 3.9 warns if this is not set
     }
-
-
-def _tiles_of(q: Tensor) -> Any:
-    """Return one program for each tile of queries of each head."""
-    return lambda config: (q.shape[0] * q.shape[1] * -(-q.shape[2] // config["BM"]),)
 
 
 def _matrix(weights: Tensor, blocks: Tensor, count: int) -> Tensor:

@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.kernels.native import beside, half_problem, halves, parallel, problem_of, vectors
+from memstore.kernels.native import Library, half_problem, halves, parallel, structure, vectors
 
-SOURCE = beside(__file__)
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LARGEST_DIM = 2048
 """Most numbers of a key: some arrays are on the stack."""
 LANES, PASS = 16, 64
 MANY = 4
 """Queries from which transposing keys pays."""
-ROWS = 256
-"""Queries at a time: they share the keys read, and have candidates in memory."""
 PANEL = 1 << 16
 """Scores stored at a time."""
 
-
-_POINTERS = ("keys", "queries", "weights", "limit", "scores", "least", "candidates", "counts")
-_CHUNK = ("kind", "count", "stride", "first")
-_SIZES = ("dim", "rows", "heads", "vectors", "relu", "block", "k", "capacity", "threads", "panel", "width")
-
-
-class _Scan(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in _POINTERS),
-        *((name, ctypes.c_int64) for name in (*_CHUNK, *_SIZES)),
-    )
+_Scan = structure(
+    pointers="keys queries weights limit scores least candidates counts",
+    numbers="kind count stride first dim rows heads vectors relu block k capacity threads panel width",
+)
+_library = Library(__file__, lambda source: parallel(source, [*vectors(), *halves(), "-ffp-contract=fast"]))
 
 
 def choose(
@@ -43,19 +32,6 @@ def choose(
     scale: float, k: int, relu: bool, block: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See the public function."""
-    found = [
-        _choose(some, None if weights is None else weights[start : start + ROWS], chunks, limit[start : start + ROWS],
-                scale=scale, k=k, relu=relu, block=block)
-        for start, some in zip(range(0, len(queries), ROWS), queries.split(ROWS), strict=True)
-    ]  # fmt: skip
-    ids, scores = zip(*found, strict=True)
-    return torch.cat(ids), torch.cat(scores)
-
-
-def _choose(
-    queries: Tensor, weights: Tensor | None, chunks: Sequence[Tensor], limit: Tensor, *,
-    scale: float, k: int, relu: bool, block: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
     rows, heads, dim = queries.shape
     new: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     scaled = queries.float() * scale
@@ -81,24 +57,14 @@ def _choose(
     for keys in chunks:
         keys = keys if keys.stride(1) == 1 else keys.contiguous()
         scan.keys, scan.kind, scan.count, scan.stride = keys.data_ptr(), KINDS[keys.dtype], len(keys), keys.stride(0)
-        _library().memstore_scan(ctypes.byref(scan))
+        _library.call("memstore_scan", scan)
         scan.first += len(keys)
     ids = torch.full((rows, k), -1, dtype=torch.int64, device="cpu")
     best = torch.full((rows, k), -torch.inf, **new)
-    _library().memstore_chosen(ctypes.byref(scan), ids.data_ptr(), best.data_ptr())
+    _library.call("memstore_chosen", scan, ids, best)
     return ids, best
 
 
-@cache
 def problem(dtype: torch.dtype) -> str | None:
     """Say why keys of this type are not supported; None if they are."""
-    return half_problem(dtype) or problem_of(_library)
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    library = parallel(SOURCE, [*vectors(), *halves(), "-ffp-contract=fast"])
-    library.memstore_scan.argtypes = (ctypes.c_void_p,)
-    library.memstore_chosen.argtypes = (ctypes.c_void_p,) * 3
-    library.memstore_scan.restype = library.memstore_chosen.restype = None
-    return library
+    return half_problem(dtype) or _library.problem()

@@ -1,16 +1,12 @@
 """Index scores in Triton: products, ReLU and the weighted sum over heads in one kernel, which writes one score per key.
 
 A program holds some keys and walks over queries and, in tiles, over their heads. So products of heads exist only in
-registers. ``sliced`` chooses from the scores of a slice.
+registers. The package chooses from the scores of a slice.
 
 Inputs of matrix units have the type of the keys. A query in float32 becomes a sum of three numbers of that type, which
 holds all of its bits.
 """
 
-# Compile-time constants are in capitals.
-# ruff: noqa: N803
-# Triton has no type information.
-# mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
 import torch
@@ -18,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memstore.kernels._tiles import SMALLEST, padded
+from memstore.kernels._tiles import SMALLEST, padded, split, warps
 
 KEYS = 64
 """Keys of a program."""
@@ -70,21 +66,10 @@ def scores(queries: Tensor, weights: Tensor | None, keys: Tensor, scale: float, 
     factors = queries.new_ones(rows, heads) if weights is None else weights
     out = torch.empty(rows, len(keys), dtype=torch.float32, device=keys.device)
     each = QUERIES if rows >= 4 * QUERIES else 1
-    parts = _parts(queries, keys.dtype)
+    parts = split(queries, keys.dtype)
     _scores_kernel[triton.cdiv(len(keys), KEYS), triton.cdiv(rows, each)](
         parts, factors.float().contiguous(), keys, out, keys.stride(0), scale, rows, heads, len(keys), each,
         D=dim, BD=padded(dim), BH=SMALLEST, BK=KEYS, PARTS=len(parts), RELU=relu,
-        num_warps=THREADS // (64 if torch.version.hip else 32),
+        num_warps=warps(THREADS),
     )  # fmt: skip
     return out
-
-
-def _parts(queries: Tensor, dtype: torch.dtype) -> Tensor:
-    """Split ``queries`` into a sum of one or three numbers of ``dtype``, without loss."""
-    if torch.promote_types(queries.dtype, dtype) == dtype:
-        return queries.to(dtype).contiguous().unsqueeze(0)
-    parts, rest = [], queries.float()
-    for _ in range(3):
-        parts.append(rest.to(dtype))
-        rest = rest - parts[-1].float()
-    return torch.stack(parts)

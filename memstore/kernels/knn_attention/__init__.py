@@ -1,4 +1,10 @@
-"""kNN attention: every query attends to tokens retrieved for it, and a gate mixes the result with local attention."""
+"""kNN attention: every query attends to tokens retrieved for it, and a gate mixes the result with local attention.
+
+Wu, Rabe, Hutchins & Szegedy 2022, *Memorizing Transformers*, section 3.1: each query of each head attends to the (key,
+value) pairs that were retrieved for it, ``V_m = softmax(scale Q K^T) V``. A gate of the head mixes the result with
+local attention, ``V_a = V_m g + V_c (1 - g)`` with ``g = sigmoid(b)``. Deliberate deviation: the paper does not define
+the case of a query that found nothing, as at the beginning of a document. Here its gate counts as closed.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +31,7 @@ def knn_attention(
     gate: Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """Attend to the tokens that were retrieved for each query (Wu et al. 2022, section 3.1).
+    """Attend to the tokens that were retrieved for each query.
 
     There are two forms. With ``ids``, pass the keys and values of a memory once; they are looked up, without copies on
     a GPU:
@@ -100,9 +106,7 @@ def knn_attention_with_lse(
 
             return fused.knn_attention(q, k, v, ids, factors, local, gate)
         case _:
-            from memstore.kernels.knn_attention import reference
-
-            return reference.knn_attention(q, k, v, ids, factors, local, gate)
+            return _reference(q, k, v, ids, factors, local, gate)
 
 
 def _looked_up(q: Tensor, k: Tensor, v: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
@@ -154,3 +158,28 @@ def _check(
     check_device(q=q, k=k, v=v, ids=ids, scale=scale, local=local, gate=gate)
     if ids.device.type == "cpu" and ids.numel() and k.shape[2] and int(ids.max()) >= k.shape[2]:
         raise InvalidArgument(f"token {int(ids.max())} does not exist; there are {k.shape[2]} tokens")
+
+
+def _reference(
+    q: Tensor, k: Tensor, v: Tensor, ids: Tensor, scale: Tensor, local: Tensor | None, gate: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Attend by the definition: gather, score, softmax, sum, mix."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    per_group = q.shape[1] // k.shape[1]
+    rows = torch.arange(len(q), device=q.device)[:, None, None, None]
+    groups = torch.arange(q.shape[1], device=q.device)[:, None, None] // per_group
+    there = ids >= 0
+    keys, values = (
+        torch.where(there.unsqueeze(-1), x[rows, groups, ids.clamp(min=0)], 0).to(dtype)  # [B, H, T, K, D]
+        for x in (k, v)
+    )
+    scores = torch.einsum("bhtd,bhtkd->bhtk", q.to(dtype), keys) * scale.to(dtype)[:, None, None]
+    scores = scores.masked_fill(~there, -torch.inf)
+    found = there.any(-1, keepdim=True)
+    weights = torch.where(found, scores, 0).softmax(-1) * found
+    out = torch.einsum("bhtk,bhtkd->bhtd", weights, values)
+    if local is not None and gate is not None:
+        opened = torch.where(found, gate.to(dtype).sigmoid()[:, None, None], 0)
+        out = out * opened + local.to(dtype) * (1 - opened)
+    lse = torch.where(found, scores, 0).logsumexp(-1).masked_fill(~found.squeeze(-1), -torch.inf)
+    return out.to(q.dtype), lse

@@ -19,7 +19,7 @@ GATHERED_NUMBERS = 1 << 19
 def knn_attention(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, scale: Tensor, local: Tensor | None, gate: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See ``reference.knn_attention``; constant in ``k`` and ``v``."""
+    """See the public function; constant in ``k`` and ``v``."""
     out, lse = _KnnAttention.apply(q, k, v, ids, scale)  # type: ignore[no-untyped-call]
     if local is not None and gate is not None:
         opened = torch.where(lse.detach() > -torch.inf, gate.sigmoid()[:, None], 0).unsqueeze(-1)

@@ -17,10 +17,6 @@ its end:
 Gradients of scale and gate are written for each query and summed afterwards, so that every run gives the same bits.
 """
 
-# Compile-time constants are in capitals; one of them only serves the choice of tiles.
-# ruff: noqa: ARG001, N803
-# Triton has no type information.
-# mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -32,10 +28,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from memstore.kernels._tiles import config, tiled
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
+from memstore.kernels._tiles import LN_2, LOG2_E, config, strides, tiled
 
 
 def tiles(arguments: Mapping[str, Any]) -> triton.Config:
@@ -128,20 +121,10 @@ def _forward_kernel(
 @_tiled
 @triton.jit
 def _backward_kernel(
-    q: tl.tensor,  # [B, H, T, D]
-    k: tl.tensor,  # [B, G, N, D], strided
-    v: tl.tensor,  # [B, G, N, DV], strided
-    ids: tl.tensor,  # [B, H, T, K]
-    scale: tl.tensor,  # [H]
-    local: tl.tensor,  # [B, H, T, DV]
-    gate: tl.tensor,  # [H]
-    lse: tl.tensor,  # [B, H, T]
-    dout: tl.tensor,  # [B, H, T, DV]
-    dlse: tl.tensor,  # [B, H, T]
-    dq: tl.tensor,  # [B, H, T, D]
-    dlocal: tl.tensor,  # [B, H, T, DV]
-    dscale: tl.tensor,  # [B, H, T]
-    dgate: tl.tensor,  # [B, H, T]
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, ids: tl.tensor, scale: tl.tensor, local: tl.tensor, gate: tl.tensor,
+    lse: tl.tensor,
+    dout: tl.tensor, dlse: tl.tensor, dq: tl.tensor, dlocal: tl.tensor,  # shaped like what they are gradients of
+    dscale: tl.tensor, dgate: tl.tensor,  # [B, H, T]
     kb: tl.tensor, kg: tl.tensor, kn: tl.tensor, vb: tl.tensor, vg: tl.tensor, vn: tl.tensor,  # strides
     heads: tl.tensor, per_group: tl.tensor, tokens: tl.tensor, chosen: tl.tensor, count: tl.tensor,
     CHOSEN: tl.constexpr,
@@ -198,7 +181,7 @@ def _backward_kernel(
 def knn_attention(
     q: Tensor, k: Tensor, v: Tensor, ids: Tensor, scale: Tensor, local: Tensor | None, gate: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See ``reference.knn_attention``; constant in ``k`` and ``v``. A token that does not exist gives NaN."""
+    """See the public function; constant in ``k`` and ``v``. A token that does not exist gives NaN."""
     out, lse = _KnnAttention.apply(q, k, v, ids, scale, local, gate)  # type: ignore[no-untyped-call]
     return out, lse
 
@@ -221,11 +204,10 @@ class _KnnAttention(torch.autograd.Function):
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
         if lse.numel():
-            with torch.cuda.device_of(q):
-                _forward_kernel[(lse.numel(),)](
-                    q=q, k=k, v=v, ids=ids, scale=scale, local=local, gate=gate, out=out, lse=lse,
-                    **_shape(q, k, v, ids, gate),
-                )  # fmt: skip
+            _forward_kernel[(lse.numel(),)](
+                q=q, k=k, v=v, ids=ids, scale=scale, local=local, gate=gate, out=out, lse=lse,
+                **_shape(q, k, v, ids, gate),
+            )  # fmt: skip
         ctx.save_for_backward(q, k, v, ids, scale, local, gate, lse)
         return out, lse
 
@@ -236,12 +218,11 @@ class _KnnAttention(torch.autograd.Function):
         dq, dscale = torch.empty_like(q), torch.zeros_like(lse)
         dlocal, dgate = (None, None) if gate is None else (torch.empty_like(local), torch.zeros_like(lse))
         if lse.numel():
-            with torch.cuda.device_of(q):
-                _backward_kernel[(lse.numel(),)](
-                    q=q, k=k, v=v, ids=ids, scale=scale, local=local, gate=gate, lse=lse,
-                    dout=dout.contiguous(), dlse=dlse.contiguous(), dq=dq, dlocal=dlocal, dscale=dscale, dgate=dgate,
-                    **_shape(q, k, v, ids, gate),
-                )  # fmt: skip
+            _backward_kernel[(lse.numel(),)](
+                q=q, k=k, v=v, ids=ids, scale=scale, local=local, gate=gate, lse=lse,
+                dout=dout.contiguous(), dlse=dlse.contiguous(), dq=dq, dlocal=dlocal, dscale=dscale, dgate=dgate,
+                **_shape(q, k, v, ids, gate),
+            )  # fmt: skip
         summed = None if dgate is None else dgate.sum((0, 2)).to(gate.dtype)
         return dq, None, None, None, dscale.sum((0, 2)).to(scale.dtype), dlocal, summed
 
@@ -249,8 +230,8 @@ class _KnnAttention(torch.autograd.Function):
 def _shape(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, gate: Tensor | None) -> dict[str, Any]:
     """Return the arguments common to both kernels."""
     return {
-        **dict(zip(("kb", "kg", "kn"), k.stride(), strict=False)),
-        **dict(zip(("vb", "vg", "vn"), v.stride(), strict=False)),
+        **strides("kb kg kn", k),
+        **strides("vb vg vn", v),
         "heads": q.shape[1],
         "per_group": q.shape[1] // k.shape[1],
         "tokens": q.shape[2],
@@ -262,5 +243,4 @@ def _shape(q: Tensor, k: Tensor, v: Tensor, ids: Tensor, gate: Tensor | None) ->
         "BD": triton.next_power_of_2(q.shape[3]),
         "BDV": triton.next_power_of_2(v.shape[3]),
         "GATED": gate is not None,
-        "enable_fp_fusion": True,  # Triton 3.9 warns if this is not set
     }

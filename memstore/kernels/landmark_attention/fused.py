@@ -30,6 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from memstore.kernels._backends import at_least_float32
 from memstore.kernels.landmark_attention import layout
 
 ROWS = 32
@@ -41,53 +42,23 @@ KEPT = 1 << 24
 
 
 def landmark_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_landmark: Tensor,
-    *,
-    key_padding: Tensor | None,
-    documents: Tensor | None,
-    window: int | None,
-    ramp: float,
-    scale: float,
-    causal: bool,
+    q: Tensor, k: Tensor, v: Tensor, rows: layout.Rows, *, window: int | None, ramp: float, scale: float, causal: bool
 ) -> Tensor:
-    """Take ``q [B, H, Tq, D]``, ``k, v [B, G, Tk, D]``, ``is_landmark [B, Tk]`` -> ``[B, H, Tq, Dv]``."""
-    if key_padding is not None:
-        there = key_padding[:, None, :, None]
-        q = torch.where(there[:, :, k.shape[2] - q.shape[2] :], q, 0)
-        k, v = torch.where(there, k, 0), torch.where(there, v, 0)
-    plan = _planned(is_landmark, key_padding, documents, groups=k.shape[1], window=window, ramp=ramp, causal=causal)
+    """See the public function; states of padding are 0."""
+    plan = _planned(rows, groups=k.shape[1], window=window, ramp=ramp, causal=causal)
     out: Tensor = _LandmarkAttention.apply(q, k, v, plan, scale)  # type: ignore[no-untyped-call]
-    return out if key_padding is None else torch.where(there[:, :, k.shape[2] - q.shape[2] :], out, 0)
-
-
-@layout.remembered
-def _planned(
-    is_landmark: Tensor,
-    key_padding: Tensor | None,
-    documents: Tensor | None,
-    *,
-    groups: int,
-    window: int | None,
-    ramp: float,
-    causal: bool,
-) -> _Plan:
-    blocks = layout.find(is_landmark, key_padding, documents)
-    return _Plan(blocks, layout.pieces(blocks), groups, window, ramp, causal)
+    return out
 
 
 class _Plan:
     """The pieces that the queries of a chunk see: the same for all heads, and for all rows if they are alike."""
 
-    def __init__(
-        self, blocks: layout.Blocks, pieces: layout.Pieces, groups: int, window: int | None, ramp: float, causal: bool
-    ) -> None:
-        self.blocks, self.pieces, self.groups = blocks, pieces, groups
-        self.window, self.ramp, self.causal = window, ramp, causal
-        self.alike = len(blocks.number) == 1
-        self.tokens = blocks.number.shape[1]
+    def __init__(self, rows: layout.Rows, *, groups: int, window: int | None, ramp: float, causal: bool) -> None:
+        self.blocks = layout.find(*rows)
+        self.pieces = layout.pieces(self.blocks)
+        self.groups, self.window, self.ramp, self.causal = groups, window, ramp, causal
+        self.alike = len(self.blocks.number) == 1
+        self.tokens = self.blocks.number.shape[1]
         self._views: dict[tuple[int, ...], _View] = {}
         self._room = KEPT
         self._ranges: dict[tuple[int, int], tuple[int, int, int]] = {}
@@ -168,6 +139,9 @@ class _Plan:
         )
 
 
+_planned = layout.remembered(_Plan)
+
+
 class _View(NamedTuple):
     """The view of a chunk of ``M`` queries on ``N`` pieces; ``X`` rows, or 1 if all are alike."""
 
@@ -206,7 +180,7 @@ class _Weights(NamedTuple):
 def weights(q: Tensor, k: Tensor, view: _View, ramp: float, size: int) -> _Weights:
     """Take ``q [X, heads, M, D]``, scaled, and the keys of the view ``[X, N * R, D]``; return the weights."""
     rows, heads, many, _ = q.shape
-    scores = _at_least_float32(torch.bmm(q.flatten(1, 2), k.mT)).view(rows, heads, many, -1, size)
+    scores = at_least_float32(torch.bmm(q.flatten(1, 2), k.mT)).view(rows, heads, many, -1, size)
     landmark = scores[..., -1].clone()
     _hide_(scores, view, ramp)
     if ramp == 0:
@@ -261,7 +235,8 @@ def score_gradients(found: _Weights, dp: Tensor, view: _View, ramp: float) -> tu
         if view.landmark is not None and share is not None:
             dbias = _sum_of_blocks(dbias, view.block)
             minus += dbias * share
-            dbias = torch.where(_is_last(view.landmark), dbias, 0)
+            pieces = torch.arange(dbias.shape[-1], device=dbias.device)
+            dbias = torch.where((view.landmark == pieces)[:, None, None], dbias, 0)  # the last pieces of blocks
         else:
             minus += dbias
     ds.mul_(piece.unsqueeze(-1)).addcmul_(p, minus.unsqueeze(-1), value=-1)
@@ -305,7 +280,7 @@ class _LandmarkAttention(torch.autograd.Function):
             q, k, v = queries[rows, :, chunk], keys[rows, view.slots], values[rows, view.slots]
             gradient = dout[rows, :, chunk].flatten(1, 2)
             w = _Weights(next(kept), next(kept), next(kept)) if ctx.kept else weights(q, k, view, plan.ramp, size)
-            dp = _at_least_float32(torch.bmm(gradient, v.mT))
+            dp = at_least_float32(torch.bmm(gradient, v.mT))
             ds, weighted = (x.to(q.dtype) for x in score_gradients(w, dp, view, plan.ramp))
             dq[rows, :, chunk] = torch.bmm(ds, k).view(q.shape)
             dk[rows, view.slots] += torch.bmm(ds.mT, q.flatten(1, 2))
@@ -377,14 +352,5 @@ def _expanded(index: Tensor, x: Tensor) -> Tensor:
     return index[:, None, None].expand_as(x)
 
 
-def _is_last(landmark: Tensor) -> Tensor:
-    """Return which pieces end their blocks, ``[X, 1, 1, N]``."""
-    return (landmark == torch.arange(landmark.shape[-1], device=landmark.device))[:, None, None]
-
-
 def _zeros(x: Tensor) -> Tensor:
     return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
-
-
-def _at_least_float32(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 Made = TypeVar("Made")
+Rows = tuple[Tensor, Tensor | None, Tensor | None]
+"""Landmarks, real tokens and documents, ``[B, Tk]`` each."""
 
 LONGEST = 128
 """Most ordinary tokens of a piece."""
@@ -77,12 +79,21 @@ def find(is_landmark: Tensor, key_padding: Tensor | None, documents: Tensor | No
         key_padding, documents = (None if x is None else x[:1] for x in (key_padding, documents))
     real = torch.ones_like(is_landmark) if key_padding is None else key_padding
     landmark = is_landmark & real
+    number, document = numbered(landmark, documents)
+    return Blocks(landmark=landmark, ordinary=real & ~landmark, number=number, document=document)
+
+
+def numbered(landmark: Tensor, documents: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Number the block and the document of each token, ``[B, Tk]`` each, counted from 0 along a row.
+
+    A block ends with its landmark, or with its document; a document ends where the number in ``documents`` changes.
+    """
     begins = torch.zeros_like(landmark)
     if documents is not None:
         begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
     document = begins.cumsum(1)
     begins[:, 1:] |= landmark[:, :-1]
-    return Blocks(landmark=landmark, ordinary=real & ~landmark, number=begins.cumsum(1), document=document)
+    return begins.cumsum(1), document
 
 
 def pieces(blocks: Blocks) -> Pieces:
@@ -213,12 +224,12 @@ def remembered(make: Callable[..., Made]) -> Callable[..., Made]:
     """
     last: list[tuple[tuple[Any, ...], dict[str, Any], Made]] = []
 
-    def call(*rows: Tensor | None, **settings: Any) -> Made:
+    def call(rows: Rows, **settings: Any) -> Made:
         if last:
             known, before, made = last[0]
             if before == settings and all(_same(x, *y) for x, y in zip(rows, known, strict=True)):
                 return made
-        made = make(*rows, **settings)
+        made = make(rows, **settings)
         copies = tuple((None, None, None) if x is None else (x, x.clone(), _version(x)) for x in rows)
         last[:] = [(copies, settings, made)]
         return made

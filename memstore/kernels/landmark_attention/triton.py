@@ -20,13 +20,9 @@ An incomplete block, which only its own queries see, may be longer than a tile, 
 log-sum-exp, which can be computed in parts. A complete block must fit into a tile.
 """
 
-# Compile-time constants are in capitals; one of them only serves the choice of tiles.
-# ruff: noqa: ARG001, N803
-# Triton has no type information.
-# mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,12 +31,18 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from memstore.kernels._tiles import ANY, TileTable, config, machine, padded, precision, tiled
+from memstore.kernels._tiles import (
+    ANY,
+    LOG2_E,
+    LOWEST,
+    TileTable,
+    grid,
+    padded,
+    precision,
+    strides,
+)
 from memstore.kernels.landmark_attention import layout
 
-LOG2_E = tl.constexpr(1.4426950408889634)
-LOWEST = tl.constexpr(-1e30)
-"""Finite, so that differences of it are numbers."""
 LONGEST = 256
 """Most tokens of a complete block."""
 
@@ -49,7 +51,6 @@ LONGEST = 256
 TABLE = TileTable(
     ("forward", "queries", "keys"), ("BM",), [
         ("sm_90", 2, 32, 128, 64, ((4, 2, 16), (4, 2, 16), (8, 1, 16))),
-        ("sm_90", 2, ANY, 64, 64, ((8, 3, 128), (8, 3, 128), (8, 3, 32))),
         ("sm_90", 2, ANY, 128, 64, ((8, 3, 128), (8, 3, 128), (8, 3, 32))),
         ("sm_90", 2, ANY, 256, 64, ((8, 2, 32), (8, 2, 32), (8, 2, 16))),
         ("sm_90", 2, ANY, 64, 128, ((8, 2, 64), (8, 2, 64), (8, 2, 32))),
@@ -67,7 +68,6 @@ TABLE = TileTable(
         ("sm_80", 2, ANY, 64, 128, ((8, 2, 64), (8, 2, 32), (8, 2, 32))),
         ("sm_80", 2, ANY, 128, 128, ((8, 2, 64), (8, 2, 32), (8, 1, 16))),
         ("sm_80", 2, ANY, 64, 256, ((8, 2, 32), (8, 2, 32), (8, 2, 16))),
-        ("sm_80", 2, ANY, 128, 256, ((8, 1, 16), (8, 1, 16), (8, 1, 16))),
         ("sm_80", 2, ANY, 256, 256, ((8, 1, 16), (8, 1, 16), (8, 1, 16))),
         ("sm_80", 4, ANY, 64, 64, ((4, 2, 16), (8, 2, 16), (8, 1, 16))),
         ("sm_80", 4, ANY, 128, 64, ((8, 2, 16), (8, 2, 16), (8, 1, 16))),
@@ -75,11 +75,8 @@ TABLE = TileTable(
         ("gfx942", 2, 32, 128, 64, ((4, 2, 16), (4, 1, 16), (8, 1, 16))),
         ("gfx942", 2, ANY, 64, 64, ((4, 2, 64), (4, 2, 64), (4, 2, 32))),
         ("gfx942", 2, ANY, 128, 64, ((4, 2, 64), (4, 2, 64), (8, 2, 16))),
-        ("gfx942", 2, ANY, 256, 64, ((8, 1, 16), (8, 1, 16), (8, 1, 16))),
-        ("gfx942", 2, ANY, 64, 128, ((8, 2, 16), (8, 1, 16), (8, 2, 16))),
         ("gfx942", 2, ANY, 128, 128, ((8, 2, 16), (8, 1, 16), (8, 2, 16))),
         ("gfx942", 2, ANY, 64, 256, ((8, 1, 16), (8, 1, 16), (8, 2, 16))),
-        ("gfx942", 2, ANY, 128, 256, ((8, 1, 16), (8, 1, 16), (8, 1, 16))),
         ("gfx942", 2, ANY, 256, 256, ((8, 1, 16), (8, 1, 16), (8, 1, 16))),
         ("gfx942", 4, ANY, 64, 64, ((8, 2, 16), (4, 1, 16), (8, 2, 16))),
         ("gfx942", 4, ANY, 128, 64, ((8, 1, 16), (8, 1, 16), (4, 2, 16))),
@@ -89,14 +86,7 @@ TABLE = TileTable(
 # fmt: on
 
 
-def _tiled(kernel: str) -> Callable[[Any], Any]:
-    """Give a kernel the tiles of the table."""
-
-    def choose(arguments: Mapping[str, Any]) -> triton.Config:
-        sizes = {"queries": arguments["ROWS"], "dim": max(arguments["BD"], arguments["BDV"])}
-        return TABLE.tiles(kernel, machine(), arguments["q"].dtype, block=arguments["BS"], **sizes)
-
-    return tiled(choose, interpreted_config=config(1, 1, BM=64))
+_tiled = partial(TABLE.tiled, block="BS", BM=64)
 
 
 @triton.jit
@@ -335,18 +325,10 @@ def _queries_step(
 @_tiled("queries")
 @triton.jit
 def _queries_kernel(
-    q: tl.tensor,  # [B, H, Tq, D], strided
-    k: tl.tensor,  # [B, G, Tk, D], strided
-    v: tl.tensor,  # [B, G, Tk, DV], strided
-    starts: tl.tensor,  # [B, N + 1]
-    ordinary: tl.tensor,  # [B, Tk]
-    tile: tl.tensor,  # [B, Tk]
-    own: tl.tensor,  # [B, Tk]
-    first: tl.tensor,  # [B, Tk]
-    out: tl.tensor,  # [B, H, Tq, DV], contiguous
-    dout: tl.tensor,  # [B, H, Tq, DV], contiguous
-    lse: tl.tensor,  # [B, H, Tq]
-    delta: tl.tensor,  # [B, H, Tq]
+    q: tl.tensor, k: tl.tensor, v: tl.tensor,
+    starts: tl.tensor, ordinary: tl.tensor, tile: tl.tensor, own: tl.tensor, first: tl.tensor,
+    out: tl.tensor, dout: tl.tensor,  # [B, H, Tq, DV], contiguous
+    lse: tl.tensor, delta: tl.tensor,  # [B, H, Tq]
     dq: tl.tensor,  # [B, H, Tq, D], contiguous
     qb: tl.tensor, qh: tl.tensor, qs: tl.tensor,  # strides
     kb: tl.tensor, kg: tl.tensor, ks: tl.tensor,
@@ -401,17 +383,9 @@ def _queries_kernel(
 @_tiled("keys")
 @triton.jit
 def _keys_kernel(
-    q: tl.tensor,  # [B, H, Tq, D], strided
-    k: tl.tensor,  # [B, G, Tk, D], strided
-    v: tl.tensor,  # [B, G, Tk, DV], strided
-    starts: tl.tensor,  # [B, N + 1]
+    q: tl.tensor, k: tl.tensor, v: tl.tensor, starts: tl.tensor,
     until: tl.tensor,  # [B, N]
-    ordinary: tl.tensor,  # [B, Tk]
-    own: tl.tensor,  # [B, Tk]
-    first: tl.tensor,  # [B, Tk]
-    dout: tl.tensor,  # [B, H, Tq, DV], contiguous
-    lse: tl.tensor,  # [B, H, Tq]
-    delta: tl.tensor,  # [B, H, Tq]
+    ordinary: tl.tensor, own: tl.tensor, first: tl.tensor, dout: tl.tensor, lse: tl.tensor, delta: tl.tensor,
     dk: tl.tensor,  # [B, G, Tk, D], contiguous
     dv: tl.tensor,  # [B, G, Tk, DV], contiguous
     qb: tl.tensor, qh: tl.tensor, qs: tl.tensor,  # strides
@@ -466,36 +440,21 @@ def _keys_kernel(
 
 
 @layout.remembered
-def tiles(
-    is_landmark: Tensor, key_padding: Tensor | None, documents: Tensor | None, *, window: int | None
-) -> layout.Tiles:
+def tiles(rows: layout.Rows, *, window: int | None) -> layout.Tiles:
     """Return the tiles for these rows."""
-    return layout.tiles(layout.find(is_landmark, key_padding, documents), window)
+    return layout.tiles(layout.find(*rows), window)
 
 
 def landmark_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    is_landmark: Tensor,
-    *,
-    key_padding: Tensor | None,
-    documents: Tensor | None,
-    window: int | None,
-    ramp: float,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, rows: layout.Rows, *, window: int | None, ramp: float, scale: float
 ) -> Tensor:
-    """Take ``q [B, H, Tq, D]``, ``k, v [B, G, Tk, D]``, ``is_landmark [B, Tk]`` -> ``[B, H, Tq, Dv]``, causal."""
-    found = tiles(is_landmark, key_padding, documents, window=window)
-    if key_padding is not None:
-        there = key_padding[:, None, :, None]
-        q = torch.where(there[:, :, k.shape[2] - q.shape[2] :], q, 0)
-        k, v = torch.where(there, k, 0), torch.where(there, v, 0)
+    """See the public function; states of padding are 0."""
+    found = tiles(rows, window=window)
     if scale <= 0:  # kernels take the largest score before they scale it
         q, scale = q * scale, 1.0
     settings = {"window": k.shape[2] if window is None else window, "ramp": ramp, "scale": scale}
     out: Tensor = _LandmarkAttention.apply(q, k, v, found, settings)  # type: ignore[no-untyped-call]
-    return out if key_padding is None else torch.where(there[:, :, k.shape[2] - q.shape[2] :], out, 0)
+    return out
 
 
 class _LandmarkAttention(torch.autograd.Function):
@@ -505,8 +464,8 @@ class _LandmarkAttention(torch.autograd.Function):
         told = _told(q, k, v, found, settings)
         out = q.new_empty((*q.shape[:-1], v.shape[-1]))
         lse = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device)
-        with torch.cuda.device_of(q):
-            _forward_kernel[_queries_grid(q)](q=q, k=k, v=v, out=out, lse=lse, tile=found.tile, **told)
+        queries = grid(q.shape[0] * q.shape[1], q.shape[2], "BM")
+        _forward_kernel[queries](q=q, k=k, v=v, out=out, lse=lse, tile=found.tile, **told)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.found, ctx.settings = found, settings
         return out
@@ -519,26 +478,21 @@ class _LandmarkAttention(torch.autograd.Function):
         told = _told(q, k, v, found, ctx.settings) | {"dout": dout.contiguous(), "lse": lse}
         delta, dq = torch.empty_like(lse), torch.empty(q.shape, dtype=q.dtype, device=q.device)
         dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (k, v))
-        with torch.cuda.device_of(q):
-            _queries_kernel[_queries_grid(q)](q=q, k=k, v=v, out=out, delta=delta, dq=dq, tile=found.tile, **told)
-            _keys_kernel[(k.shape[0] * k.shape[1] * found.count,)](
-                q=q, k=k, v=v, delta=delta, dk=dk, dv=dv, until=found.until, ub=_stride(found.until),
-                tokens=k.shape[2], count=found.count, **told,
-            )  # fmt: skip
+        queries = grid(q.shape[0] * q.shape[1], q.shape[2], "BM")
+        _queries_kernel[queries](q=q, k=k, v=v, out=out, delta=delta, dq=dq, tile=found.tile, **told)
+        _keys_kernel[(k.shape[0] * k.shape[1] * found.count,)](
+            q=q, k=k, v=v, delta=delta, dk=dk, dv=dv, until=found.until, ub=_stride(found.until),
+            tokens=k.shape[2], count=found.count, **told,
+        )  # fmt: skip
         return dq, dk, dv, None, None
-
-
-def _queries_grid(q: Tensor) -> Any:
-    """Return one program for each tile of queries of each head."""
-    return lambda config: (q.shape[0] * q.shape[1] * -(-q.shape[2] // config["BM"]),)
 
 
 def _told(q: Tensor, k: Tensor, v: Tensor, found: layout.Tiles, settings: dict[str, Any]) -> dict[str, Any]:
     """Return the arguments common to all kernels."""
     return {
-        **dict(zip(("qb", "qh", "qs"), q.stride(), strict=False)),
-        **dict(zip(("kb", "kg", "ks"), k.stride(), strict=False)),
-        **dict(zip(("vb", "vg", "vs"), v.stride(), strict=False)),
+        **strides("qb qh qs", q),
+        **strides("kb kg ks", k),
+        **strides("vb vg vs", v),
         "starts": found.starts,
         "ordinary": found.ordinary,
         "own": found.own,
@@ -559,7 +513,6 @@ def _told(q: Tensor, k: Tensor, v: Tensor, found: layout.Tiles, settings: dict[s
         "SIZE": found.size if found.regular else 0,
         "LIMITED": found.limited,
         "PRECISION": precision(q.dtype),
-        "enable_fp_fusion": True,  # Triton 3.9 warns if this is not set
     }
 
 

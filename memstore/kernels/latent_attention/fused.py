@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memstore.kernels.latent_attention.layout import inside
-
 NUMBERS = 1 << 18
 """Numbers gathered at a time."""
 
@@ -18,7 +16,7 @@ NUMBERS = 1 << 18
 def attend_rows(
     q: Tensor, keys: Tensor, values: Tensor, ids: Tensor, scale: float, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See ``reference.attend_rows``."""
+    """See the public function."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     heads, groups = q.shape[1], keys.shape[1]
     out = q.new_empty(*q.shape[:2], values.shape[2])
@@ -53,3 +51,9 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, ids: Tensor, sinks: Tensor 
         lse = torch.logaddexp(lse, sinks)
     weights = scores.sub_(torch.where(lse == -torch.inf, 0, lse).unsqueeze(-1)).exp_()
     return torch.bmm(weights, v).masked_fill(~there.any(1)[:, None, None], 0), lse
+
+
+def inside(keys: Tensor, values: Tensor) -> bool:
+    """Return whether ``values [N, ..., Dv]`` are the first numbers of ``keys [N, ..., D]`` in memory."""
+    same = values.data_ptr() == keys.data_ptr() and values.stride() == keys.stride()
+    return same and values.dtype == keys.dtype and values.shape[-1] <= keys.shape[-1]

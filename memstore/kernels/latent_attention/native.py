@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.kernels.latent_attention.layout import inside
-from memstore.kernels.native import beside, half_problem, halves, parallel, problem_of, vectors
+from memstore.kernels.latent_attention.fused import inside
+from memstore.kernels.native import Library, half_problem, halves, parallel, structure, vectors
 
-SOURCE = beside(__file__)
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LARGEST = 4096
 """Most numbers of a row: some arrays are on the stack."""
@@ -23,22 +19,18 @@ QUERIES = 1 << 20
 """Numbers of queries at a time: their results are padded too."""
 
 
-class _Table(ctypes.Structure):
-    _fields_ = (("numbers", ctypes.c_void_p), *((name, ctypes.c_int64) for name in ("kind", "row", "group", "size")))
-
-
-class _Work(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("queries", "sinks", "ids", "out", "lse")),
-        *((name, ctypes.c_int64) for name in ("count", "groups", "heads", "vectors", "k", "choices")),
-        *((name, ctypes.c_int64) for name in ("padded", "inside", "threads")),
-    )
+_Table = structure(pointers="numbers", numbers="kind row group size")
+_Work = structure(
+    pointers="queries sinks ids out lse",
+    numbers="count groups heads vectors k choices padded inside threads",
+)
+_library = Library(__file__, lambda source: parallel(source, [*vectors(), *halves(), "-ffp-contract=fast"]))
 
 
 def attend_rows(
     q: Tensor, keys: Tensor, values: Tensor, ids: Tensor, scale: float, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """See ``reference.attend_rows``."""
+    """See the public function."""
     step = max(1, QUERIES // q[0].numel())
     pieces = zip(q.split(step), ids.split(step), strict=True)
     found = [_attend(some, keys, values, chosen, scale, sinks) for some, chosen in pieces]
@@ -65,23 +57,14 @@ def _attend(
     pointers = (each.data_ptr() for each in (packed, logits, chosen, out, lse))
     sizes = (count, groups, heads // groups, packed.shape[2], ids.shape[2], ids.shape[1])
     work = _Work(*pointers, *sizes, padded, inside(keys, values), torch.get_num_threads())
-    _library().memstore_attend(*map(ctypes.byref, (work, *tables)))
+    _library.call("memstore_attend", work, *tables)
     kept = slice(heads // groups)
     out = out.flatten(2, 3)[:, :, kept, :size].flatten(1, 2)
     return out.to(q.dtype), lse.flatten(2)[:, :, kept].flatten(1)
 
 
-@cache
 def problem(dtype: torch.dtype) -> str | None:
     """Say why rows of this type are not supported; None if they are."""
     if dtype not in KINDS:
         return f"takes rows in float32, bfloat16 or float16, got {dtype}; use 'auto' or 'torch'"
-    return half_problem(dtype) or problem_of(_library)
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    library = parallel(SOURCE, [*vectors(), *halves(), "-ffp-contract=fast"])
-    library.memstore_attend.argtypes = (ctypes.c_void_p,) * 3
-    library.memstore_attend.restype = None
-    return library
+    return half_problem(dtype) or _library.problem()

@@ -5,10 +5,6 @@ The softmax is an online softmax. If there are few queries, their rows are split
 merged by their log-sum-exps.
 """
 
-# Compile-time constants are in capitals.
-# ruff: noqa: N803
-# Triton has no type information.
-# mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
 import torch
@@ -16,9 +12,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memstore.kernels._tiles import SMALLEST, padded, precision
-from memstore.kernels.block_attention.reference import merge_attention
-from memstore.kernels.latent_attention.layout import inside
+from memstore.kernels._tiles import SMALLEST, padded, precision, warps
+from memstore.kernels.block_attention import merge_attention
+from memstore.kernels.latent_attention.fused import inside
 
 ROWS = 16
 """Chosen rows at a time."""
@@ -113,7 +109,7 @@ def attend_rows(
         q.to(keys.dtype).contiguous(), keys, values, ids.contiguous(), out, lse, *keys.stride()[:2],
         *values.stride()[:2], scale, len(keys), queries, heads, groups, ids.shape[1], k, length,
         D=dim, DV=size, BEGIN=begin, BV=padded(size), BR=padded(max(1, dim - begin)), BH=SMALLEST, BK=ROWS,
-        INSIDE=within, PRECISION=precision(keys.dtype), num_warps=THREADS // (64 if torch.version.hip else 32),
+        INSIDE=within, PRECISION=precision(keys.dtype), num_warps=warps(THREADS),
     )  # fmt: skip
     result, logs = (out[0], lse[0]) if parts == 1 else merge_attention(list(out), list(lse))
     if sinks is not None:

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.kernels._backends import check_device, check_known, shapes
-from memstore.kernels._backends import triton_problem as common_problem
+from memstore.kernels._backends import check_device, check_known, first_able, shapes, triton_problem
+from memstore.kernels._largest import best_first
+from memstore.kernels.search_blocks import native
 from memstore.kernels.search_blocks.native import LARGEST_K, KeyChunk, KeyLists, search_chunks
 
 __all__ = [
@@ -18,10 +19,8 @@ __all__ = [
     "KeyLists",
     "fastest",
     "lists_problem",
-    "native_problem",
     "search_blocks",
     "search_chunks",
-    "triton_problem",
 ]
 
 Backend = Literal["auto", "reference", "native", "triton"]
@@ -53,10 +52,8 @@ def search_blocks(
     check_known(backend, Backend)
     if backend == "auto":
         backend = fastest(queries, landmarks, k)
-    elif backend == "triton" and (problem := triton_problem(queries, landmarks)):
-        raise InvalidArgument(f"backend 'triton' {problem}")
-    elif backend == "native" and (problem := native_problem(queries, landmarks)):
-        raise InvalidArgument(f"backend 'native' {problem}")
+    elif (problem := _problem(backend, queries, landmarks)) is not None:
+        raise InvalidArgument(f"backend {backend!r} {problem}")
     queries, landmarks = queries.detach(), landmarks.detach()
     match backend:
         case "triton" if queries.numel() and landmarks.numel():
@@ -64,13 +61,17 @@ def search_blocks(
 
             return triton.search_blocks(queries, landmarks, k, wanted)
         case "native":
-            from memstore.kernels.search_blocks import native
-
             return native.search_blocks(queries, landmarks, k, wanted)
         case _:
-            from memstore.kernels.search_blocks import reference
+            return _reference(queries, landmarks, k, wanted)
 
-            return reference.search_blocks(queries, landmarks, k, wanted)
+
+def _reference(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Search by the definition: all scores, and the largest of them."""
+    dtype = torch.promote_types(queries.dtype, torch.float32)
+    keys = landmarks.repeat_interleave(len(queries) // len(landmarks), 0).to(dtype)
+    scores = torch.einsum("htd,hnpd->htnp", queries.to(dtype), keys).amax(-1)  # [H, T, N]
+    return best_first(scores if wanted is None else scores.masked_fill(~wanted, -torch.inf), k)
 
 
 def fastest(queries: Tensor, landmarks: Tensor, k: int) -> Backend:
@@ -78,32 +79,32 @@ def fastest(queries: Tensor, landmarks: Tensor, k: int) -> Backend:
 
     It is ``"triton"`` on a GPU and ``"native"`` on a CPU if they can, else ``"reference"``.
     """
-    if queries.device.type == "cuda" and triton_problem(queries, landmarks) is None:
-        return "triton"
-    if k <= LARGEST_K and native_problem(queries, landmarks) is None:
-        return "native"
-    return "reference"
+    choices: tuple[Backend, ...] = ("native", "reference") if k <= LARGEST_K else ("reference",)
+    if queries.device.type == "cuda":
+        choices = ("triton", "reference")
+    return first_able("auto", choices, lambda each: _problem(each, queries, landmarks))
 
 
-def triton_problem(queries: Tensor, landmarks: Tensor) -> str | None:
-    """Say why Triton cannot search this, and what to do; None if it can."""
-    return common_problem(queries, landmarks, largest=queries.shape[-1], mixed=True, instead="reference")
-
-
-def native_problem(queries: Tensor, landmarks: Tensor) -> str | None:
-    """Say why this cannot be searched in C, and what to do; None if it can."""
-    if queries.device.type != "cpu" or queries.dtype != torch.float32 or landmarks.dtype not in _NATIVE_TYPES:
-        return (
-            f"takes queries in float32 and landmarks in float32 or bfloat16, on the CPU; got {queries.dtype} and "
-            f"{landmarks.dtype} on {queries.device}. Convert the tensors, or use 'auto' or 'reference'"
-        )
-    return lists_problem()
+def _problem(backend: Backend, queries: Tensor, landmarks: Tensor) -> str | None:
+    """Say why a back end cannot search this, and what to do; None if it can."""
+    match backend:
+        case "triton":
+            return triton_problem(queries, landmarks, largest=queries.shape[-1], mixed=True, instead="reference")
+        case "native" if (
+            queries.device.type != "cpu" or queries.dtype != torch.float32 or landmarks.dtype not in _NATIVE_TYPES
+        ):
+            return (
+                f"takes queries in float32 and landmarks in float32 or bfloat16, on the CPU; got {queries.dtype} and "
+                f"{landmarks.dtype} on {queries.device}. Convert the tensors, or use 'auto' or 'reference'"
+            )
+        case "native":
+            return lists_problem()
+        case _:
+            return None
 
 
 def lists_problem() -> str | None:
     """Say why ``KeyLists`` cannot be searched, which needs C; None if they can."""
-    from memstore.kernels.search_blocks import native
-
     return native.problem()
 
 

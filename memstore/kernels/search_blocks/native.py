@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
-from functools import cache
 from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from memstore.kernels.native import beside, parallel, problem_of, vectors
+from memstore.kernels.native import Library, address, parallel, structure, vectors
 
-SOURCE = beside(__file__)
 LARGEST_K = 256
 """Most wanted blocks for which this pays: found blocks are kept in order, one by one."""
 Settle = Literal["no", "vectors", "in order"]
@@ -34,19 +31,11 @@ class KeyChunk(NamedTuple):
     """The place of the first block; the others follow."""
 
 
-class _Keys(ctypes.Structure):
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("keys", "ids", "wanted")),
-        *((name, ctypes.c_int64) for name in ("blocks", "place")),
-    )
-
-
-class _Sizes(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_int64) for name in ("size", "dim", "rows", "k", "half", "settle"))
-
-
-class _Best(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("scores", "ids", "offsets"))
+_Keys = structure(pointers="keys ids wanted", numbers="blocks place")
+_Sizes = structure(numbers="size dim rows k half settle")
+_Best = structure(pointers="scores ids offsets", numbers="")
+_library = Library(__file__, lambda source: parallel(source, vectors()))
+problem = _library.problem
 
 
 def search_chunks(
@@ -68,12 +57,11 @@ def search_chunks(
     if chunks:
         keys = chunks[0].keys
         there = (_Keys * len(chunks))(
-            *(_Keys(*map(_pointer, chunk[:3]), len(chunk.keys), chunk.place) for chunk in chunks)
+            *(_Keys(*map(address, chunk[:3]), len(chunk.keys), chunk.place) for chunk in chunks)
         )
         sizes = _Sizes(keys.shape[1], dim, rows, k, keys.dtype == torch.bfloat16, SETTLE.index(settle))
-        best = _Best(*map(_pointer, results))
-        before, after = (there, len(chunks), ctypes.byref(sizes), queries.data_ptr()), (ctypes.byref(best), threads)
-        if _library().memstore_search(*before, *after):
+        best = _Best(*map(address, results))
+        if _library.call("memstore_search", there, len(chunks), sizes, queries, best, threads):
             raise MemoryError(f"no memory for {rows} queries of {dim} numbers.")
     return results if threads == 1 else (scores[:rows], ids[:rows], offsets[:rows])
 
@@ -96,11 +84,11 @@ class KeyLists:
         queries, lists = queries.float().contiguous(), lists.contiguous()
         scores, ids, _ = results = _nothing(rows, k)
         sizes = _Sizes(1, self._dim, rows, k, False, SETTLE.index("vectors"))
-        best = _Best(*map(_pointer, results))
+        best = _Best(*map(address, results))
         span = allowed if isinstance(allowed, range) else range(len(allowed))
-        before = (self._lists, lists.data_ptr(), lists.shape[1], span.start, span.stop, _pointer(wanted))
-        after = (ctypes.byref(sizes), queries.data_ptr(), ctypes.byref(best))
-        _library().memstore_search_lists(*before, *after, max(1, min(rows, torch.get_num_threads())))
+        threads = max(1, min(rows, torch.get_num_threads()))
+        sought = (self._lists, lists, lists.shape[1], span.start, span.stop, wanted)
+        _library.call("memstore_search_lists", *sought, sizes, queries, best, threads)
         return scores, ids
 
 
@@ -115,28 +103,8 @@ def search_blocks(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | N
     return scores, ids
 
 
-@cache
-def problem() -> str | None:
-    """Say why this back end is not available; None if it is."""
-    return problem_of(_library)
-
-
 def _nothing(rows: int, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """Make scores, ids and offsets for C to fill; their types must not depend on PyTorch's defaults."""
     scores = torch.full((rows, k), -torch.inf, dtype=torch.float32, device="cpu")
     ids, offsets = torch.full((2, rows, k), -1, dtype=torch.int64, device="cpu")
     return scores, ids, offsets
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
-
-
-@cache
-def _library() -> ctypes.CDLL:
-    library = parallel(SOURCE, vectors())
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    library.memstore_search.argtypes = (pointer, number, *(pointer,) * 3, number)
-    library.memstore_search_lists.argtypes = (pointer, pointer, *(number,) * 3, *(pointer,) * 4, number)
-    library.memstore_search_lists.restype = None
-    return library

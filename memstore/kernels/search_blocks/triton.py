@@ -13,10 +13,6 @@ three numbers of that type, which holds all of its bits. So runs are ruled out r
 float32.
 """
 
-# Compile-time constants are in capitals.
-# ruff: noqa: N803
-# Triton has no type information.
-# mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
 import torch
@@ -25,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memstore.kernels._largest import filled, largest
-from memstore.kernels._tiles import padded
+from memstore.kernels._tiles import padded, split, warps
 
 RUN = 64
 """Blocks of a run."""
@@ -33,8 +29,6 @@ QUERIES = 32
 """Queries that share loaded landmarks."""
 THREADS = 256
 """Threads of one program: with fewer, the rows of a tile do not fit into registers."""
-PARTS = {torch.float32: 1, torch.float16: 3, torch.bfloat16: 3}
-"""How many numbers of a type make up one in float32."""
 
 
 @triton.jit
@@ -114,11 +108,11 @@ def search_blocks(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | N
     filtered = wanted is not None
     mask = wanted.view(torch.uint8) if wanted is not None else flat  # not read if there is no mask
     sizes = {"D": dim, "BD": padded(dim), "FILTERED": filtered, "RUN": RUN}
-    warps = THREADS // (64 if torch.version.hip else 32)
+    parts, launch = split(flat, landmarks.dtype), {"num_warps": warps(THREADS)}
     best = flat.new_empty(groups, rows, runs)
     _best_of_runs_kernel[runs, triton.cdiv(rows, QUERIES), groups](
-        _parts(flat, landmarks.dtype), landmarks, mask, best, *landmarks.stride()[:3],
-        groups, rows, count, keys, runs, PARTS=PARTS[landmarks.dtype], BR=QUERIES, num_warps=warps, **sizes,
+        parts, landmarks, mask, best, *landmarks.stride()[:3],
+        groups, rows, count, keys, runs, PARTS=len(parts), BR=QUERIES, **launch, **sizes,
     )  # fmt: skip
     left = min(k, runs)
     # Runs in order, so that the smaller of equal blocks comes first.
@@ -126,7 +120,7 @@ def search_blocks(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | N
     scores = flat.new_empty(groups, rows, left, RUN)
     _score_runs_kernel[groups * rows, left](
         flat, landmarks, mask, chosen, scores, *landmarks.stride()[:3],
-        rows, count, keys, left, num_warps=warps, **sizes,
+        rows, count, keys, left, **launch, **sizes,
     )  # fmt: skip
     blocks = (chosen.unsqueeze(-1) * RUN + torch.arange(RUN, device=chosen.device)).flatten(2)
     scores = scores.flatten(2)
@@ -134,12 +128,3 @@ def search_blocks(queries: Tensor, landmarks: Tensor, k: int, wanted: Tensor | N
     found, blocks = filled(scores.gather(2, at), k, -torch.inf), filled(blocks.gather(2, at), k, -1)
     blocks = blocks.masked_fill(found == -torch.inf, -1)
     return found.view(heads, tokens, k), blocks.view(heads, tokens, k)
-
-
-def _parts(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Split ``x [...]`` in float32 into a sum of numbers of ``dtype``: ``[PARTS, ...]``."""
-    parts = []
-    for _ in range(PARTS[dtype]):
-        parts.append(x.to(dtype))
-        x = x - parts[-1].float()
-    return torch.stack(parts)

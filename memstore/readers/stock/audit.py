@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.kernels.block_attention.reference import masked_scores
+from memstore.kernels.block_attention import masked_scores
 from memstore.memory import Document
 from memstore.progress import progress_bar
 from memstore.readers.audit import Auditor, index_recall, pieces

@@ -20,8 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from memstore.device_copies import along, to_device
 from memstore.errors import DamagedError, InvalidArgument
-from memstore.kernels.block_attention import attend
-from memstore.kernels.block_attention.reference import masked_scores
+from memstore.kernels.block_attention import attend, masked_scores
 from memstore.memory.spec import plain_layouts
 from memstore.memory.trace_file import TIERS, Array, Look
 from memstore.readers.asking import Query
