@@ -61,16 +61,13 @@ __all__ = [
 __getattr__ = lazy(
     __name__,
     {
-        "Document": "memory.document",
-        "Fingerprint": "memory.spec",
-        "Memory": "memory.memory",
-        "MemorySpec": "memory.spec",
-        "Retrieval": "readers.kinds",
-        "Reader": "readers.reader",
-        "attach": "readers.reader",
-        "copy": "memory.copy:copy_memory",
-        "open": "memory.memory:open_memory",
-        "read_many": "readers.many",
+        "memory.copy": "copy_memory as copy",
+        "memory.document": "Document",
+        "memory.memory": "Memory, open_memory as open",
+        "memory.spec": "Fingerprint, MemorySpec",
+        "readers.kinds": "Retrieval",
+        "readers.many": "read_many",
+        "readers.reader": "Reader, attach",
     },
 )
 

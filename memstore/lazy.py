@@ -8,14 +8,19 @@ from importlib import import_module
 from typing import Any
 
 
-def lazy(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the ``__getattr__`` of ``package``. ``homes`` maps names to modules; ``module:name`` renames one."""
+def lazy(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of ``package``. ``modules`` maps a module to its names, such as ``"a, b as c"``."""
+    homes = {
+        listed.rpartition(" as ")[2]: (module, listed.partition(" as ")[0])
+        for module, names in modules.items()
+        for listed in names.split(", ")
+    }
 
     def __getattr__(name: str) -> Any:  # noqa: N807 - what a module calls it
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module, _, there = homes[name].partition(":")
-        value = getattr(import_module(f"{package}.{module}"), there or name)
+        module, there = homes[name]
+        value = getattr(import_module(f"{package}.{module}"), there)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -17,13 +17,10 @@ else:
     __getattr__ = lazy(
         __name__,
         {
-            "Optimisation": "options",
-            "Recipe": "recipes",
-            "Runtime": "options",
-            "train_on_pairs": "texts",
-            "train_on_texts": "texts",
-            "train_recipe": "texts",
-            "train_router": "router",
+            "options": "Optimisation, Runtime",
+            "recipes": "Recipe",
+            "router": "train_router",
+            "texts": "train_on_pairs, train_on_texts, train_recipe",
         },
     )
 

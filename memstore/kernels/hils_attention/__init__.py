@@ -109,8 +109,11 @@ def choose_blocks(
         bias: entropies ``[B, H, N]``.
         lse: log-sum-exp of the window ``[B, H, M]``.
         groups: key-value heads, with a list each.
-        block_size, window, top_k, scale: as in ``hils_attention``.
+        block_size: tokens of a block, landmark included.
+        window: as in ``hils_attention``.
+        top_k: blocks of a list.
         first: the position of the first query.
+        scale: factor on the scores; ``D ** -0.5`` if None.
 
     Returns:
         Blocks ``[B, G, M, K]``, ascending, then -1; and estimates ``[B, H, M, K]``, -inf there. Raises

@@ -17,11 +17,11 @@ else:
     __getattr__ = lazy(
         __name__,
         {
-            "DRTCache": "cache",
-            "DRTConfig": "configuration",
-            "DRTForCausalLM": "modeling",
-            "DRTReader": "reader",
-            "SharedBlocks": "retrieval",
+            "cache": "DRTCache",
+            "configuration": "DRTConfig",
+            "modeling": "DRTForCausalLM",
+            "reader": "DRTReader",
+            "retrieval": "SharedBlocks",
         },
     )
 

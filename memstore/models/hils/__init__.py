@@ -23,16 +23,10 @@ else:
     __getattr__ = lazy(
         __name__,
         {
-            "HilsCache": "cache",
-            "HilsConfig": "configuration",
-            "HilsForCausalLM": "modeling",
-            "HilsModel": "modeling",
-            "HilsReader": "reader",
-            "OlmoHilsConfig": "configuration",
-            "OlmoHilsForCausalLM": "modeling",
-            "QwenHilsConfig": "configuration",
-            "QwenHilsForCausalLM": "modeling",
-            "make_hils": "modeling",
+            "cache": "HilsCache",
+            "configuration": "HilsConfig, OlmoHilsConfig, QwenHilsConfig",
+            "modeling": "HilsForCausalLM, HilsModel, OlmoHilsForCausalLM, QwenHilsForCausalLM, make_hils",
+            "reader": "HilsReader",
         },
     )
 

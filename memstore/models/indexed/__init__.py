@@ -15,12 +15,8 @@ else:
     __getattr__ = lazy(
         __name__,
         {
-            "FAMILIES": "family",
-            "Projections": "family",
-            "IndexedFamily": "family",
-            "IndexedLayer": "family",
-            "IndexedReader": "reader",
-            "family_of": "family",
+            "family": "FAMILIES, Projections, IndexedFamily, IndexedLayer, family_of",
+            "reader": "IndexedReader",
         },
     )
 

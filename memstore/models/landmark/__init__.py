@@ -21,13 +21,10 @@ else:
     __getattr__ = lazy(
         __name__,
         {
-            "LandmarkCache": "cache",
-            "LandmarkConfig": "configuration",
-            "LandmarkForCausalLM": "modeling",
-            "LandmarkReader": "reader",
-            "WindowCache": "cache",
-            "make_landmark": "modeling",
-            "unmake_landmark": "modeling",
+            "cache": "LandmarkCache, WindowCache",
+            "configuration": "LandmarkConfig",
+            "modeling": "LandmarkForCausalLM, make_landmark, unmake_landmark",
+            "reader": "LandmarkReader",
         },
     )
 

@@ -24,15 +24,11 @@ else:
     __getattr__ = lazy(
         __name__,
         {
-            "KNNMemory": "stock",
-            "MemorizingCache": "cache",
-            "MemorizingConfig": "configuration",
-            "MemorizingForCausalLM": "modeling",
-            "MemorizingReader": "reader",
-            "add_knn_memory": "stock",
-            "knn_memory_of": "stock",
-            "load_knn_memory": "stock",
-            "remove_knn_memory": "stock",
+            "cache": "MemorizingCache",
+            "configuration": "MemorizingConfig",
+            "modeling": "MemorizingForCausalLM",
+            "reader": "MemorizingReader",
+            "stock": "KNNMemory, add_knn_memory, knn_memory_of, load_knn_memory, remove_knn_memory",
         },
     )
 
