@@ -31,7 +31,6 @@ from torch import Tensor
 
 from benchmarks import keysets
 from benchmarks.keysets import KeySet
-from memstore.attention import late_interaction
 from memstore.errors import InvalidArgument
 from memstore.index import VectorIndex, open_index
 from memstore.index.cluster_index import ClusterIndex
@@ -324,7 +323,7 @@ def judged_exact(n: int) -> Row:
 
 
 def late(options: argparse.Namespace) -> Iterator[Row]:
-    """Late interaction over a million token codes of 256 bits: time, and whether the definition's blocks are chosen."""
+    """Late interaction over a million token codes of 256 bits: the time of scoring all."""
     tokens, size = (65_536 if options.quick else 1_048_576), 64
     for name, bits in (("random signs", 1), ("random codes", 8)):
         generator = torch.Generator().manual_seed(0)
@@ -334,36 +333,9 @@ def late(options: argparse.Namespace) -> Iterator[Row]:
             codes = torch.randint(0, high, (512, 1, size, 256), generator=generator)
             index.add(torch.arange(start, start + 512), (codes * 2 - 1 if bits == 1 else codes - 64).float())
         queries = torch.randn(32, 256, generator=generator)
-        ms = by_turns({"route": lambda: index.route(queries, K), "score": lambda: index.score(queries[None])})  # noqa: B023
+        ms = by_turns({"score": lambda: index.score(queries[None])})  # noqa: B023
         about = {"tokens": tokens, "query_tokens": 32, "dim": 256, "bits": bits, "codes": name}
         yield {"what": "late interaction", **about, "ms": ms, "wanted_ms": 20, "bytes": index.nbytes}
-    yield from late_recall(options, tokens, size)
-
-
-def late_recall(options: argparse.Namespace, tokens: int, size: int) -> Iterator[Row]:
-    """Which of the blocks that the definition chooses are chosen, on real codes of as many tokens as were read."""
-    while tokens >= 65_536:
-        try:
-            stored, later = (_signs(codes) for codes in keysets.codes(options.keys, tokens))
-            break
-        except InvalidArgument:
-            tokens //= 2
-    else:
-        print("left out: no codes of SmolLM2 are there; run this without --quick", flush=True)
-        return
-    index = CodeIndex(1, 256, size)
-    index.add(torch.arange(tokens // size), stored.view(-1, 1, size, 256))
-    found, best, share = [], [], []
-    for start in range(0, len(later) - 32, len(later) // 48):
-        queries = later[start : start + 32]
-        every = late_interaction(index.score(queries[None])[0][0], queries.norm(dim=-1))
-        truth, ids = every.topk(K).indices, index.route(queries, K)[1]
-        found.append(float(torch.isin(truth, ids).float().mean()))
-        best.append(float(truth[0] in ids))
-        share.append(float(every[ids].sum() / every[truth].sum()))
-    facts = {"recall": found, "best_found": best, "score_share": share}
-    means = {name: round(sum(values) / len(values), 4) for name, values in facts.items()}
-    yield {"what": "late interaction, real codes", "tokens": tokens, "questions": len(found), **means}
 
 
 def _signs(packed: Tensor) -> Tensor:

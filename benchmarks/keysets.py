@@ -109,15 +109,6 @@ def smollm2(folder: Path, n: int, *, layer: int, head: int, queries: int = 256) 
     )
 
 
-def codes(folder: Path, n: int) -> tuple[Tensor, Tensor]:
-    """Routing codes of ``n`` tokens as a memory stores them, ``[n, dim / 8]`` uint8, and of those after them.
-
-    Raises ``InvalidArgument`` where ``collect_smollm2`` has not read enough into ``folder``.
-    """
-    parts = _enough(folder, "smollm2", n)
-    return torch.cat([_load(part, "codes") for part in parts[:-1]])[:n], _load(parts[-1], "codes")
-
-
 def drt(folder: Path, n: int, *, queries: int = 256) -> KeySet:
     """Landmarks of the shipped passkey DRT over ``n`` blocks of text, and the queries of the blocks after them.
 

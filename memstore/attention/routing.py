@@ -189,21 +189,6 @@ def inherited(scores: Tensor, consecutive: Tensor) -> Tensor:
     return torch.where(consecutive, torch.maximum(scores, INHERITED * before), scores)
 
 
-def best_inherited(scores: Tensor, numbers: Tensor, count: int, top_k: int) -> tuple[Tensor, Tensor]:
-    """Choose as ``choose(inherited(...))`` would among ``count`` consecutive blocks, from the ``top_k`` best scores.
-
-    ``scores [k]`` of the blocks ``numbers [k]`` are the best of all blocks. If none of them precedes a block, that
-    block cannot inherit more than the last of them has. So it cannot come before any of them.
-    """
-    after = numbers + 1
-    heirs = after[~torch.isin(after, numbers) & (after < count)]
-    near, order = torch.cat((numbers, heirs)).sort()
-    values = torch.cat((scores, scores.new_full((len(heirs),), float("-inf"))))[order]
-    consecutive = F.pad(near[1:] == near[:-1] + 1, (1, 0))
-    places, best = choose(inherited(values, consecutive), top_k)
-    return near[places], best
-
-
 def pooled(scores: Tensor, *, pool: Literal["max", "mean"], lists: int, moments: Moments | None = None) -> Tensor:
     """Return scores of the blocks for each of ``lists`` lists: ``[H, T, N]`` inner products to ``[lists, N]``.
 

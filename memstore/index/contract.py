@@ -49,8 +49,6 @@ class IndexCapabilities:
     """Search returns the true top k."""
     dense: bool
     """``score`` is available."""
-    routes: bool = False
-    """``route`` is available, and faster than scoring every block."""
     devices: bool = False
     """The index can be on an accelerator, and is searched there."""
 
@@ -132,14 +130,6 @@ class VectorIndex(ABC):
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the score of every block: ``([H, T, N] float32, ids [N])``. Only with ``capabilities.dense``."""
         raise NotImplementedError(f"{type(self).__name__} cannot score every block; call search()")
-
-    def route(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Route query tokens ``[T, D]`` together to the best blocks, by late interaction: ``(scores [k], ids [k])``.
-
-        Tokens are weighted by the length of their codes. Best first; all blocks if fewer than ``k`` exist. Only with
-        ``capabilities.routes``.
-        """
-        raise NotImplementedError(f"{type(self).__name__} cannot route; call score()")
 
     def finish(self) -> None:  # noqa: B027 - most indexes have nothing to do
         """Finish the work that would run beside the next searches (training, rebuilding), and wait for it."""

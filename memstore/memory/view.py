@@ -114,14 +114,6 @@ class LayerView:
             scores, blocks = index.score(queries.to(self._shared.index_device), allowed=allowed)
             return scores.to(queries.device), blocks.to(queries.device)
 
-    def route(self, queries: Tensor, top_k: int, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the ``top_k`` complete blocks for the query tokens ``[T, D]`` together: ``(scores [n], blocks [n])``.
-
-        Only if ``Memory.index_capabilities.routes``. Raises ``DamagedError``.
-        """
-        with self._searching() as index:
-            return index.route(queries.to(self._shared.index_device), top_k, allowed=allowed)
-
     # The results may be strided views of one buffer: the fields of a block lie beside each other as they were read
     # or cached. Copy them if you need contiguous tensors.
     def gather(self, blocks: Tensor | Sequence[int], *, device: torch.device | None = None) -> dict[str, Tensor]:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.attention import Router, choose, late_interaction, pooled, slots_by_score, sub_block_means
-from memstore.attention.routing import FLOOR, INHERITED, best_inherited, inherited
+from memstore.attention.routing import FLOOR, INHERITED, inherited
 
 HIDDEN = 24
 
@@ -200,15 +200,3 @@ def test_landmarks_are_means_of_consecutive_keys(keys_per_block: int) -> None:
 def test_as_many_landmarks_as_tokens_are_the_keys() -> None:
     keys = random_scores(3, 2, 12, 5)
     assert torch.equal(sub_block_means(keys, 12), keys)
-
-
-@pytest.mark.parametrize("top_k", [1, 3, 8])
-@pytest.mark.parametrize("count", [1, 2, 40])
-def test_heirs_of_the_best_blocks_are_all_the_heirs_that_count(count: int, top_k: int) -> None:
-    for seed in range(5):
-        scores = 1 + torch.rand(count, generator=torch.Generator().manual_seed(seed)) * (20 if seed % 2 else 0.2)
-        top = scores.topk(min(top_k, count))
-        found = best_inherited(top.values, top.indices, count, top_k)
-        expected = choose(inherited(scores, torch.arange(count) > 0), top_k)
-        for one, other in zip(found, expected, strict=True):
-            assert torch.equal(one, other)

@@ -16,7 +16,7 @@ from torch import Tensor
 import memstore
 from memstore import Retrieval
 from memstore.errors import InvalidArgument
-from memstore.index import ExactIndex, VectorIndex, cluster_index, codes, faiss
+from memstore.index import ExactIndex, VectorIndex, cluster_index, faiss
 from memstore.index.signs import SignIndex
 from memstore.memory import Document, Memory, view
 from memstore.models import drt, landmark, memorizing
@@ -239,45 +239,11 @@ def test_an_index_that_misses_blocks_gives_answers_all_the_same(family: Family, 
         assert session.answer() == answer
 
 
-@pytest.mark.parametrize("index", ["codes", "codes:pruned"])
-def test_routing_codes_choose_the_same_blocks_for_an_attached_model(index: str, tmp_path: Path) -> None:
+def test_routing_codes_choose_the_same_blocks_for_an_attached_model(tmp_path: Path) -> None:
     for _ in range(2):
-        with attached(tmp_path / "m", index) as session:
+        with attached(tmp_path / "m", "codes") as session:
             read(session)
-            same(session, attached, index)
-
-
-def test_pruned_routing_reads_and_answers_where_blocks_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(codes, "CANDIDATES", 4)
-    monkeypatch.setattr(codes, "SAMPLE", 8)
-    asked, route = [], codes.CodeIndex.route
-
-    def counted(self: codes.CodeIndex, queries: Tensor, k: int, *, allowed: Any = None) -> tuple[Tensor, Tensor]:
-        asked.append(len(queries))
-        return route(self, queries, k, allowed=allowed)
-
-    monkeypatch.setattr(codes.CodeIndex, "route", counted)
-    answers = []
-    for _ in range(2):
-        with attached(tmp_path / "m", "codes:pruned") as session:
-            read(session)
-            assert session.logits().isfinite().all()
-            answers.append(session.answer())
-    assert answers[0] == answers[1]
-    assert asked
-
-
-def test_pruned_routing_scores_all_blocks_of_several_documents(tmp_path: Path) -> None:
-    model, retrieval, results = tiny("llama"), Retrieval(top_k=3), []
-    for index in ("exact", "codes:pruned"):
-        attaching = memstore.attach(model, tmp_path / "m", retrieval=retrieval, index=index, **SIZES)
-        with attaching as memory, torch.no_grad():
-            memory.read(TEXT, document="one")
-            memory.read(tokens(300, seed=7), document="two")
-            results.append(model(QUESTION[None]).logits)
-    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-4)
+            same(session, attached, "codes")
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def test_the_command_line_says_in_one_line_what_to_install(
         ("exact:8", USAGE, "has no settings: leave out ':8'"),
         ("auto:0", USAGE, "auto:recall=0.99"),
         ("clusters:many", USAGE, "clusters:0.99"),
-        ("codes:8", USAGE, "'codes:pruned'"),
+        ("codes:8", USAGE, "has no settings: leave out ':8'"),
         ("faiss:Tree", USAGE, "FAISS cannot make 'Tree'"),
         ("faiss:IVF0,Flat", USAGE, "must be at least 1"),
         ("faiss:HNSW1", USAGE, "at least 2 links"),

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.attention import Router, choose, late_interaction, pooled, slots_by_score
-from memstore.attention.routing import best_inherited, inherited
+from memstore.attention.routing import inherited
 from memstore.device_copies import to_device, to_host
 from memstore.errors import InvalidArgument
 from memstore.index.words import STEM, WordIndex, asked_words, words_of
@@ -189,31 +189,8 @@ class Selection:
     def _route_row(
         self, candidates: Candidates, layer: int, codes: Tensor, query: Query | None
     ) -> tuple[Tensor, Tensor]:
-        # Words may lift any block. So if words vote, every block is scored.
-        every = query is not None and (self.retrieval.words or self.retrieval.rerank)
-        found = None if every else self._pruned(candidates, layer, codes)
-        if found is None:
-            found = choose(self.routed(candidates, layer, codes, query), self.slots(candidates))
-        numbers, best = found
+        numbers, best = choose(self.routed(candidates, layer, codes, query), self.slots(candidates))
         return numbers[None], best[None]
-
-    # Two looks choose 0.96 of the eight blocks that all scores choose among a million codes. The answer differs now and
-    # then, so this index must be named (`codes:pruned`). Only heirs of the best k blocks can be among the best k.
-    # Several documents are scored in full, because mean and deviation are taken over all.
-    def _pruned(self, candidates: Candidates, layer: int, codes: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Choose as ``choose`` of ``routed`` does, by an index that need not score every block; None if impossible.
-
-        Such an index takes one run of full blocks and one group of query tokens.
-        """
-        parts = [(source, blocks) for source, blocks in candidates.parts if blocks]
-        if len(parts) != 1 or candidates.incomplete:
-            return None
-        (source, blocks), top_k = parts[0], self.slots(candidates)
-        document = source.document
-        if not document.memory.index_capabilities.routes:
-            return None
-        scores, ids = document.layer(layer).route(codes[:, source.memory], top_k, allowed=blocks)
-        return best_inherited(scores, ids - blocks.start, len(blocks), top_k)
 
     def routed(self, candidates: Candidates, layer: int, codes: Tensor, query: Query | None = None) -> Tensor:
         """Score the candidates by query codes ``[t, memories, dim]``, and by the words of ``query``: ``[N]``."""
