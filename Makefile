@@ -68,8 +68,11 @@ format: $(READY) ## Put the code into the house format
 	$(BIN)/ruff check --fix-only .
 	$(BIN)/ruff format .
 
-bench: $(READY) ## Measure: speed and needles, some minutes each
-	for script in benchmarks/[a-z]*.py; do $(BIN)/python "$$script"; done
+# What needs a model, a text or a memory of yours, or a GPU, is run by hand.
+BY_HAND := answers factories gpu hils_table keysets knn_tables known landmark_finetune landmark_tables lookups memorizing_stock \
+    memory_questions parallel pays price prose query tracing_models
+bench: $(READY) ## Measure what needs no model or text of your own, some minutes each
+	for name in $(filter-out $(BY_HAND),$(basename $(notdir $(wildcard benchmarks/[a-z]*.py)))); do $(BIN)/python -m benchmarks.$$name; done
 
 faults: $(READY) ## Kill, fill, flip, truncate: the long form of the fault harness (an hour and a quarter)
 	$(BIN)/python -m tests.faults.run --long --save benchmarks/results/faults.json $(FAULTS_FLAGS)

@@ -1,9 +1,9 @@
 """Does a model answer questions with a memory as well as with what a search puts into its prompt, and how fast?
 
-    python benchmarks/answers.py squad --model qwen.gguf --questions 24 --out squad.jsonl
-    python benchmarks/answers.py hotpotqa --model qwen.gguf --pools 0,1 --out hotpotqa.jsonl
-    python benchmarks/answers.py lookalikes --model qwen.gguf --ways "all of the text,kvpress" --out lookalikes.jsonl
-    python benchmarks/answers.py squad --model qwen.gguf --ways "memory,0 quoted,1 quoted as text" --out carriers.jsonl
+    python -m benchmarks.answers squad --model qwen.gguf --questions 24 --out squad.jsonl
+    python -m benchmarks.answers hotpotqa --model qwen.gguf --pools 0,1 --out hotpotqa.jsonl
+    python -m benchmarks.answers lookalikes --model qwen.gguf --ways "all of the text,kvpress" --out lookalikes.jsonl
+    python -m benchmarks.answers squad --model qwen.gguf --ways "memory,0 quoted,1 quoted as text" --out carriers.jsonl
 
 Paragraphs of a set are pooled to texts of 32,768 tokens, each of which is read into a memory of its own. Every question
 is answered in all ways in turn, so that what else the machine does meets all of them: with the memory; with as many

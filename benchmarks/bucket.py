@@ -1,4 +1,4 @@
-"""Answers from a memory in a bucket against a local folder: ``python benchmarks/bucket.py``.
+"""Answers from a memory in a bucket against a local folder: ``python -m benchmarks.bucket``.
 
 A model reads a text into a folder, which is copied into a bucket: a server of the S3 protocol (SeaweedFS) on loopback,
 behind a way that lets each request take longer. Then the same answer is generated from the folder and from the bucket,

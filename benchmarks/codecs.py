@@ -1,4 +1,4 @@
-"""What codecs cost: bytes, speed, perplexity and answers: ``python benchmarks/codecs.py``.
+"""What codecs cost: bytes, speed, perplexity and answers: ``python -m benchmarks.codecs``.
 
 SmolLM2-135M reads Python's language reference into a memory with each codec and predicts the last tokens of it; the
 losses are compared token by token with those of the memory without a codec, and the questions of a haystack are asked

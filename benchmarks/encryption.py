@@ -1,4 +1,4 @@
-"""What encryption at rest costs: ``python benchmarks/encryption.py``.
+"""What encryption at rest costs: ``python -m benchmarks.encryption``.
 
 Two memories on disk, one of them encrypted, do the same in turn: an append of a segment, a gather of 32 blocks of one
 layer that the page cache holds (nothing is kept in host memory), and opening a memory of many documents. Blocks are

@@ -1,7 +1,7 @@
 """Does a question that refers to the one before it ("when was it built?") find what the whole question finds?
 
-    python benchmarks/follow_ups.py --conversations 400
-    python benchmarks/follow_ups.py --paragraphs 200 --conversations 100 --answers --model qwen2.5-0.5b-instruct.gguf
+    python -m benchmarks.follow_ups --conversations 400
+    python -m benchmarks.follow_ups --paragraphs 200 --conversations 100 --answers --model qwen2.5-0.5b-instruct.gguf
 
 Of two questions of SQuAD about one paragraph the names that the second shares with the first become "it", which makes
 some of them odd English. Evidence among 8 blocks, and in the best one; what was said before has the set's own answer,

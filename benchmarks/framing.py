@@ -1,6 +1,6 @@
 """Does a question find the same wherever it stands: bare, in a frame, in the chat template, in 500 words of chatter?
 
-    python benchmarks/framing.py --paragraphs 100
+    python -m benchmarks.framing --paragraphs 100
 
 SQuAD's first paragraphs; evidence among 8 blocks. ``search``, ``ask`` and ``generate(query=...)`` look for the question
 in the text that they are given, and choose by it alone: so each such question is searched for once, in whatever frames

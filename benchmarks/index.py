@@ -1,4 +1,4 @@
-"""How well and how fast indexes find keys of three kinds: ``python benchmarks/index.py``.
+"""How well and how fast indexes find keys of three kinds: ``python -m benchmarks.index``.
 
 Key sets: clustered ones, position-free keys of SmolLM2 with the queries of later tokens, landmarks of the shipped DRT
 (``keysets.py``, which reads the texts once and keeps the keys in ``--keys``: about fifteen minutes for a

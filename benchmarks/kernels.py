@@ -1,6 +1,6 @@
 """Speed of the kernels, beside what the device can do at most, in one run.
 
-    python benchmarks/kernels.py
+    python -m benchmarks.kernels
 
 On a GPU: the Triton kernels of grouped cross attention, forward, backward and decoding, beside the PyTorch form, with
 the share they reach of a large copy's bandwidth and of a large matrix product's operations per second, both measured

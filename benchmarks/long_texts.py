@@ -1,8 +1,8 @@
 """How much of what a window costs does a memory give back, and by which option? Perplexity at the end of long texts.
 
-    python benchmarks/long_texts.py --tokens 8192 --texts 4
+    python -m benchmarks.long_texts --tokens 8192 --texts 4
     apt-get download r-cran-janeaustenr && dpkg -x r-cran-janeaustenr_*.deb austen
-    python benchmarks/long_texts.py --novels austen --tokens 32768 --ways window,memory,k=16,k=32
+    python -m benchmarks.long_texts --novels austen --tokens 32768 --ways window,memory,k=16,k=32
 
 Texts that do not repeat: Wikipedia's articles in SQuAD (CC BY-SA 4.0; its longest ones), or novels (public domain). The
 last tokens of each are scored by the same stock model: with full attention to all of the text, where its positions

@@ -1,4 +1,4 @@
-"""Several processes on one memory: ``python benchmarks/parallel.py ranks`` and ``... workers``.
+"""Several processes on one memory: ``python -m benchmarks.parallel ranks`` and ``... workers``.
 
 ``ranks``: one to four processes (gloo) search and gather together. Processor time of each rank and operation, the least
 of some rounds: a rank scores its share of the landmarks, and reads its share of the blocks; the collective is in both.

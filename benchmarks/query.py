@@ -3,7 +3,7 @@
 ``ask`` is today's default: the query, its words, and a paragraph that is quoted before the question.
 
     python -m benchmarks.questions squad --memory squad.mem --questions 1
-    python benchmarks/query.py squad.mem
+    python -m benchmarks.query squad.mem
 
 Processor time of a prompt in the chat template and an answer of some tokens, in turns; medians, and what the first
 question with words takes, which reads the words off.

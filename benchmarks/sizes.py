@@ -1,8 +1,8 @@
 """What the size of a block and the number of retrieved blocks are worth, for the same number of retrieved tokens.
 
-    python benchmarks/sizes.py
-    python benchmarks/sizes.py --count 1204 --questions 5000 --sizes 32 64 --retrieved 512 --baselines
-    python benchmarks/sizes.py --set hotpotqa --count 500 --questions 5000 --sizes 32 64 --retrieved 512
+    python -m benchmarks.sizes
+    python -m benchmarks.sizes --count 1204 --questions 5000 --sizes 32 64 --retrieved 512 --baselines
+    python -m benchmarks.sizes --set hotpotqa --count 500 --questions 5000 --sizes 32 64 --retrieved 512
 
 SQuAD's first paragraphs, or those of HotpotQA's first questions, as one document; held-out questions. ``paragraph``: a
 block of each right one is found; ``answer``: what is found of them holds an accepted answer. Only the layers that

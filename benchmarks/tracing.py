@@ -1,6 +1,6 @@
 """What recording a trace costs: tokens generated with a recording and without, taking turns in one process.
 
-    python benchmarks/tracing.py --tokens 16384
+    python -m benchmarks.tracing --tokens 16384
 
 A memory is read once (and kept with ``--folder``). Then each round generates the same answer twice, recorded and not,
 in turns that change which comes first; a ratio is that of the two sides of one round. Processor time counts what other

@@ -1,5 +1,5 @@
 """People's questions with known evidence: which blocks are found for them, and how well a model answers.
 
-The module of each benchmark has one function, ``load``, which makes a ``QuestionSet``. The measurements do not know
-where a set came from: ``memstore.train.questions.recall``, and the ways to find a passage in ``rankers``.
+Most modules have a function ``load``, which makes a ``QuestionSet`` (``conversations`` has two; ``ruler`` measures by
+itself). What measures does not know where a set came from: ``memstore.train.questions.recall``, and ``rankers``.
 """

@@ -565,8 +565,6 @@ def export(name: Exported, out: Target) -> Report:
     Example:
 
         python -m benchmarks.questions export squad-train squad-train.jsonl
-
-    In Python: benchmarks.questions.__main__.lines_of.
     """
     from benchmarks.questions import facts, hotpotqa, squad
 

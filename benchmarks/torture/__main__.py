@@ -57,8 +57,8 @@ def torture(
     raise an error. The last column is the share of blocks that could still be read then.
 
     The exit code is 1 if anything was lost, torn or wrong, a process was ended, or a store could not be tried. For a
-    store of your own give module:Class, a subclass of benchmarks.torture.harness.Subject (open, append, cut, read) that
-    is installed or lies in this folder.
+    store of your own give module:Class. That is a subclass of benchmarks.torture.harness.Subject (__init__, __len__,
+    append, cut, read), which is installed or lies in this folder.
 
     Example:
 

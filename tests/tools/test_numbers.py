@@ -160,8 +160,6 @@ def test_a_figure_of_the_readme_is_in_the_results(words: str, figure: Callable[[
 
 
 PROSE_FIGURES: list[tuple[str, str, Callable[[], object]]] = [
-    ("indexes.md", r"real codes these find ([\d.]+) of the eight", lambda: f"{CODES['recall']:.2f}"),
-    ("indexes.md", r"best one in all of (\d+) questions", lambda: f"{CODES['questions'] * CODES['best_found']:.0f}"),
     *(
         ("indexes.md", rf"\| {name} \| {before}([\d.]+) \|", figure)
         for name, keys in (("SmolLM2, layer 4", LAYER_4), ("SmolLM2, layer 8", LAYER_8), ("landmarks of a DRT", DRT))

@@ -113,10 +113,10 @@ def test_a_model_of_the_package_searches_its_memory(cli: Cli, tmp_path: Path, na
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        ([], 2, "got none of them"),
-        (["--text", "a", "--block", "whale:0"], 2, "got TEXT and --block"),
+        ([], 2, "Got none of them"),
+        (["--text", "a", "--block", "whale:0"], 2, "Got TEXT and --block"),
         (["a", "--text", "b"], 2, "the words were given twice"),
-        (["a", "--block", "whale:0"], 2, "got TEXT and --block"),
+        (["a", "--block", "whale:0"], 2, "Got TEXT and --block"),
         (["--block", "whale:0", "--top-k", "1000000000"], 2, "--top-k"),
         (["--text", " "], 2, "Name it with --model"),
         (["--text", " ", "--model", "drt"], 2, "--text is empty"),

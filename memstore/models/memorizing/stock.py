@@ -282,7 +282,7 @@ def add_knn_memory(model: PreTrainedModel, layer: int = -4, *, memory_size: int 
     Logits are unchanged at the start. Pass a document segment by segment, each in a call, one document in each row.
     Call ``clear`` when another document begins. All tokens of a segment except the first can be found later, and so can
     those that ``generate`` has read. Its beams have memories of their own. The parameters are trained and saved with
-    the model's, and ``load_knn_memory`` loads them. ``memstore.train.train_stock_memory`` trains them.
+    the model's, and ``load_knn_memory`` loads them. To train them: ``training.train_stock_memory``, in this package.
 
     Args:
         model: a causal LM whose attention layers have q_proj, k_proj, v_proj and o_proj, such as Llama, Mistral, Qwen.
