@@ -208,6 +208,11 @@ class Memory:
             for trace in self._traces.of_conversation(name) if name.startswith(CHAT) else ():
                 self._traces.remove(trace.number)
 
+    def prefetch(self, document: str, blocks: Mapping[int, Sequence[int]]) -> None:
+        """Let a thread bring blocks of a document into host memory: layer -> blocks. See ``LayerView.prefetch``."""
+        for layer, wanted in blocks.items():
+            self.document(document).layer(layer).prefetch(wanted)
+
     def known(self, tokens: Tokens, *, reading: Mapping[str, Any] | None = None) -> tuple[Document, int] | None:
         """Return the document that shares most first blocks with ``tokens [t]``, and their number, or None.
 

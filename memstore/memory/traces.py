@@ -347,7 +347,9 @@ class Traces:
 
     def list(self) -> builtins.list[Trace]:
         """Return all traces, oldest first. Raises ``DamagedError``."""
-        return [self._trace(*row) for row in self._file.rows("SELECT number, info, ended FROM traces ORDER BY number")]
+        # All rows first: an error about one would keep the lock for as long as somebody keeps the error.
+        rows = list(self._file.rows("SELECT number, info, ended FROM traces ORDER BY number"))
+        return [self._trace(*row) for row in rows]
 
     def get(self, number: int) -> Trace:
         """Return the trace ``number``. Raises ``NotFound``, ``DamagedError``."""

@@ -277,3 +277,19 @@ def test_windows_are_the_published_ones() -> None:
         out, lse = window_attention(q, k, v, block_size=int(given["S"]), window=int(given["W"]), widened=widened)
         close(heads_first(out), given[f"o_{which}"])
         close(lse.transpose(1, 2), given[f"lse_{which}"])
+
+
+def test_steps_refuse_what_does_not_fit() -> None:
+    q, k = torch.randn(1, 2, 8, 16), torch.randn(1, 1, 8, 16)
+    for size, window in ((4, 0), (1, 3), (0, 3)):
+        with pytest.raises(InvalidArgument, match="must be at least"):
+            window_attention(q, k, k, block_size=size, window=window)
+    for m, keys in (
+        ((1, 2, 4, 16), (1, 1, 1, 3, 16)),
+        ((1, 1, 4, 16), (1, 2, 4, 3, 16)),
+        ((1, 2, 4, 16), (1, 1, 4, 0, 16)),
+    ):
+        with pytest.raises(InvalidArgument, match=r"got m \("):
+            pool_landmarks(torch.randn(m), torch.randn(keys))
+    with pytest.raises(InvalidArgument, match="expected scores"):
+        block_weights(torch.randn(1, 2, 4, 3), torch.randn(1, 2, 5))

@@ -51,6 +51,19 @@ def test_damaged_looks_are_named(path: Path) -> None:
             trace.steps()
 
 
+def test_an_error_about_a_trace_keeps_no_file_open(path: Path) -> None:
+    with memstore.open(path) as memory:
+        record(memory)
+    with closing(sqlite3.connect(path / NAME)) as file, file:
+        file.execute("UPDATE traces SET info = 'no JSON'")
+    errors, before = [], len([*Path("/proc/self/fd").iterdir()])
+    for _ in range(5):
+        with memstore.open(path, mode="r") as memory, pytest.raises(DamagedError) as error:
+            memory.traces.list()
+        errors.append(error.value)
+    assert len([*Path("/proc/self/fd").iterdir()]) <= before + 1, "somebody keeps the errors"
+
+
 def test_an_empty_file_is_no_traces(path: Path) -> None:
     (path / NAME).touch()
     with memstore.open(path) as memory:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import lmdb
@@ -164,6 +166,45 @@ def test_with_a_damaged_page_nothing_is_erased(tmp_path: Path) -> None:
             erase(file, commit)
         assert (tmp_path / "data.mdb").read_bytes() == damaged
         os.pwrite(file, whole[at : at + 1], at)
+    os.close(file)
+
+
+def large_values(folder: Path) -> list[bytes]:
+    env = lmdb.open(str(folder), readonly=True, lock=False)
+    with env.begin() as txn:
+        values = [bytes(txn.get(item.to_bytes(KEY_BYTES, "big"), b"")) for item in range(6)]
+    env.close()
+    return values
+
+
+def test_a_wrong_length_in_the_older_commit_erases_nothing_of_the_newest(tmp_path: Path) -> None:
+    """A large value that both commits have: the newest one knows where it ends."""
+    env = lmdb.open(str(tmp_path), map_size=1 << 30)
+    for round_ in range(3):  # the last two commits have leaves of their own, with the same large values
+        with env.begin(write=True) as txn:
+            if not round_:
+                for item in range(6):
+                    txn.put(item.to_bytes(KEY_BYTES, "big"), bytes([item + 1]) * 49_440)
+            txn.put((9).to_bytes(KEY_BYTES, "big"), bytes([round_ + 1]))
+    env.close()
+    file, commit = open_data(tmp_path), last_commit(tmp_path)
+    whole = (tmp_path / "data.mdb").read_bytes()
+    entry = (49_440).to_bytes(4, "little") + (1).to_bytes(2, "little") + KEY_BYTES.to_bytes(2, "little")
+    places = [found.start() for found in re.finditer(re.escape(entry), whole)]
+    assert len(places) >= 12, "six values in the leaves of two commits"
+    values = large_values(tmp_path)
+    assert values == [bytes([item + 1]) * 49_440 for item in range(6)]
+    erased = 0
+    for place in places:
+        os.pwrite(file, whole, 0)
+        os.pwrite(file, (16_672).to_bytes(4, "little"), place)
+        if large_values(tmp_path) != values:
+            continue  # the entry of the newest commit, whose word on a length counts
+        with suppress(DamagedError):
+            erase(file, commit)
+            erased += 1
+            assert large_values(tmp_path) == values
+    assert erased
     os.close(file)
 
 

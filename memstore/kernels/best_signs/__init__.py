@@ -17,6 +17,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.kernels import native
+from memstore.kernels._backends import check_device
 from memstore.kernels.best_codes import reference as best_codes
 
 __all__ = ["PackedSigns", "best_signs", "pack"]
@@ -95,6 +96,7 @@ def best_signs(signs: PackedSigns, queries: Tensor, *, backend: Backend = "auto"
     """
     if queries.dim() != 2 or queries.shape[1] != signs.dim or not queries.is_floating_point():
         raise InvalidArgument(f"expected queries [R, {signs.dim}] floating point, got {tuple(queries.shape)}")
+    check_device(words=signs.words, queries=queries)
     if backend == "native" and (reason := problem()):
         raise InvalidArgument(f"backend 'native' {reason}")
     out = torch.empty(len(signs.words), len(queries), dtype=torch.float32)

@@ -68,7 +68,7 @@ def hils_attention(
         InvalidArgument: shapes, types, devices or numbers do not fit, or the back end is not available.
     """
     _check(q, k, v, u)
-    _check_sizes(block_size, window, top_k)
+    reference.check_sizes(block_size, window, top_k)
     backend = pick(backend, q, lambda: _triton_problem(q, k, v, u, block_size))
     if not q.numel():
         return q + u + torch.stack([x.sum().to(q.dtype) for x in (k, v)]).sum()  # zero, with gradients of 0
@@ -122,17 +122,10 @@ def choose_blocks(
     fit = u.dim() == 4 and kbar.shape[:2] == u.shape[:2] and kbar.shape[-1] == u.shape[-1]
     if not fit or bias.shape != kbar.shape[:-1] or lse.shape != u.shape[:-1] or groups < 1 or u.shape[1] % groups:
         raise InvalidArgument(f"the shapes do not fit {groups} groups: {shapes(u=u, kbar=kbar, bias=bias, lse=lse)}")
-    _check_sizes(block_size, window, top_k)
+    reference.check_sizes(block_size, window, top_k)
     scale = u.shape[-1] ** -0.5 if scale is None else float(scale)
     place = {"size": block_size, "window": window, "top_k": top_k, "first": first}
     return fused.choose_blocks(u, kbar, bias, lse, groups=groups, scale=scale, **place)
-
-
-def _check_sizes(block_size: int, window: int, top_k: int) -> None:
-    if block_size < 2:
-        raise InvalidArgument(f"block_size includes the landmark, so it must be at least 2, got {block_size}")
-    if window < 1 or top_k < 1:
-        raise InvalidArgument(f"window and top_k must be at least 1, got {window} and {top_k}")
 
 
 def _triton_problem(q: Tensor, k: Tensor, v: Tensor, u: Tensor, block_size: int) -> str | None:

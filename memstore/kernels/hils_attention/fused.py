@@ -167,6 +167,7 @@ def window_attention(
         nothing. Only the output is differentiable, once. Raises ``InvalidArgument`` for arguments that do not fit.
     """
     check_grouped(q, k, v)
+    reference.check_sizes(block_size, window)
     if q.shape[2] > k.shape[2] or first < 0:
         raise InvalidArgument(
             f"the queries must belong to the last keys, and first must be at least 0; got {shapes(q=q, k=k)}, "

@@ -25,6 +25,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memstore.errors import InvalidArgument
+from memstore.kernels._backends import shapes
+
 
 def hils_attention(
     q: Tensor, k: Tensor, v: Tensor, u: Tensor, *, size: int, window: int, top_k: int, softmax1: bool, scale: float
@@ -39,6 +42,14 @@ def hils_attention(
     weights = block_weights(scores, lse, softmax1=softmax1)
     chunks = attend_chosen(q, keys, values, blocks, weights[..., :-1], scale=scale)
     return (chunks + weights[..., -1:] * out).to(q.dtype)
+
+
+def check_sizes(block_size: int, window: int, top_k: int = 1) -> None:
+    """Raise ``InvalidArgument`` for sizes that no text can have."""
+    if block_size < 2:
+        raise InvalidArgument(f"block_size includes the landmark, so it must be at least 2, got {block_size}")
+    if window < 1 or top_k < 1:
+        raise InvalidArgument(f"window and top_k must be at least 1, got {window} and {top_k}")
 
 
 def in_blocks(x: Tensor, size: int) -> Tensor:
@@ -57,8 +68,13 @@ def pool_landmarks(m: Tensor, keys: Tensor, *, scale: float | None = None) -> tu
         scale: factor on the scores; ``D ** -0.5`` if None.
 
     Returns:
-        Mean keys ``[B, H, N, D]`` in the dtype of ``m``, and entropies ``[B, H, N]`` in float32 or better.
+        Mean keys ``[B, H, N, D]`` in the dtype of ``m``, and entropies ``[B, H, N]`` in float32 or better. Raises
+        ``InvalidArgument`` for shapes that do not fit.
     """
+    if m.dim() != 4 or keys.dim() != 5 or keys.shape[2] != m.shape[2] or keys.shape[-1] != m.shape[-1]:
+        raise InvalidArgument(f"expected m [B, H, N, D] and keys [B, G, N, S - 1, D], got {shapes(m=m, keys=keys)}")
+    if len(m) != len(keys) or not keys.shape[1] or m.shape[1] % keys.shape[1] or not keys.shape[3]:
+        raise InvalidArgument(f"H must be a multiple of G, and a block must have tokens; got {shapes(m=m, keys=keys)}")
     scale = m.shape[-1] ** -0.5 if scale is None else scale
     wide = torch.promote_types(m.dtype, torch.float32)
     keys = keys.to(wide).repeat_interleave(m.shape[1] // keys.shape[1], 1)
@@ -142,6 +158,8 @@ def block_weights(scores: Tensor, lse: Tensor, *, softmax1: bool = False) -> Ten
 
     ``lse`` is ``[B, H, M]``; ``softmax1`` adds a score of 0, whose weight is dropped. Returns ``[B, H, M, K + 1]``.
     """
+    if scores.shape[:-1] != lse.shape:
+        raise InvalidArgument(f"expected scores [B, H, M, K] and lse [B, H, M], got {shapes(scores=scores, lse=lse)}")
     logits = torch.cat([scores, lse.to(scores.dtype).unsqueeze(-1)], -1)
     if softmax1:
         return F.pad(logits, (0, 1)).softmax(-1)[..., :-1]

@@ -398,13 +398,14 @@ def erase_unused(
     used[:2] = True
     for met, (own, nbytes), stated in zip(both, extents, counts, strict=True):
         for tree in met.trees:
-            used[tree] = True
-            for number in tree.tolist():
+            for number in tree[~used[tree]].tolist():
                 lower, upper = pages[number, 12:16].view("<u2").tolist()
                 _clear(file, pages, number * page_bytes + lower, number * page_bytes + upper)
+            used[tree] = True
         for number, length, count in zip(own.tolist(), nbytes.tolist(), stated.tolist(), strict=True):
+            if not used[number : number + count].any():  # of a shared value, the newest commit knows the length
+                _clear(file, pages, number * page_bytes + HEADER_BYTES + length, (number + count) * page_bytes)
             used[number : number + count] = True
-            _clear(file, pages, number * page_bytes + HEADER_BYTES + length, (number + count) * page_bytes)
     done = int(used.sum()) * page_bytes
     edges = np.flatnonzero(np.diff(np.concatenate([[True], used, [True]]).astype(np.int8)))
     for first, stop in (edges.reshape(-1, 2) * page_bytes).tolist():

@@ -26,7 +26,15 @@ from typing import Any, Self
 import numpy as np
 
 from memstore import paths
-from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreError, NotAMemory, NotFound
+from memstore.errors import (
+    DamagedError,
+    ForeignMemory,
+    InvalidArgument,
+    MemoryInUse,
+    MemstoreError,
+    NotAMemory,
+    NotFound,
+)
 from memstore.store.contract import BlockStore, Capabilities, Compaction, Progress, evict
 from memstore.store.encryption_keys import KEYS_NAME
 from memstore.store.lmdb.environment import DATA_NAME
@@ -450,6 +458,8 @@ def _objects(folder: Path, shards: Objects | Path | None) -> Objects:
     if isinstance(shards, Path):
         paths.check_names(shards)
         return FileObjects(shards, elsewhere=True)
+    if shards is not None and not isinstance(shards, Objects):
+        raise InvalidArgument(f"shards must be a folder (a Path) or BucketObjects, not {type(shards).__name__}")
     return FileObjects(folder) if shards is None else shards
 
 
