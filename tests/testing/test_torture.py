@@ -27,6 +27,7 @@ def tortured(*arguments: str) -> tuple[int, list[dict[str, Any]]]:
     return done.returncode, json.loads(done.stdout)["rows"]
 
 
+@pytest.mark.slow
 def test_every_planted_fault_is_found_and_none_in_a_sound_store() -> None:
     # Not from one that has imported PyTorch: it forks some hundred times, each longer the more memory there is.
     done = subprocess.run([sys.executable, "-m", "tests.testing.broken"], capture_output=True, text=True, check=True)

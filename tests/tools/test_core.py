@@ -54,6 +54,7 @@ def run(folder: Path, *arguments: str) -> Any:
     return json.loads(done.stdout) if "--json" in arguments else done.stdout
 
 
+@pytest.mark.slow
 def test_a_text_is_read_asked_and_listed(core: Path) -> None:
     run(core, "read", "text.txt", "m", "--model", "model")
     answer = run(core, "ask", "m", "What did the keeper write?", "--model", "model", "--max-tokens", "4", "--json")

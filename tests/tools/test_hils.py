@@ -21,6 +21,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_model_is_trained_read_with_and_asked(cli: Cli, text: Path, tmp_path: Path) -> None:
     model, memory = tmp_path / "model", tmp_path / "m.mem"
     small = ("--steps", 3, "--context", 93, "--vocabulary", 300, "--block-size", 16)
