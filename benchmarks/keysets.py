@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memstore.attention import Router
 from memstore.errors import InvalidArgument
 from memstore.paths import cache_folder
 
@@ -33,12 +32,9 @@ QUERY_STEP = 8
 """Of so many tokens in a row, the queries of one are kept."""
 HEADS, HEAD_DIM = 3, 64
 """Key heads of SmolLM2-135M, and their size."""
-CODE_DIM = 256
 DRT_ROWS, DRT_BLOCKS = 16, 64
 """Texts that the DRT reads side by side, each by itself, and blocks in each."""
 CLUSTERS = 256
-CODE_LAYER = 8
-"""The layer of SmolLM2 whose hidden states become routing codes: where ``memstore.attach`` takes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,8 +129,8 @@ def collect_smollm2(
     """Let SmolLM2-135M read ``n`` tokens, and one part more for queries, into ``folder``; goes on where it was.
 
     Only the layers up to the last one that is wanted run. A part has ``k.LAYER [3, n, 64]`` and every
-    ``QUERY_STEP``-th token's ``q.LAYER [9, n / QUERY_STEP, 64]``, before positions, and ``codes [n, dim / 8]``. About
-    1,000 tokens a second on one quiet thread.
+    ``QUERY_STEP``-th token's ``q.LAYER [9, n / QUERY_STEP, 64]``, before positions. About 1,000 tokens a second on one
+    quiet thread.
     """
     from memstore.eval.filler import load_filler
     from memstore.tools.models import load_model
@@ -146,10 +142,10 @@ def collect_smollm2(
     loaded = load_model("smollm2")
     filler = load_filler(loaded.tokenizer, at_most=wanted * PART)
     decoder: Any = loaded.model.base_model
-    decoder.layers = decoder.layers[: max(*layers, CODE_LAYER) + 1]
+    decoder.layers = decoder.layers[: max(layers) + 1]
     for number in range(done, wanted):
         ids = torch.from_numpy(filler.take(number * PART, PART))
-        _save(_path(folder, "smollm2", number), _read_smollm2(decoder, ids, layers, folder))
+        _save(_path(folder, "smollm2", number), _read_smollm2(decoder, ids, layers))
         if advance:
             advance(PART)
 
@@ -176,20 +172,17 @@ def collect_drt(folder: Path, n: int, *, advance: Callable[[int], None] | None =
             advance(PART)
 
 
-def _read_smollm2(decoder: Any, ids: Tensor, layers: tuple[int, ...], folder: Path) -> dict[str, Tensor]:
+def _read_smollm2(decoder: Any, ids: Tensor, layers: tuple[int, ...]) -> dict[str, Tensor]:
     caught: dict[str, list[Tensor]] = {}
     with ExitStack() as stack, torch.inference_mode():
         for layer in layers:
             attention = decoder.layers[layer].self_attn
             for name, module in (("k", attention.k_proj), ("q", attention.q_proj)):
                 stack.callback(module.register_forward_hook(_catch(caught, f"{name}.{layer}")).remove)
-        entering = decoder.layers[CODE_LAYER].register_forward_pre_hook(_catch(caught, "hidden"))
-        stack.callback(entering.remove)
         for batch in ids.view(-1, SEGMENTS, SEGMENT):
             decoder(batch, use_cache=False)
     states = {name: torch.cat(parts) for name, parts in caught.items()}  # [n, width]
-    hidden = states.pop("hidden").float()
-    part = {"codes": _signs(_router(folder, hidden).encode(hidden))}
+    part = {}
     for name, rows in states.items():
         kept = rows if name.startswith("k") else rows[QUERY_STEP - 1 :: QUERY_STEP]
         part[name] = kept.unflatten(1, (-1, HEAD_DIM)).transpose(0, 1).to(torch.bfloat16).contiguous()
@@ -197,10 +190,10 @@ def _read_smollm2(decoder: Any, ids: Tensor, layers: tuple[int, ...], folder: Pa
 
 
 def _catch(caught: dict[str, list[Tensor]], name: str) -> Callable[..., None]:
-    """A hook, before a module or after it, that keeps what goes in or comes out."""
+    """A hook after a module that keeps what comes out."""
 
-    def hook(_module: Any, inputs: Any, output: Tensor | None = None) -> None:
-        caught.setdefault(name, []).append((inputs[0] if output is None else output).flatten(0, 1))
+    def hook(_module: Any, _inputs: Any, output: Tensor) -> None:
+        caught.setdefault(name, []).append(output.flatten(0, 1))
 
     return hook
 
@@ -223,20 +216,6 @@ def _read_drt(model: Any, ids: Tensor) -> dict[str, Tensor]:
                 inner.retrievers[0].queries(packing.landmarks(x)).flatten(0, 1)[QUERY_STEP - 1 :: QUERY_STEP]
             )
     return {"keys": torch.cat(keys).half(), "queries": torch.cat(queries)}
-
-
-def _router(folder: Path, hidden: Tensor) -> Router:
-    """The router of a folder: fitted to the first tokens that were read into it, and kept."""
-    path = folder / "router.safetensors"
-    if not path.exists():
-        _save(path, Router.fit(hidden[:4096], CODE_DIM).to_arrays())
-    return Router(mean=_load(path, "mean"), basis=_load(path, "basis"))
-
-
-def _signs(codes: Tensor) -> Tensor:
-    from memstore.memory.spec import encode_landmarks
-
-    return encode_landmarks(codes, "bit")
 
 
 def _spread(rows: Tensor, count: int) -> Tensor:

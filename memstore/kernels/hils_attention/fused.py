@@ -26,8 +26,17 @@ from torch.autograd.function import once_differentiable
 
 from memstore.errors import InvalidArgument
 from memstore.kernels._backends import check_device, check_grouped, shapes
-from memstore.kernels.hils_attention import native, reference
-from memstore.kernels.hils_attention.reference import block_weights, in_blocks, pool_landmarks
+from memstore.kernels.hils_attention.native import PackedBlocks, PackedLandmarks, serves
+from memstore.kernels.hils_attention.native import window_attention as native_window
+from memstore.kernels.hils_attention.reference import best_blocks as best_of_shares
+from memstore.kernels.hils_attention.reference import (
+    block_weights,
+    check_sizes,
+    edges,
+    estimates,
+    in_blocks,
+    pool_landmarks,
+)
 
 TILE = 128
 """Least queries of a tile of the window; whole blocks."""
@@ -61,7 +70,7 @@ class _HilsAttention(torch.autograd.Function):
         size, window, scale = sizes.size, sizes.window, sizes.scale
         near, lse = _window(q, k, v, _Seen(size, window, 0, True, scale))
         kbar, bias = pool_landmarks(u[:, :, size - 1 :: size], in_blocks(k, size), scale=scale)
-        far = _far_native if native.serves(q, k, v, u, size=size) else _far
+        far = _far_native if serves(q, k, v, u, size=size) else _far
         out, blocks, weights = far(q, k, v, u, near, lse.to(q.dtype), kbar, bias, sizes)
         if any(ctx.needs_input_grad):
             ctx.save_for_backward(q, k, v, u, kbar, blocks, weights, lse, near, out)
@@ -109,9 +118,9 @@ def _far_native(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Do ``_far`` for some tokens at a time: queries, lists and outputs stay in the processor's caches."""
     size, window, top_k, softmax1, scale = sizes
-    edge = reference.edges(0, q.shape[2], size, window, q.device).clamp(0, kbar.shape[2])
-    landmarks = native.PackedLandmarks(kbar, bias, scale=scale)
-    packed = native.PackedBlocks(in_blocks(k, size), in_blocks(v, size), scale=scale)
+    edge = edges(0, q.shape[2], size, window, q.device).clamp(0, kbar.shape[2])
+    landmarks = PackedLandmarks(kbar, bias, scale=scale)
+    packed = PackedBlocks(in_blocks(k, size), in_blocks(v, size), scale=scale)
     out, lists = torch.empty_like(q, memory_format=torch.contiguous_format), list[tuple[Tensor, Tensor]]()
     for at in range(0, q.shape[2], NATIVE_TILE):
         part = slice(at, at + NATIVE_TILE)
@@ -167,7 +176,7 @@ def window_attention(
         nothing. Only the output is differentiable, once. Raises ``InvalidArgument`` for arguments that do not fit.
     """
     check_grouped(q, k, v)
-    reference.check_sizes(block_size, window)
+    check_sizes(block_size, window)
     if q.shape[2] > k.shape[2] or first < 0:
         raise InvalidArgument(
             f"the queries must belong to the last keys, and first must be at least 0; got {shapes(q=q, k=k)}, "
@@ -200,8 +209,8 @@ class _WindowAttention(torch.autograd.Function):
 
 def _window(q: Tensor, k: Tensor, v: Tensor, seen: _Seen) -> tuple[Tensor, Tensor]:
     size, window, first, widened, scale = seen
-    if widened and first % size == 0 and q.numel() and native.serves(q, k, v, size=size):
-        return native.window_attention(q, k, v, size=size, window=window, first=first, scale=scale)
+    if widened and first % size == 0 and q.numel() and serves(q, k, v, size=size):
+        return native_window(q, k, v, size=size, window=window, first=first, scale=scale)
     wide = torch.promote_types(q.dtype, torch.float32)
     groups, many = k.shape[1], q.shape[2]
     queries = (q.to(wide) * seen.scale).unflatten(1, (groups, -1))  # [B, G, R, M, D]
@@ -291,20 +300,20 @@ def choose_blocks(
     """See ``reference.choose_blocks``; estimates are made for a few queries at a time."""
     parts = []
     batch, heads, many, _ = u.shape
-    edge = reference.edges(first, many, size, window, u.device).clamp(0, kbar.shape[2])
-    if native.serves(u, kbar, bias, lse, size=size):
-        return native.PackedLandmarks(kbar, bias, scale=scale).choose(u, lse, edge, groups=groups, top_k=top_k)
+    edge = edges(first, many, size, window, u.device).clamp(0, kbar.shape[2])
+    if serves(u, kbar, bias, lse, size=size):
+        return PackedLandmarks(kbar, bias, scale=scale).choose(u, lse, edge, groups=groups, top_k=top_k)
     at = 0
     while at < many:
         rows = max(1, SCORED // max(1, batch * heads * min(kbar.shape[2], int(edge[-1]))))
         part = slice(at, min(at + rows, many))
         count = int(edge[part][-1])
-        scores = reference.estimates(u[:, :, part], kbar[:, :, :count], bias[:, :, :count], scale=scale)
+        scores = estimates(u[:, :, part], kbar[:, :, :count], bias[:, :, :count], scale=scale)
         scores.masked_fill_(torch.arange(count, device=u.device) >= edge[part, None], -math.inf)
         parts.append(best_blocks(scores, lse[:, :, part], groups=groups, top_k=top_k))
         at = part.stop
     if not parts:
-        return reference.best_blocks(u.new_empty(batch, heads, 0, 0), lse, groups=groups, top_k=top_k)
+        return best_of_shares(u.new_empty(batch, heads, 0, 0), lse, groups=groups, top_k=top_k)
     blocks, chosen = zip(*parts, strict=True)
     return torch.cat(blocks, 2), torch.cat(chosen, 2)
 
@@ -312,7 +321,7 @@ def choose_blocks(
 def best_blocks(scores: Tensor, lse: Tensor, *, groups: int, top_k: int) -> tuple[Tensor, Tensor]:
     """Choose blocks as in ``choose_blocks`` by known estimates ``scores [B, H, M, N]``; return their scores too."""
     if scores.shape[1] != groups or not scores.shape[-1]:  # else the reference of the scores does not matter
-        return reference.best_blocks(scores, lse, groups=groups, top_k=top_k)
+        return best_of_shares(scores, lse, groups=groups, top_k=top_k)
     kept = min(top_k, scores.shape[-1])
     best, blocks = scores.topk(kept, -1, sorted=False)
     blocks, order = torch.where(best.isneginf(), scores.shape[-1], blocks).sort(-1)
@@ -400,9 +409,9 @@ def attend_chosen(
         return q.new_zeros(q.shape, dtype=wide)
     if many * top_k < FEW * count or many == 1:
         return _attend_copies(q, keys, values, blocks, weights, scale)
-    if native.serves(q, keys, values, weights, size=held + 1):
+    if serves(q, keys, values, weights, size=held + 1):
         found = torch.zeros_like(q, memory_format=torch.contiguous_format)
-        native.PackedBlocks(keys, values, scale=scale).attend(q, blocks, weights, out=found)
+        PackedBlocks(keys, values, scale=scale).attend(q, blocks, weights, out=found)
         return found
     # The heads of a group become rows of one product.
     queries = (q.to(wide) * scale).unflatten(1, (groups, -1)).transpose(2, 3).flatten(3)  # [B, G, M, R * D]
