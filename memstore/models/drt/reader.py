@@ -37,7 +37,7 @@ from memstore.models.drt.modeling import DTYPES, DRTForCausalLM, LowerLayer, Sel
 from memstore.models.drt.retrieval import DRTChoice, DRTPacking, ListsInUse, MemoryTable, group_layers
 from memstore.models.reading import CacheReader
 from memstore.readers.asking import Query
-from memstore.readers.attachment import Job, evaluating, pipelined
+from memstore.readers.attachment import Job, Place, evaluating, pipelined
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import DRT
 from memstore.readers.observer import Choices, Origin
@@ -289,11 +289,18 @@ class DRTReader(CacheReader[DRTCache]):
     model: DRTForCausalLM
 
     def __init__(
-        self, *given: Any, codec: str | None = None, segment_blocks: int = SEGMENT_BLOCKS, **shared: Any
+        self,
+        model: Any,
+        memory: Place,
+        document: str | None = None,
+        *,
+        codec: str | None = None,
+        segment_blocks: int = SEGMENT_BLOCKS,
+        **shared: Any,
     ) -> None:
         if segment_blocks < 1:
             raise InvalidArgument(f"segment_blocks must be at least 1, not {segment_blocks}")
-        super().__init__(*given, **shared)
+        super().__init__(model, memory, document, **shared)
         self._codec = codec
         self.segment = segment_blocks * self.model.config.tokens_per_block
 

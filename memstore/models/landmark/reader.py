@@ -33,6 +33,7 @@ from memstore.models.landmark.retrieval import (
 )
 from memstore.models.reading import BlockReader
 from memstore.readers.asking import Query
+from memstore.readers.attachment import Place
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import LANDMARK, Retrieval
 from memstore.readers.observer import Origin
@@ -106,8 +107,10 @@ class LandmarkReader(BlockReader[LandmarkCache]):
     reads = LandmarkForCausalLM
     model: LandmarkForCausalLM
 
-    def __init__(self, *given: Any, capacity: int | None = None, **shared: Any) -> None:
-        super().__init__(*given, **shared)
+    def __init__(
+        self, model: Any, memory: Place, document: str | None = None, *, capacity: int | None = None, **shared: Any
+    ) -> None:
+        super().__init__(model, memory, document, **shared)
         config = self.model.config
         check_lists(config, self.retrieval)
         check_capacity(self.retrieval, capacity)

@@ -25,7 +25,7 @@ from memstore.models.memorizing.cache import KNNChoice, MemorizingCache
 from memstore.models.memorizing.modeling import MemorizingForCausalLM
 from memstore.models.reading import CacheReader
 from memstore.readers.asking import Query
-from memstore.readers.attachment import Job, evaluating
+from memstore.readers.attachment import Job, Place, evaluating
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import MEMORIZING
 from memstore.readers.observer import Choices, Origin
@@ -71,8 +71,10 @@ class MemorizingReader(CacheReader[MemorizingCache]):
     reads = MemorizingForCausalLM
     model: MemorizingForCausalLM
 
-    def __init__(self, *given: Any, block_size: int | None = None, **shared: Any) -> None:
-        super().__init__(*given, **shared)
+    def __init__(
+        self, model: Any, memory: Place, document: str | None = None, *, block_size: int | None = None, **shared: Any
+    ) -> None:
+        super().__init__(model, memory, document, **shared)
         self._block_size = block_size
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
