@@ -1,15 +1,17 @@
 /* Attention of each query to the rows that were chosen for it, some rows at a time: what native.py says.
  *
  * Rows lie anywhere, so some of them are copied side by side, widened to float32, and stay in the cache while all heads
- * of a task pass. Scores have one head in each lane of a vector: a number of a key is broadcast against a number of 16
- * queries. The softmax is the running one (Milakov & Gimelshein 2018, Online normalizer calculation for softmax): what
- * was added up so far shrinks whenever a larger score comes.
+ * of a task pass. The lanes of a vector are `width` heads (4, 8 or 16), each with `share` numbers beside each other, so
+ * that few heads fill a vector too. As many numbers of a key are broadcast against them, and products of several keys
+ * are folded into one vector, which then has `width` scores of `share` keys. The softmax is the running one (Milakov &
+ * Gimelshein 2018, Online normalizer calculation for softmax): what was added up so far shrinks whenever a larger score
+ * comes.
  */
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __F16C__
+#if defined __F16C__ || defined __AVX512F__
 #include <immintrin.h>
 #endif
 
@@ -23,6 +25,7 @@
 #define TILE 4
 #endif
 #define SIDE (TILE / 4) /* heads, by 4 vectors of a value */
+#define INLINE static inline __attribute__((always_inline))
 
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t Mask __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -35,20 +38,22 @@ typedef struct {
 } Table;
 
 typedef struct {
-    const float *queries; /* [queries, groups, vectors, dim, LANES], scaled */
-    const float *sinks;   /* [groups, vectors, LANES]: -infinity for none */
+    const float *queries; /* [queries, groups, vectors, dim / share, width, share], scaled */
+    const float *sinks;   /* [groups, vectors, width]: -infinity for none */
     const int64_t *ids;   /* [queries, groups or 1, k]; -1 for none */
-    float *out;           /* [queries, groups, vectors, LANES, padded]: a value is filled up to whole vectors */
-    float *lse;           /* [queries, groups, vectors, LANES] */
-    int64_t count, groups, heads, vectors, k, choices; /* heads: of a group */
-    int64_t padded, inside, threads; /* inside: whether values are in the keys */
+    float *out;           /* [queries, groups, vectors, width, padded]: a value is filled up to whole vectors */
+    float *lse;           /* [queries, groups, vectors, width] */
+    int64_t count, groups, heads, vectors, width, k, choices; /* heads: of a group */
+    int64_t dim, padded, inside, threads; /* dim: of a key, filled up; inside: whether values are in the keys */
 } Work;
 
 static void widen(const Table *table, int64_t row, int64_t group, float *out) {
     int64_t at = row * table->row + group * table->group, i = 0;
     const uint16_t *halves = (const uint16_t *)table->numbers + at;
     if (table->kind == FLOAT32) {
-        memcpy(out, (const float *)table->numbers + at, (size_t)table->size * sizeof *out);
+        const float *from = (const float *)table->numbers + at;
+        for (; i + LANES <= table->size; i += LANES) *(Vector *)(out + i) = *(const Vector *)(from + i);
+        for (; i < table->size; i++) out[i] = from[i];
     } else if (table->kind == BFLOAT16) {
 #pragma omp simd
         for (i = 0; i < table->size; i++) {
@@ -76,6 +81,12 @@ static Vector larger(Vector a, Vector b) {
     return (Vector)(((Mask)a & ~more) | ((Mask)b & more));
 }
 
+/* The lanes of x, `by` places on. Only 4 and 8 are needed. */
+INLINE Vector turned(Vector x, const int by) {
+    return by == 4 ? __builtin_shufflevector(x, x, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3)
+                   : __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+}
+
 /* e to the power of x, which is not above 0: 2 to a whole number, times a polynomial for the rest. */
 static Vector power(Vector x) {
     const Vector low = {-87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87};
@@ -92,26 +103,45 @@ static Vector power(Vector x) {
     return (Vector)((Mask)(sum * (Vector)((whole + 127) << 23)) & there);
 }
 
+/* `share` numbers of a key in all lanes, again and again; with AVX-512 alone there may be several. */
+INLINE Vector repeated(const float *key, const int share) {
+#ifdef __AVX512F__
+    if (share == 2) return (Vector)_mm512_broadcastsd_pd(_mm_loadu_pd((const double *)(const void *)key));
+    if (share == 4) return (Vector)_mm512_broadcast_f32x4(_mm_loadu_ps(key));
+#endif
+    return *key - (Vector){0};
+}
+
+/* Sums of neighbouring lanes, of two vectors in one. */
+static Vector folded(Vector a, Vector b) {
+    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
 /* The products of ROWS keys with the queries of one vector. */
-static void multiply(const float *keys, int64_t dim, const Vector *queries, Vector *scores) {
+INLINE void multiply(const float *keys, int64_t dim, const Vector *queries, const int share, Vector *scores) {
     for (int key = 0; key < ROWS; key += TILE, keys += TILE * dim) {
         Vector products[TILE] = {{0}};
         const float *low = keys, *high = keys + TILE / 2 * dim; /* few registers for addresses */
-        for (int64_t d = 0; d < dim; d++, low++, high++) {
+        for (int64_t d = 0; d < dim / share; d++, low += share, high += share) {
 #pragma GCC unroll 8
             for (int j = 0; j < TILE / 2; j++) {
-                products[j] += queries[d] * low[j * dim];
-                products[j + TILE / 2] += queries[d] * high[j * dim];
+                products[j] += queries[d] * repeated(low + j * dim, share);
+                products[j + TILE / 2] += queries[d] * repeated(high + j * dim, share);
             }
         }
+#pragma GCC unroll 8
+        for (int j = 0; j < TILE / 2 && share > 1; j++) products[j] = folded(products[2 * j], products[2 * j + 1]);
+#pragma GCC unroll 4
+        for (int j = 0; j < TILE / 4 && share > 2; j++) products[j] = folded(products[2 * j], products[2 * j + 1]);
 #pragma GCC unroll 16
-        for (int j = 0; j < TILE; j++) scores[key + j] = products[j];
+        for (int j = 0; j < TILE / share; j++) scores[key / share + j] = products[j];
     }
 }
 
 /* Adds `count` values, weighted, to what shrinks, for the first `heads` of a vector. */
-static void add(const Vector *weights, const float *shrink, const float *values, int64_t stride, int64_t count,
-                int64_t padded, int64_t heads, float *out) {
+INLINE void add(const Vector *weights, const float *shrink, const float *values, int64_t stride, int64_t count,
+                const int width, int64_t padded, int64_t heads, float *out) {
     for (int head = 0; head < heads; head += SIDE)
         for (int64_t at = 0; at < padded; at += 4 * LANES) {
             Vector sums[SIDE][4];
@@ -119,7 +149,7 @@ static void add(const Vector *weights, const float *shrink, const float *values,
                 for (int v = 0; v < 4; v++)
                     sums[h][v] = *(const Vector *)(out + (head + h) * padded + at + v * LANES) * shrink[head + h];
             const float *value = values + at, *weight = (const float *)weights + head;
-            for (int64_t j = 0; j < count; j++, value += stride, weight += LANES) {
+            for (int64_t j = 0; j < count; j++, value += stride, weight += width) {
 #pragma GCC unroll 4
                 for (int h = 0; h < SIDE; h++) {
 #pragma GCC unroll 4
@@ -132,22 +162,24 @@ static void add(const Vector *weights, const float *shrink, const float *values,
 }
 
 /* Some heads of one query: WIDE vectors from `first` on. */
-static void attend(const Work *work, const Table *keys, const Table *values, int64_t query, int64_t group,
-                   int64_t first) {
-    int64_t dim = keys->size, padded = work->padded;
+INLINE void attend(const Work *work, const Table *keys, const Table *values, int64_t query, int64_t group,
+                   int64_t first, const int width) {
+    const int share = LANES / width;
+    int64_t dim = work->dim, padded = work->padded;
     int64_t wide = work->vectors - first < WIDE ? work->vectors - first : WIDE;
     int64_t place = (query * work->groups + group) * work->vectors + first;
     const int64_t *ids = work->ids + (query * work->choices + (work->choices > 1 ? group : 0)) * work->k;
-    const Vector *queries = (const Vector *)(work->queries + place * dim * LANES);
-    const Vector *sinks = (const Vector *)(work->sinks + (group * work->vectors + first) * LANES);
-    float *out = work->out + place * LANES * padded;
+    const Vector *queries = (const Vector *)(work->queries + place * width * dim);
+    const float *sinks = work->sinks + (group * work->vectors + first) * width;
+    float *out = work->out + place * width * padded;
     float near[ROWS * dim + 4 * LANES], far[work->inside ? 1 : ROWS * padded];
     Vector most[WIDE], total[WIDE], scores[ROWS];
-    for (int64_t v = 0; v < wide; v++) {
-        most[v] = sinks[v];
-        for (int lane = 0; lane < LANES; lane++) total[v][lane] = most[v][lane] > -INFINITY;
-    }
-    memset(out, 0, (size_t)(wide * LANES * padded) * sizeof *out);
+    for (int64_t v = 0; v < wide; v++)
+        for (int lane = 0; lane < LANES; lane++) {
+            most[v][lane] = sinks[v * width + lane % width];
+            total[v][lane] = lane < width && most[v][lane] > -INFINITY;
+        }
+    memset(out, 0, (size_t)(wide * width * padded) * sizeof *out);
     memset(near, 0, sizeof near);
     if (!work->inside) memset(far, 0, sizeof far);
     for (int64_t at = 0; at < work->k;) {
@@ -164,21 +196,26 @@ static void attend(const Work *work, const Table *keys, const Table *values, int
         }
         for (int64_t v = 0; count && v < wide; v++) {
             Vector before = most[v], shrink, base;
-            multiply(near, dim, queries + v * dim, scores);
-            for (int64_t j = 0; j < count; j++) most[v] = larger(most[v], scores[j]);
+            multiply(near, dim, queries + v * dim / share, share, scores);
+            for (int64_t i = count * width; i < ROWS * width; i++) ((float *)scores)[i] = -INFINITY; /* of earlier rows */
+            for (int j = 0; j < ROWS / share; j++) most[v] = larger(most[v], scores[j]);
+            if (share > 2) most[v] = larger(most[v], turned(most[v], 4));
+            if (share > 1) most[v] = larger(most[v], turned(most[v], 8));
             Mask none = (Mask)(most[v] == -INFINITY);
             base = (Vector)((Mask)most[v] & ~none); /* all scores are -infinity: they weigh nothing */
             shrink = power(before - base);
             total[v] *= shrink;
-            for (int64_t j = 0; j < count; j++) total[v] += scores[j] = power(scores[j] - base);
-            add(scores, (const float *)&shrink, work->inside ? near : far, work->inside ? dim : padded, count, padded,
-                work->heads - (first + v) * LANES < LANES ? work->heads - (first + v) * LANES : LANES, out + v * LANES * padded);
+            for (int j = 0; j < ROWS / share; j++) total[v] += scores[j] = power(scores[j] - base);
+            add(scores, (const float *)&shrink, work->inside ? near : far, work->inside ? dim : padded, count, width,
+                padded, work->heads - (first + v) * width < width ? work->heads - (first + v) * width : width,
+                out + v * width * padded);
         }
     }
     for (int64_t v = 0; v < wide; v++)
-        for (int lane = 0; lane < LANES; lane++) {
-            float sum = total[v][lane], *value = out + (v * LANES + lane) * padded;
-            work->lse[(place + v) * LANES + lane] = sum == 0 ? -INFINITY : most[v][lane] + logf(sum);
+        for (int head = 0; head < width; head++) {
+            float sum = 0, *value = out + (v * width + head) * padded;
+            for (int lane = head; lane < LANES; lane += width) sum += total[v][lane];
+            work->lse[(place + v) * width + head] = sum == 0 ? -INFINITY : most[v][head] + logf(sum);
             for (int64_t d = 0; d < padded; d++) value[d] = sum == 0 ? 0 : value[d] / sum;
         }
 }
@@ -186,6 +223,12 @@ static void attend(const Work *work, const Table *keys, const Table *values, int
 void memstore_attend(const Work *work, const Table *keys, const Table *values) {
     int64_t parts = (work->vectors + WIDE - 1) / WIDE, tasks = work->count * work->groups * parts;
 #pragma omp parallel for num_threads((int)work->threads)
-    for (int64_t task = 0; task < tasks; task++)
-        attend(work, keys, values, task / parts / work->groups, task / parts % work->groups, task % parts * WIDE);
+    for (int64_t task = 0; task < tasks; task++) {
+        int64_t query = task / parts / work->groups, group = task / parts % work->groups, first = task % parts * WIDE;
+        switch (work->width) {
+        case 4: attend(work, keys, values, query, group, first, 4); break;
+        case 8: attend(work, keys, values, query, group, first, 8); break;
+        default: attend(work, keys, values, query, group, first, 16);
+        }
+    }
 }

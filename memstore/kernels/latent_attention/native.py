@@ -7,12 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.kernels.latent_attention.fused import inside
-from memstore.kernels.native import Library, half_problem, halves, parallel, structure, vectors
+from memstore.kernels.native import Library, half_problem, halves, parallel, processor, structure, vectors
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LARGEST = 4096
 """Most numbers of a row: some arrays are on the stack."""
 LANES = 16
+WIDTHS = (4, 8)
+"""Heads in a vector if a group has no more: only AVX-512 spreads several numbers over a vector quickly."""
 COLUMNS = 64
 """Value numbers are padded to a multiple of this."""
 QUERIES = 1 << 20
@@ -22,7 +24,7 @@ QUERIES = 1 << 20
 _Table = structure(pointers="numbers", numbers="kind row group size")
 _Work = structure(
     pointers="queries sinks ids out lse",
-    numbers="count groups heads vectors k choices padded inside threads",
+    numbers="count groups heads vectors width k choices dim padded inside threads",
 )
 _library = Library(__file__, lambda source: parallel(source, [*vectors(), *halves(), "-ffp-contract=fast"]))
 
@@ -43,24 +45,24 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     (count, heads, dim), groups, size = q.shape, keys.shape[1], values.shape[2]
     keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))
-    more = -(heads // groups) % LANES  # heads that pad the last vector
-    packed = F.pad((q.float() * scale).view(count, groups, -1, dim), (0, 0, 0, more))
-    packed = packed.unflatten(2, (-1, LANES)).mT.contiguous()  # [S, G, vectors, D, LANES]
-    if sinks is None:
-        logits = torch.full((groups, heads // groups + more), -torch.inf, dtype=torch.float32, device="cpu")
-    else:
-        logits = F.pad(sinks.float().view(groups, -1), (0, more), value=-torch.inf)
+    widths = WIDTHS if "avx512f" in processor() else ()
+    width = next((each for each in widths if each >= heads // groups), LANES)
+    share = LANES // width
+    more = -(heads // groups) % width  # heads that pad the last vector
+    packed = F.pad((q.float() * scale).view(count, groups, -1, dim), (0, -dim % share, 0, more))
+    vectors, filled = packed.shape[2] // width, packed.shape[3]
+    packed = packed.view(count, groups, vectors, width, -1, share).transpose(3, 4).contiguous()
+    logits = torch.full((heads,), -torch.inf, dtype=torch.float32, device="cpu") if sinks is None else sinks.float()
+    logits = F.pad(logits.view(groups, -1), (0, more), value=-torch.inf)
     chosen, padded = ids.long().contiguous(), -(-size // COLUMNS) * COLUMNS
-    out = torch.empty((*packed.shape[:3], LANES, padded), dtype=torch.float32, device="cpu")
-    lse = torch.empty(out.shape[:4], dtype=torch.float32, device="cpu")
+    out = torch.empty((count, groups, vectors * width, padded), dtype=torch.float32, device="cpu")
+    lse = torch.empty(out.shape[:3], dtype=torch.float32, device="cpu")
     tables = (_Table(x.data_ptr(), KINDS[x.dtype], *x.stride()[:2], x.shape[2]) for x in (keys, values))
     pointers = (each.data_ptr() for each in (packed, logits, chosen, out, lse))
-    sizes = (count, groups, heads // groups, packed.shape[2], ids.shape[2], ids.shape[1])
-    work = _Work(*pointers, *sizes, padded, inside(keys, values), torch.get_num_threads())
-    _library.call("memstore_attend", work, *tables)
+    sizes = (count, groups, heads // groups, vectors, width, ids.shape[2], ids.shape[1], filled, padded)
+    _library.call("memstore_attend", _Work(*pointers, *sizes, inside(keys, values), torch.get_num_threads()), *tables)
     kept = slice(heads // groups)
-    out = out.flatten(2, 3)[:, :, kept, :size].flatten(1, 2)
-    return out.to(q.dtype), lse.flatten(2)[:, :, kept].flatten(1)
+    return out[:, :, kept, :size].flatten(1, 2).to(q.dtype), lse[:, :, kept].flatten(1)
 
 
 def problem(dtype: torch.dtype) -> str | None:
