@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from memstore.errors import InvalidArgument
 from memstore.kernels import index_scores
-from memstore.kernels.index_scores import choose, merge_choices, native
+from memstore.kernels.index_scores import choose, native
 from tests.kernels.child import program
 from tests.kernels.choice import CASES, TYPES, Case, agrees, inputs
 from tests.pairs import each
@@ -91,13 +91,6 @@ def test_equal_scores_are_in_one_order_however_the_keys_are_cut(
     cut = choose(queries, weights, pieces, limit=limit, **options)
     assert torch.equal(cut[0], whole[0])
     assert torch.equal(cut[1], whole[1])
-    shards = [
-        choose(queries, weights, piece, limit=limit - a, **options) for a, piece in zip(edges, pieces, strict=False)
-    ]
-    placed = [torch.where(ids < 0, ids, ids + a) for a, (ids, _) in zip(edges, shards, strict=False)]
-    merged = merge_choices(placed[::-1], [scores for _, scores in shards][::-1], k)
-    assert torch.equal(merged[0], whole[0])
-    assert torch.equal(merged[1], whole[1])
 
 
 def test_a_score_does_not_depend_on_where_slices_begin() -> None:
@@ -164,14 +157,6 @@ def test_what_does_not_fit_is_refused(changes: dict[str, Any], message: str) -> 
     tensors, options = inputs(Case())
     with pytest.raises(InvalidArgument, match=message):
         choose(**{**tensors, **options, **changes})
-
-
-def test_choices_that_do_not_fit_are_not_merged() -> None:
-    ids, scores = torch.zeros(2, 3).long(), torch.zeros(2, 3)
-    with pytest.raises(InvalidArgument, match="and at least one; got ids"):
-        merge_choices([], [], 3)
-    with pytest.raises(InvalidArgument, match="expected one ids tensor"):
-        merge_choices([ids], [scores[:1]], 3)
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0)])

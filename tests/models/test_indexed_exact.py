@@ -132,12 +132,15 @@ def test_half_precision_differs_by_what_eager_attention_rounds_in_between(monkey
     """Products and weights, which are float32 here: with the same roundings nothing differs."""
 
     def rounding(
-        q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, scale: float, _sinks: None
-    ) -> torch.Tensor:
-        rows = ids.clamp(min=0)
-        products = torch.einsum("shd,skd->shk", q.float(), keys[rows].float()).to(q.dtype) * scale
-        weights = products.float().masked_fill(ids[:, None] < 0, -torch.inf).softmax(-1).to(q.dtype)
-        return torch.einsum("shk,skv->shv", weights.float(), values[rows].float()).to(q.dtype)
+        q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, ids: torch.Tensor, *, scale: float, sinks: None
+    ) -> tuple[torch.Tensor, None]:
+        assert sinks is None
+        ids, group = ids.expand(-1, keys.shape[1], -1), torch.arange(keys.shape[1])[:, None]
+        rows, q = ids.clamp(min=0), q.unflatten(1, (keys.shape[1], -1)).float()
+        products = torch.einsum("sghd,sgkd->sghk", q, keys[rows, group].float()).to(keys.dtype) * scale
+        weights = products.float().masked_fill(ids[:, :, None] < 0, -torch.inf).softmax(-1).to(keys.dtype)
+        out = torch.einsum("sghk,sgkv->sghv", weights.float(), values[rows, group].float())
+        return out.to(keys.dtype).flatten(1, 2), None
 
     ids, model = text(LENGTH)[None], tiny("minimax_m3_vl_text", layer_types=["minimax_m3_sparse"] * 4).bfloat16()
     by_itself = logits(model, ids)[:, 100:].float()

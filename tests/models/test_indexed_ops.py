@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from memstore.models.indexed.ops import Chosen, attend_rows, choose, merged
+from memstore.kernels.latent_attention import attend_rows
+from memstore.models.indexed.call import _distinct
+from memstore.models.indexed.ops import Chosen, choose
 
 
 def plainly(scores: Tensor, k: int) -> list[list[int]]:
@@ -50,10 +52,8 @@ def test_of_equal_scores_the_smallest_place_comes_first(whole: bool) -> None:
 def test_parts_that_follow_each_other_are_chosen_from_as_one() -> None:
     asked, weights, index = states(4, 3, 50, whole=True)
     whole = choose(asked, weights, index, 0.5, None, 9)
-    for cut in (1, 9, 30, 49):
-        first, second = (choose(asked, weights, part, 0.5, None, 9) for part in (index[:cut], index[cut:]))
-        shifted = second._replace(ids=torch.where(second.ids < 0, -1, second.ids + cut))
-        together = merged([first, shifted], 9)
+    for cut in (0, 1, 9, 30, 49):
+        together = choose(asked, weights, [index[:cut], index[cut:]], 0.5, None, 9)
         assert torch.equal(together.ids, whole.ids)
         assert torch.equal(together.scores, whole.scores)
 
@@ -70,9 +70,9 @@ def test_attention_is_that_of_the_rows_that_were_chosen() -> None:
     generator = torch.Generator().manual_seed(1)
     latent, rope, table = (torch.randn(size, generator=generator) for size in ((5, 3, 6), (5, 3, 2), (20, 8)))
     ids = torch.stack([torch.randperm(20, generator=generator)[:7] for _ in range(5)])
-    ids[2, 3:], sinks = -1, torch.randn(3, generator=generator)
+    ids[2, 3:], sinks, rows = -1, torch.randn(3, generator=generator), table[:, None]
     for each in (None, sinks):
-        found = attend_rows(torch.cat([latent, rope], -1), table, table[:, :6], ids, 0.3, each)
+        found = attend_rows(torch.cat([latent, rope], -1), rows, rows[..., :6], ids, scale=0.3, sinks=each)[0]
         for row in range(5):
             keys = table[ids[row][ids[row] >= 0]]
             scores = torch.cat([latent[row], rope[row]], -1) @ keys.T * 0.3
@@ -80,7 +80,17 @@ def test_attention_is_that_of_the_rows_that_were_chosen() -> None:
             expected = logits.softmax(-1)[:, : len(keys)] @ keys[:, :6]
             torch.testing.assert_close(found[row], expected)
     values = torch.randn(20, 4, generator=generator)
-    apart = attend_rows(latent, table[:, :6], values, ids, 0.3)
+    apart = attend_rows(latent, rows[..., :6], values[:, None], ids, scale=0.3)[0]
     assert apart.shape == (5, 3, 4)
     weights = (latent[0] @ table[ids[0]][:, :6].T * 0.3).softmax(-1)
     torch.testing.assert_close(apart[0], weights @ values[ids[0]])
+
+
+@pytest.mark.parametrize("ids", [[[3, 1, -1], [1, 7, 3]], [[3, 1], [1, 7]], [[-1, -1]], [[5]], [[]]])
+@pytest.mark.parametrize("far", [0, 1 << 20])  # marked, and sorted
+def test_distinct_ids_keep_their_places(ids: list[list[int]], far: int) -> None:
+    given = torch.tensor(ids, dtype=torch.int64)
+    given = torch.where(given < 0, -1, given + far)
+    found, places = _distinct(given)
+    assert found.tolist() == sorted({each for row in given.tolist() for each in row} - {-1})
+    assert torch.equal(torch.where(places < 0, -1, found[places.clamp(min=0)]) if len(found) else places, given)

@@ -19,7 +19,7 @@ from memstore.kernels._backends import LARGEST_HEAD, check_device, check_known, 
 from memstore.kernels._largest import LAST, best_first, packed, unpacked
 from memstore.kernels.index_scores import native
 
-__all__ = ["choose", "merge_choices"]
+__all__ = ["choose"]
 
 Backend = Literal["auto", "reference", "torch", "native", "triton"]
 KEY_TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -57,8 +57,8 @@ def choose(
     (Qwen4-Exp). The score of a block is the score of its best key that the query sees. With one head, as many queries
     as heads, and neither weights nor relu, this is the choice of MiniMax-M3.
 
-    The order is the same for every back end, every slice of the keys and every ``merge_choices``: the larger score
-    first, and among equal scores the smaller position. Scores of exactly 0 are common, because ReLU gives 0 to keys
+    The order is the same for every back end and every slice of the keys: the larger score first, and among equal
+    scores the smaller position. Scores of exactly 0 are common, because ReLU gives 0 to keys
     that no head prefers. A score of NaN or -inf is never chosen. Back ends add products in different orders, so scores
     may differ between them by the rounding of float32.
 
@@ -115,28 +115,6 @@ def choose(
     return torch.cat(every_ids), torch.cat(every_scores)
 
 
-def merge_choices(ids: Sequence[Tensor], scores: Sequence[Tensor], k: int) -> tuple[Tensor, Tensor]:
-    """Merge several choices over different keys into the best ``k``, in the order of ``choose``.
-
-    Args:
-        ids: ``[S, k']`` int64 each, positions among all keys; -1 for unused.
-        scores: ``[S, k']`` float32 each.
-        k: wanted; there may be fewer.
-
-    Returns:
-        Ids and scores ``[S, k]``, as in ``choose``.
-
-    Raises:
-        InvalidArgument: the input is empty, or ids and scores do not fit together.
-    """
-    if not ids or [each.shape for each in ids] != [each.shape for each in scores]:
-        raise InvalidArgument(
-            "expected one ids tensor [S, k] for each scores tensor [S, k], and at least one; got ids "
-            f"{[list(each.shape) for each in ids]} and scores {[list(each.shape) for each in scores]}"
-        )
-    return _chosen(_best(_candidates(torch.cat(list(scores), 1), torch.cat(list(ids), 1)), k), k)
-
-
 def _problem(backend: Backend, queries: Tensor, keys: Tensor) -> str | None:
     """Say why a back end cannot take these, and what to do; None if it can."""
     match backend:
@@ -187,7 +165,7 @@ def _check(
             f"one of {odd[0]} keys"
         )
     if sum(map(len, chunks)) >= 1 << 32:
-        raise InvalidArgument("positions have 32 bits: choose from fewer keys at once, then call merge_choices")
+        raise InvalidArgument("positions have 32 bits: choose from at most 4,294,967,295 keys at once")
 
 
 def _reference(

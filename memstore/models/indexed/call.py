@@ -9,7 +9,7 @@ that a few queries chose, verified if they come from the store, and attends to t
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,11 +20,12 @@ from torch import Tensor
 
 from memstore.device_copies import to_device
 from memstore.errors import InvalidArgument
+from memstore.kernels.latent_attention import attend_rows
 from memstore.memory import Document
 from memstore.memory.trace_file import Array, Look
 from memstore.models.indexed.family import IndexedLayer, spread
 from memstore.models.indexed.keys import DocumentKeys, Rows
-from memstore.models.indexed.ops import Chosen, attend_rows, choose, merged, softmax
+from memstore.models.indexed.ops import Chosen, choose, softmax
 from memstore.readers.observer import Choice, Draft, Looks, Observer, Origin, as_array
 from memstore.readers.stock.call import CallLayer
 
@@ -126,7 +127,7 @@ class Local:
         before, raw = min(first, layer.lookback), torch.cat([self.pending[slot], raw])
         if (whole := len(raw) // layer.unit - before) > 0:
             made, entries = layer.compress(raw[: (before + whole) * layer.unit], first, before)
-            keys.add(made)
+            keys.keys.append(made)
             self.raw[slot].append(spread(made, layer.unit))
             self.entries[slot].append(entries)
             raw = raw[(before + whole - min(first + whole, layer.lookback)) * layer.unit :]
@@ -224,9 +225,7 @@ class IndexedCall:
     def attend(self, layer: IndexedLayer, hidden: Tensor, given: Mapping[str, Any]) -> Tensor:
         """Return the output of ``layer`` for ``hidden [B, S, hidden]``."""
         asked = layer.states(hidden, given)
-        heads = asked.query.shape[2]
-        width = layer.parts[0][1].stop - layer.parts[0][1].start
-        out = asked.query.new_zeros(*hidden.shape[:2], heads, width)
+        out = asked.query.new_zeros(*asked.query.shape[:3], layer.value.stop - layer.value.start)
         for place, row in enumerate(range(len(self.locals)) if self.only is None else [self.only]):
             local, real = self.locals[row], self._real[row]
             pick = slice(None) if real is None or self.only is not None else real
@@ -295,11 +294,7 @@ class IndexedCall:
         run = 1 if layer.pooled else unit
         limit = places + 1 if run > 1 else (places + 1) // unit
         keys = own.keys.view if layer.pooled else torch.cat([own.keys.view, own.tail])
-        options: dict[str, Any] = {"scale": layer.index_scale, "k": layer.top, "mode": layer.mode, "unit": run}
-        parts = [choose(ask, weights, stored.keys.view, limit=None, **options)] if len(stored.keys) else []
-        mine = choose(ask, weights, keys, limit=limit - stored.units * stored.per_unit, **options)
-        parts.append(mine._replace(ids=torch.where(mine.ids < 0, -1, mine.ids + stored.units)))
-        return parts[0] if len(parts) == 1 else merged(parts, layer.top)
+        return choose(ask, weights, [stored.keys.view, keys], layer.index_scale, limit, layer.top, layer.mode, run)
 
     def _rows(self, layer: IndexedLayer, source: int, row: int, tokens: Tensor) -> Tensor:
         """Return stored and local rows ``[n, row_width]`` of ``tokens [n]``, ascending."""
@@ -333,12 +328,11 @@ class IndexedCall:
         out = []
         for some in _pieces(torch.cat([window, best.ids], 1)[:, None], layer.row_width, int(places[-1]) + 1):
             table, near = self._table(layer, slot, row, window[some])
-            units, far = best.ids[some].unique(return_inverse=True)
-            if len(units) and int(units[0]) < 0:
-                units, far = units[1:], far - 1
+            units, far = _distinct(best.ids[some])
             table = torch.cat([table, self._entries(layer, slot, row, units)])
             ids = torch.cat([near, torch.where(far < 0, -1, far + len(table) - len(units))], 1)
-            out.append(attend_rows(query[some], table, table, ids, layer.scaling, layer.sinks))
+            rows = table[:, None]
+            out.append(attend_rows(query[some], rows, rows, ids, scale=layer.scaling, sinks=layer.sinks)[0])
         if self.observers and ask is not None:
             parts = self.weights(layer, query[-1], table, ids[-1:])[:, window.shape[1] :]
             begins = torch.where(best.ids[-1:] < 0, -1, best.ids[-1:] * layer.unit)
@@ -359,27 +353,22 @@ class IndexedCall:
 
     def _mix(self, layer: IndexedLayer, source: int, row: int, query: Tensor, ids: Tensor) -> Tensor:
         """Attend with ``query [S, H, D]`` to the tokens ``ids [S, lists, K]``."""
-        table, ids = self._table(layer, source, row, ids)
-        heads = query.shape[1] // len(layer.parts)
-        out = []
-        for number, (key, value) in enumerate(layer.parts):
-            own = slice(number * heads, (number + 1) * heads)
-            mine = ids[:, number * layer.lists // len(layer.parts)]
-            sinks = None if layer.sinks is None else layer.sinks[own]
-            out.append(attend_rows(query[:, own], table[:, key], table[:, value], mine, layer.scaling, sinks))
-        return out[0] if len(out) == 1 else torch.cat(out, 1)
+        table, places = self._table(layer, source, row, ids)
+        rows = table.unflatten(1, (layer.groups, -1))
+        if 1 < layer.lists < layer.groups:
+            places = places.repeat_interleave(layer.groups // layer.lists, 1)
+        keys, values = rows[..., layer.key], rows[..., layer.value]
+        return attend_rows(query, keys, values, places, scale=layer.scaling, sinks=layer.sinks)[0]
 
     def _table(self, layer: IndexedLayer, source: int, row: int, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return the rows of all tokens in ``ids [S, lists, K]``, and the place of each id among them; -1 stays."""
-        tokens, places = ids.unique(return_inverse=True)
-        if len(tokens) and int(tokens[0]) < 0:
-            tokens, places = tokens[1:], places - 1
+        tokens, places = _distinct(ids)
         return self._rows(layer, source, row, tokens), places
 
     def _dense(self, layer: IndexedLayer, source: int, row: int, query: Tensor, places: Tensor) -> Tensor:
         """Attend with ``query [S, H, D]`` to all tokens up to each query's place, ``DENSE`` rows at a time."""
         last = int(places[-1]) + 1
-        width = layer.parts[0][1].stop - layer.parts[0][1].start
+        width = layer.value.stop - layer.value.start
         most = query.new_full((*query.shape[:2], 1), -torch.inf, dtype=torch.float32)
         total, gathered = torch.zeros_like(most), most.new_zeros(*query.shape[:2], width)
         if layer.sinks is not None:
@@ -393,8 +382,9 @@ class IndexedCall:
             above = torch.maximum(most, scores.amax(-1, keepdim=True))
             shrunk, weights = (most - above).exp(), (scores - above).exp()
             total = total * shrunk + weights.sum(-1, keepdim=True)
-            found = [own @ table[:, value] for own, (_, value) in _by_part(layer, weights)]
-            gathered, most = gathered * shrunk + torch.cat(found, 1), above
+            values = table.unflatten(1, (layer.groups, -1))[..., layer.value]
+            found = torch.einsum("sghn,ngv->sghv", weights.unflatten(1, (layer.groups, -1)), values).flatten(1, 2)
+            gathered, most = gathered * shrunk + found, above
         return (gathered / total).to(query.dtype)
 
     def _tell(
@@ -428,15 +418,12 @@ class IndexedCall:
 
     def weights(self, layer: IndexedLayer, query: Tensor, table: Tensor, at: Tensor) -> Tensor:
         """Return the part of the attention of ``query [H, D]`` on each of the rows ``at [lists, K]``: ``[H, K]``."""
-        heads = len(query) // len(layer.parts)
-        found = []
-        for number, (key, _) in enumerate(layer.parts):
-            own = slice(number * heads, (number + 1) * heads)
-            mine = at[number * layer.lists // len(layer.parts)]
-            scores = query[own].float() @ table[mine.clamp(min=0)][:, key].float().T * layer.scaling
-            scores = scores.masked_fill(mine < 0, -torch.inf)[None]
-            found.append(softmax(scores, None if layer.sinks is None else layer.sinks[own])[0])
-        return torch.cat(found)
+        at = at.repeat_interleave(layer.groups // len(at), 0)
+        keys = table.unflatten(1, (layer.groups, -1))[..., layer.key].transpose(0, 1)
+        keys = keys.gather(1, at.clamp(min=0)[..., None].expand(-1, -1, keys.shape[2]))
+        scores = query.unflatten(0, (layer.groups, -1)).float() @ keys.mT.float() * layer.scaling
+        scores = scores.masked_fill(at[:, None] < 0, -torch.inf)
+        return softmax(scores.flatten(0, 1)[None], layer.sinks)[0]
 
     def logits(self, layer: IndexedLayer, row: int, query: Tensor) -> Tensor:
         """Return scaled products ``[H, N]`` of ``query [H, D]`` with all tokens of ``row``, chosen or not; float32.
@@ -459,14 +446,24 @@ class IndexedCall:
         return torch.cat(found, 1)
 
 
-def _by_part(layer: IndexedLayer, x: Tensor) -> Iterator[tuple[Tensor, tuple[slice, slice]]]:
-    """Yield the heads of ``x [S, H, ...]`` that share a key-value head, and the places of its key and value."""
-    return zip(x.chunk(len(layer.parts), 1), layer.parts, strict=True)
+def _distinct(ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the distinct ``ids``, ascending and without -1, and the place of each id among them; -1 stays."""
+    last = int(ids.max()) + 1 if ids.numel() else 0
+    if last <= ids.numel() * 64:  # then marking all that there could be is faster than sorting all that there are
+        seen = torch.zeros(last + 1, dtype=torch.bool, device=ids.device)
+        seen[ids + 1] = True
+        seen[0] = False
+        return seen[1:].nonzero().flatten(), (seen.cumsum(0) - 1)[ids + 1]
+    found, places = ids.unique(return_inverse=True)
+    unused = int(found[0] < 0)
+    return found[unused:], places - unused
 
 
 def _products(layer: IndexedLayer, query: Tensor, table: Tensor) -> Tensor:
     """Return scaled products ``[S, H, n]`` of ``query [S, H, D]`` with the rows ``table [n, row_width]``; float32."""
-    return torch.cat([own.float() @ table[:, key].T * layer.scaling for own, (key, _) in _by_part(layer, query)], 1)
+    keys = table.unflatten(1, (layer.groups, -1))[..., layer.key]
+    own = query.unflatten(1, (layer.groups, -1)).float()
+    return torch.einsum("sghd,ngd->sghn", own, keys).flatten(1, 2) * layer.scaling
 
 
 def _pieces(ids: Tensor, width: int, tokens: int) -> list[slice]:

@@ -13,7 +13,7 @@ attached, the module's ``forward`` is ours. ``states`` makes queries, rows and i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -80,8 +80,11 @@ class IndexedLayer(ABC):
 
     row_width: int
     """Numbers stored for each token."""
-    parts: Sequence[tuple[slice, slice]]
-    """The places of key and value in a row, for each key-value head."""
+    groups: int = 1
+    """Key-value heads, each with an equal part of a row."""
+    key: slice
+    value: slice
+    """The places of key and value in that part."""
     scaling: float
     """Factor on the products of queries and keys."""
     sees: Literal["chosen", "all", "entries"] | int = "chosen"

@@ -64,12 +64,6 @@ class Rows:
         other.append(self.view)
         return other
 
-    def drop(self, count: int) -> None:
-        """Drop the first ``count``."""
-        rest = self.view[count:].clone()
-        self._count = 0
-        self.append(rest)
-
     def _grow(self, size: int) -> None:
         if self._file is None:
             buffer = self._like.new_empty(size, self._width)
@@ -118,10 +112,6 @@ class _UnitKeys:
             else:
                 self.keys.append(of_units.flatten(0, 1))
         self.tail = raw[whole * unit :].clone()
-
-    def add(self, keys: Tensor) -> None:
-        """Add the keys ``[n, index_dim]`` of the next units, in place of making them."""
-        self.keys.append(keys)
 
     def behind(self) -> _UnitKeys:
         """Return an empty continuation, whose first unit begins with the tail of these keys."""
@@ -176,8 +166,9 @@ class DocumentKeys:
                 at += len(raw)
         self.tokens = tokens
 
-    def settle(self, tokens: int, raw: dict[int, Tensor]) -> None:
-        """Add the states just committed, ``[n, key_width]`` of each layer; the document now has ``tokens``."""
-        for slot, given in raw.items():
-            self.of[slot].extend(given)
+    def settle(self, tokens: int, behind: Mapping[int, _UnitKeys]) -> None:
+        """Add the keys ``behind`` those of each layer, which were just committed; the document now has ``tokens``."""
+        for slot, keys in behind.items():
+            self.of[slot].keys.append(keys.keys.view)
+            self.of[slot].tail = keys.tail
         self.tokens = tokens

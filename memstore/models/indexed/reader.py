@@ -411,9 +411,7 @@ class IndexedReader(Reader):
 
     def _call_of(self, cache: Any, rows: int) -> IndexedCall:
         """Return the call that a pass belongs to, by its cache, or a new one if the cache is empty or missing."""
-        ours = (
-            next((each for each in cache.layers if isinstance(each, LocalLayer)), None) if cache is not None else None
-        )
+        ours = _is_ours(cache)
         if ours is None:
             if cache is not None and (type(cache).__name__ != "DynamicCache" or getattr(cache, "offloading", False)):
                 raise InvalidArgument(f"an attached model needs a plain dynamic cache, got {type(cache).__name__}")
@@ -505,7 +503,7 @@ class IndexedReader(Reader):
                 batch.put(slot, landmarks=marks, rows=blocks.unflatten(0, (-1, spec.block_size)))
             if states is not None:
                 batch.put_recurrent([state.cpu() for state in states])
-        call.keys.settle(len(job.document), {slot: rows.view for slot, rows in local.raw.items()})
+        call.keys.settle(len(job.document), local.keys)
         call.settle(len(job.document))
 
     # Asking
@@ -515,7 +513,7 @@ class IndexedReader(Reader):
         return {
             "mechanism": "index",
             "layers": [layer.index for layer in chosen],
-            "heads": max(len(layer.parts) * _heads(layer.module) for layer in chosen),
+            "heads": max(layer.groups * _heads(layer.module) for layer in chosen),
             "top_k": max(layer.top for layer in self.family.layers),
         }
 

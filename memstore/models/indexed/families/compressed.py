@@ -38,7 +38,8 @@ class _EntryLayer(IndexedLayer):
         super().__init__(module, index)
         dim = self.dim = int(module.head_dim)
         self.window, self.row_width = int(module.sliding_window), dim
-        self.parts, self.scaling, self.sinks = [(slice(0, dim), slice(0, dim))], float(module.scaling), module.sinks
+        self.key = self.value = slice(0, dim)
+        self.scaling, self.sinks = float(module.scaling), module.sinks
         compressor = self.compressor = module.compressor
         if compressor is None:
             self.sees = self.window

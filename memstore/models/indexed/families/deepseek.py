@@ -35,7 +35,7 @@ class _LatentLayer(IndexedLayer):
         super().__init__(module, index)
         self.latent, self.rope = int(module.kv_lora_rank), int(module.qk_rope_head_dim)
         self.row_width = self.latent + self.rope
-        self.parts = [(slice(0, self.row_width), slice(0, self.latent))]
+        self.key, self.value = slice(0, self.row_width), slice(0, self.latent)
         self.scaling = float(module.scaling)
         up = matrix(module.kv_b_proj, self.latent).unflatten(0, (module.num_heads, -1))
         self.to_key, self.to_value = up.split([module.qk_nope_head_dim, module.v_head_dim], 1)

@@ -19,8 +19,7 @@ class _GroupedLayer(IndexedLayer):
         super().__init__(module, index)
         self.dim, self.groups = int(module.head_dim), groups
         self.row_width = 2 * groups * self.dim
-        starts = range(0, self.row_width, 2 * self.dim)
-        self.parts = [(slice(at, at + self.dim), slice(at + self.dim, at + 2 * self.dim)) for at in starts]
+        self.key, self.value = slice(0, self.dim), slice(self.dim, 2 * self.dim)
         self.scaling = float(module.scaling)
         self.indexer = module.indexer
 
@@ -93,12 +92,17 @@ class _RunLayer(_GroupedLayer):
         self.index_scale = self.index_dim**-0.5
 
     def states(self, hidden: Tensor, given: Mapping[str, Any]) -> Projections:
-        module, indexer, cos_sin = self.module, self.indexer, given["position_embeddings"]
+        module, cos_sin = self.module, given["position_embeddings"]
         query, gate = module.q_proj(hidden).unflatten(-1, (-1, 2 * self.dim)).chunk(2, -1)
         query = turned_first(module.q_norm(query), *cos_sin)
-        ask, key = indexer.index_qk_proj(hidden).split([indexer.index_n_heads * self.index_dim, self.index_dim], -1)
-        ask = turned_first(indexer.q_layernorm(ask.unflatten(-1, (-1, self.index_dim))), *cos_sin)
+        ask, key = self.index_states(hidden, cos_sin)
         return Projections(query, partial(self.output, gate.flatten(2)), self.pair(hidden, cos_sin), key, ask)
+
+    def index_states(self, hidden: Tensor, cos_sin: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return index queries ``[B, S, heads, D]``, and keys ``[B, S, D]`` that have no position yet."""
+        indexer, dim = self.indexer, self.index_dim
+        ask, key = indexer.index_qk_proj(hidden).split([indexer.index_n_heads * dim, dim], -1)
+        return turned_first(indexer.q_layernorm(ask.unflatten(-1, (-1, dim))), *cos_sin), key
 
     def pool(self, raw: Tensor, first: Tensor) -> Tensor:
         """Return the mean of a run's keys, normalised and rotated to the position of its first token."""
