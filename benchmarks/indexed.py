@@ -5,7 +5,8 @@ and on disk in LMDB, verified) and in the model's ``DynamicCache``. Each goes on
 text is read; logits are compared. Ratios are of one process and one thread.
 
 And a Qwen4-Exp of three linear layers and one that chooses runs of tokens, whose own index goes through its queries one
-by one: it reads a text from its beginning, with its cache and into a memory.
+by one: it reads a text from its beginning, with its cache and into a memory. Its index is also measured alone: the
+model's module and our choice, with the same hidden states. ``--runs`` measures nothing else.
 
 ``--memory 65536`` measures nothing else than the peak of anonymous memory while a text of so many tokens is read, at a
 quarter of it and at its end, of the DeepSeek-V3.2 and of the model with blocks that comes with the package.
@@ -28,7 +29,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import memstore
 from memstore.models.indexed import IndexedReader
-from memstore.models.indexed.ops import choose
+from memstore.models.indexed.family import family_of
+from memstore.models.indexed.ops import Chosen, choose
 from memstore.resources import PeakMemory, hardware
 from memstore.tools.models import load_model
 
@@ -100,6 +102,7 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="*", default=LENGTHS)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--no-reading", action="store_true")
+    parser.add_argument("--runs", action="store_true", help="measure the Qwen4-Exp only, and write nothing")
     parser.add_argument("--memory", type=int, help="tokens of a text whose peak of memory is measured")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -113,12 +116,17 @@ def main() -> None:
             for row in peaks(each, options.memory):
                 print(json.dumps({"model": name, **row}), flush=True)
         return
+    if options.runs:
+        with torch.no_grad():
+            for read in (index_of_runs, reading_runs):
+                print(json.dumps(read()), flush=True)
+        return
     with torch.no_grad():
         for length in options.lengths:
             rows.append(token(model, length, options.rounds))
             print(json.dumps(rows[-1]), flush=True)
         if not options.no_reading:
-            for read in (partial(reading, model), reading_runs):
+            for read in (partial(reading, model), reading_runs, index_of_runs):
                 rows.append(read())
                 print(json.dumps(rows[-1]), flush=True)
     options.out.write_text(json.dumps({"hardware": hardware(), "threads": 1, "rows": rows}, indent=1) + "\n")
@@ -216,14 +224,13 @@ def reading(model: Any) -> dict[str, Any]:
 
 def reading_runs() -> dict[str, Any]:
     """Tokens per second at which a Qwen4-Exp reads a text: all of its layers, and the one that chooses alone."""
-    config = AutoConfig.for_model("qwen4_exp_text", **RUNS)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = _model_of_runs()
     text = torch.randint(VOCABULARY, (RUNS_READ,))
     layer = _Clock(model.model.layers[-1].self_attn)
     row: dict[str, Any] = {"model": "qwen4_exp", "read": RUNS_READ}
 
     def own(size: int) -> None:
-        cache = DynamicCache(config=config)
+        cache = DynamicCache(config=model.config)
         for segment in text.split(size):
             model.model(input_ids=segment[None], cache=cache, use_cache=True)
 
@@ -236,6 +243,43 @@ def reading_runs() -> dict[str, Any]:
         row[f"{name}_tokens_per_s"] = round(RUNS_READ * 1000 / milliseconds, 1)
         row[f"{name}_layer_tokens_per_s"] = round(RUNS_READ / layer.last(2), 1)
     return row
+
+
+def index_of_runs() -> dict[str, Any]:
+    """Tokens per second at which the index of a Qwen4-Exp chooses for a text, in one call: its own module, and ours."""
+    model = _model_of_runs()
+    given: list[Any] = []
+    module = model.model.layers[-1].self_attn.indexer
+    hook = module.register_forward_pre_hook(lambda _, inputs: given.extend(inputs))
+    model.model(input_ids=torch.randint(VOCABULARY, (1, RUNS_READ)), use_cache=False)
+    hook.remove()
+    layer: Any = family_of(model).layers[-1]
+    hidden, cos_sin, *_ = given
+    places = torch.arange(RUNS_READ)
+
+    def ours() -> Chosen:
+        ask, keys = layer.index_states(hidden, cos_sin)
+        runs = layer.pool(keys[0].unflatten(0, (-1, layer.unit)), places[:: layer.unit])
+        return choose(ask[0], None, runs, layer.index_scale, (places + 1) // layer.unit, layer.top)
+
+    seen = module(*given)[0, 0]  # by tokens, with the incomplete run
+    best = ours().ids[:, :, None] * layer.unit + torch.arange(layer.unit)
+    found = torch.zeros(RUNS_READ, RUNS_READ + 1, dtype=torch.bool)
+    found.scatter_(1, torch.where(best < 0, RUNS_READ, best).flatten(1), True)
+    tail = (places >= ((places + 1) // layer.unit * layer.unit)[:, None]) & (places <= places[:, None])
+    assert torch.equal(found[:, :-1] | tail, seen)
+    theirs, mine = _milliseconds(lambda: module(*given), 1), _milliseconds(ours, 3)
+    return {
+        "model": "qwen4_exp, its index alone",
+        "read": RUNS_READ,
+        "call_tokens_per_s": round(RUNS_READ * 1000 / theirs, 1),
+        "memory_tokens_per_s": round(RUNS_READ * 1000 / mine, 1),
+    }
+
+
+def _model_of_runs() -> Any:
+    config = AutoConfig.for_model("qwen4_exp_text", **RUNS)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
 class _Clock:

@@ -73,6 +73,16 @@ MODELS = {
 """Layers, heads of keys and values, and their size: of the models' configurations."""
 
 
+RUNS = {each["model"]: each for each in rows("indexed")["rows"] if "model" in each and "call_tokens_per_s" in each}
+QWEN, QWEN_INDEX = RUNS["qwen4_exp"], RUNS["qwen4_exp, its index alone"]
+
+
+def runs(row: dict[str, Any], part: str = "", beside: str = "") -> str:
+    """Tokens per second into a memory; or how much faster that is than the model in one call, or in segments."""
+    found = row[f"memory_{part}tokens_per_s"]
+    return f"{found / row[f'{beside}_{part}tokens_per_s']:.1f}" if beside else f"{found:,.0f}"
+
+
 def index(keys: str, name: str, batch: int = 1) -> float:
     """Milliseconds of a query."""
     return float(INDEX[keys, name]["ms_per_query"][str(batch)])
@@ -199,6 +209,14 @@ PROSE_FIGURES: list[tuple[str, str, Callable[[], object]]] = [
     ("measured.md", r"swapped \([^)]*\): ([\d,]+) on LMDB", lambda: f"{rolled_back('lmdb', 'damaged'):,}"),
     ("measured.md", r"on LMDB, ([\d,]+) on Zarr, none", lambda: f"{rolled_back('zarr', 'damaged'):,}"),
     ("measured.md", r"as a whole \((\d+) times on LMDB", lambda: str(rolled_back("lmdb", "earlier"))),
+    ("models.md", r"into a memory \| ([\d,]+) \(", lambda: runs(QWEN)),
+    ("models.md", r"into a memory \| [\d,]+ \(([\d.]+) and", lambda: runs(QWEN, beside="call")),
+    ("models.md", r"into a memory \| [\d,]+ \([\d.]+ and ([\d.]+) times", lambda: runs(QWEN, beside="segments")),
+    ("models.md", r"times as fast\) \| ([\d,]+) \([\d.]+ and", lambda: runs(QWEN, "layer_")),
+    ("models.md", r"times as fast\) \| [\d,]+ \(([\d.]+) and", lambda: runs(QWEN, "layer_", "call")),
+    ("models.md", r"times as fast\) \| [\d,]+ \([\d.]+ and ([\d.]+)\)", lambda: runs(QWEN, "layer_", "segments")),
+    ("models.md", r"\| ([\d,]+) \([\d.]+ times\) \|", lambda: runs(QWEN_INDEX)),
+    ("models.md", r"\| [\d,]+ \(([\d.]+) times\) \|", lambda: runs(QWEN_INDEX, beside="call")),
     ("choose.md", r"(\d+) ms for one query among a million", lambda: f"{index(LAYER_4, 'exact'):.0f}"),
     ("choose.md", r"(\d+) to \d+ times as fast", lambda: faster(LAYER_4)),
     ("choose.md", r"\d+ to (\d+) times as fast", lambda: faster(DRT)),
