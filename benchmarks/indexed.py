@@ -10,6 +10,7 @@ model's module and our choice, with the same hidden states. ``--runs`` measures 
 
 ``--memory 65536`` measures nothing else than the peak of anonymous memory while a text of so many tokens is read, at a
 quarter of it and at its end, of the DeepSeek-V3.2 and of the model with blocks that comes with the package.
+``--memory-after 131072`` does so while 2,048 tokens are read after an eighth of so many stored ones, and after all.
 """
 
 from __future__ import annotations
@@ -104,6 +105,7 @@ def main() -> None:
     parser.add_argument("--no-reading", action="store_true")
     parser.add_argument("--runs", action="store_true", help="measure the Qwen4-Exp only, and write nothing")
     parser.add_argument("--memory", type=int, help="tokens of a text whose peak of memory is measured")
+    parser.add_argument("--memory-after", type=int, help="stored tokens after which the same is measured")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -115,6 +117,10 @@ def main() -> None:
         for name, each in (("deepseek_v32", model), (SHIPPED, load_model(SHIPPED).model)):
             for row in peaks(each, options.memory):
                 print(json.dumps({"model": name, **row}), flush=True)
+        return
+    if options.memory_after:
+        for stored in (options.memory_after // 8, options.memory_after):
+            print(json.dumps({"model": "deepseek_v32", **peak_after(model, stored)}), flush=True)
         return
     if options.runs:
         with torch.no_grad():
@@ -310,6 +316,21 @@ def peaks(model: Any, tokens: int) -> Iterator[dict[str, Any]]:
             with PeakMemory() as peak:
                 reader.append(ids[start:stop])
             yield {"read": stop, "peak_anonymous_mb": round(peak.anonymous_bytes / 1e6)}
+
+
+def peak_after(model: Any, stored: int, read: int = 2048) -> dict[str, Any]:
+    """Peak of anonymous memory while ``read`` random tokens are read after ``stored`` ones with random states."""
+    with tempfile.TemporaryDirectory() as folder, memstore.attach(model, f"{folder}/m", document="text") as reader:
+        spec, step = reader.memory.spec, 1024
+        blocks = step // spec.block_size
+        for _ in range(stored // step):
+            with reader.memory.document("text").append(torch.randint(VOCABULARY, (step,))) as batch:
+                for layer in range(spec.layers):
+                    marks = torch.randn(blocks, 1, spec.block_size, spec.key_dim)
+                    batch.put(layer, rows=torch.randn(blocks, *spec.fields["rows"]), landmarks=marks)
+        with PeakMemory() as peak:
+            reader.append(torch.randint(VOCABULARY, (read,)))
+    return {"stored": stored, "read": read, "peak_anonymous_mb": round(peak.anonymous_bytes / 1e6)}
 
 
 def _places() -> Iterator[tuple[str, str]]:
