@@ -22,7 +22,7 @@ from memstore.errors import InvalidArgument
 from memstore.memory import Document
 from memstore.models.indexed.family import IndexedLayer
 
-AT_ONCE = 1024
+AT_ONCE = 128
 """Blocks whose landmarks are read together."""
 ROOM = 1024
 """Initial number of rows of a buffer."""
