@@ -1,7 +1,7 @@
 /* Attention of each query to the rows that were chosen for it, some rows at a time: what native.py says.
  *
  * Rows lie anywhere, so some of them are copied side by side, widened to float32, and stay in the cache while all heads
- * of a task pass. Scores have one head in each lane of a vector: a number of a key is broadcast against a number of 16
+ * of a task pass. Scores have one head in each lane of a vector: a number of a key is broadcast against a number of LANES
  * queries. The softmax is the running one (Milakov & Gimelshein 2018, Online normalizer calculation for softmax): what
  * was added up so far shrinks whenever a larger score comes.
  */
@@ -13,15 +13,11 @@
 #include <immintrin.h>
 #endif
 
-#define LANES 16
 #define WIDE 2   /* vectors of heads of a task */
 #define ROWS 32  /* at a time */
 #define LINE 64
-#ifdef __AVX512F__
-#define TILE 16 /* sums that fit into registers */
-#else
-#define TILE 4
-#endif
+#define COLUMNS 64 /* a value is filled up to a multiple of so many */
+#define TILE (LANES == 16 ? 16 : 8) /* sums that fit into registers */
 #define SIDE (TILE / 4) /* heads, by 4 vectors of a value */
 
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -78,7 +74,7 @@ static Vector larger(Vector a, Vector b) {
 
 /* e to the power of x, which is not above 0: 2 to a whole number, times a polynomial for the rest. */
 static Vector power(Vector x) {
-    const Vector low = {-87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87};
+    const Vector low = (Vector){0} - 87;
     Mask there = ~(Mask)(x < low); /* what is no number stays none */
     x = (Vector)(((Mask)x & there) | ((Mask)low & ~there));
     Mask whole = __builtin_convertvector(x * 1.44269504f - 0.5f, Mask);
@@ -141,7 +137,7 @@ static void attend(const Work *work, const Table *keys, const Table *values, int
     const Vector *queries = (const Vector *)(work->queries + place * dim * LANES);
     const Vector *sinks = (const Vector *)(work->sinks + (group * work->vectors + first) * LANES);
     float *out = work->out + place * LANES * padded;
-    float near[ROWS * dim + 4 * LANES], far[work->inside ? 1 : ROWS * padded];
+    float near[ROWS * dim + COLUMNS], far[work->inside ? 1 : ROWS * padded];
     Vector most[WIDE], total[WIDE], scores[ROWS];
     for (int64_t v = 0; v < wide; v++) {
         most[v] = sinks[v];

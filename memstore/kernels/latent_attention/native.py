@@ -7,12 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.kernels.latent_attention.fused import inside
-from memstore.kernels.native import Library, half_problem, halves, parallel, structure, vectors
+from memstore.kernels.native import Library, half_problem, lanes, parallel, structure, vectors
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LARGEST = 4096
 """Most numbers of a row: some arrays are on the stack."""
-LANES = 16
+LANES = lanes()
 COLUMNS = 64
 """Value numbers are padded to a multiple of this."""
 QUERIES = 1 << 20
@@ -24,7 +24,7 @@ _Work = structure(
     pointers="queries sinks ids out lse",
     numbers="count groups heads vectors k choices padded inside threads",
 )
-_library = Library(__file__, lambda source: parallel(source, [*vectors(), *halves(), "-ffp-contract=fast"]))
+_library = Library(__file__, lambda source: parallel(source, [*vectors(), f"-DLANES={LANES}", "-ffp-contract=fast"]))
 
 
 def attend_rows(
