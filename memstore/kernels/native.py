@@ -59,9 +59,14 @@ def beside(module: str) -> Path:
 
 
 def vectors() -> list[str]:
-    """Return compiler flags for this processor's float32 vectors; none if unknown."""
-    flags = {"avx2": "-mavx2", "fma": "-mfma", "avx512f": "-mavx512f", "avx512vl": "-mavx512vl"}
+    """Return compiler flags for this processor's float32 vectors, and float16 in memory; none if unknown."""
+    flags = {"avx2": "-mavx2", "fma": "-mfma", "avx512f": "-mavx512f", "avx512vl": "-mavx512vl", "f16c": "-mf16c"}
     return [flag for name, flag in flags.items() if name in processor()]
+
+
+def lanes() -> int:
+    """Return how many numbers of float32 such a vector has: GCC takes wider ones apart through memory."""
+    return 16 if "-mavx512f" in vectors() else 8 if "-mavx2" in vectors() else 4
 
 
 @cache
@@ -81,14 +86,9 @@ def processor() -> frozenset[str]:
     return frozenset(each for each in features if not (narrow and each.startswith(("avx512", "avx_vnni", "amx"))))
 
 
-def halves() -> list[str]:
-    """Return compiler flags for float16 in memory, if the processor converts it."""
-    return ["-mf16c"] if "f16c" in processor() else []
-
-
 def half_problem(dtype: object) -> str | None:
     """Say why a loop cannot read ``dtype``, a type of PyTorch; None if it can."""
-    if str(dtype) == "torch.float16" and not halves():
+    if str(dtype) == "torch.float16" and "f16c" not in processor():
         return "takes float16 only on an x86-64 processor with F16C; use 'auto' or 'torch'"
     return None
 

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from memstore.errors import InvalidArgument
 from memstore.kernels import index_scores
 from memstore.kernels.index_scores import choose, native
+from memstore.kernels.native import processor
 from tests.kernels.child import program
 from tests.kernels.choice import CASES, TYPES, Case, agrees, inputs
+from tests.kernels.narrow import narrower
 from tests.pairs import each
 
 NAMES = [f"{name} ({kind})" for name in CASES for kind in ("float32", "float16")]
@@ -65,6 +67,18 @@ def test_c_gives_what_the_reference_gives(case: Case, dtype: torch.dtype, monkey
     monkeypatch.setattr(native, "PANEL", 1)
     monkeypatch.setattr(index_scores, "ROWS", 7)
     assert agrees(case, dtype, "native")
+
+
+@pytest.mark.parametrize("features", [{"avx2", "fma", "f16c"}, set()], ids=["AVX2", "narrower"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_c_with_narrower_vectors_gives_the_same(
+    case: Case, features: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_c(torch.float32)
+    if not features <= processor():
+        pytest.skip("this processor has no AVX2")
+    narrower(native, features, monkeypatch)
+    assert agrees(case, torch.bfloat16, "native")
 
 
 @pytest.mark.parametrize("backend", ["native", "torch", "reference"])

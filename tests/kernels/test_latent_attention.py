@@ -12,7 +12,9 @@ import torch
 from memstore.errors import InvalidArgument
 from memstore.kernels import merge_attention
 from memstore.kernels.latent_attention import attend, attend_rows, fused, native
+from memstore.kernels.native import processor
 from tests.kernels.child import program
+from tests.kernels.narrow import narrower
 from tests.kernels.rows import ALLOWED, CASES, TYPES, Case, error, inputs
 from tests.pairs import each
 
@@ -55,6 +57,16 @@ def test_c_is_as_close_as_its_type(case: Case, dtype: torch.dtype, monkeypatch: 
     assert error(case, dtype, "native") <= ALLOWED
     monkeypatch.setattr(native, "QUERIES", 200)  # so that queries are cut
     assert error(case, dtype, "native") <= ALLOWED
+
+
+@pytest.mark.parametrize("features", [{"avx2", "fma", "f16c"}, set()], ids=["AVX2", "narrower"])
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_c_with_narrower_vectors_is_as_close(case: Case, features: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    in_c(torch.float32)
+    if not features <= processor():
+        pytest.skip("this processor has no AVX2")
+    narrower(native, features, monkeypatch)
+    assert error(case, torch.bfloat16, "native") <= ALLOWED
 
 
 @pytest.mark.parametrize("backend", ["native", "torch", "reference"])

@@ -2,9 +2,9 @@
  *
  * Two ways to scores, whose products are summed in the same order and whose heads are not:
  *
- * - For few queries keys are multiplied as they lie in memory. A vector holds one number of a query for each of 16 heads,
+ * - For few queries keys are multiplied as they lie in memory. A vector holds one number of a query for each of LANES heads,
  *   and a number of a key is broadcast against it; what comes out is added over heads in registers.
- * - For many queries some keys are turned, so that a vector holds one number of each of 16 keys, and numbers of queries
+ * - For many queries some keys are turned, so that a vector holds one number of each of LANES keys, and numbers of queries
  *   are broadcast against it.
  *
  * Scores of a panel of keys are written down, those above the smallest that can still be chosen become candidates, and
@@ -21,19 +21,32 @@
 #include <immintrin.h>
 #endif
 
-#define LANES 16
 #define RUN 16   /* keys that are multiplied side by side */
 #define RUNS 4   /* that stay in the first cache while all queries pass */
 #define PASS (RUN * RUNS)
 #define LINE 64
 #define AHEAD 4096 /* bytes: the processor reads ahead by itself, but not across pages */
-#ifdef __AVX512F__
+#define SIDE 4 /* heads of a tile for many queries */
+#if LANES == 16
 #define TILE 16 /* sums that fit into registers */
-#define SIDE 4
+#define LOW 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define HIGH 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
+#elif LANES == 8
+#define TILE 8
+#define LOW 0, 8, 1, 9, 2, 10, 3, 11
+#define HIGH 4, 12, 5, 13, 6, 14, 7, 15
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15
 #else
-#define TILE 4
-#define SIDE 2
+#define TILE 8
+#define LOW 0, 4, 1, 5
+#define HIGH 2, 6, 3, 7
+#define EVEN 0, 2, 4, 6
+#define ODD 1, 3, 5, 7
 #endif
+#define WIDE (TILE / SIDE) /* vectors of keys of a tile */
 
 typedef float Vector __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t Mask __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
@@ -208,8 +221,7 @@ static inline __attribute__((always_inline)) void multiply(
 
 /* Sums of neighbouring lanes, of two vectors in one. */
 static Vector folded(Vector a, Vector b) {
-    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    return __builtin_shufflevector(a, b, EVEN) + __builtin_shufflevector(a, b, ODD);
 }
 
 /* The keys from `first` to before `stop`, at most PASS of them, for few queries. The panel begins at `start`. */
@@ -232,29 +244,29 @@ static void score_few(const Scan *scan, int64_t start, int64_t first, int64_t st
                     multiply(scan, wide, stride, row * scan->vectors + v, 2, sums);
                 else
                     multiply(scan, wide, stride, row * scan->vectors + v, 1, sums);
-            for (int left = RUN; left > 1; left /= 2)
+            for (int left = RUN; left > RUN / LANES; left /= 2)
                 for (int j = 0; j < left / 2; j++) sums[j] = folded(sums[2 * j], sums[2 * j + 1]);
             memcpy(scan->scores + row * scan->width + key - start, sums, (size_t)count * sizeof(float));
         }
     }
 }
 
-/* 16 numbers of each of 16 keys, `pitch` from one key to the next, by number and then by key. */
+/* LANES numbers of each of LANES keys, `pitch` from one key to the next, by number and then by key. */
 static void turn(const float *keys, int64_t pitch, float *turned) {
     Vector rows[LANES], next[LANES];
     for (int i = 0; i < LANES; i++) rows[i] = *(const Vector *)(keys + i * pitch);
     for (int step = 1; step < LANES; step *= 2) {
         for (int i = 0; i < LANES / 2; i++) {
             Vector a = rows[i], b = rows[i + LANES / 2];
-            next[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-            next[2 * i + 1] = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+            next[2 * i] = __builtin_shufflevector(a, b, LOW);
+            next[2 * i + 1] = __builtin_shufflevector(a, b, HIGH);
         }
         memcpy(rows, next, sizeof rows);
     }
     for (int i = 0; i < LANES; i++) *(Vector *)(turned + i * PASS) = rows[i];
 }
 
-/* The same for many queries: SIDE heads by SIDE vectors of keys at a time. */
+/* The same for many queries: SIDE heads by WIDE vectors of keys at a time. */
 static void score_many(const Scan *scan, int64_t start, int64_t first, int64_t stop) {
     int64_t dim = scan->dim, pitch = (dim + LANES - 1) / LANES * LANES;
     int64_t count = stop - first, pairs = scan->rows * scan->heads;
@@ -265,20 +277,20 @@ static void score_many(const Scan *scan, int64_t start, int64_t first, int64_t s
     for (int64_t pair = 0; pair < pairs; pair += SIDE) {
         const float *query[SIDE];
         for (int h = 0; h < SIDE; h++) query[h] = scan->queries + (pair + h < pairs ? pair + h : pair) * dim;
-        for (int64_t at = 0; at < count; at += SIDE * LANES) {
-            Vector products[SIDE][SIDE] = {{{0}}};
+        for (int64_t at = 0; at < count; at += WIDE * LANES) {
+            Vector products[SIDE][WIDE] = {{{0}}};
             const Vector *keys = (const Vector *)(turned + at);
             for (int64_t d = 0; d < dim; d++, keys += PASS / LANES) {
 #pragma GCC unroll 4
                 for (int h = 0; h < SIDE; h++) {
 #pragma GCC unroll 4
-                    for (int v = 0; v < SIDE; v++) products[h][v] += keys[v] * query[h][d];
+                    for (int v = 0; v < WIDE; v++) products[h][v] += keys[v] * query[h][d];
                 }
             }
             for (int64_t h = 0; h < SIDE && pair + h < pairs; h++) {
                 int64_t row = (pair + h) / scan->heads, head = (pair + h) % scan->heads;
                 float *sums = out + row * scan->width + at;
-                for (int64_t v = 0; v < SIDE; v++) {
+                for (int64_t v = 0; v < WIDE; v++) {
                     Vector sum = rectified(scan, products[h][v]) * scan->weights[pair + h];
                     if (head) sum += *(const Vector *)(sums + v * LANES);
                     *(Vector *)(sums + v * LANES) = sum;

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.kernels.native import Library, half_problem, halves, parallel, structure, vectors
+from memstore.kernels.native import Library, half_problem, lanes, parallel, structure, vectors
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LARGEST_DIM = 2048
 """Most numbers of a key: some arrays are on the stack."""
-LANES, PASS = 16, 64
+LANES, PASS = lanes(), 64
 MANY = 4
 """Queries from which transposing keys pays."""
 PANEL = 1 << 16
@@ -24,7 +24,7 @@ _Scan = structure(
     pointers="keys queries weights limit scores least candidates counts",
     numbers="kind count stride first dim rows heads vectors relu block k capacity threads panel width",
 )
-_library = Library(__file__, lambda source: parallel(source, [*vectors(), *halves(), "-ffp-contract=fast"]))
+_library = Library(__file__, lambda source: parallel(source, [*vectors(), f"-DLANES={LANES}", "-ffp-contract=fast"]))
 
 
 def choose(

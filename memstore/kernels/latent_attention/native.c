@@ -1,8 +1,8 @@
 /* Attention of each query to the rows that were chosen for it, some rows at a time: what native.py says.
  *
  * Rows lie anywhere, so some of them are copied side by side, widened to float32, and stay in the cache while all heads
- * of a task pass. The lanes of a vector are `width` heads (4, 8 or 16), each with `share` numbers beside each other, so
- * that few heads fill a vector too. As many numbers of a key are broadcast against them, and products of several keys
+ * of a task pass. The LANES of a vector are `width` heads, each with `share` numbers beside each other: with AVX-512 four
+ * or eight heads fill a vector too. As many numbers of a key are broadcast against them, and products of several keys
  * are folded into one vector, which then has `width` scores of `share` keys. The softmax is the running one (Milakov &
  * Gimelshein 2018, Online normalizer calculation for softmax): what was added up so far shrinks whenever a larger score
  * comes.
@@ -15,15 +15,11 @@
 #include <immintrin.h>
 #endif
 
-#define LANES 16
 #define WIDE 2   /* vectors of heads of a task */
 #define ROWS 32  /* at a time */
 #define LINE 64
-#ifdef __AVX512F__
-#define TILE 16 /* sums that fit into registers */
-#else
-#define TILE 4
-#endif
+#define COLUMNS 64 /* a value is filled up to a multiple of so many */
+#define TILE (LANES == 16 ? 16 : 8) /* sums that fit into registers */
 #define SIDE (TILE / 4) /* heads, by 4 vectors of a value */
 #define INLINE static inline __attribute__((always_inline))
 
@@ -81,15 +77,23 @@ static Vector larger(Vector a, Vector b) {
     return (Vector)(((Mask)a & ~more) | ((Mask)b & more));
 }
 
+#if LANES == 16
 /* The lanes of x, `by` places on. Only 4 and 8 are needed. */
 INLINE Vector turned(Vector x, const int by) {
     return by == 4 ? __builtin_shufflevector(x, x, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3)
                    : __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
 }
 
+/* Sums of neighbouring lanes, of two vectors in one. */
+static Vector folded(Vector a, Vector b) {
+    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+#endif
+
 /* e to the power of x, which is not above 0: 2 to a whole number, times a polynomial for the rest. */
 static Vector power(Vector x) {
-    const Vector low = {-87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87, -87};
+    const Vector low = (Vector){0} - 87;
     Mask there = ~(Mask)(x < low); /* what is no number stays none */
     x = (Vector)(((Mask)x & there) | ((Mask)low & ~there));
     Mask whole = __builtin_convertvector(x * 1.44269504f - 0.5f, Mask);
@@ -105,17 +109,11 @@ static Vector power(Vector x) {
 
 /* `share` numbers of a key in all lanes, again and again; with AVX-512 alone there may be several. */
 INLINE Vector repeated(const float *key, const int share) {
-#ifdef __AVX512F__
+#if LANES == 16
     if (share == 2) return (Vector)_mm512_broadcastsd_pd(_mm_loadu_pd((const double *)(const void *)key));
     if (share == 4) return (Vector)_mm512_broadcast_f32x4(_mm_loadu_ps(key));
 #endif
     return *key - (Vector){0};
-}
-
-/* Sums of neighbouring lanes, of two vectors in one. */
-static Vector folded(Vector a, Vector b) {
-    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
-           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 }
 
 /* The products of ROWS keys with the queries of one vector. */
@@ -130,10 +128,12 @@ INLINE void multiply(const float *keys, int64_t dim, const Vector *queries, cons
                 products[j + TILE / 2] += queries[d] * repeated(high + j * dim, share);
             }
         }
+#if LANES == 16
 #pragma GCC unroll 8
         for (int j = 0; j < TILE / 2 && share > 1; j++) products[j] = folded(products[2 * j], products[2 * j + 1]);
 #pragma GCC unroll 4
         for (int j = 0; j < TILE / 4 && share > 2; j++) products[j] = folded(products[2 * j], products[2 * j + 1]);
+#endif
 #pragma GCC unroll 16
         for (int j = 0; j < TILE / share; j++) scores[key / share + j] = products[j];
     }
@@ -172,7 +172,7 @@ INLINE void attend(const Work *work, const Table *keys, const Table *values, int
     const Vector *queries = (const Vector *)(work->queries + place * width * dim);
     const float *sinks = work->sinks + (group * work->vectors + first) * width;
     float *out = work->out + place * width * padded;
-    float near[ROWS * dim + 4 * LANES], far[work->inside ? 1 : ROWS * padded];
+    float near[ROWS * dim + COLUMNS], far[work->inside ? 1 : ROWS * padded];
     Vector most[WIDE], total[WIDE], scores[ROWS];
     for (int64_t v = 0; v < wide; v++)
         for (int lane = 0; lane < LANES; lane++) {
@@ -199,8 +199,10 @@ INLINE void attend(const Work *work, const Table *keys, const Table *values, int
             multiply(near, dim, queries + v * dim / share, share, scores);
             for (int64_t i = count * width; i < ROWS * width; i++) ((float *)scores)[i] = -INFINITY; /* of earlier rows */
             for (int j = 0; j < ROWS / share; j++) most[v] = larger(most[v], scores[j]);
+#if LANES == 16
             if (share > 2) most[v] = larger(most[v], turned(most[v], 4));
             if (share > 1) most[v] = larger(most[v], turned(most[v], 8));
+#endif
             Mask none = (Mask)(most[v] == -INFINITY);
             base = (Vector)((Mask)most[v] & ~none); /* all scores are -infinity: they weigh nothing */
             shrink = power(before - base);
@@ -225,10 +227,10 @@ void memstore_attend(const Work *work, const Table *keys, const Table *values) {
 #pragma omp parallel for num_threads((int)work->threads)
     for (int64_t task = 0; task < tasks; task++) {
         int64_t query = task / parts / work->groups, group = task / parts % work->groups, first = task % parts * WIDE;
-        switch (work->width) {
-        case 4: attend(work, keys, values, query, group, first, 4); break;
-        case 8: attend(work, keys, values, query, group, first, 8); break;
-        default: attend(work, keys, values, query, group, first, 16);
-        }
+#if LANES == 16
+        if (work->width == 4) attend(work, keys, values, query, group, first, 4);
+        if (work->width == 8) attend(work, keys, values, query, group, first, 8);
+#endif
+        if (work->width == LANES) attend(work, keys, values, query, group, first, LANES);
     }
 }

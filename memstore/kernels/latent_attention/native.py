@@ -7,14 +7,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.kernels.latent_attention.fused import inside
-from memstore.kernels.native import Library, half_problem, halves, parallel, processor, structure, vectors
+from memstore.kernels.native import Library, half_problem, lanes, parallel, structure, vectors
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LARGEST = 4096
 """Most numbers of a row: some arrays are on the stack."""
-LANES = 16
-WIDTHS = (4, 8)
-"""Heads in a vector if a group has no more: only AVX-512 spreads several numbers over a vector quickly."""
+LANES = lanes()
+WIDTHS = (4, 8, 16) if LANES == 16 else (LANES,)
+"""Heads in a vector: only AVX-512 spreads several numbers over a vector quickly."""
 COLUMNS = 64
 """Value numbers are padded to a multiple of this."""
 QUERIES = 1 << 20
@@ -26,7 +26,7 @@ _Work = structure(
     pointers="queries sinks ids out lse",
     numbers="count groups heads vectors width k choices dim padded inside threads",
 )
-_library = Library(__file__, lambda source: parallel(source, [*vectors(), *halves(), "-ffp-contract=fast"]))
+_library = Library(__file__, lambda source: parallel(source, [*vectors(), f"-DLANES={LANES}", "-ffp-contract=fast"]))
 
 
 def attend_rows(
@@ -45,8 +45,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     (count, heads, dim), groups, size = q.shape, keys.shape[1], values.shape[2]
     keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))
-    widths = WIDTHS if "avx512f" in processor() else ()
-    width = next((each for each in widths if each >= heads // groups), LANES)
+    width = next((each for each in WIDTHS if each >= heads // groups), LANES)
     share = LANES // width
     more = -(heads // groups) % width  # heads that pad the last vector
     packed = F.pad((q.float() * scale).view(count, groups, -1, dim), (0, -dim % share, 0, more))
