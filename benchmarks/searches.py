@@ -76,17 +76,19 @@ def measured(
     """Yield a row for each set, ranker and number of texts found. Sets with the same paragraphs are searched once."""
     rankers = dict[tuple[str, ...], list[Ranker]]()
     for each in sets:
-        pool = Paragraphs.of(each.paragraphs, tokenizer) if paragraphs else Pool.of(each.paragraphs, tokenizer)
-        texts = pool.texts(BLOCK, tokenizer)
+        pool, size = Pool.of(each.paragraphs, tokenizer), BLOCK
+        texts, sizes = pool.texts(size, tokenizer), [len(block) for block in pool.tokens.split(size)]
+        if paragraphs:
+            texts, sizes = [*each.paragraphs], [stop - start for start, stop in pairwise(pool.starts)]
+            pool, size = Pool(torch.arange(len(texts)), tuple(range(len(texts) + 1))), 1  # as a block is ranked
         if each.paragraphs not in rankers:
             words, sentences = WordRanker(texts), SentenceRanker(texts, model.passages, model.questions, model.name)
             rankers[each.paragraphs] = [words, sentences, FusedRanker(words, sentences)]
         asked = each.of(half, at_most)
-        sizes = [stop - start for start, stop in pairwise(pool.starts)] if paragraphs else [BLOCK] * len(texts)
         for ranker in rankers[each.paragraphs]:
-            for row in recall(ranker.rank, asked, pool, block_size=BLOCK, top_k=TOP_K):
+            for row in recall(ranker.rank, asked, pool, block_size=size, top_k=TOP_K):
                 found = [ranker.rank(question.text, row["top_k"]) for question in asked]
-                told = [parts(question, few, pool, BLOCK, texts) for question, few in zip(asked, found, strict=True)]
+                told = [parts(question, few, pool, size, texts) for question, few in zip(asked, found, strict=True)]
                 yield {
                     "set": each.name,
                     "ranker": ranker.name,
@@ -94,18 +96,6 @@ def measured(
                     "answer": round(fmean(map(answered, asked, told)), 4),
                     "tokens": round(fmean(sum(sizes[text] for text in few) for few in found)),
                 }
-
-
-class Paragraphs(Pool):
-    """A pool whose texts are whole paragraphs instead of blocks."""
-
-    def blocks(self, paragraph: int, block_size: int) -> range:
-        """Return the paragraph itself."""
-        return range(paragraph, paragraph + 1)
-
-    def texts(self, block_size: int, tokenizer: Any) -> list[str]:
-        """Return the text of each paragraph."""
-        return [str(tokenizer.decode(self.tokens[start:stop])) for start, stop in pairwise(self.starts)]
 
 
 if __name__ == "__main__":
