@@ -81,13 +81,20 @@ class WordRanker(Ranker):
 class SentenceRanker(Ranker):
     """Cosine similarity of sentence embeddings."""
 
-    name = "minilm"
-
-    def __init__(self, texts: Sequence[str], embed: Callable[[Sequence[str]], Tensor]) -> None:
-        """Take ``embed``, which turns texts into unit vectors ``[n, D]``."""
+    def __init__(
+        self,
+        texts: Sequence[str],
+        embed: Callable[[Sequence[str]], Tensor],
+        embed_questions: Callable[[Sequence[str]], Tensor] | None = None,
+        name: str = "minilm",
+    ) -> None:
+        """Take ``embed``, which turns texts into unit vectors ``[n, D]``, and ``embed_questions`` if it differs."""
         super().__init__()
-        self._embed = embed
-        self._vectors = torch.cat([embed(texts[at : at + AT_ONCE]) for at in range(0, len(texts), AT_ONCE)])
+        self.name = name
+        self._embed_questions = embed_questions or embed
+        order = sorted(range(len(texts)), key=lambda number: len(texts[number]))  # so that little is padded
+        parts = [[texts[number] for number in order[at : at + AT_ONCE]] for at in range(0, len(texts), AT_ONCE)]
+        self._vectors = torch.cat([embed(part) for part in parts])[torch.tensor(order).argsort()]
 
     def _best(self, question: str, depth: int) -> list[int]:
         scores = self.scores(question)
@@ -96,7 +103,7 @@ class SentenceRanker(Ranker):
 
     def scores(self, question: str) -> Tensor:
         """Return the scores ``[blocks]`` of all blocks."""
-        return self._vectors @ self._embed([question])[0]
+        return self._vectors @ self._embed_questions([question])[0]
 
 
 class MemoryRanker(Ranker):

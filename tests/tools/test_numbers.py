@@ -34,6 +34,12 @@ def with_answer(ranker: str) -> float:
     return float(found[-1]["answer"])
 
 
+def with_e5(figure: str) -> float:
+    """Of all questions of SQuAD: among 8 blocks of BM25 and E5 fused."""
+    (run,) = (each for each in rows("searches") if (each["task"], each["unit"]) == ("squad", "blocks"))
+    return next(float(row[figure]) for row in run["rows"] if (row["ranker"], row["top_k"]) == ("bm25+e5", 8))
+
+
 def look_alikes(way: str) -> str:
     """Right answers of 32 with nothing quoted: states alone, the same blocks as text, or all of the text."""
     runs = [each for each in rows("questions-lookalikes") if not each.get("quote")]
@@ -143,9 +149,11 @@ FIGURES: list[tuple[str, Callable[[], object]]] = [
     (r"\| ([\d.]+) \(BM25", lambda: f"{squad('memory'):.3f}"),
     (r"\(BM25 ([\d.]+),", lambda: f"{squad('bm25'):.3f}"),
     (r"MiniLM ([\d.]+),", lambda: f"{squad('minilm'):.3f}"),
-    (r"both fused ([\d.]+)\)", lambda: f"{squad('bm25+minilm'):.3f}"),
+    (r"both fused ([\d.]+);", lambda: f"{squad('bm25+minilm'):.3f}"),
+    (r"E5 fused ([\d.]+), within", lambda: f"{with_e5('all'):.3f}"),
     (r"\); ([\d.]+) \(both fused", lambda: f"{with_answer('memory'):.3f}"),
     (r"\); [\d.]+ \(both fused ([\d.]+)", lambda: f"{with_answer('bm25+minilm'):.3f}"),
+    (r"BM25 and E5 ([\d.]+)\)", lambda: f"{with_e5('answer'):.3f}"),
     (r"\| ([\d.]+) \(bfloat16\)", lambda: f"{ATTACH['bfloat16']['decode']['32768']['decode_ratio']:.2f}"),
     (r"([\d.]+) \(float32\)", lambda: f"{ATTACH['float32']['decode']['32768']['decode_ratio']:.2f}"),
     (r"\| ([\d.]+) with 8 blocks as states", lambda: f"{ANSWERS['memory']['has']:.2f}"),
