@@ -38,7 +38,7 @@ def main() -> None:
         made = folder / "made"
         made.mkdir()
         for each in (AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, Qwen2ForCausalLM):
-            assert each  # transformers imports a class when it is first named
+            assert each is not None  # transformers imports a class when it is first named
         imports = held("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
         begun = time.process_time()

@@ -349,7 +349,7 @@ def append_in_memory(layers: int, blocks: int) -> Row:
                     batch.put(layer, k=k, v=v)
 
         sides: dict[str, Side] = {
-            "file": lambda _: file.write(states),
+            "file": lambda _: file.write(states.data),
             "bare": lambda _: put_bare(least, next(places), values),
             "lmdb": commit,
         }

@@ -215,12 +215,14 @@ def _write_weights(weights: _Weights, gguf: Path, model: Any, options: dict[str,
     from transformers import modeling_gguf_pytorch_utils as known
 
     try:  # the architectures that newer versions read in another way, with other names
-        from transformers.integrations.gguf import gguf_conversion_mapping as newer
+        from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
+
+        newer = set(GGUF_ARCHS)
     except ImportError:
-        newer = None
+        newer = set()
     reader = GGUFReader(gguf)
     (architecture,) = known.read_field(reader, "general.architecture")
-    if newer and architecture in newer.GGUF_ARCHS:
+    if architecture in newer:
         loaded, told = require_transformers().AutoModelForCausalLM.from_pretrained(
             gguf.parent, dtype=weights.dtype, output_loading_info=True, **options
         )
@@ -228,10 +230,12 @@ def _write_weights(weights: _Weights, gguf: Path, model: Any, options: dict[str,
             if name in weights and name not in told["missing_keys"]:
                 weights[name] = value
         return
-    processor = known.TENSOR_PROCESSORS.get(architecture, known.TensorProcessor)(config=model.config.to_dict())
+    kind: Any = known.TENSOR_PROCESSORS.get(architecture, known.TensorProcessor)
+    processor = kind(config=model.config.to_dict())
     names = known.get_gguf_hf_weights_map(model, processor)
-    total = sum(int(each.n_elements) for each in reader.tensors)
-    with progress_bar(gguf.name, 0, total, show=True, verb="converting", unit="weights") as advance:
+    with progress_bar(
+        gguf.name, 0, sum(int(each.n_elements) for each in reader.tensors), show=True, verb="converting", unit="weights"
+    ) as advance:
         for tensor in reader.tensors:
             advance(int(tensor.n_elements))
             if tensor.name in LARGEST and (name := names.get(tensor.name)) in weights:
