@@ -233,9 +233,8 @@ def _write_weights(weights: _Weights, gguf: Path, model: Any, options: dict[str,
     kind: Any = known.TENSOR_PROCESSORS.get(architecture, known.TensorProcessor)
     processor = kind(config=model.config.to_dict())
     names = known.get_gguf_hf_weights_map(model, processor)
-    with progress_bar(
-        gguf.name, 0, sum(int(each.n_elements) for each in reader.tensors), show=True, verb="converting", unit="weights"
-    ) as advance:
+    total = sum(int(each.n_elements) for each in reader.tensors)
+    with progress_bar(gguf.name, 0, total, show=True, verb="converting", unit="weights") as advance:
         for tensor in reader.tensors:
             advance(int(tensor.n_elements))
             if tensor.name in LARGEST and (name := names.get(tensor.name)) in weights:

@@ -33,9 +33,8 @@ def config(architecture: str) -> Any:
         case "gemma2":
             return Gemma2Config(**SIZES, head_dim=8)
         case "qwen3moe":
-            return Qwen3MoeConfig(
-                **SIZES, **{"head_dim": 8}, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=768
-            )
+            sizes = SIZES | {"head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 768}
+            return Qwen3MoeConfig(**sizes)
         case "gpt2":
             return GPT2Config(vocab_size=len(TOKENS), n_embd=32, n_layer=3, n_head=4)
     raise AssertionError(architecture)
