@@ -231,8 +231,8 @@ def _write_weights(weights: _Weights, gguf: Path, model: Any, options: dict[str,
                 weights[name] = value
         return
     kind: Any = known.TENSOR_PROCESSORS.get(architecture, known.TensorProcessor)
-    processor = kind(config=model.config.to_dict())
-    names = known.get_gguf_hf_weights_map(model, processor)
+    handler = kind(config=model.config.to_dict())
+    names = known.get_gguf_hf_weights_map(model, handler)
     total = sum(int(each.n_elements) for each in reader.tensors)
     with progress_bar(gguf.name, 0, total, show=True, verb="converting", unit="weights") as advance:
         for tensor in reader.tensors:
@@ -244,9 +244,8 @@ def _write_weights(weights: _Weights, gguf: Path, model: Any, options: dict[str,
                     values = dequantize(tensor.data[part], tensor.tensor_type)
                     target[part] = torch.from_numpy(np.require(values, requirements="W"))
                 continue
-            values = np.require(dequantize(tensor.data, tensor.tensor_type), requirements="W")
-            of = {"tensor_key_mapping": names, "parsed_parameters": {"tensors": weights}}
-            done = processor.process(weights=values, name=tensor.name, **of)
+            data = np.require(dequantize(tensor.data, tensor.tensor_type), requirements="W")
+            done = handler.process(data, tensor.name, tensor_key_mapping=names, parsed_parameters={"tensors": weights})
             if (name := names.get(done.name)) in weights:
                 weights[name] = torch.from_numpy(done.weights)
 
