@@ -19,13 +19,15 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
-from itertools import repeat
+from itertools import count, repeat
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import lmdb
 import numpy as np
 import torch
 from xxhash import xxh3_64_intdigest
@@ -68,6 +70,9 @@ def main() -> None:
     parser.add_argument(
         "--growth", action="store_true", help="What many forks and documents cost; writes nothing down."
     )
+    parser.add_argument(
+        "--limits", action="store_true", help="Only what is compared with the least that LMDB and checksums take."
+    )
     parser.add_argument("--cold", action="store_true", help=argparse.SUPPRESS)  # what the fresh process does
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -82,7 +87,7 @@ def main() -> None:
         return
     rows = []
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        for row in measure(Path(folder), options.blocks):
+        for row in limits(Path(folder)) if options.limits else measure(Path(folder), options.blocks):
             print(json.dumps(row), flush=True)
             rows.append(row)
     facts = {name: version(name) for name in ("lmdb", "xxhash", "numpy")}
@@ -98,9 +103,18 @@ def measure(folder: Path, blocks: int) -> Iterator[Row]:
     yield first_reading(folder, blocks)
     yield from cold_in_fresh_process(folder, blocks)
     yield append(folder)
-    yield append_in_memory()
+    yield append_in_memory(1, 1)
     yield opening(folder)
     yield from fork(folder)
+
+
+def limits(folder: Path) -> Iterator[Row]:
+    """The rows of ``--limits``."""
+    make_blocks(folder, 2048)
+    yield from warm(folder, 2048)
+    yield append_in_memory(1, 1)
+    yield append_in_memory(LAYERS, 8)
+    yield opening(folder)
 
 
 def spec(layers: int, shape: tuple[int, ...], index_layers: tuple[int, ...] = ()) -> MemorySpec:
@@ -174,13 +188,27 @@ def warm(folder: Path, blocks: int) -> Iterator[Row]:
         for block in wanted:
             xxh3_64_intdigest(plain[block].data)
 
+    def bare(wanted: list[int]) -> None:
+        with least.begin(buffers=True) as reading, reading.cursor() as cursor:
+            for row, block in zip(out, wanted, strict=True):
+                row.data[:] = cursor.get(block.to_bytes(8, "big"))
+                xxh3_64_intdigest(row.data)
+
     with (
+        bare_lmdb(folder / "bare") as least,
         memstore.open(folder / "blocks", mode="r", host_bytes=0) as from_disk,
         memstore.open(folder / "blocks", mode="r", host_bytes=blocks * (BLOCK_BYTES + 1024)) as cached,
     ):
-        lmdb, host = view(from_disk), view(cached)
+        put_bare(least, 0, plain)
+        disk, host = view(from_disk), view(cached)
         host.gather(range(blocks))
-        sides: dict[str, Side] = {"memcpy": memcpy, "lmdb": lmdb.gather, "host": host.gather, "checksums": checksums}
+        sides: dict[str, Side] = {
+            "memcpy": memcpy,
+            "lmdb": disk.gather,
+            "host": host.gather,
+            "checksums": checksums,
+            "bare": bare,
+        }
         us = by_turns(random_lists(blocks), WARM_ROUNDS, WARM_ROUNDS // 4, time.process_time, **sides)
     yield {"what": "warm gather, LMDB", **us, "ratio": round(us["memcpy"] / us["lmdb"], 3), "wanted": 0.5}
     yield {"what": "warm gather, host tier", **us, "ratio": round(us["memcpy"] / us["host"], 3), "wanted": 0.8}
@@ -302,24 +330,48 @@ def append(folder: Path) -> Row:
     return {"what": "append with commit, ms", **ms, "ratio": round(ms["file"] / ms["lmdb"], 3), "wanted": 0.7}
 
 
-def append_in_memory() -> Row:
-    """Committing a block of one layer where the disk costs nothing, and writing its bytes to a file there."""
-    k, v = (torch.randn(1, *SHAPE).bfloat16() for _ in range(2))
-    payload = b"".join(each.view(torch.uint8).numpy().tobytes() for each in (k, v))
+def append_in_memory(layers: int, blocks: int) -> Row:
+    """Committing blocks where the disk costs nothing, beside a bare LMDB transaction and a file of the same bytes."""
+    k, v = (torch.randn(blocks, *SHAPE).bfloat16() for _ in range(2))
+    states = np.frombuffer(b"".join(each.view(torch.uint8).numpy().tobytes() for each in (k, v)) * layers, np.uint8)
+    values, places = states.reshape(-1, BLOCK_BYTES), count(0, layers * blocks)
     with (
         tempfile.TemporaryDirectory(dir=RAM_DISK) as folder,
-        memstore.open(Path(folder) / "appended", spec=spec(1, SHAPE)) as memory,
+        memstore.open(Path(folder) / "appended", spec=spec(layers, SHAPE)) as memory,
         (Path(folder) / "written").open("wb", buffering=0) as file,
+        bare_lmdb(Path(folder) / "bare") as least,
     ):
-        document, tokens = memory.document("text"), torch.zeros(64, dtype=torch.int32)
+        document, tokens = memory.document("text"), torch.zeros(64 * blocks, dtype=torch.int32)
 
         def commit(_: list[int]) -> None:
             with document.append(tokens) as batch:
-                batch.put(0, k=k, v=v)
+                for layer in range(layers):
+                    batch.put(layer, k=k, v=v)
 
-        sides: dict[str, Side] = {"file": lambda _: file.write(payload), "lmdb": commit}
-        us = by_turns(repeat([]), WARM_ROUNDS, WARM_ROUNDS // 4, time.process_time, **sides)
-    return {"what": "append of one layer on a RAM disk", **us, "ratio": round(us["file"] / us["lmdb"], 3)}
+        sides: dict[str, Side] = {
+            "file": lambda _: file.write(states.data),
+            "bare": lambda _: put_bare(least, next(places), values),
+            "lmdb": commit,
+        }
+        rounds = max(40, WARM_ROUNDS // (layers * blocks))
+        us = by_turns(repeat([]), rounds, rounds // 4, time.process_time, **sides)
+    what = "append of one layer on a RAM disk" if layers == 1 else "append of a segment on a RAM disk"
+    times = {f"{name}_times": round(us[name] / us["file"], 1) for name in ("bare", "lmdb")}
+    return {"what": what, **us, "ratio": round(us["file"] / us["lmdb"], 3), **times}
+
+
+@contextmanager
+def bare_lmdb(folder: Path) -> Iterator[Any]:
+    """An LMDB environment without memstore."""
+    with lmdb.open(str(folder), map_size=1 << 36) as environment:
+        yield environment
+
+
+def put_bare(environment: Any, first: int, values: np.ndarray) -> None:
+    """Put ``values [n, bytes]`` under the numbers from ``first`` on, in one transaction."""
+    with environment.begin(write=True) as writing:
+        for place, value in enumerate(values, first):
+            writing.put(place.to_bytes(8, "big"), value.data)
 
 
 def opening(folder: Path) -> Row:

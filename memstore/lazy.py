@@ -1,11 +1,22 @@
-"""Lazy imports of a package's names: each is imported on first use, because it brings its own libraries."""
+"""Lazy imports: of a package's names, because each brings its own libraries, and of PyTorch, which takes a second."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch as torch
+else:
+
+    class _Later:
+        def __getattr__(self, name: str) -> Any:
+            value = self.__dict__[name] = getattr(import_module("torch"), name)
+            return value
+
+    torch = _Later()
 
 
 def lazy(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:

@@ -15,9 +15,9 @@ UPDATE_SECONDS = 0.1
 
 @contextmanager
 def progress_bar(
-    name: str, done: int, total: int | None, show: bool, verb: str = "reading"
+    name: str, done: int, total: int | None, show: bool, verb: str = "reading", unit: str = "tokens"
 ) -> Iterator[Callable[[int], None]]:
-    """Show progress on standard error; call the result with the tokens just done. ``total``: None if unknown."""
+    """Show progress on standard error; call the result with the count just done. ``total``: None if unknown."""
     shown = on_one_line([name])
     begun = told = time.perf_counter()
     read = width = 0
@@ -29,14 +29,14 @@ def progress_bar(
         if total:
             part = f" of {total:,}"
             left = f", {max(0, total - done - read) / speed:,.0f} s left" if speed else ""
-        line = f"{verb} {shown} {done + read:,}{part} tokens, {speed:,.0f} tokens/s{left}"
+        line = f"{verb} {shown} {done + read:,}{part} {unit}, {speed:,.0f} {unit}/s{left}"
         sys.stderr.write(line.ljust(width) + end)  # spaces overwrite the rest of a longer line
         sys.stderr.flush()
         width = len(line)
 
-    def advance(tokens: int) -> None:
+    def advance(count: int) -> None:
         nonlocal read, told
-        read += tokens
+        read += count
         if show and time.perf_counter() - told > UPDATE_SECONDS and sys.stderr.isatty():
             told = time.perf_counter()
             tell("\r")

@@ -48,7 +48,7 @@ class Chunk:
     Signs (``dtype`` bool) are stored as ``memstore.kernels.best_codes.hold`` makes them: uint8, with last dimension
     ``ceil(D / 8)``.
 
-    With a ``frame``, complete groups of blocks are also stored as int8 codes in it.
+    With a ``frame``, complete groups of blocks also get int8 codes in it, when a search first reads codes.
     """
 
     def __init__(
@@ -128,8 +128,6 @@ class Chunk:
         self.alive[rows] = True
         self.used += ids.numel()
         self.count += ids.numel()
-        if self.codes is not None:
-            self.codes.extend(self.keys, self.used)
 
     def holds(self, ids: Tensor) -> Tensor:
         """Return which of the ascending ``ids [n]`` are in this chunk."""

@@ -313,6 +313,8 @@ class _Scan(NamedTuple):
     def of(cls, number: int, chunk: Chunk, wanted: Tensor | None, *, coded: bool) -> _Scan:
         """Scan the rows ``wanted [used]`` bool, or all if None; ``coded``: read codes first."""
         codes = chunk.codes if coded else None
+        if codes is not None:
+            codes.extend(chunk.keys, chunk.used)
         count = 0 if codes is None else codes.groups * codes.rows_per_group
         if wanted is None:
             rows = torch.arange(count, chunk.used, device=chunk.ids.device)

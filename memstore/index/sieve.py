@@ -143,8 +143,8 @@ class Codes:
         return sum(tensor.nbytes for tensor in (self.values, self.scales, self.lost, self.longest))
 
     def extend(self, keys: Tensor, used: int) -> None:
-        """Encode the groups of ``keys [G, capacity, P, D]`` that are newly complete with ``used`` rows."""
-        stop = used // self.rows_per_group
+        """Encode the groups of ``keys [G, capacity, P, D]`` that are whole with ``used`` rows and have no code yet."""
+        stop = min(used // self.rows_per_group, self.values.shape[1])
         for first in range(self.groups, stop, CODED_AT_ONCE):
             self._encode(keys, slice(first, min(first + CODED_AT_ONCE, stop)))
         self.groups = max(self.groups, stop)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound
 from memstore.json_checks import check_whole
+from memstore.lazy import torch
 from memstore.memory.entry import NEXT_DOCUMENT, Address, DocumentState, Places, common, lacking
 from memstore.memory.rules import Rules
 from memstore.memory.shared import Handle, SharedStore, next_document_record
@@ -19,7 +20,6 @@ from memstore.memory.usage import Deletion
 from memstore.store.records import Batch
 
 if TYPE_CHECKING:  # listing and forgetting work without PyTorch, which takes seconds to load
-    import torch
     from torch import Tensor
 
     from memstore.index import IndexCapabilities
@@ -417,8 +417,6 @@ class Document:
 
     def _read_tokens(self, state: DocumentState, blocks: range) -> Tensor:
         """Return token ids ``[n]`` int32 of ``blocks``; only the document's last block may be incomplete."""
-        import torch
-
         if not blocks or self._handle.id is None:
             return torch.empty(0, dtype=torch.int32)
         size = self._shared.spec.block_size
@@ -440,6 +438,4 @@ class Document:
 
 
 def _offsets(parts: list[range], blocks: range) -> Tensor:
-    import torch
-
     return torch.tensor([block - blocks.start for part in parts for block in part], dtype=torch.int64)

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory
 from memstore.index import capabilities_of, lies_on_devices, open_index
 from memstore.json_checks import anything, array, check_storable, check_whole, fit, table, text
+from memstore.lazy import torch
 from memstore.memory.entry import (
     FIRST_NAMED,
     NAMED_VALUE,
@@ -50,7 +51,6 @@ from memstore.store.records import MAX_ITEM, Batch, Key, Layout, Record, Table
 if TYPE_CHECKING:  # opening, listing and changing a memory work without PyTorch, which takes seconds to load
     from concurrent.futures import Executor
 
-    import torch
     from torch import Tensor
 
     from memstore.index import IndexCapabilities, VectorIndex
@@ -161,16 +161,12 @@ class SharedStore:
     @cached_property
     def index_device(self) -> torch.device:
         """The device for indexes: a requested GPU, if they can lie there."""
-        import torch
-
         cpu = torch.device("cpu")
         device = cpu if self.device is None else self.device
         return device if device.type != "cuda" or lies_on_devices(self.index) else cpu
 
     def new_index(self) -> VectorIndex:
         """Return an empty index for one layer of a document."""
-        import torch
-
         from memstore.kernels.best_signs import problem
 
         spec, name, dtype = self.spec, self.index, index_dtype(self.spec.key_dtype)

@@ -38,6 +38,7 @@ import numpy as np
 from memstore._version import __version__
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotAMemory, NotFound, on_one_line
 from memstore.json_checks import anything, array, check_whole, fit, maybe, members, row, table, text, whole
+from memstore.lazy import torch
 from memstore.memory.entry import HASH_BYTES, HASHES_PER_RUN, HEADER, Address, DocumentState, Places
 from memstore.memory.urls import NewMemory
 from memstore.store.cache import as_tensor, empty_rows
@@ -56,7 +57,6 @@ from memstore.store.records import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 
@@ -421,16 +421,12 @@ _TYPES = tuple(name for name in ITEM_BYTES if name != "json")
 
 def torch_dtype(name: str) -> torch.dtype:
     """Return the torch dtype of a record's dtype."""
-    import torch
-
     dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 
 def byte_rows(tensor: Tensor) -> Bytes:
     """Convert ``[n, ...]`` to uint8 ``[n, bytes]``; a view if the tensor is contiguous and on the CPU."""
-    import torch
-
     rows = tensor.detach().cpu().contiguous()
     if not rows.numel():
         return np.empty((len(rows), 0), np.uint8)
@@ -448,8 +444,6 @@ def to_record(tensor: Tensor) -> Record:
 
 def from_record(record: Record) -> Tensor:
     """Return the tensor in a record; it shares the record's bytes."""
-    import torch
-
     dtype = torch_dtype(record.layout.dtype)
     if not record.payload.size:
         return torch.empty(record.layout.shape, dtype=dtype)
@@ -466,8 +460,6 @@ def read_rows(store: BlockStore, keys: Sequence[Key], layouts: Sequence[Layout])
 
 def encode_landmarks(landmarks: Tensor, key_dtype: str) -> Tensor:
     """Convert ``[n, G, P, D]`` floating point to the stored form."""
-    import torch
-
     if key_dtype != "bit":
         return landmarks.to(torch_dtype(key_dtype))
     signs = (landmarks >= 0).cpu().numpy()
@@ -476,8 +468,6 @@ def encode_landmarks(landmarks: Tensor, key_dtype: str) -> Tensor:
 
 def decode_landmarks(stored: Tensor, key_dtype: str) -> Tensor:
     """Convert the stored form to ``[n, G, P, D]`` float32."""
-    import torch
-
     if key_dtype != "bit":
         return stored.float()
     bits = torch.from_numpy(np.unpackbits(stored.numpy(), axis=-1, bitorder="little"))
@@ -559,8 +549,6 @@ class Runs:
 
     def _rows(self, owner: int, run: int, rows: int) -> Tensor:
         """Return the first ``rows`` from the start of a run: whole runs at once, and the rest from the last run."""
-        import torch
-
         keys = [self._key(owner, number) for number in range(run, run + -(-rows // self._length))]
         whole = rows // self._length
         parts = [self._whole(keys[:whole])] if whole else []
@@ -568,8 +556,6 @@ class Runs:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _whole(self, keys: Sequence[Key]) -> Tensor:
-        import torch
-
         try:
             return read_rows(self._store, keys, [self._layout(self._length)])[0].flatten(0, 1)
         except (DamagedError, NotFound):  # one by one, so the error names the first faulty run
@@ -580,8 +566,6 @@ class Runs:
 
         Runs whose blocks are all before ``first_live`` are left out. Raises ``DamagedError``.
         """
-        import torch
-
         run = first_block // self._length
         begin = max(run * self._length, places.node.base)
         if first_block > begin:
@@ -625,8 +609,6 @@ class Runs:
         """Return the first ``rows`` of a run, from block ``begin``; zeros for missing ones before ``first``."""
         if begin + rows > first:
             return self._stored(key, rows)
-        import torch
-
         records = self._store.get(key)
         there = 0 if records is None else min(rows, records[0].layout.shape[0])
         layout = self._layout(rows - there)

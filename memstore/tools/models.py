@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 from memstore.errors import InvalidArgument, MemstoreError, NotFound, UnsupportedModel, first_line
+from memstore.lazy import torch
 from memstore.paths import user_folder
 from memstore.readers import kinds
 from memstore.readers.kinds import (
@@ -31,7 +32,6 @@ from memstore.readers.kinds import (
 )
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from memstore.memory import Memory
@@ -279,8 +279,6 @@ def usual_dtype(name: str, recorded: object) -> str:
 
 def check_device(name: str) -> None:
     """Raise ``InvalidArgument`` for a device that PyTorch does not know, or that this machine lacks."""
-    import torch
-
     try:
         device = torch.device(name)
         torch.empty(0, device=device)
@@ -322,8 +320,6 @@ def _tokenizer(name: str) -> tuple[PreTrainedTokenizerBase | None, str | None]:
 
 def resolve_dtype(name: str, *, device: str = "cpu") -> torch.dtype:
     """Return the dtype for ``name``. ``auto`` is bfloat16 on a GPU and on CPUs that compute in it, else float32."""
-    import torch
-
     if name not in DTYPES:
         raise InvalidArgument(f"there is no dtype {name!r}. Choose one of {', '.join(DTYPES)}.")
     if name == "auto":
@@ -341,8 +337,6 @@ def computes_bfloat16() -> bool:
 
     If PyTorch cannot tell (before 2.10), the answer is no.
     """
-    import torch
-
     if torch.backends.cpu.get_cpu_capability() == "AVX2":
         return False
     capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()

