@@ -319,6 +319,11 @@ class ModelConfig(PreTrainedConfig):
         self._check()
 
     @property
+    def head_dim(self) -> int:
+        """Return the size of a head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
     def table_rows(self) -> int:
         """Return the rows of the embedding table and of the output layer."""
         return self.vocab_size
