@@ -98,6 +98,8 @@ class CausalLM(PreTrainedModel, GenerationMixin):
     model: Any
     lm_head: nn.Linear
     config_class: Any
+    decoder_class: Any
+    """The class of ``model``."""
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     # transformers reads these from the class
@@ -105,6 +107,12 @@ class CausalLM(PreTrainedModel, GenerationMixin):
     _supports_sdpa = True
     _is_stateful = True
     """States outside a window cannot be brought back. transformers then refuses assisted generation by name."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = self.decoder_class(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.table_rows, bias=False)
+        self.post_init()  # type: ignore[no-untyped-call]  # transformers annotates it in part
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -309,6 +317,16 @@ class ModelConfig(PreTrainedConfig):
             self.num_key_value_heads = self.num_attention_heads
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]  # transformers annotates it in part
         self._check()
+
+    @property
+    def head_dim(self) -> int:
+        """Return the size of a head."""
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def table_rows(self) -> int:
+        """Return the rows of the embedding table and of the output layer."""
+        return self.vocab_size
 
     @property
     def tokens_per_block(self) -> int:

@@ -86,11 +86,6 @@ class DRTConfig(ModelConfig):
         """Return whether parameters get no gradient: those of scores that weigh nothing."""
         return self.fusion == "chunked" or self.retrieval == "external"
 
-    @property
-    def head_dim(self) -> int:
-        """Return the size of a head."""
-        return self.hidden_size // self.num_attention_heads
-
     @classmethod
     def preset(cls, name: str, **changes: Any) -> DRTConfig:
         """Return ``tiny`` (a CPU trains it in minutes), ``small-128m`` or ``medium-350m`` of the paper's appendix A."""

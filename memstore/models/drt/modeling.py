@@ -416,13 +416,8 @@ class DRTForCausalLM(CausalLM):
 
     config: DRTConfig
     config_class = DRTConfig
+    decoder_class = DRTModel
     _no_split_modules = ["LowerLayer", "_UpperLayer", "EncoderLayer"]  # noqa: RUF012 - transformers reads it from the class
-
-    def __init__(self, config: DRTConfig) -> None:
-        super().__init__(config)
-        self.model = DRTModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()  # type: ignore[no-untyped-call]  # transformers annotates it in part
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

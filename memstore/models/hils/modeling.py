@@ -183,13 +183,8 @@ class HilsForCausalLM(StreamCausalLM):
 
     config: HilsConfig
     config_class = HilsConfig
+    decoder_class = HilsModel
     _no_split_modules = ["_HilsLayer"]  # noqa: RUF012 - transformers reads it from the class
-
-    def __init__(self, config: HilsConfig) -> None:
-        super().__init__(config)
-        self.model = HilsModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.table_rows, bias=False)
-        self.post_init()  # type: ignore[no-untyped-call]  # transformers annotates it in part
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -379,13 +379,8 @@ class LandmarkForCausalLM(StreamCausalLM):
 
     config: LandmarkConfig
     config_class = LandmarkConfig
+    decoder_class = LandmarkModel
     _no_split_modules = ["Layer"]  # noqa: RUF012 - transformers reads it from the class
-
-    def __init__(self, config: LandmarkConfig) -> None:
-        super().__init__(config)
-        self.model = LandmarkModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()  # type: ignore[no-untyped-call]  # transformers annotates it in part
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:

@@ -55,11 +55,6 @@ class MemorizingConfig(ModelConfig):
         """Return whether parameters get no gradient: those of a gate, while the memory is empty."""
         return self.memory_layer is not None
 
-    @property
-    def head_dim(self) -> int:
-        """Return the size of a head."""
-        return self.hidden_size // self.num_attention_heads
-
     @classmethod
     def preset(cls, name: str, **changes: Any) -> MemorizingConfig:
         """Return ``tiny``, ``small`` (for a CPU) or ``paper``: 12 layers of 1024, memory at the 9th (section 4.2)."""

@@ -92,13 +92,8 @@ class MemorizingForCausalLM(CausalLM):
 
     config: MemorizingConfig
     config_class = MemorizingConfig
+    decoder_class = MemorizingModel
     _no_split_modules = ["_MemorizingLayer"]  # noqa: RUF012 - transformers reads it from the class
-
-    def __init__(self, config: MemorizingConfig) -> None:
-        super().__init__(config)
-        self.model = MemorizingModel(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.post_init()  # type: ignore[no-untyped-call]  # transformers annotates it in part
 
     @takes_cache
     def forward(
