@@ -75,9 +75,8 @@ def logits(model: Any, ids: Tensor, **more: Any) -> Any:
 def test_a_watched_index_chooses_what_the_model_itself_chooses(blockwise: bool, choosing: bool) -> None:
     model, indexes, ids = watched(blockwise, choosing=choosing)
     found = logits(model, ids).logits
-    chosen = model.config.index_topk_blocks * 8 if blockwise else model.config.index_topk
     for index in indexes:
-        index.release(model.config, chosen)
+        index.release()
     assert torch.allclose(logits(model, ids).logits, found, atol=1e-5) == choosing
 
 
@@ -161,8 +160,7 @@ def test_a_model_is_trained_resumed_and_loaded_by_transformers(
     assert 0 <= report["accuracy"] <= 1
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     index = model.model.layers[-1].self_attn.indexer
-    chosen = index.topk_blocks * index.block_size if recipe.blockwise else index.index_topk
-    assert chosen == recipe.chosen
+    assert (index.topk_blocks if recipe.blockwise else index.index_topk) == (3 if recipe.blockwise else 8)
 
     def again() -> dict[str, Any]:
         return train_recipe(recipe, tmp_path / "cut", runtime=RUNTIME)

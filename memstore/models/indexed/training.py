@@ -6,9 +6,8 @@ learns from attention alone (equations 3 and 4, a Kullback-Leibler divergence), 
 Neither gradient reaches the other. There, the model had been trained before. Here it learns to answer at the same time.
 
 A row has a few hundred tokens, but a text may have a million. So positions jump, outside of needles, and the model
-learns rotations by any distance. Tokens of other rows are added to the tokens from which the index has to choose, with
-the weight of many. At the end, rows are as long as a step allows. So a model that found needles among fifteen blocks
-then finds them among thousands.
+learns rotations by any distance. Keys of other rows and of earlier steps are added to the keys from which the index has
+to choose, and stand for up to a million. At the end rows have up to 1,024 tokens.
 """
 
 from __future__ import annotations
@@ -50,16 +49,16 @@ answers."""
 NEVER = -1e9
 """A score that a softmax ignores."""
 _SIZES = {
-    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 512, "hidden_size": 64, "num_attention_heads": 4,
     "max_position_embeddings": 1 << 21, "initializer_range": 0.06, "bos_token_id": None,
 }  # fmt: skip
 TOKENS: dict[str, Mapping[str, Any]] = {
     "tiny": {
         **_SIZES, "num_hidden_layers": 4, "intermediate_size": 160, "num_key_value_heads": 4,
-        "q_lora_rank": 64, "kv_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "head_dim": 24,
+        "q_lora_rank": 64, "kv_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "head_dim": 32,
         "v_head_dim": 16, "sliding_window": 64, "per_layer_config": {},
         "layer_types": ["sliding_attention"] * 3 + ["indexed_attention"],
-        "index_n_heads": 2, "index_head_dim": 32, "index_topk": 32, "pad_token_id": 1,
+        "index_n_heads": 2, "index_head_dim": 48, "index_topk": 32, "pad_token_id": 1,
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 10_000.0}
             for kind in ("sliding_attention", "indexed_attention")
@@ -68,8 +67,8 @@ TOKENS: dict[str, Mapping[str, Any]] = {
 }  # fmt: skip
 BLOCKS: dict[str, Mapping[str, Any]] = {
     "tiny": {
-        **_SIZES, "dense_intermediate_size": 160, "num_key_value_heads": 2, "head_dim": 32, "rotary_dim": 16,
-        "index_n_heads": 2, "index_head_dim": 32, "index_block_size": 32, "index_topk_blocks": 3,
+        **_SIZES, "num_hidden_layers": 3, "dense_intermediate_size": 160, "num_key_value_heads": 2, "head_dim": 32,
+        "rotary_dim": 16, "index_n_heads": 2, "index_head_dim": 32, "index_block_size": 32, "index_topk_blocks": 3,
         "num_local_experts": 1, "num_experts_per_tok": 1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
     }
@@ -117,8 +116,6 @@ class IndexedRecipe(Recipe):
     """Part of the training after which attention sees only chosen tokens."""
     index_weight: float = 0.3
     """Weight of the index's loss."""
-    chosen: int = 128
-    """Tokens that the model chooses in use."""
     blockwise: bool = False
     """Whether the index chooses blocks of tokens, as in MiniMax-M3."""
     kind: ClassVar[str] = "indexed"
@@ -145,10 +142,9 @@ class WatchedIndex(ABC):
         self._scores = self._chosen = self._crowd = torch.empty(0)
         indexer.forward = self._forward
 
-    def release(self, config: Any, chosen: int) -> None:
-        """Restore the index, but let it choose ``chosen`` tokens. ``config``: the model's."""
+    def release(self) -> None:
+        """Restore the index."""
         del self._indexer.forward
-        self._widen(config, chosen)
 
     @abstractmethod
     def divergence(self, attention: Tensor) -> Tensor:
@@ -164,10 +160,6 @@ class WatchedIndex(ABC):
     @abstractmethod
     def _score(self, queries: Sequence[Tensor], keys: Tensor) -> Tensor:
         """Return the scores ``[B, S, ..., T]`` of ``keys [B, T, D]``; ``queries``: what they need, ``[B, S, ...]``."""
-
-    @abstractmethod
-    def _widen(self, config: Any, chosen: int) -> None:
-        """Let the index choose ``chosen`` tokens."""
 
     def _see_crowd(self, queries: Sequence[Tensor], keys: Tensor) -> None:
         """Sum the scores of the long text for the watched queries, ``[W, ...]``. Arguments as in ``_score``."""
@@ -231,9 +223,6 @@ class WatchedTokens(WatchedIndex):
         products = torch.einsum("bshd,btd->bsht", q, keys) * self._indexer.softmax_scale
         return torch.einsum("bsh,bsht->bst", weights, products.relu())
 
-    def _widen(self, config: Any, chosen: int) -> None:
-        self._indexer.index_topk = config.index_topk = chosen
-
 
 class WatchedBlocks(WatchedIndex):
     """The index of MiniMax-M3, which chooses blocks for each key head by the best product in them.
@@ -281,9 +270,6 @@ class WatchedBlocks(WatchedIndex):
         scores = scores if later is None else scores.masked_fill(later, NEVER)
         size = self._indexer.block_size
         return F.pad(scores, (0, -scores.shape[-1] % size), value=NEVER).unflatten(-1, (-1, size)).amax(-1)
-
-    def _widen(self, config: Any, chosen: int) -> None:
-        self._indexer.topk_blocks = config.index_topk_blocks = chosen // self._indexer.block_size
 
 
 class _IndexedNeedleTrainer(AnswerTrainer):
@@ -334,9 +320,8 @@ class _IndexedNeedleTrainer(AnswerTrainer):
             self._indexes[int(layer)].bank = bank.to(self.args.device)
 
     def finish(self) -> None:
-        """Prepare the measurement: as in use, the index may choose more tokens, because it chooses among more."""
         for index in self._indexes.values():
-            index.release(self.trained.config, self._recipe.chosen)
+            index.release()
 
 
 def jumping(free: Tensor, rng: Generator) -> Tensor:
@@ -355,12 +340,13 @@ RECIPES: dict[str, IndexedRecipe] = {
     name: IndexedRecipe(
         name=name,
         blockwise=blockwise,
-        chosen=chosen,
-        optimisation=Optimisation(steps=2925, learning_rate=3e-3, restart=8 / 9, restart_rate=0.25),
+        optimisation=Optimisation(steps=2925, learning_rate=2e-3, restart=8 / 9, restart_rate=0.25),
         closing=1 / 9,
+        closing_blocks=(8, 31),
+        places=8,
         **PASSKEYS,
     )
-    for name, blockwise, chosen in (("indexed-cpu", False, 128), ("indexed-blocks-cpu", True, 192))
+    for name, blockwise in (("indexed-cpu", False), ("indexed-blocks-cpu", True))
 }
 
 
