@@ -62,6 +62,8 @@ class Recipe:
     """Weight of the loss of all other tokens: language modelling."""
     near_misses: float = 0.3
     """Part of the rows with text that looks like needles, from ``hard_from`` on."""
+    places: int = 1
+    """Places of a text of which a row takes the one with the most digits, from ``hard_from`` on."""
     nonsense: float = 0.15
     """Part of the rows whose text is random tokens, from ``hard_from`` on."""
     distinct_until: float = 0.0

@@ -11,7 +11,7 @@ from memstore.eval.needles import prose_text
 from tests.tools.conftest import Cli
 from tests.train.helpers import use_little_text
 
-pytest.importorskip("transformers.models.deepseek_v32", reason="this transformers has no DeepSeek-V3.2")
+pytest.importorskip("transformers.models.dots3_note", reason="this transformers has no dots3")
 
 USAGE = 2
 
@@ -21,7 +21,7 @@ def test_a_model_with_an_index_is_trained(cli: Cli, tmp_path: Path, monkeypatch:
     done = cli("train", "indexed", "--out", tmp_path / "model", "--steps", 3, "--seed", 2, "--json")
     assert done.code == 0, done.err
     assert (done.json["recipe"], done.json["steps"]) == ("indexed-cpu", 3)
-    assert json.loads((tmp_path / "model/config.json").read_text())["model_type"] == "deepseek_v32"
+    assert json.loads((tmp_path / "model/config.json").read_text())["model_type"] == "dots3_note_text"
     text = tmp_path / "text.txt"
     text.write_text(prose_text()[:20_000])
     asked = cli(

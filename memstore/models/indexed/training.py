@@ -6,26 +6,27 @@ learns from attention alone (equations 3 and 4, a Kullback-Leibler divergence), 
 Neither gradient reaches the other. There, the model had been trained before. Here it learns to answer at the same time.
 
 A row has a few hundred tokens, but a text may have a million. So positions jump, outside of needles, and the model
-learns rotations by any distance. Tokens of other rows are added to the tokens from which the index has to choose, with
-the weight of many. At the end, rows are as long as a step allows. So a model that found needles among fifteen blocks
-then finds them among thousands.
+learns rotations by any distance. Keys of other rows and of earlier steps are added to the keys from which the index has
+to choose, and stand for up to a million. At the end rows have up to 1,024 tokens.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.random import Generator
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
-from transformers.models.deepseek_v32.modeling_deepseek_v32 import apply_rotary_pos_emb
+from transformers.models.dots3_note.configuration_dots3_note import Dots3NoteTextConfig
+from transformers.models.dots3_note.modeling_dots3_note import Dots3NoteForCausalLM, apply_rotary_pos_emb_interleave
 from transformers.models.minimax_m3_vl.configuration_minimax_m3_vl import MiniMaxM3VLTextConfig
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLForCausalLM
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import apply_rotary_pos_emb as apply_partly
@@ -42,35 +43,43 @@ from memstore.train.training import Training
 
 LARGEST_JUMP, MOST_JUMPS = 1 << 17, 8
 """Most positions that are left out at one place of a row, and most such places."""
-CROWD, SAMPLED = 1 << 15, 384
-"""Tokens of a long text that the index must not choose, and tokens of other rows that represent them."""
+CROWD, BANK, WATCHED = 1 << 20, 1 << 14, 128
+"""Tokens of the long text at the end of training, tokens that represent them, and queries that see them beside those of
+answers."""
 NEVER = -1e9
 """A score that a softmax ignores."""
 _SIZES = {
-    "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 512, "hidden_size": 64, "num_attention_heads": 4,
     "max_position_embeddings": 1 << 21, "initializer_range": 0.06, "bos_token_id": None,
 }  # fmt: skip
 TOKENS: dict[str, Mapping[str, Any]] = {
     "tiny": {
-        **_SIZES, "intermediate_size": 160, "num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 48,
-        "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 16,
-        "index_n_heads": 4, "index_head_dim": 32, "index_topk": 32,
-        "n_routed_experts": 1, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+        **_SIZES, "num_hidden_layers": 4, "intermediate_size": 160, "num_key_value_heads": 4,
+        "q_lora_rank": 64, "kv_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "head_dim": 32,
+        "v_head_dim": 16, "sliding_window": 64, "per_layer_config": {},
+        "layer_types": ["sliding_attention"] * 3 + ["indexed_attention"],
+        "index_n_heads": 2, "index_head_dim": 48, "index_topk": 32, "pad_token_id": 1,
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10_000.0}
+            for kind in ("sliding_attention", "indexed_attention")
+        },
     }
 }  # fmt: skip
 BLOCKS: dict[str, Mapping[str, Any]] = {
     "tiny": {
-        **_SIZES, "dense_intermediate_size": 160, "num_key_value_heads": 2, "head_dim": 32, "rotary_dim": 16,
-        "index_n_heads": 2, "index_head_dim": 32, "index_block_size": 32, "index_topk_blocks": 3,
+        **_SIZES, "num_hidden_layers": 3, "dense_intermediate_size": 160, "num_key_value_heads": 2, "head_dim": 32,
+        "rotary_dim": 16, "index_n_heads": 2, "index_head_dim": 32, "index_block_size": 32, "index_topk_blocks": 3,
         "num_local_experts": 1, "num_experts_per_tok": 1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
     }
 }  # fmt: skip
 
 
-class TokenIndexConfig(DeepseekV32Config):
-    """The configuration of a DeepSeek-V3.2 without experts, in the small sizes of a recipe."""
+class TokenIndexConfig(Dots3NoteTextConfig):
+    """The configuration of a dots3 (its text part) without experts: windows, and one layer whose index chooses tokens.
+
+    The index is that of DeepSeek-V3.2.
+    """
 
     tokens_per_block: ClassVar[int] = 32
     """The block size of a row of needles; the model itself has no blocks."""
@@ -107,8 +116,6 @@ class IndexedRecipe(Recipe):
     """Part of the training after which attention sees only chosen tokens."""
     index_weight: float = 0.3
     """Weight of the index's loss."""
-    chosen: int = 128
-    """Tokens that the model chooses in use."""
     blockwise: bool = False
     """Whether the index chooses blocks of tokens, as in MiniMax-M3."""
     kind: ClassVar[str] = "indexed"
@@ -116,27 +123,34 @@ class IndexedRecipe(Recipe):
 
 
 class WatchedIndex(ABC):
-    """The index of one layer in training: its scores have gradients, and it may choose everything."""
+    """The index of one layer in training: its scores have gradients, and it may choose everything.
+
+    A long text stands beside the tokens of a row: its tokens get no attention, and the index learns to pass over them.
+    Tokens of this step and of earlier ones represent it. Only some queries see it, because scores of all are too many.
+    """
 
     def __init__(self, indexer: nn.Module) -> None:
         self._indexer: Any = indexer
         self.all = True
         """Whether it chooses everything."""
-        self.crowd: Tensor | None = None
-        """Tokens of the batch, over all rows, that represent the tokens of a long text."""
-        self._scores = self._chosen = self._crowded = torch.empty(0)
+        self.crowd = 1.0
+        """Number of tokens of the long text."""
+        self.watched = self.free = torch.empty(0, dtype=torch.int64)
+        """Queries of the batch, over all rows, that see the long text, and the batch's tokens that are like it."""
+        self.bank = torch.empty(0)
+        """Keys of such tokens of earlier steps, ``[n, D]``."""
+        self._scores = self._chosen = self._crowd = torch.empty(0)
         indexer.forward = self._forward
 
-    def release(self, chosen: int) -> None:
-        """Restore the index, but let it choose ``chosen`` tokens."""
+    def release(self) -> None:
+        """Restore the index."""
         del self._indexer.forward
-        self._widen(chosen)
 
     @abstractmethod
     def divergence(self, attention: Tensor) -> Tensor:
         """Return the divergence of the softmax of scores from ``attention [B, H, S, T]``, over the chosen tokens.
 
-        The softmax also covers the crowd, which gets no attention.
+        The softmax also covers the long text, which gets no attention.
         """
 
     @abstractmethod
@@ -144,29 +158,32 @@ class WatchedIndex(ABC):
         """Choose as the index itself does."""
 
     @abstractmethod
-    def _widen(self, chosen: int) -> None:
-        """Let the index choose ``chosen`` tokens."""
+    def _score(self, queries: Sequence[Tensor], keys: Tensor) -> Tensor:
+        """Return the scores ``[B, S, ..., T]`` of ``keys [B, T, D]``; ``queries``: what they need, ``[B, S, ...]``."""
 
-    def _see_crowd(self, scored: Callable[[Tensor], Tensor], keys: Tensor) -> None:
-        """Score the crowd, ``[B, ..., n]``, by ``scored`` of keys ``[B, n, D]``; ``keys [B, T, D]``: all rows' keys."""
-        if self.crowd is not None:
-            own = self.crowd // keys.shape[1] == torch.arange(len(keys), device=keys.device)[:, None]
-            others = scored(keys.flatten(0, 1)[self.crowd].expand(len(keys), -1, -1))
-            own = own.view(len(keys), *(1,) * (others.dim() - 2), -1)
-            self._crowded = (others + math.log(CROWD / len(self.crowd))).masked_fill(own, NEVER)
+    def _see_crowd(self, queries: Sequence[Tensor], keys: Tensor) -> None:
+        """Sum the scores of the long text for the watched queries, ``[W, ...]``. Arguments as in ``_score``."""
+        if len(self.watched):
+            crowd = keys.flatten(0, 1)[self.free]
+            crowd = torch.cat([crowd, self.bank.to(crowd)])
+            scores = self._score([each.flatten(0, 1)[self.watched][None] for each in queries], crowd[None])
+            self._crowd = scores[0].logsumexp(-1) + math.log(self.crowd / len(crowd))
+            self.bank = crowd[:BANK].detach()
 
     def _kl(self, target: Tensor) -> Tensor:
-        """Return the divergence of the scores from ``target``, for each query."""
+        """Return the divergence of the scores from ``target [B, S, ..., T]``, for each query."""
         logs = self._scores.masked_fill(~self._chosen, NEVER)
-        if self.crowd is not None:
-            logs = torch.cat([logs, self._crowded], -1)
-        logs = logs.log_softmax(-1)[..., : target.shape[-1]]
-        terms = target * (target.clamp(min=1e-9).log() - logs)
+        total = logs.logsumexp(-1)
+        if len(self.watched):
+            flat = total.flatten(0, 1)
+            beside = torch.logaddexp(flat[self.watched], self._crowd)
+            total = flat.index_put((self.watched,), beside).view_as(total)
+        terms = target * (target.clamp(min=1e-9).log() - logs + total.unsqueeze(-1))
         return terms.masked_fill(~self._chosen, 0).sum(-1)
 
 
 class WatchedTokens(WatchedIndex):
-    """The index of DeepSeek-V3.2, which chooses tokens."""
+    """The index of DeepSeek-V3.2 in the form of dots3, which chooses tokens."""
 
     def divergence(self, attention: Tensor) -> Tensor:
         """See ``WatchedIndex``; the target is the attention of all heads together."""
@@ -181,23 +198,19 @@ class WatchedTokens(WatchedIndex):
         position_ids: Tensor,  # noqa: ARG002 - the rotations are given
         cache: Any = None,  # noqa: ARG002 - it has no cache
     ) -> Tensor:
-        """Return the chosen tokens ``[B, S, k]``, as ``DeepseekV32Indexer.forward`` does."""
+        """Return the chosen tokens ``[B, S, k]``, as ``Dots3NoteTextIndexer.forward`` does."""
         index = self._indexer
         hidden, latent = hidden_states.detach(), q_resid.detach()  # it learns from attention, but attention not from it
         q = index.wq_b(latent).unflatten(-1, (index.n_heads, index.head_dim))
         k = index.k_norm(index.wk(hidden)).unsqueeze(2)
-        rotated = index.qk_rope_head_dim
-        turned = apply_rotary_pos_emb(q[..., :rotated], k[..., :rotated], *position_embeddings, unsqueeze_dim=2)
-        q, k = (torch.cat([front, x[..., rotated:]], -1) for front, x in zip(turned, (q, k), strict=True))
-        k = k.squeeze(2)
-        weights = index.weights_proj(hidden) * index.n_heads**-0.5
-
-        def scored(keys: Tensor) -> Tensor:
-            products = torch.einsum("bshd,btd->bsht", q, keys) * index.softmax_scale
-            return torch.einsum("bsh,bsht->bst", weights, products.relu())
-
-        scores = scored(k)
-        self._see_crowd(scored, k)
+        turned = index.qk_rope_head_dim
+        fronts = apply_rotary_pos_emb_interleave(
+            q[..., :turned], k[..., :turned], *position_embeddings, unsqueeze_dim=2
+        )
+        q, k = (torch.cat([front, x[..., turned:]], -1) for front, x in zip(fronts, (q, k), strict=True))
+        queries, keys = (q, index.weights_proj(hidden) * index.n_heads**-0.5), k.squeeze(2)
+        scores = self._score(queries, keys)
+        self._see_crowd(queries, keys)
         visible = attention_mask if attention_mask.dtype == torch.bool else attention_mask == 0
         self._scores = scores.masked_fill(~visible, NEVER)
         tokens = scores.shape[-1]
@@ -205,8 +218,10 @@ class WatchedTokens(WatchedIndex):
         self._chosen = torch.zeros_like(visible.expand_as(scores)).scatter(-1, best, True) & visible
         return best.int()
 
-    def _widen(self, chosen: int) -> None:
-        self._indexer.index_topk = self._indexer.config.index_topk = chosen
+    def _score(self, queries: Sequence[Tensor], keys: Tensor) -> Tensor:
+        q, weights = queries
+        products = torch.einsum("bshd,btd->bsht", q, keys) * self._indexer.softmax_scale
+        return torch.einsum("bsh,bsht->bst", weights, products.relu())
 
 
 class WatchedBlocks(WatchedIndex):
@@ -218,7 +233,7 @@ class WatchedBlocks(WatchedIndex):
     def divergence(self, attention: Tensor) -> Tensor:
         """See ``WatchedIndex``; the target is the attention of a key head's heads outside of their own block."""
         index = self._indexer
-        heads = attention.detach().unflatten(1, (index.num_heads, -1)).mean(2)
+        heads = attention.detach().unflatten(1, (index.num_heads, -1)).mean(2).transpose(1, 2)
         heads = F.pad(heads, (0, -heads.shape[-1] % index.block_size))
         mass = heads.unflatten(-1, (-1, index.block_size)).sum(-1).masked_fill(~self._chosen, 0)
         all_mass = mass.sum(-1, keepdim=True)
@@ -233,30 +248,28 @@ class WatchedBlocks(WatchedIndex):
         position_ids: Tensor,  # noqa: ARG002 - positions jump; blocks go by place
     ) -> Tensor:
         """Return the chosen blocks ``[B, heads, S, k]``, -1 for none, as ``MiniMaxM3VLIndexer.forward`` does."""
-        index, size = self._indexer, self._indexer.block_size
+        index = self._indexer
         hidden, (cos, sin) = hidden_states.detach(), position_embeddings
         q = index.q_norm(index.q_proj(hidden).unflatten(-1, (-1, index.head_dim))).transpose(1, 2)
         k = index.k_norm(index.k_proj(hidden).unsqueeze(2)).transpose(1, 2)
         q, k = apply_partly(q, k, cos[..., : index.head_dim], sin[..., : index.head_dim])
-
-        def scored(keys: Tensor) -> Tensor:
-            return torch.einsum("bhsd,btd->bhst", q, keys)
-
-        scores = scored(k.squeeze(1))
-        self._see_crowd(scored, k.squeeze(1))
-        place = torch.arange(scores.shape[-1], device=scores.device)
-        scores = scores.masked_fill(place > place[:, None], NEVER)
-        blocks = F.pad(scores, (0, -len(place) % size), value=NEVER).unflatten(-1, (-1, size)).amax(-1)
-        own = place[:, None] // size == torch.arange(blocks.shape[-1], device=place.device)
-        ranked: Tensor = blocks.detach().masked_fill(own, -NEVER)
-        best = ranked.topk(blocks.shape[-1] if self.all else min(index.topk_blocks, blocks.shape[-1]))
+        queries, keys = [q.transpose(1, 2)], k.squeeze(1)
+        place = torch.arange(keys.shape[1], device=keys.device)
+        self._scores = self._score(queries, keys, later=place > place[:, None, None])
+        self._see_crowd(queries, keys)
+        own = place[:, None, None] // index.block_size == torch.arange(self._scores.shape[-1], device=place.device)
+        ranked: Tensor = self._scores.detach().masked_fill(own, -NEVER)
+        best = ranked.topk(ranked.shape[-1] if self.all else min(index.topk_blocks, ranked.shape[-1]))
         there = best.values > NEVER
-        self._scores = blocks
-        self._chosen = torch.zeros_like(blocks, dtype=torch.bool).scatter(-1, best.indices, there) & ~own
-        return best.indices.masked_fill(~there, -1)
+        self._chosen = torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, best.indices, there) & ~own
+        return best.indices.masked_fill(~there, -1).transpose(1, 2)
 
-    def _widen(self, chosen: int) -> None:
-        self._indexer.topk_blocks = self._indexer.config.index_topk_blocks = chosen // self._indexer.block_size
+    def _score(self, queries: Sequence[Tensor], keys: Tensor, *, later: Tensor | None = None) -> Tensor:
+        """Return the scores of blocks, ``[B, S, heads, blocks]``, without keys that are ``later [S, 1, T]``."""
+        scores = torch.einsum("bshd,btd->bsht", *queries, keys)
+        scores = scores if later is None else scores.masked_fill(later, NEVER)
+        size = self._indexer.block_size
+        return F.pad(scores, (0, -scores.shape[-1] % size), value=NEVER).unflatten(-1, (-1, size)).amax(-1)
 
 
 class _IndexedNeedleTrainer(AnswerTrainer):
@@ -265,15 +278,19 @@ class _IndexedNeedleTrainer(AnswerTrainer):
         super().__init__(recipe, run, model, *rest, **options)
         self._recipe = recipe
         watched = WatchedBlocks if recipe.blockwise else WatchedTokens
-        self._indexes = [watched(layer.self_attn.indexer) for layer in model.model.layers]
+        found = {n: getattr(layer.self_attn, "indexer", None) for n, layer in enumerate(model.model.layers)}
+        self._indexes = {n: watched(indexer) for n, indexer in found.items() if indexer is not None}
         self._divergence = torch.zeros(())
 
     def logits_of(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
         rng = np.random.default_rng([self.args.seed, self.state.global_step, self.args.process_index])
-        free = np.flatnonzero(inputs["free"].cpu().numpy())
-        crowd = torch.from_numpy(rng.choice(free, min(len(free), SAMPLED), replace=False)).to(self.args.device)
-        for index in self._indexes:
-            index.all, index.crowd = self.progress < self._recipe.sparse_from, crowd
+        asked = inputs["answer"].roll(-1, 1)  # the queries that answer; no row begins with an answer
+        some = rng.choice(asked.numel(), min(WATCHED, asked.numel()), replace=False)
+        asked.view(-1)[torch.from_numpy(some)] = True
+        watched, free = (each.flatten().nonzero().squeeze(1) for each in (asked, inputs["free"]))
+        for index in self._indexes.values():
+            index.all, index.watched, index.free = self.progress < self._recipe.sparse_from, watched, free
+            index.crowd = CROWD ** (0.5 + 0.5 * self.progress)
         out = model(
             input_ids=inputs["input_ids"],
             # Without a mask, transformers takes jumping positions for several texts that do not see each other.
@@ -282,7 +299,7 @@ class _IndexedNeedleTrainer(AnswerTrainer):
             use_cache=False,
             output_attentions=True,
         )
-        parts = [index.divergence(each) for index, each in zip(self._indexes, out.attentions, strict=True)]
+        parts = [index.divergence(out.attentions[layer]) for layer, index in self._indexes.items()]
         self._divergence = torch.stack(parts).sum()
         self._note("index_loss", self._divergence)
         logits: Tensor = out.logits
@@ -294,10 +311,17 @@ class _IndexedNeedleTrainer(AnswerTrainer):
         loss = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         return loss + self._recipe.index_weight * self._divergence
 
+    def keep(self, checkpoint: Path) -> None:
+        banks = {str(layer): index.bank for layer, index in self._indexes.items()}
+        save_file(banks, checkpoint / f"bank-{self.args.process_index}.safetensors")
+
+    def resume(self, checkpoint: Path) -> None:
+        for layer, bank in load_file(checkpoint / f"bank-{self.args.process_index}.safetensors").items():
+            self._indexes[int(layer)].bank = bank.to(self.args.device)
+
     def finish(self) -> None:
-        """Prepare the measurement: as in use, the index may choose more tokens, because it chooses among more."""
-        for index in self._indexes:
-            index.release(self._recipe.chosen)
+        for index in self._indexes.values():
+            index.release()
 
 
 def jumping(free: Tensor, rng: Generator) -> Tensor:
@@ -316,12 +340,13 @@ RECIPES: dict[str, IndexedRecipe] = {
     name: IndexedRecipe(
         name=name,
         blockwise=blockwise,
-        chosen=chosen,
-        optimisation=Optimisation(steps=2925, learning_rate=3e-3, restart=8 / 9, restart_rate=0.25),
+        optimisation=Optimisation(steps=2925, learning_rate=2e-3, restart=8 / 9, restart_rate=0.25),
         closing=1 / 9,
+        closing_blocks=(8, 31),
+        places=8,
         **PASSKEYS,
     )
-    for name, blockwise, chosen in (("indexed-cpu", False, 128), ("indexed-blocks-cpu", True, 192))
+    for name, blockwise in (("indexed-cpu", False), ("indexed-blocks-cpu", True))
 }
 
 
@@ -339,7 +364,7 @@ def _of_recipe(recipe: IndexedRecipe) -> Training:
 INDEXED = Training(
     kinds.INDEXED,
     TokenIndexConfig,
-    DeepseekV32ForCausalLM,
+    Dots3NoteForCausalLM,
     train,
     MemoryTrainer,
     _IndexedNeedleTrainer,
