@@ -158,7 +158,8 @@ def _singular(x: Tensor) -> Tensor:
     gram = gram / trace[:, None, None]
     for _ in range(POWER - 1):
         gram = gram @ gram
-    return (trace.sqrt() * gram.norm(dim=(1, 2)) ** (1 / 2**POWER)).float()
+    largest: Tensor = trace.sqrt() * gram.norm(dim=(1, 2)) ** (1 / 2**POWER)
+    return largest.float()
 
 
 def main() -> None:
