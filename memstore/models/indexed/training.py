@@ -269,7 +269,8 @@ class WatchedBlocks(WatchedIndex):
         scores = torch.einsum("bshd,btd->bsht", *queries, keys)
         scores = scores if later is None else scores.masked_fill(later, NEVER)
         size = self._indexer.block_size
-        return F.pad(scores, (0, -scores.shape[-1] % size), value=NEVER).unflatten(-1, (-1, size)).amax(-1)
+        best: Tensor = F.pad(scores, (0, -scores.shape[-1] % size), value=NEVER).unflatten(-1, (-1, size)).amax(-1)
+        return best
 
 
 class _IndexedNeedleTrainer(AnswerTrainer):
