@@ -43,7 +43,8 @@ class Phrases:
                 "needles consist of digits, but this tokenizer has no separate token for each digit: use another "
                 "tokenizer"
             )
-        self._digits = [ids[0] for ids in digits]
+        self.digits = [ids[0] for ids in digits]
+        """The tokens of 0 to 9."""
 
     def __call__(self, text: str) -> list[int]:
         """Return the ids of ``text``."""
@@ -54,7 +55,7 @@ class Phrases:
     def numbers(self, rng: random.Random, count: int, digits: int) -> list[list[int]]:
         """Draw ``count`` different numbers of ``digits`` digits."""
         chosen = rng.sample(range(10**digits), count)
-        return [[self._digits[int(digit)] for digit in f"{number:0{digits}}"] for number in chosen]
+        return [[self.digits[int(digit)] for digit in f"{number:0{digits}}"] for number in chosen]
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ class _VariedPhrases(Phrases):
     def numbers(self, rng: random.Random, count: int, digits: int = 0) -> list[list[int]]:  # noqa: ARG002
         found: list[list[int]] = []
         while len(found) < count:
-            pool = rng.sample(self._digits, rng.randint(3, 5)) if rng.random() < self.few else self._digits
+            pool = rng.sample(self.digits, rng.randint(3, 5)) if rng.random() < self.few else self.digits
             length = rng.randint(*self.bounds)
             number = rng.sample(pool, min(length, len(pool))) if self.distinct else rng.choices(pool, k=length)
             if number not in found:
@@ -205,7 +205,7 @@ class NeedleRows(Dataset[Any]):
 
     def _digits(self, text: Tokens) -> int:
         """Return how many tokens are digits: text with many is the hardest to tell from numbers that are asked for."""
-        return int(np.isin(text, self._phrases._digits).sum())
+        return int(np.isin(text, self._phrases.digits).sum())
 
     def _rows(self, blocks: int) -> int:
         """Return how many rows of ``blocks`` blocks, plus one for the answer, fit into a step."""

@@ -1,4 +1,4 @@
-"""The choice by index scores is that of a loop over keys, in one order for all back ends, slices and shards."""
+"""The choice by index scores is that of a loop over keys, in one order for all back ends and slices."""
 
 from __future__ import annotations
 

@@ -127,13 +127,13 @@ def test_a_long_text_has_to_be_passed_over(blockwise: bool) -> None:
 
     alone, _ = seen()
     beside, crowd = seen(watched=torch.tensor([40, 97]), free=torch.arange(10, 30), crowd=1000.0)
-    more, _ = seen(crowd=10_000.0, bank=index.bank)
+    more, _ = seen(crowd=10_000.0, bank=index.latest)
     change = (beside - alone).detach().reshape(100, -1)
     assert change.any(1).nonzero().flatten().tolist() == [40, 97]
     (gradient,) = torch.autograd.grad(beside.sum(), crowd)
     assert bool((gradient > 0).all())  # the larger its scores, the larger the divergence
     assert bool((more - beside).flatten(0, 1)[[40, 97]].sum() > 0)
-    assert len(index.bank) == 40
+    assert len(index.latest) == 40
 
 
 def test_positions_jump_beside_needles_alone() -> None:
@@ -168,5 +168,8 @@ def test_a_model_is_trained_resumed_and_loaded_by_transformers(
     stopped_at(13, again, tmp_path / "cut")
     assert again()["resumed_from_step"] == 10
     assert same_weights(tmp_path / "whole", tmp_path / "cut")
+    lighter = replace(RUNTIME, gradient_checkpointing=True)
+    train_recipe(recipe, tmp_path / "lighter", runtime=lighter)
+    assert same_weights(tmp_path / "whole", tmp_path / "lighter")
     more = replace(recipe, optimisation=Optimisation(steps=1))
     assert train_recipe(more, tmp_path / "more", init=tmp_path / "whole", runtime=RUNTIME)["steps"] == 1

@@ -14,6 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from memstore.errors import InvalidArgument
 from memstore.eval.needles import prose_text
 from memstore.eval.pairs import align
+from memstore.eval.tasks import Phrases
 from memstore.models.drt import DRTConfig, DRTForCausalLM
 from memstore.models.drt.training import DRT, RECIPES, Bank, grown
 from memstore.train import Recipe, corpora, train_recipe
@@ -62,6 +63,20 @@ def test_what_is_asked_is_in_the_row_and_the_answer_begins_behind_the_first_toke
             assert len({run.start // BLOCK for run in runs}) == 1
             for run in runs:
                 check(str(tokenizer.decode(ids[: run.start])), str(tokenizer.decode(ids[run.start : run.stop])))
+
+
+def test_hard_rows_have_the_places_of_a_text_with_the_most_digits(tokenizer: PreTrainedTokenizerBase) -> None:
+    recipe = replace(RECIPES["passkey-cpu"], near_misses=0.0, nonsense=0.0)
+
+    def digits(places: int, number: int) -> float:
+        text = " ".join("value 123456 789 next" if place % 2 else "words of a plain sentence" for place in range(5000))
+        texts = list(corpora.encoded([prose_text()[:60_000] + text], tokenizer))
+        batch = NeedleRows(replace(recipe, places=places), tokenizer, texts, BLOCK, 100, 0)[number]
+        free = batch["input_ids"][batch["free"]]
+        return float(torch.isin(free, torch.tensor(Phrases(tokenizer).digits)).float().mean())
+
+    assert digits(8, 10) == digits(1, 10)  # not hard yet
+    assert digits(8, 95) > digits(1, 95) + 0.05
 
 
 @pytest.mark.parametrize("progress", [0, 45, 99])

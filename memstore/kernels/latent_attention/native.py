@@ -13,8 +13,6 @@ KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LARGEST = 4096
 """Most numbers of a row: some arrays are on the stack."""
 LANES = lanes()
-WIDTHS = (4, 8, 16) if LANES == 16 else (LANES,)
-"""Heads in a vector: only AVX-512 spreads several numbers over a vector quickly."""
 COLUMNS = 64
 """Value numbers are padded to a multiple of this."""
 QUERIES = 1 << 20
@@ -45,7 +43,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     (count, heads, dim), groups, size = q.shape, keys.shape[1], values.shape[2]
     keys, values = (x if x.stride(2) == 1 else x.contiguous() for x in (keys, values))
-    width = next((each for each in WIDTHS if each >= heads // groups), LANES)
+    widths = (4, 8) if LANES == 16 else ()  # heads in a vector: AVX-512 alone spreads several numbers over one quickly
+    width = next((each for each in widths if each >= heads // groups), LANES)
     share = LANES // width
     more = -(heads // groups) % width  # heads that pad the last vector
     packed = F.pad((q.float() * scale).view(count, groups, -1, dim), (0, -dim % share, 0, more))

@@ -137,8 +137,8 @@ class WatchedIndex(ABC):
         """Number of tokens of the long text."""
         self.watched = self.free = torch.empty(0, dtype=torch.int64)
         """Queries of the batch, over all rows, that see the long text, and the batch's tokens that are like it."""
-        self.bank = torch.empty(0)
-        """Keys of such tokens of earlier steps, ``[n, D]``."""
+        self.bank = self.latest = torch.empty(0)
+        """Keys of such tokens of earlier steps, ``[n, D]``, and those with this step's: the bank of the next one."""
         self._scores = self._chosen = self._crowd = torch.empty(0)
         indexer.forward = self._forward
 
@@ -167,12 +167,12 @@ class WatchedIndex(ABC):
             crowd = keys.flatten(0, 1)[self.free]
             crowd = torch.cat([crowd, self.bank.to(crowd)])
             scores = self._score([each.flatten(0, 1)[self.watched][None] for each in queries], crowd[None])
-            self._crowd = scores[0].logsumexp(-1) + math.log(self.crowd / len(crowd))
-            self.bank = crowd[:BANK].detach()
+            self._crowd = scores[0].float().logsumexp(-1) + math.log(self.crowd / len(crowd))
+            self.latest = crowd[:BANK].detach()  # not yet the bank: a checkpointed layer runs again
 
     def _kl(self, target: Tensor) -> Tensor:
         """Return the divergence of the scores from ``target [B, S, ..., T]``, for each query."""
-        logs = self._scores.masked_fill(~self._chosen, NEVER)
+        logs = self._scores.float().masked_fill(~self._chosen, NEVER)
         total = logs.logsumexp(-1)
         if len(self.watched):
             flat = total.flatten(0, 1)
@@ -291,7 +291,7 @@ class _IndexedNeedleTrainer(AnswerTrainer):
         watched, free = (each.flatten().nonzero().squeeze(1) for each in (asked, inputs["free"]))
         for index in self._indexes.values():
             index.all, index.watched, index.free = self.progress < self._recipe.sparse_from, watched, free
-            index.crowd = CROWD ** (0.5 + 0.5 * self.progress)
+            index.crowd, index.bank = CROWD ** (0.5 + 0.5 * self.progress), index.latest
         out = model(
             input_ids=inputs["input_ids"],
             # Without a mask, transformers takes jumping positions for several texts that do not see each other.
@@ -313,12 +313,12 @@ class _IndexedNeedleTrainer(AnswerTrainer):
         return loss + self._recipe.index_weight * self._divergence
 
     def keep(self, checkpoint: Path) -> None:
-        banks = {str(layer): index.bank for layer, index in self._indexes.items()}
+        banks = {str(layer): index.latest for layer, index in self._indexes.items()}
         save_file(banks, checkpoint / f"bank-{self.args.process_index}.safetensors")
 
     def resume(self, checkpoint: Path) -> None:
         for layer, bank in load_file(checkpoint / f"bank-{self.args.process_index}.safetensors").items():
-            self._indexes[int(layer)].bank = bank.to(self.args.device)
+            self._indexes[int(layer)].latest = bank.to(self.args.device)
 
     def finish(self) -> None:
         for index in self._indexes.values():
