@@ -34,8 +34,10 @@ def quantised(weights: Tensor) -> tuple[bytes, Tensor]:
 
 def small_model() -> BertModel:
     torch.manual_seed(0)
-    config = BertConfig(**dict(zip(SIZES, (*HEADER, 1e-12), strict=True)), attn_implementation="eager")
-    return BertModel(config, add_pooling_layer=False).eval()
+    sizes: dict[str, Any] = dict(zip(SIZES, (*HEADER, 1e-12), strict=True))
+    model: BertModel = BertModel(BertConfig(**sizes), add_pooling_layer=False).eval()
+    model.set_attn_implementation("eager")
+    return model
 
 
 def small_file(folder: Path) -> BertModel:
