@@ -21,6 +21,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -101,15 +102,10 @@ def _made(
     if dtype is None and (found := _complete(base, of)) is not None:
         return found
     chosen = dtype or usual()
-
-    def write(folder: Path, _: _GgufFile | Source) -> None:
-        if is_complete(base, of) and (base / WEIGHTS).exists():  # rounding needs neither the file nor the network
-            _round(base, folder, chosen)
-        else:
-            make(folder, chosen)
-
+    if is_complete(base, of) and (base / WEIGHTS).exists():  # rounding needs neither the file nor the network
+        make = partial(_round, base)
     try:
-        return cached(_folders(base)[chosen], of, write)
+        return cached(_folders(base)[chosen], of, lambda folder, _: make(folder, chosen))
     except MemstoreError:
         if not is_complete(base, of):
             raise
@@ -135,7 +131,7 @@ def _round(whole: Path, folder: Path, dtype: str) -> None:
         weights = _Weights(folder / WEIGHTS, {name: tuple(kept.get_slice(name).get_shape()) for name in names}, dtype)
         for name in names:
             weights[name] = kept.get_tensor(name)
-    weights.flush()
+    weights.file.flush()
     shutil.copytree(whole, folder, ignore=shutil.ignore_patterns(WEIGHTS), dirs_exist_ok=True)
     config = json.loads((folder / "config.json").read_text("utf-8"))
     (folder / "config.json").write_text(json.dumps({**config, "dtype": dtype}, indent=2), "utf-8")
@@ -171,7 +167,7 @@ def convert(gguf: Path, folder: Path, dtype: str = "float32") -> None:
             raise UnsupportedModel(
                 f"{gguf} lacks {len(missing):,} weights of its model, such as {missing[0]}: use a complete file"
             )
-        weights.flush()
+        weights.file.flush()  # the folder is taken for whole from then on
         model.config.update({"dtype": dtype, "architectures": [type(model).__name__]})
         for each in (model.config, model.generation_config, tokenizer):
             each.save_pretrained(folder)
@@ -220,8 +216,8 @@ class _Weights(dict[str, Any]):
         with path.open("w+b", buffering=0) as file:
             file.write(len(text).to_bytes(8, "little") + text)
             os.posix_fallocate(file.fileno(), 0, file.tell() + end)  # a map of a full disk would end the process
-            self._mapped = mmap.mmap(file.fileno(), 0)
-            data = torch.frombuffer(self._mapped, dtype=torch.uint8, offset=file.tell())
+            self.file = mmap.mmap(file.fileno(), 0)
+            data = torch.frombuffer(self.file, dtype=torch.uint8, offset=file.tell())
         places = {name: slice(*about["data_offsets"]) for name, about in header.items() if "shape" in about}
         super().__init__({name: data[at].view(self.dtype).view(header[name]["shape"]) for name, at in places.items()})
         self.missing = set(self)
@@ -232,11 +228,7 @@ class _Weights(dict[str, Any]):
 
     def __setitem__(self, name: str, value: Any) -> None:
         self.place(name, value.shape).copy_(value)
-        self._mapped.madvise(mmap.MADV_DONTNEED)  # the system keeps what was written; the process need not
-
-    def flush(self) -> None:
-        """Wait until all is on disk: the folder is taken for whole from then on."""
-        self._mapped.flush()
+        self.file.madvise(mmap.MADV_DONTNEED)  # the system keeps what was written; the process need not
 
     def place(self, name: str, shape: Iterable[int]) -> Any:
         """Return the weight. Raises ``ValueError`` if it has another shape."""

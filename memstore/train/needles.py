@@ -203,10 +203,6 @@ class NeedleRows(Dataset[Any]):
         ids, answer, free = (torch.from_numpy(np.stack(part)) for part in zip(*rows, strict=True))
         return {"input_ids": ids.long(), "answer": answer, "free": free}
 
-    def _digits(self, text: Tokens) -> int:
-        """Return how many tokens are digits: text with many is the hardest to tell from numbers that are asked for."""
-        return int(np.isin(text, self._phrases.digits).sum())
-
     def _rows(self, blocks: int) -> int:
         """Return how many rows of ``blocks`` blocks, plus one for the answer, fit into a step."""
         return max(1, self._recipe.tokens // ((blocks + 1) * self._tokens_per_block))
@@ -267,7 +263,8 @@ class NeedleRows(Dataset[Any]):
             return self._distractions.nonsense(rng, count)
         corpus = plain.choice(self._texts)
         places = [plain.randrange(len(corpus) - count) for _ in range(self._recipe.places if hard else 1)]
-        text: Tokens = max((corpus[start : start + count] for start in places), key=self._digits).copy()
+        texts = (corpus[start : start + count] for start in places)
+        text: Tokens = max(texts, key=lambda text: np.isin(text, self._phrases.digits).sum()).copy()
         if hard and plain.random() < self._recipe.near_misses:
             for _ in range(plain.randint(1, 2)):
                 miss = self._distractions.near_miss(plain)

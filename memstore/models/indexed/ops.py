@@ -47,16 +47,10 @@ def choose(
     count = len(keys) if isinstance(keys, Tensor) else sum(map(len, keys))
     seen = torch.full((len(queries),), count, device=queries.device) if limit is None else limit
     units = -(-count // unit)
-    found = index_scores.choose(
+    ids, scores = index_scores.choose(
         queries, weights, keys, scale=scale, limit=seen, k=max(1, min(k, units)), relu=mode == "relu_sum", block=unit
     )
-    return _ascending(*found)
-
-
-def _ascending(ids: Tensor, scores: Tensor) -> Chosen:
-    """Return the choice in the order of the keys, with unused places last."""
-    last = torch.iinfo(ids.dtype).max
-    order = ids.masked_fill(ids < 0, last).argsort(1)
+    order = ids.masked_fill(ids < 0, torch.iinfo(ids.dtype).max).argsort(1)  # unused places last
     return Chosen(ids.gather(1, order), scores.gather(1, order))
 
 

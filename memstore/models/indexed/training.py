@@ -67,7 +67,8 @@ TOKENS: dict[str, Mapping[str, Any]] = {
 }  # fmt: skip
 BLOCKS: dict[str, Mapping[str, Any]] = {
     "tiny": {
-        **_SIZES, "num_hidden_layers": 3, "dense_intermediate_size": 160, "num_key_value_heads": 2, "head_dim": 32,
+        **_SIZES, "num_hidden_layers": 3, "layer_types": ["minimax_m3_sparse"] * 3,
+        "dense_intermediate_size": 160, "num_key_value_heads": 2, "head_dim": 32,
         "rotary_dim": 16, "index_n_heads": 2, "index_head_dim": 32, "index_block_size": 32, "index_topk_blocks": 3,
         "num_local_experts": 1, "num_experts_per_tok": 1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
@@ -75,34 +76,30 @@ BLOCKS: dict[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-class TokenIndexConfig(Dots3NoteTextConfig):
-    """The configuration of a dots3 (its text part) without experts: windows, and one layer whose index chooses tokens.
-
-    The index is that of DeepSeek-V3.2.
-    """
+class _Preset:
+    """A configuration of a recipe's small sizes, without experts."""
 
     tokens_per_block: ClassVar[int] = 32
-    """The block size of a row of needles; the model itself has no blocks."""
+    """The block size of a row of needles; a model whose index chooses tokens has no blocks."""
+    presets: ClassVar[dict[str, Mapping[str, Any]]]
 
     @classmethod
-    def preset(cls, name: str, **changes: Any) -> TokenIndexConfig:
+    def preset(cls, name: str, **changes: Any) -> Any:
         """Return ``tiny``: a CPU trains it in minutes."""
-        sizes = preset(TOKENS, name, changes)
-        return cls(mlp_layer_types=["dense"] * sizes["num_hidden_layers"], **sizes)
+        sizes = preset(cls.presets, name, changes)
+        return cls(mlp_layer_types=["dense"] * sizes["num_hidden_layers"], **sizes)  # type: ignore[call-arg]
 
 
-class BlockIndexConfig(MiniMaxM3VLTextConfig):
-    """The configuration of a MiniMax-M3 (its text part) without experts, whose index chooses blocks."""
+class TokenIndexConfig(_Preset, Dots3NoteTextConfig):
+    """dots3 (its text part): layers with windows, and one whose index, that of DeepSeek-V3.2, chooses tokens."""
 
-    tokens_per_block: ClassVar[int] = 32
-    """The block size of a row of needles."""
+    presets = TOKENS
 
-    @classmethod
-    def preset(cls, name: str, **changes: Any) -> BlockIndexConfig:
-        """Return ``tiny``: a CPU trains it in minutes."""
-        sizes = preset(BLOCKS, name, changes)
-        layers = sizes["num_hidden_layers"]
-        return cls(mlp_layer_types=["dense"] * layers, layer_types=["minimax_m3_sparse"] * layers, **sizes)
+
+class BlockIndexConfig(_Preset, MiniMaxM3VLTextConfig):
+    """MiniMax-M3 (its text part), whose index chooses blocks."""
+
+    presets = BLOCKS
 
 
 @dataclass(frozen=True, kw_only=True)
