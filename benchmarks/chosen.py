@@ -15,7 +15,7 @@ import argparse
 import datetime
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -150,17 +150,21 @@ def _table(rows: int, dim: int, dtype: str) -> Tensor:
     return torch.randn(rows, dim).to(getattr(torch, dtype))
 
 
-def _row(name: str, ours: Callable[[], object], written_down: Callable[[], object], read: Tensor) -> dict[str, object]:
-    """``read`` is as large as what has to be read at least."""
-    target = torch.empty_like(read)
-    calls: list[Callable[[], object]] = [ours, written_down, lambda: target.copy_(read)]
+def medians(calls: Sequence[Callable[[], object]], repeats: int) -> list[float]:
+    """Return the median milliseconds of processor time of each of ``calls``, which are made by turns."""
     times: list[list[float]] = [[] for _ in calls]
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         for call, found in zip(calls, times, strict=True):
             begun = time.process_time_ns()
             call()
             found.append((time.process_time_ns() - begun) / 1e6)
-    ms, other, copy = (median(found) for found in times)
+    return [median(found) for found in times]
+
+
+def _row(name: str, ours: Callable[[], object], written_down: Callable[[], object], read: Tensor) -> dict[str, object]:
+    """``read`` is as large as what has to be read at least."""
+    target = torch.empty_like(read)
+    ms, other, copy = medians([ours, written_down, lambda: target.copy_(read)], REPEATS)
     return {
         "name": name, "ms": round(ms, 3), "written_down_ms": round(other, 3), "ratio": round(other / ms, 2),
         "gb_per_s": round(read.nbytes / ms / 1e6, 2), "of_copy": round(copy / ms, 3),

@@ -19,16 +19,15 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from benchmarks.chosen import medians
 from memstore.kernels import native as compiler
 from memstore.kernels.index_scores import choose, native
 from memstore.resources import hardware
@@ -205,13 +204,7 @@ def _row(
         lambda: [scan.scores(packed, *some) for some in zip(scaled.split(4), weights.split(4), strict=True)],
         lambda: scan.choose(packed, queries, weights, scale, k),
     )
-    times: list[list[float]] = [[] for _ in calls]
-    for _ in range(repeats):
-        for each, spent in zip(calls, times, strict=True):
-            begun = time.process_time_ns()
-            each()
-            spent.append((time.process_time_ns() - begun) / 1e6)
-    exact, first, both = (median(spent) for spent in times)
+    exact, first, both = medians(calls, repeats)
     return {
         "name": name, "vectors": VECTORS, "keys": len(keys), "k": k, "exact_ms": round(exact, 3),
         "first_ms": round(first, 3), "both_ms": round(both, 3), "times_as_fast": round(exact / both, 2),
