@@ -276,7 +276,18 @@ class MemorySpec:
 
 def _differences(ours: Any, theirs: Any) -> list[str]:
     pairs = ((each.name, getattr(ours, each.name), getattr(theirs, each.name)) for each in fields(ours))
-    return [f"{name}: {here} here, {there} in the memory" for name, here, there in pairs if here != there]
+    return [
+        f"{name}: {_of_both(here, there)} here, {_of_both(there, here)} in the memory"
+        for name, here, there in pairs
+        if here != there
+    ]
+
+
+def _of_both(here: Any, there: Any) -> str:
+    """Return ``here``, or if the two are texts that differ only in options, its options that differ."""
+    ours, theirs = str(here).split(), str(there).split()
+    other = [word for word in ours if word not in theirs]
+    return " ".join(other) if other and all("=" in word for word in {*ours} ^ {*theirs}) else str(here)
 
 
 def _check_shapes(what: str, shapes: Iterable[tuple[int, ...]]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,8 @@ PIECE = 1 << 26
 FACTORS = 0x9E3779B97F4A7C15 - 2**64, 0xC2B2AE3D27D4EB4F - 2**64
 """Odd numbers, as signed numbers of 64 bits: a product with them loses no information."""
 
+BESIDE = re.compile("dropout|_token_id$|initializer|aux_loss|^use_cache$|^output_|^tie_word_embeddings$")
+"""Options that change no states."""
 SAMPLE = 16
 """Numbers of each weight that are checked before each prompt."""
 
@@ -51,6 +54,22 @@ def fingerprint_of(
         layout=layout,
         dtype=str(model.dtype).removeprefix("torch."),
         block_size=block_size,
+    )
+
+
+def options_of(config: Any) -> str:
+    """Return the options of a transformers configuration that states may depend on: ``name=value``, sorted.
+
+    Long values are shortened to their digests. Options that every configuration has, and those of training, are left
+    out.
+    """
+    from transformers import PreTrainedConfig
+
+    usual = PreTrainedConfig().to_dict()
+    values = {name: value for name, value in config.to_dict().items() if name not in usual and not BESIDE.search(name)}
+    texts = {name: json.dumps(values[name], sort_keys=True, separators=(",", ":")) for name in sorted(values)}
+    return " ".join(
+        f"{name}={text if len(text) < 80 else xxhash.xxh3_64_hexdigest(text.encode())}" for name, text in texts.items()
     )
 
 

@@ -155,6 +155,19 @@ def test_half_precision_differs_by_what_eager_attention_rounds_in_between(monkey
     assert difference() < usual / 10
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+def test_ties_are_broken_as_by_a_model_that_has_one_answer(heads: int) -> None:
+    """Qwen4-Exp chooses for each query alone, so equal scores come out the same however a text is cut."""
+    model, ids = tiny("qwen4_exp_text", indexer_n_heads=heads), text(LENGTH)[None]
+    whole = logits(model, ids)
+    close(in_pieces(model, ids, 40), whole)
+    with memstore.attach(model, "ram:", document="text", block_size=16) as reader:
+        for stored in (0, 60, 150):
+            if stored:
+                reader.read(ids[0, :stored])
+            close(in_pieces(model, ids[:, stored:], 23), whole[:, stored:])
+
+
 def test_ties_are_broken_alike_however_a_text_is_cut() -> None:
     """With few index heads scores are exactly zero for tokens that no head likes, and the model itself wavers."""
     model, ids = tiny("deepseek_v32", index_n_heads=2), text(LENGTH)[None]

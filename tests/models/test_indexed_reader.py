@@ -16,9 +16,10 @@ import memstore
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, UnsupportedModel
 from memstore.models.indexed import IndexedReader, family_of
 from memstore.models.indexed.family import load
+from memstore.readers.fingerprint import options_of
 from memstore.readers.kinds import INDEXED, STOCK, kind_in, kind_of
 from memstore.testing.readers import ReaderTests
-from tests.models.indexed import logits, text, tiny
+from tests.models.indexed import CONFIGS, logits, text, tiny
 
 
 class TestIndexedReader(ReaderTests):
@@ -73,10 +74,52 @@ def test_a_checkpoint_without_its_index_is_refused(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "whole")
     whole, ids = load(tmp_path / "whole").eval(), text(20)[None]
     torch.testing.assert_close(logits(whole, ids), logits(model, ids))
-    state = {name: weight for name, weight in model.state_dict().items() if "layers.1.self_attn.indexer" not in name}
-    model.save_pretrained(tmp_path / "part", state_dict=state)
-    with pytest.raises(DamagedError, match=r"lacks 5 weights of its index, such as model\.layers\.1\.self_attn"):
-        load(tmp_path / "part")
+    for left_out, message in (
+        ("layers.1.self_attn.indexer", r"lacks 5 weights of the model, such as model\.layers\.1\.self_attn\.indexer"),
+        ("layers.2.self_attn.kv_b_proj", r"lacks 1 weights of the model, such as .*layers\.2\.self_attn\.kv_b_proj"),
+    ):
+        state = {name: weight for name, weight in model.state_dict().items() if left_out not in name}
+        model.save_pretrained(tmp_path / left_out, state_dict=state)
+        with pytest.raises(DamagedError, match=message):
+            load(tmp_path / left_out)
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a_saved_and_loaded_model_knows_its_memory(tmp_path: Path, family: str) -> None:
+    model = tiny(family)
+    model.save_pretrained(tmp_path)
+    there = family_of(load(tmp_path)).config
+    assert options_of(there) == options_of(family_of(model).config)
+    if ropes := getattr(there, "rope_parameters", None):
+        there.rope_parameters = dict(reversed(ropes.items()))  # dots3 makes them in the order of a set
+    assert options_of(there) == options_of(family_of(model).config)
+
+
+@pytest.mark.parametrize(
+    ("family", "option"),
+    [
+        ("minimax_m3_vl_text", {"index_local_blocks": 2}),
+        ("minimax_m3_vl_text", {"swiglu_limit": 3.0}),
+        ("dots3_note_text", {"rms_norm_eps": 1e-3}),
+        ("glm5_next", {"linear_lower_bound": -3.0}),
+        ("deepseek_v4", {"routed_scaling_factor": 2.0}),
+        ("deepseek_v32", {"num_experts_per_tok": 1}),
+    ],
+)
+def test_a_memory_of_a_model_with_other_options_is_refused(family: str, option: dict[str, Any]) -> None:
+    (name, value) = next(iter(option.items()))
+    with memstore.open("ram:", spec=IndexedReader(tiny(family), "ram:").spec()) as memory:
+        with pytest.raises(ForeignMemory, match=f"architecture: {name}={value} here, {name}=[^ ]+ in the memory"):
+            memstore.attach(tiny(family, **option), memory).open()
+        memstore.attach(tiny(family, use_cache=False), memory).open()
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_rotations_that_change_for_stored_tokens_are_refused(kind: str) -> None:
+    rope = {"rope_type": kind, "rope_theta": 1e4, "factor": 2.0, "original_max_position_embeddings": 64}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8} if kind == "longrope" else {}
+    with pytest.raises(UnsupportedModel, match=f"rotations of type {kind} change for all tokens"):
+        memstore.attach(tiny("deepseek_v32", rope_parameters=rope), "ram:")
 
 
 def _filled(model: Any) -> Any:

@@ -294,7 +294,15 @@ class IndexedCall:
         run = 1 if layer.pooled else unit
         limit = places + 1 if run > 1 else (places + 1) // unit
         keys = own.keys.view if layer.pooled else torch.cat([own.keys.view, own.tail])
-        return choose(ask, weights, [stored.keys.view, keys], layer.index_scale, limit, layer.top, layer.mode, run)
+        chosen = choose(ask, weights, [stored.keys.view, keys], layer.index_scale, limit, layer.top, layer.mode, run)
+        if layer.by_query:
+            tied = (limit > layer.top) & (chosen.scores == 0).any(1)
+            for at in tied.nonzero().flatten().tolist():
+                seen = torch.cat([stored.keys.view, keys])[: limit[at]]
+                scores = (ask[at].float() @ seen.float().T).T.relu().sum(-1) * layer.index_scale
+                chosen.ids[at] = scores.topk(layer.top).indices.sort().values
+                chosen.scores[at] = scores[chosen.ids[at]]
+        return chosen
 
     def _rows(self, layer: IndexedLayer, source: int, row: int, tokens: Tensor) -> Tensor:
         """Return stored and local rows ``[n, row_width]`` of ``tokens [n]``, ascending."""

@@ -12,6 +12,7 @@ attached, the module's ``forward`` is ours. ``states`` makes queries, rows and i
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -110,6 +111,9 @@ class IndexedLayer(ABC):
     """Units that are always chosen, and count in ``top``: the query's own and those before it. None: the index alone
     decides, except that tokens of an incomplete unit are also seen (``tail``)."""
     tail: bool = True
+    by_query: bool = False
+    """Whether the model applies ``topk`` to each query's visible units alone. Then it always chooses the same of equal
+    scores, and so do we."""
     window: int = 0
     raw_width: int = 0
     """Numbers of each token from which ``compress`` makes the entry of its unit; 0 if there are no entries. They are
@@ -159,19 +163,10 @@ class IndexedLayer(ABC):
         """Whether it attends to chosen tokens, by its index or another layer's."""
         return bool(self.top) or self.takes is not None
 
-    @property
-    def facts(self) -> str:
-        """The description of the layer in the fingerprint of a memory."""
-        sees = f"top {self.top}" if self.key_width else f"as {self.takes}" if self.takes is not None else self.sees
-        rows = self.row_width if self.source is None else f"of {self.source}"
-        return f"{rows}+{self.key_width} {sees} of {self.unit}"
-
 
 class IndexedFamily(ABC):
-    """A family of models: its layers, and the options on which their states depend."""
+    """A family of models: its layers."""
 
-    shaping: tuple[str, ...] = ()
-    """Options that states and choices depend on, but that do not show in the shapes of weights."""
     linear: bool = False
     """Whether other layers continue from a state of the whole text."""
 
@@ -182,6 +177,12 @@ class IndexedFamily(ABC):
         self.config: Any = self.decoder.config
         if len({weight.device for weight in self.decoder.parameters()}) > 1:
             raise self.refused("its layers are on several devices: move the model to one device")
+        ropes = re.findall(r"'rope_type': '(dynamic|longrope)'", str(getattr(self.config, "rope_parameters", None)))
+        if ropes:
+            raise self.refused(
+                f"beyond some length, rotations of type {ropes[0]} change for all tokens, also for stored ones: use "
+                "type yarn, linear or default"
+            )
         self.layers = self.made()
         if not any(layer.key_width for layer in self.layers):
             raise self.refused("none of its layers has an index, so it would retrieve nothing")
@@ -204,9 +205,9 @@ def load(folder: str | Path, **options: Any) -> Any:
     kind: Any = AutoModelForCausalLM if known else AutoModelForImageTextToText
     model, told = kind.from_pretrained(folder, output_loading_info=True, **options)
     # transformers fills missing weights with random numbers, and a random index chooses at random.
-    if missing := sorted(name for name in told["missing_keys"] if ".indexer." in name or ".compressor." in name):
+    if missing := sorted(told["missing_keys"], key=lambda name: (".indexer." not in name, name)):
         raise DamagedError(
-            f"the checkpoint {folder} lacks {len(missing)} weights of its index, such as {missing[0]}: it was "
+            f"the checkpoint {folder} lacks {len(missing)} weights of the model, such as {missing[0]}: it was "
             "made without the index, or it is incomplete. Use a checkpoint that has them."
         )
     return model

@@ -1,7 +1,8 @@
 """Choosing by an index, by its kernel.
 
 **Ties.** Among keys with equal scores, the one at the smallest position comes first: in one piece, in slices, and when
-choosing part by part. Scores of the ReLU kind are exactly zero for keys that no head likes, so ties are common.
+choosing part by part. Scores of the ReLU kind are exactly zero for keys that no head likes, so ties are common. A model
+that always breaks them alike is followed instead (``IndexedLayer.by_query``).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from memstore.models.indexed.keys import DocumentKeys
 from memstore.readers.asking import Query
 from memstore.readers.attachment import Job, Place, evaluating
 from memstore.readers.caches import CACHE, cache_in
-from memstore.readers.fingerprint import WeightCheck, fingerprint_of
+from memstore.readers.fingerprint import WeightCheck, fingerprint_of, options_of
 from memstore.readers.kinds import INDEXED
 from memstore.readers.observer import Choices
 from memstore.readers.reader import Reader
@@ -177,14 +177,11 @@ class IndexedReader(Reader):
         size = size if self._block_size is None else self._block_size
         if size % whole:
             raise InvalidArgument(f"block_size must be a multiple of {whole}, the tokens of an entry, not {size}")
-        # States and choices also depend on these options, which do not show in the shapes of the weights.
-        shaping = ",".join(f"{name}={getattr(config, name, None)}" for name in self.family.shaping)
-        facts = ";".join(layer.facts for layer in self.family.layers)
         fingerprint = fingerprint_of(
             self.model,
             self.tokenizer,
-            architecture=f"{config.model_type}/{config.num_hidden_layers}x{config.hidden_size} {shaping} {facts}",
-            positions=f"as they are, {getattr(config, 'rope_parameters', None)}",
+            architecture=f"{config.model_type}/{config.num_hidden_layers}x{config.hidden_size} {options_of(config)}",
+            positions="as they are",
             layout="rows of single tokens, index keys",
             block_size=size,
         )

@@ -688,8 +688,13 @@ def _scaled_queries(model: PreTrainedModel, decoder: nn.Module, seen: list[_Prob
 def _describe_positions(config: Any, learned: bool) -> str:
     parameters = getattr(config, "rope_parameters", None)
     if parameters:
-        return f"rope {dict(sorted(parameters.items()))}"
+        return f"rope {_sorted(parameters)}"
     return "learned" if learned else "none"
+
+
+def _sorted(options: Any) -> Any:
+    """Sort options, also those of each layer type: transformers keeps them in the order in which they were given."""
+    return {name: _sorted(options[name]) for name in sorted(options)} if isinstance(options, dict) else options
 
 
 def _unsupported(model: nn.Module, reason: str) -> UnsupportedModel:

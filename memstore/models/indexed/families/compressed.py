@@ -130,7 +130,5 @@ def _overlapping(maker: Any, key: Tensor, gate: Tensor, unit: int, before: int) 
 class DeepseekV4(IndexedFamily):
     """Layers with a window alone, with chosen entries of 4 tokens, and with all entries of 128."""
 
-    shaping = ("index_topk", "rms_norm_eps", "layer_types", "compress_rates", "hc_mult", "hc_sinkhorn_iters")
-
     def made(self) -> list[IndexedLayer]:
         return [_EntryLayer(block.self_attn, number) for number, block in enumerate(self.decoder.layers)]

@@ -104,7 +104,6 @@ class _LatentLayer(IndexedLayer):
 class DeepseekV32(IndexedFamily):
     """Every layer chooses."""
 
-    shaping: tuple[str, ...] = ("index_topk", "rms_norm_eps")
     layer: type[_LatentLayer] = _LatentLayer
 
     def made(self) -> list[IndexedLayer]:
@@ -128,7 +127,6 @@ class _SharedLayer(_LatentLayer):
 class GlmMoeDsa(DeepseekV32):
     """Some layers use the choice of the one before."""
 
-    shaping = (*DeepseekV32.shaping, "indexer_types")
     layer = _SharedLayer
 
 
@@ -175,7 +173,6 @@ class _SinkLayer(_LatentLayer):
 class HYV4(DeepseekV32):
     """Layers share choices, with sinks in the softmax, and gates."""
 
-    shaping = (*DeepseekV32.shaping, "indexer_types", "hc_mult", "hc_magnitude", "hc_eps", "swiglu_limit")
     layer = _SinkLayer
 
 
@@ -217,7 +214,6 @@ class _DotsLayer(_LatentLayer):
 class Dots3Note(DeepseekV32):
     """Some layers choose; the others see a window."""
 
-    shaping = ("index_topk", "layer_types")
     layer = _DotsLayer
 
     def made(self) -> list[IndexedLayer]:
@@ -262,7 +258,6 @@ class _PoolLayer(_LatentLayer):
 class Glm5Next(DeepseekV32):
     """Linear layers, and between them layers that choose pools or use the choice of the one before."""
 
-    shaping = ("index_topk", "rms_norm_eps", "layer_types", "indexer_types", "index_kpool", "hc_mult")
     layer = _PoolLayer
     linear = True
 
@@ -306,7 +301,6 @@ class _ScaledLayer(_LatentLayer):
 class MistralLarge4(DeepseekV32):
     """Layers share choices and rows; some have no positions."""
 
-    shaping = ("index_topk", "rms_norm_eps", "indexer_types", "no_rope_layers", "kv_source_layers")
     layer = _ScaledLayer
 
     def made(self) -> list[IndexedLayer]:

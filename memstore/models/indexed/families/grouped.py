@@ -75,14 +75,14 @@ class _BlockLayer(_GroupedLayer):
 class MiniMaxM3(IndexedFamily):
     """Layers that choose blocks, and layers that see everything."""
 
-    shaping = ("layer_types", "rotary_dim", "rms_norm_eps")
-
     def made(self) -> list[IndexedLayer]:
         return [_BlockLayer(block.self_attn, number) for number, block in enumerate(self.decoder.layers)]
 
 
 class _RunLayer(_GroupedLayer):
     """An index that chooses runs of tokens by the mean of their keys; one choice serves all heads."""
+
+    by_query = True
 
     def __init__(self, module: Any, index: int, rotary: Any) -> None:
         super().__init__(module, index, module.k_proj.out_features // module.head_dim)
@@ -118,7 +118,6 @@ class _RunLayer(_GroupedLayer):
 class Qwen4Exp(IndexedFamily):
     """Linear layers, and between them layers that choose runs of tokens."""
 
-    shaping = ("layer_types", "rms_norm_eps", "indexer_compress_ratio", "hc_count", "ple_layer_ids")
     linear = True
 
     def made(self) -> list[IndexedLayer]:
