@@ -505,6 +505,11 @@ class Attachment(ABC):
         return 0.0
 
     @property
+    def numbers_per_pair(self) -> float:
+        """Multiplications for a token and one before it, if an index or attention looks at all tokens."""
+        return 0.0
+
+    @property
     def _vocabulary(self) -> int:
         return int(self.model.config.vocab_size)
 

@@ -112,10 +112,13 @@ def kind_named(name: str) -> Kind:
     return kind_in(source) if Path(source).is_dir() else STOCK
 
 
-def load_model(name: str, dtype: str = "auto", *, device: str = "cpu") -> LoadedModel:
-    """Load the model called ``name``, of any kind, in evaluation mode, with its tokenizer."""
+def load_model(name: str, dtype: str = "auto", *, device: str = "cpu", weights: bool = True) -> LoadedModel:
+    """Load the model called ``name``, of any kind, in evaluation mode, with its tokenizer.
+
+    Without ``weights``, most models with their own index are only described, on the device ``meta``.
+    """
     with _uncollected():
-        return _load(name, dtype, device)
+        return _load(name, dtype, device, weights)
 
 
 # Collecting garbage among a million objects that stay takes a fifth of the time of loading, and nearly as much at any
@@ -142,7 +145,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _load(name: str, dtype: str, device: str) -> LoadedModel:
+def _load(name: str, dtype: str, device: str, weights: bool) -> LoadedModel:
     check_device(device)
     precision = resolve_dtype(dtype, device=device)
     transformers = import_libraries()
@@ -156,6 +159,10 @@ def _load(name: str, dtype: str, device: str) -> LoadedModel:
     with _loading(name), quiet_transformers():
         if kind.loader.startswith("transformers:"):
             model = _stock(transformers, source, precision)
+        elif kind is kinds.INDEXED and not weights:
+            return _named(
+                LoadedModel(kind.load(source, dtype=precision, weights=False).eval(), load_tokenizer(name)), name
+            )
         else:  # this branch checks what it has loaded
             model = kind.load(source, dtype=precision, trust_remote_code=False)
     return _named(LoadedModel(model.eval().to(device), load_tokenizer(name)), name)

@@ -238,6 +238,10 @@ def check_fit(memory: str, spec: MemorySpec | None, *, block_size: int | None, c
         raise InvalidArgument(f"memory {memory} has the codec {spec.codec}: leave --codec out, or name a new memory")
 
 
+SIDE = 1024
+"""Rows and columns of a matrix that is multiplied to learn how fast the machine is."""
+
+
 class Cost(NamedTuple):
     """Rough cost of reading the new tokens."""
 
@@ -248,14 +252,26 @@ class Cost(NamedTuple):
     seconds: float
 
 
-def check_room(memory: str, reader: Reader, spec: MemorySpec, new: int, known: Contents | None, *, tell: bool) -> Cost:
-    """Print the cost of reading ``new`` tokens. Raises ``StoreFull`` if they do not fit beside ``known``."""
+def check_room(
+    memory: str,
+    reader: Reader,
+    spec: MemorySpec,
+    tokens: Sequence[tuple[int, int]],
+    known: Contents | None,
+    *,
+    tell: bool,
+) -> Cost:
+    """Print the cost of reading documents. Raises ``StoreFull`` if they do not fit beside ``known``.
+
+    ``tokens``: how many each document has, and how many of them are stored.
+    """
+    new = sum(all_ - there for all_, there in tokens)
     codecs = (spec.codec, "int8", "int4") if reader.kind.takes("codec") else (spec.codec,)
     sizes = {codec: int(new * _bytes_per_token(spec, codec)) for codec in dict.fromkeys(codecs)}
     size, others = sizes[spec.codec], {codec: size for codec, size in sizes.items() if codec != spec.codec}
     instead = ", ".join(f"{codec} {_amount(bytes_)}" for codec, bytes_ in others.items())
     index = int(new * reader.index_bytes_per_token)
-    cost = Cost(new, size, index, round(new * _seconds_per_token(reader), 1))
+    cost = Cost(new, size, index, round(_seconds(reader, tokens), 1))
     if tell and new >= TOLD:
         minutes = cost.seconds / 60
         about = "less than a minute" if minutes < 1 else f"about {minutes:,.0f} min"
@@ -293,19 +309,21 @@ def _bytes_per_token(spec: MemorySpec, codec: str) -> float:
     return numbers * BYTES.get(codec, 4 if spec.dtype == "float32" else 2) + beside
 
 
-def _seconds_per_token(reader: Reader) -> float:
-    """Estimate the seconds per token: its largest weight is multiplied once, and the others cost as much per number."""
-    weights = [each for name, each in reader.model.named_parameters() if each.dim() == 2 and "embed" not in name]
-    largest = max(weights, key=torch.Tensor.numel)
-    tokens = torch.ones(256, largest.shape[1], dtype=largest.dtype, device=largest.device)
+def _seconds(reader: Reader, tokens: Sequence[tuple[int, int]]) -> float:
+    """Estimate the seconds of reading: a matrix is multiplied, and everything costs as much for each number."""
+    weights = [each for name, each in reader.model.named_parameters() if each.dim() in (2, 3) and "embed" not in name]
+    active = getattr(reader.model.config.get_text_config(), "num_experts_per_tok", None) or 1
+    of_all = sum(each.numel() if each.dim() == 2 else each[0].numel() * active for each in weights)
+    device = "cpu" if weights[0].is_meta else weights[0].device
+    some, like = (torch.ones(rows, SIDE, dtype=weights[0].dtype, device=device) for rows in (256, SIDE))
     spent = []
     with torch.inference_mode():
         for _ in range(3):
             begun = time.perf_counter()
-            tokens @ largest.T
+            some @ like.T
             spent.append(time.perf_counter() - begun)
-    of_all: float = sum(map(torch.Tensor.numel, weights)) / largest.numel()
-    return min(spent) * of_all / len(tokens) * 1.3  # attention, and writing beside it
+    numbers = sum((all_ - there) * (of_all + reader.numbers_per_pair * (all_ + there) / 2) for all_, there in tokens)
+    return min(spent) * numbers / like.numel() / len(some) * 1.3  # attention, and writing beside it
 
 
 def _amount(size: int) -> str:

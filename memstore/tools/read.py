@@ -163,7 +163,8 @@ def read(options: Options) -> Report:
         if not loaded:  # a watch keeps its model, whatever the memory calls it by then
             with waiting(f"loading {name}", show=not options.json):
                 use_threads(options.threads)
-                loaded.append(load_model(name, dtype, device=options.device))
+                weights = not options.cost or Path(options.memory).exists()
+                loaded.append(load_model(name, dtype, device=options.device, weights=weights))
         return loaded[0]
 
     def once() -> tuple[ReadPlan, Done]:
@@ -279,8 +280,8 @@ def read_into(reader: Reader, source: str) -> Done:
     known, alone = Contents.of(reader.memory), not Path(source).is_dir()
     plan = plan_of(list(find([source])), known, None, encoding=None, alone=alone)
     texts = [(each, encode(reader.tokenizer, each.content)) for each in plan.read]
-    new = sum(len(ids) - reader.stored_tokens(ids, each.document) for each, ids in texts)
-    check_room(reader.memory.url, reader, reader.memory.spec, new, known, tell=True)
+    sizes = [(len(ids), reader.stored_tokens(ids, each.document)) for each, ids in texts]
+    check_room(reader.memory.url, reader, reader.memory.spec, sizes, known, tell=True)
     done = _read_each(reader, texts, {}, {}, plan, lambda _: None, many=True)
     bad = [f"not read: {each['error']}" for each in plan.bad]
     if bad and not done:
@@ -310,8 +311,10 @@ def _read_all(
     how: dict[str, Any] = {"top_k": options.top_k, "index": options.index, "router": options.router, **made}
     reader = attached(loaded, options.memory, document=plan.read[0].document, **how)
     if known is None:  # before it is made: an empty memory would block another codec
-        new = sum(len(ids) for _, ids in texts)
-        cost = check_room(options.memory, reader, reader.spec(), new, None, tell=not options.json and not options.cost)
+        sizes = [(len(ids), 0) for _, ids in texts]
+        cost = check_room(
+            options.memory, reader, reader.spec(), sizes, None, tell=not options.json and not options.cost
+        )
         if options.cost:
             return [cost._asdict()]
     with reader:
@@ -321,7 +324,8 @@ def _read_all(
         new = sum(len(ids) - there[each.document] for each, ids in texts)
         if known is not None:
             quiet = options.json or options.cost
-            cost = check_room(options.memory, reader, reader.memory.spec, new, known, tell=not quiet)
+            sizes = [(len(ids), there[each.document]) for each, ids in texts]
+            cost = check_room(options.memory, reader, reader.memory.spec, sizes, known, tell=not quiet)
             if options.cost:
                 return [cost._asdict()]
         by_many: dict[str, ReadResult] = {}

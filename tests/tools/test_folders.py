@@ -6,6 +6,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -376,7 +377,9 @@ def test_a_file_that_was_renamed_costs_what_is_new_of_it_and_keeps_what_was_note
 ) -> None:
     text = NOTES["trips/ferry.txt"]
     asked: list[int] = []
-    monkeypatch.setattr(verb, "check_room", lambda _, __, ___, new, *____, **_____: asked.append(new))
+    monkeypatch.setattr(
+            verb, "check_room", lambda _, __, ___, sizes, *____, **_____: asked.extend(all_ - old for all_, old in sizes)
+        )
     assert cli("read", notes / "trips/ferry.txt", memory_path, "--meta", "year=1912").code == 0
     (notes / "trips/ferry.txt").rename(notes / "trips/boat.txt")
     done = cli("read", notes, memory_path, "--prune", "--json")
@@ -455,6 +458,32 @@ def test_what_reading_costs_is_said_without_reading(cli: Cli, tmp_path: Path, mo
     assert cli(*read, "--cost", "--json").json["tokens"] == 1300
     assert cli(*read, "--json").json["new_tokens"] == 1300
     assert cli(*read, "--cost", "--watch").code == 2
+
+
+def test_the_cost_of_a_model_with_its_own_index_needs_no_weights(cli: Cli, tmp_path: Path) -> None:
+    """Its scan grows with the square of the text. (Seconds are measured, so the factor is checked loosely.)"""
+    described = shutil.copytree(Path(memstore.__file__).parent / "models/shipped/indexed-passkey", tmp_path / "model")
+    (described / "model.safetensors").unlink()
+    costs = []
+    for size in (20_000, 2_000_000):
+        (tmp_path / "long.txt").write_text("A text. " * (size // 8))
+        read = (
+            "read",
+            tmp_path / "long.txt",
+            tmp_path / "m",
+            "--model",
+            described,
+            "--cost",
+            "--json",
+            "--dtype",
+            "bfloat16",
+        )
+        costs.append(cli(*read).json)
+    few, many = costs
+    assert many["disk_bytes"] > 99 * few["disk_bytes"]
+    assert many["index_bytes"] == many["tokens"] * 48 * 2  # bfloat16
+    assert many["seconds"] > 300 * few["seconds"]
+    assert not (tmp_path / "m").exists()
 
 
 def test_many_short_files_tell_how_far_the_whole_is(cli: Cli, tmp_path: Path, model_folder: Path) -> None:

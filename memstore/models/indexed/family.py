@@ -196,13 +196,20 @@ class IndexedFamily(ABC):
         return unsupported(self._model, why)
 
 
-def load(folder: str | Path, **options: Any) -> Any:
-    """Load the model in ``folder``, also if it reads more than text. Raises the errors of transformers."""
+def load(folder: str | Path, *, weights: bool = True, **options: Any) -> Any:
+    """Load the model in ``folder``, also if it reads more than text. Raises the errors of transformers.
+
+    Without ``weights`` it is on the device ``meta``, unless it has linear layers, whose states only a pass shows.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     known = type(config) in AutoModelForCausalLM._model_mapping
     kind: Any = AutoModelForCausalLM if known else AutoModelForImageTextToText
+    family = FAMILIES.get(config.model_type)
+    if family and not weights and not resolve_name(family).linear:
+        with torch.device("meta"):
+            return kind.from_config(config, dtype=options.get("dtype"))
     model, told = kind.from_pretrained(folder, output_loading_info=True, **options)
     # transformers fills missing weights with random numbers, and a random index chooses at random.
     if missing := sorted(told["missing_keys"], key=lambda name: (".indexer." not in name, name)):

@@ -211,6 +211,17 @@ class IndexedReader(Reader):
         numbers = sum(each.index_dim / (each.unit if each.pooled else 1) for each in layers)
         return float(numbers * self.model.dtype.itemsize)
 
+    @property
+    def numbers_per_pair(self) -> float:
+        """See ``Attachment``: products of index keys, and of rows where a layer sees everything."""
+        config = self.family.config
+        heads = getattr(config, "index_n_heads", None) or getattr(config, "indexer_n_heads", 1)
+        numbers = sum(
+            heads * each.index_dim / (each.unit if each.pooled else 1) for each in self.slots.indexed.values()
+        )
+        dense = [each for each in self.family.layers if each.sees == "all"]
+        return float(numbers + sum(_heads(each.module) * each.row_width for each in dense))
+
     def _begin(self) -> None:
         if self.share is not None:
             raise InvalidArgument(f"a {self.kind.name} searches in one process only: leave process_group out")
