@@ -181,7 +181,7 @@ def reachable(name: str, needs: dict[str, set[str]]) -> set[str]:
 
 
 def files_of(call: Callable[[], object]) -> set[str]:
-    """Files of the package with a function that ``call`` runs, in any thread; not those that are only imported."""
+    """Files of the package with a function that ``call`` runs, in any thread; not those that only import."""
     found = set[str]()
 
     def entered(frame: FrameType, event: str, _: Any) -> None:
@@ -196,7 +196,7 @@ def files_of(call: Callable[[], object]) -> set[str]:
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
-    return found
+    return found - {str(PACKAGE / "lazy.py")}
 
 
 def rooms(files: set[str]) -> list[str]:
