@@ -80,11 +80,12 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     for dim in options.dims:
         for n in options.sizes:
             generator = torch.Generator().manual_seed(0)
-            keys, asked = (torch.randn(count, dim, generator=generator) for count in (n, max(options.batches)))
+            keys, asked = (torch.randn(count, dim, generator=generator) for count in (n, max(64, *options.batches)))
             index, flat = open_index("exact", key_heads=1, key_dim=dim, keys_per_block=1), faiss.IndexFlatIP(dim)
             flat.add(keys.numpy())
             for start in range(0, n, STEP):
                 index.add(torch.arange(start, min(start + STEP, n)), keys[start : start + STEP, None, None])
+            index.search(asked[None], K)  # after so many queries its keys have codes
             for batch in options.batches:
                 ms = by_turns(sides(index, keys, flat, asked[:batch]), min(31, max(4, PRODUCTS // (n * dim * batch))))
                 times = {f"times_{side}": round(ms[side] / ms["exact"], 2) for side in ("product", "faiss_flat")}

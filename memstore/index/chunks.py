@@ -17,6 +17,7 @@ from memstore.index.contract import allows
 from memstore.index.files import Content
 from memstore.index.sieve import LARGEST_TURNED_DIM, Codes, Frame, group_rows, usable
 from memstore.kernels.best_codes import BYTE, hold, numbers
+from memstore.kernels.search_blocks import KeyChunk, KeyChunks
 
 PLACES = 1 << 32
 FIRST_CHUNK_KEYS = 4096
@@ -25,6 +26,8 @@ LARGEST_CHUNK_BYTES = 1 << 28
 """Limit for the keys of a chunk on a GPU, if larger: every chunk takes the same launches, however large it is."""
 GATHERED_NUMBERS = 1 << 18
 """Key numbers gathered at a time, to stay in the processor's cache."""
+CODED_AFTER = 64
+"""Queries after which new keys get codes: to encode a key takes as long as some hundred queries take to read it."""
 SHARED = 4
 """Queries for each block of a chunk above which its keys are multiplied in place."""
 GATHERED_QUERIES = 1 << 10
@@ -129,6 +132,11 @@ class Chunk:
         self.used += ids.numel()
         self.count += ids.numel()
 
+    def of_head(self, head: int, number: int, wanted: Tensor | None) -> KeyChunk:
+        """Return the keys of a head, for searches in C; ``number`` is that of this chunk."""
+        codes = None if self.codes is None else self.codes.of_head(head)
+        return KeyChunk(self.keys[head, : self.used], self.ids, wanted, number * PLACES, codes)
+
     def holds(self, ids: Tensor) -> Tensor:
         """Return which of the ascending ``ids [n]`` are in this chunk."""
         return self._find(ids)[1]
@@ -208,6 +216,12 @@ class Chunks:
         self.next_number = 0
         self.largest_id = -1
         self._frame: Frame | None = None
+        self._whole: KeyChunks | None = None
+        """What ``in_c`` returns for all blocks; None: to be made."""
+        self._asked = 0
+        """Queries since keys got codes."""
+        self._uncoded = False
+        """Whether keys were added since."""
 
     def __len__(self) -> int:
         return sum(chunk.count for chunk in self.by_number.values())
@@ -235,6 +249,7 @@ class Chunks:
         Raises ``InvalidArgument`` for numbers that ``dtype`` cannot hold.
         """
         keys, start = keys if self.dtype.is_floating_point else hold(keys, self.dtype), 0
+        self._whole, self._uncoded = None, True
         while start < ids.numel():
             chunk = self._with_room()
             stop = min(start + chunk.room, ids.numel())
@@ -245,6 +260,7 @@ class Chunks:
 
     def remove(self, ids: Tensor) -> None:
         """Remove all blocks in the ascending ``ids [n]`` that exist."""
+        self._whole = None
         for number, chunk in list(self.by_number.items()):
             chunk.drop(ids)
             if not chunk.used:
@@ -266,6 +282,30 @@ class Chunks:
             for number, chunk in self.by_number.items()
             if number >= first
         }
+
+    def in_c(self, allowed: range | Tensor | None, queries: int) -> KeyChunks:
+        """Return the keys of ``allowed`` blocks for a search in C; they hold until a change.
+
+        Once enough ``queries`` were asked, keys without codes get them.
+        """
+        self._asked += queries
+        if self._uncoded and self._asked >= CODED_AFTER:
+            for chunk in self.by_number.values():
+                if chunk.codes is not None:
+                    chunk.codes.extend(chunk.keys, chunk.used)
+            self._asked, self._uncoded, self._whole = 0, False, None  # last: other threads search too
+        if self._whole is not None and self._all_allowed(allowed):
+            return self._whole
+        wanted, chunks = self.wanted(allowed), self.by_number.items()
+        codes = [chunk.codes for _, chunk in chunks if chunk.codes is not None]
+        heads, frames = [], []
+        for head in range(self.sizes[0]):
+            heads.append([chunk.of_head(head, number, wanted[number]) for number, chunk in chunks])
+            frames += [codes[0].frame.of_head(head, codes)] if codes else []
+        made = KeyChunks(heads, frames, len(self))
+        if self._all_allowed(allowed):
+            self._whole = made
+        return made
 
     def _all_allowed(self, allowed: range | Tensor | None) -> bool:
         if not isinstance(allowed, range) or allowed.step != 1 or not self.by_number:
@@ -389,7 +429,7 @@ class Chunks:
         """Replace the content by the result of ``tensors``, in one chunk, without a copy."""
         ids, keys = tensors["ids"], tensors["keys"]
         coded = {name.removeprefix("code_"): tensor for name, tensor in tensors.items() if name.startswith("code_")}
-        self.by_number, self._frame = {}, None
+        self.by_number, self._frame, self._whole, self._uncoded = {}, None, None, True
         if ids.numel():
             codes = Codes.of(self.sizes[1], coded) if coded and self.coded else None
             self._frame = None if codes is None else codes.frame
@@ -416,6 +456,7 @@ class Chunks:
                 # One frame for all chunks: any frame is correct, and the first chunk is a good sample of this model's
                 # keys. A better frame would only reduce the scoring.
                 self._frame = Frame.of(last.keys[:, : last.used].flatten(1, 2))
+                last.codes = Codes(last.ids.numel(), self.sizes, self._frame)
             last = Chunk(max(1, keys // keys_per_block), self.sizes, self.dtype, self.device, self._frame)
             self.by_number[self.next_number] = last
             self.next_number += 1

@@ -215,10 +215,11 @@ def check_numbers(name: str, numbers: Tensor) -> None:
         raise InvalidArgument(f"{name} must lie within {LARGEST:g}; these reach {most:g}, and their products overflow.")
 
 
-def check_queries(queries: Tensor, key_heads: int, key_dim: int, *, wait: bool = True) -> None:
+def check_queries(queries: Tensor, key_heads: int, key_dim: int, *, wait: bool = True, numbers: bool = True) -> None:
     """Check that ``queries`` are floating point ``[H, T, D]``, H a multiple of the key heads, within ``LARGEST``.
 
-    Without ``wait`` the numbers are only checked on a CPU, where no device must be waited for.
+    Without ``wait`` the numbers are only checked on a CPU, where no device must be waited for; never without
+    ``numbers``.
     """
     check_tensor("Queries", queries)
     if queries.dim() != 3 or not queries.is_floating_point() or queries.shape[2] != key_dim:
@@ -229,7 +230,7 @@ def check_queries(queries: Tensor, key_heads: int, key_dim: int, *, wait: bool =
         raise InvalidArgument(
             f"queries have {queries.shape[0]} heads; expected a multiple of the index's {key_heads} key heads."
         )
-    if wait or queries.device.type == "cpu":
+    if numbers and (wait or queries.device.type == "cpu"):
         check_numbers("queries", queries)
 
 

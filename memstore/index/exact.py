@@ -1,14 +1,14 @@
 """Exact search: the true top k. The default index, and the oracle of all others.
 
-``ExactIndex.search`` chooses one of five ways. On a GPU a kernel scores and chooses in one go. On a CPU one pass in C
-does so, and if it is long, what it found is scored a second time. A search of many keys first reads them in 8 bits
-(``sieve.py``), which provably rules most of them out. It scores the rest in float32. All other searches walk over the
-keys in tiles whose scores stay in the processor's cache. Only a few scores are in memory at once.
+``ExactIndex.search`` chooses one of three ways. On a GPU a kernel scores and chooses in one go. On a CPU one pass in C
+does so. If there are many keys, it first reads them in 8 bits (``sieve.py``), which provably rules most of them out,
+and scores the rest in float32. Where C cannot be used, a search walks over the keys in tiles whose scores stay in the
+processor's cache. Only a few scores are in memory at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -17,12 +17,12 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.index import contract, files
-from memstore.index.chunks import GATHERED_NUMBERS, PLACES, Chunk, Chunks, Tile, held_as
+from memstore.index.chunks import PLACES, Chunk, Chunks, Tile, held_as
 from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
-from memstore.index.sieve import CodedGroups, QueryGroups, Sieve, group_rows
 from memstore.kernels._largest import filled, largest
 from memstore.kernels.best_codes import best_codes
-from memstore.kernels.search_blocks import KeyChunk, fastest, search_blocks, search_chunks
+from memstore.kernels.search_blocks import LARGEST_K, fastest, search_blocks
+from memstore.kernels.search_blocks.native import Settle
 
 TILE_KEYS = 8192
 TILE_QUERIES = 64
@@ -33,19 +33,15 @@ SCORES_ON_A_DEVICE = 1 << 28
 """Scores of one product on a GPU, which has no cache to respect and waits between products."""
 SCORES_AT_ONCE, TILE_KEYS_AT_ONCE = 1 << 18, 1 << 13
 """If all scores fit the first limit, they are made at once, from tiles with the second number of keys."""
-CODED_KEYS, CODED_KEYS_OF_FEW = 1 << 15, 1 << 17
-CODED_KEYS_BESIDE_C, CODED_KEYS_OF_FEW_BESIDE_C = 1 << 18, 1 << 19
-"""Keys from which reading codes first pays; more are needed for few queries, and where C can score all keys."""
-FEWEST_GROUPS = 64
+FEWEST_GROUPS = 16
 """Groups for each wanted block from which reading codes first pays."""
 PASSED_PRODUCTS = 1 << 23
-"""Products up to which C sums the final scores in its own order, else in that of PyTorch, as searches by codes do."""
+"""Products up to which C sums the final scores in its own order, else in that of PyTorch."""
 LARGEST_PLAIN_DIM = 256
 """Numbers of a key up to which PyTorch adds the products of one key one after the other."""
 
-Way = Literal["kernel", "pass", "scan", "codes", "tiles"]
-"""How to search: with a kernel on a GPU, in one pass in C, the same with a second scoring, by codes of 8 bits first, or
-tile by tile."""
+Way = Literal["kernel", "c", "tiles"]
+"""How to search: with a kernel on a GPU, in C, or tile by tile."""
 
 
 class ExactIndex(VectorIndex):
@@ -73,7 +69,8 @@ class ExactIndex(VectorIndex):
         self._refuse(settings)
         sizes = self.key_heads, self.keys_per_block, self.key_dim
         self._chunks = Chunks(sizes, self.dtype, self.device)
-        self._like_keys = torch.empty(0, self.key_dim, dtype=self.dtype, device=self.device)
+        like = torch.empty(0, self.key_dim, device=self.device)
+        self._fastest = fastest(like.float(), like.to(self.dtype), 1)
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -101,17 +98,15 @@ class ExactIndex(VectorIndex):
     def search(self, queries: Tensor, k: int, *, allowed: range | Tensor | None = None) -> SearchResult:
         contract.check_top_k(k)
         contract.check_allowed(allowed)
+        contract.check_queries(queries, self.key_heads, self.key_dim, numbers=False)
+        way = self._way(k)
+        if way == "c":
+            return self._search_in_c(queries, k, allowed)
         grouped = self._grouped(queries)
-        match self._way(grouped, k):
-            case "kernel":
-                heads = self._search_in_kernel(grouped, k, allowed)
-            case "pass":
-                heads = self._search_in_one_pass(grouped, k, allowed)
-            case "scan":
-                heads = self._search_and_settle(grouped, k, allowed)
-            case way:
-                scans = self._scans(allowed, k, coded=way == "codes")
-                heads = [self._search_head(scans, rows, head, k) for head, rows in enumerate(grouped)]
+        if way == "kernel":
+            return SearchResult.of_heads(self._search_in_kernel(grouped, k, allowed), queries)
+        scans = self._scans(allowed)
+        heads = [self._settle(self._search_rows(scans, rows, head, k), rows, head) for head, rows in enumerate(grouped)]
         return SearchResult.of_heads(heads, queries)
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -167,26 +162,14 @@ class ExactIndex(VectorIndex):
     def _take(self, tensors: Mapping[str, Tensor]) -> None:
         self._chunks.replace(tensors)
 
-    def _way(self, grouped: Tensor, k: int) -> Way:
-        """Return how to search for ``grouped [G, R, D]``."""
-        rows, keys = grouped.shape[1], len(self) * self.keys_per_block
+    def _way(self, k: int) -> Way:
+        """Return how to search."""
         if not self.dtype.is_floating_point:
             return "kernel" if self.device.type == "cuda" and self._chunks.ascending else "tiles"
-        match fastest(grouped, self._like_keys, k):
-            case "triton" if (
-                self._chunks.ascending
-            ):  # the kernel takes the first of equal blocks, which must have the smaller id
-                return "kernel"
-            case "native" if rows * keys * self.key_dim <= PASSED_PRODUCTS:
-                return "pass"
-            case "native":
-                return "codes" if self._codes_pay(rows, beside_c=True) else "scan"
-        return "codes" if self._codes_pay(rows) else "tiles"
-
-    def _codes_pay(self, queries: int, *, beside_c: bool = False) -> bool:
-        """Return whether there are enough keys for reading their codes first to pay, beside products in C or others."""
-        least = (CODED_KEYS_OF_FEW, CODED_KEYS) if not beside_c else (CODED_KEYS_OF_FEW_BESIDE_C, CODED_KEYS_BESIDE_C)
-        return self._chunks.coded and len(self) * self.keys_per_block >= least[queries > FEW_QUERIES]
+        if self._fastest == "native" and k <= LARGEST_K:
+            return "c"
+        # The kernel takes the first of equal blocks, which must have the smaller id.
+        return "kernel" if self._fastest == "triton" and self._chunks.ascending else "tiles"
 
     def _search_in_kernel(self, grouped: Tensor, k: int, allowed: range | Tensor | None) -> list[SearchResult]:
         """Search all heads and queries at once, one chunk after the other."""
@@ -201,72 +184,48 @@ class ExactIndex(VectorIndex):
         heads = zip(*(x.unflatten(0, grouped.shape[:2]) for x in best), strict=True)
         return [self._settle(BestBlocks(*of_head), grouped[head], head) for head, of_head in enumerate(heads)]
 
-    def _search_in_one_pass(self, grouped: Tensor, k: int, allowed: range | Tensor | None) -> list[SearchResult]:
-        """Search with ``kernels/search_blocks/native.c``, in float32, so the results need no second scoring."""
-        parts = self._parts(allowed)
-        return [SearchResult(*search_chunks(parts(head), rows, k)) for head, rows in enumerate(grouped)]
+    def _search_in_c(self, queries: Tensor, k: int, allowed: range | Tensor | None) -> SearchResult:
+        """Search with ``kernels/search_blocks/native.c``, for ``queries [H, T, D]``."""
+        here = queries if queries.is_cpu else queries.cpu()
+        numbers = here.numel() // self.key_heads
+        keys = self._chunks.in_c(allowed, numbers // self.key_dim)
+        products = numbers * keys.blocks * self.keys_per_block
+        ordered = self.keys_per_block == 1 and self.key_dim <= LARGEST_PLAIN_DIM
+        settle: Settle = "vectors" if products <= PASSED_PRODUCTS else "in order" if ordered else "no"
+        coded = keys.groups >= FEWEST_GROUPS * k
+        found = keys.search(here, k, settle=settle, coded=coded, largest=contract.LARGEST)
+        if found is None:
+            contract.check_numbers("queries", queries)
+            raise AssertionError("C refused numbers that are right")
+        if settle == "no":
+            grouped = self._grouped(here)
+            heads = (BestBlocks(*each) for each in zip(*(x.view(*grouped.shape[:2], k) for x in found), strict=True))
+            settled = [self._settle(best, grouped[head], head) for head, best in enumerate(heads)]
+            return SearchResult.of_heads(settled, queries)
+        return SearchResult(*(found if queries.is_cpu else (part.to(queries.device) for part in found)))
 
-    def _search_and_settle(self, grouped: Tensor, k: int, allowed: range | Tensor | None) -> list[SearchResult]:
-        """Search in the same way, with the scores that ``_settle`` gives."""
-        parts = self._parts(allowed)
-        heads = []
-        for head, rows in enumerate(grouped):
-            if self.keys_per_block == 1 and self.key_dim <= LARGEST_PLAIN_DIM:
-                heads.append(SearchResult(*search_chunks(parts(head), rows, k, settle="in order")))
-                continue
-            found = BestBlocks(*search_chunks(parts(head), rows, k, settle="no"))
-            heads.append(self._settle(found, rows, head))
-        return heads
-
-    def _parts(self, allowed: range | Tensor | None) -> Callable[[int], list[KeyChunk]]:
-        """Return what gives the ``allowed`` part of a head's keys."""
-        wanted = self._chunks.wanted(allowed)
-        return lambda head: [
-            KeyChunk(chunk.keys[head, : chunk.used], chunk.ids, wanted[number], number * PLACES)
-            for number, chunk in self._chunks.by_number.items()
-        ]
-
-    def _scans(self, allowed: range | Tensor | None, k: int, start: int = 0, *, coded: bool) -> list[_Scan]:
-        """Return what to read from place ``start`` on; ``coded``: codes first, if enough groups are whole."""
+    def _scans(self, allowed: range | Tensor | None, start: int = 0) -> list[_Scan]:
+        """Return what to read from place ``start`` on."""
         first, row = divmod(start, PLACES)
         scans = []
         for number, wanted in self._chunks.wanted(allowed, first).items():
             chunk = self._chunks.by_number[number]
-            if number == first and row:
-                wanted = chunk.wanted(allowed) if wanted is None else wanted
-                wanted[:row] = False
-            scans.append(_Scan.of(number, chunk, wanted, coded=coded))
-        if coded and sum(scan.whole_groups for scan in scans) < FEWEST_GROUPS * k:
-            return self._scans(allowed, k, start, coded=False)
+            rows = torch.arange(chunk.used, device=self.device) if wanted is None else wanted.nonzero().squeeze(1)
+            scans.append(_Scan(number, chunk, rows[rows >= row] if number == first and row else rows))
         return scans
 
-    def _search_head(self, scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> SearchResult:
-        return self._settle(self._search_rows(scans, queries, head, k), queries, head)
-
     def _search_rows(self, scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> BestBlocks:
-        bests = [self._search_tile(scans, part, head, k) for part in torch.split(queries, TILE_QUERIES)]
+        """Return the best blocks, for so few queries at a time that a tile's scores stay in the cache."""
+        parts = torch.split(queries, TILE_QUERIES)
+        bests = [self._scan_rows(scans, part, head, _nothing(len(part), k, self.device)) for part in parts]
         return BestBlocks(*(torch.cat(tensors) for tensors in zip(*bests, strict=True)))
-
-    def _search_tile(self, scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> BestBlocks:
-        """Return the best blocks for ``queries [R, D]``, so few that a tile's scores stay in the cache."""
-        best = _nothing(len(queries), k, self.device)
-        coded = [scan for scan in scans if scan.groups is not None]
-        if coded and len(queries):
-            found, helped = _best_of_groups(coded, queries, head, k)
-            best = merge(best, found, k)
-            rest = (~helped).nonzero().squeeze(1)
-            if rest.numel():
-                plain = [scan._replace(groups=None, rows=scan.coded_rows()) for scan in coded]
-                found = self._scan_rows(plain, queries[rest], head, _nothing(len(rest), k, self.device))
-                best = BestBlocks(*(mine.index_copy(0, rest, new) for mine, new in zip(best, found, strict=True)))
-        return self._scan_rows(scans, queries, head, best)
 
     def _scan_rows(self, scans: Sequence[_Scan], queries: Tensor, head: int, best: BestBlocks) -> BestBlocks:
         k = best.scores.shape[1]
         if len(queries) * sum(scan.rows.numel() for scan in scans) <= SCORES_AT_ONCE:
             return self._choose_at_once(scans, queries, head, best)
         keys = TILE_KEYS if len(queries) > FEW_QUERIES else TILE_KEYS_OF_FEW
-        for number, chunk, _, rows in scans:
+        for number, chunk, rows in scans:
             for tile in chunk.tiles(max(1, keys // self.keys_per_block), rows):
                 scores = _block_scores(tile, queries, head)
                 # After the first tiles most queries have better blocks than a whole tile.
@@ -281,7 +240,7 @@ class ExactIndex(VectorIndex):
         """Make all scores first: choosing tile by tile would take longer than the scoring."""
         tiles = [
             (tile, number * PLACES)
-            for number, chunk, _, rows in scans
+            for number, chunk, rows in scans
             for tile in chunk.tiles(max(1, TILE_KEYS_AT_ONCE // self.keys_per_block), rows)
         ]
         if not tiles:
@@ -300,101 +259,12 @@ class ExactIndex(VectorIndex):
 
 
 class _Scan(NamedTuple):
-    """The part of one chunk that a search reads: some groups by their codes first, other rows directly."""
+    """The part of one chunk that a search reads."""
 
     number: int
     chunk: Chunk
-    groups: CodedGroups | None
-    """Groups whose codes are read first."""
     rows: Tensor
-    """``[n]``: rows that are scored directly."""
-
-    @classmethod
-    def of(cls, number: int, chunk: Chunk, wanted: Tensor | None, *, coded: bool) -> _Scan:
-        """Scan the rows ``wanted [used]`` bool, or all if None; ``coded``: read codes first."""
-        codes = chunk.codes if coded else None
-        if codes is not None:
-            codes.extend(chunk.keys, chunk.used)
-        count = 0 if codes is None else codes.groups * codes.rows_per_group
-        if wanted is None:
-            rows = torch.arange(count, chunk.used, device=chunk.ids.device)
-            return cls(number, chunk, CodedGroups(codes, None) if codes is not None and count else None, rows)
-        if codes is None or not count:
-            return cls(number, chunk, None, wanted.nonzero().squeeze(1))
-        # Groups with only some wanted blocks are scored directly: their best product may belong to another block.
-        whole = wanted[:count].view(codes.groups, -1).all(1)
-        wanted[:count].view(codes.groups, -1)[whole] = False
-        return cls(number, chunk, CodedGroups(codes, whole), wanted.nonzero().squeeze(1))
-
-    @property
-    def whole_groups(self) -> int:
-        """Groups whose codes are read first."""
-        if self.groups is None:
-            return 0
-        return self.groups.codes.groups if self.groups.whole is None else int(self.groups.whole.sum())
-
-    def coded_rows(self) -> Tensor:
-        """Rows that are represented only by codes."""
-        assert self.groups is not None
-        codes, whole = self.groups
-        groups = torch.arange(codes.groups) if whole is None else whole.nonzero().squeeze(1)
-        return (groups.unsqueeze(1) * codes.rows_per_group + torch.arange(codes.rows_per_group)).flatten()
-
-
-def _best_of_groups(scans: Sequence[_Scan], queries: Tensor, head: int, k: int) -> tuple[BestBlocks, Tensor]:
-    """Return the best blocks of coded groups, and for which queries ``[R]`` their codes were enough."""
-    sieve = Sieve([scan.groups for scan in scans if scan.groups is not None], queries, head)
-    first = sieve.best(k)
-    scores = _score_groups(scans, sieve, first, queries, head)
-    limit = scores.view(len(queries), -1).topk(k, dim=1).values[:, -1]
-    second, helped = sieve.left(limit, first)
-    pairs = QueryGroups(*(torch.cat(both) for both in zip(first, second, strict=True)))
-    scores = torch.cat((scores, _score_groups(scans, sieve, second, queries, head)))
-    pair, row = (scores >= limit[pairs.query].unsqueeze(1)).nonzero().unbind(1)
-    ids, places = _blocks_of_groups(scans, sieve, pairs.group[pair], row)
-    return _best_of_pairs(pairs.query[pair], scores[pair, row], ids, places, len(queries), k), helped
-
-
-def _score_groups(scans: Sequence[_Scan], sieve: Sieve, pairs: QueryGroups, queries: Tensor, head: int) -> Tensor:
-    """Return the scores ``[W, rows per group]`` of all blocks of the groups."""
-    keys_per_block, dim = scans[0].chunk.keys.shape[2:]
-    per_group = group_rows(keys_per_block)
-    numbers = per_group * keys_per_block * dim
-    scores = torch.empty(len(pairs.group), per_group)
-    part = torch.searchsorted(sieve.starts, pairs.group, right=True) - 1
-    for number, scan in enumerate(scans):
-        # index_select of whole groups copies memory; indexing with more dimensions copies number by number.
-        groups = scan.chunk.keys[head].flatten()[: scan.chunk.used // per_group * numbers].view(-1, numbers)
-        for here in (part == number).nonzero().squeeze(1).split(max(1, GATHERED_NUMBERS // numbers)):
-            keys = groups.index_select(0, pairs.group[here] - sieve.starts[number]).float()
-            products = keys.view(-1, numbers // dim, dim).bmm(queries[pairs.query[here]].unsqueeze(2))
-            scores[here] = products.view(-1, per_group, keys_per_block).amax(2)
-    return scores
-
-
-def _blocks_of_groups(scans: Sequence[_Scan], sieve: Sieve, group: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
-    """Return ids and places ``[V]`` of the blocks at ``row [V]`` of groups ``[V]``."""
-    ids, places = torch.empty_like(group), torch.empty_like(group)
-    part = torch.searchsorted(sieve.starts, group, right=True) - 1
-    rows = (group - sieve.starts[part]) * group_rows(scans[0].chunk.keys.shape[2]) + row
-    for number, scan in enumerate(scans):
-        here = (part == number).nonzero().squeeze(1)
-        ids[here] = scan.chunk.ids[rows[here]]
-        places[here] = rows[here] + scan.number * PLACES
-    return ids, places
-
-
-def _best_of_pairs(query: Tensor, scores: Tensor, ids: Tensor, places: Tensor, rows: int, k: int) -> BestBlocks:
-    """Return the ``k`` best of blocks ``[V]`` for each query; ``query [V]`` has the row of each block's query."""
-    by_query = query.argsort(stable=True)
-    counts = torch.bincount(query, minlength=rows)
-    row = query[by_query]
-    column = torch.arange(len(query)) - (counts.cumsum(0) - counts)[row]
-    shape = (rows, max(int(counts.max()), k))
-    table = BestBlocks(torch.full(shape, -torch.inf), torch.full(shape, -1), torch.full(shape, -1))
-    for whole, values in zip(table, (scores, ids, places), strict=True):
-        whole[row, column] = values[by_query]
-    return choose(*table, k)
+    """``[n]``"""
 
 
 class BestBlocks(NamedTuple):

@@ -24,7 +24,7 @@ from memstore.errors import InvalidArgument
 from memstore.index import contract, files
 from memstore.index.chunks import PLACES
 from memstore.index.contract import IndexCapabilities, SearchResult
-from memstore.index.exact import TILE_QUERIES, ExactIndex, choose, merge
+from memstore.index.exact import ExactIndex, choose, merge
 from memstore.index.rebuilt import BaseBlocks, Rebuild, library
 
 FEWEST_KEYS = 4096
@@ -106,7 +106,7 @@ class FaissIndex(ExactIndex):
         left = 0 if base is None else len(base) if filtered is None else int(filtered.sum())
         if base is None or left < FEWEST_WANTED * count:
             return super().search(queries, k, allowed=allowed)
-        scans = self._scans(allowed, k, self._covered, coded=self._codes_pay(TILE_QUERIES))
+        scans = self._scans(allowed, self._covered)
         heads = []
         for head, rows in enumerate(self._grouped(queries)):
             best = self._search_rows(scans, rows, head, k)

@@ -8,9 +8,9 @@ A second copy of the keys has 8 bits per number. Blocks are in groups of about 3
 
 so if a group's best product of codes is further below the k-th best score, it holds none of the best k.
 
-A search takes three steps. ``Sieve`` multiplies codes; ``best`` names a few most promising groups. After their blocks
-were scored in float32, ``left`` names the groups that can still hold better blocks. All other groups are proven to hold
-none, so the result is the true top k. If too many are left, as with many equal keys, the sieve did not help.
+A search (``kernels/search_blocks/native.c``) multiplies codes. It looks into a few most promising groups, then into all
+others that can still hold better blocks, and scores in float32 what can be among the best. All other groups are proven
+to hold none, so the result is the true top k. If too many are left, as with many equal keys, it reads all keys.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from memstore.kernels.best_products import LARGEST_DIM as LARGEST_CODED_DIM
-from memstore.kernels.best_products import best_products, fastest
+from memstore.kernels.best_products import backend_problem
+from memstore.kernels.search_blocks import KeyCodes, KeyFrame, lists_problem
 
 EXPONENT = 0.125
 """Directions are divided by this power of their variance. A power of 0.5 would make all equally long, and queries
@@ -38,12 +39,8 @@ GROUP_KEYS = 32
 LARGEST_CODE = 127
 CODED_AT_ONCE = 1 << 11
 """Groups coded at a time."""
-PASSED_OVER = 1 << 10
-"""Groups skipped together if none of them is wanted."""
-NEIGHBOURS = 32
-"""Groups represented by their best product, in a second step."""
-LARGEST_SHARE = 16
-"""At most one group in so many is worth scoring; beyond that a plain scan is as fast."""
+LARGEST_SHARE = 8
+"""At most one group in so many is worth looking into; beyond that reading all keys is as fast."""
 
 
 class Frame(NamedTuple):
@@ -94,9 +91,15 @@ class Frame(NamedTuple):
         turned = (apart.double() @ self.turn).float() if self.turn.numel() else apart
         return turned.view(keys.shape)
 
-    def queries(self, queries: Tensor, head: int) -> Tensor:
-        """Return ``queries [R, D]`` of a key head in this frame, float32."""
-        return (queries.double() @ self.back[head]).float() if self.back.numel() else queries
+    def of_head(self, head: int, codes: Sequence[Codes]) -> KeyFrame:
+        """Return what a search of these ``codes`` must know."""
+        reach = sum(
+            max((float(getattr(each, name)[head, : each.groups].max()) for each in codes if each.groups), default=0.0)
+            for name in ("longest", "lost")
+        )
+        apart = reach * float(self.stretch[head]) + float(self.centre[head].norm())
+        rows = codes[0].rows_per_group
+        return KeyFrame(self.centre[head], self.back[head], rows, LARGEST_SHARE, reach, apart)
 
 
 def _cosines(dim: int) -> Tensor:
@@ -138,6 +141,10 @@ class Codes:
         whole = {"values": self.values, "scales": self.scales, "lost": self.lost, "longest": self.longest}
         return {name: tensor[:, : self.groups] for name, tensor in whole.items()} | self.frame._asdict()
 
+    def of_head(self, head: int) -> KeyCodes:
+        """Return the codes of a key head."""
+        return KeyCodes(*(each[head, : self.groups] for each in (self.values, self.scales, self.lost, self.longest)))
+
     @property
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in (self.values, self.scales, self.lost, self.longest))
@@ -166,134 +173,13 @@ class Codes:
         self.groups = min(self.groups, used // self.rows_per_group)
 
 
-class _CodedQueries(NamedTuple):
-    """Some queries of one key head, ready for products with codes; lengths are in units of each query's scale."""
-
-    values: Tensor
-    """``[R, D]`` int8"""
-    scales: Tensor
-    """``[R]`` float32"""
-    lengths: Tensor
-    """``[R]`` float32: length of the query."""
-    lost: Tensor
-    """``[R]`` float32: length of the difference between query and code."""
-
-
 def group_rows(keys_per_block: int) -> int:
     """Return the number of blocks in a group."""
     return max(1, GROUP_KEYS // keys_per_block)
 
 
-def encode_queries(queries: Tensor) -> _CodedQueries:
-    """Encode ``queries [R, D]`` float32 with a scale for each, which cancels in every comparison."""
-    scales = queries.abs().amax(1, keepdim=True).div_(LARGEST_CODE).clamp_(min=torch.finfo(torch.float32).tiny)
-    scaled = queries / scales
-    values = scaled.round().clamp_(-LARGEST_CODE, LARGEST_CODE)
-    lost = (scaled - values).norm(dim=1)
-    return _CodedQueries(values.to(torch.int8), scales.squeeze(1), scaled.norm(dim=1), lost)
-
-
 def usable(device: torch.device, dim: int) -> bool:
     """Return whether keys of ``dim`` numbers are compared faster in 8 bits."""
-    return device.type == "cpu" and 8 <= dim <= LARGEST_CODED_DIM and fastest(dim) != "reference"
-
-
-class CodedGroups(NamedTuple):
-    """The codes of a chunk, and the groups that a search reads."""
-
-    codes: Codes
-    whole: Tensor | None
-    """``[groups]`` bool: all blocks of the group exist and are allowed. None: so for every group."""
-
-
-class QueryGroups(NamedTuple):
-    """Pairs of a query and a group; the group's blocks are to be scored for the query."""
-
-    query: Tensor
-    """``[W]`` int64"""
-    group: Tensor
-    """``[W]`` int64, counted through all chunks"""
-
-
-class Sieve:
-    """Products of codes with ``queries [R, D]`` (float32) of key head ``head``, in units of each query's scale."""
-
-    def __init__(self, parts: Sequence[CodedGroups], queries: Tensor, head: int) -> None:
-        frame = parts[0].codes.frame
-        centre = frame.centre[head]
-        self._queries = encode_queries(frame.queries(queries, head))
-        self._apart = queries.double() @ centre.double()
-        self._lost, self._longest = (
-            _padded(torch.cat([getattr(part.codes, name)[head, : part.codes.groups] for part in parts]))
-            for name in ("lost", "longest")
-        )
-        self.starts = torch.tensor([0, *(part.codes.groups for part in parts)]).cumsum(0)
-        """Number of the first group of each part, and the total at the end."""
-        self._scores = _best_of_groups(parts, self._queries.values, head, int(self.starts[-1]))  # [n, R]
-        self._highest = self._scores.view(-1, NEIGHBOURS, len(queries)).amax(1)  # [n / NEIGHBOURS, R]
-        # The possible difference of sums in float32, here and in the scoring of the winners.
-        reach = float(self._longest.max()) + float(self._lost.max())
-        apart = reach * float(frame.stretch[head]) + float(centre.norm())
-        lengths = queries.norm(dim=1) / self._queries.scales * apart + self._queries.lengths * reach
-        self._rounding = lengths * (4 * (len(centre) + 8) * 2.0**-24)
-
-    def best(self, k: int) -> QueryGroups:
-        """Return the ``k`` most promising groups for each query, ordered by query. There must be at least ``k``."""
-        rows = self._scores.shape[1]
-        query = torch.arange(rows).unsqueeze(1)
-        places = self._highest.T.topk(min(k, len(self._highest)), dim=1, sorted=False).indices
-        groups = (places.unsqueeze(2) * NEIGHBOURS + torch.arange(NEIGHBOURS)).flatten(1)
-        columns = self._scores[groups, query].topk(k, dim=1, sorted=False).indices
-        return QueryGroups(query.expand(-1, k).flatten(), groups.gather(1, columns).flatten())
-
-    def left(self, limit: Tensor, but: QueryGroups) -> tuple[QueryGroups, Tensor]:
-        """Return groups that may hold a score of ``limit [R]`` or more, ordered by query, except those in ``but``.
-
-        Also return for which queries ``[R]`` the sieve helped; the others get no groups.
-        """
-        # The limit is a true score, so only the product of codes is in doubt. If the limit were also a product of
-        # codes, the doubts would add, and three times as many groups of a model's keys would be left.
-        self._scores[but.group, but.query] = -torch.inf
-        limit = ((limit - self._apart) / self._queries.scales - self._rounding).float()
-        lost, longest = (each.view(-1, NEIGHBOURS) for each in (self._lost, self._longest))
-        every = torch.arange(len(limit)).unsqueeze(1)
-        highest = self._highest.T + self._doubt(every, lost.amax(1), longest.amax(1))
-        query, place = (highest >= limit.unsqueeze(1)).nonzero().unbind(1)
-        highest = self._scores.view(-1, NEIGHBOURS, len(limit))[place, :, query]  # [V, NEIGHBOURS]
-        highest += self._doubt(query.unsqueeze(1), lost[place], longest[place])
-        row, column = (highest >= limit[query].unsqueeze(1)).nonzero().unbind(1)
-        query, group = query[row], place[row] * NEIGHBOURS + column
-        helped = torch.bincount(query, minlength=len(limit)) * LARGEST_SHARE <= len(self._scores)
-        kept = helped[query]
-        return QueryGroups(query[kept], group[kept]), helped
-
-    def _doubt(self, query: Tensor, lost: Tensor, longest: Tensor) -> Tensor:
-        """Bound the error of products of groups with these lengths; the shapes must broadcast."""
-        return (self._queries.lengths[query] * lost + self._queries.lost[query] * longest) * 1.0001
-
-
-def _best_of_groups(parts: Sequence[CodedGroups], queries: Tensor, head: int, total: int) -> Tensor:
-    """Return the best product of each group with ``queries [R, D]`` int8: ``[n, R]`` float32, -inf for none."""
-    scores = torch.empty(-(-total // NEIGHBOURS) * NEIGHBOURS, len(queries), dtype=torch.float32)
-    scores[total:] = -torch.inf
-    start = 0
-    for codes, whole in parts:
-        values, here = codes.values[head, : codes.groups], scores[start : start + codes.groups]
-        pieces = [slice(0, codes.groups)] if whole is None else _steps(whole[: codes.groups])
-        for piece in pieces:
-            best_products(values[piece], queries, out=here[piece])
-        here.mul_(codes.scales[head, : codes.groups].unsqueeze(1))
-        if whole is not None:
-            here.masked_fill_(~whole[: codes.groups].unsqueeze(1), -torch.inf)
-        start += codes.groups
-    return scores
-
-
-def _steps(whole: Tensor) -> list[slice]:
-    """Return slices of the groups ``whole [groups]`` that contain wanted groups."""
-    firsts = range(0, len(whole), PASSED_OVER)
-    return [slice(first, first + PASSED_OVER) for first in firsts if bool(whole[first : first + PASSED_OVER].any())]
-
-
-def _padded(values: Tensor) -> Tensor:
-    return torch.nn.functional.pad(values, (0, -len(values) % NEIGHBOURS))
+    if device.type != "cpu" or not 8 <= dim <= LARGEST_CODED_DIM:
+        return False
+    return backend_problem("native", dim) is None and lists_problem() is None

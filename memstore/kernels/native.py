@@ -124,6 +124,10 @@ class Library:
         result: int = getattr(self._functions, name)(*map(_argument, given))  # found once; [name] would look each time
         return result
 
+    def address(self, name: str) -> int:
+        """Return where a function begins."""
+        return ctypes.cast(getattr(self._functions, name), ctypes.c_void_p).value or 0
+
 
 def _argument(x: Any) -> Any:
     if isinstance(x, Tensor):

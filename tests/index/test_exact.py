@@ -13,6 +13,9 @@ from memstore import index as indexes
 from memstore.errors import InvalidArgument
 from memstore.index import ExactIndex, VectorIndex, chunks, exact, open_index
 from memstore.index.chunks import Chunk
+from memstore.kernels.best_products import native as products
+from memstore.kernels.native import Library, processor
+from memstore.kernels.search_blocks import native as passes
 from memstore.testing.indexes import IndexTests, assert_found, brute_force, small_integers
 
 
@@ -29,7 +32,7 @@ class TestExactBfloat16(IndexTests):
 class Fused(ExactIndex):
     """Searches as on a GPU, by one function for all heads and queries; here by its reference."""
 
-    def _way(self, grouped: Tensor, k: int) -> exact.Way:
+    def _way(self, k: int) -> exact.Way:
         return "kernel" if self._chunks.ascending else "tiles"
 
 
@@ -124,7 +127,6 @@ class TestExactInManySmallPieces(IndexTests):
         monkeypatch.setattr(chunks, "LARGEST_CHUNK_KEYS", 64)
         monkeypatch.setattr(exact, "TILE_KEYS", 12)
         monkeypatch.setattr(exact, "TILE_QUERIES", 3)
-        monkeypatch.setattr(exact, "GATHERED_NUMBERS", 50)
         monkeypatch.setattr(chunks, "GATHERED_NUMBERS", 50)
 
     def make(self, *, key_heads: int, key_dim: int, keys_per_block: int) -> VectorIndex:
@@ -132,14 +134,12 @@ class TestExactInManySmallPieces(IndexTests):
 
 
 class TestExactScoredTwice(TestExactInManySmallPieces):
-    """As among many keys: in C first, or by codes first."""
+    """As among many keys, whose scores are summed in order; by codes first, or not."""
 
     @pytest.fixture(autouse=True, params=["scan", "codes"])
     def many_keys(self, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(exact, "PASSED_PRODUCTS", 0)
-        if request.param == "codes":
-            monkeypatch.setattr(exact, "CODED_KEYS_BESIDE_C", 1)
-            monkeypatch.setattr(exact, "CODED_KEYS_OF_FEW_BESIDE_C", 1)
+        monkeypatch.setattr(exact, "FEWEST_GROUPS", 0 if request.param == "codes" else 1 << 30)
 
 
 blocks = st.integers(0, 40)
@@ -267,24 +267,58 @@ def test_other_packages_bring_indexes_by_entry_point(monkeypatch: pytest.MonkeyP
         open_index("other", key_heads=1, key_dim=4, keys_per_block=1)
 
 
-@pytest.mark.parametrize("queries", [1, 9])
-def test_few_keys_are_scored_without_a_look_at_codes(queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(params=["AVX2", "all vectors"])
+def built(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Searches in C with the widest vectors of this processor, and as on one with AVX2 alone."""
+    if not {"avx2", "fma"} <= processor():
+        pytest.skip("this processor has no AVX2")
+    if request.param == "AVX2":
+        monkeypatch.setattr("memstore.kernels.native.processor", lambda: frozenset({"avx2", "fma"}))
+        for module in (passes, products):
+            monkeypatch.setattr(module, "_library", Library(module.__file__, module._library.load))
+        monkeypatch.setattr(products, "in_c", products.in_c.__wrapped__)
+        monkeypatch.setattr(products, "has_matrices", lambda: False)
+
+
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("size", "dim"), [(1, 8), (1, 64), (5, 24), (40, 12), (1, 260)])
+@pytest.mark.parametrize("queries", [1, 2, 7, 16, 70])
+def test_keys_are_found_with_codes_and_without(
+    queries: int, size: int, dim: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(dim)
+    index, count = ExactIndex(2, dim, size, dtype), 12_000 // size
+    keys = torch.randn(count, 2, size, dim, generator=generator)
+    keys[count // 2 : count // 2 + 9] = keys[:9]  # equal ones, in groups far apart
+    for part in torch.arange(count).split(5000 // size):
+        index.add(part, keys[part])
+    index.remove(torch.arange(count // 3, count // 3 + 40))
+    asked = torch.randn(4, queries, dim, generator=generator)
+    asked[:, 0] = keys[0, :, 0].repeat_interleave(2, 0)
+    for allowed in (None, range(3, count - 50), range(count // 2, count // 2 + 3), torch.arange(0, count, 7)):
+        monkeypatch.setattr(exact, "FEWEST_GROUPS", 0)
+        coded = index.search(asked, 9, allowed=allowed)
+        monkeypatch.setattr(exact, "FEWEST_GROUPS", 1 << 30)
+        plain = index.search(asked, 9, allowed=allowed)
+        assert all(torch.equal(here, there) for here, there in zip(coded, plain, strict=True))
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -1e16])
+def test_numbers_that_c_refuses_are_told(wrong: float) -> None:
     index = ExactIndex(1, 8, 1)
-    index.add(torch.arange(700), torch.randn(700, 1, 1, 8))
-    asked = torch.randn(1, queries, 8)
-    with_codes = index.search(asked, 4, allowed=range(3, 650))
-    monkeypatch.setattr(exact, "CODED_KEYS_OF_FEW" if queries == 1 else "CODED_KEYS", 1000)
-    monkeypatch.delattr(exact, "Sieve")
-    found = index.search(asked, 4, allowed=range(3, 650))
-    assert torch.equal(found.ids, with_codes.ids)
-    torch.testing.assert_close(found.scores, with_codes.scores)
+    index.add(torch.arange(5), torch.randn(5, 1, 1, 8))
+    asked = torch.randn(1, 3, 8)
+    asked[0, 2, 7] = wrong
+    with pytest.raises(InvalidArgument, match="queries must"):
+        index.search(asked, 2)
 
 
 def test_many_blocks_are_not_put_in_order_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     keys, asked = torch.randn(700, 1, 1, 8), torch.randn(1, 2, 8)
     index = ExactIndex(1, 8, 1)
     index.add(torch.arange(700), keys)
-    monkeypatch.delattr(exact, "search_chunks")
+    monkeypatch.setattr(exact.ExactIndex, "_search_in_c", None)
     found = index.search(asked, 600)
     assert torch.equal(found.ids, brute_force(torch.arange(700), keys, asked, 600).ids)
 
@@ -298,7 +332,7 @@ def test_a_score_has_the_same_bits_however_a_block_was_found(
     index.add(torch.arange(5000), torch.randn(5000, 1, size, dim))
     monkeypatch.setattr(exact, "PASSED_PRODUCTS", 0)
     found = index.search(queries, 5)
-    monkeypatch.setattr(exact, "fastest", lambda *_: "reference")
+    monkeypatch.setattr(index, "_fastest", "reference")
     expected = index.search(queries, 5)
     assert all(torch.equal(here, there) for here, there in zip(found, expected, strict=True))
 

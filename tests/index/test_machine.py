@@ -34,12 +34,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         (exact, "TILE_KEYS_OF_FEW", 40),
         (exact, "FEW_QUERIES", 2),
         (exact, "TILE_QUERIES", 3),
-        (exact, "GATHERED_NUMBERS", 50),
         (chunks, "GATHERED_NUMBERS", 50),
-        (exact, "FEWEST_GROUPS", 1),
         (sieve, "GROUP_KEYS", 4),
-        (sieve, "PASSED_OVER", 2),
-        (sieve, "NEIGHBOURS", 4),
         (sieve, "LARGEST_SHARE", 1),
         (faiss, "FEWEST_KEYS", 16),
         (faiss, "FEWEST_WANTED", 1),
@@ -175,11 +171,10 @@ def test_any_history_equals_the_model_without_c(name: str, monkeypatch: pytest.M
     run(name, torch.float32)
 
 
-@pytest.mark.parametrize("coded_keys", [1, 1 << 30])
-def test_any_history_equals_the_model_as_among_many_keys(coded_keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("fewest_groups", [0, 1 << 30])
+def test_any_history_equals_the_model_as_among_many_keys(fewest_groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact, "PASSED_PRODUCTS", 0)
-    monkeypatch.setattr(exact, "CODED_KEYS_BESIDE_C", coded_keys)
-    monkeypatch.setattr(exact, "CODED_KEYS_OF_FEW_BESIDE_C", coded_keys)
+    monkeypatch.setattr(exact, "FEWEST_GROUPS", fewest_groups)
     run("exact", torch.float32)
 
 

@@ -6,15 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from memstore.index import ExactIndex, sieve
-from memstore.index.sieve import LARGEST_TURNED_DIM, Frame, QueryGroups, Sieve
+from memstore.index import ExactIndex
+from memstore.index.sieve import LARGEST_TURNED_DIM, Codes, Frame
 from memstore.testing.indexes import brute_force
-
-
-@pytest.fixture(autouse=True)
-def codes_on_every_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keys have codes also where comparing them is no faster, which is where 8-bit products are slow."""
-    monkeypatch.setattr(sieve, "fastest", lambda _: "native")
 
 
 def like_a_model(n: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -28,18 +22,13 @@ def like_a_model(n: int, dim: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return keys.view(n, 1, 1, dim), queries
 
 
-def looked(index: ExactIndex, queries: Tensor, k: int) -> Sieve:
-    scans = index._scans(None, k, coded=True)
-    return Sieve([scan.groups for scan in scans if scan.groups is not None], queries, 0)
-
-
 @pytest.mark.parametrize("shape", [(2, 500, 24), (1, 7, 8), (3, 50, 9)])
 def test_a_frame_keeps_products_but_for_what_is_the_same_for_all_keys(shape: tuple[int, int, int]) -> None:
     keys = torch.randn(shape) * torch.arange(1, shape[2] + 1) + 5
     frame, queries = Frame.of(keys), torch.randn(6, shape[2])
     for head in range(shape[0]):
         truth = (keys[head] - frame.centre[head]).double() @ queries.double().T
-        found = frame.keys(keys)[head].double() @ frame.queries(queries, head).double().T
+        found = frame.keys(keys)[head].double() @ (queries.double() @ frame.back[head]).T
         torch.testing.assert_close(found, truth, rtol=1e-5, atol=1e-4)
         apart = (keys[head] - frame.centre[head]).norm(dim=1) / frame.keys(keys)[head].norm(dim=1)
         assert float(apart.max()) <= float(frame.stretch[head]) * 1.0001
@@ -51,55 +40,58 @@ def test_equal_keys_and_very_long_ones_have_a_frame_too() -> None:
     long = torch.randn(1, 10, LARGEST_TURNED_DIM + 1)
     frame = Frame.of(long)
     torch.testing.assert_close(frame.keys(long), long - long.mean(1))
-    assert torch.equal(frame.queries(long[0], 0), long[0])
+    assert not frame.back.numel()
 
 
-def test_keys_like_those_of_a_model_are_nearly_all_left_out_and_the_true_best_are_found() -> None:
-    keys, queries = like_a_model(40_000, 64)
-    index = ExactIndex(1, 64, 1)
-    index.add(torch.arange(40_000), keys)
-    truth = brute_force(torch.arange(40_000), keys, queries, 8)
+@pytest.mark.parametrize("dim", [24, 64])
+def test_keys_like_those_of_a_model_are_found(dim: int) -> None:
+    keys, queries = like_a_model(20_000, dim)
+    index = ExactIndex(1, dim, 1)
+    index.add(torch.arange(20_000), keys)
+    truth = brute_force(torch.arange(20_000), keys, queries, 8)
     found = index.search(queries, 8)
     assert torch.equal(found.ids, truth.ids)
     torch.testing.assert_close(found.scores, truth.scores, rtol=1e-5, atol=1e-3)
-    look = looked(index, queries[0], 8)
-    left, helped = look.left(truth.scores[0, :, -1], QueryGroups(torch.empty(0).long(), torch.empty(0).long()))
-    assert bool(helped.all())
-    assert len(left.group) / 40 < int(look.starts[-1]) / 40
 
 
-@pytest.mark.parametrize("reach", [0.5, 1.0, 3.0])
-def test_a_group_that_is_left_out_holds_nothing_of_the_limit_or_more(reach: float) -> None:
-    keys, queries = like_a_model(20_000, 24, seed=1)
-    index = ExactIndex(1, 24, 1)
-    index.add(torch.arange(20_000), keys)
-    look = looked(index, queries[0], 1)
-    first = 4096  # the first chunk has no codes
-    per_group = 32
-    groups = int(look.starts[-1])
-    scores = keys[first : first + groups * per_group, 0, 0].double() @ queries[0].double().T
-    best = scores.view(groups, per_group, -1).amax(1)  # [groups, R]
-    limit = scores.mean(0) + reach * (scores.amax(0) - scores.mean(0)) / 3
-    none = torch.empty(0, dtype=torch.int64)
-    left, helped = look.left(limit.float(), QueryGroups(none, none))
-    kept = torch.zeros_like(best, dtype=torch.bool)
-    kept[left.group, left.query] = True
-    assert bool((kept | (best < limit))[:, helped].all())
-    assert bool(helped.any()) or reach < 3
+def test_a_code_loses_no_more_than_its_group_says() -> None:
+    keys, _ = like_a_model(4096, 24, seed=1)
+    codes = Codes(4096, (1, 1, 24), Frame.of(keys.transpose(0, 1).flatten(1, 2)))
+    codes.extend(keys.transpose(0, 1), 4096)
+    turned = codes.frame.keys(keys.transpose(0, 1))[0].view(-1, 32, 24)
+    values = codes.values[0].float() * codes.scales[0, :, None, None]
+    assert bool(((turned - values).norm(dim=2).amax(1) <= codes.lost[0] * 1.0001).all())
+    assert bool((values.norm(dim=2).amax(1) <= codes.longest[0] * 1.0001).all())
+    frame = codes.frame.of_head(0, [codes])
+    assert frame.reach >= float((codes.lost + codes.longest).max())
+    assert frame.apart >= float(keys.norm(dim=3).max())
 
 
-def test_groups_that_were_looked_at_already_are_not_named_again() -> None:
-    keys, queries = like_a_model(20_000, 24, seed=2)
-    index = ExactIndex(1, 24, 1)
-    index.add(torch.arange(20_000), keys)
-    look = looked(index, queries[0], 4)
-    first = look.best(4)
-    assert torch.equal(first.query, torch.arange(40).repeat_interleave(4))
-    left, _ = look.left(torch.full((40,), 3e38), first)
-    assert left.group.numel() == 0
-    again = looked(index, queries[0], 4)
-    limit = (keys[:, 0, 0] @ queries[0].T).topk(4, dim=0).values[-1]
-    second, helped = again.left(limit, first)
-    assert bool(helped.all())
-    pairs = torch.cat((torch.stack(first), torch.stack(second)), 1)
-    assert len(pairs.unique(dim=1).T) == len(pairs.T)
+def test_keys_get_codes_after_some_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memstore.index.chunks.CODED_AFTER", 10)
+    index, asked = ExactIndex(1, 16, 1), torch.randn(1, 4, 16)
+    index.add(torch.arange(9000), torch.randn(9000, 1, 1, 16))
+    coded = []
+    for _ in range(4):
+        index.search(asked, 3)
+        coded.append(index._chunks.in_c(None, 0).groups)
+    assert coded == [0, 0, 9000 // 32, 9000 // 32]
+    index.add(torch.arange(9000, 9100), torch.randn(100, 1, 1, 16))
+    index.search(asked, 3)
+    assert index._chunks.in_c(None, 0).groups == 9000 // 32
+
+
+@pytest.mark.parametrize("share", [1, 8, 1 << 40])
+def test_if_too_many_groups_are_left_all_keys_are_read(share: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memstore.index.sieve.LARGEST_SHARE", share)
+    keys = torch.randint(-2, 3, (9000, 1, 1, 16)).float()
+    keys[100:] = keys[0]  # all groups but a few are equal
+    index = ExactIndex(1, 16, 1)
+    index.add(torch.arange(9000), keys)
+    queries = torch.cat((keys[:1, :, 0], torch.randint(-2, 3, (5, 1, 16)).float(), torch.zeros(1, 1, 16))).view(
+        1, 7, 16
+    )
+    found = index.search(queries, 12)
+    truth = brute_force(torch.arange(9000), keys, queries, 12)
+    assert torch.equal(found.ids, truth.ids)
+    assert torch.equal(found.scores, truth.scores)

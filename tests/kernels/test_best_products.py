@@ -26,6 +26,10 @@ SIZES = [
     (3, 16, 68, 70),
     (2, 5, 4, 3),
     (1, 50, 1024, 130),
+    (7, 33, 48, 2),
+    (6, 8, 24, 4),
+    (5, 9, 72, 8),
+    (3, 4, 12, 1),
 ]
 """Groups, keys of each, numbers of a key, queries."""
 in_c = pytest.mark.skipif(native.problem() is not None, reason=f"backend 'native' {native.problem()}")

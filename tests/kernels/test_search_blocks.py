@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.kernels import search_blocks
@@ -49,6 +50,14 @@ def test_c_finds_what_the_reference_finds(case: Case, dtype: torch.dtype) -> Non
     assert agrees(case, dtype, "native")
 
 
+def search(
+    chunks: list[native.KeyChunk], queries: Tensor, k: int, settle: native.Settle = "vectors"
+) -> tuple[Tensor, Tensor, Tensor]:
+    found = native.KeyChunks([chunks]).search(queries[None], k, settle=settle)
+    assert found is not None
+    return found[0][0], found[1][0], found[2][0]
+
+
 @in_c
 def test_c_searches_keys_in_several_parts_and_says_which_key_matched() -> None:
     generator = torch.Generator().manual_seed(0)
@@ -56,7 +65,7 @@ def test_c_searches_keys_in_several_parts_and_says_which_key_matched() -> None:
     ids, wanted = torch.randperm(1000, generator=generator)[:90], torch.rand(90, generator=generator) < 0.7
     pieces = [slice(0, 50), slice(50, 51), slice(51, 51), slice(51, 90)]
     parts = [native.KeyChunk(keys[piece], ids[piece], wanted[piece]) for piece in pieces]
-    scores, found, offsets = native.search_chunks(parts, queries, 70)
+    scores, found, offsets = search(parts, queries, 70)
     products = torch.einsum("npd,rd->rnp", keys, queries)
     for row, best in enumerate(products.amax(2)):
         every = sorted((-float(best[n]), int(ids[n]), n) for n in range(90) if wanted[n])[:70]
@@ -106,12 +115,12 @@ def test_vectors_of_any_length_find_the_same(
     truth = best.topk(k, 1).indices
     chosen = products.gather(1, truth.unsqueeze(2).expand(-1, -1, size))
     for settle in native.SETTLE[1:]:
-        scores, found, offsets = native.search_chunks(chunks, queries.float(), 9, settle=settle)
+        scores, found, offsets = search(chunks, queries.float(), 9, settle=settle)
         assert torch.equal(found[:, :k], ids[truth])
         assert bool((found[:, k:] == -1).all())
         assert torch.equal(scores[:, :k], products.amax(2).gather(1, truth).float())
         assert torch.equal(offsets[:, :k], chosen.argmax(2))
-    _, found, places = native.search_chunks(chunks, queries.float(), 9, settle="no")
+    _, found, places = search(chunks, queries.float(), 9, settle="no")
     assert torch.equal(found[:, :k], ids[truth])
     assert torch.equal(places[:, :k] - 7, truth)
 

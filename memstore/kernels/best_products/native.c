@@ -11,6 +11,9 @@
  *   instruction for 8 bits cuts large sums off.
  *
  * Queries are packed as [LANES queries at a time][TOGETHER numbers at a time][query][number], zeros behind the last.
+ * If they do not fill half a vector or a quarter, it holds twice or four times as many numbers of each (`fold`), and
+ * neighbouring sums are added at the end.
+ *
  * Keys that are left over at the end of a group are taken together with some before them: a maximum does not mind.
  */
 
@@ -29,9 +32,17 @@
 typedef int8_t Number;
 typedef __m512i Vector;
 #define LOAD _mm512_loadu_si512
+#define STORE _mm512_storeu_si512
 #define SPREAD _mm512_set1_epi32
+#define SPREAD_TWO _mm512_set1_epi64
+#define SPREAD_FOUR(from) _mm512_broadcast_i32x4(_mm_loadu_si128(from))
+#define SWAP _mm512_shuffle_epi32
+#define PAIRS _MM_PERM_CDAB
+#define HALVES _MM_PERM_BADC
+#define ADD _mm512_add_epi32
 #define LARGER _mm512_max_epi32
-#define ADD_PRODUCTS(sum, key, queries) _mm512_dpbusd_epi32(sum, SPREAD((key) ^ (int32_t)0x80808080), queries)
+#define ADD_PRODUCTS(sum, key, queries) \
+    _mm512_dpbusd_epi32(sum, _mm512_xor_si512(key, SPREAD((int32_t)0x80808080)), queries)
 #else
 #define LANES 8
 #define TOGETHER 2
@@ -39,9 +50,16 @@ typedef __m512i Vector;
 typedef int16_t Number;
 typedef __m256i Vector;
 #define LOAD(from) _mm256_loadu_si256((const __m256i *)(const void *)(from))
+#define STORE(to, x) _mm256_storeu_si256((__m256i *)(void *)(to), x)
 #define SPREAD _mm256_set1_epi32
+#define SPREAD_TWO _mm256_set1_epi64x
+#define SPREAD_FOUR(from) _mm256_broadcastsi128_si256(_mm_loadu_si128(from))
+#define SWAP _mm256_shuffle_epi32
+#define PAIRS 0xB1
+#define HALVES 0x4E
+#define ADD _mm256_add_epi32
 #define LARGER _mm256_max_epi32
-#define ADD_PRODUCTS(sum, key, queries) _mm256_add_epi32(sum, _mm256_madd_epi16(SPREAD(key), queries))
+#define ADD_PRODUCTS(sum, key, queries) ADD(sum, _mm256_madd_epi16(key, queries))
 #endif
 
 typedef struct {
@@ -52,6 +70,7 @@ typedef struct {
     int16_t *widened;     /* [keys, dim], with AVX2 */
     float *out;           /* [groups, rows] */
     long groups, keys, dim, rows, blocks;
+    int fold; /* 1, 2 or 4 */
     int amx;
 } Work;
 
@@ -63,46 +82,60 @@ static void keep(const Work *work, long group, long block, Vector best) {
     long left = work->rows - block * LANES;
     float *to = work->out + group * work->rows + block * LANES;
 #ifdef __AVX512VNNI__
-    __mmask16 mask = left >= LANES ? 0xFFFF : (__mmask16)((1u << left) - 1);
-    _mm512_mask_storeu_ps(to, mask, _mm512_cvtepi32_ps(best));
-#else
-    float found[LANES];
-    _mm256_storeu_ps(found, _mm256_cvtepi32_ps(best));
-    memcpy(to, found, (size_t)(left < LANES ? left : LANES) * sizeof *found);
+    if (work->fold == 1) {
+        __mmask16 mask = left >= LANES ? 0xFFFF : (__mmask16)((1u << left) - 1);
+        _mm512_mask_storeu_ps(to, mask, _mm512_cvtepi32_ps(best));
+        return;
+    }
 #endif
+    int32_t found[LANES];
+    STORE(found, best);
+    for (long row = 0; row < left && row < LANES; row++) to[row] = (float)found[row * work->fold];
 }
 
 /* ---- AVX-512 VNNI, AVX2 ---- */
 
-/* The largest products of `count` keys with `wide` vectors of queries, beyond `best`. Both numbers are constants. */
+/* `fold` times TOGETHER numbers of a key, for each query. */
+static inline __attribute__((always_inline)) Vector spread(const Number *key, const int fold) {
+    if (fold == 4) return SPREAD_FOUR((const __m128i *)(const void *)key);
+    int64_t two = 0;
+    memcpy(&two, key, fold == 2 ? 8 : 4);
+    return fold == 2 ? SPREAD_TWO(two) : SPREAD((int32_t)two);
+}
+
+/* The largest products of `count` keys with `wide` vectors of queries, beyond `best`. The numbers are constants. */
 static inline __attribute__((always_inline)) void some_keys(
-    const Work *work, const Number *keys, long block, const int wide, const int count, Vector *best) {
-    Vector sums[4][WIDEST];
+    const Work *work, const Number *keys, long block, const int wide, const int count, const int fold, Vector *best) {
+    Vector sums[8][WIDEST];
     for (int w = 0; w < wide; w++)
         for (int k = 0; k < count; k++) sums[k][w] = LOAD(work->start + (block + w) * LANES);
-    for (long d = 0; d < work->dim; d += TOGETHER) {
+    for (long d = 0; d < work->dim; d += fold * TOGETHER) {
         Vector queries[WIDEST];
-        for (int w = 0; w < wide; w++) queries[w] = LOAD(work->packed + ((block + w) * work->dim + d) * LANES);
+        for (int w = 0; w < wide; w++) queries[w] = LOAD(work->packed + ((block + w) * work->dim + d) * LANES / fold);
         for (int k = 0; k < count; k++) {
-            int32_t key;
-            memcpy(&key, keys + k * work->dim + d, sizeof key);
+            Vector key = spread(keys + k * work->dim + d, fold);
             for (int w = 0; w < wide; w++) sums[k][w] = ADD_PRODUCTS(sums[k][w], key, queries[w]);
         }
     }
     for (int k = 0; k < count; k++)
-        for (int w = 0; w < wide; w++) best[w] = LARGER(best[w], sums[k][w]);
+        for (int w = 0; w < wide; w++) {
+            if (fold > 1) sums[k][w] = ADD(sums[k][w], SWAP(sums[k][w], PAIRS));
+            if (fold > 2) sums[k][w] = ADD(sums[k][w], SWAP(sums[k][w], HALVES));
+            best[w] = LARGER(best[w], sums[k][w]);
+        }
 }
 
+/* `count`: keys at a time, enough to hide how long an addition takes. */
 static inline __attribute__((always_inline)) void one_group(
-    const Work *work, const Number *keys, long group, long block, const int wide) {
+    const Work *work, const Number *keys, long group, long block, const int wide, const int count, const int fold) {
     Vector best[WIDEST];
     for (int w = 0; w < wide; w++) best[w] = SPREAD(INT_MIN);
-    if (work->keys < 4) {
-        for (long k = 0; k < work->keys; k++) some_keys(work, keys + k * work->dim, block, wide, 1, best);
+    if (work->keys < count) {
+        for (long k = 0; k < work->keys; k++) some_keys(work, keys + k * work->dim, block, wide, 1, fold, best);
     } else {
-        for (long k = 0; k < work->keys; k += 4) {
-            long from = k + 4 <= work->keys ? k : work->keys - 4;
-            some_keys(work, keys + from * work->dim, block, wide, 4, best);
+        for (long k = 0; k < work->keys; k += count) {
+            long from = k + count <= work->keys ? k : work->keys - count;
+            some_keys(work, keys + from * work->dim, block, wide, count, fold, best);
         }
     }
     for (int w = 0; w < wide; w++) keep(work, group, block + w, best[w]);
@@ -113,13 +146,19 @@ static void by_vectors(const Work *work) {
         long block = 0;
 #ifdef __AVX512VNNI__
         const Number *keys = keys_of(work, group);
-        for (; block + 4 <= work->blocks; block += 4) one_group(work, keys, group, block, 4);
+        for (; block + 4 <= work->blocks; block += 4) one_group(work, keys, group, block, 4, 4, 1);
 #else
         const Number *keys = work->widened;
         for (long i = 0; i < work->keys * work->dim; i++) work->widened[i] = keys_of(work, group)[i];
 #endif
-        for (; block + 2 <= work->blocks; block += 2) one_group(work, keys, group, block, 2);
-        for (; block < work->blocks; block++) one_group(work, keys, group, block, 1);
+        for (; block + 2 <= work->blocks; block += 2) one_group(work, keys, group, block, 2, 4, 1);
+        if (block == work->blocks) continue;
+        if (work->fold == 4)
+            one_group(work, keys, group, block, 1, 8, 4);
+        else if (work->fold == 2)
+            one_group(work, keys, group, block, 1, 8, 2);
+        else
+            one_group(work, keys, group, block, 1, 8, 1);
     }
 }
 
@@ -247,6 +286,8 @@ int memstore_best_products(
     const int8_t *codes, const int64_t *chosen, const int8_t *queries, float *out, long groups, long keys, long dim,
     long rows, long threads, int with_amx) {
     long blocks = (rows + LANES - 1) / LANES;
+    int fold = with_amx || rows * 2 > LANES || dim % (2 * TOGETHER) ? 1 : rows * 4 > LANES || dim % (4 * TOGETHER) ? 2 : 4;
+    long together = TOGETHER * fold;
     Number *packed = calloc((size_t)(blocks * LANES * dim), sizeof *packed);
     int32_t *start = calloc((size_t)(blocks * LANES), sizeof *start);
     int16_t *widened = malloc((size_t)(LANES == 8 ? threads * keys * dim : 1) * sizeof *widened);
@@ -254,11 +295,11 @@ int memstore_best_products(
     for (long row = 0; row < rows && !failed; row++)
         for (long d = 0; d < dim; d++) {
             int8_t number = queries[row * dim + d];
-            packed[(row / LANES * dim + d / TOGETHER * TOGETHER) * LANES + row % LANES * TOGETHER + d % TOGETHER] = number;
-            start[row] -= LANES == 8 ? 0 : 128 * number;
+            packed[(row / LANES * dim + d / together * TOGETHER) * LANES + row % LANES * together + d % together] = number;
+            start[row * fold] -= LANES == 8 ? 0 : 128 * number;
         }
     if (!failed) {
-        Work whole = {codes, chosen, packed, start, widened, out, groups, keys, dim, rows, blocks, with_amx};
+        Work whole = {codes, chosen, packed, start, widened, out, groups, keys, dim, rows, blocks, fold, with_amx};
 #pragma omp parallel for num_threads((int)threads)
         for (long share = 0; share < threads; share++) run_share(whole, share, threads);
     }

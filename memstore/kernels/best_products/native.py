@@ -40,6 +40,12 @@ def has_matrices() -> bool:
     return bool(_library.call("memstore_has_amx"))
 
 
+@cache
+def in_c() -> int:
+    """Return the address of the function in C, for others in C."""
+    return _library.address("memstore_best_products")
+
+
 def _load(source: Path) -> ctypes.CDLL:
     able = native.processor()
     if not able.issuperset(VECTORS):

@@ -11,16 +11,18 @@ from memstore.errors import InvalidArgument
 from memstore.kernels._backends import check_device, check_known, first_able, shapes, triton_problem
 from memstore.kernels._largest import best_first
 from memstore.kernels.search_blocks import native
-from memstore.kernels.search_blocks.native import LARGEST_K, KeyChunk, KeyLists, search_chunks
+from memstore.kernels.search_blocks.native import LARGEST_K, KeyChunk, KeyChunks, KeyCodes, KeyFrame, KeyLists
 
 __all__ = [
     "LARGEST_K",
     "KeyChunk",
+    "KeyChunks",
+    "KeyCodes",
+    "KeyFrame",
     "KeyLists",
     "fastest",
     "lists_problem",
     "search_blocks",
-    "search_chunks",
 ]
 
 Backend = Literal["auto", "reference", "native", "triton"]

@@ -7,8 +7,12 @@
  *
  * A block is as good as its best key; of equal blocks the smaller id comes first. Either all queries look into all
  * parts, or each into its own.
+ *
+ * Blocks whose keys also have codes of 8 bits are sifted: products of codes say which groups of blocks can hold a best
+ * one (index/sieve.py has the proof). Only their keys are read, and scored once, as at the end.
  */
 
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -87,25 +91,33 @@ typedef struct {
     const void *keys;      /* [blocks, size, dim] of one key head, float32 or bfloat16 */
     const int64_t *ids;    /* [blocks], or NULL: 0, 1, ... */
     const uint8_t *wanted; /* [blocks], or NULL: all count */
+    const int8_t *codes;   /* [groups, keys of a group, dim] of the first blocks */
+    const float *scales, *lost, *longest; /* [groups] */
     int64_t blocks;
     int64_t place; /* of the first block */
+    int64_t groups;
 } Part;
 
 typedef struct {
     int64_t size, dim, rows, k;
     int64_t half;   /* whether keys are bfloat16 */
     int64_t settle; /* how the best are scored again; NO: not, and places are returned instead of offsets */
+    int64_t paying; /* products from which another thread pays */
 } Sizes;
 
 enum { NO, VECTORS, IN_ORDER };
 
-typedef struct { /* [rows, k] each, best first; filled with -infinity, -1 and -1 */
+typedef struct { /* [rows, k] each, best first; -infinity, -1 and -1 where there are no more */
     float *scores;
     int64_t *ids;
     int64_t *offsets; /* of the best key in its block; until the end, part * PARTED + block */
 } Best;
 
 #define PARTED ((int64_t)1 << 32)
+
+#define LARGER_OF(a, b) ((a) > (b) ? (a) : (b)) /* fmax is a call */
+
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 typedef struct { /* of one thread */
     const float *queries; /* [panels, dim, PANEL], or [rows, dim] if they are few */
@@ -320,33 +332,351 @@ static void settle(const Part *parts, const Sizes *sizes, const float *query, co
     }
 }
 
-/* Queries are [rows, dim] float32; `best` has [threads, rows, k], of which the first are the result. Returns 0, or -1
- * where there was no memory. */
-int memstore_search(const Part *parts, int64_t count, const Sizes *sizes, const float *queries, const Best *best,
-                    int64_t threads) {
-    int64_t rows = sizes->rows, dim = sizes->dim, places = (rows + PANEL - 1) / PANEL * PANEL;
+static void clear(const Best *best, int64_t count) {
+    for (int64_t i = 0; i < count; i++) best->scores[i] = -INFINITY, best->ids[i] = best->offsets[i] = -1;
+}
+
+static Best from_row(const Best *best, int64_t row, int64_t k) {
+    return (Best){best->scores + row * k, best->ids + row * k, best->offsets + row * k};
+}
+
+/* Lists for `rows` more queries: of `size` bytes together, or no scores where there is no memory. */
+static Best more_lists(int64_t rows, int64_t k) {
+    int64_t *ids = malloc((size_t)(rows * k) * (2 * sizeof *ids + sizeof(float)) + 1);
+    return ids ? (Best){(float *)(void *)(ids + 2 * rows * k), ids, ids + rows * k} : (Best){NULL, NULL, NULL};
+}
+
+/* Blocks of a part before this one are sifted by their codes, in groups of `of_group`. */
+static int64_t sifted(const Part *part, int64_t of_group) { return part->groups * of_group; }
+
+/* Search all blocks that are not sifted. Returns 0, or -1 where there was no memory. */
+static int scan(const Part *parts, int64_t count, const Sizes *sizes, const float *queries, const Best *best,
+                int64_t threads, int64_t of_group) {
+    int64_t rows = sizes->rows, dim = sizes->dim, places = (rows + PANEL - 1) / PANEL * PANEL, blocks = 0;
     int64_t each = 2 * places + TILE * (PANEL + dim);
+    clear(best, rows * sizes->k);
+    for (int64_t part = 0; part < count; part++) blocks += parts[part].blocks - sifted(parts + part, of_group);
+    if (!blocks) return 0;
+    threads = least(threads, 1 + rows * blocks * sizes->size * dim / sizes->paying);
     float *packed = calloc((size_t)(places * dim + threads * each), sizeof *packed);
-    if (!packed) return -1;
-    for (int64_t row = 0; row < rows; row++)
-        for (int64_t d = 0; d < dim; d++)
-            packed[rows <= FEW ? row * dim + d : (row / PANEL * dim + d) * PANEL + row % PANEL] = queries[row * dim + d];
+    Best others = more_lists((threads - 1) * rows, sizes->k);
+    int failed = !packed || !others.scores;
+    if (!failed) {
+        clear(&others, (threads - 1) * rows * sizes->k);
+        for (int64_t row = 0; row < rows; row++)
+            for (int64_t d = 0; d < dim; d++)
+                packed[rows <= FEW ? row * dim + d : (row / PANEL * dim + d) * PANEL + row % PANEL] = queries[row * dim + d];
 #pragma omp parallel for num_threads((int)threads)
-    for (int64_t share = 0; share < threads; share++) {
-        float *limits = packed + places * dim + share * each;
-        int64_t lists = share * rows * sizes->k;
-        Room room = {packed, limits, limits + places, limits + 2 * places, limits + 2 * places + TILE * PANEL,
-                     {best->scores + lists, best->ids + lists, best->offsets + lists}};
-        for (int64_t row = 0; row < places; row++) limits[row] = row < rows ? -INFINITY : INFINITY;
-        for (int64_t part = 0; part < count; part++)
-            search_part(&room, sizes, parts + part, part, parts[part].blocks * share / threads,
-                        parts[part].blocks * (share + 1) / threads);
+        for (int64_t share = 0; share < threads; share++) {
+            float *limits = packed + places * dim + share * each;
+            Room room = {packed, limits, limits + places, limits + 2 * places, limits + 2 * places + TILE * PANEL,
+                         share ? from_row(&others, (share - 1) * rows, sizes->k) : *best};
+            for (int64_t row = 0; row < places; row++) limits[row] = row < rows ? -INFINITY : INFINITY;
+            for (int64_t part = 0; part < count; part++) {
+                int64_t first = sifted(parts + part, of_group), more = parts[part].blocks - first;
+                search_part(&room, sizes, parts + part, part, first + more * share / threads,
+                            first + more * (share + 1) / threads);
+            }
+        }
+        for (int64_t i = 0; i < (threads - 1) * rows * sizes->k; i++)
+            if (others.ids[i] >= 0)
+                insert(best, i / sizes->k % rows * sizes->k, sizes->k, others.scores[i], others.ids[i], others.offsets[i]);
+        for (int64_t row = 0; row < rows; row++) settle(parts, sizes, queries + row * dim, best, row * sizes->k);
     }
     free(packed);
-    for (int64_t i = rows * sizes->k; i < threads * rows * sizes->k; i++)
-        if (best->ids[i] >= 0)
-            insert(best, i / sizes->k % rows * sizes->k, sizes->k, best->scores[i], best->ids[i], best->offsets[i]);
-    for (int64_t row = 0; row < rows; row++) settle(parts, sizes, queries + row * dim, best, row * sizes->k);
+    free(others.ids);
+    return -failed;
+}
+
+/* ---- codes of 8 bits ---- */
+
+typedef int Products(const int8_t *codes, const int64_t *chosen, const int8_t *queries, float *out, long groups,
+                     long keys, long dim, long rows, long threads, int with_amx);
+
+typedef struct { /* the coordinates of codes, and what they lose: see index/sieve.py */
+    const float *centre; /* [dim] */
+    const double *back;  /* [dim, dim], or NULL */
+    Products *products;  /* of best_products/native.c */
+    int64_t matrices;    /* whether AMX may be used */
+    int64_t of_group;    /* blocks */
+    int64_t share;       /* one group in so many may be looked into for a query */
+    float reach, apart;  /* the length of the longest key in the frame, and outside of it */
+} Frame;
+
+#define AT_ONCE 64
+
+typedef struct { /* for some queries */
+    const Part *parts;
+    const Sizes *sizes;
+    const Frame *frame;
+    const float *queries; /* [rows, dim] */
+    Best best;            /* [rows, k] */
+    Best promising;       /* [rows, k]: groups, in place of ids */
+    int64_t count, rows, groups;
+    float *products; /* [groups, rows]: the best of each group, before its scale; -infinity: none is wanted */
+    int8_t *codes;   /* [rows, dim] */
+    int16_t *wide;   /* the same */
+    /* In units of the code of each query, as all products of codes are: */
+    float lengths[AT_ONCE + LANES], lost[AT_ONCE + LANES], limits[AT_ONCE + LANES];
+    float floors[AT_ONCE]; /* what the keys of k groups reach */
+    double scales[AT_ONCE], apart[AT_ONCE], rounding[AT_ONCE];
+    int64_t looks[AT_ONCE];
+} Sieve;
+
+static void encode(Sieve *sieve, int64_t row) {
+    int64_t dim = sieve->sizes->dim;
+    const float *query = sieve->queries + row * dim;
+    const double *back = sieve->frame->back;
+    double turned[dim], length = 0, lost = 0, own = 0, apart = 0;
+    float most = 0;
+    for (int64_t i = 0; i < dim; i++) {
+        own += (double)query[i] * query[i];
+        apart += (double)query[i] * sieve->frame->centre[i];
+        turned[i] = back ? 0 : query[i];
+    }
+    for (int64_t i = 0; back && i < dim; i++)
+        for (int64_t j = 0; j < dim; j++) turned[j] += query[i] * back[i * dim + j];
+    for (int64_t i = 0; i < dim; i++) most = LARGER_OF(most, fabsf((float)turned[i]));
+    double scale = LARGER_OF((double)most / 127, FLT_MIN);
+    for (int64_t i = 0; i < dim; i++) {
+        double number = turned[i] / scale, code = -LARGER_OF(-127, -LARGER_OF(-127, rint(number)));
+        sieve->codes[row * dim + i] = (int8_t)code;
+        sieve->wide[row * dim + i] = (int16_t)code;
+        length += number * number;
+        lost += (number - code) * (number - code);
+    }
+    sieve->lengths[row] = (float)sqrt(length);
+    sieve->lost[row] = (float)sqrt(lost);
+    sieve->scales[row] = scale;
+    sieve->apart[row] = apart;
+    /* How far sums of float32 can be apart, here and in scores. */
+    sieve->rounding[row] = (sqrt(own) / scale * sieve->frame->apart + sqrt(length) * sieve->frame->reach) *
+                           (4.0 * (double)(dim + 8) / (1 << 24));
+    sieve->floors[row] = -INFINITY;
+    sieve->looks[row] = 0;
+}
+
+/* The product of codes that a block must reach. The limit is a true score, so only this product is in doubt. */
+static float limit_of(const Sieve *sieve, int64_t row) {
+    int64_t last = (row + 1) * sieve->sizes->k - 1;
+    double limit = sieve->best.ids[last] < 0 ? -INFINITY : sieve->best.scores[last];
+    limit = (limit - sieve->apart[row]) / sieve->scales[row];
+    limit = LARGER_OF(limit, sieve->floors[row]) - sieve->rounding[row];
+    return (float)LARGER_OF(limit, -FLT_MAX); /* above -infinity, the product of groups that need no look */
+}
+
+/* The products of a query's code with those of four keys, before the scale of their group. */
+static void code_products(const int8_t *const keys[4], const int16_t *query, int64_t dim, int32_t *products) {
+    int64_t d = 0;
+#if LANES > 4
+    __m256i sums[4] = {_mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256(), _mm256_setzero_si256()};
+    for (; d + 16 <= dim; d += 16) {
+        __m256i asked = _mm256_loadu_si256((const __m256i *)(const void *)(query + d));
+        for (int k = 0; k < 4; k++) {
+            __m256i key = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(const void *)(keys[k] + d)));
+            sums[k] = _mm256_add_epi32(sums[k], _mm256_madd_epi16(key, asked));
+        }
+    }
+    __m256i four = _mm256_hadd_epi32(_mm256_hadd_epi32(sums[0], sums[1]), _mm256_hadd_epi32(sums[2], sums[3]));
+    _mm_storeu_si128((__m128i *)(void *)products,
+                     _mm_add_epi32(_mm256_castsi256_si128(four), _mm256_extracti128_si256(four, 1)));
+#else
+    memset(products, 0, 4 * sizeof *products);
+#endif
+    for (; d < dim; d++)
+        for (int k = 0; k < 4; k++) products[k] += keys[k][d] * query[d];
+}
+
+static float doubt(const Sieve *sieve, int64_t row, const Part *part, int64_t group) {
+    return (sieve->lengths[row] * part->lost[group] + sieve->lost[row] * part->longest[group]) * 1.0001f;
+}
+
+static void ask_for(const void *from, int64_t bytes) {
+    for (int64_t at = 0; at < bytes; at += LINE) __builtin_prefetch((const char *)from + at);
+}
+
+/* Put the blocks of a group that reach the limit among the best of a query. */
+static void look(Sieve *sieve, int64_t row, const Part *part, int64_t group) {
+    const Sizes *sizes = sieve->sizes;
+    int64_t of_group = sieve->frame->of_group, keys = of_group * sizes->size, dim = sizes->dim, done = -1, offset;
+    int64_t first = group * of_group, bytes = sizes->size * dim * (sizes->half ? 2 : 4);
+    const int8_t *codes = part->codes + group * keys * dim;
+    const float limit = limit_of(sieve, row), beside = doubt(sieve, row, part, group);
+    int32_t products[keys + 4];
+    for (int64_t key = 0; key < keys; key += 4) {
+        const int8_t *four[4];
+        for (int i = 0; i < 4; i++) four[i] = codes + least(key + i, keys - 1) * dim;
+        code_products(four, sieve->wide + row * dim, dim, products + key);
+    }
+    for (int64_t key = 0; key < keys; key++)
+        if ((float)products[key] * part->scales[group] + beside >= limit)
+            ask_for((const char *)part->keys + (first + key / sizes->size) * bytes, least(bytes, AHEAD));
+    for (int64_t key = 0; key < keys; key++) {
+        int64_t block = first + key / sizes->size;
+        if (!((float)products[key] * part->scales[group] + beside >= limit)) continue;
+        if (block == done || (part->wanted && !part->wanted[block])) continue;
+        float score = best_key(part, sizes, block * sizes->size, sieve->queries + row * dim, &offset);
+        insert(&sieve->best, row * sizes->k, sizes->k, score, part->ids ? part->ids[block] : block,
+               sizes->settle == NO ? part->place + block : offset);
+        done = block;
+    }
+}
+
+/* The best product of codes of each group; only of wanted ones. */
+static int multiply_codes(Sieve *sieve, int64_t threads) {
+    const Sizes *sizes = sieve->sizes;
+    int64_t of_group = sieve->frame->of_group, keys = of_group * sizes->size;
+    float *out = sieve->products;
+    for (const Part *part = sieve->parts; part < sieve->parts + sieve->count; part++) {
+        for (int64_t from = 0, to; from < part->groups; from = to) {
+            const uint8_t *wanted = part->wanted ? part->wanted + from * of_group : NULL;
+            int64_t step = part->wanted ? least(AT_ONCE, part->groups - from) : part->groups;
+            to = from + step;
+            if (wanted && !memchr(wanted, 1, (size_t)(step * of_group))) {
+                for (int64_t i = from * sieve->rows; i < to * sieve->rows; i++) out[i] = -INFINITY;
+                continue;
+            }
+            if (sieve->frame->products(part->codes + from * keys * sizes->dim, NULL, sieve->codes, out + from * sieve->rows,
+                                       step, keys, sizes->dim, sieve->rows,
+                                       least(threads, 1 + 4 * step * keys * sizes->dim / sizes->paying),
+                                       (int)sieve->frame->matrices))
+                return -1;
+        }
+        out += part->groups * sieve->rows;
+    }
+    return 0;
+}
+
+/* Look into the most promising groups of a query first: they hold most of its best blocks, so others need not be. */
+static void promise(Sieve *sieve, int64_t row) {
+    int64_t k = sieve->sizes->k, of_group = sieve->frame->of_group;
+    const Part *parts[k];
+    int64_t groups[k];
+    float floor = INFINITY;
+    for (int64_t i = 0; i < k; i++) {
+        groups[i] = sieve->promising.ids[row * k + i];
+        parts[i] = sieve->parts;
+        for (; groups[i] >= 0 && groups[i] >= parts[i]->groups; parts[i]++) groups[i] -= parts[i]->groups;
+        float reached = -INFINITY; /* its best product can be that of a block that is not wanted */
+        if (groups[i] >= 0 && !(parts[i]->wanted && memchr(parts[i]->wanted + groups[i] * of_group, 0, (size_t)of_group)))
+            reached = sieve->promising.scores[row * k + i] - doubt(sieve, row, parts[i], groups[i]);
+        floor = reached < floor ? reached : floor;
+    }
+    sieve->floors[row] = floor;
+    int64_t bytes = of_group * sieve->sizes->size * sieve->sizes->dim;
+    for (int64_t i = 0; i < k && groups[i] >= 0; i++) {
+        if (i + 1 < k && groups[i + 1] >= 0) ask_for(parts[i + 1]->codes + groups[i + 1] * bytes, least(bytes, AHEAD));
+        look(sieve, row, parts[i], groups[i]);
+        sieve->products[sieve->promising.ids[row * k + i] * sieve->rows + row] = -INFINITY;
+    }
+    sieve->limits[row] = limit_of(sieve, row);
+}
+
+/* Sift for the queries from `first` on that stand in one vector. */
+static void sift_lanes(Sieve *sieve, int64_t first) {
+    int64_t k = sieve->sizes->k, number = 0, lanes = least(LANES, sieve->rows - first);
+    const float *products = sieve->products + first;
+    float least_of_best[LANES];
+    for (int64_t lane = 0; lane < LANES; lane++) least_of_best[lane] = lane < lanes ? -INFINITY : INFINITY;
+    for (const Part *part = sieve->parts; part < sieve->parts + sieve->count; part++)
+        for (int64_t group = 0; group < part->groups; group++, number++, products += sieve->rows) {
+            Lanes here = LOAD(products) * SPREAD(part->scales[group]);
+            unsigned reaches = REACHES(here, LOAD(least_of_best));
+            float scores[LANES];
+            if (reaches) STORE(scores, here);
+            for (; reaches; reaches &= reaches - 1) {
+                int64_t lane = __builtin_ctz(reaches), list = (first + lane) * k;
+                insert(&sieve->promising, list, k, scores[lane], number, 0);
+                least_of_best[lane] = sieve->promising.scores[list + k - 1];
+            }
+        }
+    for (int64_t row = first; row < first + lanes; row++) promise(sieve, row);
+    Lanes lengths = LOAD(sieve->lengths + first) * SPREAD(1.0001f), lost = LOAD(sieve->lost + first) * SPREAD(1.0001f);
+    products = sieve->products + first;
+    for (const Part *part = sieve->parts; part < sieve->parts + sieve->count; part++)
+        for (int64_t group = 0; group < part->groups; group++, products += sieve->rows) {
+            Lanes doubts = FUSED(lengths, SPREAD(part->lost[group]), lost * SPREAD(part->longest[group]));
+            Lanes highest = FUSED(LOAD(products), SPREAD(part->scales[group]), doubts);
+            unsigned reaches = REACHES(highest, LOAD(sieve->limits + first));
+            for (; reaches; reaches &= reaches - 1) {
+                int64_t row = first + __builtin_ctz(reaches);
+                look(sieve, row, part, group);
+                int enough = ++sieve->looks[row] * sieve->frame->share > sieve->groups;
+                sieve->limits[row] = enough ? INFINITY : limit_of(sieve, row);
+            }
+        }
+}
+
+/* Search what has codes, for at most AT_ONCE queries; `best` has what else was found. Returns 0, or -1 where there was
+ * no memory. */
+static int sift(const Part *parts, int64_t count, const Sizes *sizes, const float *queries, const Best *best,
+                int64_t threads, const Frame *frame, int64_t groups) {
+    int64_t rows = sizes->rows, dim = sizes->dim, k = sizes->k;
+    Sieve sieve = {.parts = parts, .sizes = sizes, .frame = frame, .queries = queries, .best = *best, .count = count,
+                   .rows = rows, .groups = groups, .promising = more_lists(rows, k)};
+    sieve.products = malloc((size_t)(groups * rows + LANES) * sizeof(float)); /* vectors reach beyond the end */
+    sieve.wide = malloc((size_t)(rows * dim) * 3);
+    int failed = !sieve.products || !sieve.wide || !sieve.promising.scores;
+    if (!failed) {
+        sieve.codes = (int8_t *)(sieve.wide + rows * dim);
+        clear(&sieve.promising, rows * k);
+        for (int64_t i = 0; i < LANES; i++) sieve.products[groups * rows + i] = -INFINITY;
+        for (int64_t row = 0; row < AT_ONCE + LANES; row++) sieve.limits[row] = INFINITY;
+        for (int64_t row = 0; row < rows; row++) encode(&sieve, row);
+        failed = multiply_codes(&sieve, threads);
+    }
+    if (!failed) {
+        int64_t several = least(threads, 1 + groups * rows * 32 / sizes->paying);
+#pragma omp parallel for num_threads((int)several) schedule(dynamic)
+        for (int64_t row = 0; row < rows; row += LANES) sift_lanes(&sieve, row);
+    }
+    for (int64_t row = 0; row < rows && !failed; row++) { /* too many groups were left: the keys are read instead */
+        Sizes one = *sizes;
+        Best here = from_row(best, row, k);
+        one.rows = 1;
+        if (sieve.looks[row] * frame->share > groups)
+            failed = scan(parts, count, &one, queries + row * dim, &here, threads, 0);
+    }
+    free(sieve.products);
+    free(sieve.wide);
+    free(sieve.promising.ids);
+    return -(failed != 0);
+}
+
+typedef struct {
+    const Part *parts;     /* [heads, count] */
+    const Frame *frames;   /* [heads], or NULL: codes are not read */
+    const float *queries;  /* [heads, rows, dim] */
+    Best best;             /* [heads, rows, k], to be filled */
+    int64_t heads, count;
+    Sizes sizes;
+    int64_t threads;
+    float largest; /* that a number of a query may be, if this is not 0 */
+} Search;
+
+/* Returns 0, -1 where there was no memory, or -2 where a number of a query is too large, or none. */
+int memstore_search(const Search *search) {
+    const Sizes *sizes = &search->sizes;
+    int wrong = 0;
+    for (int64_t i = 0; search->largest > 0 && i < search->heads * sizes->rows * sizes->dim; i++)
+        wrong |= !(fabsf(search->queries[i]) <= search->largest);
+    if (wrong) return -2;
+    for (int64_t head = 0; head < search->heads; head++) {
+        const Part *parts = search->parts + head * search->count;
+        const Frame *frame = search->frames ? search->frames + head : NULL;
+        const float *queries = search->queries + head * sizes->rows * sizes->dim;
+        Best best = from_row(&search->best, head * sizes->rows, sizes->k);
+        int64_t groups = 0;
+        for (int64_t part = 0; frame && part < search->count; part++) groups += parts[part].groups;
+        if (scan(parts, search->count, sizes, queries, &best, search->threads, groups ? frame->of_group : 0)) return -1;
+        for (int64_t row = 0; groups && row < sizes->rows; row += AT_ONCE) {
+            Sizes some = *sizes;
+            Best here = from_row(&best, row, sizes->k);
+            some.rows = least(AT_ONCE, sizes->rows - row);
+            if (sift(parts, search->count, &some, queries + row * sizes->dim, &here, search->threads, frame, groups))
+                return -1;
+        }
+    }
     return 0;
 }
 
@@ -355,6 +685,7 @@ int memstore_search(const Part *parts, int64_t count, const Sizes *sizes, const 
 void memstore_search_lists(const Part *parts, const int64_t *lists, int64_t count, int64_t first, int64_t stop,
                            const uint8_t *wanted, const Sizes *sizes, const float *queries, const Best *best,
                            int64_t threads) {
+    clear(best, sizes->rows * sizes->k);
 #pragma omp parallel for num_threads((int)threads)
     for (int64_t row = 0; row < sizes->rows; row++)
         for (const int64_t *list = lists + row * count; list < lists + (row + 1) * count; list++) {
