@@ -47,9 +47,9 @@ GRAPH_LOOKS = (16, 32, 64, 128, 256, 512, 1024)
 """Candidates of a graph that a search looks at."""
 LINKS, CANDIDATES = 32, 200
 """Of a graph: twice M, and the candidates when it is built."""
-REFINED = (4, 16, 64)
+REFINED = (16, 64)
 """Candidates of coarse codes for each key wanted, which are scored again in float32."""
-ALONE, BATCH, TURNS = 16, 64, 9
+ALONE, BATCH, TURNS = 16, 64, 7
 """Queries one after the other in a turn, queries of a batch, and turns."""
 ENOUGH = 0.992
 """The recall of the last point of an index."""
@@ -206,9 +206,9 @@ def clusters(keys: KeySet) -> Built:
 
 
 def probed(lists: int) -> Iterator[int]:
-    """Ever more of so many lists."""
+    """Ever more of so many lists, up to a third of them."""
     probes = 4
-    while probes < lists:
+    while probes < lists / 3:
         yield probes
         probes += probes // 2
 

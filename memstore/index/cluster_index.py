@@ -506,7 +506,7 @@ class ClusterIndex(VectorIndex):
         ]
         if size > 1:
             founds = [_best(found, k) for found in founds]
-        return SearchResult(*(torch.cat(parts) for parts in zip(*founds, strict=True)))
+        return founds[0] if len(founds) == 1 else SearchResult(*map(torch.cat, zip(*founds, strict=True)))
 
 
 Old = tuple[Tensor, Tensor, list[Clusters]]
@@ -578,11 +578,12 @@ def _found(
 ) -> SearchResult:
     """Return the blocks of the ``count`` best keys for ``queries [R, D]``; a block is repeated for each key."""
     scores, numbers = head.search(queries, count, probes, allowed)
-    rows = numbers if size == 1 else numbers.div(size, rounding_mode="floor")
-    offsets = torch.zeros_like(rows)
-    if size > 1:  # the best key of a block may be in a list that was not read
-        keys = head.keys(size * rows.clamp(min=0)[..., None] + torch.arange(size))  # [R, count, P, D]
-        scores, offsets = torch.einsum("rcpd,rd->rcp", keys, queries).max(2)
+    if size == 1:  # the last id stands for a missing one, until -1 does
+        return SearchResult(scores, ids.take(numbers).masked_fill_(numbers < 0, -1), numbers.clamp(max=0))
+    rows = numbers.div(size, rounding_mode="floor")
+    # The best key of a block may be in a list that was not read.
+    keys = head.keys(size * rows.clamp(min=0)[..., None] + torch.arange(size))  # [R, count, P, D]
+    scores, offsets = torch.einsum("rcpd,rd->rcp", keys, queries).max(2)
     none = rows < 0
     blocks = ids[rows.clamp(min=0)].masked_fill(none, -1)
     return SearchResult(scores.masked_fill(none, -torch.inf), blocks, offsets.masked_fill(none, -1))
