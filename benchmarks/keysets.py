@@ -209,9 +209,7 @@ def collect_drt(folder: Path, n: int, *, advance: Callable[[int], None] | None =
             advance(PART)
 
 
-def _read_stock(
-    decoder: Any, ids: Tensor, layers: tuple[int, ...], modules: tuple[str, str]
-) -> dict[str, Tensor]:
+def _read_stock(decoder: Any, ids: Tensor, layers: tuple[int, ...], modules: tuple[str, str]) -> dict[str, Tensor]:
     caught: dict[str, list[Tensor]] = {}
     with ExitStack() as stack, torch.inference_mode():
         for layer in layers:

