@@ -1,4 +1,4 @@
-"""Key sets that vector indexes are measured with: clustered ones, keys of a stock model, landmarks of a DRT.
+"""Key sets that vector indexes are measured with: clustered ones, keys of stock models, landmarks of a DRT.
 
 Real queries and keys of attention come from two distributions, so an index that is good on one set may be poor on
 another. Each set has queries of two kinds, and none is counted twice: some that an index may learn from, as a memory
@@ -30,8 +30,9 @@ SEGMENTS = 4
 """Segments side by side in one forward pass."""
 QUERY_STEP = 8
 """Of so many tokens in a row, the queries of one are kept."""
-HEADS, HEAD_DIM = 3, 64
-"""Key heads of SmolLM2-135M, and their size."""
+SMOLLM2, GEMMA = "SmolLM2-135M", "Gemma 3 270M"
+GEMMA_LAYER = 5
+"""The first layer of Gemma 3 270M that attends to all tokens; its one key head has 256 numbers."""
 DRT_ROWS, DRT_BLOCKS = 16, 64
 """Texts that the DRT reads side by side, each by itself, and blocks in each."""
 CLUSTERS = 256
@@ -89,18 +90,31 @@ def smollm2(folder: Path, n: int, *, layer: int, head: int, queries: int = 256) 
 
     Raises ``InvalidArgument`` where ``collect_smollm2`` has not read enough into ``folder``.
     """
-    parts = _enough(folder, "smollm2", n)
-    keys = torch.cat([_load(part, f"k.{layer}")[head].float() for part in parts[:-1]])[:n]
+    return _stock(folder, "smollm2", SMOLLM2, n, layer, head, queries)
+
+
+def gemma(folder: Path, n: int, *, queries: int = 256) -> KeySet:
+    """Keys of Gemma 3 270M, after its norm and before positions, over the first ``n`` tokens of a text; its queries.
+
+    Raises ``InvalidArgument`` where ``collect_gemma`` has not read enough into ``folder``.
+    """
+    return _stock(folder, "gemma", GEMMA, n, GEMMA_LAYER, 0, queries)
+
+
+def _stock(folder: Path, kind: str, model: str, n: int, layer: int, head: int, queries: int) -> KeySet:
+    parts = _enough(folder, kind, n)
+    stored = [_load(part, f"k.{layer}") for part in parts[:-1]]  # of [G, t, D]
     asked = [_load(part, f"q.{layer}") for part in parts]  # of [H, t, D]
-    group = asked[0].shape[0] // HEADS
+    group = asked[0].shape[0] // stored[0].shape[0]
+    keys = torch.cat([each[head].float() for each in stored])[:n]
     mine = [each[head * group : (head + 1) * group].transpose(0, 1).flatten(0, 1).float() for each in asked]
     return KeySet(
-        name=f"smollm2 layer {layer} head {head}",
+        name=f"{kind} layer {layer} head {head}",
         keys=keys,
         logged=torch.cat(mine[:-1])[: n // QUERY_STEP * group],
         queries=_spread(mine[-1], queries),
         scale=keys.shape[1] ** -0.5,
-        origin=f"SmolLM2-135M over {n} tokens of Python's reference and library, in segments of {SEGMENT}; "
+        origin=f"{model} over {n} tokens of Python's reference and library, in segments of {SEGMENT}; "
         f"learned from the {group} query heads of every {QUERY_STEP}th of them, on the {PART} tokens after them",
     )
 
@@ -132,20 +146,43 @@ def collect_smollm2(
     ``QUERY_STEP``-th token's ``q.LAYER [9, n / QUERY_STEP, 64]``, before positions. About 1,000 tokens a second on one
     quiet thread.
     """
+    _collect_stock(folder, "smollm2", "smollm2", n, layers, ("k_proj", "q_proj"), advance)
+
+
+def collect_gemma(folder: Path, n: int, model: str, *, advance: Callable[[int], None] | None = None) -> None:
+    """Let Gemma 3 270M, from the GGUF file ``model``, read ``n`` tokens, and one part more, into ``folder``.
+
+    Goes on where it was. A part has ``k.5 [1, n, 256]`` and every ``QUERY_STEP``-th token's
+    ``q.5 [4, n / QUERY_STEP, 256]``, after their norms and before positions.
+    """
+    _collect_stock(folder, "gemma", model, n, (GEMMA_LAYER,), ("k_norm", "q_norm"), advance)
+
+
+def _collect_stock(
+    folder: Path,
+    kind: str,
+    name: str,
+    n: int,
+    layers: tuple[int, ...],
+    modules: tuple[str, str],
+    advance: Callable[[int], None] | None,
+) -> None:
+    """Let the model that ``load_model`` knows as ``name`` read; ``modules`` of its attention give keys and queries."""
     from memstore.eval.filler import load_filler
     from memstore.tools.models import load_model
 
-    done, wanted = len(_parts(folder, "smollm2")), -(-n // PART) + 1
+    done, wanted = len(_parts(folder, kind)), -(-n // PART) + 1
     if done >= wanted:
         return
     folder.mkdir(parents=True, exist_ok=True)
-    loaded = load_model("smollm2")
+    loaded = load_model(name)
     filler = load_filler(loaded.tokenizer, at_most=wanted * PART)
     decoder: Any = loaded.model.base_model
     decoder.layers = decoder.layers[: max(layers) + 1]
+    decoder.layers[-1].mlp = torch.nn.Identity()  # nothing that is kept comes after the last layer's queries
     for number in range(done, wanted):
         ids = torch.from_numpy(filler.take(number * PART, PART))
-        _save(_path(folder, "smollm2", number), _read_smollm2(decoder, ids, layers))
+        _save(_path(folder, kind, number), _read_stock(decoder, ids, layers, modules))
         if advance:
             advance(PART)
 
@@ -172,28 +209,29 @@ def collect_drt(folder: Path, n: int, *, advance: Callable[[int], None] | None =
             advance(PART)
 
 
-def _read_smollm2(decoder: Any, ids: Tensor, layers: tuple[int, ...]) -> dict[str, Tensor]:
+def _read_stock(decoder: Any, ids: Tensor, layers: tuple[int, ...], modules: tuple[str, str]) -> dict[str, Tensor]:
     caught: dict[str, list[Tensor]] = {}
     with ExitStack() as stack, torch.inference_mode():
         for layer in layers:
             attention = decoder.layers[layer].self_attn
-            for name, module in (("k", attention.k_proj), ("q", attention.q_proj)):
-                stack.callback(module.register_forward_hook(_catch(caught, f"{name}.{layer}")).remove)
+            for name, module in zip("kq", modules, strict=True):
+                hook = _catch(caught, f"{name}.{layer}", attention.head_dim)
+                stack.callback(getattr(attention, module).register_forward_hook(hook).remove)
         for batch in ids.view(-1, SEGMENTS, SEGMENT):
-            decoder(batch, use_cache=False)
-    states = {name: torch.cat(parts) for name, parts in caught.items()}  # [n, width]
-    part = {}
-    for name, rows in states.items():
-        kept = rows if name.startswith("k") else rows[QUERY_STEP - 1 :: QUERY_STEP]
-        part[name] = kept.unflatten(1, (-1, HEAD_DIM)).transpose(0, 1).to(torch.bfloat16).contiguous()
-    return part
+            decoder(batch.long(), use_cache=False)
+    states = {name: torch.cat(parts, 1) for name, parts in caught.items()}  # [heads, n, D]
+    return {
+        name: (rows if name.startswith("k") else rows[:, QUERY_STEP - 1 :: QUERY_STEP]).to(torch.bfloat16)
+        for name, rows in states.items()
+    }
 
 
-def _catch(caught: dict[str, list[Tensor]], name: str) -> Callable[..., None]:
-    """A hook after a module that keeps what comes out."""
+def _catch(caught: dict[str, list[Tensor]], name: str, head_dim: int) -> Callable[..., None]:
+    """A hook after a module that keeps what comes out, as ``[heads, t, D]``."""
 
     def hook(_module: Any, _inputs: Any, output: Tensor) -> None:
-        caught.setdefault(name, []).append(output.flatten(0, 1))
+        by_head = output if output.dim() == 4 else output.unflatten(2, (-1, head_dim)).transpose(1, 2)  # [B, H, T, D]
+        caught.setdefault(name, []).append(by_head.transpose(0, 1).flatten(1, 2))
 
     return hook
 

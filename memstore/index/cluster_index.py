@@ -501,12 +501,8 @@ class ClusterIndex(VectorIndex):
         # Several of the best keys may be in one block; with twice as many keys, a list rarely has too few blocks.
         count = k * (size if self.wanted_recall == 1 else min(size, 2))
         step = max(1, GATHERED_NUMBERS // (count * size * self.key_dim))
-        founds = [
-            _found(base.heads[head], base.ids, rows, count, size, base.probes, numbers) for rows in queries.split(step)
-        ]
-        if size > 1:
-            founds = [_best(found, k) for found in founds]
-        return SearchResult(*(torch.cat(parts) for parts in zip(*founds, strict=True)))
+        founds = [_found(base, head, rows, k, count, size, numbers) for rows in queries.split(step)]
+        return founds[0] if len(founds) == 1 else SearchResult(*map(torch.cat, zip(*founds, strict=True)))
 
 
 Old = tuple[Tensor, Tensor, list[Clusters]]
@@ -574,18 +570,19 @@ def _numbers(base: ClusterBase, size: int, allowed: range | Tensor | None) -> ra
 
 
 def _found(
-    head: Clusters, ids: Tensor, queries: Tensor, count: int, size: int, probes: int, allowed: range | Tensor | None
+    base: ClusterBase, head: int, queries: Tensor, k: int, count: int, size: int, allowed: range | Tensor | None
 ) -> SearchResult:
-    """Return the blocks of the ``count`` best keys for ``queries [R, D]``; a block is repeated for each key."""
-    scores, numbers = head.search(queries, count, probes, allowed)
-    rows = numbers if size == 1 else numbers.div(size, rounding_mode="floor")
-    offsets = torch.zeros_like(rows)
-    if size > 1:  # the best key of a block may be in a list that was not read
-        keys = head.keys(size * rows.clamp(min=0)[..., None] + torch.arange(size))  # [R, count, P, D]
-        scores, offsets = torch.einsum("rcpd,rd->rcp", keys, queries).max(2)
+    """Return the ``k`` best blocks ``[R, k]`` for ``queries [R, D]``, among those of the ``count`` best keys."""
+    scores, numbers = base.heads[head].search(queries, count, base.probes, allowed)
+    if size == 1:  # the last id stands for a missing one, until -1 does
+        return SearchResult(scores, base.ids.take(numbers).masked_fill_(numbers < 0, -1), numbers.clamp(max=0))
+    rows = numbers.div(size, rounding_mode="floor")
+    # The best key of a block may be in a list that was not read.
+    keys = base.heads[head].keys(size * rows.clamp(min=0)[..., None] + torch.arange(size))  # [R, count, P, D]
+    scores, offsets = torch.einsum("rcpd,rd->rcp", keys, queries).max(2)
     none = rows < 0
-    blocks = ids[rows.clamp(min=0)].masked_fill(none, -1)
-    return SearchResult(scores.masked_fill(none, -torch.inf), blocks, offsets.masked_fill(none, -1))
+    blocks = base.ids.take(rows).masked_fill(none, -1)
+    return _best(SearchResult(scores.masked_fill(none, -torch.inf), blocks, offsets.masked_fill(none, -1)), k)
 
 
 def _best(found: SearchResult, k: int) -> SearchResult:
