@@ -67,6 +67,8 @@ def test_a_family_that_is_not_known_is_refused_by_name() -> None:
         memstore.attach(model, "ram:")
     with pytest.raises(UnsupportedModel, match="index_kpool_always_select_tail is False, so its first tokens"):
         family_of(tiny("glm5_next", index_kpool_always_select_tail=False))
+    with pytest.raises(UnsupportedModel, match="its index has 3 heads for 2 key-value heads"):
+        family_of(tiny("minimax_m3_vl_text", index_n_heads=3))
 
 
 def test_a_checkpoint_without_its_index_is_refused(tmp_path: Path) -> None:
@@ -131,6 +133,7 @@ def _filled(model: Any) -> Any:
     [
         (lambda model: StaticCache(model.config, max_cache_len=64), "a plain dynamic cache, got StaticCache"),
         (_filled, "was filled before the memory was attached"),
+        (lambda _: ((torch.zeros(1), torch.zeros(1)),), "a plain dynamic cache, got tuple"),
     ],
 )
 def test_caches_of_the_callers_own_are_refused(made: Callable[[Any], Any], message: str) -> None:

@@ -378,8 +378,8 @@ def test_a_file_that_was_renamed_costs_what_is_new_of_it_and_keeps_what_was_note
     text = NOTES["trips/ferry.txt"]
     asked: list[int] = []
     monkeypatch.setattr(
-            verb, "check_room", lambda _, __, ___, sizes, *____, **_____: asked.extend(all_ - old for all_, old in sizes)
-        )
+        verb, "check_room", lambda _, __, ___, sizes, *____, **_____: asked.extend(all_ - old for all_, old in sizes)
+    )
     assert cli("read", notes / "trips/ferry.txt", memory_path, "--meta", "year=1912").code == 0
     (notes / "trips/ferry.txt").rename(notes / "trips/boat.txt")
     done = cli("read", notes, memory_path, "--prune", "--json")

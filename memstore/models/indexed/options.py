@@ -9,7 +9,7 @@ from memstore.train.options import RunOptions, option
 
 @dataclass(frozen=True, kw_only=True)
 class IndexedTraining(RunOptions):
-    """Train a small model whose own index chooses what its attention sees: a DeepSeek-V3.2, or a MiniMax-M3.
+    """Train a small model whose own index chooses what its attention sees: a dots3, or a MiniMax-M3.
 
     By a recipe that needs no text, in the two stages of DeepSeek-V3.2. The result is a Hugging Face model folder. After
     an interruption the same command goes on from the last checkpoint, to the same result.

@@ -593,8 +593,7 @@ def _mask(mask: Any, call: IndexedCall, rows: int, count: int) -> Tensor | None:
 
 def _is_ours(cache: Any) -> LocalLayer | None:
     """Return a layer of ``cache`` that is ours, if any."""
-    layers = () if cache is None else cache.layers
-    return next((each for each in layers if isinstance(each, LocalLayer)), None)
+    return next((each for each in getattr(cache, "layers", ()) if isinstance(each, LocalLayer)), None)
 
 
 def _replaced(stack: ExitStack, thing: Any, name: str, value: Any) -> None:

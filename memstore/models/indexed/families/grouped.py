@@ -76,7 +76,12 @@ class MiniMaxM3(IndexedFamily):
     """Layers that choose blocks, and layers that see everything."""
 
     def made(self) -> list[IndexedLayer]:
-        return [_BlockLayer(block.self_attn, number) for number, block in enumerate(self.decoder.layers)]
+        layers = [_BlockLayer(block.self_attn, number) for number, block in enumerate(self.decoder.layers)]
+        if odd := [layer for layer in layers if layer.lists not in (1, layer.groups)]:
+            raise self.refused(
+                f"its index has {odd[0].lists} heads for {odd[0].groups} key-value heads, and each must have one choice"
+            )
+        return layers
 
 
 class _RunLayer(_GroupedLayer):
