@@ -18,8 +18,9 @@ from memstore.errors import InvalidArgument
 from memstore.kernels._backends import LARGEST_HEAD, check_device, check_known, first_able, shapes, triton_problem
 from memstore.kernels._largest import LAST, best_first, packed, unpacked
 from memstore.kernels.index_scores import native
+from memstore.kernels.index_scores.codes import Codes, encode
 
-__all__ = ["choose"]
+__all__ = ["Codes", "choose", "encode"]
 
 Backend = Literal["auto", "reference", "torch", "native", "triton"]
 KEY_TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,6 +49,7 @@ def choose(
     k: int,
     relu: bool = True,
     block: int = 1,
+    codes: Codes | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Choose the ``k`` keys, or blocks of keys, with the largest index scores for every query.
@@ -96,7 +98,7 @@ def choose(
     way: Callable[..., tuple[Tensor, Tensor]]
     match backend:
         case "native":
-            way = native.choose
+            way = partial(native.choose, codes=codes)
         case "triton":
             from memstore.kernels.index_scores import triton
 

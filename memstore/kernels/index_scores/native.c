@@ -12,12 +12,16 @@
  * memory. A candidate is one number of 64 bits, the score above and the position, counted down, below: no two are equal,
  * and of equal scores the smaller position is the larger number. A score is computed in the same order wherever its key
  * lies in a slice, so that the choice does not depend on slices.
+ *
+ * Keys may have codes in 8 bits beside them. Codes give an upper bound on each score, and only the keys whose bound is above
+ * the smallest score that can still be chosen are scored as above. So the choice stays the same, bit for bit.
  */
 
+#include <limits.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#ifdef __F16C__
+#if defined __F16C__ || defined __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -62,11 +66,20 @@ typedef struct {
     float *least;         /* [rows]: a score must be larger to be a candidate */
     uint64_t *candidates; /* [rows, capacity] */
     int64_t *counts;      /* [rows] */
+    const uint8_t *codes;  /* [count / PASS, coded / 4, PASS, 4], raised by 128: one side of a product has no sign; or NULL */
+    const float *numbers;  /* [count / PASS, 3, PASS]: a key's step, error and norm */
+    const int8_t *asked;   /* [rows, heads, coded]: queries */
+    const int32_t *starts; /* [rows, heads]: where sums begin, because keys are raised */
+    const float *parts;    /* [rows, heads]: weights times the steps of queries */
+    const float *factors;  /* [rows, 3]: of the bound: times the error, times the norm, and by itself */
+    const int64_t *picks;  /* keys that are scored in place of neighbours, or NULL */
     int64_t kind, count, stride, first; /* kind: of the numbers of a key; first: the position of the first key */
     int64_t dim, rows, heads;
     int64_t vectors;      /* of a query; 0 for many queries */
     int64_t relu, block, k, capacity, threads;
     int64_t panel, width; /* keys of a panel, a multiple of the block; the same, filled up to a multiple of PASS */
+    int64_t step;         /* keys of the first panel with codes: until there are candidates, every key is scored */
+    int64_t coded;        /* numbers of a code: those of a key, filled up to a multiple of 4 */
 } Scan;
 
 /* ---- candidates ---- */
@@ -162,7 +175,8 @@ static void choose(const Scan *scan, int64_t row, int64_t start, int64_t stop) {
 
 /* `count` keys in float32, `pitch` numbers from one to the next, zeros behind them up to `most`. */
 static void widen(const Scan *scan, int64_t first, int64_t count, int64_t most, int64_t pitch, float *out) {
-    for (int64_t key = first; key < first + count; key++, out += pitch) {
+    for (int64_t place = first; place < first + count; place++, out += pitch) {
+        int64_t key = scan->picks ? scan->picks[place] : place;
         const float *floats = (const float *)(const void *)scan->keys + key * scan->stride;
         const uint16_t *halves = (const uint16_t *)(const void *)scan->keys + key * scan->stride;
         int64_t d = 0;
@@ -232,8 +246,9 @@ static void score_few(const Scan *scan, int64_t start, int64_t first, int64_t st
         int64_t count = stop - key < RUN ? stop - key : RUN, stride = scan->dim;
         const char *there = scan->keys + key * scan->stride * size;
         const float *wide = room;
-        for (int64_t line = 0; line < RUN * scan->stride * size; line += LINE) __builtin_prefetch(there + AHEAD + line);
-        if (scan->kind == FLOAT32 && count == RUN)
+        for (int64_t line = 0; !scan->picks && line < RUN * scan->stride * size; line += LINE)
+            __builtin_prefetch(there + AHEAD + line);
+        if (scan->kind == FLOAT32 && count == RUN && !scan->picks)
             wide = (const float *)(const void *)there, stride = scan->stride;
         else
             widen(scan, key, count, RUN, scan->dim, room);
@@ -300,6 +315,97 @@ static void score_many(const Scan *scan, int64_t start, int64_t first, int64_t s
     }
 }
 
+/* ---- codes ---- */
+
+#ifdef __AVX2__
+#ifdef __AVX512VNNI__
+#define KEYS 4
+typedef __m512i Whole;
+typedef __m512 Floats;
+#define LOAD _mm512_loadu_si512
+#define SPREAD _mm512_set1_epi32
+#define ADD_PRODUCTS _mm512_dpbusd_epi32
+#define FLOATS(sum, floor) _mm512_cvtepi32_ps(_mm512_max_epi32(sum, floor))
+#define NUMBER(x) _mm512_min_ps(x, _mm512_set1_ps(INFINITY))
+#else
+#define KEYS 2
+typedef __m256i Whole;
+typedef __m256 Floats;
+#define LOAD(from) _mm256_loadu_si256((const __m256i *)(const void *)(from))
+#define SPREAD _mm256_set1_epi32
+#define ADD_PRODUCTS(sum, keys, query) \
+    _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(keys, query), _mm256_set1_epi16(1)))
+#define FLOATS(sum, floor) _mm256_cvtepi32_ps(_mm256_max_epi32(sum, floor))
+#define NUMBER(x) _mm256_min_ps(x, _mm256_set1_ps(INFINITY))
+#endif
+#define WHOLE ((int64_t)(sizeof(Whole) / 4)) /* keys of a vector */
+
+/* Adds the products of some keys with `side` heads (a constant) from `pair` on. */
+static inline __attribute__((always_inline)) void estimate(
+    const Scan *scan, const uint8_t *codes, int64_t pair, const int side, Floats *sums) {
+    Whole products[SIDE][KEYS], floor = SPREAD(scan->relu ? 0 : INT_MIN);
+    for (int h = 0; h < side; h++)
+        for (int v = 0; v < KEYS; v++) products[h][v] = SPREAD(scan->starts[pair + h]);
+    for (int64_t d = 0; d < scan->coded; d += 4) {
+        Whole keys[KEYS];
+        for (int v = 0; v < KEYS; v++) keys[v] = LOAD(codes + d * PASS + v * 4 * WHOLE);
+        for (int h = 0; h < side; h++) {
+            int32_t query;
+            memcpy(&query, scan->asked + (pair + h) * scan->coded + d, sizeof query);
+            for (int v = 0; v < KEYS; v++) products[h][v] = ADD_PRODUCTS(products[h][v], keys[v], SPREAD(query));
+        }
+    }
+    for (int h = 0; h < side; h++)
+        for (int v = 0; v < KEYS; v++) sums[v] += FLOATS(products[h][v], floor) * scan->parts[pair + h];
+}
+
+/* Upper bounds on the scores of PASS keys. What is no number becomes infinity. */
+static void bound(const Scan *scan, int64_t start, int64_t first) {
+    const uint8_t *codes = scan->codes + first * scan->coded;
+    const float *numbers = scan->numbers + first * 3;
+    for (int64_t row = 0; row < scan->rows; row++)
+        for (int64_t key = 0; key < PASS; key += KEYS * WHOLE) {
+            const float *factors = scan->factors + row * 3;
+            Floats sums[KEYS] = {{0}};
+            int64_t pair = row * scan->heads, end = pair + scan->heads;
+            for (; pair + SIDE <= end; pair += SIDE) estimate(scan, codes + key * 4, pair, SIDE, sums);
+            for (; pair < end; pair++) estimate(scan, codes + key * 4, pair, 1, sums);
+            for (int64_t v = 0; v < KEYS; v++) {
+                Floats of[3];
+                for (int i = 0; i < 3; i++) memcpy(&of[i], numbers + i * PASS + key + v * WHOLE, sizeof *of);
+                sums[v] = NUMBER(sums[v] * of[0] + (of[1] * factors[0] + of[2] * factors[1] + factors[2]));
+                memcpy(scan->scores + row * scan->width + first - start + key + v * WHOLE, &sums[v], sizeof *of);
+            }
+        }
+}
+#else
+static void bound(const Scan *scan, int64_t start, int64_t first) { (void)scan, (void)start, (void)first; }
+#endif
+
+/* Puts scores in the places of bounds that are large enough, and -infinity in those of others. */
+static void look(const Scan *scan, int64_t row, int64_t start, int64_t stop) {
+    int64_t picks[2 * PASS], count = 0, size = scan->dim * (scan->vectors ? scan->vectors * LANES : scan->heads);
+    float *scores = scan->scores + row * scan->width, least = scan->least[row], found[PASS];
+    Scan one = *scan;
+    one.picks = picks, one.scores = found, one.rows = 1, one.width = PASS;
+    one.queries += row * size, one.weights += row * size / scan->dim;
+    for (int64_t key = start; key < stop || count; key += PASS) {
+        if (key < stop && any_above(scores + key - start, least))
+            for (int64_t i = key; i < (key + PASS < stop ? key + PASS : stop); i++) {
+                picks[count] = i;
+                count += scores[i - start] > least;
+            }
+        if (key < stop)
+            for (int64_t i = 0; i < PASS; i++) scores[key - start + i] = -INFINITY;
+        if (!count || (count < PASS && key + PASS < stop)) continue;
+        int64_t some = count < PASS ? count : PASS;
+        (scan->vectors ? score_few : score_many)(&one, 0, 0, some);
+        for (int64_t i = 0; i < some; i++) scores[picks[i] - start] = found[i];
+        count -= some;
+        memmove(picks, picks + some, (size_t)count * sizeof *picks);
+    }
+}
+
 /* All keys of a chunk. */
 void memstore_scan(const Scan *scan) {
     int64_t seen = 0;
@@ -308,13 +414,21 @@ void memstore_scan(const Scan *scan) {
         seen = sees > seen ? sees : seen;
     }
     seen = seen < scan->count ? seen : scan->count;
-    for (int64_t start = 0; start < seen; start += scan->panel) {
-        int64_t stop = start + scan->panel < seen ? start + scan->panel : seen;
+    for (int64_t start = 0, stop = 0; start < seen; start = stop) {
+        int64_t size = scan->codes ? start / 2 / scan->step * scan->step : scan->panel;
+        size = size < scan->step ? scan->step : size < scan->panel ? size : scan->panel;
+        stop = start + size < seen ? start + size : seen;
 #pragma omp parallel for num_threads((int)scan->threads)
         for (int64_t first = start; first < stop; first += PASS)
-            (scan->vectors ? score_few : score_many)(scan, start, first, first + PASS < stop ? first + PASS : stop);
+            if (scan->codes)
+                bound(scan, start, first);
+            else
+                (scan->vectors ? score_few : score_many)(scan, start, first, first + PASS < stop ? first + PASS : stop);
 #pragma omp parallel for num_threads((int)scan->threads)
-        for (int64_t row = 0; row < scan->rows; row++) choose(scan, row, start, stop);
+        for (int64_t row = 0; row < scan->rows; row++) {
+            if (scan->codes) look(scan, row, start, stop);
+            choose(scan, row, start, stop);
+        }
     }
 }
 
