@@ -1,7 +1,7 @@
 """The choice of a model's own index: the keys with the highest scores of its index heads for each query.
 
 The definition scores all keys at once. ``"torch"`` and ``"triton"`` score a slice of keys at a time and keep the best
-as candidates: score and position in one number, as in ``_largest``.
+as candidates: score and position in one number, as in ``_largest``. ``"native"`` can read codes of keys first.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from memstore.errors import InvalidArgument
 from memstore.kernels._backends import LARGEST_HEAD, check_device, check_known, first_able, shapes, triton_problem
 from memstore.kernels._largest import LAST, best_first, packed, unpacked
 from memstore.kernels.index_scores import native
-from memstore.kernels.index_scores.codes import Codes, encode
+from memstore.kernels.index_scores.codes import PASS, Codes, encode
 
-__all__ = ["Codes", "choose", "encode"]
+__all__ = ["PASS", "Codes", "choose", "encode"]
 
 Backend = Literal["auto", "reference", "torch", "native", "triton"]
 KEY_TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -74,6 +74,8 @@ def choose(
         k: keys or blocks wanted, at least 1; there may be fewer.
         relu: whether products below 0 count as 0.
         block: keys of a block; with 1 keys are chosen.
+        codes: codes of the first keys, by ``encode``: ``"native"`` reads them first, where that is faster, and scores
+            only the keys that may be chosen. The choice is the same, bit for bit. Others do not read them.
         backend: ``"reference"``; ``"torch"``, matrix products in slices; ``"native"``, in C, compiled at the first use
             (a CPU); ``"triton"`` (a GPU, or Triton's interpreter); or ``"auto"``: the last of them that works here.
 
@@ -86,6 +88,8 @@ def choose(
     """
     chunks = [keys] if isinstance(keys, Tensor) else list(keys)
     _check(queries, weights, chunks, limit, k, block)
+    if codes is not None and len(codes.codes) * PASS > len(chunks[0]):
+        raise InvalidArgument(f"got codes of {len(codes.codes) * PASS} keys, but the first tensor has {len(chunks[0])}")
     check_known(backend, Backend)
     choices: tuple[Backend, ...] = ("native", "torch")
     if queries.device.type == "cuda":

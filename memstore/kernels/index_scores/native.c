@@ -66,20 +66,19 @@ typedef struct {
     float *least;         /* [rows]: a score must be larger to be a candidate */
     uint64_t *candidates; /* [rows, capacity] */
     int64_t *counts;      /* [rows] */
-    const uint8_t *codes;  /* [count / PASS, coded / 4, PASS, 4], raised by 128: one side of a product has no sign; or NULL */
-    const float *numbers;  /* [count / PASS, 3, PASS]: a key's step, error and norm */
-    const int8_t *asked;   /* [rows, heads, coded]: queries */
-    const int32_t *starts; /* [rows, heads]: where sums begin, because keys are raised */
+    const int8_t *asked;   /* [rows, heads, wide]: codes of queries; wide: dim, filled up to a multiple of 4 */
+    const int32_t *starts; /* [rows, heads]: where sums begin, because the codes of keys are raised by 128 */
     const float *parts;    /* [rows, heads]: weights times the steps of queries */
-    const float *factors;  /* [rows, 3]: of the bound: times the error, times the norm, and by itself */
+    const float *factors;  /* [rows, 3] of the bound: of a key's error, of its norm, and what is added */
+    const uint8_t *codes;  /* [coded / PASS, wide / 4, PASS, 4] */
+    const float *about;    /* [coded / PASS, 3, PASS]: a key's step, error and norm */
     const int64_t *picks;  /* keys that are scored in place of neighbours, or NULL */
     int64_t kind, count, stride, first; /* kind: of the numbers of a key; first: the position of the first key */
     int64_t dim, rows, heads;
     int64_t vectors;      /* of a query; 0 for many queries */
     int64_t relu, block, k, capacity, threads;
     int64_t panel, width; /* keys of a panel, a multiple of the block; the same, filled up to a multiple of PASS */
-    int64_t step;         /* keys of the first panel with codes: until there are candidates, every key is scored */
-    int64_t coded;        /* numbers of a code: those of a key, filled up to a multiple of 4 */
+    int64_t step, coded;  /* keys of the first panel with codes; first keys of the chunk that have codes */
 } Scan;
 
 /* ---- candidates ---- */
@@ -343,15 +342,16 @@ typedef __m256 Floats;
 /* Adds the products of some keys with `side` heads (a constant) from `pair` on. */
 static inline __attribute__((always_inline)) void estimate(
     const Scan *scan, const uint8_t *codes, int64_t pair, const int side, Floats *sums) {
+    int64_t wide = (scan->dim + 3) / 4 * 4;
     Whole products[SIDE][KEYS], floor = SPREAD(scan->relu ? 0 : INT_MIN);
     for (int h = 0; h < side; h++)
         for (int v = 0; v < KEYS; v++) products[h][v] = SPREAD(scan->starts[pair + h]);
-    for (int64_t d = 0; d < scan->coded; d += 4) {
+    for (int64_t d = 0; d < wide; d += 4) {
         Whole keys[KEYS];
         for (int v = 0; v < KEYS; v++) keys[v] = LOAD(codes + d * PASS + v * 4 * WHOLE);
         for (int h = 0; h < side; h++) {
             int32_t query;
-            memcpy(&query, scan->asked + (pair + h) * scan->coded + d, sizeof query);
+            memcpy(&query, scan->asked + (pair + h) * wide + d, sizeof query);
             for (int v = 0; v < KEYS; v++) products[h][v] = ADD_PRODUCTS(products[h][v], keys[v], SPREAD(query));
         }
     }
@@ -361,8 +361,8 @@ static inline __attribute__((always_inline)) void estimate(
 
 /* Upper bounds on the scores of PASS keys. What is no number becomes infinity. */
 static void bound(const Scan *scan, int64_t start, int64_t first) {
-    const uint8_t *codes = scan->codes + first * scan->coded;
-    const float *numbers = scan->numbers + first * 3;
+    const uint8_t *codes = scan->codes + first * ((scan->dim + 3) / 4 * 4);
+    const float *about = scan->about + first * 3;
     for (int64_t row = 0; row < scan->rows; row++)
         for (int64_t key = 0; key < PASS; key += KEYS * WHOLE) {
             const float *factors = scan->factors + row * 3;
@@ -372,7 +372,7 @@ static void bound(const Scan *scan, int64_t start, int64_t first) {
             for (; pair < end; pair++) estimate(scan, codes + key * 4, pair, 1, sums);
             for (int64_t v = 0; v < KEYS; v++) {
                 Floats of[3];
-                for (int i = 0; i < 3; i++) memcpy(&of[i], numbers + i * PASS + key + v * WHOLE, sizeof *of);
+                for (int i = 0; i < 3; i++) memcpy(&of[i], about + i * PASS + key + v * WHOLE, sizeof *of);
                 sums[v] = NUMBER(sums[v] * of[0] + (of[1] * factors[0] + of[2] * factors[1] + factors[2]));
                 memcpy(scan->scores + row * scan->width + first - start + key + v * WHOLE, &sums[v], sizeof *of);
             }
@@ -415,18 +415,21 @@ void memstore_scan(const Scan *scan) {
     }
     seen = seen < scan->count ? seen : scan->count;
     for (int64_t start = 0, stop = 0; start < seen; start = stop) {
-        int64_t size = scan->codes ? start / 2 / scan->step * scan->step : scan->panel;
+        int coded = start < scan->coded;
+        int64_t size = coded ? start / 2 / scan->step * scan->step : scan->panel, end = coded ? scan->coded : seen;
         size = size < scan->step ? scan->step : size < scan->panel ? size : scan->panel;
-        stop = start + size < seen ? start + size : seen;
+        end = end < seen ? end : seen;
+        stop = start + size < end ? start + size : end;
 #pragma omp parallel for num_threads((int)scan->threads)
-        for (int64_t first = start; first < stop; first += PASS)
-            if (scan->codes)
+        for (int64_t first = start; first < stop; first += PASS) {
+            if (coded)
                 bound(scan, start, first);
             else
                 (scan->vectors ? score_few : score_many)(scan, start, first, first + PASS < stop ? first + PASS : stop);
+        }
 #pragma omp parallel for num_threads((int)scan->threads)
         for (int64_t row = 0; row < scan->rows; row++) {
-            if (scan->codes) look(scan, row, start, stop);
+            if (coded) look(scan, row, start, stop);
             choose(scan, row, start, stop);
         }
     }

@@ -1,4 +1,4 @@
-"""The choice in ``native.c``: one pass over the keys in place, which keeps candidates."""
+"""The choice in ``native.c``: one pass over the keys in place, or over their codes, which keeps candidates."""
 
 from __future__ import annotations
 
@@ -12,32 +12,35 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.kernels.index_scores.codes import GROUP, Codes, encode_queries
-from memstore.kernels.native import Library, address, half_problem, lanes, parallel, processor, structure, vectors
+from memstore.kernels import native as compiler
+from memstore.kernels.index_scores.codes import PASS, Codes, encode_queries
+from memstore.kernels.native import Library, address, half_problem, lanes, parallel, structure, vectors
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LARGEST_DIM = 2048
 """Most numbers of a key: some arrays are on the stack."""
-LANES, PASS = lanes(), 64
+LANES = lanes()
 MANY = 4
 """Queries from which transposing keys pays."""
 PANEL = 1 << 16
-CODED_PANEL = 4096
 """Scores stored at a time."""
+CODED = {"keys": 1 << 15, "heads": 4, "queries": 16, "panel": 4096}
+"""Codes pay from so many keys on, with so many heads or fewer queries than that. Keys of a panel."""
 
 _Scan = structure(
-    pointers="keys queries weights limit scores least candidates counts codes code_numbers asked starts parts factors picks",
+    pointers="keys queries weights limit scores least candidates counts asked starts parts factors codes about picks",
     numbers="kind count stride first dim rows heads vectors relu block k capacity threads panel width step coded",
 )
 
 
 def _load(source: Path) -> ctypes.CDLL:
-    more = ["-mavx512bw", "-mavx512vnni"] if _has_vnni() else []
-    return parallel(source, [*vectors(), *more, f"-DLANES={LANES}", "-ffp-contract=fast"])
+    flags = [*vectors(), f"-DLANES={LANES}", "-ffp-contract=fast"]
+    return parallel(source, flags if _largest() < 127 else [*flags, "-mavx512bw", "-mavx512vnni"])
 
 
-def _has_vnni() -> bool:
-    return processor().issuperset({"avx512bw", "avx512_vnni"})
+def _largest() -> int:
+    """Return the largest code of a query. With AVX2 the sum of two products must fit into 16 bits."""
+    return 127 if compiler.processor().issuperset({"avx512bw", "avx512_vnni"}) else 63
 
 
 _library = Library(__file__, _load)
@@ -50,13 +53,14 @@ def choose(
     """See the public function."""
     rows, heads, dim = queries.shape
     new: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
-    plain = scaled = queries.float() * scale
+    scaled = queries.float() * scale
     factors = torch.ones(rows, heads, **new) if weights is None else weights.float()
-    coded, told = 0, list[Tensor]()
-    if codes is not None and "avx2" in processor():
-        coded = len(codes.codes) * GROUP
-        coded -= coded % lcm(GROUP, block)
-        told = [each.contiguous() for each in encode_queries(plain, factors, 127 if _has_vnni() else 63)]
+    step, told = block, list[Tensor]()
+    panel, capacity = max(256, PANEL // rows), max(2 * k, 256)  # room for more than k, and for one step's candidates
+    few = len(codes.codes) * PASS < CODED["keys"] if codes is not None else True
+    if not few and "avx2" in compiler.processor() and (heads >= CODED["heads"] or rows < CODED["queries"]):
+        step, told = lcm(PASS, block), encode_queries(scaled, factors, _largest())
+        panel, capacity = CODED["panel"], k + k // 4 + 2 * LANES  # the smallest score that can be chosen grows soon
     vectors = 0
     if rows < MANY:
         more = -heads % LANES
@@ -64,29 +68,25 @@ def choose(
         scaled = F.pad(scaled, (0, 0, 0, more)).unflatten(1, (vectors, LANES)).mT
         factors = F.pad(factors, (0, more))
     scaled, factors, limit = scaled.contiguous(), factors.contiguous(), limit.contiguous()
-    whole = lcm(GROUP, block) if coded else block
-    panel = -(-(CODED_PANEL if coded else max(256, PANEL // rows)) // whole) * whole
+    panel = -(-panel // step) * step
     width = -(-panel // PASS) * PASS
-    capacity = k + k // 4 + 2 * LANES if coded else max(2 * k, 256)  # room for more than k, and one step's candidates
     scores, least = torch.empty(rows, width, **new), torch.full((rows,), -torch.inf, **new)
     candidates = torch.empty(rows, capacity, dtype=torch.int64, device="cpu")
     counts = torch.zeros(rows, dtype=torch.int64, device="cpu")
-    pointers = (each.data_ptr() for each in (scaled, factors, limit, scores, least, candidates, counts))
+    tensors = (scaled, factors, limit, scores, least, candidates, counts, *(told or [None] * 4))
     threads = torch.get_num_threads()
     scan = _Scan(
-        None, *pointers, None, None, *map(address, told or [None] * 4), None,
-        0, 0, 0, 0, dim, rows, heads, vectors, relu, block, k, capacity, threads, panel, width, whole, -(-dim // 4) * 4,
+        None, *map(address, tensors), None, None, None,
+        0, 0, 0, 0, dim, rows, heads, vectors, relu, block, k, capacity, threads, panel, width, step, 0,
     )  # fmt: skip
-    if coded:
-        chunks = [chunks[0][:coded], chunks[0][coded:], *chunks[1:]]
-    for place, keys in enumerate(chunks):
-        scan.codes = scan.code_numbers = None
-        if coded and not place:
-            scan.codes, scan.code_numbers = address(codes.codes), address(codes.numbers)
+    if codes is not None and told:
+        scan.codes, scan.about = map(address, codes)
+        scan.coded = len(codes.codes) * PASS // step * step
+    for keys in chunks:
         keys = keys if keys.stride(1) == 1 else keys.contiguous()
         scan.keys, scan.kind, scan.count, scan.stride = keys.data_ptr(), KINDS[keys.dtype], len(keys), keys.stride(0)
         _library.call("memstore_scan", scan)
-        scan.first += len(keys)
+        scan.first, scan.coded = scan.first + len(keys), 0
     ids = torch.full((rows, k), -1, dtype=torch.int64, device="cpu")
     best = torch.full((rows, k), -torch.inf, **new)
     _library.call("memstore_chosen", scan, ids, best)

@@ -294,7 +294,8 @@ class IndexedCall:
         run = 1 if layer.pooled else unit
         limit = places + 1 if run > 1 else (places + 1) // unit
         keys = own.keys.view if layer.pooled else torch.cat([own.keys.view, own.tail])
-        return choose(ask, weights, [stored.keys.view, keys], layer.index_scale, limit, layer.top, layer.mode, run)
+        keys, scale, codes = [stored.keys.view, keys], layer.index_scale, stored.keys.codes
+        return choose(ask, weights, keys, scale, limit, layer.top, layer.mode, run, codes)
 
     def _rows(self, layer: IndexedLayer, source: int, row: int, tokens: Tensor) -> Tensor:
         """Return stored and local rows ``[n, row_width]`` of ``tokens [n]``, ascending."""
