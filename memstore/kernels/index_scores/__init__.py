@@ -18,7 +18,7 @@ from memstore.errors import InvalidArgument
 from memstore.kernels._backends import LARGEST_HEAD, check_device, check_known, first_able, shapes, triton_problem
 from memstore.kernels._largest import LAST, best_first, packed, unpacked
 from memstore.kernels.index_scores import native
-from memstore.kernels.index_scores.codes import PASS, Codes, encode
+from memstore.kernels.index_scores.native import PASS, Codes, encode
 
 __all__ = ["PASS", "Codes", "choose", "encode"]
 

@@ -314,7 +314,117 @@ static void score_many(const Scan *scan, int64_t start, int64_t first, int64_t s
     }
 }
 
-/* ---- codes ---- */
+/* ---- codes ----
+ *
+ * The score is f(Q, k) = sum_h w_h relu(q_h . k), and ReLU does not enlarge differences. So |f(Q, k) - f(Q, k')| <= L(Q)
+ * |k - k'|, where L(Q) is the largest norm of sum_h d_h w_h q_h for d_h in [0, 1]. It is at most sqrt(sum |w|)
+ * sigma(sqrt(|w|) Q), where sigma is the largest singular value, and at most that of a Schatten norm. In the same way
+ * |f(Q, k') - f(Q', k')| <= L(Q - Q') |k'|. With many heads this is several times as tight as a sum of norms over heads. It
+ * also holds without ReLU. The bound includes what float32 rounds, in exact scores and in those of codes.
+ */
+
+#define LARGEST 0x1p40f   /* from it on, everything is scored: products may overflow, or those rounded to 0 may count */
+#define SMALLEST 0x1p-100f /* the smallest step of a code */
+#define SQUARED 3          /* times that the Gram matrix is squared, for a Schatten norm of 2 ** (SQUARED + 2) */
+#ifdef __AVX512VNNI__
+#define LARGEST_CODE 127
+#else
+#define LARGEST_CODE 63 /* of a query: the sum of two products must fit into 16 bits */
+#endif
+
+/* Codes of `x`, zeros behind them, and what they lose; returns their step. */
+static float encode(const float *x, int64_t dim, int64_t wide, float largest, int8_t *codes, float *lost) {
+    float top = 0;
+    for (int64_t d = 0; d < dim; d++) top = fabsf(x[d]) > top ? fabsf(x[d]) : top;
+    float step = top / largest > SMALLEST ? top / largest : SMALLEST;
+    for (int64_t d = 0; d < dim; d++) {
+        float code = rintf(x[d] / step);
+        code = code < largest ? code > -largest ? code : -largest : code >= largest ? largest : 0; /* 0: is no number */
+        codes[d] = (int8_t)code;
+        lost[d] = x[d] - code * step;
+    }
+    memset(codes + dim, 0, (size_t)(wide - dim));
+    return step;
+}
+
+static double norm(const float *x, int64_t dim) {
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t d = 0; d < dim; d++) sum += (double)x[d] * x[d];
+    return sqrt(sum);
+}
+
+/* Codes of the keys, whose number is a multiple of PASS, as Scan describes them. */
+void memstore_encode(const Scan *scan, uint8_t *codes, float *about) {
+    int64_t dim = scan->dim, wide = (dim + 3) / 4 * 4;
+    float key[dim], lost[dim];
+    int8_t code[wide];
+    for (int64_t at = 0; at < scan->count; at++) {
+        int64_t group = at / PASS, place = at % PASS;
+        widen(scan, at, 1, 1, dim, key);
+        float *to = about + group * 3 * PASS + place;
+        *to = encode(key, dim, wide, 127, code, lost);
+        double error = norm(lost, dim), size = norm(key, dim) + error;
+        to[PASS] = size < LARGEST ? (float)(error * (1 + 1e-5)) + SMALLEST : INFINITY;
+        to[2 * PASS] = (float)(size * (1 + 1e-5)) + SMALLEST;
+        for (int64_t d = 0; d < wide; d++)
+            codes[group * PASS * wide + (d / 4 * PASS + place) * 4 + d % 4] = (uint8_t)(code[d] + 128);
+    }
+}
+
+/* A bound on the largest singular value of `x` [heads, dim], whose rows are multiplied by the roots of weights. */
+static double singular(const float *x, const float *weights, int64_t heads, int64_t dim) {
+    double rooms[2][heads * heads], *gram = rooms[0], *next = rooms[1], bound = 1, part = 0.5;
+    for (int64_t i = 0; i < heads; i++)
+        for (int64_t j = 0; j <= i; j++) {
+            double sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t d = 0; d < dim; d++) sum += (double)x[i * dim + d] * x[j * dim + d];
+            gram[i * heads + j] = gram[j * heads + i] = sum * sqrt(fabs((double)weights[i]) * fabs((double)weights[j]));
+        }
+    for (int squared = 0;; squared++) {
+        double size = 0;
+        for (int64_t i = 0; i < heads * heads; i++) size += gram[i] * gram[i];
+        size = sqrt(size);
+        bound *= pow(size, part), part /= 2;
+        if (squared == SQUARED || size == 0) return bound;
+        for (int64_t i = 0; i < heads * heads; i++) gram[i] /= size;
+        memset(next, 0, (size_t)(heads * heads) * sizeof *next);
+        for (int64_t i = 0; i < heads; i++)
+            for (int64_t k = 0; k < heads; k++)
+                for (int64_t j = 0; j < heads; j++) next[i * heads + j] += gram[i * heads + k] * gram[k * heads + j];
+        double *other = gram;
+        gram = next, next = other;
+    }
+}
+
+/* Codes of queries [rows, heads, dim] with weights [rows, heads], and the rest that `bound` reads; see Scan. */
+void memstore_encode_queries(const Scan *scan, const float *queries, const float *weights, int8_t *asked, int32_t *starts,
+                             float *parts, float *factors) {
+    int64_t heads = scan->heads, dim = scan->dim, wide = (dim + 3) / 4 * 4;
+#pragma omp parallel for num_threads((int)scan->threads)
+    for (int64_t row = 0; row < scan->rows; row++) {
+        const float *query = queries + row * heads * dim, *weight = weights + row * heads;
+        float lost[heads * dim];
+        double most = 0, total = 0;
+        int usual = 1;
+        for (int64_t head = 0; head < heads; head++) {
+            int64_t pair = row * heads + head;
+            double size = norm(query + head * dim, dim);
+            int32_t sum = 0;
+            float step = encode(query + head * dim, dim, wide, LARGEST_CODE, asked + pair * wide, lost + head * dim);
+            for (int64_t d = 0; d < wide; d++) sum += asked[pair * wide + d];
+            starts[pair] = -128 * sum, parts[pair] = weight[head] * step;
+            most += fabs((double)weight[head]) * size, total += fabs((double)weight[head]);
+            usual = usual && size < LARGEST;
+        }
+        double of_query = singular(query, weight, heads, dim), of_lost = singular(lost, weight, heads, dim);
+        usual = usual && most < LARGEST && total < LARGEST;
+        factors[row * 3] = (float)(sqrt(total) * of_query * (1 + 1e-5));
+        factors[row * 3 + 1] = (float)(sqrt(total) * of_lost * (1 + 1e-5) + most * (double)(dim + heads + 8) * 0x1p-22);
+        factors[row * 3 + 2] = usual ? (float)heads * 0x1p-44f : INFINITY; /* numbers below 2 ** -126 may count as 0 */
+    }
+}
 
 #ifdef __AVX2__
 #ifdef __AVX512VNNI__

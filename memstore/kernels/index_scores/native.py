@@ -6,26 +6,27 @@ import ctypes
 from collections.abc import Sequence
 from math import lcm
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from memstore.kernels import native as compiler
-from memstore.kernels.index_scores.codes import PASS, Codes, encode_queries
 from memstore.kernels.native import Library, address, half_problem, lanes, parallel, structure, vectors
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LARGEST_DIM = 2048
 """Most numbers of a key: some arrays are on the stack."""
-LANES = lanes()
+LANES, PASS = lanes(), 64
 MANY = 4
 """Queries from which transposing keys pays."""
 PANEL = 1 << 16
 """Scores stored at a time."""
 CODED = {"keys": 1 << 15, "heads": 4, "queries": 16, "panel": 4096}
 """Codes pay from so many keys on, with so many heads or fewer queries than that. Keys of a panel."""
+MOST_HEADS = 128
+"""Most heads of queries in codes: some arrays are on the stack."""
 
 _Scan = structure(
     pointers="keys queries weights limit scores least candidates counts asked starts parts factors codes about picks",
@@ -35,15 +36,41 @@ _Scan = structure(
 
 def _load(source: Path) -> ctypes.CDLL:
     flags = [*vectors(), f"-DLANES={LANES}", "-ffp-contract=fast"]
-    return parallel(source, flags if _largest() < 127 else [*flags, "-mavx512bw", "-mavx512vnni"])
-
-
-def _largest() -> int:
-    """Return the largest code of a query. With AVX2 the sum of two products must fit into 16 bits."""
-    return 127 if compiler.processor().issuperset({"avx512bw", "avx512_vnni"}) else 63
+    able = compiler.processor().issuperset({"avx512bw", "avx512_vnni"})
+    return parallel(source, [*flags, "-mavx512bw", "-mavx512vnni"] if able else flags)
 
 
 _library = Library(__file__, _load)
+
+
+class Codes(NamedTuple):
+    """Keys in 8 bits, from ``encode``; codes of the next keys can be put behind them. ``native.c`` has the bound."""
+
+    codes: Tensor
+    """``[n / 64, 64 * C]`` uint8: ``[C / 4, 64, 4]``, raised by 128; ``C`` is ``D`` filled up to a multiple of 4."""
+    about: Tensor
+    """``[n / 64, 3 * 64]`` float32: the step of each key's code, what the code is away from the key, and its norm."""
+
+
+def encode(keys: Tensor) -> Codes:
+    """Encode ``keys [n, D]`` of a type and size that ``"native"`` takes; ``n`` is a multiple of 64."""
+    count, dim = keys.shape
+    codes = torch.empty(count // PASS, PASS * (dim + -dim % 4), dtype=torch.uint8, device="cpu")
+    about = torch.empty(count // PASS, 3 * PASS, dtype=torch.float32, device="cpu")
+    scan = _Scan(keys=keys.data_ptr(), kind=KINDS[keys.dtype], count=count, stride=keys.stride(0), dim=dim)
+    _library.call("memstore_encode", scan, codes, about)
+    return Codes(codes, about)
+
+
+def encode_queries(queries: Tensor, weights: Tensor) -> list[Tensor]:
+    """Encode scaled ``queries [S, H, D]`` with ``weights [S, H]``: what ``native.c`` asks codes with."""
+    rows, heads, dim = queries.shape
+    asked = torch.empty(rows, heads, dim + -dim % 4, dtype=torch.int8, device="cpu")
+    starts = torch.empty(rows, heads, dtype=torch.int32, device="cpu")
+    parts, factors = torch.empty_like(weights), torch.empty(rows, 3, dtype=torch.float32, device="cpu")
+    scan = _Scan(rows=rows, heads=heads, dim=dim, threads=torch.get_num_threads())
+    _library.call("memstore_encode_queries", scan, queries, weights, asked, starts, parts, factors)
+    return [asked, starts, parts, factors]
 
 
 def choose(
@@ -55,19 +82,19 @@ def choose(
     new: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     scaled = queries.float() * scale
     factors = torch.ones(rows, heads, **new) if weights is None else weights.float()
+    scaled, factors, limit = scaled.contiguous(), factors.contiguous(), limit.contiguous()
     step, told = block, list[Tensor]()
     panel, capacity = max(256, PANEL // rows), max(2 * k, 256)  # room for more than k, and for one step's candidates
-    few = len(codes.codes) * PASS < CODED["keys"] if codes is not None else True
-    if not few and "avx2" in compiler.processor() and (heads >= CODED["heads"] or rows < CODED["queries"]):
-        step, told = lcm(PASS, block), encode_queries(scaled, factors, _largest())
+    pays = heads <= MOST_HEADS and (heads >= CODED["heads"] or rows < CODED["queries"])
+    if codes is not None and len(codes.codes) * PASS >= CODED["keys"] and pays and "avx2" in compiler.processor():
+        step, told = lcm(PASS, block), encode_queries(scaled, factors)
         panel, capacity = CODED["panel"], k + k // 4 + 2 * LANES  # the smallest score that can be chosen grows soon
     vectors = 0
     if rows < MANY:
         more = -heads % LANES
         vectors = (heads + more) // LANES
-        scaled = F.pad(scaled, (0, 0, 0, more)).unflatten(1, (vectors, LANES)).mT
+        scaled = F.pad(scaled, (0, 0, 0, more)).unflatten(1, (vectors, LANES)).mT.contiguous()
         factors = F.pad(factors, (0, more))
-    scaled, factors, limit = scaled.contiguous(), factors.contiguous(), limit.contiguous()
     panel = -(-panel // step) * step
     width = -(-panel // PASS) * PASS
     scores, least = torch.empty(rows, width, **new), torch.full((rows,), -torch.inf, **new)
