@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from math import lcm
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,14 @@ def test_threads_choose_the_same() -> None:
     assert torch.equal(found[0][1], found[1][1])
 
 
+def scans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What scans are made of from now on; last: how many keys are scanned by their codes."""
+    made: list[tuple[Any, ...]] = []
+    kind = native._Scan
+    monkeypatch.setattr(native, "_Scan", lambda *given, **named: (made.append(given), kind(*given, **named))[1])
+    return made
+
+
 def codes_of(keys: torch.Tensor) -> Codes:
     return encode(keys[: len(keys) // 64 * 64])
 
@@ -156,13 +165,11 @@ def codes_of(keys: torch.Tensor) -> Codes:
 def same_by_codes(tensors: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice by codes is that of the scores, bit for bit, and the codes are read."""
     monkeypatch.setattr(native, "CODED", {"keys": 1, "heads": 1, "queries": 0, "panel": 128})
-    read: list[int] = []
-    encoded = native.encode_queries
-    monkeypatch.setattr(native, "encode_queries", lambda *given: (read.append(len(given[0])), encoded(*given))[1])
     exact = choose(**tensors, **options, backend="native")
-    assert not read
-    by_codes = choose(**tensors, **options, codes=codes_of(tensors["keys"]), backend="native")
-    assert bool(read) == (len(tensors["keys"]) >= 64 and "avx2" in compiler.processor())
+    codes = codes_of(tensors["keys"])
+    read = scans(monkeypatch)
+    by_codes = choose(**tensors, **options, codes=codes, backend="native")
+    assert bool(read[0][-1]) == (len(codes.codes) * 64 >= lcm(64, options["block"]) and "avx2" in compiler.processor())
     for found, truth in zip(by_codes, exact, strict=True):
         assert torch.equal(found, truth)
 

@@ -20,6 +20,7 @@
 #include <limits.h>
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 #if defined __F16C__ || defined __AVX2__
 #include <immintrin.h>
@@ -66,19 +67,20 @@ typedef struct {
     float *least;         /* [rows]: a score must be larger to be a candidate */
     uint64_t *candidates; /* [rows, capacity] */
     int64_t *counts;      /* [rows] */
-    const int8_t *asked;   /* [rows, heads, wide]: codes of queries; wide: dim, filled up to a multiple of 4 */
-    const int32_t *starts; /* [rows, heads]: where sums begin, because the codes of keys are raised by 128 */
-    const float *parts;    /* [rows, heads]: weights times the steps of queries */
-    const float *factors;  /* [rows, 3] of the bound: of a key's error, of its norm, and what is added */
-    const uint8_t *codes;  /* [coded / PASS, wide / 4, PASS, 4] */
-    const float *about;    /* [coded / PASS, 3, PASS]: a key's step, error and norm */
-    const int64_t *picks;  /* keys that are scored in place of neighbours, or NULL */
+    const uint8_t *codes; /* [coded / PASS, wide / 4, PASS, 4], raised by 128; wide: dim, filled up to a multiple of 4 */
+    const float *about;   /* [coded / PASS, 3, PASS]: a key's step, error and norm */
     int64_t kind, count, stride, first; /* kind: of the numbers of a key; first: the position of the first key */
     int64_t dim, rows, heads;
     int64_t vectors;      /* of a query; 0 for many queries */
     int64_t relu, block, k, capacity, threads;
     int64_t panel, width; /* keys of a panel, a multiple of the block; the same, filled up to a multiple of PASS */
     int64_t step, coded;  /* keys of the first panel with codes; first keys of the chunk that have codes */
+    /* Set here: */
+    int8_t *asked;        /* [rows, heads, wide]: codes of queries */
+    int32_t *starts;      /* [rows, heads]: where sums begin, because the codes of keys are raised */
+    float *parts;         /* [rows, heads]: weights times the steps of queries */
+    float *factors;       /* [rows, 3] of the bound: of a key's error, of its norm, and what is added */
+    const int64_t *picks; /* keys that are scored in place of neighbours, or NULL */
 } Scan;
 
 /* ---- candidates ---- */
@@ -398,31 +400,36 @@ static double singular(const float *x, const float *weights, int64_t heads, int6
     }
 }
 
-/* Codes of queries [rows, heads, dim] with weights [rows, heads], and the rest that `bound` reads; see Scan. */
-void memstore_encode_queries(const Scan *scan, const float *queries, const float *weights, int8_t *asked, int32_t *starts,
-                             float *parts, float *factors) {
+/* Codes of the queries, and the rest that `bound` reads. */
+static void encode_queries(const Scan *scan) {
     int64_t heads = scan->heads, dim = scan->dim, wide = (dim + 3) / 4 * 4;
 #pragma omp parallel for num_threads((int)scan->threads)
     for (int64_t row = 0; row < scan->rows; row++) {
-        const float *query = queries + row * heads * dim, *weight = weights + row * heads;
-        float lost[heads * dim];
+        float queries[heads * dim], lost[heads * dim], weights[heads];
         double most = 0, total = 0;
         int usual = 1;
         for (int64_t head = 0; head < heads; head++) {
-            int64_t pair = row * heads + head;
-            double size = norm(query + head * dim, dim);
+            int64_t pair = row * heads + head, vector = row * scan->vectors + head / LANES, lane = head % LANES;
+            float *query = queries + head * dim;
+            if (scan->vectors)
+                for (int64_t d = 0; d < dim; d++) query[d] = scan->queries[(vector * dim + d) * LANES + lane];
+            else
+                memcpy(query, scan->queries + pair * dim, (size_t)dim * sizeof *query);
+            weights[head] = scan->weights[scan->vectors ? vector * LANES + lane : pair];
+            int8_t *codes = scan->asked + pair * wide;
+            float step = encode(query, dim, wide, LARGEST_CODE, codes, lost + head * dim);
             int32_t sum = 0;
-            float step = encode(query + head * dim, dim, wide, LARGEST_CODE, asked + pair * wide, lost + head * dim);
-            for (int64_t d = 0; d < wide; d++) sum += asked[pair * wide + d];
-            starts[pair] = -128 * sum, parts[pair] = weight[head] * step;
-            most += fabs((double)weight[head]) * size, total += fabs((double)weight[head]);
-            usual = usual && size < LARGEST;
+            for (int64_t d = 0; d < wide; d++) sum += codes[d];
+            scan->starts[pair] = -128 * sum, scan->parts[pair] = weights[head] * step;
+            double size = norm(query, dim), weight = fabs((double)weights[head]);
+            most += weight * size, total += weight, usual = usual && size < LARGEST;
         }
-        double of_query = singular(query, weight, heads, dim), of_lost = singular(lost, weight, heads, dim);
+        double of_query = singular(queries, weights, heads, dim), of_lost = singular(lost, weights, heads, dim);
         usual = usual && most < LARGEST && total < LARGEST;
-        factors[row * 3] = (float)(sqrt(total) * of_query * (1 + 1e-5));
-        factors[row * 3 + 1] = (float)(sqrt(total) * of_lost * (1 + 1e-5) + most * (double)(dim + heads + 8) * 0x1p-22);
-        factors[row * 3 + 2] = usual ? (float)heads * 0x1p-44f : INFINITY; /* numbers below 2 ** -126 may count as 0 */
+        float *factors = scan->factors + row * 3;
+        factors[0] = (float)(sqrt(total) * of_query * (1 + 1e-5));
+        factors[1] = (float)(sqrt(total) * of_lost * (1 + 1e-5) + most * (double)(dim + heads + 8) * 0x1p-22);
+        factors[2] = usual ? (float)heads * 0x1p-44f : INFINITY; /* numbers below 2 ** -126 may count as 0 */
     }
 }
 
@@ -516,9 +523,20 @@ static void look(const Scan *scan, int64_t row, int64_t start, int64_t stop) {
     }
 }
 
-/* All keys of a chunk. */
-void memstore_scan(const Scan *scan) {
-    int64_t seen = 0;
+/* All keys of a chunk. Without memory for codes of queries, all keys are scored. */
+void memstore_scan(Scan *scan) {
+    int64_t seen = 0, pairs = scan->rows * scan->heads, wide = (scan->dim + 3) / 4 * 4;
+    scan->picks = NULL;
+    if (scan->coded) {
+        size_t numbers = (size_t)(2 * pairs + 3 * scan->rows) * sizeof(float);
+        scan->starts = malloc(numbers + (size_t)(pairs * wide));
+        scan->coded = scan->starts ? scan->coded : 0;
+    }
+    if (scan->coded) {
+        scan->parts = (float *)(void *)(scan->starts + pairs), scan->factors = scan->parts + pairs;
+        scan->asked = (int8_t *)(void *)(scan->factors + 3 * scan->rows);
+        encode_queries(scan);
+    }
     for (int64_t row = 0; row < scan->rows; row++) {
         int64_t sees = scan->limit[row] - scan->first;
         seen = sees > seen ? sees : seen;
@@ -543,6 +561,7 @@ void memstore_scan(const Scan *scan) {
             choose(scan, row, start, stop);
         }
     }
+    if (scan->coded) free(scan->starts);
 }
 
 /* The best of all candidates, in order, to `ids` and `scores` [rows, k], which are filled with -1 and -infinity. */

@@ -29,8 +29,9 @@ MOST_HEADS = 128
 """Most heads of queries in codes: some arrays are on the stack."""
 
 _Scan = structure(
-    pointers="keys queries weights limit scores least candidates counts asked starts parts factors codes about picks",
-    numbers="kind count stride first dim rows heads vectors relu block k capacity threads panel width step coded",
+    pointers="keys queries weights limit scores least candidates counts codes about",
+    numbers="kind count stride first dim rows heads vectors relu block k capacity threads panel width step coded "
+    "asked starts parts factors picks",
 )
 
 
@@ -62,17 +63,6 @@ def encode(keys: Tensor) -> Codes:
     return Codes(codes, about)
 
 
-def encode_queries(queries: Tensor, weights: Tensor) -> list[Tensor]:
-    """Encode scaled ``queries [S, H, D]`` with ``weights [S, H]``: what ``native.c`` asks codes with."""
-    rows, heads, dim = queries.shape
-    asked = torch.empty(rows, heads, dim + -dim % 4, dtype=torch.int8, device="cpu")
-    starts = torch.empty(rows, heads, dtype=torch.int32, device="cpu")
-    parts, factors = torch.empty_like(weights), torch.empty(rows, 3, dtype=torch.float32, device="cpu")
-    scan = _Scan(rows=rows, heads=heads, dim=dim, threads=torch.get_num_threads())
-    _library.call("memstore_encode_queries", scan, queries, weights, asked, starts, parts, factors)
-    return [asked, starts, parts, factors]
-
-
 def choose(
     queries: Tensor, weights: Tensor | None, chunks: Sequence[Tensor], limit: Tensor, *,
     scale: float, k: int, relu: bool, block: int, codes: Codes | None = None,
@@ -82,33 +72,31 @@ def choose(
     new: dict[str, Any] = {"dtype": torch.float32, "device": "cpu"}
     scaled = queries.float() * scale
     factors = torch.ones(rows, heads, **new) if weights is None else weights.float()
-    scaled, factors, limit = scaled.contiguous(), factors.contiguous(), limit.contiguous()
-    step, told = block, list[Tensor]()
+    limit, step, coded = limit.contiguous(), block, 0
     panel, capacity = max(256, PANEL // rows), max(2 * k, 256)  # room for more than k, and for one step's candidates
     pays = heads <= MOST_HEADS and (heads >= CODED["heads"] or rows < CODED["queries"])
     if codes is not None and len(codes.codes) * PASS >= CODED["keys"] and pays and "avx2" in compiler.processor():
-        step, told = lcm(PASS, block), encode_queries(scaled, factors)
+        step = lcm(PASS, block)
+        coded = len(codes.codes) * PASS // step * step
         panel, capacity = CODED["panel"], k + k // 4 + 2 * LANES  # the smallest score that can be chosen grows soon
     vectors = 0
     if rows < MANY:
         more = -heads % LANES
         vectors = (heads + more) // LANES
-        scaled = F.pad(scaled, (0, 0, 0, more)).unflatten(1, (vectors, LANES)).mT.contiguous()
+        scaled = F.pad(scaled, (0, 0, 0, more)).unflatten(1, (vectors, LANES)).mT
         factors = F.pad(factors, (0, more))
+    scaled, factors = scaled.contiguous(), factors.contiguous()
     panel = -(-panel // step) * step
     width = -(-panel // PASS) * PASS
     scores, least = torch.empty(rows, width, **new), torch.full((rows,), -torch.inf, **new)
     candidates = torch.empty(rows, capacity, dtype=torch.int64, device="cpu")
     counts = torch.zeros(rows, dtype=torch.int64, device="cpu")
-    tensors = (scaled, factors, limit, scores, least, candidates, counts, *(told or [None] * 4))
+    tensors = (scaled, factors, limit, scores, least, candidates, counts, *(codes or (None, None)))
     threads = torch.get_num_threads()
     scan = _Scan(
-        None, *map(address, tensors), None, None, None,
-        0, 0, 0, 0, dim, rows, heads, vectors, relu, block, k, capacity, threads, panel, width, step, 0,
+        None, *map(address, tensors),
+        0, 0, 0, 0, dim, rows, heads, vectors, relu, block, k, capacity, threads, panel, width, step, coded,
     )  # fmt: skip
-    if codes is not None and told:
-        scan.codes, scan.about = map(address, codes)
-        scan.coded = len(codes.codes) * PASS // step * step
     for keys in chunks:
         keys = keys if keys.stride(1) == 1 else keys.contiguous()
         scan.keys, scan.kind, scan.count, scan.stride = keys.data_ptr(), KINDS[keys.dtype], len(keys), keys.stride(0)
