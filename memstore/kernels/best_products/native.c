@@ -237,15 +237,12 @@ static void run_share(Work work, long share, long shares) {
         by_vectors(&work);
 }
 
-/* 1 where AMX can be used, else 0. */
-int memstore_has_amx(void) { return amx_allowed(); }
-
 /* codes [groups there are, keys, dim], chosen [groups] or NULL, queries [rows, dim], out [groups, rows]. dim is a
  * multiple of 4, no size is 0, and what is chosen is there.
  * Returns 0, or -1 where there was no memory for the queries. */
 int memstore_best_products(
     const int8_t *codes, const int64_t *chosen, const int8_t *queries, float *out, long groups, long keys, long dim,
-    long rows, long threads, int with_amx) {
+    long rows, long threads) {
     long blocks = (rows + LANES - 1) / LANES;
     Number *packed = calloc((size_t)(blocks * LANES * dim), sizeof *packed);
     int32_t *start = calloc((size_t)(blocks * LANES), sizeof *start);
@@ -258,7 +255,7 @@ int memstore_best_products(
             start[row] -= LANES == 8 ? 0 : 128 * number;
         }
     if (!failed) {
-        Work whole = {codes, chosen, packed, start, widened, out, groups, keys, dim, rows, blocks, with_amx};
+        Work whole = {codes, chosen, packed, start, widened, out, groups, keys, dim, rows, blocks, amx_allowed()};
 #pragma omp parallel for num_threads((int)threads)
         for (long share = 0; share < threads; share++) run_share(whole, share, threads);
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -19,25 +18,16 @@ NUMBERS_PER_THREAD = 1 << 19
 """Key numbers from which another thread pays."""
 
 
-def best_products(codes: Tensor, queries: Tensor, chosen: Tensor | None, out: Tensor, *, matrices: bool = True) -> None:
-    """Write to ``out [m, R]`` from ``codes [n, P, D]``, ``queries [R, D]``, ``chosen [m]``: see the public function.
-
-    All are contiguous. ``matrices`` allows AMX, if the processor has it.
-    """
+def best_products(codes: Tensor, queries: Tensor, chosen: Tensor | None, out: Tensor) -> None:
+    """Write to ``out [m, R]`` from ``codes [n, P, D]``, ``queries [R, D]``, ``chosen [m]``, all contiguous."""
     keys, dim = codes.shape[1:]
     groups, rows = out.shape
     threads = min(torch.get_num_threads(), 1 + groups * keys * dim // NUMBERS_PER_THREAD)
     tensors, sizes = (codes, chosen, queries, out), (groups, keys, dim, rows, threads)
-    if _library.call("memstore_best_products", *tensors, *sizes, matrices and has_matrices()):
+    if _library.call("memstore_best_products", *tensors, *sizes):
         raise MemoryError(
             f"there is not enough memory for {rows} queries of {dim} numbers; search fewer queries at once."
         )
-
-
-@cache
-def has_matrices() -> bool:
-    """Return whether the processor has AMX, and this process may use it."""
-    return bool(_library.call("memstore_has_amx"))
 
 
 def _load(source: Path) -> ctypes.CDLL:

@@ -38,7 +38,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from memstore.kernels._tiles import ANY, LOG2_E, TileTable, grid, padded, precision, strides
+from memstore.kernels._tiles import ANY, LOG2_E, TileTable, grid, load_rows, padded, precision, store_rows, strides
 
 SIMULATED_PROCESSORS = 8
 """Processors that the interpreter counts as, so that small inputs are shared by several programs, others not."""
@@ -75,26 +75,6 @@ TABLE = TileTable(
 _tiled = partial(TABLE.tiled, block="S", BM=32, BS=32)
 
 
-@triton.jit
-def _rows(
-    base: tl.tensor, index: tl.tensor, count: tl.tensor, stride: tl.tensor, SIZE: tl.constexpr, PADDED: tl.constexpr
-) -> tl.tensor:
-    """Load rows ``index`` of a matrix ``[count, SIZE]``, with 0 beyond its edges."""
-    dims = tl.arange(0, PADDED)
-    mask = (index[:, None] < count) & (dims[None, :] < SIZE)
-    return tl.load(base + index[:, None] * stride + dims[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _store_rows(
-    base: tl.tensor, tile: tl.tensor, index: tl.tensor, count: tl.tensor, SIZE: tl.constexpr, PADDED: tl.constexpr
-) -> None:
-    """Write a tile to rows ``index`` of a contiguous matrix ``[count, SIZE]``."""
-    dims = tl.arange(0, PADDED)
-    mask = (index[:, None] < count) & (dims[None, :] < SIZE)
-    tl.store(base + index[:, None] * SIZE + dims[None, :], tile.to(base.dtype.element_ty), mask=mask)
-
-
 @_tiled("forward")
 @triton.jit
 def _forward_kernel(
@@ -122,9 +102,10 @@ def _forward_kernel(
     part = tl.program_id(1)
     group = (program // tiles) % groups
     one = (program // tiles // groups).to(tl.int64)  # the list
-    row = (program % tiles) * BM + tl.arange(0, BM)
+    at = (program % tiles) * BM
+    row = at + tl.arange(0, BM)
     first = (one * groups + group) * rows  # of the queries of this list and group
-    queries = _rows(q + first * D, row, rows, D, D, BD)
+    queries = load_rows(q + first * D, at, rows, D, BM, D, BD)
     k += one // lists_per_row * kb + group.to(tl.int64) * kg
     v += one // lists_per_row * vb + group.to(tl.int64) * vg
     total = tl.zeros([BM, BDV], tl.float32)
@@ -150,14 +131,14 @@ def _forward_kernel(
         attended = tl.zeros([BM, BDV], tl.float32)
         for start in range(0, S, BS):
             key = start + tl.arange(0, BS)
-            keys = _rows(k + block * kn, key, size, ks, D, BD)
+            keys = load_rows(k + block * kn, start, size, ks, BS, D, BD)
             scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2_E)
             if S % BS != 0:
                 scores = tl.where(key[None, :] < S, scores, float("-inf"))
             higher = tl.maximum(highest, tl.max(scores, 1))
             shrink = tl.exp2(highest - higher)
             p = tl.exp2(scores - higher[:, None])  # [BM, BS]
-            values = _rows(v + block * vn, key, size, vs, DV, BDV)
+            values = load_rows(v + block * vn, start, size, vs, BS, DV, BDV)
             product = tl.dot(p.to(values.dtype), values, input_precision=PRECISION)
             attended = attended * shrink[:, None] + product
             summed = summed * shrink + tl.sum(p, 1)
@@ -165,7 +146,7 @@ def _forward_kernel(
         total += (weight / summed)[:, None] * attended
         if SAVE:
             tl.store(lse + first * chosen + i * rows + row, highest + tl.log2(summed), mask=row < rows)
-    _store_rows(out + (part.to(tl.int64) * lists * groups * rows + first) * DV, total, row, rows, DV, BDV)
+    store_rows(out + (part.to(tl.int64) * lists * groups * rows + first) * DV, total, at, rows, BM, DV, BDV)
 
 
 @_tiled("queries")
@@ -187,10 +168,11 @@ def _queries_kernel(
     program = tl.program_id(0)
     group = (program // tiles) % groups
     one = (program // tiles // groups).to(tl.int64)
-    row = (program % tiles) * BM + tl.arange(0, BM)
+    at = (program % tiles) * BM
+    row = at + tl.arange(0, BM)
     first = (one * groups + group) * rows
-    queries = _rows(q + first * D, row, rows, D, D, BD)
-    gradient = _rows(dout + first * DV, row, rows, DV, DV, BDV)
+    queries = load_rows(q + first * D, at, rows, D, BM, D, BD)
+    gradient = load_rows(dout + first * DV, at, rows, DV, BM, DV, BDV)
     k += one // lists_per_row * kb + group.to(tl.int64) * kg
     v += one // lists_per_row * vb + group.to(tl.int64) * vg
     total = tl.zeros([BM, BD], tl.float32)
@@ -206,28 +188,21 @@ def _queries_kernel(
         place = first * chosen + i * rows + row
         normaliser = tl.load(lse + place, mask=row < rows, other=0.0)
         dots = tl.zeros([BM], tl.float32)
-        if S > BS:  # delta is needed before the first tile, so it takes a separate walk
+        for walk in tl.static_range(0 if S > BS else 1, 2):  # delta is needed first: of several tiles, by another walk
             for start in range(0, S, BS):
                 key = start + tl.arange(0, BS)
-                keys = _rows(k + block * kn, key, size, ks, D, BD)
-                values = _rows(v + block * vn, key, size, vs, DV, BDV)
+                keys = load_rows(k + block * kn, start, size, ks, BS, D, BD)
+                values = load_rows(v + block * vn, start, size, vs, BS, DV, BDV)
                 scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2_E)
                 p = tl.where(key[None, :] < S, tl.exp2(scores - normaliser[:, None]), 0.0)
                 dp = tl.dot(gradient, tl.trans(values), input_precision=PRECISION)
-                dots += tl.sum(p * dp, 1)
-        for start in range(0, S, BS):
-            key = start + tl.arange(0, BS)
-            keys = _rows(k + block * kn, key, size, ks, D, BD)
-            values = _rows(v + block * vn, key, size, vs, DV, BDV)
-            scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2_E)
-            p = tl.where(key[None, :] < S, tl.exp2(scores - normaliser[:, None]), 0.0)
-            dp = tl.dot(gradient, tl.trans(values), input_precision=PRECISION)
-            if S <= BS:
-                dots = tl.sum(p * dp, 1)
-            ds = p * (dp - dots[:, None])
-            total += weight * tl.dot(ds.to(keys.dtype), keys, input_precision=PRECISION)
+                if walk == 0 or S <= BS:
+                    dots += tl.sum(p * dp, 1)
+                if walk == 1:
+                    ds = p * (dp - dots[:, None])
+                    total += weight * tl.dot(ds.to(keys.dtype), keys, input_precision=PRECISION)
         tl.store(delta + place, dots, mask=row < rows)
-    _store_rows(dq + first * D, total * scale, row, rows, D, BD)
+    store_rows(dq + first * D, total * scale, at, rows, BM, D, BD)
 
 
 @_tiled("blocks")
@@ -251,7 +226,7 @@ def _blocks_kernel(
     program = tl.program_id(0)
     group = (program // tiles) % groups
     block = (program // tiles // groups).to(tl.int64)  # among all rows
-    key = (program % tiles) * BS + tl.arange(0, BS)
+    key = (program % tiles) * BS
     first_entry = tl.load(starts + block)
     last_entry = tl.load(starts + block + 1)
     keys_gradient = tl.zeros([BS, BD], tl.float32)
@@ -259,8 +234,8 @@ def _blocks_kernel(
     if last_entry > first_entry:
         k += block // count * kb + block % count * kn + group.to(tl.int64) * kg
         v += block // count * vb + block % count * vn + group.to(tl.int64) * vg
-        keys = _rows(k, key, S, ks, D, BD)
-        values = _rows(v, key, S, vs, DV, BDV)
+        keys = load_rows(k, key, S, ks, BS, D, BD)
+        values = load_rows(v, key, S, vs, BS, DV, BDV)
         tiles_of_rows = tl.cdiv(rows, BM)
         steps = (last_entry - first_entry) * tiles_of_rows
         coming = tl.load(entries + first_entry)
@@ -270,10 +245,11 @@ def _blocks_kernel(
             coming = tl.load(entries + first_entry + ahead // tiles_of_rows)
             weight = tl.load(weights + entry).to(tl.float32)
             first = (entry // chosen * groups + group) * rows
-            row = (step % tiles_of_rows * BM).to(tl.int32) + tl.arange(0, BM)
+            at = (step % tiles_of_rows * BM).to(tl.int32)
+            row = at + tl.arange(0, BM)
             place = first * chosen + entry % chosen * rows + row
-            queries = _rows(q + first * D, row, rows, D, D, BD)
-            gradient = _rows(dout + first * DV, row, rows, DV, DV, BDV)
+            queries = load_rows(q + first * D, at, rows, D, BM, D, BD)
+            gradient = load_rows(dout + first * DV, at, rows, DV, BM, DV, BDV)
             normaliser = tl.load(lse + place, mask=row < rows, other=0.0)
             dots = tl.load(delta + place, mask=row < rows, other=0.0)
             # Transposed: [BS, BM]. Rows beyond the edge have gradient 0; keys beyond it are not stored.
@@ -284,8 +260,8 @@ def _blocks_kernel(
             values_gradient += weight * tl.dot(p.to(gradient.dtype), gradient, input_precision=PRECISION)
             keys_gradient += weight * tl.dot(ds.to(queries.dtype), queries, input_precision=PRECISION)
     place = block * groups + group
-    _store_rows(dk + place * S * D, keys_gradient * scale, key, S, D, BD)
-    _store_rows(dv + place * S * DV, values_gradient, key, S, DV, BDV)
+    store_rows(dk + place * S * D, keys_gradient * scale, key, S, BS, D, BD)
+    store_rows(dv + place * S * DV, values_gradient, key, S, BS, DV, BDV)
 
 
 def grouped_cross_attention(

@@ -210,7 +210,9 @@ def _choose_in_slices(
                 if block > 1:
                     more = F.pad(more, (0, -len(slice_) % block), value=-torch.inf).unflatten(1, (-1, block))
                     more, positions = more.amax(2), positions[::block] // block
-                kept = _best(torch.cat([kept, _candidates(more, positions.expand_as(more))], 1), k)
+                more = torch.where(more == -torch.inf, NONE, packed(more, positions.expand_as(more)))
+                kept = torch.cat([kept, more], 1)
+                kept = kept.topk(min(k, kept.shape[1]), 1).values
             first += len(slice_)
     return _chosen(kept, k)
 
@@ -228,16 +230,6 @@ def _scores(queries: Tensor, weights: Tensor | None, keys: Tensor, scale: float,
             products.relu_()
         into.copy_(torch.bmm(factors, products.view(rows, heads, -1)))
     return out.squeeze(1)
-
-
-def _candidates(scores: Tensor, positions: Tensor) -> Tensor:
-    """Pack ``scores [S, n]`` in float32 and ``positions [S, n]`` into candidates."""
-    return torch.where(scores == -torch.inf, NONE, packed(scores, positions))
-
-
-def _best(candidates: Tensor, k: int) -> Tensor:
-    """Return the ``k`` largest of ``candidates [S, n]``, in order, or all if there are fewer."""
-    return candidates.topk(min(k, candidates.shape[1]), 1).values
 
 
 def _chosen(candidates: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -327,6 +327,7 @@ static void score_many(const Scan *scan, int64_t start, int64_t first, int64_t s
 
 #define LARGEST 0x1p40f   /* from it on, everything is scored: products may overflow, or those rounded to 0 may count */
 #define SMALLEST 0x1p-100f /* the smallest step of a code */
+#define MOST_HEADS 128     /* some arrays are on the stack */
 #define SQUARED 3          /* times that the Gram matrix is squared, for a Schatten norm of 2 ** (SQUARED + 2) */
 #ifdef __AVX512VNNI__
 #define LARGEST_CODE 127
@@ -527,6 +528,7 @@ static void look(const Scan *scan, int64_t row, int64_t start, int64_t stop) {
 void memstore_scan(Scan *scan) {
     int64_t seen = 0, pairs = scan->rows * scan->heads, wide = (scan->dim + 3) / 4 * 4;
     scan->picks = NULL;
+    if (scan->heads > MOST_HEADS) scan->coded = 0;
     if (scan->coded) {
         size_t numbers = (size_t)(2 * pairs + 3 * scan->rows) * sizeof(float);
         scan->starts = malloc(numbers + (size_t)(pairs * wide));

@@ -25,8 +25,6 @@ PANEL = 1 << 16
 """Scores stored at a time."""
 CODED = {"keys": 1 << 15, "heads": 4, "queries": 16, "panel": 4096}
 """Codes pay from so many keys on, with so many heads or fewer queries than that. Keys of a panel."""
-MOST_HEADS = 128
-"""Most heads of queries in codes: some arrays are on the stack."""
 
 _Scan = structure(
     pointers="keys queries weights limit scores least candidates counts codes about",
@@ -74,7 +72,7 @@ def choose(
     factors = torch.ones(rows, heads, **new) if weights is None else weights.float()
     limit, step, coded = limit.contiguous(), block, 0
     panel, capacity = max(256, PANEL // rows), max(2 * k, 256)  # room for more than k, and for one step's candidates
-    pays = heads <= MOST_HEADS and (heads >= CODED["heads"] or rows < CODED["queries"])
+    pays = heads >= CODED["heads"] or rows < CODED["queries"]
     if codes is not None and len(codes.codes) * PASS >= CODED["keys"] and pays and "avx2" in compiler.processor():
         step = lcm(PASS, block)
         coded = len(codes.codes) * PASS // step * step

@@ -2,8 +2,7 @@
 
 The landmarks, which the store keeps and verifies, are the authoritative copy of a document's keys. For every token, the
 index scans another copy in its own form, with one key for each unit. This copy is in a temporary file without a name,
-so the system may drop its pages and read them again. It grows with the document. With ``index_dtype="int8"`` codes of
-it are in host memory, which are scanned in its place.
+so the system may drop its pages. It grows with the document. With ``index_dtype="int8"`` codes in RAM stand beside it.
 """
 
 from __future__ import annotations
@@ -66,7 +65,8 @@ class Rows:
         self._buffer[self._count : needed] = rows
         self._count = needed
         if self._codes is not None:
-            for codes, more in zip(self._codes, encode(self.view[len(self._codes[0]) * PASS : needed - needed % PASS])):
+            some = self.view[len(self._codes[0]) * PASS : needed - needed % PASS]
+            for codes, more in zip(self._codes, encode(some), strict=True):
                 codes.append(more)
 
     def copy(self) -> Rows:
@@ -94,8 +94,7 @@ class _UnitKeys:
     def __init__(self, layer: IndexedLayer, like: Tensor, *, first: int = 0, **stored: bool) -> None:
         """``first``: the first unit; ``stored``: how ``Rows`` keep the keys."""
         self.layer, self.first = layer, first
-        per_unit = 1 if layer.pooled else layer.unit
-        self.per_unit = per_unit
+        self.per_unit = 1 if layer.pooled else layer.unit
         self.keys = Rows(layer.index_dim, like, **stored)
         self.tail = like.new_empty(0, layer.key_width)
         """``[less than unit, key_width]``"""
@@ -140,17 +139,14 @@ class _UnitKeys:
 class DocumentKeys:
     """The index keys of a document at some moment, in every layer that has an index."""
 
+    coded = False
+    """Whether keys have codes in 8 bits."""
+
     def __init__(
-        self,
-        document: Document,
-        layers: Mapping[int, IndexedLayer],
-        like: Tensor,
-        *,
-        stop: int | None = None,
-        coded: bool = False,
+        self, document: Document, layers: Mapping[int, IndexedLayer], like: Tensor, *, stop: int | None = None
     ) -> None:
         """``layers``: by the number under which their landmarks are stored; ``stop``: the first token to ignore."""
-        self.document, self._layers, self._like, self._stop, self._coded = document, layers, like, stop, coded
+        self.document, self._layers, self._like, self._stop = document, layers, like, stop
         self._edits = -1
         self.tokens = 0
         self.of: dict[int, _UnitKeys] = {}
@@ -165,7 +161,7 @@ class DocumentKeys:
             )
         if state.edits != self._edits or state.tokens < self.tokens:
             self._edits, self.tokens = state.edits, 0
-            stored = {"mapped": True, "coded": self._coded}
+            stored = {"mapped": True, "coded": self.coded}
             self.of = {slot: _UnitKeys(layer, self._like, **stored) for slot, layer in self._layers.items()}
         size, tokens = self.document.memory.spec.block_size, state.tokens
         tokens = tokens if self._stop is None else min(tokens, self._stop)

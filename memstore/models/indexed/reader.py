@@ -273,7 +273,8 @@ class IndexedReader(Reader):
         """Return a call that continues after the document's current state."""
         like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
         if self._keys is None or self._keys.document is not document:
-            self._keys = DocumentKeys(document, dict(self.slots.indexed), like, coded=self._coded)
+            self._keys = DocumentKeys(document, dict(self.slots.indexed), like)
+            self._keys.coded = self._coded
         self._keys.catch_up()
         call = IndexedCall(self.slots, document, self._keys, rows, like)
         self._calls.add(call)
