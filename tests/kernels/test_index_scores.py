@@ -154,7 +154,12 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     """What scans are made of from now on; last: how many keys are scanned by their codes."""
     made: list[tuple[Any, ...]] = []
     kind = native._Scan
-    monkeypatch.setattr(native, "_Scan", lambda *given, **named: (made.append(given), kind(*given, **named))[1])
+
+    def scan(*given: Any) -> Any:
+        made.append(given)
+        return kind(*given)
+
+    monkeypatch.setattr(native, "_Scan", scan)
     return made
 
 

@@ -127,8 +127,12 @@ def test_codes_of_the_index_change_no_number(family: str, tmp_path: Path, monkey
     """Bit for bit: read, appended, forked, beside other documents, in batches, and attached again."""
     model, read, kind = tiny(family), list[int](), native._Scan
     monkeypatch.setattr(native, "CODED", {"keys": 1, "heads": 1, "queries": 0, "panel": 64})
-    # The last of what a scan is made of is how many keys are scanned by their codes.
-    monkeypatch.setattr(native, "_Scan", lambda *given, **named: (read.extend(given[-1:]), kind(*given, **named))[1])
+
+    def scan(*given: Any, **named: Any) -> Any:
+        read.extend(given[-1:])  # how many keys are scanned by their codes
+        return kind(*given, **named)
+
+    monkeypatch.setattr(native, "_Scan", scan)
     rows = torch.cat([text(9, 5), torch.zeros(3, dtype=torch.int64), text(12, 6)]).roll(3).view(2, 12)
 
     def said(index_dtype: str | None) -> torch.Tensor:
@@ -159,7 +163,7 @@ def test_without_a_compiler_there_are_no_codes(monkeypatch: pytest.MonkeyPatch) 
     with memstore.attach(model, "ram:", document="text", index_dtype="int8") as reader:
         reader.read(ids[0, :150])
         close(logits(model, ids[:, 150:]), expected[:, 150:])
-        assert reader.index_bytes_per_token == 4 * 24 * 4  # type: ignore[attr-defined]
+        assert reader.index_bytes_per_token == 4 * 24 * 4
 
 
 def test_codes_grow_with_the_keys() -> None:

@@ -293,8 +293,8 @@ class IndexedCall:
             places = places.repeat_interleave(layer.lists)
         run = 1 if layer.pooled else unit
         limit = places + 1 if run > 1 else (places + 1) // unit
-        keys = own.keys.view if layer.pooled else torch.cat([own.keys.view, own.tail])
-        keys, scale, codes = [stored.keys.view, keys], layer.index_scale, stored.keys.codes
+        behind = own.keys.view if layer.pooled else torch.cat([own.keys.view, own.tail])
+        keys, scale, codes = [stored.keys.view, behind], layer.index_scale, stored.keys.codes
         return choose(ask, weights, keys, scale, limit, layer.top, layer.mode, run, codes)
 
     def _rows(self, layer: IndexedLayer, source: int, row: int, tokens: Tensor) -> Tensor:
