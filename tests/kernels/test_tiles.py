@@ -20,6 +20,8 @@ from memstore.kernels.landmark_attention import triton as landmark
 
 TARGETS = ["sm_80", "sm_90", "gfx942"]
 SPILLED = {
+    ("gca forward", "sm_90", "fp32", 128): 8,
+    ("gca queries", "sm_90", "fp32", 128): 24,
     ("landmark keys", "sm_80", "fp32", 64): 64,
     ("landmark keys", "sm_80", "fp32", 128): 7080,
     ("landmark keys", "sm_90", "fp32", 128): 800,
