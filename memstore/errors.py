@@ -27,6 +27,7 @@ class MemstoreError(Exception):
     """
 
     code: ClassVar[str] = "failed"
+    __str__ = Exception.__str__  # errors of the system would show their first argument as a number
 
     def __init__(self, *args: object, memory: str | PathLike[str] | None = None, remedy: Remedy | None = None) -> None:
         super().__init__(*args)
@@ -53,7 +54,6 @@ class NotFound(MemstoreError, FileNotFoundError):
     """No such memory, document or block."""
 
     code = "not-found"
-    __str__ = Exception.__str__
 
 
 class NotAMemory(MemstoreError, ValueError):
@@ -72,28 +72,24 @@ class WrongKey(MemstoreError, PermissionError):
     """The memory is encrypted and the key is missing or wrong; or a key was given for a memory without encryption."""
 
     code = "wrong-key"
-    __str__ = Exception.__str__
 
 
 class DamagedError(MemstoreError, OSError):
     """A stored value has changed since it was written. None of it was used."""
 
     code = "damaged"
-    __str__ = Exception.__str__
 
 
 class MemoryInUse(MemstoreError, BlockingIOError):
     """Another process holds the memory for writing."""
 
     code = "in-use"
-    __str__ = Exception.__str__
 
 
 class ReadOnlyMemory(MemstoreError, PermissionError):
     """The memory, or its folder, cannot be written."""
 
     code = "read-only"
-    __str__ = Exception.__str__
 
     @classmethod
     def opened(cls, memory: str | PathLike[str]) -> Self:
@@ -105,7 +101,6 @@ class StoreFull(MemstoreError, OSError):
     """The disk or the quota is full. Everything committed before is safe."""
 
     code = "full"
-    __str__ = Exception.__str__
 
 
 class UnsupportedModel(MemstoreError, TypeError):
@@ -122,7 +117,6 @@ class DifferentRun(MemstoreError, FileExistsError):
     """The folder holds a training run with other settings. Nothing in it was changed."""
 
     code = "different-run"
-    __str__ = Exception.__str__
 
 
 class TrainingDiverged(MemstoreError, ArithmeticError):

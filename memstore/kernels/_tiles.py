@@ -159,3 +159,36 @@ def _nothing() -> None:
 
 
 _probe = triton.jit(_nothing)
+
+
+@triton.jit
+def _places(
+    first: tl.tensor, count: tl.tensor, stride: tl.tensor,
+    LENGTH: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
+    """Locate rows from ``first`` on in a matrix ``[count, SIZE]``: an offset in 64 bits, offsets from it, a mask."""
+    index, dims = tl.arange(0, LENGTH), tl.arange(0, PADDED)
+    mask = (first + index < count)[:, None]
+    if SIZE != PADDED:
+        mask = mask & (dims < SIZE)[None, :]
+    return (tl.full([], 0, tl.int64) + first) * stride, index[:, None] * stride + dims[None, :], mask
+
+
+@triton.jit
+def load_rows(
+    base: tl.tensor, first: tl.tensor, count: tl.tensor, stride: tl.tensor,
+    LENGTH: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """Load ``LENGTH`` rows of a matrix, with 0 beyond its edges."""
+    begin, offsets, mask = _places(first, count, stride, LENGTH, SIZE, PADDED)
+    return tl.load(base + begin + offsets, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_rows(
+    base: tl.tensor, tile: tl.tensor, first: tl.tensor, count: tl.tensor,
+    LENGTH: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
+) -> None:  # fmt: skip
+    """Write a tile to rows of a contiguous matrix ``[count, SIZE]``."""
+    begin, offsets, mask = _places(first, count, SIZE, LENGTH, SIZE, PADDED)
+    tl.store(base + begin + offsets, tile.to(base.dtype.element_ty), mask=mask)

@@ -635,17 +635,15 @@ def another_text(document: Document, start: int, tokens: Tensor) -> str | None:
 def segments(pieces: Iterator[Tensor], place: int, size: int) -> Iterator[Tensor]:
     """Cut ``pieces``, which begin at token ``place``, at multiples of ``size`` tokens."""
     waiting: list[Tensor] = []
-    held = 0
     for piece in pieces:
-        start = 0
-        while start < len(piece):
-            waiting.append(piece[start : start + size - place % size - held])
-            held += len(waiting[-1])
-            start += len(waiting[-1])
-            if held == size - place % size:
+        while len(piece):
+            waiting.append(piece[: size - place % size])
+            piece = piece[len(waiting[-1]) :]
+            place += len(waiting[-1])
+            if place % size == 0:
                 yield torch.cat(waiting)
-                place, waiting, held = place + held, [], 0
-    if held:
+                waiting = []
+    if waiting:
         yield torch.cat(waiting)
 
 

@@ -269,7 +269,7 @@ INDEXED = Kind(
     options_module="memstore.models.indexed.options",
     half=True,
     tokenizer="transformers:AutoTokenizer",
-    options=("block_size",),
+    options=("block_size", "index_dtype"),
 )
 STOCK = Kind(
     "stock model",

@@ -64,6 +64,7 @@ def attach(
     router: str | Path | None = None,
     segment_blocks: int | None = None,
     capacity: int | None = None,
+    index_dtype: str | None = None,
     process_group: Any = None,
 ) -> Reader:
     """Attach a memory to a model, for the length of a ``with`` block.
@@ -100,11 +101,13 @@ def attach(
             beginning of the text. A memory with a router keeps it.
         segment_blocks: blocks that a DRT reads and stores together, 512.
         capacity: how many of the last blocks of a document a landmark model can retrieve; older ones are dropped.
+        index_dtype: "int8": codes of the keys of a model's own index lie in RAM too, and are scanned first. What is
+            chosen stays the same, bit for bit; docs/models.md says when it is faster. A CPU only.
         process_group: ranks of ``torch.distributed`` (or a ``DeviceMesh`` of one dimension) that search and attend to a
             memory together, each to its share of the blocks. All call the model alike. Needs ``mode="r"``.
 
-    docs/models.md lists which of ``block_size`` to ``capacity``, and which fields of ``retrieval``, a kind of model
-    takes. Others are refused.
+    docs/models.md lists which of ``block_size`` to ``index_dtype``, and which fields of ``retrieval``, a kind of
+    model takes. Others are refused.
 
     Raises (the last two on entering the block):
         UnsupportedModel: the model cannot be attached; the message says why.
@@ -124,6 +127,7 @@ def attach(
         "router": router,
         "segment_blocks": segment_blocks,
         "capacity": capacity,
+        "index_dtype": index_dtype,
         "process_group": process_group,
     }
     check_options(kind, given)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from itertools import pairwise
+from math import lcm
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from memstore.errors import InvalidArgument
 from memstore.kernels import index_scores
-from memstore.kernels.index_scores import choose, native
+from memstore.kernels import native as compiler
+from memstore.kernels.index_scores import KeyCodes, choose, encode, native
 from memstore.kernels.native import processor
 from tests.kernels.child import program
 from tests.kernels.choice import CASES, TYPES, Case, agrees, inputs
@@ -148,6 +150,126 @@ def test_threads_choose_the_same() -> None:
     assert torch.equal(found[0][1], found[1][1])
 
 
+def scans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
+    """What scans are made of from now on; last: how many keys are scanned by their codes."""
+    made: list[tuple[Any, ...]] = []
+    kind = native._Scan
+
+    def scan(*given: Any) -> Any:
+        made.append(given)
+        return kind(*given)
+
+    monkeypatch.setattr(native, "_Scan", scan)
+    return made
+
+
+def codes_of(keys: torch.Tensor) -> KeyCodes:
+    return encode(keys[: len(keys) // 64 * 64])
+
+
+def same_by_codes(tensors: dict[str, Any], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The choice by codes is that of the scores, bit for bit, and the codes are read."""
+    monkeypatch.setattr(native, "CODED", {"keys": 1, "heads": 1, "queries": 0, "panel": 128})
+    exact = choose(**tensors, **options, backend="native")
+    codes = codes_of(tensors["keys"])
+    read = scans(monkeypatch)
+    by_codes = choose(**tensors, **options, codes=codes, backend="native")
+    assert bool(read[0][-1]) == (len(codes.codes) * 64 >= lcm(64, options["block"]) and "avx2" in compiler.processor())
+    for found, truth in zip(by_codes, exact, strict=True):
+        assert torch.equal(found, truth)
+
+
+@pytest.mark.parametrize("dtype", TYPES.values(), ids=TYPES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_codes_choose_what_scores_choose(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_c(dtype)
+    same_by_codes(*inputs(case, dtype), monkeypatch)
+
+
+EXTREMES = [0.0, -0.0, 1e-40, -1e-30, 3e-20, 1e15, -1e19, 3e38, torch.inf, -torch.inf, torch.nan]
+
+
+@pytest.mark.parametrize("features", [None, {"avx2", "fma", "f16c"}, {"avx2", "fma", "f16c", "avx512f"}, set()])
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    seed=st.integers(0, 1000),
+    shape=st.tuples(*map(st.sampled_from, ([1, 3, 4, 9], [1, 3, 4, 33], [1, 5, 16, 70], [64, 200, 1000]))),
+    k=st.integers(1, 300),
+    block=st.sampled_from([1, 1, 7, 128]),
+    where=st.sets(st.sampled_from(["keys", "queries", "weights"])),
+    extreme=st.sampled_from(EXTREMES),
+    size=st.sampled_from([1e-30, 1e-12, 1.0, 1e9]),
+    relu=st.booleans(),
+)
+def test_codes_leave_out_no_key_that_is_chosen(
+    features: set[str] | None, seed: int, shape: tuple[int, ...], k: int, block: int, where: set[str], extreme: float,
+    size: float, relu: bool, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Also beside keys that are large, small, equal, zero or no numbers, and for such queries."""
+    in_c(torch.float32)
+    with monkeypatch.context() as patch:
+        if features is not None:
+            if not features <= processor():
+                pytest.skip("this processor has narrower vectors")
+            narrower(native, features, patch)
+        s, h, d, t = shape
+        generator = torch.Generator().manual_seed(seed)
+        tensors = {
+            name: torch.randn(each, generator=generator)
+            for name, each in {"queries": (s, h, d), "weights": (s, h), "keys": (t, d)}.items()
+        }
+        tensors["keys"][::3] = tensors["keys"][1]  # equal scores
+        tensors["keys"] *= size
+        for name in where:
+            flat = tensors[name].flatten()
+            flat[torch.randint(0, len(flat), (1 + len(flat) // 200,), generator=generator)] = extreme
+            tensors[name] = flat.view(tensors[name].shape)
+        limit = torch.randint(0, t + 1, (s,), generator=generator)
+        limit[0] = t
+        options = {"scale": 0.25, "k": k, "block": block, "relu": relu, "limit": limit}
+        same_by_codes(tensors, options, patch)
+
+
+@pytest.mark.parametrize("rounded", ["keys", "queries"])
+def test_the_bound_is_needed_where_scores_are_close(rounded: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes lose something of one side only, which alone would change the choice."""
+    in_c(torch.float32)
+    if "avx2" not in processor():
+        pytest.skip("codes need AVX2")
+    monkeypatch.setattr(native, "CODED", {"keys": 1, "heads": 1, "queries": 0, "panel": 128})
+    wrong = 0
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        near = torch.randint(-2, 3, (3968, 16), generator=generator)
+        keys = torch.randint(-63, 64, (1, 16), generator=generator) + near * (0.07 if rounded == "keys" else 1)
+        queries = torch.randint(-63, 64, (3, 2, 16), generator=generator).float()
+        if rounded == "keys":
+            queries[..., 0] = 127 if {"avx512bw", "avx512_vnni"} <= processor() else 63  # so that a step is 1
+        else:
+            queries, keys[:, 0] = queries + torch.rand(3, 2, 16, generator=generator), 127
+        codes, weights = encode(keys.float()), torch.rand(3, 2, generator=generator)
+        options: dict[str, Any] = {"scale": 1.0, "limit": torch.full((3,), 3968), "k": 5}
+        truth = choose(queries, weights, keys.float(), **options)
+        for found, expected in zip(choose(queries, weights, keys.float(), codes=codes, **options), truth, strict=True):
+            assert torch.equal(found, expected)
+        codes.about[:, 64 if rounded == "keys" else 128 :] = 0
+        wrong += not torch.equal(choose(queries, weights, keys.float(), codes=codes, **options)[0], truth[0])
+    assert wrong > 1
+
+
+def test_codes_rule_out_most_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With bounds that are too low, only the first keys are found, and the last ones, which have no codes."""
+    in_c(torch.float32)
+    if "avx2" not in processor():
+        pytest.skip("codes need AVX2")
+    monkeypatch.setattr(native, "CODED", {"keys": 1, "heads": 1, "queries": 0, "panel": 128})
+    queries, weights, keys = torch.randn(2, 16, 64), torch.rand(2, 16), torch.randn(20_000, 64)
+    codes, options = codes_of(keys), {"scale": 0.1, "limit": torch.tensor([20_000, 20_000]), "k": 10}
+    codes.about.zero_()
+    ids, _ = choose(queries, weights, keys, codes=codes, **options)  # type: ignore[arg-type]
+    assert bool(((ids < 128) | (ids >= 19_968)).all())
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -162,6 +284,7 @@ def test_threads_choose_the_same() -> None:
         ({"limit": torch.ones(5).int()}, r"limit must be int64 \[5\], got torch.int32 \[5\]"),
         ({"limit": torch.ones(4).long()}, r"limit must be int64 \[5\], got torch.int64 \[4\]"),
         ({"k": 0}, "k must be an integer of at least 1, got 0"),
+        ({"codes": encode(torch.ones(192, 16))}, "got codes of 192 keys, but the first tensor has 130"),
         ({"block": 2.5}, "block must be an integer of at least 1, got 2.5"),
         ({"backend": "cuda"}, "backend must be"),
         ({"queries": torch.ones(5, 4, 5000), "keys": torch.ones(1, 5000), "backend": "native"}, "at most 2048 numbers"),

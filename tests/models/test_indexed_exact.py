@@ -9,6 +9,10 @@ import pytest
 import torch
 
 import memstore
+from memstore.errors import InvalidArgument
+from memstore.kernels.index_scores import encode, native
+from memstore.kernels.native import processor
+from memstore.models.indexed.keys import Rows
 from tests.models.indexed import CONFIGS, TOPS, in_pieces, logits, text, tiny
 
 FAMILIES = sorted(CONFIGS)
@@ -116,6 +120,70 @@ def test_forks_and_documents_beside_each_other(model: Any, tmp_path: Path) -> No
         with memstore.attach(model, tmp_path / "m", document=name, mode="r") as reader:
             close(logits(model, question), there)
             assert reader.memory.verify() == []
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "minimax_m3_vl_text", "qwen4_exp_text", "deepseek_v4"])
+def test_codes_of_the_index_change_no_number(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit for bit: read, appended, forked, beside other documents, in batches, and attached again."""
+    model, read, kind = tiny(family), list[int](), native._Scan
+    monkeypatch.setattr(native, "CODED", {"keys": 1, "heads": 1, "queries": 0, "panel": 64})
+
+    def scan(*given: Any, **named: Any) -> Any:
+        read.extend(given[-1:])  # how many keys are scanned by their codes
+        return kind(*given, **named)
+
+    monkeypatch.setattr(native, "_Scan", scan)
+    rows = torch.cat([text(9, 5), torch.zeros(3, dtype=torch.int64), text(12, 6)]).roll(3).view(2, 12)
+
+    def said(index_dtype: str | None) -> torch.Tensor:
+        place, out = tmp_path / f"{index_dtype}", []
+        with memstore.attach(model, place, block_size=16, document="one", index_dtype=index_dtype) as reader:
+            reader.read(text(600))
+            reader.document.fork("other", 30)
+            out.append(logits(model, rows, attention_mask=(rows > 0).long()))
+            reader.append(text(100, 7))
+            out.append(logits(model, rows[1:]))
+        with memstore.attach(model, place, document="other", index_dtype=index_dtype) as reader:
+            reader.append(text(90, 8))
+            out.append(in_pieces(model, rows[1:], 5))
+            generated = model.generate(rows[1:], max_new_tokens=8, do_sample=False, pad_token_id=0)
+        return torch.cat([each.flatten() for each in (*out, generated)])
+
+    exact = said(None)
+    assert not any(read)
+    assert torch.equal(said("int8"), exact)
+    assert any(read) == ("avx2" in processor())
+
+
+def test_without_a_compiler_there_are_no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = text(LENGTH)[None]
+    monkeypatch.setattr(native, "problem", lambda _: "needs a C compiler")
+    model = tiny("deepseek_v32")
+    expected = logits(model, ids)
+    with memstore.attach(model, "ram:", document="text", index_dtype="int8") as reader:
+        reader.read(ids[0, :150])
+        close(logits(model, ids[:, 150:]), expected[:, 150:])
+        assert reader.index_bytes_per_token == 4 * 24 * 4
+
+
+def test_codes_grow_with_the_keys() -> None:
+    keys, rows = torch.randn(1000, 30), Rows(30, torch.empty(0), mapped=True, coded=True)
+    for some in keys.split([1, 62, 1, 64, 300, 0, 572]):
+        rows.append(some)
+    assert rows.codes is not None
+    for found, expected in zip(rows.codes, encode(keys[:960]), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("index_dtype", ["int4", "float32", 8])
+def test_another_dtype_of_the_index_is_refused(index_dtype: Any) -> None:
+    with pytest.raises(InvalidArgument, match="index_dtype must be 'int8', for a model on the CPU, or left out; got"):
+        memstore.attach(tiny("deepseek_v32"), "ram:", index_dtype=index_dtype)
+
+
+def test_another_device_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="got 'int8' and a model on meta"):
+        memstore.attach(tiny("deepseek_v32").to("meta"), "ram:", index_dtype="int8")
 
 
 def test_half_precision_is_as_near_to_single_as_the_model_itself(model: Any) -> None:

@@ -33,9 +33,11 @@ from memstore.kernels._tiles import (
     Machine,
     config,
     grid,
+    load_rows,
     machine,
     padded,
     precision,
+    store_rows,
     tiled,
 )
 from memstore.kernels.hils_attention.fused import Sizes, choose_blocks, estimates_backward
@@ -57,27 +59,6 @@ def _choose(arguments: Mapping[str, Any]) -> triton.Config:
 
 
 _tiled = tiled(_choose, interpreted_config=config(1, 1, BM=32))
-
-
-@triton.jit
-def _rows(
-    base: tl.tensor, first: tl.tensor, count: tl.tensor, stride: tl.tensor,
-    LENGTH: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Load ``LENGTH`` rows of a matrix ``[count, D]`` from ``first`` on, with 0 beyond its edges."""
-    index, dims = first + tl.arange(0, LENGTH), tl.arange(0, BD)
-    mask = (index < count)[:, None] & (dims < D)[None, :]
-    return tl.load(base + index.to(tl.int64)[:, None] * stride + dims[None, :], mask=mask, other=0.0)
-
-
-@triton.jit
-def _put_rows(
-    base: tl.tensor, tile: tl.tensor, first: tl.tensor, count: tl.tensor, stride: tl.tensor,
-    LENGTH: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-) -> None:  # fmt: skip
-    index, dims = first + tl.arange(0, LENGTH), tl.arange(0, BD)
-    mask = (index < count)[:, None] & (dims < D)[None, :]
-    tl.store(base + index.to(tl.int64)[:, None] * stride + dims[None, :], tile.to(base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -123,24 +104,24 @@ def _window_kernel(
     q += head * tokens * D
     k += head // shared * tokens * D
     v += head // shared * tokens * D
-    queries = _rows(q, at, tokens, D, BM, D, BD)
+    queries = load_rows(q, at, tokens, D, BM, D, BD)
     attended = tl.zeros([BM, BD], tl.float32)
     highest = tl.full([BM], LOWEST, tl.float32)
     total = tl.zeros([BM], tl.float32)
     for n in range(_edge(at, window, S), (tl.minimum(at + BM, tokens) - 1) // S + 1):
-        keys = _rows(k, n * S, tokens, D, BS, D, BD)
+        keys = load_rows(k, n * S, tokens, D, BS, D, BD)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2_E)
         scores = _near(scores, n, row, window, tokens, S, BS)
         higher = tl.maximum(highest, tl.max(scores, 1))
         p = tl.exp2(scores - higher[:, None])
         shrink = tl.exp2(highest - higher)
-        values = _rows(v, n * S, tokens, D, BS, D, BD)
+        values = load_rows(v, n * S, tokens, D, BS, D, BD)
         attended = attended * shrink[:, None] + tl.dot(p.to(values.dtype), values, input_precision=PRECISION)
         total = total * shrink + tl.sum(p, 1)
         highest = higher
     found = total > 0
     total = tl.where(found, total, 1.0)
-    _put_rows(out + head * tokens * D, attended / total[:, None], at, tokens, D, BM, D, BD)
+    store_rows(out + head * tokens * D, attended / total[:, None], at, tokens, BM, D, BD)
     found_lse = tl.where(found, (highest + tl.log2(total)) * LN_2, float("-inf"))
     tl.store(lse + head * tokens + row, found_lse, mask=row < tokens)
 
@@ -164,18 +145,18 @@ def _chosen_kernel(
     k += head // shared * tokens * D
     v += head // shared * tokens * D
     weights += head * (blocks + 1) * tokens
-    queries = _rows(q, at, tokens, D, BM, D, BD)
-    local = _rows(near + head * tokens * D, at, tokens, D, BM, D, BD).to(tl.float32)
+    queries = load_rows(q, at, tokens, D, BM, D, BD)
+    local = load_rows(near + head * tokens * D, at, tokens, D, BM, D, BD).to(tl.float32)
     attended = local * tl.load(weights + blocks.to(tl.int64) * tokens + row, mask=row < tokens, other=0.0)[:, None]
     for n in range(tl.minimum(_edge(tl.minimum(at + BM, tokens) - 1, window, S), blocks)):
         w = tl.load(weights + tl.cast(n, tl.int64) * tokens + row, mask=row < tokens, other=0.0)
         if tl.max(w, 0) > 0:
-            keys = _rows(k, n * S, tokens, D, BS, D, BD)
+            keys = load_rows(k, n * S, tokens, D, BS, D, BD)
             scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2_E)
             p = _inside(scores, S, BS) * w[:, None]
-            values = _rows(v, n * S, tokens, D, BS, D, BD)
+            values = load_rows(v, n * S, tokens, D, BS, D, BD)
             attended += tl.dot(p.to(values.dtype), values, input_precision=PRECISION)
-    _put_rows(out + head * tokens * D, attended, at, tokens, D, BM, D, BD)
+    store_rows(out + head * tokens * D, attended, at, tokens, BM, D, BD)
 
 
 @_tiled
@@ -200,8 +181,8 @@ def _queries_kernel(
     v += head // shared * tokens * D
     weights += head * (blocks + 1) * tokens
     dweights += head * blocks * tokens
-    queries = _rows(q, at, tokens, D, BM, D, BD)
-    gradient = _rows(dout + head * tokens * D, at, tokens, D, BM, D, BD)
+    queries = load_rows(q, at, tokens, D, BM, D, BD)
+    gradient = load_rows(dout + head * tokens * D, at, tokens, D, BM, D, BD)
     less = tl.load(delta + head * tokens + row, mask=there, other=0.0)
     local = tl.load(weights + blocks.to(tl.int64) * tokens + row, mask=there, other=0.0)
     whole = tl.load(lse + head * tokens + row, mask=there, other=0.0) * LOG2_E
@@ -211,24 +192,24 @@ def _queries_kernel(
     for n in range(tl.minimum(_edge(last, window, S), blocks)):
         w = tl.load(weights + tl.cast(n, tl.int64) * tokens + row, mask=there, other=0.0)
         if tl.max(w, 0) > 0:
-            keys = _rows(k, n * S, tokens, D, BS, D, BD)
+            keys = load_rows(k, n * S, tokens, D, BS, D, BD)
             scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2_E)
             p = _inside(scores, S, BS)
-            values = _rows(v, n * S, tokens, D, BS, D, BD)
+            values = load_rows(v, n * S, tokens, D, BS, D, BD)
             dp = tl.dot(gradient, tl.trans(values), input_precision=PRECISION)
             dw = tl.sum(p * dp, 1)
             tl.store(dweights + tl.cast(n, tl.int64) * tokens + row, dw, mask=there & (w > 0))
             ds = p * w[:, None] * (dp - dw[:, None])
             dqueries += tl.dot(ds.to(keys.dtype), keys, input_precision=PRECISION)
     for n in range(_edge(at, window, S), last // S + 1):
-        keys = _rows(k, n * S, tokens, D, BS, D, BD)
+        keys = load_rows(k, n * S, tokens, D, BS, D, BD)
         scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2_E)
         p = tl.exp2(_near(scores, n, row, window, tokens, S, BS) - whole[:, None]) * local[:, None]
-        values = _rows(v, n * S, tokens, D, BS, D, BD)
+        values = load_rows(v, n * S, tokens, D, BS, D, BD)
         dp = tl.dot(gradient, tl.trans(values), input_precision=PRECISION)
         ds = p * (dp - less[:, None])
         dqueries += tl.dot(ds.to(keys.dtype), keys, input_precision=PRECISION)
-    _put_rows(dq + head * tokens * D, dqueries * scale, at, tokens, D, BM, D, BD)
+    store_rows(dq + head * tokens * D, dqueries * scale, at, tokens, BM, D, BD)
 
 
 @_tiled
@@ -246,8 +227,8 @@ def _keys_kernel(
     group = (tl.program_id(0) // all_blocks).to(tl.int64)
     k += group * tokens * D
     v += group * tokens * D
-    keys = _rows(k, n * S, tokens, D, BS, D, BD)
-    values = _rows(v, n * S, tokens, D, BS, D, BD)
+    keys = load_rows(k, n * S, tokens, D, BS, D, BD)
+    values = load_rows(v, n * S, tokens, D, BS, D, BD)
     dkeys = tl.zeros([BS, BD], tl.float32)
     dvalues = tl.zeros([BS, BD], tl.float32)
     index = tl.arange(0, BS)
@@ -264,8 +245,8 @@ def _keys_kernel(
         mine = weights + head * (blocks + 1) * tokens + row
         w = tl.load(mine + tl.where(close, blocks, n).to(tl.int64) * tokens, mask=there, other=0.0)
         if tl.max(w, 0) > 0:
-            queries = _rows(q + head * tokens * D, at, tokens, D, BM, D, BD)
-            gradient = _rows(dout + head * tokens * D, at, tokens, D, BM, D, BD)
+            queries = load_rows(q + head * tokens * D, at, tokens, D, BM, D, BD)
+            gradient = load_rows(dout + head * tokens * D, at, tokens, D, BM, D, BD)
             whole = tl.load(lse + head * tokens + row, mask=there, other=0.0) * LOG2_E
             # For a query that sees no window, any value; for one with the block before its window, exp must be 0.
             whole = tl.where(close, tl.where(whole > LOWEST, whole, 0.0), -LOWEST)
@@ -284,8 +265,8 @@ def _keys_kernel(
             ds = p * (dp - tl.where(close, total, own)[None, :])
             dkeys += tl.dot(ds.to(queries.dtype), queries, input_precision=PRECISION)
     until = tl.minimum(n * S + S, tokens)
-    _put_rows(dk + group * tokens * D, dkeys * scale, n * S, until, D, BS, D, BD)
-    _put_rows(dv + group * tokens * D, dvalues, n * S, until, D, BS, D, BD)
+    store_rows(dk + group * tokens * D, dkeys * scale, n * S, until, BS, D, BD)
+    store_rows(dv + group * tokens * D, dvalues, n * S, until, BS, D, BD)
 
 
 def hils_attention(q: Tensor, k: Tensor, v: Tensor, u: Tensor, sizes: Sizes) -> Tensor:

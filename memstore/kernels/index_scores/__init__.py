@@ -1,7 +1,7 @@
 """The choice of a model's own index: the keys with the highest scores of its index heads for each query.
 
 The definition scores all keys at once. ``"torch"`` and ``"triton"`` score a slice of keys at a time and keep the best
-as candidates: score and position in one number, as in ``_largest``.
+as candidates: score and position in one number, as in ``_largest``. ``"native"`` can read codes of keys first.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from memstore.errors import InvalidArgument
 from memstore.kernels._backends import LARGEST_HEAD, check_device, check_known, first_able, shapes, triton_problem
 from memstore.kernels._largest import LAST, best_first, packed, unpacked
 from memstore.kernels.index_scores import native
+from memstore.kernels.index_scores.native import PASS, KeyCodes, encode
 
-__all__ = ["choose"]
+__all__ = ["PASS", "KeyCodes", "choose", "encode"]
 
 Backend = Literal["auto", "reference", "torch", "native", "triton"]
 KEY_TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -48,6 +49,7 @@ def choose(
     k: int,
     relu: bool = True,
     block: int = 1,
+    codes: KeyCodes | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Choose the ``k`` keys, or blocks of keys, with the largest index scores for every query.
@@ -72,6 +74,8 @@ def choose(
         k: keys or blocks wanted, at least 1; there may be fewer.
         relu: whether products below 0 count as 0.
         block: keys of a block; with 1 keys are chosen.
+        codes: codes of the first keys, by ``encode``: ``"native"`` reads them first, where that is faster, and scores
+            only the keys that may be chosen. The choice is the same, bit for bit. Others do not read them.
         backend: ``"reference"``; ``"torch"``, matrix products in slices; ``"native"``, in C, compiled at the first use
             (a CPU); ``"triton"`` (a GPU, or Triton's interpreter); or ``"auto"``: the last of them that works here.
 
@@ -84,6 +88,8 @@ def choose(
     """
     chunks = [keys] if isinstance(keys, Tensor) else list(keys)
     _check(queries, weights, chunks, limit, k, block)
+    if codes is not None and len(codes.codes) * PASS > len(chunks[0]):
+        raise InvalidArgument(f"got codes of {len(codes.codes) * PASS} keys, but the first tensor has {len(chunks[0])}")
     check_known(backend, Backend)
     choices: tuple[Backend, ...] = ("native", "torch")
     if queries.device.type == "cuda":
@@ -96,7 +102,7 @@ def choose(
     way: Callable[..., tuple[Tensor, Tensor]]
     match backend:
         case "native":
-            way = native.choose
+            way = partial(native.choose, codes=codes)
         case "triton":
             from memstore.kernels.index_scores import triton
 
@@ -204,7 +210,9 @@ def _choose_in_slices(
                 if block > 1:
                     more = F.pad(more, (0, -len(slice_) % block), value=-torch.inf).unflatten(1, (-1, block))
                     more, positions = more.amax(2), positions[::block] // block
-                kept = _best(torch.cat([kept, _candidates(more, positions.expand_as(more))], 1), k)
+                more = torch.where(more == -torch.inf, NONE, packed(more, positions.expand_as(more)))
+                kept = torch.cat([kept, more], 1)
+                kept = kept.topk(min(k, kept.shape[1]), 1).values
             first += len(slice_)
     return _chosen(kept, k)
 
@@ -222,16 +230,6 @@ def _scores(queries: Tensor, weights: Tensor | None, keys: Tensor, scale: float,
             products.relu_()
         into.copy_(torch.bmm(factors, products.view(rows, heads, -1)))
     return out.squeeze(1)
-
-
-def _candidates(scores: Tensor, positions: Tensor) -> Tensor:
-    """Pack ``scores [S, n]`` in float32 and ``positions [S, n]`` into candidates."""
-    return torch.where(scores == -torch.inf, NONE, packed(scores, positions))
-
-
-def _best(candidates: Tensor, k: int) -> Tensor:
-    """Return the ``k`` largest of ``candidates [S, n]``, in order, or all if there are fewer."""
-    return candidates.topk(min(k, candidates.shape[1]), 1).values
 
 
 def _chosen(candidates: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -12,12 +12,17 @@
  * memory. A candidate is one number of 64 bits, the score above and the position, counted down, below: no two are equal,
  * and of equal scores the smaller position is the larger number. A score is computed in the same order wherever its key
  * lies in a slice, so that the choice does not depend on slices.
+ *
+ * Keys may have codes in 8 bits beside them. Codes give an upper bound on each score, and only the keys whose bound is above
+ * the smallest score that can still be chosen are scored as above. So the choice stays the same, bit for bit.
  */
 
+#include <limits.h>
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
-#ifdef __F16C__
+#if defined __F16C__ || defined __AVX2__
 #include <immintrin.h>
 #endif
 
@@ -62,11 +67,20 @@ typedef struct {
     float *least;         /* [rows]: a score must be larger to be a candidate */
     uint64_t *candidates; /* [rows, capacity] */
     int64_t *counts;      /* [rows] */
+    const uint8_t *codes; /* [coded / PASS, wide / 4, PASS, 4], raised by 128; wide: dim, filled up to a multiple of 4 */
+    const float *about;   /* [coded / PASS, 3, PASS]: a key's step, error and norm */
     int64_t kind, count, stride, first; /* kind: of the numbers of a key; first: the position of the first key */
     int64_t dim, rows, heads;
     int64_t vectors;      /* of a query; 0 for many queries */
     int64_t relu, block, k, capacity, threads;
     int64_t panel, width; /* keys of a panel, a multiple of the block; the same, filled up to a multiple of PASS */
+    int64_t step, coded;  /* keys of the first panel with codes; first keys of the chunk that have codes */
+    /* Set here: */
+    int8_t *asked;        /* [rows, heads, wide]: codes of queries */
+    int32_t *starts;      /* [rows, heads]: where sums begin, because the codes of keys are raised */
+    float *parts;         /* [rows, heads]: weights times the steps of queries */
+    float *factors;       /* [rows, 3] of the bound: of a key's error, of its norm, and what is added */
+    const int64_t *picks; /* keys that are scored in place of neighbours, or NULL */
 } Scan;
 
 /* ---- candidates ---- */
@@ -162,7 +176,8 @@ static void choose(const Scan *scan, int64_t row, int64_t start, int64_t stop) {
 
 /* `count` keys in float32, `pitch` numbers from one to the next, zeros behind them up to `most`. */
 static void widen(const Scan *scan, int64_t first, int64_t count, int64_t most, int64_t pitch, float *out) {
-    for (int64_t key = first; key < first + count; key++, out += pitch) {
+    for (int64_t place = first; place < first + count; place++, out += pitch) {
+        int64_t key = scan->picks ? scan->picks[place] : place;
         const float *floats = (const float *)(const void *)scan->keys + key * scan->stride;
         const uint16_t *halves = (const uint16_t *)(const void *)scan->keys + key * scan->stride;
         int64_t d = 0;
@@ -232,8 +247,9 @@ static void score_few(const Scan *scan, int64_t start, int64_t first, int64_t st
         int64_t count = stop - key < RUN ? stop - key : RUN, stride = scan->dim;
         const char *there = scan->keys + key * scan->stride * size;
         const float *wide = room;
-        for (int64_t line = 0; line < RUN * scan->stride * size; line += LINE) __builtin_prefetch(there + AHEAD + line);
-        if (scan->kind == FLOAT32 && count == RUN)
+        for (int64_t line = 0; !scan->picks && line < RUN * scan->stride * size; line += LINE)
+            __builtin_prefetch(there + AHEAD + line);
+        if (scan->kind == FLOAT32 && count == RUN && !scan->picks)
             wide = (const float *)(const void *)there, stride = scan->stride;
         else
             widen(scan, key, count, RUN, scan->dim, room);
@@ -300,22 +316,254 @@ static void score_many(const Scan *scan, int64_t start, int64_t first, int64_t s
     }
 }
 
-/* All keys of a chunk. */
-void memstore_scan(const Scan *scan) {
-    int64_t seen = 0;
+/* ---- codes ----
+ *
+ * The score is f(Q, k) = sum_h w_h relu(q_h . k), and ReLU does not enlarge differences. So |f(Q, k) - f(Q, k')| <= L(Q)
+ * |k - k'|, where L(Q) is the largest norm of sum_h d_h w_h q_h for d_h in [0, 1]. It is at most sqrt(sum |w|)
+ * sigma(sqrt(|w|) Q), where sigma is the largest singular value, and at most that of a Schatten norm. In the same way
+ * |f(Q, k') - f(Q', k')| <= L(Q - Q') |k'|. With many heads this is several times as tight as a sum of norms over heads. It
+ * also holds without ReLU. The bound includes what float32 rounds, in exact scores and in those of codes.
+ */
+
+#define LARGEST 0x1p40f   /* from it on, everything is scored: products may overflow, or those rounded to 0 may count */
+#define SMALLEST 0x1p-100f /* the smallest step of a code */
+#define MOST_HEADS 128     /* some arrays are on the stack */
+#define SQUARED 3          /* times that the Gram matrix is squared, for a Schatten norm of 2 ** (SQUARED + 2) */
+#ifdef __AVX512VNNI__
+#define LARGEST_CODE 127
+#else
+#define LARGEST_CODE 63 /* of a query: the sum of two products must fit into 16 bits */
+#endif
+
+/* Codes of `x`, zeros behind them, and what they lose; returns their step. */
+static float encode(const float *x, int64_t dim, int64_t wide, float largest, int8_t *codes, float *lost) {
+    float top = 0;
+    for (int64_t d = 0; d < dim; d++) top = fabsf(x[d]) > top ? fabsf(x[d]) : top;
+    float step = top / largest > SMALLEST ? top / largest : SMALLEST;
+    for (int64_t d = 0; d < dim; d++) {
+        float code = rintf(x[d] / step);
+        code = code < largest ? code > -largest ? code : -largest : code >= largest ? largest : 0; /* 0: is no number */
+        codes[d] = (int8_t)code;
+        lost[d] = x[d] - code * step;
+    }
+    memset(codes + dim, 0, (size_t)(wide - dim));
+    return step;
+}
+
+static double norm(const float *x, int64_t dim) {
+    double sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t d = 0; d < dim; d++) sum += (double)x[d] * x[d];
+    return sqrt(sum);
+}
+
+/* Codes of the keys, whose number is a multiple of PASS, as Scan describes them. */
+void memstore_encode(const Scan *scan, uint8_t *codes, float *about) {
+    int64_t dim = scan->dim, wide = (dim + 3) / 4 * 4;
+    float key[dim], lost[dim];
+    int8_t code[wide];
+    for (int64_t at = 0; at < scan->count; at++) {
+        int64_t group = at / PASS, place = at % PASS;
+        widen(scan, at, 1, 1, dim, key);
+        float *to = about + group * 3 * PASS + place;
+        *to = encode(key, dim, wide, 127, code, lost);
+        double error = norm(lost, dim), size = norm(key, dim) + error;
+        to[PASS] = size < LARGEST ? (float)(error * (1 + 1e-5)) + SMALLEST : INFINITY;
+        to[2 * PASS] = (float)(size * (1 + 1e-5)) + SMALLEST;
+        for (int64_t d = 0; d < wide; d++)
+            codes[group * PASS * wide + (d / 4 * PASS + place) * 4 + d % 4] = (uint8_t)(code[d] + 128);
+    }
+}
+
+/* A bound on the largest singular value of `x` [heads, dim], whose rows are multiplied by the roots of weights. */
+static double singular(const float *x, const float *weights, int64_t heads, int64_t dim) {
+    double rooms[2][heads * heads], *gram = rooms[0], *next = rooms[1], bound = 1, part = 0.5;
+    for (int64_t i = 0; i < heads; i++)
+        for (int64_t j = 0; j <= i; j++) {
+            double sum = 0;
+#pragma omp simd reduction(+ : sum)
+            for (int64_t d = 0; d < dim; d++) sum += (double)x[i * dim + d] * x[j * dim + d];
+            gram[i * heads + j] = gram[j * heads + i] = sum * sqrt(fabs((double)weights[i]) * fabs((double)weights[j]));
+        }
+    for (int squared = 0;; squared++) {
+        double size = 0;
+        for (int64_t i = 0; i < heads * heads; i++) size += gram[i] * gram[i];
+        size = sqrt(size);
+        bound *= pow(size, part), part /= 2;
+        if (squared == SQUARED || size == 0) return bound;
+        for (int64_t i = 0; i < heads * heads; i++) gram[i] /= size;
+        memset(next, 0, (size_t)(heads * heads) * sizeof *next);
+        for (int64_t i = 0; i < heads; i++)
+            for (int64_t k = 0; k < heads; k++)
+                for (int64_t j = 0; j < heads; j++) next[i * heads + j] += gram[i * heads + k] * gram[k * heads + j];
+        double *other = gram;
+        gram = next, next = other;
+    }
+}
+
+/* Codes of the queries, and the rest that `bound` reads. */
+static void encode_queries(const Scan *scan) {
+    int64_t heads = scan->heads, dim = scan->dim, wide = (dim + 3) / 4 * 4;
+#pragma omp parallel for num_threads((int)scan->threads)
+    for (int64_t row = 0; row < scan->rows; row++) {
+        float queries[heads * dim], lost[heads * dim], weights[heads];
+        double most = 0, total = 0;
+        int usual = 1;
+        for (int64_t head = 0; head < heads; head++) {
+            int64_t pair = row * heads + head, vector = row * scan->vectors + head / LANES, lane = head % LANES;
+            float *query = queries + head * dim;
+            if (scan->vectors)
+                for (int64_t d = 0; d < dim; d++) query[d] = scan->queries[(vector * dim + d) * LANES + lane];
+            else
+                memcpy(query, scan->queries + pair * dim, (size_t)dim * sizeof *query);
+            weights[head] = scan->weights[scan->vectors ? vector * LANES + lane : pair];
+            int8_t *codes = scan->asked + pair * wide;
+            float step = encode(query, dim, wide, LARGEST_CODE, codes, lost + head * dim);
+            int32_t sum = 0;
+            for (int64_t d = 0; d < wide; d++) sum += codes[d];
+            scan->starts[pair] = -128 * sum, scan->parts[pair] = weights[head] * step;
+            double size = norm(query, dim), weight = fabs((double)weights[head]);
+            most += weight * size, total += weight, usual = usual && size < LARGEST;
+        }
+        double of_query = singular(queries, weights, heads, dim), of_lost = singular(lost, weights, heads, dim);
+        usual = usual && most < LARGEST && total < LARGEST;
+        float *factors = scan->factors + row * 3;
+        factors[0] = (float)(sqrt(total) * of_query * (1 + 1e-5));
+        factors[1] = (float)(sqrt(total) * of_lost * (1 + 1e-5) + most * (double)(dim + heads + 8) * 0x1p-22);
+        factors[2] = usual ? (float)heads * 0x1p-44f : INFINITY; /* numbers below 2 ** -126 may count as 0 */
+    }
+}
+
+#ifdef __AVX2__
+#ifdef __AVX512VNNI__
+#define KEYS 4
+typedef __m512i Whole;
+typedef __m512 Floats;
+#define LOAD _mm512_loadu_si512
+#define SPREAD _mm512_set1_epi32
+#define ADD_PRODUCTS _mm512_dpbusd_epi32
+#define FLOATS(sum, floor) _mm512_cvtepi32_ps(_mm512_max_epi32(sum, floor))
+#define NUMBER(x) _mm512_min_ps(x, _mm512_set1_ps(INFINITY))
+#else
+#define KEYS 2
+typedef __m256i Whole;
+typedef __m256 Floats;
+#define LOAD(from) _mm256_loadu_si256((const __m256i *)(const void *)(from))
+#define SPREAD _mm256_set1_epi32
+#define ADD_PRODUCTS(sum, keys, query) \
+    _mm256_add_epi32(sum, _mm256_madd_epi16(_mm256_maddubs_epi16(keys, query), _mm256_set1_epi16(1)))
+#define FLOATS(sum, floor) _mm256_cvtepi32_ps(_mm256_max_epi32(sum, floor))
+#define NUMBER(x) _mm256_min_ps(x, _mm256_set1_ps(INFINITY))
+#endif
+#define WHOLE ((int64_t)(sizeof(Whole) / 4)) /* keys of a vector */
+
+/* Adds the products of some keys with `side` heads (a constant) from `pair` on. */
+static inline __attribute__((always_inline)) void estimate(
+    const Scan *scan, const uint8_t *codes, int64_t pair, const int side, Floats *sums) {
+    int64_t wide = (scan->dim + 3) / 4 * 4;
+    Whole products[SIDE][KEYS], floor = SPREAD(scan->relu ? 0 : INT_MIN);
+    for (int h = 0; h < side; h++)
+        for (int v = 0; v < KEYS; v++) products[h][v] = SPREAD(scan->starts[pair + h]);
+    for (int64_t d = 0; d < wide; d += 4) {
+        Whole keys[KEYS];
+        for (int v = 0; v < KEYS; v++) keys[v] = LOAD(codes + d * PASS + v * 4 * WHOLE);
+        for (int h = 0; h < side; h++) {
+            int32_t query;
+            memcpy(&query, scan->asked + (pair + h) * wide + d, sizeof query);
+            for (int v = 0; v < KEYS; v++) products[h][v] = ADD_PRODUCTS(products[h][v], keys[v], SPREAD(query));
+        }
+    }
+    for (int h = 0; h < side; h++)
+        for (int v = 0; v < KEYS; v++) sums[v] += FLOATS(products[h][v], floor) * scan->parts[pair + h];
+}
+
+/* Upper bounds on the scores of PASS keys. What is no number becomes infinity. */
+static void bound(const Scan *scan, int64_t start, int64_t first) {
+    const uint8_t *codes = scan->codes + first * ((scan->dim + 3) / 4 * 4);
+    const float *about = scan->about + first * 3;
+    for (int64_t row = 0; row < scan->rows; row++)
+        for (int64_t key = 0; key < PASS; key += KEYS * WHOLE) {
+            const float *factors = scan->factors + row * 3;
+            Floats sums[KEYS] = {{0}};
+            int64_t pair = row * scan->heads, end = pair + scan->heads;
+            for (; pair + SIDE <= end; pair += SIDE) estimate(scan, codes + key * 4, pair, SIDE, sums);
+            for (; pair < end; pair++) estimate(scan, codes + key * 4, pair, 1, sums);
+            for (int64_t v = 0; v < KEYS; v++) {
+                Floats of[3];
+                for (int i = 0; i < 3; i++) memcpy(&of[i], about + i * PASS + key + v * WHOLE, sizeof *of);
+                sums[v] = NUMBER(sums[v] * of[0] + (of[1] * factors[0] + of[2] * factors[1] + factors[2]));
+                memcpy(scan->scores + row * scan->width + first - start + key + v * WHOLE, &sums[v], sizeof *of);
+            }
+        }
+}
+#else
+static void bound(const Scan *scan, int64_t start, int64_t first) { (void)scan, (void)start, (void)first; }
+#endif
+
+/* Puts scores in the places of bounds that are large enough, and -infinity in those of others. */
+static void look(const Scan *scan, int64_t row, int64_t start, int64_t stop) {
+    int64_t picks[2 * PASS], count = 0, size = scan->dim * (scan->vectors ? scan->vectors * LANES : scan->heads);
+    float *scores = scan->scores + row * scan->width, least = scan->least[row], found[PASS];
+    Scan one = *scan;
+    one.picks = picks, one.scores = found, one.rows = 1, one.width = PASS;
+    one.queries += row * size, one.weights += row * size / scan->dim;
+    for (int64_t key = start; key < stop || count; key += PASS) {
+        if (key < stop && any_above(scores + key - start, least))
+            for (int64_t i = key; i < (key + PASS < stop ? key + PASS : stop); i++) {
+                picks[count] = i;
+                count += scores[i - start] > least;
+            }
+        if (key < stop)
+            for (int64_t i = 0; i < PASS; i++) scores[key - start + i] = -INFINITY;
+        if (!count || (count < PASS && key + PASS < stop)) continue;
+        int64_t some = count < PASS ? count : PASS;
+        (scan->vectors ? score_few : score_many)(&one, 0, 0, some);
+        for (int64_t i = 0; i < some; i++) scores[picks[i] - start] = found[i];
+        count -= some;
+        memmove(picks, picks + some, (size_t)count * sizeof *picks);
+    }
+}
+
+/* All keys of a chunk. Without memory for codes of queries, all keys are scored. */
+void memstore_scan(Scan *scan) {
+    int64_t seen = 0, pairs = scan->rows * scan->heads, wide = (scan->dim + 3) / 4 * 4;
+    scan->picks = NULL;
+    if (scan->heads > MOST_HEADS) scan->coded = 0;
+    if (scan->coded) {
+        size_t numbers = (size_t)(2 * pairs + 3 * scan->rows) * sizeof(float);
+        scan->starts = malloc(numbers + (size_t)(pairs * wide));
+        scan->coded = scan->starts ? scan->coded : 0;
+    }
+    if (scan->coded) {
+        scan->parts = (float *)(void *)(scan->starts + pairs), scan->factors = scan->parts + pairs;
+        scan->asked = (int8_t *)(void *)(scan->factors + 3 * scan->rows);
+        encode_queries(scan);
+    }
     for (int64_t row = 0; row < scan->rows; row++) {
         int64_t sees = scan->limit[row] - scan->first;
         seen = sees > seen ? sees : seen;
     }
     seen = seen < scan->count ? seen : scan->count;
-    for (int64_t start = 0; start < seen; start += scan->panel) {
-        int64_t stop = start + scan->panel < seen ? start + scan->panel : seen;
+    for (int64_t start = 0, stop = 0; start < seen; start = stop) {
+        int coded = start < scan->coded;
+        int64_t size = coded ? start / 2 / scan->step * scan->step : scan->panel, end = coded ? scan->coded : seen;
+        size = size < scan->step ? scan->step : size < scan->panel ? size : scan->panel;
+        end = end < seen ? end : seen;
+        stop = start + size < end ? start + size : end;
 #pragma omp parallel for num_threads((int)scan->threads)
-        for (int64_t first = start; first < stop; first += PASS)
-            (scan->vectors ? score_few : score_many)(scan, start, first, first + PASS < stop ? first + PASS : stop);
+        for (int64_t first = start; first < stop; first += PASS) {
+            if (coded)
+                bound(scan, start, first);
+            else
+                (scan->vectors ? score_few : score_many)(scan, start, first, first + PASS < stop ? first + PASS : stop);
+        }
 #pragma omp parallel for num_threads((int)scan->threads)
-        for (int64_t row = 0; row < scan->rows; row++) choose(scan, row, start, stop);
+        for (int64_t row = 0; row < scan->rows; row++) {
+            if (coded) look(scan, row, start, stop);
+            choose(scan, row, start, stop);
+        }
     }
+    if (scan->coded) free(scan->starts);
 }
 
 /* The best of all candidates, in order, to `ids` and `scores` [rows, k], which are filled with -1 and -infinity. */

@@ -37,8 +37,10 @@ from memstore.kernels._tiles import (
     LOWEST,
     TileTable,
     grid,
+    load_rows,
     padded,
     precision,
+    store_rows,
     strides,
 )
 from memstore.kernels.landmark_attention import layout
@@ -87,39 +89,6 @@ TABLE = TileTable(
 
 
 _tiled = partial(TABLE.tiled, block="BS", BM=64)
-
-
-@triton.jit
-def _places(
-    first: tl.tensor, count: tl.tensor, stride: tl.tensor,
-    LENGTH: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
-    """Locate rows from ``first`` on in a matrix ``[count, SIZE]``: an offset in 64 bits, offsets from it, a mask."""
-    index, dims = tl.arange(0, LENGTH), tl.arange(0, PADDED)
-    mask = (first + index < count)[:, None]
-    if SIZE != PADDED:
-        mask = mask & (dims < SIZE)[None, :]
-    return (tl.full([], 0, tl.int64) + first) * stride, index[:, None] * stride + dims[None, :], mask
-
-
-@triton.jit
-def _rows(
-    base: tl.tensor, first: tl.tensor, count: tl.tensor, stride: tl.tensor,
-    LENGTH: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
-) -> tl.tensor:  # fmt: skip
-    """Load ``LENGTH`` rows of a matrix, with 0 beyond its edges."""
-    begin, offsets, mask = _places(first, count, stride, LENGTH, SIZE, PADDED)
-    return tl.load(base + begin + offsets, mask=mask, other=0.0)
-
-
-@triton.jit
-def _store_rows(
-    base: tl.tensor, tile: tl.tensor, first: tl.tensor, count: tl.tensor,
-    LENGTH: tl.constexpr, SIZE: tl.constexpr, PADDED: tl.constexpr,
-) -> None:  # fmt: skip
-    """Write a tile to rows of a contiguous matrix ``[count, SIZE]``."""
-    begin, offsets, mask = _places(first, count, SIZE, LENGTH, SIZE, PADDED)
-    tl.store(base + begin + offsets, tile.to(base.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -197,7 +166,7 @@ def _attend(
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:  # fmt: skip
     """Attend to one block more."""
     start, end, key, there, mark = _block(n, starts, ordinary, tokens, SIZE, BS, EDGE)
-    keys = _rows(k, start, end, ks, BS, D, BD)
+    keys = load_rows(k, start, end, ks, BS, D, BD)
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     p, share, group = _weigh(
         scores, scale * LOG2_E, key, there, mark,
@@ -206,7 +175,7 @@ def _attend(
     higher = tl.maximum(highest, group)
     shrink = tl.exp2(highest - higher)
     weight = tl.exp2(group - higher)
-    values = _rows(v, start, end, vs, BS, DV, BDV)
+    values = load_rows(v, start, end, vs, BS, DV, BDV)
     product = tl.dot((p * (weight * share)[:, None]).to(values.dtype), values, input_precision=PRECISION)
     return attended * shrink[:, None] + product, higher, total * shrink + weight
 
@@ -252,27 +221,23 @@ def _forward_kernel(
     last = tl.max(mine, 0)
     edge = tl.min(tl.where(row < rows, mine, last), 0)
     begin = tl.min(tl.where(row < rows, sees, last), 0)
-    queries = _rows(q + b * qb + head.to(tl.int64) * qh, at, rows, qs, BM, D, BD)
+    queries = load_rows(q + b * qb + head.to(tl.int64) * qh, at, rows, qs, BM, D, BD)
     k += b * kb + group.to(tl.int64) * kg
     v += b * vb + group.to(tl.int64) * vg
     attended = tl.zeros([BM, BDV], tl.float32)
     highest = tl.full([BM], LOWEST, tl.float32)
     total = tl.zeros([BM], tl.float32)
-    for n in range(begin, edge):
-        attended, highest, total = _attend(
-            attended, highest, total, n, queries, k, v, ks, vs, starts, ordinary, before + rows,
-            position, own_first, sees, scale, ramp, window, SIZE, D, DV, BD, BDV, BS, False, LIMITED, PRECISION,
-        )  # fmt: skip
-    for n in range(edge, last + 1):
-        attended, highest, total = _attend(
-            attended, highest, total, n, queries, k, v, ks, vs, starts, ordinary, before + rows,
-            position, own_first, sees, scale, ramp, window, SIZE, D, DV, BD, BDV, BS, True, LIMITED, PRECISION,
-        )  # fmt: skip
+    for late in tl.static_range(2):
+        for n in range(edge if late else begin, last + 1 if late else edge):
+            attended, highest, total = _attend(
+                attended, highest, total, n, queries, k, v, ks, vs, starts, ordinary, before + rows,
+                position, own_first, sees, scale, ramp, window, SIZE, D, DV, BD, BDV, BS, late, LIMITED, PRECISION,
+            )  # fmt: skip
     place = (b * heads + head) * rows
     found = total > 0
     total = tl.where(found, total, 1.0)
     tl.store(lse + place + row, tl.where(found, highest + tl.log2(total), float("inf")), mask=row < rows)
-    _store_rows(out + place * DV, attended / total[:, None], at, rows, BM, DV, BDV)
+    store_rows(out + place * DV, attended / total[:, None], at, rows, BM, DV, BDV)
 
 
 @triton.jit
@@ -311,8 +276,8 @@ def _queries_step(
 ) -> tl.tensor:  # fmt: skip
     """Add one more block to the gradient of the queries."""
     start, end, key, there, mark = _block(n, starts, ordinary, tokens, SIZE, BS, EDGE)
-    keys = _rows(k, start, end, ks, BS, D, BD)
-    values = _rows(v, start, end, vs, BS, DV, BDV)
+    keys = load_rows(k, start, end, ks, BS, D, BD)
+    values = load_rows(v, start, end, vs, BS, DV, BDV)
     scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION)
     dp = tl.dot(gradient, tl.trans(values), input_precision=PRECISION)
     _, ds = _differentiate(
@@ -358,26 +323,22 @@ def _queries_kernel(
     edge = tl.min(tl.where(row < rows, mine, last), 0)
     begin = tl.min(tl.where(row < rows, sees, last), 0)
     place = (b * heads + head) * rows
-    queries = _rows(q + b * qb + head.to(tl.int64) * qh, at, rows, qs, BM, D, BD)
-    gradient = _rows(dout + place * DV, at, rows, DV, BM, DV, BDV)
-    attended = _rows(out + place * DV, at, rows, DV, BM, DV, BDV)
+    queries = load_rows(q + b * qb + head.to(tl.int64) * qh, at, rows, qs, BM, D, BD)
+    gradient = load_rows(dout + place * DV, at, rows, DV, BM, DV, BDV)
+    attended = load_rows(out + place * DV, at, rows, DV, BM, DV, BDV)
     dots = tl.sum(gradient.to(tl.float32) * attended.to(tl.float32), 1)
     tl.store(delta + place + row, dots, mask=row < rows)
     normaliser = tl.load(lse + place + row, mask=row < rows, other=float("inf"))
     k += b * kb + group.to(tl.int64) * kg
     v += b * vb + group.to(tl.int64) * vg
     total = tl.zeros([BM, BD], tl.float32)
-    for n in range(begin, edge):
-        total = _queries_step(
-            total, n, queries, gradient, normaliser, dots, k, v, ks, vs, starts, ordinary, before + rows,
-            position, own_first, sees, scale, ramp, window, SIZE, D, DV, BD, BDV, BS, False, LIMITED, PRECISION,
-        )  # fmt: skip
-    for n in range(edge, last + 1):
-        total = _queries_step(
-            total, n, queries, gradient, normaliser, dots, k, v, ks, vs, starts, ordinary, before + rows,
-            position, own_first, sees, scale, ramp, window, SIZE, D, DV, BD, BDV, BS, True, LIMITED, PRECISION,
-        )  # fmt: skip
-    _store_rows(dq + place * D, total * scale, at, rows, BM, D, BD)
+    for late in tl.static_range(2):
+        for n in range(edge if late else begin, last + 1 if late else edge):
+            total = _queries_step(
+                total, n, queries, gradient, normaliser, dots, k, v, ks, vs, starts, ordinary, before + rows,
+                position, own_first, sees, scale, ramp, window, SIZE, D, DV, BD, BDV, BS, late, LIMITED, PRECISION,
+            )  # fmt: skip
+    store_rows(dq + place * D, total * scale, at, rows, BM, D, BD)
 
 
 @_tiled("keys")
@@ -406,8 +367,8 @@ def _keys_kernel(
     start, end, key, there, mark = _block(n, starts + b * sb, ordinary + b * tb, tokens, SIZE, BS, True)
     if end > start:
         matrix = b * groups + group
-        keys = _rows(k + b * kb + group.to(tl.int64) * kg, start, end, ks, BS, D, BD)
-        values = _rows(v + b * vb + group.to(tl.int64) * vg, start, end, vs, BS, DV, BDV)
+        keys = load_rows(k + b * kb + group.to(tl.int64) * kg, start, end, ks, BS, D, BD)
+        values = load_rows(v + b * vb + group.to(tl.int64) * vg, start, end, vs, BS, DV, BDV)
         own += b * tb
         first += b * tb
         begin = tl.maximum(start - before, 0)  # rows of queries
@@ -420,8 +381,8 @@ def _keys_kernel(
             place = (b * heads + head) * rows
             at = begin + step % per_head * BM
             row = at + tl.arange(0, BM)
-            queries = _rows(q + b * qb + head.to(tl.int64) * qh, at, rows, qs, BM, D, BD)
-            gradient = _rows(dout + place * DV, at, rows, DV, BM, DV, BDV)
+            queries = load_rows(q + b * qb + head.to(tl.int64) * qh, at, rows, qs, BM, D, BD)
+            gradient = load_rows(dout + place * DV, at, rows, DV, BM, DV, BDV)
             normaliser = tl.load(lse + place + row, mask=row < rows, other=float("inf"))
             dots = tl.load(delta + place + row, mask=row < rows, other=0.0)
             own_first = tl.load(own + before + row, mask=row < rows, other=0)
@@ -435,8 +396,8 @@ def _keys_kernel(
             )  # fmt: skip
             values_gradient += tl.dot(w.to(gradient.dtype), gradient, input_precision=PRECISION)
             keys_gradient += tl.dot(ds.to(queries.dtype), queries, input_precision=PRECISION)
-        _store_rows(dk + matrix * tokens * D, keys_gradient * scale, start, end, BS, D, BD)
-        _store_rows(dv + matrix * tokens * DV, values_gradient, start, end, BS, DV, BDV)
+        store_rows(dk + matrix * tokens * D, keys_gradient * scale, start, end, BS, D, BD)
+        store_rows(dv + matrix * tokens * DV, values_gradient, start, end, BS, DV, BDV)
 
 
 @layout.remembered

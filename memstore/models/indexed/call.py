@@ -293,13 +293,12 @@ class IndexedCall:
             places = places.repeat_interleave(layer.lists)
         run = 1 if layer.pooled else unit
         limit = places + 1 if run > 1 else (places + 1) // unit
-        keys = own.keys.view if layer.pooled else torch.cat([own.keys.view, own.tail])
-        chosen = choose(ask, weights, [stored.keys.view, keys], layer.index_scale, limit, layer.top, layer.mode, run)
+        behind = own.keys.view if layer.pooled else torch.cat([own.keys.view, own.tail])
+        keys, scale, codes = [stored.keys.view, behind], layer.index_scale, stored.keys.codes
+        chosen = choose(ask, weights, keys, scale, limit, layer.top, layer.mode, run, codes)
         if layer.by_query:
-            tied = (limit > layer.top) & (chosen.scores == 0).any(1)
-            for at in tied.nonzero().flatten().tolist():
-                seen = torch.cat([stored.keys.view, keys])[: limit[at]]
-                scores = (ask[at].float() @ seen.float().T).T.relu().sum(-1) * layer.index_scale
+            for at in ((limit > layer.top) & (chosen.scores == 0).any(1)).nonzero().flatten().tolist():
+                scores = (ask[at].float() @ torch.cat(keys)[: limit[at]].float().T).T.relu().sum(-1) * scale
                 chosen.ids[at] = scores.topk(layer.top).indices.sort().values
                 chosen.scores[at] = scores[chosen.ids[at]]
         return chosen

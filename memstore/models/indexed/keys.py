@@ -2,7 +2,7 @@
 
 The landmarks, which the store keeps and verifies, are the authoritative copy of a document's keys. For every token, the
 index scans another copy in its own form, with one key for each unit. This copy is in a temporary file without a name,
-so the system may drop its pages and read them again. It grows with the document.
+so the system may drop its pages. It grows with the document. With ``index_dtype="int8"`` codes in RAM stand beside it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
+from memstore.kernels.index_scores import PASS, KeyCodes, encode
 from memstore.memory import Document
 from memstore.models.indexed.family import IndexedLayer
 
@@ -31,8 +32,8 @@ ROOM = 1024
 class Rows:
     """Rows ``[n, width]`` that grow at their end: in host memory or, if ``mapped``, in a file."""
 
-    def __init__(self, width: int, like: Tensor, *, mapped: bool = False) -> None:
-        """``like`` has their dtype and device."""
+    def __init__(self, width: int, like: Tensor, *, mapped: bool = False, coded: bool = False) -> None:
+        """``like`` has their dtype and device. ``coded``: they are keys, and have codes."""
         self._like, self._width = like.new_empty(0), width
         self._file: int | None = None
         if mapped and like.device.type == "cpu":
@@ -41,6 +42,7 @@ class Rows:
             weakref.finalize(self, os.close, self._file)
         self._count = 0
         self._buffer = self._like.new_empty(0, width)
+        self._codes = [Rows(each.shape[1], each) for each in encode(self._buffer)] if coded else None
 
     def __len__(self) -> int:
         return self._count
@@ -50,6 +52,11 @@ class Rows:
         """All rows."""
         return self._buffer[: self._count]
 
+    @property
+    def codes(self) -> KeyCodes | None:
+        """Codes of all keys but the last few, if they are coded."""
+        return None if self._codes is None else KeyCodes(*(each.view for each in self._codes))
+
     def append(self, rows: Tensor) -> None:
         """Add rows at the end."""
         needed = self._count + len(rows)
@@ -57,6 +64,10 @@ class Rows:
             self._grow(max(needed, 2 * len(self._buffer), ROOM))
         self._buffer[self._count : needed] = rows
         self._count = needed
+        if self._codes is not None:
+            some = self.view[len(self._codes[0]) * PASS : needed - needed % PASS]
+            for codes, more in zip(self._codes, encode(some), strict=True):
+                codes.append(more)
 
     def copy(self) -> Rows:
         """Return a copy in host memory that continues independently."""
@@ -80,12 +91,11 @@ class Rows:
 class _UnitKeys:
     """The keys of whole units, and the states of tokens of the incomplete unit."""
 
-    def __init__(self, layer: IndexedLayer, like: Tensor, *, first: int = 0, mapped: bool = False) -> None:
-        """``first``: the first unit."""
+    def __init__(self, layer: IndexedLayer, like: Tensor, *, first: int = 0, **stored: bool) -> None:
+        """``first``: the first unit; ``stored``: how ``Rows`` keep the keys."""
         self.layer, self.first = layer, first
-        per_unit = 1 if layer.pooled else layer.unit
-        self.per_unit = per_unit
-        self.keys = Rows(layer.index_dim, like, mapped=mapped)
+        self.per_unit = 1 if layer.pooled else layer.unit
+        self.keys = Rows(layer.index_dim, like, **stored)
         self.tail = like.new_empty(0, layer.key_width)
         """``[less than unit, key_width]``"""
 
@@ -129,6 +139,9 @@ class _UnitKeys:
 class DocumentKeys:
     """The index keys of a document at some moment, in every layer that has an index."""
 
+    coded = False
+    """Whether keys have codes in 8 bits."""
+
     def __init__(
         self, document: Document, layers: Mapping[int, IndexedLayer], like: Tensor, *, stop: int | None = None
     ) -> None:
@@ -148,7 +161,8 @@ class DocumentKeys:
             )
         if state.edits != self._edits or state.tokens < self.tokens:
             self._edits, self.tokens = state.edits, 0
-            self.of = {slot: _UnitKeys(layer, self._like, mapped=True) for slot, layer in self._layers.items()}
+            stored = {"mapped": True, "coded": self.coded}
+            self.of = {slot: _UnitKeys(layer, self._like, **stored) for slot, layer in self._layers.items()}
         size, tokens = self.document.memory.spec.block_size, state.tokens
         tokens = tokens if self._stop is None else min(tokens, self._stop)
         if tokens == self.tokens:

@@ -37,19 +37,21 @@ def choose(
     k: int,
     mode: Mode = "relu_sum",
     unit: int = 1,
+    codes: index_scores.KeyCodes | None = None,
 ) -> Chosen:
     """Choose the ``k`` best of ``keys [T, D]``, or of several such tensors, for each of ``queries [S, H, D]``.
 
     With ``"relu_sum"`` the score of a key is ``sum_h w[s, h] * relu(scale * q[s, h] . k[t])`` (DeepSeek-V3.2, equation
     1). The weights are ``weights [S, H]``, or all ones if None. With ``"max"``, and one head, ids number runs of
     ``unit`` keys, and a run's score is the best product in it (MiniMax-M3). ``limit [S]``: how many of the first keys
-    each query may see; None: all.
+    each query may see; None: all. ``codes``: of the first keys.
     """
     count = len(keys) if isinstance(keys, Tensor) else sum(map(len, keys))
     seen = torch.full((len(queries),), count, device=queries.device) if limit is None else limit
     units = -(-count // unit)
+    k, relu = max(1, min(k, units)), mode == "relu_sum"
     ids, scores = index_scores.choose(
-        queries, weights, keys, scale=scale, limit=seen, k=max(1, min(k, units)), relu=mode == "relu_sum", block=unit
+        queries, weights, keys, scale=scale, limit=seen, k=k, relu=relu, block=unit, codes=codes
     )
     order = ids.masked_fill(ids < 0, torch.iinfo(ids.dtype).max).argsort(1)  # unused places last
     return Chosen(ids.gather(1, order), scores.gather(1, order))

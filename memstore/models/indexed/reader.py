@@ -27,6 +27,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from memstore.device_copies import to_device, to_host
 from memstore.errors import BrokenOff, InvalidArgument
+from memstore.kernels.index_scores import native
 from memstore.memory import Document, MemorySpec
 from memstore.memory.search import Match, best
 from memstore.memory.spec import to_record
@@ -148,10 +149,17 @@ class IndexedReader(Reader):
         document: str | None = None,
         *,
         block_size: int | None = None,
+        index_dtype: str | None = None,
         **shared: Any,
     ) -> None:
         """See ``memstore.attach``. Raises ``UnsupportedModel`` for a model that cannot be read exactly."""
         self.family = family_of(model)
+        if index_dtype not in (None, "int8") or (index_dtype and model.device.type != "cpu"):
+            raise InvalidArgument(
+                "index_dtype must be 'int8', for a model on the CPU, or left out; got "
+                f"{index_dtype!r} and a model on {model.device}"
+            )
+        self._coded = index_dtype is not None and native.problem(model.dtype) is None
         super().__init__(model, memory, document, **shared)
         self.slots = slots_of(self.family.layers)
         self._carried: _CarriedStates | _PendingStates | None = None
@@ -206,10 +214,10 @@ class IndexedReader(Reader):
 
     @property
     def index_bytes_per_token(self) -> float:
-        """See ``Attachment``: keys of units, in the dtype of the model, in a mapped file."""
-        layers = self.slots.indexed.values()
-        numbers = sum(each.index_dim / (each.unit if each.pooled else 1) for each in layers)
-        return float(numbers * self.model.dtype.itemsize)
+        """See ``Attachment``: keys of units, in the dtype of the model, in a mapped file; and their codes."""
+        of, coded = self.model.dtype.itemsize, self._coded
+        sizes = [(each, each.index_dim * (of + coded) + 12 * coded) for each in self.slots.indexed.values()]
+        return float(sum(size / (each.unit if each.pooled else 1) for each, size in sizes))
 
     @property
     def numbers_per_pair(self) -> float:
@@ -274,6 +282,7 @@ class IndexedReader(Reader):
         like = torch.empty(0, dtype=self.model.dtype, device=self.model.device)
         if self._keys is None or self._keys.document is not document:
             self._keys = DocumentKeys(document, dict(self.slots.indexed), like)
+            self._keys.coded = self._coded
         self._keys.catch_up()
         call = IndexedCall(self.slots, document, self._keys, rows, like)
         self._calls.add(call)
