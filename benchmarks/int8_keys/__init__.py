@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from benchmarks.chosen import medians
-from memstore.kernels.index_scores import KeyCodes, choose, encode
+from memstore.kernels.index_scores import IndexCodes, choose, encode
 from memstore.kernels.native import processor
 from memstore.resources import hardware
 
@@ -90,7 +90,7 @@ def measured(case: Case, repeats: int) -> dict[str, Any]:
     queries = torch.randn(case.queries, case.heads, case.dim)
     weights = None if case.heads == 1 else torch.randn(case.queries, case.heads)
     keys = torch.randn(case.keys, case.dim).to(getattr(torch, case.dtype))
-    codes = KeyCodes(*map(torch.cat, zip(*map(encode, keys.split(AT_ONCE)), strict=True)))
+    codes = IndexCodes(*map(torch.cat, zip(*map(encode, keys.split(AT_ONCE)), strict=True)))
     given: dict[str, Any] = {
         "scale": case.dim**-0.5, "limit": torch.full((case.queries,), case.keys), "k": case.k, "block": case.block,
         "relu": case.block == 1,

@@ -315,14 +315,14 @@ def _seconds(reader: Reader, tokens: Sequence[tuple[int, int]]) -> float:
     active = getattr(reader.model.config.get_text_config(), "num_experts_per_tok", None) or 1
     of_all = sum(each.numel() if each.dim() == 2 else each[0].numel() * active for each in weights)
     device = "cpu" if weights[0].is_meta else weights[0].device
-    some, like = (torch.ones(rows, SIDE, dtype=weights[0].dtype, device=device) for rows in (256, SIDE))
+    some, like = (torch.ones(rows, SIDE, dtype=reader.model.dtype, device=device) for rows in (256, SIDE))
     spent = []
     with torch.inference_mode():
         for _ in range(3):
             begun = time.perf_counter()
             some @ like.T
             spent.append(time.perf_counter() - begun)
-    numbers = sum((all_ - there) * (of_all + reader.numbers_per_pair * (all_ + there) / 2) for all_, there in tokens)
+    numbers: float = sum((all_ - old) * (of_all + reader.numbers_per_pair * (all_ + old) / 2) for all_, old in tokens)
     return min(spent) * numbers / like.numel() / len(some) * 1.3  # attention, and writing beside it
 
 

@@ -275,7 +275,7 @@ def built(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     if request.param == "AVX2":
         monkeypatch.setattr("memstore.kernels.native.processor", lambda: frozenset({"avx2", "fma"}))
         for module in (passes, products):
-            monkeypatch.setattr(module, "_library", Library(module.__file__, module._library.load))
+            monkeypatch.setattr(module, "_library", Library(str(module.__file__), module._library.load))
         monkeypatch.setattr(products, "in_c", products.in_c.__wrapped__)
         monkeypatch.setattr(products, "has_matrices", lambda: False)
 

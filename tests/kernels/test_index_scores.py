@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from memstore.errors import InvalidArgument
 from memstore.kernels import index_scores
 from memstore.kernels import native as compiler
-from memstore.kernels.index_scores import KeyCodes, choose, encode, native
+from memstore.kernels.index_scores import IndexCodes, choose, encode, native
 from memstore.kernels.native import processor
 from tests.kernels.child import program
 from tests.kernels.choice import CASES, TYPES, Case, agrees, inputs
@@ -163,7 +163,7 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Any, ...]]:
     return made
 
 
-def codes_of(keys: torch.Tensor) -> KeyCodes:
+def codes_of(keys: torch.Tensor) -> IndexCodes:
     return encode(keys[: len(keys) // 64 * 64])
 
 

@@ -18,9 +18,9 @@ from memstore.errors import InvalidArgument
 from memstore.kernels._backends import LARGEST_HEAD, check_device, check_known, first_able, shapes, triton_problem
 from memstore.kernels._largest import LAST, best_first, packed, unpacked
 from memstore.kernels.index_scores import native
-from memstore.kernels.index_scores.native import PASS, KeyCodes, encode
+from memstore.kernels.index_scores.native import PASS, IndexCodes, encode
 
-__all__ = ["PASS", "KeyCodes", "choose", "encode"]
+__all__ = ["PASS", "IndexCodes", "choose", "encode"]
 
 Backend = Literal["auto", "reference", "torch", "native", "triton"]
 KEY_TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,7 +49,7 @@ def choose(
     k: int,
     relu: bool = True,
     block: int = 1,
-    codes: KeyCodes | None = None,
+    codes: IndexCodes | None = None,
     backend: Backend = "auto",
 ) -> tuple[Tensor, Tensor]:
     """Choose the ``k`` keys, or blocks of keys, with the largest index scores for every query.

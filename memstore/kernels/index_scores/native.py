@@ -42,7 +42,7 @@ def _load(source: Path) -> ctypes.CDLL:
 _library = Library(__file__, _load)
 
 
-class KeyCodes(NamedTuple):
+class IndexCodes(NamedTuple):
     """Keys in 8 bits, from ``encode``; codes of the next keys can be put behind them. ``native.c`` has the bound."""
 
     codes: Tensor
@@ -51,19 +51,19 @@ class KeyCodes(NamedTuple):
     """``[n / 64, 3 * 64]`` float32: the step of each key's code, what the code is away from the key, and its norm."""
 
 
-def encode(keys: Tensor) -> KeyCodes:
+def encode(keys: Tensor) -> IndexCodes:
     """Encode ``keys [n, D]`` of a type and size that ``"native"`` takes; ``n`` is a multiple of 64."""
     count, dim = keys.shape
     codes = torch.empty(count // PASS, PASS * (dim + -dim % 4), dtype=torch.uint8, device="cpu")
     about = torch.empty(count // PASS, 3 * PASS, dtype=torch.float32, device="cpu")
     scan = _Scan(keys=keys.data_ptr(), kind=KINDS[keys.dtype], count=count, stride=keys.stride(0), dim=dim)
     _library.call("memstore_encode", scan, codes, about)
-    return KeyCodes(codes, about)
+    return IndexCodes(codes, about)
 
 
 def choose(
     queries: Tensor, weights: Tensor | None, chunks: Sequence[Tensor], limit: Tensor, *,
-    scale: float, k: int, relu: bool, block: int, codes: KeyCodes | None = None,
+    scale: float, k: int, relu: bool, block: int, codes: IndexCodes | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See the public function."""
     rows, heads, dim = queries.shape

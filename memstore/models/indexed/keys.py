@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from memstore.errors import InvalidArgument
-from memstore.kernels.index_scores import PASS, KeyCodes, encode
+from memstore.kernels.index_scores import PASS, IndexCodes, encode
 from memstore.memory import Document
 from memstore.models.indexed.family import IndexedLayer
 
@@ -53,9 +53,9 @@ class Rows:
         return self._buffer[: self._count]
 
     @property
-    def codes(self) -> KeyCodes | None:
+    def codes(self) -> IndexCodes | None:
         """Codes of all keys but the last few, if they are coded."""
-        return None if self._codes is None else KeyCodes(*(each.view for each in self._codes))
+        return None if self._codes is None else IndexCodes(*(each.view for each in self._codes))
 
     def append(self, rows: Tensor) -> None:
         """Add rows at the end."""

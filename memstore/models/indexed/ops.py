@@ -37,7 +37,7 @@ def choose(
     k: int,
     mode: Mode = "relu_sum",
     unit: int = 1,
-    codes: index_scores.KeyCodes | None = None,
+    codes: index_scores.IndexCodes | None = None,
 ) -> Chosen:
     """Choose the ``k`` best of ``keys [T, D]``, or of several such tensors, for each of ``queries [S, H, D]``.
 

@@ -223,12 +223,10 @@ class IndexedReader(Reader):
     def numbers_per_pair(self) -> float:
         """See ``Attachment``: products of index keys, and of rows where a layer sees everything."""
         config = self.family.config
-        heads = getattr(config, "index_n_heads", None) or getattr(config, "indexer_n_heads", 1)
-        numbers = sum(
-            heads * each.index_dim / (each.unit if each.pooled else 1) for each in self.slots.indexed.values()
-        )
-        dense = [each for each in self.family.layers if each.sees == "all"]
-        return float(numbers + sum(_heads(each.module) * each.row_width for each in dense))
+        heads = int(getattr(config, "index_n_heads", 0) or getattr(config, "indexer_n_heads", 1))
+        chosen = [each.index_dim / (each.unit if each.pooled else 1) for each in self.slots.indexed.values()]
+        dense = [_heads(each.module) * each.row_width for each in self.family.layers if each.sees == "all"]
+        return heads * sum(chosen) + sum(dense)
 
     def _begin(self) -> None:
         if self.share is not None:

@@ -81,7 +81,7 @@ class MiniMaxM3(IndexedFamily):
             raise self.refused(
                 f"its index has {odd[0].lists} heads for {odd[0].groups} key-value heads, and each must have one choice"
             )
-        return layers
+        return [*layers]
 
 
 class _RunLayer(_GroupedLayer):
