@@ -92,7 +92,8 @@ def _row(name: str, times: dict[str, list[float]], cache: Any) -> dict[str, Any]
         own, base = average(times[name][1:]), average(times[BASE][1:])
         row |= {f"{kind}_ms": round(own, 3), f"{kind}_ratio": round(own / base, 3)}
     if cache is not None:
-        fetched = [cache.asked.unique_blocks(layer) for layer in range(1, SIZES["num_hidden_layers"])]
+        asked = zip(cache.asked.fetched[1:], cache.asked.segments[1:], strict=True)
+        fetched = [blocks / max(1, segments) for blocks, segments in asked]
         row["unique_blocks"] = round(statistics.mean(fetched), 2)
     return row
 

@@ -96,6 +96,11 @@ def by_length(
                 yield {**row, "perplexity": whole(model, tokens, length, advance)}
 
 
+def unique_blocks(counts: SearchCounts, layer: int) -> float:
+    """Return the blocks fetched per segment in ``layer`` (the paper's appendix C); 0 without any."""
+    return counts.fetched[layer] / max(1, counts.segments[layer])
+
+
 def by_granularity(
     model: LandmarkForCausalLM,
     tokens: Tensor,
@@ -120,7 +125,7 @@ def by_granularity(
             share_tokens=not per_token,
         )
         seen, counts = retrieved(model, tokens, length, retrieval, local=local, advance=advance)
-        fetched = [counts.unique_blocks(layer) for layer in searching]
+        fetched = [unique_blocks(counts, layer) for layer in searching]
         yield {
             "length": length,
             "top_k": k,
@@ -151,7 +156,7 @@ def by_cutoff(
     for length, cutoff in product(lengths, (None, *cutoffs)):
         retrieval = permissive(top_k, cutoff)
         seen, counts = retrieved(model, tokens, length, retrieval, local=local, advance=advance)
-        dropped = round(counts.drop_rate, 4)
+        dropped = round(counts.dropped / counts.queries if counts.queries else 0.0, 4)
         yield {"length": length, "top_k": top_k, "cutoff": cutoff, "dropped": dropped, "perplexity": seen}
 
 

@@ -7,7 +7,7 @@ have larger places.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -283,8 +283,8 @@ class Chunks:
             if number >= first
         }
 
-    def in_c(self, allowed: range | Tensor | None, queries: int) -> KeyChunks:
-        """Return the keys of ``allowed`` blocks for a search in C; they hold until a change.
+    def in_c(self, allowed: range | Tensor | None, queries: int, start: int = 0) -> KeyChunks:
+        """Return the keys of ``allowed`` blocks, from place ``start`` on, for a search in C; they hold until a change.
 
         Once enough ``queries`` were asked, keys without codes get them.
         """
@@ -294,18 +294,27 @@ class Chunks:
                 if chunk.codes is not None:
                     chunk.codes.extend(chunk.keys, chunk.used)
             self._asked, self._uncoded, self._whole = 0, False, None  # last: other threads search too
-        if self._whole is not None and self._all_allowed(allowed):
-            return self._whole
-        wanted, chunks = self.wanted(allowed), self.by_number.items()
+        whole, coded = self._whole, not self._uncoded
+        if whole is not None and not start and self._all_allowed(allowed):
+            return whole
+        first, row = divmod(start, PLACES)
+        wanted, chunks = self.wanted(allowed, first), [pair for pair in self.by_number.items() if pair[0] >= first]
+        if row and first in wanted:
+            here = wanted[first]
+            wanted[first] = here = torch.ones(self.by_number[first].used, dtype=torch.bool) if here is None else here
+            here[:row] = False
         codes = [chunk.codes for _, chunk in chunks if chunk.codes is not None]
         heads, frames = [], []
         for head in range(self.sizes[0]):
             heads.append([chunk.of_head(head, number, wanted[number]) for number, chunk in chunks])
             frames += [codes[0].frame.of_head(head, codes)] if codes else []
         made = KeyChunks(heads, frames, len(self))
-        if self._all_allowed(allowed):
+        if not start and self._all_allowed(allowed) and coded != self._uncoded:  # another thread may have made codes
             self._whole = made
         return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_whole": None}  # addresses
 
     def _all_allowed(self, allowed: range | Tensor | None) -> bool:
         if not isinstance(allowed, range) or allowed.step != 1 or not self.by_number:
@@ -456,7 +465,8 @@ class Chunks:
                 # One frame for all chunks: any frame is correct, and the first chunk is a good sample of this model's
                 # keys. A better frame would only reduce the scoring.
                 self._frame = Frame.of(last.keys[:, : last.used].flatten(1, 2))
-                last.codes = Codes(last.ids.numel(), self.sizes, self._frame)
+                with torch.inference_mode(False):
+                    last.codes = Codes(last.ids.numel(), self.sizes, self._frame)
             last = Chunk(max(1, keys // keys_per_block), self.sizes, self.dtype, self.device, self._frame)
             self.by_number[self.next_number] = last
             self.next_number += 1

@@ -24,7 +24,7 @@ from memstore.errors import InvalidArgument
 from memstore.index import contract, files
 from memstore.index.chunks import PLACES
 from memstore.index.contract import IndexCapabilities, SearchResult
-from memstore.index.exact import ExactIndex, choose, merge
+from memstore.index.exact import FEWEST_GROUPS, BestBlocks, ExactIndex, choose, merge
 from memstore.index.rebuilt import BaseBlocks, Rebuild, library
 
 FEWEST_KEYS = 4096
@@ -106,16 +106,27 @@ class FaissIndex(ExactIndex):
         left = 0 if base is None else len(base) if filtered is None else int(filtered.sum())
         if base is None or left < FEWEST_WANTED * count:
             return super().search(queries, k, allowed=allowed)
-        scans = self._scans(allowed, self._covered)
-        heads = []
+        heads, tails = [], self._tails(queries, k, allowed)
         for head, rows in enumerate(self._grouped(queries)):
-            best = self._search_rows(scans, rows, head, k)
+            best = tails[head]
             if len(rows):
                 places = base.candidates(rows, head, count, filtered, self.settings)
                 scores, _ = self._chunks.score(places, rows, head)
                 best = merge(best, choose(scores, self._chunks.ids_at(places), places, k), k)
             heads.append(self._settle(best, rows, head))
         return SearchResult.of_heads(heads, queries)
+
+    def _tails(self, queries: Tensor, k: int, allowed: range | Tensor | None) -> list[BestBlocks]:
+        """Return the best blocks that the base does not cover, for each key head."""
+        grouped = self._grouped(queries)
+        if self._way(k) == "c":
+            keys = self._chunks.in_c(allowed, grouped.shape[1], self._covered)
+            coded = keys.groups >= FEWEST_GROUPS * k
+            found = keys.search(grouped, k, settle="no", coded=coded, largest=contract.LARGEST)
+            if found is not None:
+                return [BestBlocks(*each) for each in zip(*(x.view(*grouped.shape[:2], k) for x in found), strict=True)]
+        scans = self._scans(allowed, self._covered)
+        return [self._search_rows(scans, rows, head, k) for head, rows in enumerate(grouped)]
 
     @property
     def base(self) -> _FaissBase | None:

@@ -119,12 +119,10 @@ class Codes:
         self.keys_per_group = self.rows_per_group * keys_per_block
         groups = capacity // self.rows_per_group
         self.frame = frame
-        self.values = torch.empty(heads, groups, self.keys_per_group, dim, dtype=torch.int8)
-        self.scales = torch.empty(heads, groups)
-        self.lost = torch.empty(heads, groups)
-        """Length of the longest difference between a key and its code."""
-        self.longest = torch.empty(heads, groups)
-        """Length of the longest code."""
+        # C reads them, whatever PyTorch's defaults are.
+        self.values = torch.empty(heads, groups, self.keys_per_group, dim, dtype=torch.int8, device="cpu")
+        self.scales, self.lost, self.longest = torch.empty(3, heads, groups, dtype=torch.float32, device="cpu")
+        """The steps of codes, and the lengths of each group's longest difference from a code and longest code."""
         self.groups = 0
 
     @classmethod

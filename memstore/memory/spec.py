@@ -276,11 +276,7 @@ class MemorySpec:
 
 def _differences(ours: Any, theirs: Any) -> list[str]:
     pairs = ((each.name, getattr(ours, each.name), getattr(theirs, each.name)) for each in fields(ours))
-    return [
-        f"{name}: {_of_both(here, there)} here, {_of_both(there, here)} in the memory"
-        for name, here, there in pairs
-        if here != there
-    ]
+    return [f"{name}: {_of_both(a, b)} here, {_of_both(b, a)} in the memory" for name, a, b in pairs if a != b]
 
 
 def _of_both(here: Any, there: Any) -> str:

@@ -31,7 +31,7 @@ PIECE = 1 << 26
 FACTORS = 0x9E3779B97F4A7C15 - 2**64, 0xC2B2AE3D27D4EB4F - 2**64
 """Odd numbers, as signed numbers of 64 bits: a product with them loses no information."""
 
-BESIDE = re.compile("dropout|_token_id$|initializer|aux_loss|^use_cache$|^output_|^tie_word_embeddings$")
+BESIDE = re.compile("dropout|initializer|aux_loss|^(pad|bos)_token_id|^use_cache|^output_router_logits|^tie_word_embed")
 """Options that change no states."""
 SAMPLE = 16
 """Numbers of each weight that are checked before each prompt."""

@@ -160,9 +160,7 @@ def _load(name: str, dtype: str, device: str, weights: bool) -> LoadedModel:
         if kind.loader.startswith("transformers:"):
             model = _stock(transformers, source, precision)
         elif kind is kinds.INDEXED and not weights:
-            return _named(
-                LoadedModel(kind.load(source, dtype=precision, weights=False).eval(), load_tokenizer(name)), name
-            )
+            model, device = kind.load(source, dtype=precision, weights=False), "meta"
         else:  # this branch checks what it has loaded
             model = kind.load(source, dtype=precision, trust_remote_code=False)
     return _named(LoadedModel(model.eval().to(device), load_tokenizer(name)), name)

@@ -256,22 +256,22 @@ def check_room(
     memory: str,
     reader: Reader,
     spec: MemorySpec,
-    tokens: Sequence[tuple[int, int]],
+    texts: Sequence[tuple[int, int]],
     known: Contents | None,
     *,
     tell: bool,
 ) -> Cost:
-    """Print the cost of reading documents. Raises ``StoreFull`` if they do not fit beside ``known``.
+    """Print the cost of reading documents, of which each has so many tokens, and so many of them are stored.
 
-    ``tokens``: how many each document has, and how many of them are stored.
+    Raises ``StoreFull`` if they do not fit beside ``known``.
     """
-    new = sum(all_ - there for all_, there in tokens)
+    new = sum(all_ - there for all_, there in texts)
     codecs = (spec.codec, "int8", "int4") if reader.kind.takes("codec") else (spec.codec,)
     sizes = {codec: int(new * _bytes_per_token(spec, codec)) for codec in dict.fromkeys(codecs)}
     size, others = sizes[spec.codec], {codec: size for codec, size in sizes.items() if codec != spec.codec}
     instead = ", ".join(f"{codec} {_amount(bytes_)}" for codec, bytes_ in others.items())
     index = int(new * reader.index_bytes_per_token)
-    cost = Cost(new, size, index, round(_seconds(reader, tokens), 1))
+    cost = Cost(new, size, index, round(_seconds(reader, texts), 1))
     if tell and new >= TOLD:
         minutes = cost.seconds / 60
         about = "less than a minute" if minutes < 1 else f"about {minutes:,.0f} min"

@@ -159,11 +159,11 @@ def read(options: Options) -> Report:
 
     loaded: list[LoadedModel] = []
 
-    def load(name: str, dtype: str) -> LoadedModel:
+    def load(name: str, dtype: str, *, new: bool = False) -> LoadedModel:
         if not loaded:  # a watch keeps its model, whatever the memory calls it by then
             with waiting(f"loading {name}", show=not options.json):
                 use_threads(options.threads)
-                weights = not options.cost or Path(options.memory).exists()
+                weights = not (options.cost and new and options.device == "cpu")
                 loaded.append(load_model(name, dtype, device=options.device, weights=weights))
         return loaded[0]
 
@@ -177,7 +177,7 @@ def read(options: Options) -> Report:
     return _report(plan, done, options)
 
 
-def _once(options: Options, noted: Mapping[str, str], load: Callable[[str, str], LoadedModel]) -> tuple[ReadPlan, Done]:
+def _once(options: Options, noted: Mapping[str, str], load: Callable[..., LoadedModel]) -> tuple[ReadPlan, Done]:
     """Read the new and changed files."""
     before = [each for each in options.text if Path(each).is_dir()]
     found = list(find(options.text))
@@ -296,7 +296,7 @@ def _read_all(
     known: Contents | None,
     options: Options,
     noted: Mapping[str, str],
-    load: Callable[[str, str], LoadedModel],
+    load: Callable[..., LoadedModel],
 ) -> Done:
     """Read the files of ``plan``; files that cannot be read are added to ``plan.bad``."""
     model, dtype = _model_of(known, options)
@@ -304,7 +304,7 @@ def _read_all(
         from memstore.store.encryption_keys import read_key
 
         read_key(key)  # of a new memory: a bad key is reported before a model is loaded
-    loaded = load(model, dtype)
+    loaded = load(model, dtype, new=known is None)
     with waiting("counting tokens", show=not options.json):
         texts = [(each, encode(loaded.tokenizer, each.content)) for each in plan.read]
     made: dict[str, Any] = {"block_size": options.block_size, "codec": options.codec} if known is None else {}

@@ -41,7 +41,7 @@ def test_retrieving_all_blocks_is_full_landmark_attention(length: int) -> None:
         model, TEXT, length, Retrieval(top_k="all", share="none"), local=LOCAL, advance=silent
     )
     assert everything == pytest.approx(whole(model, TEXT, length, silent), rel=1e-5)
-    assert counts.drop_rate == 0
+    assert counts.dropped == 0
     few, _ = retrieved(model, TEXT, length, Retrieval(top_k=1, share="layer"), local=LOCAL, advance=silent)
     assert few != pytest.approx(everything, rel=1e-4)
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import copy
+import pickle
 from importlib.metadata import EntryPoint, EntryPoints
 from typing import Any
 
@@ -353,3 +355,52 @@ def test_a_chunk_around_tensors_lies_wholly_on_their_device() -> None:
     with torch.device("meta"):  # where PyTorch makes what is not told where
         chunk = Chunk.of(ids, keys, None)
     assert chunk.live().tolist() == [0, 1, 2, 3]
+
+
+def coded_index(blocks: int, keys_per_block: int = 1, dim: int = 64) -> tuple[ExactIndex, torch.Tensor]:
+    """An index of several chunks, and its keys ``[n, 1, P, D]``; a search of many queries makes codes."""
+    keys = torch.randn(blocks, 1, keys_per_block, dim, generator=torch.Generator().manual_seed(5))
+    index = ExactIndex(1, dim, keys_per_block)
+    index.add(torch.arange(blocks), keys)
+    return index, keys
+
+
+def truth(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    return (queries[0].double() @ keys[:, 0].double().flatten(0, 1).T).view(len(queries[0]), -1, keys.shape[2]).amax(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_codes_do_not_follow_the_default_dtype(dtype: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        index, keys = coded_index(20_000)
+        queries = torch.randn(1, 70, 64, dtype=torch.float32, generator=torch.Generator().manual_seed(6))
+        found = index.search(queries, 3).ids[0]
+        assert torch.equal(found, truth(queries, keys.float()).topk(3).indices)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_codes_of_keys_added_in_inference_mode_grow_outside_of_it() -> None:
+    with torch.inference_mode():
+        index, keys = coded_index(20_000)
+    queries = torch.randn(1, 70, 64)
+    assert torch.equal(index.search(queries, 1).ids[0], truth(queries, keys).topk(1).indices)
+
+
+def test_a_searched_index_can_be_copied() -> None:
+    index, _ = coded_index(20_000)
+    queries = torch.randn(1, 70, 64)
+    found = index.search(queries, 4)
+    for copied in (copy.deepcopy(index), pickle.loads(pickle.dumps(index))):  # noqa: S301 - its own
+        assert all(map(torch.equal, copied.search(queries, 4), found))
+
+
+def test_among_equal_blocks_with_and_without_codes_the_smaller_id_comes_first() -> None:
+    blocks, queries = 9_000, torch.randn(1, 16, 64, generator=torch.Generator().manual_seed(7))
+    index, keys = coded_index(blocks, keys_per_block=2)
+    index.search(torch.randn(1, 70, 64), 1)
+    best = truth(queries, keys).argmax(1)
+    index.add(torch.arange(blocks, blocks + 16), keys[best])  # at the end, where there are no codes yet
+    assert torch.equal(index.search(queries, 1).ids[0, :, 0], best)

@@ -186,6 +186,13 @@ def test_codes_choose_what_scores_choose(case: Case, dtype: torch.dtype, monkeyp
     same_by_codes(*inputs(case, dtype), monkeypatch)
 
 
+def test_codes_of_transposed_keys_and_of_an_odd_number_are_right() -> None:
+    in_c(torch.float32)
+    keys = torch.randn(16, 200)
+    for found, truth in zip(encode(keys.T), encode(keys.T.contiguous()[:192]), strict=True):
+        assert torch.equal(found, truth)
+
+
 EXTREMES = [0.0, -0.0, 1e-40, -1e-30, 3e-20, 1e15, -1e19, 3e38, torch.inf, -torch.inf, torch.nan]
 
 
@@ -284,7 +291,14 @@ def test_codes_rule_out_most_keys(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"limit": torch.ones(5).int()}, r"limit must be int64 \[5\], got torch.int32 \[5\]"),
         ({"limit": torch.ones(4).long()}, r"limit must be int64 \[5\], got torch.int64 \[4\]"),
         ({"k": 0}, "k must be an integer of at least 1, got 0"),
-        ({"codes": encode(torch.ones(192, 16))}, "got codes of 192 keys, but the first tensor has 130"),
+        (
+            {"codes": encode(torch.ones(192, 16))},
+            r"got codes of keys \[192, 16\], but the first tensor has shape \[130, 16\]",
+        ),
+        (
+            {"codes": encode(torch.ones(64, 24))},
+            r"got codes of keys \[64, 24\], but the first tensor has shape \[130, 16\]",
+        ),
         ({"block": 2.5}, "block must be an integer of at least 1, got 2.5"),
         ({"backend": "cuda"}, "backend must be"),
         ({"queries": torch.ones(5, 4, 5000), "keys": torch.ones(1, 5000), "backend": "native"}, "at most 2048 numbers"),

@@ -465,7 +465,7 @@ def test_the_cost_of_a_model_with_its_own_index_needs_no_weights(cli: Cli, tmp_p
     described = shutil.copytree(Path(memstore.__file__).parent / "models/shipped/indexed-passkey", tmp_path / "model")
     (described / "model.safetensors").unlink()
     costs = []
-    for size in (20_000, 2_000_000):
+    for size in (80_000, 2_000_000):
         (tmp_path / "long.txt").write_text("A text. " * (size // 8))
         read = (
             "read",
@@ -480,9 +480,9 @@ def test_the_cost_of_a_model_with_its_own_index_needs_no_weights(cli: Cli, tmp_p
         )
         costs.append(cli(*read).json)
     few, many = costs
-    assert many["disk_bytes"] > 99 * few["disk_bytes"]
+    assert many["disk_bytes"] > 24 * few["disk_bytes"]
     assert many["index_bytes"] == many["tokens"] * 48 * 2  # bfloat16
-    assert many["seconds"] > 300 * few["seconds"]
+    assert many["seconds"] > 50 * few["seconds"] > 0
     assert not (tmp_path / "m").exists()
 
 

@@ -51,7 +51,8 @@ def best_products(
             f"out must be contiguous float32 {list(shape)} on the CPU, got {out.dtype} {list(out.shape)}, {out.device}"
         )
     if backend == "auto":
-        backend = fastest(codes.shape[2])
+        choices: tuple[Backend, ...] = ("native", "torch")
+        backend = next((each for each in choices if backend_problem(each, codes.shape[2]) is None), "reference")
     elif problem := backend_problem(backend, codes.shape[2]):
         raise InvalidArgument(f"backend {backend!r} {problem}")
     match backend:
@@ -71,12 +72,6 @@ def best_products(
             wide = queries.to(torch.float32 if codes.shape[2] <= LARGEST_DIM else torch.float64)
             out.copy_(best_codes(codes if chosen is None else codes[chosen], wide).T)
     return out
-
-
-def fastest(dim: int) -> Backend:
-    """Return the back end that ``"auto"`` takes for keys of ``dim`` numbers."""
-    choices: tuple[Backend, ...] = ("native", "torch")
-    return next((each for each in choices if backend_problem(each, dim) is None), "reference")
 
 
 def backend_problem(backend: str, dim: int) -> str | None:
@@ -119,8 +114,5 @@ def _check(codes: Tensor, queries: Tensor, chosen: Tensor | None) -> None:
             f"chosen must be contiguous int64 [m] on the CPU, got {chosen.dtype} {list(chosen.shape)}"
         )
     if chosen.numel() and (int(chosen.min()) < 0 or int(chosen.max()) >= len(codes)):
-        raise InvalidArgument(f"chosen must be group numbers from 0 to {len(codes) - 1}, got {_span(chosen)}")
-
-
-def _span(numbers: Tensor) -> str:
-    return f"{int(numbers.min())} to {int(numbers.max())}"
+        span = f"{int(chosen.min())} to {int(chosen.max())}"
+        raise InvalidArgument(f"chosen must be group numbers from 0 to {len(codes) - 1}, got {span}")

@@ -153,12 +153,14 @@ static void by_vectors(const Work *work) {
 #endif
         for (; block + 2 <= work->blocks; block += 2) one_group(work, keys, group, block, 2, 4, 1);
         if (block == work->blocks) continue;
+#define LAST(fold) (work->keys < 8 ? one_group(work, keys, group, block, 1, 4, fold) : one_group(work, keys, group, block, 1, 8, fold))
         if (work->fold == 4)
-            one_group(work, keys, group, block, 1, 8, 4);
+            LAST(4);
         else if (work->fold == 2)
-            one_group(work, keys, group, block, 1, 8, 2);
+            LAST(2);
         else
-            one_group(work, keys, group, block, 1, 8, 1);
+            LAST(1);
+#undef LAST
     }
 }
 

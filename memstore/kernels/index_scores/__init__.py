@@ -88,8 +88,11 @@ def choose(
     """
     chunks = [keys] if isinstance(keys, Tensor) else list(keys)
     _check(queries, weights, chunks, limit, k, block)
-    if codes is not None and len(codes.codes) * PASS > len(chunks[0]):
-        raise InvalidArgument(f"got codes of {len(codes.codes) * PASS} keys, but the first tensor has {len(chunks[0])}")
+    if codes is not None:
+        most, (there, dim) = len(codes.codes) * PASS, chunks[0].shape
+        if most > there or codes.codes.shape[1] != PASS * (dim + -dim % 4):
+            shape = [most, codes.codes.shape[1] // PASS]
+            raise InvalidArgument(f"got codes of keys {shape}, but the first tensor has shape {[there, dim]}")
     check_known(backend, Backend)
     choices: tuple[Backend, ...] = ("native", "torch")
     if queries.device.type == "cuda":

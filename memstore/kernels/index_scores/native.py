@@ -52,8 +52,9 @@ class IndexCodes(NamedTuple):
 
 
 def encode(keys: Tensor) -> IndexCodes:
-    """Encode ``keys [n, D]`` of a type and size that ``"native"`` takes; ``n`` is a multiple of 64."""
-    count, dim = keys.shape
+    """Encode ``keys [n, D]`` of a type and size that ``"native"`` takes: all but the last ``n % 64``."""
+    keys = keys if keys.stride(1) == 1 else keys.contiguous()
+    count, dim = len(keys) // PASS * PASS, keys.shape[1]
     codes = torch.empty(count // PASS, PASS * (dim + -dim % 4), dtype=torch.uint8, device="cpu")
     about = torch.empty(count // PASS, 3 * PASS, dtype=torch.float32, device="cpu")
     scan = _Scan(keys=keys.data_ptr(), kind=KINDS[keys.dtype], count=count, stride=keys.stride(0), dim=dim)
@@ -74,8 +75,9 @@ def choose(
     panel, capacity = max(256, PANEL // rows), max(2 * k, 256)  # room for more than k, and for one step's candidates
     pays = heads >= CODED["heads"] or rows < CODED["queries"]
     if codes is not None and len(codes.codes) * PASS >= CODED["keys"] and pays and "avx2" in compiler.processor():
+        coded = len(codes.codes) * PASS // lcm(PASS, block) * lcm(PASS, block)
+    if coded:
         step = lcm(PASS, block)
-        coded = len(codes.codes) * PASS // step * step
         panel, capacity = CODED["panel"], k + k // 4 + 2 * LANES  # the smallest score that can be chosen grows soon
     vectors = 0
     if rows < MANY:

@@ -317,18 +317,19 @@ static void search_part(const Room *room, const Sizes *sizes, const Part *part, 
     }
 }
 
-/* Score the best blocks of a query again, and put them in order; or only say where they are. */
-static void settle(const Part *parts, const Sizes *sizes, const float *query, const Best *best, int64_t first) {
+/* Score the best blocks of a query again, and put them in order; or only say where they are. Where `mixed`, blocks that
+ * are scored one by one will stand among them. */
+static void settle(const Part *parts, const Sizes *sizes, const float *query, const Best *best, int64_t first, int mixed) {
     for (int64_t i = 0; i < sizes->k && best->ids[first + i] >= 0; i++) {
         const Part *part = parts + best->offsets[first + i] / PARTED;
         int64_t id = best->ids[first + i], block = best->offsets[first + i] % PARTED, offset;
-        if (sizes->settle == NO) {
+        if (sizes->settle == NO && !mixed) {
             best->offsets[first + i] = part->place + block;
             continue;
         }
         float score = best_key(part, sizes, block * sizes->size, query, &offset);
         best->scores[first + i] = -INFINITY, best->ids[first + i] = best->offsets[first + i] = -1;
-        insert(best, first, i + 1, score, id, offset);
+        insert(best, first, i + 1, score, id, sizes->settle == NO ? part->place + block : offset);
     }
 }
 
@@ -340,7 +341,7 @@ static Best from_row(const Best *best, int64_t row, int64_t k) {
     return (Best){best->scores + row * k, best->ids + row * k, best->offsets + row * k};
 }
 
-/* Lists for `rows` more queries: of `size` bytes together, or no scores where there is no memory. */
+/* Lists for `rows` more queries; no scores where there is no memory. */
 static Best more_lists(int64_t rows, int64_t k) {
     int64_t *ids = malloc((size_t)(rows * k) * (2 * sizeof *ids + sizeof(float)) + 1);
     return ids ? (Best){(float *)(void *)(ids + 2 * rows * k), ids, ids + rows * k} : (Best){NULL, NULL, NULL};
@@ -381,7 +382,7 @@ static int scan(const Part *parts, int64_t count, const Sizes *sizes, const floa
         for (int64_t i = 0; i < (threads - 1) * rows * sizes->k; i++)
             if (others.ids[i] >= 0)
                 insert(best, i / sizes->k % rows * sizes->k, sizes->k, others.scores[i], others.ids[i], others.offsets[i]);
-        for (int64_t row = 0; row < rows; row++) settle(parts, sizes, queries + row * dim, best, row * sizes->k);
+        for (int64_t row = 0; row < rows; row++) settle(parts, sizes, queries + row * dim, best, row * sizes->k, of_group > 0);
     }
     free(packed);
     free(others.ids);

@@ -297,8 +297,10 @@ class IndexedCall:
         keys, scale, codes = [stored.keys.view, behind], layer.index_scale, stored.keys.codes
         chosen = choose(ask, weights, keys, scale, limit, layer.top, layer.mode, run, codes)
         if layer.by_query:
-            for at in ((limit > layer.top) & (chosen.scores == 0).any(1)).nonzero().flatten().tolist():
-                scores = (ask[at].float() @ torch.cat(keys)[: limit[at]].float().T).T.relu().sum(-1) * scale
+            tied = ((limit > layer.top) & (chosen.scores == 0).any(1)).nonzero().flatten().tolist()
+            all_keys = torch.cat(keys).float() if tied else keys[0]
+            for at in tied:
+                scores = (ask[at].float() @ all_keys[: limit[at]].T).T.relu().sum(-1) * scale
                 chosen.ids[at] = scores.topk(layer.top).indices.sort().values
                 chosen.scores[at] = scores[chosen.ids[at]]
         return chosen

@@ -27,6 +27,7 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from memstore.device_copies import to_device, to_host
 from memstore.errors import BrokenOff, InvalidArgument
+from memstore.kernels import native as compiler
 from memstore.kernels.index_scores import native
 from memstore.memory import Document, MemorySpec
 from memstore.memory.search import Match, best
@@ -159,7 +160,8 @@ class IndexedReader(Reader):
                 "index_dtype must be 'int8', for a model on the CPU, or left out; got "
                 f"{index_dtype!r} and a model on {model.device}"
             )
-        self._coded = index_dtype is not None and native.problem(model.dtype) is None
+        able = native.problem(model.dtype) is None and "avx2" in compiler.processor()
+        self._coded = index_dtype is not None and able
         super().__init__(model, memory, document, **shared)
         self.slots = slots_of(self.family.layers)
         self._carried: _CarriedStates | _PendingStates | None = None

@@ -541,15 +541,6 @@ class SearchCounts:
         """Return counts of zero."""
         return cls(0, 0, *([0] * config.num_hidden_layers for _ in range(3)))
 
-    @property
-    def drop_rate(self) -> float:
-        """Return the part of queries for which nothing was retrieved (the paper's appendix D)."""
-        return self.dropped / self.queries if self.queries else 0.0
-
-    def unique_blocks(self, layer: int) -> float:
-        """Return the blocks fetched per segment in ``layer`` (the paper's appendix C); 0 without any."""
-        return self.fetched[layer] / self.segments[layer] if self.segments[layer] else 0.0
-
 
 class LastLists(NamedTuple):
     """The lists that the last token of each row uses, as they were fetched."""

@@ -77,10 +77,9 @@ class MiniMaxM3(IndexedFamily):
 
     def made(self) -> list[IndexedLayer]:
         layers = [_BlockLayer(block.self_attn, number) for number, block in enumerate(self.decoder.layers)]
-        if odd := [layer for layer in layers if layer.lists not in (1, layer.groups)]:
-            raise self.refused(
-                f"its index has {odd[0].lists} heads for {odd[0].groups} key-value heads, and each must have one choice"
-            )
+        for at in layers:
+            if at.groups % at.lists:
+                raise self.refused(f"its index has {at.lists} heads, which do not divide {at.groups} key-value heads")
         return [*layers]
 
 
