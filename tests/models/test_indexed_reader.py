@@ -113,7 +113,8 @@ def test_a_saved_and_loaded_model_knows_its_memory(tmp_path: Path, family: str) 
 def test_a_memory_of_a_model_with_other_options_is_refused(family: str, option: dict[str, Any]) -> None:
     (name, value) = next(iter(option.items()))
     with memstore.open("ram:", spec=IndexedReader(tiny(family), "ram:").spec()) as memory:
-        with pytest.raises(ForeignMemory, match=f"architecture: {name}={json.dumps(value)} here, {name}=[^ ]+ in the memory"):
+        told = f"architecture: {name}={json.dumps(value)} here, {name}=[^ ]+ in the memory"
+        with pytest.raises(ForeignMemory, match=told):
             memstore.attach(tiny(family, **option), memory).open()
         memstore.attach(tiny(family, use_cache=False), memory).open()
 
