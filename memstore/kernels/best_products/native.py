@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from memstore.kernels import native
+import memstore.kernels.native as native
 
 VECTORS = {"avx512f": "-mavx512f", "avx512bw": "-mavx512bw", "avx512vl": "-mavx512vl", "avx512_vnni": "-mavx512vnni"}
 MATRICES = {"amx_tile": "-mamx-tile", "amx_int8": "-mamx-int8"}
