@@ -21,7 +21,7 @@ from memstore.index.chunks import PLACES, Chunk, Chunks, Tile, held_as
 from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
 from memstore.kernels._largest import filled, largest
 from memstore.kernels.best_codes import best_codes
-from memstore.kernels.search_blocks import LARGEST_K, fastest, search_blocks
+from memstore.kernels.search_blocks import LARGEST_K, KeyChunks, fastest, search_blocks
 from memstore.kernels.search_blocks.native import Settle
 
 TILE_KEYS = 8192
@@ -192,17 +192,22 @@ class ExactIndex(VectorIndex):
         products = numbers * keys.blocks * self.keys_per_block
         ordered = self.keys_per_block == 1 and self.key_dim <= LARGEST_PLAIN_DIM
         settle: Settle = "vectors" if products <= PASSED_PRODUCTS else "in order" if ordered else "no"
+        if settle == "no":
+            grouped = self._grouped(here)
+            heads = zip(self._best_in_c(keys, grouped, k), grouped, range(self.key_heads), strict=True)
+            return SearchResult.of_heads([self._settle(*head) for head in heads], queries)
         coded = keys.groups >= FEWEST_GROUPS * k
         found = keys.search(here, k, settle=settle, coded=coded, largest=contract.LARGEST)
         if found is None:
             contract.check_numbers("queries", queries)
             raise AssertionError("C refused numbers that are right")
-        if settle == "no":
-            grouped = self._grouped(here)
-            heads = (BestBlocks(*each) for each in zip(*(x.view(*grouped.shape[:2], k) for x in found), strict=True))
-            settled = [self._settle(best, grouped[head], head) for head, best in enumerate(heads)]
-            return SearchResult.of_heads(settled, queries)
         return SearchResult(*(found if queries.is_cpu else (part.to(queries.device) for part in found)))
+
+    def _best_in_c(self, keys: KeyChunks, grouped: Tensor, k: int) -> list[BestBlocks]:
+        """Return the best blocks of each key head for ``grouped [G, R, D]``, whose numbers were checked."""
+        found = keys.search(grouped, k, settle="no", coded=keys.groups >= FEWEST_GROUPS * k)
+        assert found is not None
+        return [BestBlocks(*each) for each in zip(*found, strict=True)]
 
     def _scans(self, allowed: range | Tensor | None, start: int = 0) -> list[_Scan]:
         """Return what to read from place ``start`` on."""

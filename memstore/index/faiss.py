@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from memstore.errors import InvalidArgument
 from memstore.index import contract, files
 from memstore.index.chunks import PLACES
 from memstore.index.contract import IndexCapabilities, SearchResult
-from memstore.index.exact import FEWEST_GROUPS, BestBlocks, ExactIndex, choose, merge
+from memstore.index.exact import BestBlocks, ExactIndex, choose, merge
 from memstore.index.rebuilt import BaseBlocks, Rebuild, library
 
 FEWEST_KEYS = 4096
@@ -106,9 +106,8 @@ class FaissIndex(ExactIndex):
         left = 0 if base is None else len(base) if filtered is None else int(filtered.sum())
         if base is None or left < FEWEST_WANTED * count:
             return super().search(queries, k, allowed=allowed)
-        heads, tails = [], self._tails(queries, k, allowed)
-        for head, rows in enumerate(self._grouped(queries)):
-            best = tails[head]
+        heads = []
+        for head, (rows, best) in enumerate(self._tails(queries, k, allowed)):
             if len(rows):
                 places = base.candidates(rows, head, count, filtered, self.settings)
                 scores, _ = self._chunks.score(places, rows, head)
@@ -116,17 +115,14 @@ class FaissIndex(ExactIndex):
             heads.append(self._settle(best, rows, head))
         return SearchResult.of_heads(heads, queries)
 
-    def _tails(self, queries: Tensor, k: int, allowed: range | Tensor | None) -> list[BestBlocks]:
-        """Return the best blocks that the base does not cover, for each key head."""
+    def _tails(self, queries: Tensor, k: int, allowed: range | Tensor | None) -> Iterator[tuple[Tensor, BestBlocks]]:
+        """Return the queries ``[R, D]`` of each key head with the best blocks that the base does not cover."""
         grouped = self._grouped(queries)
         if self._way(k) == "c":
             keys = self._chunks.in_c(allowed, grouped.shape[1], self._covered)
-            coded = keys.groups >= FEWEST_GROUPS * k
-            found = keys.search(grouped, k, settle="no", coded=coded, largest=contract.LARGEST)
-            if found is not None:
-                return [BestBlocks(*each) for each in zip(*(x.view(*grouped.shape[:2], k) for x in found), strict=True)]
+            return zip(grouped, self._best_in_c(keys, grouped, k), strict=True)
         scans = self._scans(allowed, self._covered)
-        return [self._search_rows(scans, rows, head, k) for head, rows in enumerate(grouped)]
+        return ((rows, self._search_rows(scans, rows, head, k)) for head, rows in enumerate(grouped))
 
     @property
     def base(self) -> _FaissBase | None:
