@@ -141,20 +141,20 @@ def _chosen_kernel(
     at = (many - 1 - tl.program_id(0) % many) * BM  # tiles with the most work begin
     head = (tl.program_id(0) // many).to(tl.int64)
     row = at + tl.arange(0, BM)
-    q += head * tokens * D
     k += head // shared * tokens * D
     v += head // shared * tokens * D
     weights += head * (blocks + 1) * tokens
-    queries = load_rows(q, at, tokens, D, BM, D, BD)
+    queries = load_rows(q + head * tokens * D, at, tokens, D, BM, D, BD)
     local = load_rows(near + head * tokens * D, at, tokens, D, BM, D, BD).to(tl.float32)
     attended = local * tl.load(weights + blocks.to(tl.int64) * tokens + row, mask=row < tokens, other=0.0)[:, None]
     for n in range(tl.minimum(_edge(tl.minimum(at + BM, tokens) - 1, window, S), blocks)):
         w = tl.load(weights + tl.cast(n, tl.int64) * tokens + row, mask=row < tokens, other=0.0)
         if tl.max(w, 0) > 0:
-            keys = load_rows(k, n * S, tokens, D, BS, D, BD)
+            block = tl.cast(n, tl.int64) * S * D  # whole, so its rows need no mask
+            keys = load_rows(k + block, 0, S, D, BS, D, BD)
             scores = tl.dot(queries, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2_E)
             p = _inside(scores, S, BS) * w[:, None]
-            values = load_rows(v, n * S, tokens, D, BS, D, BD)
+            values = load_rows(v + block, 0, S, D, BS, D, BD)
             attended += tl.dot(p.to(values.dtype), values, input_precision=PRECISION)
     store_rows(out + head * tokens * D, attended, at, tokens, BM, D, BD)
 
