@@ -2,7 +2,8 @@
 
 For 16,384 to 1,048,576 random keys of 64 and 128 numbers, and 1 to 256 queries at a time: milliseconds of one thread's
 processor time for all of them, and how many times as fast exact search is. The product is ``queries @ keys.T`` with
-``topk``. All sides take turns. It runs once with all that the processor has, and once as on a processor with AVX2 and
+``topk``. All sides take turns, so each begins with caches that the others filled; with ``--alone`` each is measured by
+itself. It runs once with all that the processor has, and once as on a processor with AVX2 and
 nothing wider, by the switches of PyTorch (which our C obeys too), MKL, oneDNN, FAISS and OpenBLAS. Needs ``faiss-cpu``.
 """
 
@@ -50,6 +51,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[*BATCHES])
     parser.add_argument("--vectors", nargs="+", default=[*SWITCHES], choices=[*SWITCHES])
     parser.add_argument("--out", type=Path, help="A file for the rows; a whole run goes to results/exact.json.")
+    parser.add_argument("--alone", action="store_true", help="Measure one side after the other, not by turns.")
     parser.add_argument("--here", action="store_true", help="Measure in this process, and print rows as JSON.")
     options = parser.parse_args()
     if options.here:
@@ -58,16 +60,24 @@ def main() -> None:
     sizes = [("--" + name, *map(str, getattr(options, name))) for name in ("sizes", "dims", "batches")]
     rows = []
     for vectors in options.vectors:
-        command = [sys.executable, "-m", "benchmarks.exact", "--here", *(word for each in sizes for word in each)]
+        alone = ["--alone"] * options.alone
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.exact",
+            "--here",
+            *alone,
+            *(word for each in sizes for word in each),
+        ]
         environment = {**os.environ, **SWITCHES[vectors], "OMP_NUM_THREADS": "1"}
         printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment).stdout
         rows += [{"vectors": vectors, **row} for row in json.loads(printed)]
     print(table({"rows": rows}))
-    whole = (options.sizes, options.dims, options.batches) == ([*SIZES], [*DIMS], [*BATCHES])
+    whole = not options.alone and (options.sizes, options.dims, options.batches) == ([*SIZES], [*DIMS], [*BATCHES])
     if out := options.out or (RESULTS if whole and len(options.vectors) == len(SWITCHES) else None):
         date = datetime.datetime.now().astimezone().date().isoformat()
         about = {"date": date, "hardware": hardware() | {"faiss-cpu": version("faiss-cpu")}, "threads": 1}
-        out.write_text(json.dumps(about | {"rows": rows}, indent=1) + "\n", "utf-8")
+        out.write_text(json.dumps(about | {"alone": options.alone, "rows": rows}, indent=1) + "\n", "utf-8")
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -87,7 +97,10 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
                 index.add(torch.arange(start, min(start + STEP, n)), keys[start : start + STEP, None, None])
             index.search(asked[None], K)  # after so many queries its keys have codes
             for batch in options.batches:
-                ms = by_turns(sides(index, keys, flat, asked[:batch]), min(31, max(4, PRODUCTS // (n * dim * batch))))
+                rounds = min(31, max(4, PRODUCTS // (n * dim * batch)))
+                compared = sides(index, keys, flat, asked[:batch])
+                groups = [{name: side} for name, side in compared.items()] if options.alone else [compared]
+                ms = {name: time for group in groups for name, time in by_turns(group, rounds).items()}
                 times = {f"times_{side}": round(ms[side] / ms["exact"], 2) for side in ("product", "faiss_flat")}
                 rows.append({"keys": n, "dim": dim, "queries": batch, "ms": ms, **times})
                 print(rows[-1], file=sys.stderr, flush=True)
