@@ -33,14 +33,18 @@ from memstore.train import Optimisation, train_recipe
 from tests.train.helpers import RUNTIME, same_weights, stopped_at, use_little_text
 
 both = pytest.mark.parametrize("blockwise", [False, True], ids=["tokens", "blocks"])
-FEW = {"indexed-cpu": {"index_topk": 8}, "indexed-blocks-cpu": {"index_block_size": 8, "index_topk_blocks": 3}}
+FEW: dict[str, dict[str, Any]] = {
+    "indexed-cpu": {"index_topk": 8},
+    "indexed-blocks-cpu": {"index_block_size": 8, "index_topk_blocks": 3, "index_local_blocks": 1},
+}
 
 
 def small(name: str) -> IndexedRecipe:
     """Sixteen small steps, the last ten with what was chosen alone."""
     size = {"intermediate_size": 48} if name == "indexed-cpu" else {"dense_intermediate_size": 48}
+    few = {option: value for option, value in FEW[name].items() if option != "index_local_blocks"}
     changes: dict[str, Any] = {
-        "model": {"hidden_size": 32, **size, **FEW[name]},
+        "model": {"hidden_size": 32, **size, **few},
         "tokens": 256,
         "checked": 4,
         "optimisation": Optimisation(steps=16, seed=1),
@@ -161,6 +165,7 @@ def test_a_model_is_trained_resumed_and_loaded_by_transformers(
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     index = model.model.layers[-1].self_attn.indexer
     assert (index.topk_blocks if recipe.blockwise else index.index_topk) == (3 if recipe.blockwise else 8)
+    assert not recipe.blockwise or (index.local_blocks, model.config.index_local_blocks) == (2, 2)
 
     def again() -> dict[str, Any]:
         return train_recipe(recipe, tmp_path / "cut", runtime=RUNTIME)

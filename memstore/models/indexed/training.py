@@ -70,7 +70,7 @@ BLOCKS: dict[str, Mapping[str, Any]] = {
         **_SIZES, "num_hidden_layers": 3, "layer_types": ["minimax_m3_sparse"] * 3,
         "dense_intermediate_size": 160, "num_key_value_heads": 2, "head_dim": 32,
         "rotary_dim": 16, "index_n_heads": 2, "index_head_dim": 32, "index_block_size": 32, "index_topk_blocks": 3,
-        "num_local_experts": 1, "num_experts_per_tok": 1,
+        "index_local_blocks": 2, "num_local_experts": 1, "num_experts_per_tok": 1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
     }
 }  # fmt: skip
@@ -224,7 +224,8 @@ class WatchedTokens(WatchedIndex):
 class WatchedBlocks(WatchedIndex):
     """The index of MiniMax-M3, which chooses blocks for each key head by the best product in them.
 
-    A query's own block is always chosen, so the index need not learn to choose it.
+    A query's own block is always chosen, so the index need not learn to choose it. The block before it is only chosen
+    always in use (``index_local_blocks``): in a long text, blocks from far would push out the question's beginning.
     """
 
     def divergence(self, attention: Tensor) -> Tensor:
