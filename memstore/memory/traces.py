@@ -24,7 +24,7 @@ from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
 import numpy as np
@@ -441,6 +441,71 @@ def elsewhere(looks: Iterable[Look], *, head: int | None = None) -> Array | None
     return mean
 
 
+class Use(NamedTuple):
+    """A block, or a run of tokens in it, that looks retrieved."""
+
+    document: str
+    block: int
+    offset: int | None
+    """The token of the block with the best score; None if whole blocks are retrieved."""
+    weight: float
+    """The mean over all looks and query heads; see ``Trace.used``."""
+    score: float | None
+    """The best score; None if there was no choice."""
+    tier: str | None
+    """The tier of the look with the best score, if known."""
+    layer: int
+    """The layer of that look."""
+
+
+def uses(looks: Iterable[Look], *, head: int | None = None, unit: int | None = None) -> list[Use]:
+    """Return what ``looks`` retrieved, most weight first: blocks, or their runs of ``unit`` tokens.
+
+    ``head`` takes the list and the weights of that query head only.
+    """
+    names: dict[str, int] = {}
+    found: list[list[Array]] = []
+    heads = 0
+    for look in looks:
+        lists, weights = look.by_list(head)
+        heads += len(look.weights) if head is None else len(weights)
+        numbers = np.array([*(names.setdefault(name, len(names)) for name in look.documents), -1])
+        offsets = np.full(look.blocks.shape, -1) if look.offsets is None else look.offsets
+        scores = np.where(np.isfinite(look.scores), look.scores, -np.inf)
+        layers = np.full(look.blocks.shape, look.layer)
+        columns = (numbers[look.document], look.blocks, offsets, scores, look.tiers, layers)
+        found.append([*(each[lists].ravel() for each in columns), weights.ravel()])
+    if not found:
+        return []
+    joined = [np.concatenate(parts) for parts in zip(*found, strict=True)]
+    there = np.lexsort((-joined[6], -joined[3]))  # the best score first, and of equal ones the most weight
+    there = there[joined[0][there] >= 0]
+    documents, blocks, offsets, scores, tiers, layers, weights = (each[there] for each in joined)
+    keys = documents << 40 | blocks  # a block is less than 2**40
+    if unit is not None and len(keys):
+        keys = np.unique(keys, return_inverse=True)[1] * (offsets.max() + 2) + offsets // unit
+    _, first, places = np.unique(keys, return_index=True, return_inverse=True)
+    means = np.bincount(places, weights, len(first)) / max(1, heads)
+    order = np.argsort(-means, kind="stable")
+    of, at = list(names), first[order]
+    return [
+        Use(
+            of[document],
+            block,
+            None if offset < 0 else offset,
+            mean,
+            score if math.isfinite(score) else None,
+            TIERS[tier] if 0 <= tier < len(TIERS) else None,
+            layer,
+        )
+        for document, block, offset, score, tier, layer, mean in zip(
+            *(each[at].tolist() for each in (documents, blocks, offsets, scores, tiers, layers)),
+            means[order].tolist(),
+            strict=True,
+        )
+    ]
+
+
 def most_weight(
     steps: Iterable[Step], *, layer: int | None = None, head: int | None = None
 ) -> list[tuple[str, int, float]]:
@@ -448,51 +513,8 @@ def most_weight(
 
     See ``Trace.used``.
     """
-    names: dict[str, int] = {}
-    found: list[tuple[Array, Array, Array]] = []
-    heads = 0
-    for look in (look for step in steps for look in step.looks if layer in (None, look.layer)):
-        lists, weights = look.by_list(head)
-        heads += len(look.weights) if head is None else len(weights)
-        numbers = np.array([*(names.setdefault(name, len(names)) for name in look.documents), -1])
-        found.append((numbers[look.document[lists]].ravel(), look.blocks[lists].ravel(), weights.ravel()))
-    if not found:
-        return []
-    documents, blocks, weights = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    there = documents >= 0
-    keys, places = np.unique(documents[there] << 40 | blocks[there], return_inverse=True)  # a block is less than 2**40
-    means = np.bincount(places, weights[there], len(keys)) / max(1, heads)
-    of = list(names)
-    order = np.argsort(-means, kind="stable")
-    return [
-        (of[key >> 40], key & (1 << 40) - 1, mean)
-        for key, mean in zip(keys[order].tolist(), means[order].tolist(), strict=True)
-    ]
-
-
-def best_looks(looks: Iterable[Look]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return for each (document, block) its best ``score``, and the ``tier``, ``offset`` and ``layer`` of that look.
-
-    Unknown values are None, and so is a score without a choice.
-    """
-    best: dict[tuple[str, int], dict[str, Any]] = {}
-    for look in looks:
-        offsets = np.full(look.blocks.shape, -1) if look.offsets is None else look.offsets
-        columns = (look.document, look.blocks, look.scores, look.tiers, offsets)
-        for place, block, score, tier, offset in zip(*(each.ravel().tolist() for each in columns), strict=True):
-            if block < 0 or place < 0:
-                continue
-            of = look.documents[place], block
-            known = score if math.isfinite(score) else None
-            before = best[of]["score"] if of in best else None
-            if of not in best or (known is not None and (before is None or known > before)):
-                best[of] = {
-                    "score": known,
-                    "tier": TIERS[tier] if 0 <= tier < len(TIERS) else None,
-                    "offset": None if offset < 0 else offset,
-                    "layer": look.layer,
-                }
-    return best
+    looks = (look for step in steps for look in step.looks if layer in (None, look.layer))
+    return [(use.document, use.block, use.weight) for use in uses(looks, head=head)]
 
 
 def best_scores(steps: Iterable[Step]) -> dict[tuple[str, int], float]:
@@ -501,7 +523,7 @@ def best_scores(steps: Iterable[Step]) -> dict[tuple[str, int], float]:
     ``steps`` begin with a trace's first one: a list that stayed from one step to the next was not chosen again.
     """
     chosen = (look for step in steps for look in step.looks if look.fetched or not step.number)
-    return {of: look["score"] for of, look in best_looks(chosen).items() if look["score"] is not None}
+    return {(use.document, use.block): use.score for use in uses(chosen) if use.score is not None}
 
 
 class _PendingStep:

@@ -37,7 +37,7 @@ PIECE = 4096
 ALIKE = 1e-5
 """Scores with a smaller relative difference count as equal: sums in another order differ by so much."""
 WORST = 5
-"""How many missed blocks are named."""
+"""How many missed blocks are named, and how many missed tokens of each step."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,6 +75,19 @@ class MissedBlock:
     """The head of this layer."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class MissedToken:
+    """A token that was not retrieved for a step, although the model would have attended to it."""
+
+    step: int
+    document: str
+    block: int
+    offset: int
+    """The token of the block."""
+    weight: float
+    """Share of all attention that it would have had: the mean over layers and heads, as for ``MissedBlock``."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Audit:
     """The result of an audit."""
@@ -96,7 +109,9 @@ class Audit:
     missed: list[MissedBlock]
     """The most missed blocks, most missed first."""
     stored_tokens: int | None = None
-    """Tokens that could have been retrieved at the last step, if single tokens are retrieved (kNN); else None."""
+    """Tokens that could have been retrieved at the last step, if single tokens are retrieved; else None."""
+    missed_tokens: Sequence[MissedToken] = ()
+    """The most missed stored tokens of each step, most missed first, if single tokens are retrieved."""
 
     @property
     def captured(self) -> float | None:
@@ -141,6 +156,7 @@ class Audit:
             **_rounded(shares),
             "layers": [_rounded(vars(each)) for each in self.layers],
             "missed": [_rounded(vars(each)) for each in self.missed],
+            "missed_tokens": [_rounded(vars(each)) for each in self.missed_tokens],
         }
 
 
@@ -213,6 +229,7 @@ class Auditor(Observer, ABC):
             tokens=out[0, len(ids) :].tolist(),
             layers=self.tally.layers(memory=self.shares),
             missed=self.tally.missed(self.locate),
+            missed_tokens=[] if stored_tokens is None else self.tally.missed_tokens(self._document),
         )
 
 
@@ -226,6 +243,8 @@ class _Tally:
         """Tokens that could be retrieved, if single tokens are."""
         self._layers: dict[int, list[_StepFigures]] = {}
         self._index: dict[int, list[float]] = {}
+        self._tokens: list[tuple[Tensor, int]] = []
+        """What each token lost at each step, by its place, summed over so many lists; if single tokens are retrieved."""
         self._lost = torch.zeros(0)  # [N], summed over steps, layers and heads
         self._most = torch.zeros(0)
         self._where = torch.zeros(0, 2, dtype=torch.int64)
@@ -238,16 +257,17 @@ class _Tally:
         chosen: Tensor,
         scores: Tensor | None = None,
         *,
-        blocks: Tensor | None = None,
+        places: Tensor | None = None,
+        size: int = 1,
     ) -> None:
         """Add one step of ``layer``: attention shares ``weights [H, N]`` of all blocks, and the ``chosen [H, N]``.
 
         The margin is computed from ``scores [H, N]``, by default the logarithms of the weights. If single tokens are
-        retrieved, ``N`` counts tokens, and ``blocks [N]`` are the blocks of these tokens.
+        retrieved, ``N`` counts tokens at ``places [N]``, in blocks of ``size``.
         """
         self.blocks = weights.shape[1]
-        if blocks is not None:
-            self.stored_tokens, self.blocks = self.blocks, len(blocks.unique())
+        if places is not None:
+            self.stored_tokens, self.blocks = self.blocks, len((places // size).unique())
         held = (weights * chosen).sum(-1)
         scores = weights.log() if scores is None else scores
         best, taken = scores.masked_fill(chosen, -torch.inf), scores.masked_fill(~chosen, torch.inf)
@@ -255,8 +275,14 @@ class _Tally:
         recall = best_chosen(weights, chosen)
         self._layers.setdefault(layer, []).append(_StepFigures(weights.sum(-1), held, recall, margin))
         lost = weights.masked_fill(chosen, 0.0)
-        if blocks is not None:
-            lost = lost.new_zeros(len(lost), int(blocks.max()) + 1).index_add_(1, blocks, lost)
+        if places is not None:
+            step = len(self._layers[layer]) - 1
+            self._tokens += [(lost.new_zeros(0), 0)] * (step + 1 - len(self._tokens))
+            before, lists = self._tokens[step]
+            now = torch.bincount(places, lost.sum(0), max(len(before), int(places.max()) + 1))
+            now[: len(before)] += before
+            self._tokens[step] = now, lists + len(lost)
+            lost = lost.new_zeros(len(lost), len(now) // size + 1).index_add_(1, places // size, lost)
         self._note_missed(layer, lost)
 
     @property
@@ -306,6 +332,17 @@ class _Tally:
                 layer, head = self._where[number].tolist()
                 weight = lost / self._lists
                 found.append(MissedBlock(document=document.name, block=block, weight=weight, layer=layer, head=head))
+        return found
+
+
+    def missed_tokens(self, document: Document) -> list[MissedToken]:
+        """Return the most missed tokens of each step; places count in ``document``."""
+        size, found = document.memory.spec.block_size, list[MissedToken]()
+        for step, (lost, lists) in enumerate(self._tokens):
+            best = lost[: len(document)].topk(min(WORST, len(document), len(lost)))
+            for weight, place in zip((best.values / lists).tolist(), best.indices.tolist(), strict=True):
+                where = {"document": document.name, "block": place // size, "offset": place % size}
+                found += [MissedToken(step=step, **where, weight=weight)] if weight > 0 else []
         return found
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +28,9 @@ Number = Annotated[
 List = Annotated[bool, typer.Option("--list", help="List the traces of the memory.")]
 Layer = Annotated[int | None, typer.Option(help="Show the weights of this layer. Default: the mean of all.")]
 Head = Annotated[int | None, typer.Option(help="Show the weights of this query head. Default: the mean of all.")]
-Top = Annotated[int, typer.Option(min=1, help="Show this many blocks per token.")]
+Top = Annotated[
+    int, typer.Option(min=1, help="Show this many blocks for each token of the answer, or tokens if those were chosen.")
+]
 OneStep = Annotated[int | None, typer.Option("--step", help="Show only this step. Step 0 chose the first token.")]
 Remove = Annotated[bool, typer.Option("--remove", help="Delete the trace NUMBER instead of showing it.")]
 
@@ -54,7 +57,8 @@ def trace(
 
     For every token you see the blocks with most weight. Beside each is the piece of its text that fits the answer so
     far, or its beginning. The weight is the block's share of the model's attention, as a mean of all layers and heads
-    that retrieve. With --json you get the whole record: lists, scores, tiers and times of every layer.
+    that retrieve. If a model chooses tokens, you see those with most weight, in brackets between their neighbours, with
+    their best score. With --json you get the whole record: lists, scores, tiers and times of every layer.
 
     Record an answer with: memstore ask MEMORY QUESTION --trace.
 
@@ -74,7 +78,7 @@ def trace(
             opened.traces.remove(number)
             data = {"memory": memory, "removed": number}
             return Report(data=data, text=lambda page: page.line(f"trace {number} was removed"))
-        data = describe(opened, chosen_trace(opened, number), layer=layer, head=head, step=step)
+        data = describe(opened, chosen_trace(opened, number), layer=layer, head=head, step=step, top=top)
     return Report(data={"memory": memory, **data}, text=lambda page: _show(page, data, top))
 
 
@@ -91,33 +95,52 @@ def _no_traces(memory: str) -> str:
 
 
 def describe(
-    memory: Memory, recorded: Trace, *, layer: int | None = None, head: int | None = None, step: int | None = None
+    memory: Memory,
+    recorded: Trace,
+    *,
+    layer: int | None = None,
+    head: int | None = None,
+    step: int | None = None,
+    top: int = 2,
 ) -> dict[str, Any]:
-    """Return all facts about a trace, with the texts of its blocks, ready for JSON.
+    """Return all facts about a trace, with the texts of its blocks and of the ``top`` tokens, ready for JSON.
 
     Weights are means of ``layer`` and ``head``, or of all. Raises ``InvalidArgument`` if these retrieved nothing.
     """
-    from memstore.memory.traces import most_weight
+    from memstore.memory.traces import most_weight, uses
+    from memstore.readers.passages import whole_characters
 
     steps = recorded.steps() if step is None else recorded.steps(step, step + 1)
     if step is not None and not steps:
         raise InvalidArgument(f"there is no step {step}: trace {recorded.number} has steps 0 to {len(recorded) - 1}.")
     check_looks(steps, layer=layer, head=head)
-    ids = recorded.tokens()
+    ids, unit = recorded.tokens(), recorded.info.get("unit")
     answer, missing = decode(memory, [each for each in ids if each is not None])
 
     @cache
-    def piece(document: str, block: int) -> str | None:
+    def held(document: str, block: int) -> list[int] | None:
         try:
-            return decode(memory, memory.document(document).tokens(block).tolist())[0]
+            return list(memory.document(document).tokens(block).tolist()) if missing is None else None
         except (NotFound, DamagedError):  # forgotten since, or unreadable now
             return None
 
+    def text(of: list[int]) -> str:
+        return decode(memory, of)[0] or ""
+
+    def shown(of: list[int] | None) -> str | None:
+        return of and whole_characters(text(of))
+
     def blocks(of: Sequence[Step]) -> list[dict[str, Any]]:
         return [
-            {"document": document, "block": block, "weight": weight, "text": piece(document, block)}
-            for document, block, weight in most_weight(of, layer=layer, head=head)
+            {"document": name, "block": block, "weight": weight, "text": shown(held(name, block))}
+            for name, block, weight in most_weight(of, layer=layer, head=head)
         ]
+
+    def tokens(of: Step) -> list[dict[str, Any]]:
+        looks = [look for look in of.looks if layer in (None, look.layer) and look.offsets is not None]
+        found = uses(looks, head=head, unit=unit if isinstance(unit, int) and unit > 0 else 1)[:top]
+        there = [(use._asdict(), held(use.document, use.block), use.offset) for use in found]
+        return [each | {"text": of and in_context(text, of, at)} for each, of, at in there]
 
     return {
         "trace": recorded.number,
@@ -137,6 +160,7 @@ def describe(
                 )[0],
                 "seconds": each.seconds,
                 "blocks": blocks([each]),
+                "tokens": tokens(each),
                 "looks": [_look(look) for look in each.looks if layer in (None, look.layer)],
             }
             for each in steps
@@ -223,10 +247,13 @@ def _show(page: Page, data: dict[str, Any], top: int) -> None:
 
 
 def show_steps(page: Page, data: dict[str, Any], top: int) -> None:
-    """Print a table of the ``top`` blocks that each token was written with, from the result of ``describe``."""
+    """Print a table of the ``top`` blocks, or tokens, of each token, from the result of ``describe``."""
     several = len({used["document"] for used in data["blocks"]}) > 1
-    columns = ["step", "token", *(["document"] if several else []), "block", "weight", "text"]
-    page.table(columns, [row for step in data["steps"] for row in _rows(page, step, top, several=several)])
+    tokens = [token for step in data["steps"] for token in step["tokens"]]
+    scores = ["score", "layer"][: len({token["layer"] for token in tokens})]
+    columns = ["step", "token", *(["document"] if several else []), "block", "weight", *scores, "text"]
+    rows = [row for step in data["steps"] for row in _rows(page, step, top, scores, several=several)]
+    page.table(columns, rows)
 
 
 def _facts(data: dict[str, Any]) -> Iterator[tuple[str, object]]:
@@ -250,15 +277,30 @@ def _facts(data: dict[str, Any]) -> Iterator[tuple[str, object]]:
         yield "fetched from", ", ".join(f"{tier} {count:,}" for tier, count in fetched.most_common())
 
 
-def _rows(page: Page, step: dict[str, Any], top: int, *, several: bool) -> Iterator[list[object]]:
-    """Yield a row for each block; tables for people show number and token of the step once."""
+def _rows(
+    page: Page, step: dict[str, Any], top: int, scores: Sequence[str], *, several: bool
+) -> Iterator[list[object]]:
+    """Yield a row for each block, or token; tables for people show number and token of the step once."""
     number, token = step["step"], step["text"] if step["text"] is not None else step["token"]
-    for place, used in enumerate(step["blocks"][:top]):
+    for place, used in enumerate((step["tokens"] or step["blocks"])[:top]):
         first = [page.brief("", number), page.brief("", token)] if place else [number, token]
         document = [used["document"]] if several else []
         weight = page.brief(f"{used['weight']:.4f}", used["weight"])
-        text = used["text"] and page.brief(excerpt(used["text"], step["said"] or ""), used["text"])
-        yield [*first, *document, used["block"], weight, text]
+        text = used["text"]
+        if not step["tokens"]:
+            text = text and page.brief(excerpt(text, step["said"] or ""), text)
+        yield [*first, *document, used["block"], weight, *(used.get(name) for name in scores), text]
+
+
+def in_context(decode: Callable[[list[int]], str], ids: list[int], at: int) -> str:
+    """Return the token ``at`` a place among ``ids``, in brackets and with some of its neighbours."""
+    before, until, whole = (decode(ids[:end]) for end in (at, at + 1, len(ids)))
+    before = before.rstrip("\N{REPLACEMENT CHARACTER}")  # the token may complete a character
+    token, after = until[len(before) :], whole[len(until) :]
+    blank = token[: len(token) - len(token.lstrip())]
+    left, right = (re.sub(r"\s+", " ", each) for each in (before + blank, after))
+    begin, end = "…" if len(left) > WIDTH // 2 else "", "…" if len(right) > WIDTH // 2 else ""
+    return f"{begin}{left[-WIDTH // 2 :]}[{token.strip()}]{right[: WIDTH // 2]}{end}"
 
 
 def excerpt(text: str, said: str) -> str:

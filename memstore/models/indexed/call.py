@@ -47,8 +47,8 @@ class IndexChoice(Choice):
     weights: Tensor
     """``[H, K]``: each token's part of the layer's attention."""
     tiers: Array | None
-    spent: float
-    """Microseconds of choosing."""
+    spent: tuple[float, float]
+    """Microseconds of choosing, and of gathering."""
 
     @property
     def searched(self) -> bool:  # type: ignore[override]  # it is never set
@@ -56,7 +56,8 @@ class IndexChoice(Choice):
 
     def draft(self) -> Draft:
         """Return the tokens, best score first; see ``Choice``."""
-        size = self.call.document.memory.spec.block_size
+        call, row = self.call, self.rows[0]
+        size = call.document.memory.spec.block_size
         ids, weights = as_array(self.ids), as_array(self.weights)
         scores = np.full(ids.shape, np.nan, np.float32) if self.scores is None else as_array(self.scores)
         order = np.argsort(np.where(ids < 0, np.inf, -np.nan_to_num(scores, nan=-1e30)), axis=1, kind="stable")
@@ -65,18 +66,22 @@ class IndexChoice(Choice):
         ids, scores = (np.take_along_axis(each, order, 1) for each in (ids, scores))
         tiers = np.full(ids.shape, -1) if self.tiers is None else np.take_along_axis(self.tiers, order, 1)
         blocks = np.where(ids < 0, -1, ids // size)
-        stored = (ids >= 0) & (ids < self.call.tokens)
+        own = ids - call.tokens
+        asked = call.asked[row] if call.counts[row] else len(own) + own.max()
+        spans = [own > own.max()] * 2 + [(own >= 0) & (own < asked), own >= max(0, asked)]
         look = Look(
             layer=self.layer,
-            row=self.rows[0],
-            documents=self.call.origin.names,
-            document=np.where(stored, 0, -1).astype(np.int16),
+            row=row,
+            documents=call.origin.names,
+            document=np.where((ids >= 0) & (own < 0), 0, -1).astype(np.int16),
             blocks=blocks,
             offsets=np.where(ids < 0, -1, ids % size),
             scores=np.where(ids < 0, -np.inf, scores).astype(np.float32),
             weights=weights.astype(np.float32),
             tiers=tiers.astype(np.int8),
-            search_us=self.spent,
+            elsewhere=np.stack([(weights * span[lists]).sum(1) for span in spans], 1),
+            search_us=self.spent[0],
+            gather_us=self.spent[1],
         )
         return Looks([look])
 
@@ -167,6 +172,8 @@ class IndexedCall:
         self.locals = [Local(slots, keys, like, self.pending) for _ in range(rows)]
         self.counts = [0] * rows
         """Tokens of each row before the current pass, without padding."""
+        self.asked = [0] * rows
+        """Tokens of each row's first pass: the question."""
         self.origin = Origin(document, like.device, stored=document.n_blocks)
         self.ended = False
         self.only: int | None = None
@@ -192,10 +199,9 @@ class IndexedCall:
 
     def end(self) -> None:
         """Count the tokens of a pass that succeeded."""
-        self.counts = [
-            count + (self._new if real is None else len(real))
-            for count, real in zip(self.counts, self._real, strict=True)
-        ]
+        new = [self._new if real is None else len(real) for real in self._real]
+        self.asked = [asked if count else n for asked, count, n in zip(self.asked, self.counts, new, strict=True)]
+        self.counts = [count + n for count, n in zip(self.counts, new, strict=True)]
         self.length += self._new
         self._choices = {}
 
@@ -267,9 +273,11 @@ class IndexedCall:
         pieces = _pieces(ids, layer.row_width, int(places[-1]) + 1)
         out = [self._mix(layer, source, row, query[some], ids[some]) for some in pieces]
         if self.observers and layer.sees == "chosen":
+            again = time.perf_counter()
             table, at = self._table(layer, source, row, ids[-1:])
+            spent = chosen_at - begun, time.perf_counter() - again
             parts, best = self.weights(layer, query[-1], table, at[0]), None if scores is None else scores[-1]
-            self._tell(layer, row, source, query[-1], ids[-1], best, parts, chosen_at - begun)
+            self._tell(layer, row, source, query[-1], ids[-1], best, parts, spent)
         return torch.cat(out)
 
     def _choose(
@@ -333,19 +341,22 @@ class IndexedCall:
             best = Chosen(torch.where(units < (places[:, None] + 1) // layer.unit, units, -1), torch.empty(0))
         else:
             best = self._best(layer, row, ask, weights, places)
-        chosen_at = time.perf_counter()
+        chosen_at, gathering = time.perf_counter(), 0.0
         out = []
         for some in _pieces(torch.cat([window, best.ids], 1)[:, None], layer.row_width, int(places[-1]) + 1):
+            again = time.perf_counter()
             table, near = self._table(layer, slot, row, window[some])
             units, far = _distinct(best.ids[some])
             table = torch.cat([table, self._entries(layer, slot, row, units)])
+            gathering = time.perf_counter() - again
             ids = torch.cat([near, torch.where(far < 0, -1, far + len(table) - len(units))], 1)
             rows = table[:, None]
             out.append(attend_rows(query[some], rows, rows, ids, scale=layer.scaling, sinks=layer.sinks)[0])
         if self.observers and ask is not None:
             parts = self.weights(layer, query[-1], table, ids[-1:])[:, window.shape[1] :]
             begins = torch.where(best.ids[-1:] < 0, -1, best.ids[-1:] * layer.unit)
-            self._tell(layer, row, slot, query[-1], begins, best.scores[-1:], parts, chosen_at - begun)
+            spent = chosen_at - begun, gathering
+            self._tell(layer, row, slot, query[-1], begins, best.scores[-1:], parts, spent)
         return torch.cat(out)
 
     def _entries(self, layer: IndexedLayer, slot: int, row: int, units: Tensor) -> Tensor:
@@ -405,9 +416,9 @@ class IndexedCall:
         ids: Tensor,
         scores: Tensor | None,
         weights: Tensor,
-        spent: float,
+        spent: tuple[float, float],
     ) -> None:
-        """Report the choice ``ids [lists, K]`` of the last token of ``row`` to the observers."""
+        """Report the choice ``ids [lists, K]`` of the last token of ``row``; ``spent`` counts seconds."""
         size = self.document.memory.spec.block_size
         tiers = self.origin.tiers(source, ids.cpu().numpy() // size) if bool((ids >= 0).any()) else None
         choice = IndexChoice(
@@ -420,7 +431,7 @@ class IndexedCall:
             scores=scores,
             weights=weights,
             tiers=tiers,
-            spent=1e6 * spent,
+            spent=(1e6 * spent[0], 1e6 * spent[1]),
         )
         for observer in self.observers:
             observer.choice(choice)

@@ -92,10 +92,8 @@ class KNNAuditor(Auditor):
             weights = weights * self._layer.gate.sigmoid().float().cpu()[:, None]
         columns = torch.where(found >= 0, torch.searchsorted(places, found), len(places))
         chosen = torch.zeros(len(scores), len(places) + 1, dtype=torch.bool).scatter_(1, columns, value=True)[:, :-1]
-        # A single token means little to a reader, and its neighbours are missed with it. So misses are reported as
-        # blocks.
-        blocks = places // self._memory.stored.spec.block_size
-        self.tally.add(choice.layer, weights, chosen, scores, blocks=blocks)
+        size = self._memory.stored.spec.block_size
+        self.tally.add(choice.layer, weights, chosen, scores, places=places, size=size)
         parts = self._document.present(self._document.complete_blocks)
         recall = index_recall(self._document.layer(0), query[:, None], self._layer.top_k, parts, piece=READ)
         self.tally.add_index_recall(choice.layer, recall)
