@@ -310,12 +310,8 @@ class Trace:
 
     def steps_using(self, document: str, block: int) -> list[tuple[int, float]]:
         """Return the steps that retrieved a block, as (number, weight): means over layers and query heads."""
-        using = []
-        for step in self._steps(0, None):
-            found = {(name, number): weight for name, number, weight in most_weight([step])}
-            if (document, block) in found:
-                using.append((step.number, found[document, block]))
-        return using
+        used = ((step.number, use) for step in self._steps(0, None) for use in most_weight([step]))
+        return [(number, weight) for number, (*of, weight) in used if of == [document, block]]
 
     def _steps(self, start: int, stop: int | None) -> Iterator[Step]:
         rows = self._file.rows(
@@ -442,20 +438,17 @@ def elsewhere(looks: Iterable[Look], *, head: int | None = None) -> Array | None
 
 
 class Use(NamedTuple):
-    """A block, or a run of tokens in it, that looks retrieved."""
+    """A retrieved block, or a run of its tokens. Offset, score, tier and layer are those of its best score."""
 
     document: str
     block: int
     offset: int | None
-    """The token of the block with the best score; None if whole blocks are retrieved."""
+    """A token of the block; None if whole blocks are retrieved."""
     weight: float
     """The mean over all looks and query heads; see ``Trace.used``."""
     score: float | None
-    """The best score; None if there was no choice."""
     tier: str | None
-    """The tier of the look with the best score, if known."""
     layer: int
-    """The layer of that look."""
 
 
 def uses(looks: Iterable[Look], *, head: int | None = None, unit: int | None = None) -> list[Use]:
@@ -471,16 +464,14 @@ def uses(looks: Iterable[Look], *, head: int | None = None, unit: int | None = N
         heads += len(look.weights) if head is None else len(weights)
         numbers = np.array([*(names.setdefault(name, len(names)) for name in look.documents), -1])
         offsets = np.full(look.blocks.shape, -1) if look.offsets is None else look.offsets
-        scores = np.where(np.isfinite(look.scores), look.scores, -np.inf)
-        layers = np.full(look.blocks.shape, look.layer)
-        columns = (numbers[look.document], look.blocks, offsets, scores, look.tiers, layers)
-        found.append([*(each[lists].ravel() for each in columns), weights.ravel()])
+        columns = (numbers[look.document], look.blocks, offsets, look.scores, look.tiers)
+        found.append([each[lists].ravel() for each in columns] + [weights.ravel(), np.full(weights.size, look.layer)])
     if not found:
         return []
     joined = [np.concatenate(parts) for parts in zip(*found, strict=True)]
-    there = np.lexsort((-joined[6], -joined[3]))  # the best score first, and of equal ones the most weight
-    there = there[joined[0][there] >= 0]
-    documents, blocks, offsets, scores, tiers, layers, weights = (each[there] for each in joined)
+    scores = np.where(np.isfinite(joined[3]), joined[3], -np.inf)
+    best = np.lexsort((-joined[5], -scores))  # the best score first, and of equal ones the most weight
+    documents, blocks, offsets, scores, tiers, weights, layers = (each[best[joined[0][best] >= 0]] for each in joined)
     keys = documents << 40 | blocks  # a block is less than 2**40
     if unit is not None and len(keys):
         keys = np.unique(keys, return_inverse=True)[1] * (offsets.max() + 2) + offsets // unit
@@ -488,22 +479,16 @@ def uses(looks: Iterable[Look], *, head: int | None = None, unit: int | None = N
     means = np.bincount(places, weights, len(first)) / max(1, heads)
     order = np.argsort(-means, kind="stable")
     of, at = list(names), first[order]
-    return [
-        Use(
-            of[document],
-            block,
-            None if offset < 0 else offset,
-            mean,
-            score if math.isfinite(score) else None,
-            TIERS[tier] if 0 <= tier < len(TIERS) else None,
-            layer,
-        )
-        for document, block, offset, score, tier, layer, mean in zip(
-            *(each[at].tolist() for each in (documents, blocks, offsets, scores, tiers, layers)),
-            means[order].tolist(),
-            strict=True,
-        )
-    ]
+    columns = (
+        [of[document] for document in documents[at].tolist()],
+        blocks[at].tolist(),
+        [None if offset < 0 else offset for offset in offsets[at].tolist()],
+        means[order].tolist(),
+        [score if math.isfinite(score) else None for score in scores[at].tolist()],
+        [TIERS[tier] if 0 <= tier < len(TIERS) else None for tier in tiers[at].tolist()],
+        layers[at].tolist(),
+    )
+    return [Use(*row) for row in zip(*columns, strict=True)]
 
 
 def most_weight(

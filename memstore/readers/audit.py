@@ -75,8 +75,7 @@ class MissedBlock:
     """The head of this layer."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MissedToken:
+class MissedToken(NamedTuple):
     """A token that was not retrieved for a step, although the model would have attended to it."""
 
     step: int
@@ -85,7 +84,7 @@ class MissedToken:
     offset: int
     """The token of the block."""
     weight: float
-    """Share of all attention that it would have had: the mean over layers and heads, as for ``MissedBlock``."""
+    """Share of all attention that it would have had: the mean over layers and heads, as in ``MissedBlock``."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -146,18 +145,12 @@ class Audit:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the audit as a dict for JSON."""
-        counts = {name: getattr(self, name) for name in ("blocks", "stored_tokens", "top_k", "steps")}
-        shares = {name: getattr(self, name) for name in ("captured", "recall", "memory", "chance", "index_recall")}
-        return {
-            "mechanism": self.mechanism,
-            "positions": self.positions,
-            "documents": self.documents,
-            **counts,
-            **_rounded(shares),
-            "layers": [_rounded(vars(each)) for each in self.layers],
-            "missed": [_rounded(vars(each)) for each in self.missed],
-            "missed_tokens": [_rounded(vars(each)) for each in self.missed_tokens],
-        }
+        names = ("mechanism", "positions", "documents", "blocks", "stored_tokens", "top_k", "steps")
+        shares = ("captured", "recall", "memory", "chance", "index_recall")
+        found = {name: [vars(each) for each in getattr(self, name)] for name in ("layers", "missed")}
+        tokens = [each._asdict() for each in self.missed_tokens]
+        facts: dict[str, Any] = {name: getattr(self, name) for name in names + shares}
+        return {name: _rounded(value) for name, value in (facts | found | {"missed_tokens": tokens}).items()}
 
 
 class Auditor(Observer, ABC):
@@ -244,7 +237,7 @@ class _Tally:
         self._layers: dict[int, list[_StepFigures]] = {}
         self._index: dict[int, list[float]] = {}
         self._tokens: list[tuple[Tensor, int]] = []
-        """What each token lost at each step, by its place, summed over so many lists; if single tokens are retrieved."""
+        """What each token lost at each step, by its place, and in how many lists; if single tokens are retrieved."""
         self._lost = torch.zeros(0)  # [N], summed over steps, layers and heads
         self._most = torch.zeros(0)
         self._where = torch.zeros(0, 2, dtype=torch.int64)
@@ -334,15 +327,14 @@ class _Tally:
                 found.append(MissedBlock(document=document.name, block=block, weight=weight, layer=layer, head=head))
         return found
 
-
     def missed_tokens(self, document: Document) -> list[MissedToken]:
         """Return the most missed tokens of each step; places count in ``document``."""
         size, found = document.memory.spec.block_size, list[MissedToken]()
         for step, (lost, lists) in enumerate(self._tokens):
             best = lost[: len(document)].topk(min(WORST, len(document), len(lost)))
             for weight, place in zip((best.values / lists).tolist(), best.indices.tolist(), strict=True):
-                where = {"document": document.name, "block": place // size, "offset": place % size}
-                found += [MissedToken(step=step, **where, weight=weight)] if weight > 0 else []
+                if weight > 0:
+                    found.append(MissedToken(step, document.name, place // size, place % size, weight))
         return found
 
 
@@ -417,8 +409,8 @@ def _rounded(value: Any) -> Any:
     match value:
         case dict():
             return {name: _rounded(each) for name, each in value.items()}
-        case Tensor():
-            return [_rounded(each) for each in value.tolist()]
+        case Tensor() | list():
+            return [_rounded(each) for each in (value.tolist() if isinstance(value, Tensor) else value)]
         case float():
             return None if math.isnan(value) else round(value, 6)
     return value

@@ -461,7 +461,7 @@ class Reader(Attachment):
         asked = self._encoded(text) if isinstance(text, str) else text
         audited: Audit = resolve_name(self.kind.audit)(self, top_k).audit(asked, tokens, progress=progress)
         for recorder in (each.recorder for each in self.observers if isinstance(each, Recording)):
-            recorder.describe(missed=[[*vars(each).values()] for each in audited.missed_tokens])
+            recorder.describe(missed=audited.missed_tokens)
             recorder.close(audited.tokens)
         return audited
 

@@ -118,9 +118,9 @@ def audit(options: AuditOptions, *, question: Question, trace: Traced = False) -
             ids = of.tokens(block).tolist() if block in of.blocks else None
             missed["text"] = None if ids is None else str(loaded.tokenizer.decode(ids))
         for token in data["missed_tokens"]:
-            ids = opened.document(token["document"]).tokens(token["block"]).tolist()
+            place = (token[name] for name in ("document", "block", "offset"))
             token["token"] = str(loaded.tokenizer.decode(audited.tokens[token["step"]]))
-            token["text"] = in_context(loaded.tokenizer.decode, ids, token["offset"])
+            token["text"] = in_context(opened, loaded.tokenizer.decode, *place)
     return Report(data=data, text=lambda page: _show(page, data, audited))
 
 

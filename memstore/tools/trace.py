@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import cache
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
@@ -116,31 +117,27 @@ def describe(
     check_looks(steps, layer=layer, head=head)
     ids, unit = recorded.tokens(), recorded.info.get("unit")
     answer, missing = decode(memory, [each for each in ids if each is not None])
+    decoder = None if missing else lambda ids: decode(memory, ids)[0] or ""
 
     @cache
-    def held(document: str, block: int) -> list[int] | None:
+    def piece(document: str, block: int) -> str | None:
         try:
-            return list(memory.document(document).tokens(block).tolist()) if missing is None else None
+            text, _ = decode(memory, memory.document(document).tokens(block).tolist())
         except (NotFound, DamagedError):  # forgotten since, or unreadable now
             return None
-
-    def text(of: list[int]) -> str:
-        return decode(memory, of)[0] or ""
-
-    def shown(of: list[int] | None) -> str | None:
-        return of and whole_characters(text(of))
+        return text and whole_characters(text)
 
     def blocks(of: Sequence[Step]) -> list[dict[str, Any]]:
         return [
-            {"document": name, "block": block, "weight": weight, "text": shown(held(name, block))}
-            for name, block, weight in most_weight(of, layer=layer, head=head)
+            {"document": document, "block": block, "weight": weight, "text": piece(document, block)}
+            for document, block, weight in most_weight(of, layer=layer, head=head)
         ]
 
     def tokens(of: Step) -> list[dict[str, Any]]:
         looks = [look for look in of.looks if layer in (None, look.layer) and look.offsets is not None]
         found = uses(looks, head=head, unit=unit if isinstance(unit, int) and unit > 0 else 1)[:top]
-        there = [(use._asdict(), held(use.document, use.block), use.offset) for use in found]
-        return [each | {"text": of and in_context(text, of, at)} for each, of, at in there]
+        places = [(use, (use.document, use.block, use.offset or 0)) for use in found]
+        return [use._asdict() | {"text": in_context(memory, decoder, *place)} for use, place in places]
 
     return {
         "trace": recorded.number,
@@ -292,15 +289,26 @@ def _rows(
         yield [*first, *document, used["block"], weight, *(used.get(name) for name in scores), text]
 
 
-def in_context(decode: Callable[[list[int]], str], ids: list[int], at: int) -> str:
-    """Return the token ``at`` a place among ``ids``, in brackets and with some of its neighbours."""
-    before, until, whole = (decode(ids[:end]) for end in (at, at + 1, len(ids)))
+def in_context(
+    memory: Memory, decode: Callable[[list[int]], str] | None, document: str, block: int, offset: int
+) -> str | None:
+    """Return a token of ``block`` in brackets, between some of its neighbours; None if it cannot be read."""
+    ids: dict[int, list[int]] = {}
+    for number in (block - 1, block, block + 1):
+        with suppress(NotFound, DamagedError):  # forgotten since, or unreadable now
+            ids[number] = memory.document(document).tokens(number).tolist()
+    if decode is None or block not in ids:
+        return None
+    at = len(ids.get(block - 1, [])) + offset
+    whole = [each for part in ids.values() for each in part]
+    before, until, text = (decode(whole[:end]) for end in (at, at + 1, len(whole)))
     before = before.rstrip("\N{REPLACEMENT CHARACTER}")  # the token may complete a character
-    token, after = until[len(before) :], whole[len(until) :]
-    blank = token[: len(token) - len(token.lstrip())]
+    token, after = until[len(before) :], text[len(until) :]
+    blank = token[: len(token) - len(token.lstrip())] if token.strip() else ""
     left, right = (re.sub(r"\s+", " ", each) for each in (before + blank, after))
-    begin, end = "…" if len(left) > WIDTH // 2 else "", "…" if len(right) > WIDTH // 2 else ""
-    return f"{begin}{left[-WIDTH // 2 :]}[{token.strip()}]{right[: WIDTH // 2]}{end}"
+    half = WIDTH // 2
+    begin, end = "…" if len(left) > half else "", "…" if len(right) > half else ""
+    return f"{begin}{left[-half:]}[{token.strip() or '␣'}]{right[:half]}{end}"
 
 
 def excerpt(text: str, said: str) -> str:
