@@ -464,8 +464,8 @@ def uses(looks: Iterable[Look], *, head: int | None = None, unit: int | None = N
         heads += len(look.weights) if head is None else len(weights)
         numbers = np.array([*(names.setdefault(name, len(names)) for name in look.documents), -1])
         offsets = np.full(look.blocks.shape, -1) if look.offsets is None else look.offsets
-        columns = (numbers[look.document], look.blocks, offsets, look.scores, look.tiers)
-        found.append([each[lists].ravel() for each in columns] + [weights.ravel(), np.full(weights.size, look.layer)])
+        arrays = (numbers[look.document], look.blocks, offsets, look.scores, look.tiers)
+        found.append([each[lists].ravel() for each in arrays] + [weights.ravel(), np.full(weights.size, look.layer)])
     if not found:
         return []
     joined = [np.concatenate(parts) for parts in zip(*found, strict=True)]
@@ -479,16 +479,19 @@ def uses(looks: Iterable[Look], *, head: int | None = None, unit: int | None = N
     means = np.bincount(places, weights, len(first)) / max(1, heads)
     order = np.argsort(-means, kind="stable")
     of, at = list(names), first[order]
-    columns = (
-        [of[document] for document in documents[at].tolist()],
-        blocks[at].tolist(),
-        [None if offset < 0 else offset for offset in offsets[at].tolist()],
-        means[order].tolist(),
-        [score if math.isfinite(score) else None for score in scores[at].tolist()],
-        [TIERS[tier] if 0 <= tier < len(TIERS) else None for tier in tiers[at].tolist()],
-        layers[at].tolist(),
-    )
-    return [Use(*row) for row in zip(*columns, strict=True)]
+    columns = zip(*(each[at].tolist() for each in (documents, blocks, offsets, scores, tiers, layers)), strict=True)
+    return [
+        Use(
+            document=of[document],
+            block=block,
+            offset=None if offset < 0 else offset,
+            weight=weight,
+            score=score if math.isfinite(score) else None,
+            tier=TIERS[tier] if 0 <= tier < len(TIERS) else None,
+            layer=layer,
+        )
+        for weight, (document, block, offset, score, tier, layer) in zip(means[order].tolist(), columns, strict=True)
+    ]
 
 
 def most_weight(

@@ -234,7 +234,8 @@ class _Tally:
         """Blocks that could be retrieved at the last step."""
         self.stored_tokens: int | None = None
         """Tokens that could be retrieved, if single tokens are."""
-        self._layers: dict[int, list[_StepFigures]] = {}
+        self._layers: dict[int, list[tuple[Tensor, ...]]] = {}
+        """For each step of a layer, each ``[H]``: attention on blocks, on the retrieved ones, recall and margin."""
         self._index: dict[int, list[float]] = {}
         self._tokens: list[tuple[Tensor, int]] = []
         """What each token lost at each step, by its place, and in how many lists; if single tokens are retrieved."""
@@ -266,7 +267,7 @@ class _Tally:
         best, taken = scores.masked_fill(chosen, -torch.inf), scores.masked_fill(~chosen, torch.inf)
         margin = taken.amin(-1) - best.amax(-1)
         recall = best_chosen(weights, chosen)
-        self._layers.setdefault(layer, []).append(_StepFigures(weights.sum(-1), held, recall, margin))
+        self._layers.setdefault(layer, []).append((weights.sum(-1), held, recall, margin))
         lost = weights.masked_fill(chosen, 0.0)
         if places is not None:
             step = len(self._layers[layer]) - 1
@@ -301,19 +302,21 @@ class _Tally:
 
     def layers(self, *, memory: bool = True) -> list[LayerAudit]:
         """Return the result of each layer, in order; ``memory`` says whether weights are shares of attention."""
-        return [self._layer(layer, steps, memory=memory) for layer, steps in sorted(self._layers.items())]
-
-    def _layer(self, layer: int, steps: list[_StepFigures], *, memory: bool) -> LayerAudit:
-        mass, held, recall, margins = (torch.stack(parts) for parts in zip(*steps, strict=True))
-        finite = margins[margins.isfinite()]
-        return LayerAudit(
-            layer=layer,
-            captured=held.sum(0) / mass.sum(0),  # 0 / 0 is NaN: no attention fell on blocks
-            recall=recall.mean(0),
-            memory=mass.mean(0) if memory else None,
-            margin=float(finite.median()) if len(finite) else None,
-            index_recall=_mean(self._index.get(layer, [])),
-        )
+        found = []
+        for layer, steps in sorted(self._layers.items()):
+            mass, held, recall, margins = (torch.stack(parts) for parts in zip(*steps, strict=True))
+            finite = margins[margins.isfinite()]
+            found.append(
+                LayerAudit(
+                    layer=layer,
+                    captured=held.sum(0) / mass.sum(0),  # 0 / 0 is NaN: no attention fell on blocks
+                    recall=recall.mean(0),
+                    memory=mass.mean(0) if memory else None,
+                    margin=float(finite.median()) if len(finite) else None,
+                    index_recall=_mean(self._index.get(layer, [])),
+                )
+            )
+        return found
 
     def missed(self, locate: Callable[[int], tuple[Document, int]]) -> list[MissedBlock]:
         """Return the most missed blocks; ``locate`` finds document and block of a number ``0..N-1``."""
@@ -336,15 +339,6 @@ class _Tally:
                 if weight > 0:
                     found.append(MissedToken(step, document.name, place // size, place % size, weight))
         return found
-
-
-class _StepFigures(NamedTuple):
-    """One step of one layer, each ``[H]``."""
-
-    mass: Tensor
-    held: Tensor
-    recall: Tensor
-    margin: Tensor
 
 
 def best_chosen(scores: Tensor, chosen: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,7 +87,7 @@ class AuditOptions:
             audited: Audit = reader.audit(
                 question, tokens=self.max_tokens, top_k=self.top_k, progress=sys.stderr.isatty()
             )
-        return audited, loaded, recorder and recorder.number
+        return audited, loaded, None if recorder is None else recorder.number
 
 
 @taking(AuditOptions)
@@ -109,18 +110,19 @@ def audit(options: AuditOptions, *, question: Question, trace: Traced = False) -
     """
     with options.open() as opened:
         audited, loaded, number = options.audit(opened, question, trace=trace)
-        data = {"question": question, "answer": loaded.tokenizer.decode(audited.tokens), **audited.to_dict()}
+        decode: Callable[[Any], str] = loaded.tokenizer.decode  # type: ignore[assignment]  # of one text it is one
+        data = {"question": question, "answer": decode(audited.tokens), **audited.to_dict()}
         if trace:
             data |= {"memory": options.memory, "trace": number}
         for missed in data["missed"]:
             of, block = opened.document(missed["document"]), missed["block"]
             # A block after the end of the document, such as the question's own, has no text.
             ids = of.tokens(block).tolist() if block in of.blocks else None
-            missed["text"] = None if ids is None else str(loaded.tokenizer.decode(ids))
+            missed["text"] = None if ids is None else decode(ids)
         for token in data["missed_tokens"]:
             place = (token[name] for name in ("document", "block", "offset"))
-            token["token"] = str(loaded.tokenizer.decode(audited.tokens[token["step"]]))
-            token["text"] = in_context(opened, loaded.tokenizer.decode, *place)
+            token["token"] = decode(audited.tokens[token["step"]])
+            token["text"] = in_context(opened, decode, *place)
     return Report(data=data, text=lambda page: _show(page, data, audited))
 
 

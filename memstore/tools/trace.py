@@ -181,24 +181,13 @@ def _look(look: Look) -> dict[str, Any]:
     from memstore.memory.traces import TIERS
 
     names = [None, *TIERS]
-    return {
-        "layer": look.layer,
-        "row": look.row,
-        "documents": list(look.documents),
-        "document": look.document.tolist(),
-        "blocks": look.blocks.tolist(),
-        "offsets": None if look.offsets is None else look.offsets.tolist(),
-        "scores": _numbers(look.scores),
-        "weights": _numbers(look.weights),
-        "fetched": look.fetched,
-        "tiers": [[names[tier + 1] for tier in row] for row in look.tiers.tolist()],
-        "search_us": round(look.search_us, 1),
-        "gather_us": round(look.gather_us, 1),
-    }
+    tiers = [[names[tier + 1] for tier in row] for row in look.tiers.tolist()]
+    return {name: _plain(value) for name, value in vars(look).items()} | {"fetched": look.fetched, "tiers": tiers}
 
 
-def _numbers(array: Any) -> list[list[float | None]]:
-    return [[None if value != value else value for value in row] for row in array.tolist()]
+def _plain(value: Any) -> Any:
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return [_plain(each) for each in value] if isinstance(value, list) else None if value != value else value
 
 
 def _listed(opened: Memory, memory: str) -> Report:

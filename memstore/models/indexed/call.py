@@ -46,9 +46,9 @@ class IndexChoice(Choice):
     """``[lists, K]``; None if the choice is another layer's."""
     weights: Tensor
     """``[H, K]``: each token's part of the layer's attention."""
-    tiers: Array | None
+    tiers: Array
     spent: tuple[float, float]
-    """Microseconds of choosing, and of gathering."""
+    """Seconds of choosing, and of gathering."""
 
     @property
     def searched(self) -> bool:  # type: ignore[override]  # it is never set
@@ -56,15 +56,13 @@ class IndexChoice(Choice):
 
     def draft(self) -> Draft:
         """Return the tokens, best score first; see ``Choice``."""
-        call, row = self.call, self.rows[0]
-        size = call.document.memory.spec.block_size
+        call, row, size = self.call, self.rows[0], self.call.document.memory.spec.block_size
         ids, weights = as_array(self.ids), as_array(self.weights)
         scores = np.full(ids.shape, np.nan, np.float32) if self.scores is None else as_array(self.scores)
         order = np.argsort(np.where(ids < 0, np.inf, -np.nan_to_num(scores, nan=-1e30)), axis=1, kind="stable")
         lists = np.arange(len(weights)) * len(ids) // len(weights)
         weights = np.take_along_axis(weights, order[lists], 1)
-        ids, scores = (np.take_along_axis(each, order, 1) for each in (ids, scores))
-        tiers = np.full(ids.shape, -1) if self.tiers is None else np.take_along_axis(self.tiers, order, 1)
+        ids, scores, tiers = (np.take_along_axis(each, order, 1) for each in (ids, scores, self.tiers))
         blocks = np.where(ids < 0, -1, ids // size)
         own = ids - call.tokens
         asked = call.asked[row] if call.counts[row] else len(own) + own.max()
@@ -78,10 +76,10 @@ class IndexChoice(Choice):
             offsets=np.where(ids < 0, -1, ids % size),
             scores=np.where(ids < 0, -np.inf, scores).astype(np.float32),
             weights=weights.astype(np.float32),
-            tiers=tiers.astype(np.int8),
+            tiers=tiers,
             elsewhere=np.stack([(weights * span[lists]).sum(1) for span in spans], 1),
-            search_us=self.spent[0],
-            gather_us=self.spent[1],
+            search_us=1e6 * self.spent[0],
+            gather_us=1e6 * self.spent[1],
         )
         return Looks([look])
 
@@ -418,21 +416,10 @@ class IndexedCall:
         weights: Tensor,
         spent: tuple[float, float],
     ) -> None:
-        """Report the choice ``ids [lists, K]`` of the last token of ``row``; ``spent`` counts seconds."""
+        """Report the choice ``ids [lists, K]`` of the last token of ``row`` to the observers."""
         size = self.document.memory.spec.block_size
-        tiers = self.origin.tiers(source, ids.cpu().numpy() // size) if bool((ids >= 0).any()) else None
-        choice = IndexChoice(
-            layer=layer.index,
-            rows=[row],
-            described=layer,
-            call=self,
-            query=query,
-            ids=ids,
-            scores=scores,
-            weights=weights,
-            tiers=tiers,
-            spent=(1e6 * spent[0], 1e6 * spent[1]),
-        )
+        tiers = self.origin.tiers(source, ids.cpu().numpy() // size)
+        choice = IndexChoice(layer.index, [row], layer, self, query, ids, scores, weights, tiers, spent)
         for observer in self.observers:
             observer.choice(choice)
 

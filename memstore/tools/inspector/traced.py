@@ -14,7 +14,7 @@ import numpy as np
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound, printable
 from memstore.memory.traces import ELSEWHERE, KEPT, TIERS, Step, Trace, counted, elsewhere, most_weight, uses
-from memstore.tools.inspector.data import Words, sizes
+from memstore.tools.inspector.data import Words, document_of, sizes
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
@@ -247,9 +247,7 @@ def using(memory: Memory, document: int, block: int) -> dict[str, Any]:
 
     Raises ``NotFound`` and ``DamagedError``.
     """
-    name = next((name for name, number in _numbers(memory).items() if number == document), None)
-    if name is None:
-        raise NotFound(f"document {document} is not in this memory, or no longer.")
+    name = document_of(memory, document).name
     begun, traces, answer = time.monotonic(), memory.traces.list(), []
     looked = 0
     for each in reversed(traces):
