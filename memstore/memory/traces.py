@@ -505,15 +505,6 @@ def most_weight(
     return [(use.document, use.block, use.weight) for use in uses(looks, head=head)]
 
 
-def best_scores(steps: Iterable[Step]) -> dict[tuple[str, int], float]:
-    """Return the best score of each chosen (document, block), leaving out blocks that were retrieved without a choice.
-
-    ``steps`` begin with a trace's first one: a list that stayed from one step to the next was not chosen again.
-    """
-    chosen = (look for step in steps for look in step.looks if look.fetched or not step.number)
-    return {(use.document, use.block): use.score for use in uses(chosen) if use.score is not None}
-
-
 class _PendingStep:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

@@ -183,9 +183,9 @@ class Auditor(Observer, ABC):
     def finish(self, *, progress: bool) -> None:
         """Compare the noted choices, if that is cheaper for all steps at once; ``progress`` shows a bar."""
 
-    @abstractmethod
-    def nothing(self, tokens: int) -> str:
+    def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more of them rarely help
         """Say why nothing was retrieved for a question and ``tokens`` after it, and what to do."""
+        return "the memory is empty: first read a text of at least one token"
 
     def locate(self, number: int) -> tuple[Document, int]:
         """Return document and block of a number of the tally. By default all blocks belong to one document."""

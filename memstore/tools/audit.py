@@ -16,6 +16,7 @@ import memstore
 from memstore.errors import InvalidArgument
 from memstore.report import Page, Report
 from memstore.tools.ask import Dtype, Model, attached, check_traceable, document_name
+from memstore.tools.ask import Trace as Traced
 from memstore.tools.models import LoadedModel, load_recorded, tokenizer_of
 from memstore.tools.trace import check_looks, chosen_trace, in_context
 from memstore.tools.verb import Device, Index, MemoryUrl, Threads, taking, use_threads
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
     from memstore.memory import Memory, Trace
     from memstore.readers.audit import Audit, LayerAudit
 
-Traced = Annotated[
-    bool, typer.Option("--trace", help="Record the answer, and the missed tokens. See memstore trace, memstore view.")
-]
 Question = Annotated[
     str,
     typer.Argument(metavar="QUESTION", help="The text that the model reads after the document.", show_default=False),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from functools import cache
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
@@ -282,21 +281,21 @@ def in_context(
     memory: Memory, decode: Callable[[list[int]], str] | None, document: str, block: int, offset: int
 ) -> str | None:
     """Return a token of ``block`` in brackets, between some of its neighbours; None if it cannot be read."""
-    ids: dict[int, list[int]] = {}
+    parts = list[list[int]]()
     for number in (block - 1, block, block + 1):
-        with suppress(NotFound, DamagedError):  # forgotten since, or unreadable now
-            ids[number] = memory.document(document).tokens(number).tolist()
-    if decode is None or block not in ids:
+        try:
+            parts.append(memory.document(document).tokens(number).tolist())
+        except (NotFound, DamagedError):  # forgotten since, or unreadable now
+            parts.append([])
+    if decode is None or not parts[1]:
         return None
-    at = len(ids.get(block - 1, [])) + offset
-    whole = [each for part in ids.values() for each in part]
-    before, until, text = (decode(whole[:end]) for end in (at, at + 1, len(whole)))
+    ids, at = [each for part in parts for each in part], len(parts[0]) + offset
+    before, until, text = (decode(ids[:end]) for end in (at, at + 1, len(ids)))
     before = before.rstrip("\N{REPLACEMENT CHARACTER}")  # the token may complete a character
     token, after = until[len(before) :], text[len(until) :]
-    blank = token[: len(token) - len(token.lstrip())] if token.strip() else ""
-    left, right = (re.sub(r"\s+", " ", each) for each in (before + blank, after))
-    half = WIDTH // 2
-    begin, end = "…" if len(left) > half else "", "…" if len(right) > half else ""
+    blank = token[: len(token) - len(token.lstrip())]
+    left, right, half = re.sub(r"\s+", " ", before + blank), re.sub(r"\s+", " ", after), WIDTH // 2
+    begin, end = ("…" if len(each) > half else "" for each in (left, right))
     return f"{begin}{left[-half:]}[{token.strip() or '␣'}]{right[:half]}{end}"
 
 

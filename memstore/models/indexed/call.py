@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,8 @@ from memstore.device_copies import to_device
 from memstore.errors import InvalidArgument
 from memstore.kernels.latent_attention import attend_rows
 from memstore.memory import Document
-from memstore.memory.trace_file import Array, Look
+from memstore.memory.trace_file import Array
+from memstore.models.cache import ranked_look
 from memstore.models.indexed.family import IndexedLayer, spread
 from memstore.models.indexed.keys import DocumentKeys, Rows
 from memstore.models.indexed.ops import Chosen, choose, softmax
@@ -59,27 +60,18 @@ class IndexChoice(Choice):
         call, row, size = self.call, self.rows[0], self.call.document.memory.spec.block_size
         ids, weights = as_array(self.ids), as_array(self.weights)
         scores = np.full(ids.shape, np.nan, np.float32) if self.scores is None else as_array(self.scores)
-        order = np.argsort(np.where(ids < 0, np.inf, -np.nan_to_num(scores, nan=-1e30)), axis=1, kind="stable")
-        lists = np.arange(len(weights)) * len(ids) // len(weights)
-        weights = np.take_along_axis(weights, order[lists], 1)
-        ids, scores, tiers = (np.take_along_axis(each, order, 1) for each in (ids, scores, self.tiers))
-        blocks = np.where(ids < 0, -1, ids // size)
-        own = ids - call.tokens
+        scores = np.where(ids < 0, -np.inf, scores)
+        spent = 1e6 * self.spent[0], 1e6 * self.spent[1]
+        look = ranked_look(self.layer, row, call.origin, ids, scores, weights, self.tiers, spent)
+        ids, own = look.blocks, look.blocks - call.tokens
         asked = call.asked[row] if call.counts[row] else len(own) + own.max()
         spans = [own > own.max()] * 2 + [(own >= 0) & (own < asked), own >= max(0, asked)]
-        look = Look(
-            layer=self.layer,
-            row=row,
-            documents=call.origin.names,
+        look = replace(
+            look,
             document=np.where((ids >= 0) & (own < 0), 0, -1).astype(np.int16),
-            blocks=blocks,
+            blocks=ids // size,
             offsets=np.where(ids < 0, -1, ids % size),
-            scores=np.where(ids < 0, -np.inf, scores).astype(np.float32),
-            weights=weights.astype(np.float32),
-            tiers=tiers,
-            elsewhere=np.stack([(weights * span[lists]).sum(1) for span in spans], 1),
-            search_us=1e6 * self.spent[0],
-            gather_us=1e6 * self.spent[1],
+            elsewhere=np.stack([(look.weights * span[look.by_head()]).sum(1) for span in spans], 1),
         )
         return Looks([look])
 

@@ -74,9 +74,6 @@ class IndexAuditor(Auditor):
         weights, chosen, scores = (x.repeat_interleave(unit, 1) for x in (weights / unit, chosen, logits[:, :count]))
         self.tally.add(choice.layer, weights, chosen, scores, places=places, size=size)
 
-    def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more tokens would not help
-        return "the memory is empty: first read a text of at least one token"
-
 
 @torch.no_grad()
 def ask(model: Any, past: Any, sample: Sample) -> Reply:

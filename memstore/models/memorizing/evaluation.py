@@ -104,9 +104,6 @@ class KNNAuditor(Auditor):
         keys = own.keys[0][:, (numbers % own.capacity).to(own.keys.device)].float().cpu()
         return _with_keys(query, keys), len(self._document) + numbers
 
-    def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more of them would not help
-        return "the memory is empty: first read a text of at least one token"
-
 
 def _products(document: Document, query: Tensor) -> Tensor:
     """Return products ``[H, N]`` of ``query [H, D]`` with all keys of a document, a run of blocks at a time."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from datetime import datetime
@@ -220,26 +220,22 @@ def _used(
     """
     looks = [look for step in steps for look in _first_row(step).looks if layer in (None, look.layer)]
     found = uses(looks, head=head)
-    blocks = {(use.document, use.block): use._asdict() | {"tokens": {}} for use in found[:MOST_BLOCKS]}
+    blocks: dict[tuple[str, int], dict[str, Any]] = {
+        use[:2]: use._asdict() | {"tokens": {}} for use in found[:MOST_BLOCKS]
+    }
     for use in uses([look for look in looks if look.offsets is not None], head=head, unit=1):
         if use[:2] in blocks:
             blocks[use[:2]]["tokens"][use.offset] = {"weight": use.weight, "score": use.score, "layer": use.layer}
-    for name, block, offset, share in _missed(trace, steps):
-        if len(blocks) < 2 * MOST_BLOCKS:
-            of = blocks.setdefault((name, block), {"document": name, "block": block, "weight": 0.0, "tokens": {}})
-            token = of["tokens"].setdefault(offset, {"missed": 0.0})
-            token["missed"] = token.get("missed", 0.0) + share / len(steps)
-    numbers = _numbers(memory)
-    return {"found": len(found), "blocks": [_place(memory, words, numbers, of) for of in blocks.values()]}
-
-
-def _missed(trace: Trace, steps: Sequence[Step]) -> Iterator[tuple[str, int, int, float]]:
-    """Yield document, block, offset and share of the tokens that an audit found missing at ``steps``."""
-    numbers = {step.number for step in steps}
+    shown = {step.number for step in steps}
     for each in _all_of(list, trace.info.get("missed")):
         match each:
-            case [int(step), str(name), int(block), int(offset), float(share)] if step in numbers and 0 <= share <= 1:
-                yield name, block, offset, share
+            case [int(step), str(name), int(block), int(offset), float(share)] if step in shown and 0 <= share <= 1:
+                new: dict[str, Any] = {"document": name, "block": block, "weight": 0.0, "tokens": {}}
+                of = blocks.setdefault((name, block), new) if len(blocks) < 2 * MOST_BLOCKS else new
+                token = of["tokens"].setdefault(offset, {})
+                token["missed"] = token.get("missed", 0.0) + share / len(steps)
+    numbers = _numbers(memory)
+    return {"found": len(found), "blocks": [_place(memory, words, numbers, of) for of in blocks.values()]}
 
 
 def using(memory: Memory, document: int, block: int) -> dict[str, Any]:
