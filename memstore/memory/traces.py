@@ -273,9 +273,10 @@ class TraceFile:
 class Trace:
     """The record of one generation. ``info`` shows the moment of reading it; steps are read on use.
 
-    ``info`` has ``mechanism`` ("attach", "landmark", "drt", "knn"), ``model``, ``documents``, ``question``, ``prompt``
-    (token ids), ``layers``, ``heads``, ``top_k``, ``block_size``, ``started`` (ISO 8601), ``ended``, ``version``, and
-    for a turn ``conversation``: its ``document``, and its number of earlier tokens (``start``).
+    ``info`` has ``mechanism`` ("attach", "landmark", "drt", "knn", "hils", "index"), ``model``, ``documents``,
+    ``question``, ``prompt`` (token ids), ``layers``, ``heads``, ``top_k``, ``block_size``, ``started`` (ISO 8601),
+    ``ended``, ``version``. A turn has ``conversation``: its ``document``, and its number of earlier tokens (``start``).
+    An index has ``unit``: the tokens that it chooses together. An audit has ``missed``: see ``MissedToken``.
     """
 
     def __init__(self, file: TraceFile, number: int, info: Mapping[str, Any]) -> None:
@@ -503,6 +504,15 @@ def most_weight(
     """
     looks = (look for step in steps for look in step.looks if layer in (None, look.layer))
     return [(use.document, use.block, use.weight) for use in uses(looks, head=head)]
+
+
+def best_scores(steps: Iterable[Step]) -> dict[tuple[str, int], float]:
+    """Return the best score of each chosen (document, block), leaving out blocks that were retrieved without a choice.
+
+    ``steps`` begin with a trace's first one: a list that stayed from one step to the next was not chosen again.
+    """
+    chosen = (look for step in steps for look in step.looks if look.fetched or not step.number)
+    return {(use.document, use.block): use.score for use in uses(chosen) if use.score is not None}
 
 
 class _PendingStep:

@@ -26,7 +26,7 @@ import torch
 from memstore.errors import InvalidArgument
 from memstore.memory import Traces
 from memstore.memory.shared import CHAT, owner_of
-from memstore.memory.traces import uses
+from memstore.memory.traces import best_scores, most_weight
 from memstore.memory.view import noting_left_out
 from memstore.readers.kinds import encode
 from memstore.readers.passages import (
@@ -499,7 +499,7 @@ def generate_answer(
         recorder.describe(prompt=asked.tokens)
         made = reader.generate(ids, max_new_tokens=max_tokens, streamer=teller, **options)[0, ids.shape[1] :]
         recorder.close(made.tolist())
-    found = uses(look for step in traces.get(recorder.number).steps() for look in step.looks)
+    steps = traces.get(recorder.number).steps()
     return Answer(
         question=question,
         text=teller.text,
@@ -508,8 +508,8 @@ def generate_answer(
         ended=not teller.loops and (teller.ended or len(made) < max_tokens),
         seconds=time.perf_counter() - begun,
         trace=recorder.number if trace else None,
-        used=[(use.document, use.block, use.weight) for use in found],
-        scores={(use.document, use.block): use.score for use in found if use.score is not None},
+        used=most_weight(steps),
+        scores=best_scores(steps),
         quoted=quoted,
         absent=None if lacking is None else lacking[0],
         coverage=None if lacking is None else lacking[1],

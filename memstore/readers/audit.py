@@ -249,21 +249,20 @@ class _Tally:
         layer: int,
         weights: Tensor,
         chosen: Tensor,
-        scores: Tensor | None = None,
+        scores: Tensor,
         *,
         places: Tensor | None = None,
         size: int = 1,
     ) -> None:
         """Add one step of ``layer``: attention shares ``weights [H, N]`` of all blocks, and the ``chosen [H, N]``.
 
-        The margin is computed from ``scores [H, N]``, by default the logarithms of the weights. If single tokens are
-        retrieved, ``N`` counts tokens at ``places [N]``, in blocks of ``size``.
+        ``scores [H, N]`` give the margin. If single tokens are retrieved, ``N`` counts tokens at ``places [N]``, in
+        blocks of ``size``.
         """
         self.blocks = weights.shape[1]
         if places is not None:
             self.stored_tokens, self.blocks = self.blocks, len((places // size).unique())
         held = (weights * chosen).sum(-1)
-        scores = weights.log() if scores is None else scores
         best, taken = scores.masked_fill(chosen, -torch.inf), scores.masked_fill(~chosen, torch.inf)
         margin = taken.amin(-1) - best.amax(-1)
         recall = best_chosen(weights, chosen)

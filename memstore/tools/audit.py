@@ -69,10 +69,7 @@ class AuditOptions:
         return memstore.open(self.memory, mode="r", index=self.index, device=self.device)
 
     def audit(self, opened: Memory, question: str, *, trace: bool = False) -> tuple[Audit, LoadedModel, int | None]:
-        """Load the model of a memory and audit it, for any kind of model. Raises the errors of loading.
-
-        With ``trace``, its number is the third result.
-        """
+        """Load the model of a memory, audit it, and return the number of a ``trace``. Raises the errors of loading."""
         if not question.strip():
             raise InvalidArgument("the question is empty. Pass some words.")
         check_traceable(opened, trace=trace)
@@ -101,8 +98,8 @@ def audit(options: AuditOptions, *, question: Question, trace: Traced = False) -
 
         memstore audit notes.mem "The name of the white whale is" --document moby-dick
 
-    Some models retrieve single tokens, so their shares and recall count tokens: Memorizing Transformers, and models
-    with their own index. You see the most missed token of each step, and the blocks that contain missed tokens.
+    Memorizing Transformers, and models with their own index, retrieve tokens. Their shares and recall count tokens, and
+    you see the most missed token of each step. After --trace, memstore view marks these tokens in the text.
 
     In Python: memstore.readers.reader.Reader.audit, of what memstore.attach gives.
     """
@@ -263,13 +260,10 @@ def _of_trace(
 
     trace = chosen_trace(opened, number)
     check_looks(trace.steps(), layer=layer, head=head)
-    match kind:
-        case "heat":
-            figure = heat(trace, words=_words(opened, trace), layer=layer, head=head)
-        case "tiers":
-            figure = tiers(trace)
-        case _:
-            figure = margins(trace, layer=layer)
+    if kind == "heat":
+        figure = heat(trace, words=_words(opened, trace), layer=layer, head=head)
+    else:
+        figure = tiers(trace) if kind == "tiers" else margins(trace, layer=layer)
     return figure, {"trace": trace.number}
 
 

@@ -28,9 +28,7 @@ Number = Annotated[
 List = Annotated[bool, typer.Option("--list", help="List the traces of the memory.")]
 Layer = Annotated[int | None, typer.Option(help="Show the weights of this layer. Default: the mean of all.")]
 Head = Annotated[int | None, typer.Option(help="Show the weights of this query head. Default: the mean of all.")]
-Top = Annotated[
-    int, typer.Option(min=1, help="Show this many blocks for each token of the answer, or tokens if those were chosen.")
-]
+Top = Annotated[int, typer.Option(min=1, help="Show this many blocks, or chosen tokens, per token.")]
 OneStep = Annotated[int | None, typer.Option("--step", help="Show only this step. Step 0 chose the first token.")]
 Remove = Annotated[bool, typer.Option("--remove", help="Delete the trace NUMBER instead of showing it.")]
 
@@ -194,25 +192,18 @@ def _listed(opened: Memory, memory: str) -> Report:
     traces = [{"trace": each.number, "steps": len(each), **each.info} for each in opened.traces.list()]
 
     def text(page: Page) -> None:
-        if traces:
-            page.table(
-                columns, [[_listed_cell(page, column, each.get(column)) for column in columns] for each in traces]
-            )
-        else:
-            page.line(_no_traces(memory))
+        shown = [
+            each
+            | {"started": page.brief(_moment(each.get("started")), each.get("started"))}
+            | {
+                "documents": ", ".join(each.get("documents") or []),
+                "question": page.excerpt(each.get("question") or "-"),
+            }
+            for each in traces
+        ]
+        page.table(columns, [[each.get(column) for column in columns] for each in shown], empty=_no_traces(memory))
 
     return Report(data={"memory": memory, "traces": traces}, text=text)
-
-
-def _listed_cell(page: Page, column: str, value: Any) -> object:
-    match column:
-        case "started":
-            return page.brief(_moment(value), value)
-        case "documents":
-            return ", ".join(value or [])
-        case "question" if value is not None:
-            return page.excerpt(value)
-    return value
 
 
 def _moment(started: str | None) -> str:
@@ -237,8 +228,7 @@ def show_steps(page: Page, data: dict[str, Any], top: int) -> None:
     tokens = [token for step in data["steps"] for token in step["tokens"]]
     scores = ["score", "layer"][: len({token["layer"] for token in tokens})]
     columns = ["step", "token", *(["document"] if several else []), "block", "weight", *scores, "text"]
-    rows = [row for step in data["steps"] for row in _rows(page, step, top, scores, several=several)]
-    page.table(columns, rows)
+    page.table(columns, [row for step in data["steps"] for row in _rows(page, step, top, columns)])
 
 
 def _facts(data: dict[str, Any]) -> Iterator[tuple[str, object]]:
@@ -249,32 +239,24 @@ def _facts(data: dict[str, Any]) -> Iterator[tuple[str, object]]:
     yield "question", data.get("question")
     yield "answer", data["answer"] if data["answer"] is not None else f"(no text: {data['text_missing']})"
     yield "documents" if len(names) > 1 else "document", ", ".join(names)
-    fetched = Counter(
-        tier
-        for step in data["steps"]
-        for look in step["looks"]
-        if look["fetched"]
-        for row in look["tiers"]
-        for tier in row
-        if tier is not None
-    )
+    lists = [row for step in data["steps"] for look in step["looks"] if look["fetched"] for row in look["tiers"]]
+    fetched = Counter(tier for row in lists for tier in row if tier is not None)
     if fetched:
         yield "fetched from", ", ".join(f"{tier} {count:,}" for tier, count in fetched.most_common())
 
 
-def _rows(
-    page: Page, step: dict[str, Any], top: int, scores: Sequence[str], *, several: bool
-) -> Iterator[list[object]]:
+def _rows(page: Page, step: dict[str, Any], top: int, columns: Sequence[str]) -> Iterator[list[object]]:
     """Yield a row for each block, or token; tables for people show number and token of the step once."""
     number, token = step["step"], step["text"] if step["text"] is not None else step["token"]
     for place, used in enumerate((step["tokens"] or step["blocks"])[:top]):
         first = [page.brief("", number), page.brief("", token)] if place else [number, token]
-        document = [used["document"]] if several else []
+        document = [used["document"]] if "document" in columns else []
+        scores = [used.get(name) for name in ("score", "layer") if name in columns]
         weight = page.brief(f"{used['weight']:.4f}", used["weight"])
         text = used["text"]
         if not step["tokens"]:
             text = text and page.brief(excerpt(text, step["said"] or ""), text)
-        yield [*first, *document, used["block"], weight, *(used.get(name) for name in scores), text]
+        yield [*first, *document, used["block"], weight, *scores, text]
 
 
 def in_context(

@@ -22,7 +22,6 @@ from memstore.device_copies import to_device
 from memstore.errors import InvalidArgument
 from memstore.kernels.latent_attention import attend_rows
 from memstore.memory import Document
-from memstore.memory.trace_file import Array
 from memstore.models.cache import ranked_look
 from memstore.models.indexed.family import IndexedLayer, spread
 from memstore.models.indexed.keys import DocumentKeys, Rows
@@ -47,9 +46,8 @@ class IndexChoice(Choice):
     """``[lists, K]``; None if the choice is another layer's."""
     weights: Tensor
     """``[H, K]``: each token's part of the layer's attention."""
-    tiers: Array
     spent: tuple[float, float]
-    """Seconds of choosing, and of gathering."""
+    """Microseconds of choosing, and of gathering."""
 
     @property
     def searched(self) -> bool:  # type: ignore[override]  # it is never set
@@ -61,11 +59,12 @@ class IndexChoice(Choice):
         ids, weights = as_array(self.ids), as_array(self.weights)
         scores = np.full(ids.shape, np.nan, np.float32) if self.scores is None else as_array(self.scores)
         scores = np.where(ids < 0, -np.inf, scores)
-        spent = 1e6 * self.spent[0], 1e6 * self.spent[1]
-        look = ranked_look(self.layer, row, call.origin, ids, scores, weights, self.tiers, spent)
+        source = self.layer if self.described.source is None else self.described.source
+        tiers = call.origin.tiers(call.slots.at[source], ids // size)
+        look = ranked_look(self.layer, row, call.origin, ids, scores, weights, tiers, self.spent)
         ids, own = look.blocks, look.blocks - call.tokens
-        asked = call.asked[row] if call.counts[row] else len(own) + own.max()
-        spans = [own > own.max()] * 2 + [(own >= 0) & (own < asked), own >= max(0, asked)]
+        asked = call.asked[row] if call.counts[row] else np.inf
+        spans = [own > np.inf, own > np.inf, (own >= 0) & (own < asked), own >= asked]  # no sink or window
         look = replace(
             look,
             document=np.where((ids >= 0) & (own < 0), 0, -1).astype(np.int16),
@@ -254,7 +253,9 @@ class IndexedCall:
             if ask is None:
                 ids = self._choices[layer.takes if layer.takes is not None else -1][row]
             else:
-                ids, scores = self._choose(layer, row, ask, weights, places)
+                best = self._best(layer, row, ask, weights, places)
+                chosen = _tokens(layer, best, places.repeat_interleave(layer.lists))
+                ids, scores = (each.unflatten(0, (-1, layer.lists)) for each in chosen)  # [S, lists, K]
                 self._choices.setdefault(layer.index, [torch.empty(0)] * len(self.locals))[row] = ids
         else:
             offsets = torch.arange(1 - layer.sees, 1, device=query.device)
@@ -265,22 +266,12 @@ class IndexedCall:
         if self.observers and layer.sees == "chosen":
             again = time.perf_counter()
             table, at = self._table(layer, source, row, ids[-1:])
-            spent = chosen_at - begun, time.perf_counter() - again
-            parts, best = self.weights(layer, query[-1], table, at[0]), None if scores is None else scores[-1]
-            self._tell(layer, row, source, query[-1], ids[-1], best, parts, spent)
+            spent = 1e6 * (chosen_at - begun), 1e6 * (time.perf_counter() - again)
+            parts, last = self.weights(layer, query[-1], table, at[0]), None if scores is None else scores[-1]
+            choice = IndexChoice(layer.index, [row], layer, self, query[-1], ids[-1], last, parts, spent)
+            for observer in self.observers:
+                observer.choice(choice)
         return torch.cat(out)
-
-    def _choose(
-        self, layer: IndexedLayer, row: int, ask: Tensor, weights: Tensor | None, places: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return tokens ``[S, lists, K]`` that index queries ``ask [S, heads, D]`` choose, -1 for unused, and scores.
-
-        The queries stand at ``places [S]``. Tokens that are always seen are included, with a score of NaN.
-        """
-        best = self._best(layer, row, ask, weights, places)
-        places = places if layer.lists == 1 else places.repeat_interleave(layer.lists)
-        ids, scores = _tokens(layer, best, places)
-        return ids.unflatten(0, (-1, layer.lists)), scores.unflatten(0, (-1, layer.lists))
 
     def _best(self, layer: IndexedLayer, row: int, ask: Tensor, weights: Tensor | None, places: Tensor) -> Chosen:
         """Return the units that index queries ``ask [S, heads, D]`` choose, for each of ``lists`` in turn."""
@@ -345,8 +336,10 @@ class IndexedCall:
         if self.observers and ask is not None:
             parts = self.weights(layer, query[-1], table, ids[-1:])[:, window.shape[1] :]
             begins = torch.where(best.ids[-1:] < 0, -1, best.ids[-1:] * layer.unit)
-            spent = chosen_at - begun, gathering
-            self._tell(layer, row, slot, query[-1], begins, best.scores[-1:], parts, spent)
+            spent = 1e6 * (chosen_at - begun), 1e6 * gathering
+            choice = IndexChoice(layer.index, [row], layer, self, query[-1], begins, best.scores[-1:], parts, spent)
+            for observer in self.observers:
+                observer.choice(choice)
         return torch.cat(out)
 
     def _entries(self, layer: IndexedLayer, slot: int, row: int, units: Tensor) -> Tensor:
@@ -396,24 +389,6 @@ class IndexedCall:
             found = torch.einsum("sghn,ngv->sghv", weights.unflatten(1, (layer.groups, -1)), values).flatten(1, 2)
             gathered, most = gathered * shrunk + found, above
         return (gathered / total).to(query.dtype)
-
-    def _tell(
-        self,
-        layer: IndexedLayer,
-        row: int,
-        source: int,
-        query: Tensor,
-        ids: Tensor,
-        scores: Tensor | None,
-        weights: Tensor,
-        spent: tuple[float, float],
-    ) -> None:
-        """Report the choice ``ids [lists, K]`` of the last token of ``row`` to the observers."""
-        size = self.document.memory.spec.block_size
-        tiers = self.origin.tiers(source, ids.cpu().numpy() // size)
-        choice = IndexChoice(layer.index, [row], layer, self, query, ids, scores, weights, tiers, spent)
-        for observer in self.observers:
-            observer.choice(choice)
 
     def weights(self, layer: IndexedLayer, query: Tensor, table: Tensor, at: Tensor) -> Tensor:
         """Return the part of the attention of ``query [H, D]`` on each of the rows ``at [lists, K]``: ``[H, K]``."""

@@ -235,7 +235,14 @@ def _used(
                 token = of["tokens"].setdefault(offset, {})
                 token["missed"] = token.get("missed", 0.0) + share / len(steps)
     numbers = _numbers(memory)
-    return {"found": len(found), "blocks": [_place(memory, words, numbers, of) for of in blocks.values()]}
+    for of in blocks.values():
+        name, text, pieces = of["document"], None, list[str]()
+        if name in numbers:
+            with suppress(NotFound):  # forgotten or cut since
+                ids = memory.document(name).tokens(of["block"]).tolist()
+                text, pieces = printable(words.of(ids)), words.pieces(ids) if of["tokens"] else []
+        of |= {"document": numbers.get(name), "name": printable(name), "text": text, "pieces": pieces}
+    return {"found": len(found), "blocks": list(blocks.values())}
 
 
 def using(memory: Memory, document: int, block: int) -> dict[str, Any]:
@@ -259,16 +266,6 @@ def using(memory: Memory, document: int, block: int) -> dict[str, Any]:
 def _first_row(step: Step) -> Step:
     """Return the row of a batch whose tokens the trace has."""
     return replace(step, looks=[look for look in step.looks if look.row == 0])
-
-
-def _place(memory: Memory, words: Words, numbers: Mapping[str, int | None], of: dict[str, Any]) -> dict[str, Any]:
-    """Return a used block with its text, if it still exists."""
-    name, text, pieces = of["document"], None, []
-    if name in numbers:
-        with suppress(NotFound):  # forgotten or cut since
-            ids = memory.document(name).tokens(of["block"]).tolist()
-            text, pieces = printable(words.of(ids)), words.pieces(ids) if of["tokens"] else []
-    return of | {"document": numbers.get(name), "name": printable(name), "text": text, "pieces": pieces}
 
 
 def _numbers(memory: Memory) -> dict[str, int | None]:
