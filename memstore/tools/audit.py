@@ -151,7 +151,7 @@ def _show(page: Page, data: dict[str, Any], audited: Audit) -> None:
         page.records([most[step] for step in sorted(most)], ("step", "token", "block", "weight", "text"))
     if "trace" in data:
         page.line()
-        page.line(f"to see them in the text, beside the chosen ones: memstore view {quote(data['memory'])}")
+        page.line(f"to see what each token used, as trace {data['trace']}: memstore view {quote(data['memory'])}")
     for missed in [] if most else data["missed"]:
         page.line()
         page.line(

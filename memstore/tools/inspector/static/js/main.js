@@ -279,8 +279,8 @@ function light() {
   strip.update({ lit });
   const [chosen, missed] = ["weight", "missed"].map((what) => [...picked.values()].some((each) => Object.values(each.tokens).some((token) => token[what] !== undefined)));
   at("marks").hidden = !chosen && !missed;
-  at("marks").replaceChildren(...(chosen ? [h("span", { class: "picked" }, "chosen"), " shaded by its attention "] : []),
-    ...(missed ? [h("span", { class: "missed" }, "missed"), " by the index, says an audit"] : []));
+  at("marks").replaceChildren(...(chosen ? [h("span", { class: "picked" }, "chosen"), " by the index, shaded by attention"] : []),
+    chosen && missed ? " · " : "", ...(missed ? [h("span", { class: "missed" }, "missed"), " by the index, says an audit"] : []));
 }
 
 /** Tokens that the model of the open traces chooses together. */

@@ -94,24 +94,26 @@ export function lists(blocks, unit, size, go) {
   const thing = unit > 1 ? `runs of ${unit} tokens` : "tokens";
   return [
     chosen.length && h("h3", {}, `Chosen ${thing}`),
-    chosen.length && list(chosen, (run) => run.weight, go),
+    chosen.length && list(chosen, false, unit, go),
     missed.length && h("h3", {}, "Missed tokens, says an audit"),
-    missed.length && list(missed, (run) => run.missed, go),
+    missed.length && list(missed, true, unit, go),
   ].filter(Boolean);
 }
 
-function list(found, share, go) {
+function list(found, missing, unit, go) {
   return h("ol", { class: "list picks" }, found.slice(0, LISTED).map(({ block, run }) => {
     // Of a run of many tokens, the one with most attention.
     const at = Object.keys(run.tokens).map(Number).reduce((best, offset) =>
       ((run.tokens[offset].weight ?? 0) > (run.tokens[best].weight ?? 0) ? offset : best), run.from);
     const words = (from, to) => block.pieces.slice(Math.max(0, from), Math.max(0, to)).join("").replaceAll("\n", " ");
-    const row = h("button", { type: "button", class: "hit", disabled: block.document === null, onclick: () => go(block.document, block.block, run.from) },
+    const piece = block.pieces[at].replaceAll("\n", "⏎") || "·";
+    const told = `“${piece}” in block ${block.block}: ${said(run, unit).replaceAll("\n", "; ")}`;
+    const row = h("button", { type: "button", class: "hit", title: told, "aria-label": told, disabled: block.document === null, onclick: () => go(block.document, block.block, run.from) },
       h("span", { class: "snippet" }, words(at - AROUND, at),
-        h("span", { class: run.chosen ? "picked" : "missed" }, block.pieces[at].replaceAll("\n", "⏎") || "·"), words(at + 1, at + 1 + AROUND)),
-      h("span", { class: "facts" }, run.score !== null && `score ${short(run.score)}`, " ",
-        h("span", { class: run.chosen ? "attention" : "missing" }, percent(share(run)))));
-    row.style.setProperty("--share", ink(run.weight));
+        h("span", { class: missing ? "missed" : "picked" }, piece), words(at + 1, at + 1 + AROUND)),
+      h("span", { class: "facts" }, !missing && run.score !== null && `score ${short(run.score)} `,
+        h("span", { class: missing ? "missing" : "attention" }, percent(missing ? run.missed : run.weight))));
+    row.style.setProperty("--share", ink(missing ? 0 : run.weight));
     return h("li", {}, row);
   }));
 }
