@@ -108,7 +108,7 @@ def audit(options: AuditOptions, *, question: Question, trace: Traced = False) -
         decode: Callable[[Any], str] = loaded.tokenizer.decode  # type: ignore[assignment]  # of one text it is one
         data = {"question": question, "answer": decode(audited.tokens), **audited.to_dict()}
         if trace:
-            data |= {"memory": options.memory, "trace": number}
+            data["trace"] = number
         for missed in data["missed"]:
             of, block = opened.document(missed["document"]), missed["block"]
             # A block after the end of the document, such as the question's own, has no text.
@@ -118,10 +118,10 @@ def audit(options: AuditOptions, *, question: Question, trace: Traced = False) -
             place = (token[name] for name in ("document", "block", "offset"))
             token["token"] = decode(audited.tokens[token["step"]])
             token["text"] = in_context(opened, decode, *place)
-    return Report(data=data, text=lambda page: _show(page, data, audited))
+    return Report(data=data, text=lambda page: _show(page, data, audited, options.memory))
 
 
-def _show(page: Page, data: dict[str, Any], audited: Audit) -> None:
+def _show(page: Page, data: dict[str, Any], audited: Audit, memory: str) -> None:
     page.facts(
         {
             "answer": data["answer"],
@@ -151,7 +151,7 @@ def _show(page: Page, data: dict[str, Any], audited: Audit) -> None:
         page.records([most[step] for step in sorted(most)], ("step", "token", "block", "weight", "text"))
     if "trace" in data:
         page.line()
-        page.line(f"to see what each token used, as trace {data['trace']}: memstore view {quote(data['memory'])}")
+        page.line(f"to see what each token used, as trace {data['trace']}: memstore view {quote(memory)}")
     for missed in [] if most else data["missed"]:
         page.line()
         page.line(

@@ -132,6 +132,7 @@ def test_an_audit_can_be_recorded(kind: str, cli: Cli, request: pytest.FixtureRe
     path = request.getfixturevalue(kind)
     done = cli("audit", path, "What is new?", "--max-tokens", 3, "--trace", "--json")
     assert done.code == 0, done.err
+    assert 0 < done.json["memory"] <= 1, "the share of attention on blocks"
     told = cli("trace", path, done.json["trace"], "--json").json
     assert (told["question"], told["answer"], len(told["steps"])) == ("What is new?", done.json["answer"], 3)
     assert all(step["looks"] for step in told["steps"])
