@@ -110,7 +110,7 @@ def main(made: Path | None = None) -> None:
                 answer(seen)
                 save(seen, "dark")
         os.chdir(folder)
-        with memstore.open(indexed_memory(), mode="r") as memory, page(memory, width=1080) as seen:
+        with memstore.open(indexed_memory(), mode="r") as memory, page(memory, width=960) as seen:
             tokens(seen)
             save(seen, "tokens")
 
