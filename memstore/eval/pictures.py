@@ -22,6 +22,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument, NotFound, ReadOnlyMemory
 from memstore.memory import Document
+from memstore.memory.search import check_layer
 from memstore.memory.traces import KEPT, TIERS, Look, Step, Trace, counted, most_weight
 from memstore.readers.audit import Audit, pieces
 
@@ -167,17 +168,13 @@ def draw_picture(rows: Sequence[CellResult], path: Path, *, title: str, caption:
     lengths = sorted({row.length for row in rows})
     labels, cells = _grid(rows, lengths)
     # 1.2 by 0.55 inches a cell, and room for labels.
-    figure = figure_class()(
-        figsize=(max(5.0, 2.2 + 1.2 * len(lengths)), 2.2 + 0.55 * len(labels)), layout="constrained"
-    )
+    figure = new_figure(2.2 + 1.2 * len(lengths), 2.2 + 0.55 * len(labels), title=title, caption=caption)
     axes = figure.subplots()
     _draw_grid(axes, cells)
     axes.set_xticks(range(len(lengths)), [tokens_label(length) for length in lengths])
     axes.set_yticks(range(len(labels)), labels)
     axes.set_xlabel("length of the haystack [tokens]")
     axes.set_ylabel("depth of the needle [%]")
-    axes.set_title(title, fontsize="medium")
-    figure.supxlabel(caption, fontsize="x-small")
     save_picture(figure, path)
 
 
@@ -235,8 +232,6 @@ SHADES = {
 }
 """Grey and hatch of each tier: the farther away, the darker. Kept blocks were not fetched."""
 
-Block = tuple[str, int]
-
 
 # Rows are the 32 blocks with most weight, not positions in the document. A token uses a few of 300,000 blocks, so each
 # would be thinner than a pixel. The last row shows the largest of the other blocks, on the same scale.
@@ -254,7 +249,12 @@ def heat(trace: Trace, *, words: Sequence[str] | None = None, layer: int | None 
     """
     steps = _steps(trace)
     by_step = [{(name, at): w for name, at, w in most_weight([step], layer=layer, head=head)} for step in steps]
-    names, cells, others = _rows(by_step)
+    used = [(name, at) for name, at, _ in most_weight(steps, layer=layer, head=head)]
+    names, others = sorted(used[:ROWS]), len(used[ROWS:])
+    cells = np.array([[weights.get(block, 0.0) for weights in by_step] for block in names])
+    if others:  # the largest of each step, so that the scale is the same for all rows
+        rest = [max((weight for block, weight in each.items() if block not in names), default=0.0) for each in by_step]
+        cells = np.vstack([cells, rest])
     if not names:
         raise InvalidArgument(
             f"trace {trace.number} retrieved no block{_where(layer, head)}; choose another trace, layer or head"
@@ -357,26 +357,6 @@ def _steps(trace: Trace) -> list[Step]:
     if not steps:
         raise InvalidArgument(f"no step of trace {trace.number} retrieved a block; choose another trace")
     return steps
-
-
-def _rows(by_step: list[dict[Block, float]]) -> tuple[list[Block], Numbers, int]:
-    """Return the blocks with rows of their own, cells ``[rows, steps]``, and how many blocks the last row stands for.
-
-    At each step that row has the weight of its largest block, so that the scale is the same for all rows.
-    """
-    total: dict[Block, float] = {}
-    for weights in by_step:
-        for block, weight in weights.items():
-            total[block] = total.get(block, 0.0) + weight
-    best = sorted(sorted(total, key=lambda block: -total[block])[:ROWS])
-    cells = np.array([[weights.get(block, 0.0) for weights in by_step] for block in best]).reshape(
-        len(best), len(by_step)
-    )
-    others = len(total) - len(best)
-    if others:
-        rest = [max((weight for block, weight in each.items() if block not in best), default=0.0) for each in by_step]
-        cells = np.vstack([cells, rest])
-    return best, cells, others
 
 
 def _leads(looks: Sequence[Look], layer: int | None) -> Numbers:
@@ -507,20 +487,13 @@ def document_margins(document: Document, *, layer: int | None = None, top_k: int
 
 
 def _layer(document: Document, layer: int | None) -> int:
-    layers = document.memory.spec.index_layers
     if not len(document.complete_blocks):
         size = document.memory.spec.block_size
         raise InvalidArgument(
             f"document {document.name!r} has {len(document)} tokens, but only whole blocks of {size} tokens have "
             "landmarks: choose a longer document"
         )
-    if layer is not None and layer not in layers:
-        raise InvalidArgument(
-            f"layer {layer} has no landmarks; layers that have: {', '.join(map(str, layers)) or 'none'}"
-        )
-    if not layers:
-        raise InvalidArgument("no layer of this memory has landmarks")
-    return layers[-1] if layer is None else layer
+    return check_layer(document.memory, layer)
 
 
 def _cosines(document: Document, layer: int, parts: list[range]) -> Numbers:

@@ -16,8 +16,7 @@ from torch import Tensor
 from memstore.errors import InvalidArgument
 from memstore.index.contract import check_numbers, check_tensor
 from memstore.json_checks import check_whole
-from memstore.memory.document import Document
-from memstore.memory.memory import Memory
+from memstore.memory.document import Container, Document
 from memstore.memory.spec import MemorySpec
 
 AT_ONCE = 1 << 22
@@ -64,7 +63,7 @@ def best(scored: Iterable[tuple[Document, Tensor, Tensor]], top_k: int) -> list[
     return sorted(found, key=lambda match: -match.score)[:top_k]
 
 
-def check_layer(memory: Memory, layer: int | None) -> int:
+def check_layer(memory: Container, layer: int | None) -> int:
     """Return ``layer``, by default the last one with landmarks. Raises ``InvalidArgument`` for one without."""
     layers = memory.spec.index_layers
     if not layers:

@@ -24,7 +24,7 @@ from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
 import numpy as np
@@ -273,9 +273,10 @@ class TraceFile:
 class Trace:
     """The record of one generation. ``info`` shows the moment of reading it; steps are read on use.
 
-    ``info`` has ``mechanism`` ("attach", "landmark", "drt", "knn"), ``model``, ``documents``, ``question``, ``prompt``
-    (token ids), ``layers``, ``heads``, ``top_k``, ``block_size``, ``started`` (ISO 8601), ``ended``, ``version``, and
-    for a turn ``conversation``: its ``document``, and its number of earlier tokens (``start``).
+    ``info`` has ``mechanism`` ("attach", "landmark", "drt", "knn", "hils", "index"), ``model``, ``documents``,
+    ``question``, ``prompt`` (token ids), ``layers``, ``heads``, ``top_k``, ``block_size``, ``started`` (ISO 8601),
+    ``ended``, ``version``. A turn has ``conversation``: its ``document``, and its number of earlier tokens (``start``).
+    An index has ``unit``: the tokens that it chooses together. An audit has ``missed``: see ``MissedToken``.
     """
 
     def __init__(self, file: TraceFile, number: int, info: Mapping[str, Any]) -> None:
@@ -310,12 +311,8 @@ class Trace:
 
     def steps_using(self, document: str, block: int) -> list[tuple[int, float]]:
         """Return the steps that retrieved a block, as (number, weight): means over layers and query heads."""
-        using = []
-        for step in self._steps(0, None):
-            found = {(name, number): weight for name, number, weight in most_weight([step])}
-            if (document, block) in found:
-                using.append((step.number, found[document, block]))
-        return using
+        used = ((step.number, use) for step in self._steps(0, None) for use in most_weight([step]))
+        return [(number, weight) for number, (*of, weight) in used if of == [document, block]]
 
     def _steps(self, start: int, stop: int | None) -> Iterator[Step]:
         rows = self._file.rows(
@@ -441,6 +438,63 @@ def elsewhere(looks: Iterable[Look], *, head: int | None = None) -> Array | None
     return mean
 
 
+class Use(NamedTuple):
+    """A retrieved block, or a run of its tokens. Offset, score, tier and layer are those of its best score."""
+
+    document: str
+    block: int
+    offset: int | None
+    """A token of the block; None if whole blocks are retrieved."""
+    weight: float
+    """The mean over all looks and query heads; see ``Trace.used``."""
+    score: float | None
+    tier: str | None
+    layer: int
+
+
+def uses(looks: Iterable[Look], *, head: int | None = None, unit: int | None = None) -> list[Use]:
+    """Return what ``looks`` retrieved, most weight first: blocks, or their runs of ``unit`` tokens.
+
+    ``head`` takes the list and the weights of that query head only.
+    """
+    names: dict[str, int] = {}
+    found: list[list[Array]] = []
+    heads = 0
+    for look in looks:
+        lists, weights = look.by_list(head)
+        heads += len(look.weights) if head is None else len(weights)
+        numbers = np.array([*(names.setdefault(name, len(names)) for name in look.documents), -1])
+        offsets = np.full(look.blocks.shape, -1) if look.offsets is None else look.offsets
+        arrays = (numbers[look.document], look.blocks, offsets, look.scores, look.tiers)
+        found.append([each[lists].ravel() for each in arrays] + [weights.ravel(), np.full(weights.size, look.layer)])
+    if not found:
+        return []
+    joined = [np.concatenate(parts) for parts in zip(*found, strict=True)]
+    scores = np.where(np.isfinite(joined[3]), joined[3], -np.inf)
+    best = np.lexsort((-joined[5], -scores))  # the best score first, and of equal ones the most weight
+    documents, blocks, offsets, scores, tiers, weights, layers = (each[best[joined[0][best] >= 0]] for each in joined)
+    keys = documents << 40 | blocks  # a block is less than 2**40
+    if unit is not None and len(keys):
+        keys = np.unique(keys, return_inverse=True)[1] * (offsets.max() + 2) + offsets // unit
+    _, first, places = np.unique(keys, return_index=True, return_inverse=True)
+    means = np.bincount(places, weights, len(first)) / max(1, heads)
+    order = np.argsort(-means, kind="stable")
+    of, at = list(names), first[order]
+    columns = zip(*(each[at].tolist() for each in (documents, blocks, offsets, scores, tiers, layers)), strict=True)
+    return [
+        Use(
+            document=of[document],
+            block=block,
+            offset=None if offset < 0 else offset,
+            weight=weight,
+            score=score if math.isfinite(score) else None,
+            tier=TIERS[tier] if 0 <= tier < len(TIERS) else None,
+            layer=layer,
+        )
+        for weight, (document, block, offset, score, tier, layer) in zip(means[order].tolist(), columns, strict=True)
+    ]
+
+
 def most_weight(
     steps: Iterable[Step], *, layer: int | None = None, head: int | None = None
 ) -> list[tuple[str, int, float]]:
@@ -448,51 +502,8 @@ def most_weight(
 
     See ``Trace.used``.
     """
-    names: dict[str, int] = {}
-    found: list[tuple[Array, Array, Array]] = []
-    heads = 0
-    for look in (look for step in steps for look in step.looks if layer in (None, look.layer)):
-        lists, weights = look.by_list(head)
-        heads += len(look.weights) if head is None else len(weights)
-        numbers = np.array([*(names.setdefault(name, len(names)) for name in look.documents), -1])
-        found.append((numbers[look.document[lists]].ravel(), look.blocks[lists].ravel(), weights.ravel()))
-    if not found:
-        return []
-    documents, blocks, weights = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    there = documents >= 0
-    keys, places = np.unique(documents[there] << 40 | blocks[there], return_inverse=True)  # a block is less than 2**40
-    means = np.bincount(places, weights[there], len(keys)) / max(1, heads)
-    of = list(names)
-    order = np.argsort(-means, kind="stable")
-    return [
-        (of[key >> 40], key & (1 << 40) - 1, mean)
-        for key, mean in zip(keys[order].tolist(), means[order].tolist(), strict=True)
-    ]
-
-
-def best_looks(looks: Iterable[Look]) -> dict[tuple[str, int], dict[str, Any]]:
-    """Return for each (document, block) its best ``score``, and the ``tier``, ``offset`` and ``layer`` of that look.
-
-    Unknown values are None, and so is a score without a choice.
-    """
-    best: dict[tuple[str, int], dict[str, Any]] = {}
-    for look in looks:
-        offsets = np.full(look.blocks.shape, -1) if look.offsets is None else look.offsets
-        columns = (look.document, look.blocks, look.scores, look.tiers, offsets)
-        for place, block, score, tier, offset in zip(*(each.ravel().tolist() for each in columns), strict=True):
-            if block < 0 or place < 0:
-                continue
-            of = look.documents[place], block
-            known = score if math.isfinite(score) else None
-            before = best[of]["score"] if of in best else None
-            if of not in best or (known is not None and (before is None or known > before)):
-                best[of] = {
-                    "score": known,
-                    "tier": TIERS[tier] if 0 <= tier < len(TIERS) else None,
-                    "offset": None if offset < 0 else offset,
-                    "layer": look.layer,
-                }
-    return best
+    looks = (look for step in steps for look in step.looks if layer in (None, look.layer))
+    return [(use.document, use.block, use.weight) for use in uses(looks, head=head)]
 
 
 def best_scores(steps: Iterable[Step]) -> dict[tuple[str, int], float]:
@@ -501,7 +512,7 @@ def best_scores(steps: Iterable[Step]) -> dict[tuple[str, int], float]:
     ``steps`` begin with a trace's first one: a list that stayed from one step to the next was not chosen again.
     """
     chosen = (look for step in steps for look in step.looks if look.fetched or not step.number)
-    return {of: look["score"] for of, look in best_looks(chosen).items() if look["score"] is not None}
+    return {(use.document, use.block): use.score for use in uses(chosen) if use.score is not None}
 
 
 class _PendingStep:

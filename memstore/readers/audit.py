@@ -37,7 +37,7 @@ PIECE = 4096
 ALIKE = 1e-5
 """Scores with a smaller relative difference count as equal: sums in another order differ by so much."""
 WORST = 5
-"""How many missed blocks are named."""
+"""How many missed blocks are named, and how many missed tokens of each step."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -75,6 +75,18 @@ class MissedBlock:
     """The head of this layer."""
 
 
+class MissedToken(NamedTuple):
+    """A token that was not retrieved for a step, although the model would have attended to it."""
+
+    step: int
+    document: str
+    block: int
+    offset: int
+    """The token of the block."""
+    weight: float
+    """Share of all attention that it would have had: the mean over layers and heads, as in ``MissedBlock``."""
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Audit:
     """The result of an audit."""
@@ -96,7 +108,9 @@ class Audit:
     missed: list[MissedBlock]
     """The most missed blocks, most missed first."""
     stored_tokens: int | None = None
-    """Tokens that could have been retrieved at the last step, if single tokens are retrieved (kNN); else None."""
+    """Tokens that could have been retrieved at the last step, if single tokens are retrieved; else None."""
+    missed_tokens: Sequence[MissedToken] = ()
+    """The most missed stored tokens of each step, most missed first, if single tokens are retrieved."""
 
     @property
     def captured(self) -> float | None:
@@ -131,17 +145,12 @@ class Audit:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the audit as a dict for JSON."""
-        counts = {name: getattr(self, name) for name in ("blocks", "stored_tokens", "top_k", "steps")}
-        shares = {name: getattr(self, name) for name in ("captured", "recall", "memory", "chance", "index_recall")}
-        return {
-            "mechanism": self.mechanism,
-            "positions": self.positions,
-            "documents": self.documents,
-            **counts,
-            **_rounded(shares),
-            "layers": [_rounded(vars(each)) for each in self.layers],
-            "missed": [_rounded(vars(each)) for each in self.missed],
-        }
+        names = ("mechanism", "positions", "documents", "blocks", "stored_tokens", "top_k", "steps")
+        shares = ("captured", "recall", "memory", "chance", "index_recall")
+        found = {name: [vars(each) for each in getattr(self, name)] for name in ("layers", "missed")}
+        tokens = [each._asdict() for each in self.missed_tokens]
+        facts: dict[str, Any] = {name: getattr(self, name) for name in names + shares}
+        return {name: _rounded(value) for name, value in (facts | found | {"missed_tokens": tokens}).items()}
 
 
 class Auditor(Observer, ABC):
@@ -174,9 +183,9 @@ class Auditor(Observer, ABC):
     def finish(self, *, progress: bool) -> None:
         """Compare the noted choices, if that is cheaper for all steps at once; ``progress`` shows a bar."""
 
-    @abstractmethod
-    def nothing(self, tokens: int) -> str:
+    def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more of them rarely help
         """Say why nothing was retrieved for a question and ``tokens`` after it, and what to do."""
+        return "the memory is empty: first read a text of at least one token"
 
     def locate(self, number: int) -> tuple[Document, int]:
         """Return document and block of a number of the tally. By default all blocks belong to one document."""
@@ -213,6 +222,7 @@ class Auditor(Observer, ABC):
             tokens=out[0, len(ids) :].tolist(),
             layers=self.tally.layers(memory=self.shares),
             missed=self.tally.missed(self.locate),
+            missed_tokens=[] if stored_tokens is None else self.tally.missed_tokens(self._document),
         )
 
 
@@ -224,8 +234,11 @@ class _Tally:
         """Blocks that could be retrieved at the last step."""
         self.stored_tokens: int | None = None
         """Tokens that could be retrieved, if single tokens are."""
-        self._layers: dict[int, list[_StepFigures]] = {}
+        self._layers: dict[int, list[tuple[Tensor, ...]]] = {}
+        """For each step of a layer, each ``[H]``: attention on blocks, on the retrieved ones, recall and margin."""
         self._index: dict[int, list[float]] = {}
+        self._tokens: list[tuple[Tensor, int]] = []
+        """What each token lost at each step, by its place, and in how many lists; if single tokens are retrieved."""
         self._lost = torch.zeros(0)  # [N], summed over steps, layers and heads
         self._most = torch.zeros(0)
         self._where = torch.zeros(0, 2, dtype=torch.int64)
@@ -236,27 +249,33 @@ class _Tally:
         layer: int,
         weights: Tensor,
         chosen: Tensor,
-        scores: Tensor | None = None,
+        scores: Tensor,
         *,
-        blocks: Tensor | None = None,
+        places: Tensor | None = None,
+        size: int = 1,
     ) -> None:
         """Add one step of ``layer``: attention shares ``weights [H, N]`` of all blocks, and the ``chosen [H, N]``.
 
-        The margin is computed from ``scores [H, N]``, by default the logarithms of the weights. If single tokens are
-        retrieved, ``N`` counts tokens, and ``blocks [N]`` are the blocks of these tokens.
+        ``scores [H, N]`` give the margin. If single tokens are retrieved, ``N`` counts tokens at ``places [N]``, in
+        blocks of ``size``.
         """
         self.blocks = weights.shape[1]
-        if blocks is not None:
-            self.stored_tokens, self.blocks = self.blocks, len(blocks.unique())
+        if places is not None:
+            self.stored_tokens, self.blocks = self.blocks, len((places // size).unique())
         held = (weights * chosen).sum(-1)
-        scores = weights.log() if scores is None else scores
         best, taken = scores.masked_fill(chosen, -torch.inf), scores.masked_fill(~chosen, torch.inf)
         margin = taken.amin(-1) - best.amax(-1)
         recall = best_chosen(weights, chosen)
-        self._layers.setdefault(layer, []).append(_StepFigures(weights.sum(-1), held, recall, margin))
+        self._layers.setdefault(layer, []).append((weights.sum(-1), held, recall, margin))
         lost = weights.masked_fill(chosen, 0.0)
-        if blocks is not None:
-            lost = lost.new_zeros(len(lost), int(blocks.max()) + 1).index_add_(1, blocks, lost)
+        if places is not None:
+            step = len(self._layers[layer]) - 1
+            self._tokens += [(lost.new_zeros(0), 0)] * (step + 1 - len(self._tokens))
+            before, lists = self._tokens[step]
+            now = torch.bincount(places, lost.sum(0), max(len(before), int(places.max()) + 1))
+            now[: len(before)] += before
+            self._tokens[step] = now, lists + len(lost)
+            lost = lost.new_zeros(len(lost), len(now) // size + 1).index_add_(1, places // size, lost)
         self._note_missed(layer, lost)
 
     @property
@@ -282,19 +301,21 @@ class _Tally:
 
     def layers(self, *, memory: bool = True) -> list[LayerAudit]:
         """Return the result of each layer, in order; ``memory`` says whether weights are shares of attention."""
-        return [self._layer(layer, steps, memory=memory) for layer, steps in sorted(self._layers.items())]
-
-    def _layer(self, layer: int, steps: list[_StepFigures], *, memory: bool) -> LayerAudit:
-        mass, held, recall, margins = (torch.stack(parts) for parts in zip(*steps, strict=True))
-        finite = margins[margins.isfinite()]
-        return LayerAudit(
-            layer=layer,
-            captured=held.sum(0) / mass.sum(0),  # 0 / 0 is NaN: no attention fell on blocks
-            recall=recall.mean(0),
-            memory=mass.mean(0) if memory else None,
-            margin=float(finite.median()) if len(finite) else None,
-            index_recall=_mean(self._index.get(layer, [])),
-        )
+        found = []
+        for layer, steps in sorted(self._layers.items()):
+            mass, held, recall, margins = (torch.stack(parts) for parts in zip(*steps, strict=True))
+            finite = margins[margins.isfinite()]
+            found.append(
+                LayerAudit(
+                    layer=layer,
+                    captured=held.sum(0) / mass.sum(0),  # 0 / 0 is NaN: no attention fell on blocks
+                    recall=recall.mean(0),
+                    memory=mass.mean(0) if memory else None,
+                    margin=float(finite.median()) if len(finite) else None,
+                    index_recall=_mean(self._index.get(layer, [])),
+                )
+            )
+        return found
 
     def missed(self, locate: Callable[[int], tuple[Document, int]]) -> list[MissedBlock]:
         """Return the most missed blocks; ``locate`` finds document and block of a number ``0..N-1``."""
@@ -308,14 +329,15 @@ class _Tally:
                 found.append(MissedBlock(document=document.name, block=block, weight=weight, layer=layer, head=head))
         return found
 
-
-class _StepFigures(NamedTuple):
-    """One step of one layer, each ``[H]``."""
-
-    mass: Tensor
-    held: Tensor
-    recall: Tensor
-    margin: Tensor
+    def missed_tokens(self, document: Document) -> list[MissedToken]:
+        """Return the most missed tokens of each step; places count in ``document``."""
+        size, found = document.memory.spec.block_size, list[MissedToken]()
+        for step, (lost, lists) in enumerate(self._tokens):
+            best = lost[: len(document)].topk(min(WORST, len(document), len(lost)))
+            for weight, place in zip((best.values / lists).tolist(), best.indices.tolist(), strict=True):
+                if weight > 0:
+                    found.append(MissedToken(step, document.name, place // size, place % size, weight))
+        return found
 
 
 def best_chosen(scores: Tensor, chosen: Tensor) -> Tensor:
@@ -380,8 +402,8 @@ def _rounded(value: Any) -> Any:
     match value:
         case dict():
             return {name: _rounded(each) for name, each in value.items()}
-        case Tensor():
-            return [_rounded(each) for each in value.tolist()]
+        case Tensor() | list():
+            return [_rounded(each) for each in (value.tolist() if isinstance(value, Tensor) else value)]
         case float():
             return None if math.isnan(value) else round(value, 6)
     return value

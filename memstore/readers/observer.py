@@ -103,7 +103,7 @@ class Recording(Observer):
     """
 
     def __init__(self, recorder: Recorder) -> None:
-        self._recorder = recorder
+        self.recorder = recorder
         self._begun = False
         self._drafts: list[tuple[int, Draft]] = []
         recorder.before_writing = self.settle
@@ -112,18 +112,18 @@ class Recording(Observer):
         """See ``Observer``. A pass begins with the token that the previous pass has chosen."""
         # Steps count from the prompt's pass, which chose the first token. That token comes in with the next pass. Only
         # the caller knows the last token of all, and passes it to Recorder.close.
-        if ids is not None and self._recorder.step < 0:
-            if "prompt" not in self._recorder.info:
-                self._recorder.describe(prompt=ids.tolist())
+        if ids is not None and self.recorder.step < 0:
+            if "prompt" not in self.recorder.info:
+                self.recorder.describe(prompt=ids.tolist())
         elif ids is not None and not fresh:
-            self._recorder.token(int(ids[0]))
+            self.recorder.token(int(ids[0]))
         self._begun = True
-        self._recorder.begin()
+        self.recorder.begin()
 
     def choice(self, choice: Choice) -> None:
         """See ``Observer``. Choices before the first step, while a reader loads its document, are not part of it."""
-        if self._begun and choice.rows and self._recorder.active:
-            self._drafts.append((self._recorder.step, choice.draft()))
+        if self._begun and choice.rows and self.recorder.active:
+            self._drafts.append((self.recorder.step, choice.draft()))
 
     def settle(self) -> None:
         """Finish the drafts, and pass the looks to the recorder."""
@@ -134,7 +134,7 @@ class Recording(Observer):
             for step, looks in zip(steps, kind.looks(mine), strict=True):
                 done += [(step, look) for look in looks]
         for step, look in sorted(done, key=lambda each: (each[0], each[1].layer, each[1].row)):
-            self._recorder.look(look, step=step)
+            self.recorder.look(look, step=step)
 
 
 class Origin:

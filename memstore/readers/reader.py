@@ -405,7 +405,8 @@ class Reader(Attachment):
     def _described(self) -> dict[str, Any]:
         """Return the part of a trace's info that describes the model and its retrieval.
 
-        ``mechanism``: a name; ``layers``: those that retrieve; ``heads``: query heads; ``top_k``: entries of a list.
+        ``mechanism``: a name; ``layers``: those that retrieve; ``heads``: query heads; ``top_k``: entries of a list;
+        ``unit``: tokens that are chosen together, if blocks do not say it.
         """
 
     def search(self, text: str | Sequence[str] | Tokens, top_k: int = 8, *, layer: int | None = None) -> list[Match]:
@@ -445,6 +446,8 @@ class Reader(Attachment):
             top_k: blocks of a list, or tokens if single tokens are retrieved; None for the usual number.
             progress: show a progress bar if it takes long.
 
+        Within ``record``, the trace keeps the answer, and the tokens that were missed.
+
         Raises:
             UnsupportedModel: this kind of model has no audit.
             InvalidArgument: no question, nothing that could be retrieved, or ``on_error="miss"``.
@@ -457,6 +460,9 @@ class Reader(Attachment):
             )
         asked = self._encoded(text) if isinstance(text, str) else text
         audited: Audit = resolve_name(self.kind.audit)(self, top_k).audit(asked, tokens, progress=progress)
+        for recorder in (each.recorder for each in self.observers if isinstance(each, Recording)):
+            recorder.describe(missed=audited.missed_tokens)
+            recorder.close(audited.tokens)
         return audited
 
 

@@ -126,11 +126,7 @@ def ask(
         use_threads(threads)
         opened = memstore.open(memory, mode="r", index=index, device=device)
     with opened, index_bar():
-        if trace and opened.encrypted:
-            raise InvalidArgument(
-                "the memory is encrypted, but --trace would write the blocks of each token unencrypted beside "
-                f"{memory}. Ask in the page of memstore view instead: it shows them, and stores nothing."
-            )
+        check_traceable(opened, trace=trace)
         _names(opened)  # an empty memory is reported as such, whatever was asked for
         for name in document or ():
             opened.document(name)  # its error lists the documents of the memory
@@ -160,6 +156,15 @@ def ask(
             if trace:
                 data["trace"] = answer.trace
     return Report(data=data, text=lambda page: _show(page, data, passages, memory, whole=sources == "all"))
+
+
+def check_traceable(opened: Memory, *, trace: bool) -> None:
+    """Raise ``InvalidArgument`` if ``--trace`` would write beside an encrypted memory."""
+    if trace and opened.encrypted:
+        raise InvalidArgument(
+            "the memory is encrypted, but --trace would write the blocks of each token unencrypted beside "
+            f"{opened.url}. Ask in the page of memstore view instead: it shows them, and stores nothing."
+        )
 
 
 def chosen_documents(model: Any, memory: Memory, documents: list[str] | None) -> list[str] | None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -12,9 +15,10 @@ import typer
 import memstore
 from memstore.errors import InvalidArgument
 from memstore.report import Page, Report
-from memstore.tools.ask import Dtype, Model, attached, document_name
+from memstore.tools.ask import Dtype, Model, attached, check_traceable, document_name
+from memstore.tools.ask import Trace as Traced
 from memstore.tools.models import LoadedModel, load_recorded, tokenizer_of
-from memstore.tools.trace import check_looks, chosen_trace
+from memstore.tools.trace import check_looks, chosen_trace, in_context
 from memstore.tools.verb import Device, Index, MemoryUrl, Threads, taking, use_threads
 
 if TYPE_CHECKING:
@@ -64,21 +68,25 @@ class AuditOptions:
         use_threads(self.threads)
         return memstore.open(self.memory, mode="r", index=self.index, device=self.device)
 
-    def audit(self, opened: Memory, question: str) -> tuple[Audit, LoadedModel]:
-        """Load the model of a memory and audit it, for any kind of model. Raises the errors of loading."""
+    def audit(self, opened: Memory, question: str, *, trace: bool = False) -> tuple[Audit, LoadedModel, int | None]:
+        """Load the model of a memory, audit it, and return the number of a ``trace``. Raises the errors of loading."""
         if not question.strip():
             raise InvalidArgument("the question is empty. Pass some words.")
+        check_traceable(opened, trace=trace)
         name = document_name(opened, self.document)
         loaded = load_recorded(opened, self.model, self.dtype, device=self.device)
-        with attached(loaded, opened, document=name) as reader:
+        with (
+            attached(loaded, opened, document=name) as reader,
+            reader.record(question=question) if trace else nullcontext() as recorder,
+        ):
             audited: Audit = reader.audit(
                 question, tokens=self.max_tokens, top_k=self.top_k, progress=sys.stderr.isatty()
             )
-        return audited, loaded
+        return audited, loaded, None if recorder is None else recorder.number
 
 
 @taking(AuditOptions)
-def audit(options: AuditOptions, *, question: Question) -> Report:
+def audit(options: AuditOptions, *, question: Question, trace: Traced = False) -> Report:
     """Compare the retrieved blocks with those that should have been retrieved.
 
     The model that read the memory continues your question. At each step, the exact attention of every block is computed
@@ -90,23 +98,30 @@ def audit(options: AuditOptions, *, question: Question) -> Report:
 
         memstore audit notes.mem "The name of the white whale is" --document moby-dick
 
-    A Memorizing Transformer retrieves single tokens, so its shares and recall count tokens. For missed tokens you see
-    the blocks that contain them.
+    Memorizing Transformers, and models with their own index, retrieve tokens. Their shares and recall count tokens, and
+    you see the most missed token of each step. After --trace, memstore view marks these tokens in the text.
 
     In Python: memstore.readers.reader.Reader.audit, of what memstore.attach gives.
     """
     with options.open() as opened:
-        audited, loaded = options.audit(opened, question)
-        data = {"question": question, "answer": loaded.tokenizer.decode(audited.tokens), **audited.to_dict()}
+        audited, loaded, number = options.audit(opened, question, trace=trace)
+        decode: Callable[[Any], str] = loaded.tokenizer.decode  # type: ignore[assignment]  # of one text it is one
+        data = {"question": question, "answer": decode(audited.tokens), **audited.to_dict()}
+        if trace:
+            data["trace"] = number
         for missed in data["missed"]:
             of, block = opened.document(missed["document"]), missed["block"]
             # A block after the end of the document, such as the question's own, has no text.
             ids = of.tokens(block).tolist() if block in of.blocks else None
-            missed["text"] = None if ids is None else str(loaded.tokenizer.decode(ids))
-    return Report(data=data, text=lambda page: _show(page, data, audited))
+            missed["text"] = None if ids is None else decode(ids)
+        for token in data["missed_tokens"]:
+            place = (token[name] for name in ("document", "block", "offset"))
+            token["token"] = decode(audited.tokens[token["step"]])
+            token["text"] = in_context(opened, decode, *place)
+    return Report(data=data, text=lambda page: _show(page, data, audited, options.memory))
 
 
-def _show(page: Page, data: dict[str, Any], audited: Audit) -> None:
+def _show(page: Page, data: dict[str, Any], audited: Audit, memory: str) -> None:
     page.facts(
         {
             "answer": data["answer"],
@@ -129,7 +144,15 @@ def _show(page: Page, data: dict[str, Any], audited: Audit) -> None:
     page.line(f"{audited.positions[0].upper()}{audited.positions[1:]}.")
     if not data["missed"]:
         page.line("No important block was missed.")
-    for missed in data["missed"]:
+    most = {token["step"]: token for token in reversed(data["missed_tokens"])}
+    if most:
+        page.line(f"The most missed token of each step, by its share of all {what}:")
+        page.line()
+        page.records([most[step] for step in sorted(most)], ("step", "token", "block", "weight", "text"))
+    if "trace" in data:
+        page.line()
+        page.line(f"to see what each token used, as trace {data['trace']}: memstore view {quote(memory)}")
+    for missed in [] if most else data["missed"]:
         page.line()
         page.line(
             f"[missed: {missed['document']} block {missed['block']:,}, {100 * missed['weight']:.2g}% of all {what}, "
@@ -213,7 +236,7 @@ def plot(
             case "audit":
                 if question is None:
                     raise InvalidArgument("an audit needs a question: pass it with --question")
-                audited, _ = options.audit(opened, question)
+                audited, *_ = options.audit(opened, question)
                 figure, of = audit_picture(audited), {"document": ", ".join(audited.documents)}
             case "similarity":
                 name = document_name(opened, options.document)
@@ -237,13 +260,10 @@ def _of_trace(
 
     trace = chosen_trace(opened, number)
     check_looks(trace.steps(), layer=layer, head=head)
-    match kind:
-        case "heat":
-            figure = heat(trace, words=_words(opened, trace), layer=layer, head=head)
-        case "tiers":
-            figure = tiers(trace)
-        case _:
-            figure = margins(trace, layer=layer)
+    if kind == "heat":
+        figure = heat(trace, words=_words(opened, trace), layer=layer, head=head)
+    else:
+        figure = tiers(trace) if kind == "tiers" else margins(trace, layer=layer)
     return figure, {"trace": trace.number}
 
 

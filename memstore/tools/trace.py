@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from shlex import quote
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,7 +28,7 @@ Number = Annotated[
 List = Annotated[bool, typer.Option("--list", help="List the traces of the memory.")]
 Layer = Annotated[int | None, typer.Option(help="Show the weights of this layer. Default: the mean of all.")]
 Head = Annotated[int | None, typer.Option(help="Show the weights of this query head. Default: the mean of all.")]
-Top = Annotated[int, typer.Option(min=1, help="Show this many blocks per token.")]
+Top = Annotated[int, typer.Option(min=1, help="Show this many blocks, or chosen tokens, per token.")]
 OneStep = Annotated[int | None, typer.Option("--step", help="Show only this step. Step 0 chose the first token.")]
 Remove = Annotated[bool, typer.Option("--remove", help="Delete the trace NUMBER instead of showing it.")]
 
@@ -54,7 +55,8 @@ def trace(
 
     For every token you see the blocks with most weight. Beside each is the piece of its text that fits the answer so
     far, or its beginning. The weight is the block's share of the model's attention, as a mean of all layers and heads
-    that retrieve. With --json you get the whole record: lists, scores, tiers and times of every layer.
+    that retrieve. If a model chooses tokens, you see those with most weight, in brackets between their neighbours, with
+    their best score. With --json you get the whole record: lists, scores, tiers and times of every layer.
 
     Record an answer with: memstore ask MEMORY QUESTION --trace.
 
@@ -74,7 +76,7 @@ def trace(
             opened.traces.remove(number)
             data = {"memory": memory, "removed": number}
             return Report(data=data, text=lambda page: page.line(f"trace {number} was removed"))
-        data = describe(opened, chosen_trace(opened, number), layer=layer, head=head, step=step)
+        data = describe(opened, chosen_trace(opened, number), layer=layer, head=head, step=step, top=top)
     return Report(data={"memory": memory, **data}, text=lambda page: _show(page, data, top))
 
 
@@ -91,33 +93,48 @@ def _no_traces(memory: str) -> str:
 
 
 def describe(
-    memory: Memory, recorded: Trace, *, layer: int | None = None, head: int | None = None, step: int | None = None
+    memory: Memory,
+    recorded: Trace,
+    *,
+    layer: int | None = None,
+    head: int | None = None,
+    step: int | None = None,
+    top: int = 2,
 ) -> dict[str, Any]:
-    """Return all facts about a trace, with the texts of its blocks, ready for JSON.
+    """Return all facts about a trace, with the texts of its blocks and of the ``top`` tokens, ready for JSON.
 
     Weights are means of ``layer`` and ``head``, or of all. Raises ``InvalidArgument`` if these retrieved nothing.
     """
-    from memstore.memory.traces import most_weight
+    from memstore.memory.traces import most_weight, uses
+    from memstore.readers.passages import whole_characters
 
     steps = recorded.steps() if step is None else recorded.steps(step, step + 1)
     if step is not None and not steps:
         raise InvalidArgument(f"there is no step {step}: trace {recorded.number} has steps 0 to {len(recorded) - 1}.")
     check_looks(steps, layer=layer, head=head)
-    ids = recorded.tokens()
+    ids, unit = recorded.tokens(), recorded.info.get("unit")
     answer, missing = decode(memory, [each for each in ids if each is not None])
+    decoder = None if missing else lambda ids: decode(memory, ids)[0] or ""
 
     @cache
     def piece(document: str, block: int) -> str | None:
         try:
-            return decode(memory, memory.document(document).tokens(block).tolist())[0]
+            text, _ = decode(memory, memory.document(document).tokens(block).tolist())
         except (NotFound, DamagedError):  # forgotten since, or unreadable now
             return None
+        return text and whole_characters(text)
 
     def blocks(of: Sequence[Step]) -> list[dict[str, Any]]:
         return [
             {"document": document, "block": block, "weight": weight, "text": piece(document, block)}
             for document, block, weight in most_weight(of, layer=layer, head=head)
         ]
+
+    def tokens(of: Step) -> list[dict[str, Any]]:
+        looks = [look for look in of.looks if layer in (None, look.layer) and look.offsets is not None]
+        found = uses(looks, head=head, unit=unit if isinstance(unit, int) and unit > 0 else 1)[:top]
+        places = [(use, (use.document, use.block, use.offset or 0)) for use in found]
+        return [use._asdict() | {"text": in_context(memory, decoder, *place)} for use, place in places]
 
     return {
         "trace": recorded.number,
@@ -137,6 +154,7 @@ def describe(
                 )[0],
                 "seconds": each.seconds,
                 "blocks": blocks([each]),
+                "tokens": tokens(each),
                 "looks": [_look(look) for look in each.looks if layer in (None, look.layer)],
             }
             for each in steps
@@ -160,24 +178,13 @@ def _look(look: Look) -> dict[str, Any]:
     from memstore.memory.traces import TIERS
 
     names = [None, *TIERS]
-    return {
-        "layer": look.layer,
-        "row": look.row,
-        "documents": list(look.documents),
-        "document": look.document.tolist(),
-        "blocks": look.blocks.tolist(),
-        "offsets": None if look.offsets is None else look.offsets.tolist(),
-        "scores": _numbers(look.scores),
-        "weights": _numbers(look.weights),
-        "fetched": look.fetched,
-        "tiers": [[names[tier + 1] for tier in row] for row in look.tiers.tolist()],
-        "search_us": round(look.search_us, 1),
-        "gather_us": round(look.gather_us, 1),
-    }
+    tiers = [[names[tier + 1] for tier in row] for row in look.tiers.tolist()]
+    return {name: _plain(value) for name, value in vars(look).items()} | {"fetched": look.fetched, "tiers": tiers}
 
 
-def _numbers(array: Any) -> list[list[float | None]]:
-    return [[None if value != value else value for value in row] for row in array.tolist()]
+def _plain(value: Any) -> Any:
+    value = value.tolist() if hasattr(value, "tolist") else value
+    return [_plain(each) for each in value] if isinstance(value, list) else None if value != value else value
 
 
 def _listed(opened: Memory, memory: str) -> Report:
@@ -185,25 +192,18 @@ def _listed(opened: Memory, memory: str) -> Report:
     traces = [{"trace": each.number, "steps": len(each), **each.info} for each in opened.traces.list()]
 
     def text(page: Page) -> None:
-        if traces:
-            page.table(
-                columns, [[_listed_cell(page, column, each.get(column)) for column in columns] for each in traces]
-            )
-        else:
-            page.line(_no_traces(memory))
+        shown = [
+            each
+            | {"started": page.brief(_moment(each.get("started")), each.get("started"))}
+            | {
+                "documents": ", ".join(each.get("documents") or []),
+                "question": page.excerpt(each.get("question") or "-"),
+            }
+            for each in traces
+        ]
+        page.table(columns, [[each.get(column) for column in columns] for each in shown], empty=_no_traces(memory))
 
     return Report(data={"memory": memory, "traces": traces}, text=text)
-
-
-def _listed_cell(page: Page, column: str, value: Any) -> object:
-    match column:
-        case "started":
-            return page.brief(_moment(value), value)
-        case "documents":
-            return ", ".join(value or [])
-        case "question" if value is not None:
-            return page.excerpt(value)
-    return value
 
 
 def _moment(started: str | None) -> str:
@@ -223,10 +223,12 @@ def _show(page: Page, data: dict[str, Any], top: int) -> None:
 
 
 def show_steps(page: Page, data: dict[str, Any], top: int) -> None:
-    """Print a table of the ``top`` blocks that each token was written with, from the result of ``describe``."""
+    """Print a table of the ``top`` blocks, or tokens, of each token, from the result of ``describe``."""
     several = len({used["document"] for used in data["blocks"]}) > 1
-    columns = ["step", "token", *(["document"] if several else []), "block", "weight", "text"]
-    page.table(columns, [row for step in data["steps"] for row in _rows(page, step, top, several=several)])
+    tokens = [token for step in data["steps"] for token in step["tokens"]]
+    scores = ["score", "layer"][: len({token["layer"] for token in tokens})]
+    columns = ["step", "token", *(["document"] if several else []), "block", "weight", *scores, "text"]
+    page.table(columns, [row for step in data["steps"] for row in _rows(page, step, top, columns)])
 
 
 def _facts(data: dict[str, Any]) -> Iterator[tuple[str, object]]:
@@ -237,28 +239,46 @@ def _facts(data: dict[str, Any]) -> Iterator[tuple[str, object]]:
     yield "question", data.get("question")
     yield "answer", data["answer"] if data["answer"] is not None else f"(no text: {data['text_missing']})"
     yield "documents" if len(names) > 1 else "document", ", ".join(names)
-    fetched = Counter(
-        tier
-        for step in data["steps"]
-        for look in step["looks"]
-        if look["fetched"]
-        for row in look["tiers"]
-        for tier in row
-        if tier is not None
-    )
+    lists = [row for step in data["steps"] for look in step["looks"] if look["fetched"] for row in look["tiers"]]
+    fetched = Counter(tier for row in lists for tier in row if tier is not None)
     if fetched:
         yield "fetched from", ", ".join(f"{tier} {count:,}" for tier, count in fetched.most_common())
 
 
-def _rows(page: Page, step: dict[str, Any], top: int, *, several: bool) -> Iterator[list[object]]:
-    """Yield a row for each block; tables for people show number and token of the step once."""
+def _rows(page: Page, step: dict[str, Any], top: int, columns: Sequence[str]) -> Iterator[list[object]]:
+    """Yield a row for each block, or token; tables for people show number and token of the step once."""
     number, token = step["step"], step["text"] if step["text"] is not None else step["token"]
-    for place, used in enumerate(step["blocks"][:top]):
+    for place, used in enumerate((step["tokens"] or step["blocks"])[:top]):
         first = [page.brief("", number), page.brief("", token)] if place else [number, token]
-        document = [used["document"]] if several else []
+        document = [used["document"]] if "document" in columns else []
+        scores = [used.get(name) for name in ("score", "layer") if name in columns]
         weight = page.brief(f"{used['weight']:.4f}", used["weight"])
-        text = used["text"] and page.brief(excerpt(used["text"], step["said"] or ""), used["text"])
-        yield [*first, *document, used["block"], weight, text]
+        text = used["text"]
+        if not step["tokens"]:
+            text = text and page.brief(excerpt(text, step["said"] or ""), text)
+        yield [*first, *document, used["block"], weight, *scores, text]
+
+
+def in_context(
+    memory: Memory, decode: Callable[[list[int]], str] | None, document: str, block: int, offset: int
+) -> str | None:
+    """Return a token of ``block`` in brackets, between some of its neighbours; None if it cannot be read."""
+    parts = list[list[int]]()
+    for number in (block - 1, block, block + 1):
+        try:
+            parts.append(memory.document(document).tokens(number).tolist())
+        except (NotFound, DamagedError):  # forgotten since, or unreadable now
+            parts.append([])
+    if decode is None or not parts[1]:
+        return None
+    ids, at = [each for part in parts for each in part], len(parts[0]) + offset
+    before, until, text = (decode(ids[:end]) for end in (at, at + 1, len(ids)))
+    before = before.rstrip("\N{REPLACEMENT CHARACTER}")  # the token may complete a character
+    token, after = until[len(before) :], text[len(until) :]
+    blank = token[: len(token) - len(token.lstrip())]
+    left, right, half = re.sub(r"\s+", " ", before + blank), re.sub(r"\s+", " ", after), WIDTH // 2
+    begin, end = ("…" if len(each) > half else "" for each in (left, right))
+    return f"{begin}{left[-half:]}[{token.strip() or '␣'}]{right[:half]}{end}"
 
 
 def excerpt(text: str, said: str) -> str:

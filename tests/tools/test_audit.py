@@ -125,3 +125,21 @@ def test_a_memory_without_a_model_says_so(cli: Cli, memory: Path) -> None:
     assert (done.code, "--model" in done.err) == (2, True)
     with memstore.open(memory, mode="r") as opened:
         assert opened.get_info("model") is None
+
+
+@pytest.mark.parametrize("kind", ["attached", "landmark", "knn"])
+def test_an_audit_can_be_recorded(kind: str, cli: Cli, request: pytest.FixtureRequest) -> None:
+    path = request.getfixturevalue(kind)
+    done = cli("audit", path, "What is new?", "--max-tokens", 3, "--trace", "--json")
+    assert done.code == 0, done.err
+    assert 0 < done.json["memory"] <= 1, "the share of attention on blocks"
+    told = cli("trace", path, done.json["trace"], "--json").json
+    assert (told["question"], told["answer"], len(told["steps"])) == ("What is new?", done.json["answer"], 3)
+    assert all(step["looks"] for step in told["steps"])
+    missed = [list(each.values())[:5] for each in done.json["missed_tokens"]]
+    assert [each[:4] for each in told["missed"]] == [each[:4] for each in missed]
+    assert [each[4] for each in told["missed"]] == pytest.approx([each[4] for each in missed], abs=1e-6)
+    assert bool(missed) == (kind == "knn")
+    shown = cli("audit", path, "What is new?", "--max-tokens", 3, "--trace")
+    assert f"as trace {done.json['trace'] + 1}: memstore view {path}" in shown.out
+    assert ("[missed: " in shown.out) == (kind != "knn"), "tokens stand for their blocks"

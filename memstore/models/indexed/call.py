@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from memstore.device_copies import to_device
 from memstore.errors import InvalidArgument
 from memstore.kernels.latent_attention import attend_rows
 from memstore.memory import Document
-from memstore.memory.trace_file import Array, Look
+from memstore.models.cache import ranked_look
 from memstore.models.indexed.family import IndexedLayer, spread
 from memstore.models.indexed.keys import DocumentKeys, Rows
 from memstore.models.indexed.ops import Chosen, choose, softmax
@@ -46,9 +46,8 @@ class IndexChoice(Choice):
     """``[lists, K]``; None if the choice is another layer's."""
     weights: Tensor
     """``[H, K]``: each token's part of the layer's attention."""
-    tiers: Array | None
-    spent: float
-    """Microseconds of choosing."""
+    spent: tuple[float, float]
+    """Microseconds of choosing, and of gathering."""
 
     @property
     def searched(self) -> bool:  # type: ignore[override]  # it is never set
@@ -56,27 +55,22 @@ class IndexChoice(Choice):
 
     def draft(self) -> Draft:
         """Return the tokens, best score first; see ``Choice``."""
-        size = self.call.document.memory.spec.block_size
+        call, row, size = self.call, self.rows[0], self.call.document.memory.spec.block_size
         ids, weights = as_array(self.ids), as_array(self.weights)
         scores = np.full(ids.shape, np.nan, np.float32) if self.scores is None else as_array(self.scores)
-        order = np.argsort(np.where(ids < 0, np.inf, -np.nan_to_num(scores, nan=-1e30)), axis=1, kind="stable")
-        lists = np.arange(len(weights)) * len(ids) // len(weights)
-        weights = np.take_along_axis(weights, order[lists], 1)
-        ids, scores = (np.take_along_axis(each, order, 1) for each in (ids, scores))
-        tiers = np.full(ids.shape, -1) if self.tiers is None else np.take_along_axis(self.tiers, order, 1)
-        blocks = np.where(ids < 0, -1, ids // size)
-        stored = (ids >= 0) & (ids < self.call.tokens)
-        look = Look(
-            layer=self.layer,
-            row=self.rows[0],
-            documents=self.call.origin.names,
-            document=np.where(stored, 0, -1).astype(np.int16),
-            blocks=blocks,
+        scores = np.where(ids < 0, -np.inf, scores)
+        source = self.layer if self.described.source is None else self.described.source
+        tiers = call.origin.tiers(call.slots.at[source], ids // size)
+        look = ranked_look(self.layer, row, call.origin, ids, scores, weights, tiers, self.spent)
+        ids, own = look.blocks, look.blocks - call.tokens
+        asked = call.asked[row] if call.counts[row] else np.inf
+        spans = [own > np.inf, own > np.inf, (own >= 0) & (own < asked), own >= asked]  # no sink or window
+        look = replace(
+            look,
+            document=np.where((ids >= 0) & (own < 0), 0, -1).astype(np.int16),
+            blocks=ids // size,
             offsets=np.where(ids < 0, -1, ids % size),
-            scores=np.where(ids < 0, -np.inf, scores).astype(np.float32),
-            weights=weights.astype(np.float32),
-            tiers=tiers.astype(np.int8),
-            search_us=self.spent,
+            elsewhere=np.stack([(look.weights * span[look.by_head()]).sum(1) for span in spans], 1),
         )
         return Looks([look])
 
@@ -167,6 +161,8 @@ class IndexedCall:
         self.locals = [Local(slots, keys, like, self.pending) for _ in range(rows)]
         self.counts = [0] * rows
         """Tokens of each row before the current pass, without padding."""
+        self.asked = [0] * rows
+        """Tokens of each row's first pass: the question."""
         self.origin = Origin(document, like.device, stored=document.n_blocks)
         self.ended = False
         self.only: int | None = None
@@ -192,10 +188,9 @@ class IndexedCall:
 
     def end(self) -> None:
         """Count the tokens of a pass that succeeded."""
-        self.counts = [
-            count + (self._new if real is None else len(real))
-            for count, real in zip(self.counts, self._real, strict=True)
-        ]
+        new = [self._new if real is None else len(real) for real in self._real]
+        self.asked = [asked if count else n for asked, count, n in zip(self.asked, self.counts, new, strict=True)]
+        self.counts = [count + n for count, n in zip(self.counts, new, strict=True)]
         self.length += self._new
         self._choices = {}
 
@@ -258,7 +253,9 @@ class IndexedCall:
             if ask is None:
                 ids = self._choices[layer.takes if layer.takes is not None else -1][row]
             else:
-                ids, scores = self._choose(layer, row, ask, weights, places)
+                best = self._best(layer, row, ask, weights, places)
+                chosen = _tokens(layer, best, places.repeat_interleave(layer.lists))
+                ids, scores = (each.unflatten(0, (-1, layer.lists)) for each in chosen)  # [S, lists, K]
                 self._choices.setdefault(layer.index, [torch.empty(0)] * len(self.locals))[row] = ids
         else:
             offsets = torch.arange(1 - layer.sees, 1, device=query.device)
@@ -267,22 +264,14 @@ class IndexedCall:
         pieces = _pieces(ids, layer.row_width, int(places[-1]) + 1)
         out = [self._mix(layer, source, row, query[some], ids[some]) for some in pieces]
         if self.observers and layer.sees == "chosen":
+            again = time.perf_counter()
             table, at = self._table(layer, source, row, ids[-1:])
-            parts, best = self.weights(layer, query[-1], table, at[0]), None if scores is None else scores[-1]
-            self._tell(layer, row, source, query[-1], ids[-1], best, parts, chosen_at - begun)
+            spent = 1e6 * (chosen_at - begun), 1e6 * (time.perf_counter() - again)
+            parts, last = self.weights(layer, query[-1], table, at[0]), None if scores is None else scores[-1]
+            choice = IndexChoice(layer.index, [row], layer, self, query[-1], ids[-1], last, parts, spent)
+            for observer in self.observers:
+                observer.choice(choice)
         return torch.cat(out)
-
-    def _choose(
-        self, layer: IndexedLayer, row: int, ask: Tensor, weights: Tensor | None, places: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return tokens ``[S, lists, K]`` that index queries ``ask [S, heads, D]`` choose, -1 for unused, and scores.
-
-        The queries stand at ``places [S]``. Tokens that are always seen are included, with a score of NaN.
-        """
-        best = self._best(layer, row, ask, weights, places)
-        places = places if layer.lists == 1 else places.repeat_interleave(layer.lists)
-        ids, scores = _tokens(layer, best, places)
-        return ids.unflatten(0, (-1, layer.lists)), scores.unflatten(0, (-1, layer.lists))
 
     def _best(self, layer: IndexedLayer, row: int, ask: Tensor, weights: Tensor | None, places: Tensor) -> Chosen:
         """Return the units that index queries ``ask [S, heads, D]`` choose, for each of ``lists`` in turn."""
@@ -333,19 +322,24 @@ class IndexedCall:
             best = Chosen(torch.where(units < (places[:, None] + 1) // layer.unit, units, -1), torch.empty(0))
         else:
             best = self._best(layer, row, ask, weights, places)
-        chosen_at = time.perf_counter()
+        chosen_at, gathering = time.perf_counter(), 0.0
         out = []
         for some in _pieces(torch.cat([window, best.ids], 1)[:, None], layer.row_width, int(places[-1]) + 1):
+            again = time.perf_counter()
             table, near = self._table(layer, slot, row, window[some])
             units, far = _distinct(best.ids[some])
             table = torch.cat([table, self._entries(layer, slot, row, units)])
+            gathering = time.perf_counter() - again
             ids = torch.cat([near, torch.where(far < 0, -1, far + len(table) - len(units))], 1)
             rows = table[:, None]
             out.append(attend_rows(query[some], rows, rows, ids, scale=layer.scaling, sinks=layer.sinks)[0])
         if self.observers and ask is not None:
             parts = self.weights(layer, query[-1], table, ids[-1:])[:, window.shape[1] :]
             begins = torch.where(best.ids[-1:] < 0, -1, best.ids[-1:] * layer.unit)
-            self._tell(layer, row, slot, query[-1], begins, best.scores[-1:], parts, chosen_at - begun)
+            spent = 1e6 * (chosen_at - begun), 1e6 * gathering
+            choice = IndexChoice(layer.index, [row], layer, self, query[-1], begins, best.scores[-1:], parts, spent)
+            for observer in self.observers:
+                observer.choice(choice)
         return torch.cat(out)
 
     def _entries(self, layer: IndexedLayer, slot: int, row: int, units: Tensor) -> Tensor:
@@ -395,35 +389,6 @@ class IndexedCall:
             found = torch.einsum("sghn,ngv->sghv", weights.unflatten(1, (layer.groups, -1)), values).flatten(1, 2)
             gathered, most = gathered * shrunk + found, above
         return (gathered / total).to(query.dtype)
-
-    def _tell(
-        self,
-        layer: IndexedLayer,
-        row: int,
-        source: int,
-        query: Tensor,
-        ids: Tensor,
-        scores: Tensor | None,
-        weights: Tensor,
-        spent: float,
-    ) -> None:
-        """Report the choice ``ids [lists, K]`` of the last token of ``row`` to the observers."""
-        size = self.document.memory.spec.block_size
-        tiers = self.origin.tiers(source, ids.cpu().numpy() // size) if bool((ids >= 0).any()) else None
-        choice = IndexChoice(
-            layer=layer.index,
-            rows=[row],
-            described=layer,
-            call=self,
-            query=query,
-            ids=ids,
-            scores=scores,
-            weights=weights,
-            tiers=tiers,
-            spent=1e6 * spent,
-        )
-        for observer in self.observers:
-            observer.choice(choice)
 
     def weights(self, layer: IndexedLayer, query: Tensor, table: Tensor, at: Tensor) -> Tensor:
         """Return the part of the attention of ``query [H, D]`` on each of the rows ``at [lists, K]``: ``[H, K]``."""

@@ -70,12 +70,9 @@ class IndexAuditor(Auditor):
         ids = choice.ids.cpu().repeat_interleave(len(weights) // len(choice.ids), 0)  # [H, K]
         ids = torch.where(ids < 0, count, ids // unit).clamp(max=count)
         chosen = torch.zeros(len(weights), count + 1, dtype=torch.bool).scatter_(1, ids, value=True)[:, :-1]
-        blocks = torch.arange(count * unit) // self._document.memory.spec.block_size
+        places, size = torch.arange(count * unit), self._document.memory.spec.block_size
         weights, chosen, scores = (x.repeat_interleave(unit, 1) for x in (weights / unit, chosen, logits[:, :count]))
-        self.tally.add(choice.layer, weights, chosen, scores, blocks=blocks)
-
-    def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more tokens would not help
-        return "the memory is empty: first read a text of at least one token"
+        self.tally.add(choice.layer, weights, chosen, scores, places=places, size=size)
 
 
 @torch.no_grad()

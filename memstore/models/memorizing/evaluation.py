@@ -18,9 +18,8 @@ of ``reach`` tokens in all layers together. A stock model with a memory sees its
 from __future__ import annotations
 
 import copy
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from memstore.attention.knn import KNNAttention
 from memstore.eval.evaluation import Evaluation
 from memstore.eval.perplexity import by_context
 from memstore.memory import Document
-from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, knn_memory_of
+from memstore.models.memorizing import MemorizingCache, knn_memory_of
 from memstore.models.memorizing.cache import KNNChoice
 from memstore.models.memorizing.reader import DocumentTokens, MemorizingReader
 from memstore.models.memorizing.stock import SEGMENT
@@ -92,10 +91,8 @@ class KNNAuditor(Auditor):
             weights = weights * self._layer.gate.sigmoid().float().cpu()[:, None]
         columns = torch.where(found >= 0, torch.searchsorted(places, found), len(places))
         chosen = torch.zeros(len(scores), len(places) + 1, dtype=torch.bool).scatter_(1, columns, value=True)[:, :-1]
-        # A single token means little to a reader, and its neighbours are missed with it. So misses are reported as
-        # blocks.
-        blocks = places // self._memory.stored.spec.block_size
-        self.tally.add(choice.layer, weights, chosen, scores, blocks=blocks)
+        size = self._memory.stored.spec.block_size
+        self.tally.add(choice.layer, weights, chosen, scores, places=places, size=size)
         parts = self._document.present(self._document.complete_blocks)
         recall = index_recall(self._document.layer(0), query[:, None], self._layer.top_k, parts, piece=READ)
         self.tally.add_index_recall(choice.layer, recall)
@@ -106,9 +103,6 @@ class KNNAuditor(Auditor):
         numbers = torch.arange(own.numbers(0).start, own.numbers(0).stop)
         keys = own.keys[0][:, (numbers % own.capacity).to(own.keys.device)].float().cpu()
         return _with_keys(query, keys), len(self._document) + numbers
-
-    def nothing(self, tokens: int) -> str:  # noqa: ARG002 - more of them would not help
-        return "the memory is empty: first read a text of at least one token"
 
 
 def _products(document: Document, query: Tensor) -> Tensor:
@@ -143,19 +137,22 @@ def silent(tokens: int) -> None:
     """Ignore the number of ``tokens`` that were read."""
 
 
-class _Scorer(ABC):
+class MemorizingScorer:
     """Reads documents with a memory of tokens of any size, one segment in each call."""
-
-    reach: int
-    """Earlier tokens that could help to predict a token without a memory."""
-    segment: int
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        self.segment: int = model.config.window
+        self.reach: int = model.config.num_hidden_layers * self.segment
+        """Earlier tokens that could help to predict a token without a memory."""
 
-    @abstractmethod
-    def reading(self, size: int) -> AbstractContextManager[dict[str, Any]]:
+    @contextmanager
+    def reading(self, size: int) -> Iterator[dict[str, Any]]:
         """Start with an empty memory of ``size`` tokens, and give the arguments for each call of the model."""
+        config = copy.deepcopy(self._model.config)
+        config.memory_size = size
+        cache = MemorizingCache(config, 1)
+        yield {"past_key_values": cache, "use_cache": True}
 
     @torch.no_grad()
     def losses(self, tokens: Tensor, size: int, advance: Advance = silent) -> Tensor:
@@ -170,32 +167,16 @@ class _Scorer(ABC):
         return torch.cat(losses)
 
 
-class MemorizingScorer(_Scorer):
-    """Reads documents with a Memorizing Transformer."""
-
-    def __init__(self, model: MemorizingForCausalLM) -> None:
-        super().__init__(model)
-        self.segment = model.config.window
-        self.reach = model.config.num_hidden_layers * self.segment
-
-    @contextmanager
-    def reading(self, size: int) -> Iterator[dict[str, Any]]:
-        config = copy.deepcopy(self._model.config)
-        config.memory_size = size
-        cache = MemorizingCache(config, 1)
-        yield {"past_key_values": cache, "use_cache": True}
-
-
-class StockScorer(_Scorer):
+class StockScorer(MemorizingScorer):
     """Reads with a stock model and its memory. It sees one segment, and finds earlier tokens by its memory alone."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        super().__init__(model)
+        self._model = model
         self.reach = self.segment = model.config.knn_memory.get("window", SEGMENT)
 
     @contextmanager
     def reading(self, size: int) -> Iterator[dict[str, Any]]:
-        """See ``_Scorer``. At the end, even after errors, the memory is empty and as large as before."""
+        """See ``MemorizingScorer``. At the end, even after errors, the memory is empty and as large as before."""
         memory = knn_memory_of(self._model)
         memory.clear()
         usual, memory.memory_size = memory.memory_size, size
@@ -206,7 +187,7 @@ class StockScorer(_Scorer):
             memory.clear()
 
 
-def by_memory(scorer: Callable[[Any], _Scorer]) -> Callable[..., Report]:
+def by_memory(scorer: Callable[[Any], MemorizingScorer]) -> Callable[..., Report]:
     """Make the measurement of perplexity; see ``by_context``. Texts are read in segments, as in training."""
 
     def after_window(model: Any, text: Tensor, scored: int) -> Tensor:

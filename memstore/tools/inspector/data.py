@@ -142,20 +142,9 @@ def documents(memory: Memory, part: str = "") -> dict[str, Any]:
     shown = []
     for each in found[:MOST_DOCUMENTS]:
         with suppress(NotFound):  # forgotten just now
-            shown.append(_document(each))
+            live, facts = each.blocks, {"id": each.id, "name": printable(each.name), "pinned": each.pinned}
+            shown.append({**facts, "tokens": len(each), "first": live.start, "stop": live.stop})
     return {"documents": shown, "found": len(found)}
-
-
-def _document(document: Document) -> dict[str, Any]:
-    live = document.blocks
-    return {
-        "id": document.id,
-        "name": printable(document.name),
-        "tokens": len(document),
-        "first": live.start,
-        "stop": live.stop,
-        "pinned": document.pinned,
-    }
 
 
 def document_of(memory: Memory, number: int) -> Document:

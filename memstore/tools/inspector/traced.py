@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from memstore.errors import DamagedError, InvalidArgument, NotFound, printable
-from memstore.memory.traces import ELSEWHERE, KEPT, TIERS, Step, Trace, best_looks, counted, elsewhere, most_weight
-from memstore.tools.inspector.data import Words, sizes
+from memstore.memory.traces import ELSEWHERE, KEPT, TIERS, Step, Trace, counted, elsewhere, most_weight, uses
+from memstore.tools.inspector.data import Words, document_of, sizes
 
 if TYPE_CHECKING:
     from memstore.memory import Memory
@@ -118,7 +118,7 @@ def trace(
     pieces = _pieces(found, facts["prompt"], words, steps)
     return {
         "number": trace,
-        **{name: facts[name] for name in ("mechanism", "ended", "layers", "heads", "top_k")},
+        **{name: facts[name] for name in ("mechanism", "ended", "layers", "heads", "top_k", "unit")},
         "question": _question(facts, words),
         "length": len(found),
         "tiers": [*TIERS, KEPT],
@@ -198,26 +198,51 @@ def step(
 
     Raises ``NotFound`` and ``DamagedError``.
     """
-    for found in memory.traces.get(trace).steps(step, step + 1):
-        looks = [look for look in _first_row(found).looks if layer in (None, look.layer)]
-        used = most_weight([replace(found, looks=looks)], head=head)
-        details = best_looks(looks)
-        places = [
-            place | {"weight": weight} | details.get((name, block), {})
-            for (name, block, weight), place in zip(used, _places(memory, words, used), strict=False)
-        ]
-        return {"step": step, "blocks": places, "kept": bool(found.looks)}
+    recorded = memory.traces.get(trace)
+    for found in recorded.steps(step, step + 1):
+        return {"step": step, "kept": bool(found.looks), **_used(memory, words, recorded, [found], layer, head)}
     raise NotFound(f"trace {trace} has no step {step}.")
 
 
 def used(memory: Memory, words: Words, trace: int, layer: int | None = None, head: int | None = None) -> dict[str, Any]:
     """Return the blocks that a whole trace used, most weight first. Raises ``NotFound`` and ``DamagedError``."""
-    found = memory.traces.get(trace).used(layer=layer, head=head)
-    places = _places(memory, words, found)
-    return {
-        "found": len(found),
-        "blocks": [place | {"weight": each[2]} for place, each in zip(places, found, strict=False)],
+    recorded = memory.traces.get(trace)
+    return _used(memory, words, recorded, recorded.steps(), layer, head)
+
+
+def _used(
+    memory: Memory, words: Words, trace: Trace, steps: Sequence[Step], layer: int | None, head: int | None
+) -> dict[str, Any]:
+    """Return the blocks that ``steps`` used, most weight first, and then those with missed tokens only.
+
+    A block of which single tokens were chosen or missed has them by their offsets: weight, best score and its layer,
+    and the share of attention that was missed. Then it also has the text of each token.
+    """
+    looks = [look for step in steps for look in _first_row(step).looks if layer in (None, look.layer)]
+    found = uses(looks, head=head)
+    blocks: dict[tuple[str, int], dict[str, Any]] = {
+        use[:2]: use._asdict() | {"tokens": {}} for use in found[:MOST_BLOCKS]
     }
+    for use in uses([look for look in looks if look.offsets is not None], head=head, unit=1):
+        if use[:2] in blocks:
+            blocks[use[:2]]["tokens"][use.offset] = {"weight": use.weight, "score": use.score, "layer": use.layer}
+    shown = {step.number for step in steps}
+    for each in _all_of(list, trace.info.get("missed")):
+        match each:
+            case [int(step), str(name), int(block), int(offset), float(share)] if step in shown and 0 <= share <= 1:
+                new: dict[str, Any] = {"document": name, "block": block, "weight": 0.0, "tokens": {}}
+                of = blocks.setdefault((name, block), new) if len(blocks) < 2 * MOST_BLOCKS else new
+                token = of["tokens"].setdefault(offset, {})
+                token["missed"] = token.get("missed", 0.0) + share / len(steps)
+    numbers = _numbers(memory)
+    for of in blocks.values():
+        name, text, pieces = of["document"], None, list[str]()
+        if name in numbers:
+            with suppress(NotFound):  # forgotten or cut since
+                ids = memory.document(name).tokens(of["block"]).tolist()
+                text, pieces = printable(words.of(ids)), words.pieces(ids) if of["tokens"] else []
+        of |= {"document": numbers.get(name), "name": printable(name), "text": text, "pieces": pieces}
+    return {"found": len(found), "blocks": list(blocks.values())}
 
 
 def using(memory: Memory, document: int, block: int) -> dict[str, Any]:
@@ -225,9 +250,7 @@ def using(memory: Memory, document: int, block: int) -> dict[str, Any]:
 
     Raises ``NotFound`` and ``DamagedError``.
     """
-    name = next((name for name, number in _numbers(memory).items() if number == document), None)
-    if name is None:
-        raise NotFound(f"document {document} is not in this memory, or no longer.")
+    name = document_of(memory, document).name
     begun, traces, answer = time.monotonic(), memory.traces.list(), []
     looked = 0
     for each in reversed(traces):
@@ -245,19 +268,6 @@ def _first_row(step: Step) -> Step:
     return replace(step, looks=[look for look in step.looks if look.row == 0])
 
 
-def _places(memory: Memory, words: Words, used: Sequence[tuple[str, int, float]]) -> list[dict[str, Any]]:
-    """Return places and texts of the first ``MOST_BLOCKS`` of ``used``, if they still exist."""
-    numbers = _numbers(memory)
-    places = []
-    for name, block, _ in used[:MOST_BLOCKS]:
-        text = None
-        if name in numbers:
-            with suppress(NotFound):  # forgotten or cut since
-                text = printable(words.of(memory.document(name).tokens(block).tolist()))
-        places.append({"document": numbers.get(name), "name": printable(name), "block": block, "text": text})
-    return places
-
-
 def _numbers(memory: Memory) -> dict[str, int | None]:
     """Return the number of every document that exists now, by name."""
     return {each.name: each.id for each in memory.documents() if not each.gone}
@@ -273,7 +283,7 @@ def _facts(info: Mapping[str, Any]) -> dict[str, Any]:
     A fact of the wrong type counts as missing, and a very long one is cut. ``documents`` are names as they are stored;
     all other texts are ``printable``.
     """
-    heads, top_k = info.get("heads"), info.get("top_k")
+    heads, top_k, unit = (info.get(name) for name in ("heads", "top_k", "unit"))
     return {
         **{name: _text(info.get(name)) for name in ("mechanism", "question", "started")},
         "ended": bool(info.get("ended")),
@@ -282,6 +292,7 @@ def _facts(info: Mapping[str, Any]) -> dict[str, Any]:
         "layers": _all_of(int, info.get("layers"))[:MOST_NAMED],
         "heads": min(MOST_NAMED, heads) if isinstance(heads, int) else 0,
         "top_k": top_k if isinstance(top_k, int) else None,
+        "unit": unit if isinstance(unit, int) and unit > 0 else 1,
     }
 
 

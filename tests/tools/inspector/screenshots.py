@@ -1,6 +1,7 @@
 """Pictures of the inspector page for the docs, of the memory that ``memstore demo`` makes: ``make screenshots``.
 
-With a path, of the demo's memory that is there: ``python -m tests.tools.inspector.screenshots demo.mem``.
+With a path, of the demo's memory that is there: ``python -m tests.tools.inspector.screenshots demo.mem``. The last one
+is of Python's language reference, read by a model with an index of its own.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from pydoc_data.topics import topics
 
 import memstore
 from memstore.errors import NotFound
-from memstore.tools import demo
+from memstore.tools import app, demo
 from tests.tools.inspector.pages import CHROMEDRIVER, CHROMIUM, chromium, served
 from tests.tools.inspector.test_page import Seen
 
@@ -43,6 +45,28 @@ def answer(seen: Seen) -> None:
     seen.until("document.querySelector('.row.lit')")
     seen.click("#used li:nth-child(1) button")
     seen.wait_for("#block", "most in step")
+
+
+def tokens(seen: Seen) -> None:
+    """The third digit of a passkey, and the tokens that the model's own index chose for it, and missed."""
+    seen.click("#answer .token:nth-child(3)")
+    seen.wait_for("#used h2", "step 2")
+    seen.click(".picks button")
+    seen.until("document.querySelector('.row .pointed')")
+    seen.wait_for("#block", "Retrieved by")
+
+
+def indexed_memory() -> Path:
+    """A memory here, ``reference.mem``, that an index chose from, and an audit of it."""
+    text = "\n".join(topics.values())
+    Path("reference.txt").write_text(f"{text[:60_000]}|The passkey is:48213|{text[60_000:66_000]}")
+    question = "|What is the passkey? The passkey is:"
+    for arguments in (
+        ("read", "reference.txt", "reference.mem", "--model", "indexed-passkey"),
+        ("audit", "reference.mem", question, "--max-tokens", "6", "--trace"),
+    ):
+        assert app.main([*arguments, "--json"]) == 0
+    return Path("reference.mem")
 
 
 def search(seen: Seen) -> None:
@@ -85,6 +109,10 @@ def main(made: Path | None = None) -> None:
             with page(memory, width=1000, dark=True) as seen:
                 answer(seen)
                 save(seen, "dark")
+        os.chdir(folder)
+        with memstore.open(indexed_memory(), mode="r") as memory, page(memory, width=960) as seen:
+            tokens(seen)
+            save(seen, "tokens")
 
 
 if __name__ == "__main__":

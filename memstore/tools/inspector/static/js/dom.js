@@ -55,27 +55,34 @@ export function bytes(number) {
 }
 
 /**
- * `text` as nodes, with every occurrence of `part`, whatever its case, in a <mark>; also where it begins in the text
- * `before` or goes on in the text `after`.
+ * Where `part` stands in `text`, whatever its case, as `[begin, end]`; also where it begins in the text `before` or goes
+ * on in the text `after`.
  */
-export function marked(text, part, before = "", after = "") {
-  if (!part) return [text];
+export function placesOf(text, part, before = "", after = "") {
+  if (!part) return [];
   const beyond = part.length - 1;
   const head = beyond ? before.slice(-beyond) : "";
   const whole = head + text + after.slice(0, beyond);
   const lower = whole.toLowerCase();
-  if (lower.length !== whole.length) return [text]; // letters whose small form is longer: places would be wrong
-  const nodes = [];
-  let from = 0;
+  if (lower.length !== whole.length) return []; // letters whose small form is longer: places would be wrong
+  const found = [];
   let place = lower.indexOf(part.toLowerCase());
   while (place >= 0) {
-    const begin = Math.max(from, place - head.length);
+    const begin = Math.max(found.at(-1)?.[1] ?? 0, place - head.length);
     const end = Math.min(text.length, place - head.length + part.length);
-    if (begin < end) {
-      nodes.push(text.slice(from, begin), h("mark", {}, text.slice(begin, end)));
-      from = end;
-    }
+    if (begin < end) found.push([begin, end]);
     place = lower.indexOf(part.toLowerCase(), place + part.length);
+  }
+  return found;
+}
+
+/** `text` as nodes, with every place of `part` in a <mark>; see `placesOf`. */
+export function marked(text, part, before = "", after = "") {
+  const nodes = [];
+  let from = 0;
+  for (const [begin, end] of placesOf(text, part, before, after)) {
+    nodes.push(text.slice(from, begin), h("mark", {}, text.slice(begin, end)));
+    from = end;
   }
   nodes.push(text.slice(from));
   return nodes;

@@ -6,6 +6,7 @@
 
 import { ink } from "./attention.js";
 import { h, marked, percent } from "./dom.js";
+import { runs, text as textOf } from "./tokens.js";
 
 const AROUND = 400; // pixels of rows kept above and below the view
 
@@ -17,6 +18,7 @@ export class Flow {
     this.chosen = chosen;
     this.moved = moved;
     this.lit = new Map();
+    Object.assign(this, { picked: new Map(), unit: 1, size: 1 });
     this.marks = "";
     this.selected = null;
     this.clear();
@@ -77,12 +79,24 @@ export class Flow {
     this.fill();
   }
 
-  /** Weights by block, to be shown; `marks` is a text that is marked wherever it stands. */
-  light(lit) {
-    this.lit = lit;
+  /**
+   * Weights by block, to be shown; and by block what was used of it, if tokens were chosen or missed: `unit` of them at
+   * a time, in blocks of `size`.
+   */
+  light(lit, picked = new Map(), unit = 1, size = 1) {
+    const changed = [...this.rows.children].filter((row) => [this.picked, picked].some((each) => each.has(Number(row.dataset.block))));
+    Object.assign(this, { lit, picked, unit, size });
+    if (changed.length) this.steady(() => changed.forEach((row) => delete row.dataset.here));
     for (const row of this.rows.children) this.tint(row);
   }
 
+  /** Bring a chosen token of a block into view, and frame it. */
+  point(block, offset) {
+    for (const each of this.rows.querySelectorAll(".pointed")) each.classList.remove("pointed");
+    this.row(block)?.querySelector(`[data-offset="${offset}"]`)?.classList.add("pointed");
+  }
+
+  /** A text that is marked wherever it stands. */
   mark(text) {
     this.marks = text;
     this.steady(() => {
@@ -183,7 +197,15 @@ export class Flow {
     const text = row.lastChild;
     text.className = block.dropped ? "text dropped" : "text";
     if (block.dropped) text.replaceChildren("a repair removed this block, because it was damaged");
-    else text.replaceChildren(...marked(block.text, this.marks, ...this.around(block.block)));
+    else text.replaceChildren(...this.words(block));
+  }
+
+  /** The text of a block; where its tokens were chosen, they are marked, if it still is the same text. */
+  words(block) {
+    const used = this.picked.get(block.block);
+    const around = this.around(block.block);
+    if (!used || used.pieces.join("") !== block.text) return marked(block.text, this.marks, ...around);
+    return textOf(used, runs(used, this.unit, this.size), this.unit, this.marks, ...around);
   }
 
   /** The texts before and after a block, as far as they are here. */
@@ -195,6 +217,7 @@ export class Flow {
     const block = Number(row.dataset.block);
     const share = this.lit.get(block);
     row.classList.toggle("lit", share !== undefined);
+    row.classList.toggle("by-token", this.picked.has(block));
     row.style.setProperty("--share", ink(share ?? 0));
     row.querySelector("i").textContent = share === undefined ? "" : percent(share);
     const selected = block === this.selected;

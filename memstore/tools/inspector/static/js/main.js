@@ -139,13 +139,14 @@ async function openFirst() {
   if (first) await openDocument(first);
 }
 
-async function goTo(id, number) {
+async function goTo(id, number, offset = null) {
   if (id !== state.document?.id) {
     const document = await find(id);
     if (!document) return;
     await openDocument(document, number);
   }
   flow.reveal(number);
+  if (offset !== null) flow.point(number, offset);
   await selectBlock(number);
 }
 
@@ -254,7 +255,7 @@ async function showTraceUse(lead = false) {
 }
 
 async function lightUp(used, words, named = null, lead = false) {
-  showUsed(words, used, (id, number) => runOn("text", goTo(id, number)), named);
+  showUsed(words, used, (id, number, offset) => runOn("text", goTo(id, number, offset)), named, unit(), state.memory.block_size);
   state.lit = used.blocks;
   const best = used.blocks.find((each) => each.document !== null && each.text !== null);
   if (best && best.document !== state.document?.id && (lead || !used.blocks.some((each) => each.document === state.document?.id))) {
@@ -268,11 +269,22 @@ async function lightUp(used, words, named = null, lead = false) {
 
 /** Light what the chosen token used of the document on the page. */
 function light() {
-  const lit = new Map();
-  for (const each of state.lit) if (each.document === state.document?.id) lit.set(each.block, each.weight);
-  flow.light(lit);
+  const [lit, picked] = [new Map(), new Map()];
+  for (const each of state.lit) {
+    if (each.document !== state.document?.id) continue;
+    if (each.tier !== undefined) lit.set(each.block, each.weight); // the others have missed tokens only
+    if (each.pieces?.length) picked.set(each.block, each);
+  }
+  flow.light(lit, picked, unit(), state.memory.block_size);
   strip.update({ lit });
+  const [chosen, missed] = ["weight", "missed"].map((what) => [...picked.values()].some((each) => Object.values(each.tokens).some((token) => token[what] !== undefined)));
+  at("marks").hidden = !chosen && !missed;
+  at("marks").replaceChildren(...(chosen ? [h("span", { class: "picked" }, "chosen"), " by the index, shaded by attention"] : []),
+    chosen && missed ? " · " : "", ...(missed ? [h("span", { class: "missed" }, "missed"), " by the index, says an audit"] : []));
 }
+
+/** Tokens that the model of the open traces chooses together. */
+const unit = () => answer.trace?.unit ?? 1;
 
 function listTraces() {
   showTraces(state.live, answer.trace?.number ?? null, other.trace?.number ?? null, (number) => runOn("answer", openTrace(number)),

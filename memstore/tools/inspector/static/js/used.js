@@ -2,10 +2,15 @@
 
 import { ink } from "./attention.js";
 import { at, h, percent, short } from "./dom.js";
+import { lists } from "./tokens.js";
 
-/** `go(document, block)` is called with the place that is clicked; `named` are the traces of weights, where two are shown. */
-export function showUsed(title, answer, go, named = null) {
-  const rows = answer.blocks.map((each) => {
+/**
+ * `go(document, block, offset)` is called with the place that is clicked; `named` are the traces of weights, where two
+ * are shown. Tokens that were chosen or missed are listed first: `unit` of them at a time, in blocks of `size`.
+ */
+export function showUsed(title, answer, go, named, unit, size) {
+  const picks = lists(answer.blocks, unit, size, go);
+  const rows = answer.blocks.filter((each) => each.tier !== undefined).map((each) => {
     const weights = each.weights ?? [each.weight];
     const row = h(
       "button",
@@ -13,7 +18,7 @@ export function showUsed(title, answer, go, named = null) {
       h("span", { class: "where" }, h("b", {}, h("bdi", {}, each.name), ` · ${each.block.toLocaleString("en")}`),
         weights.map((weight) => h("span", { class: "attention" }, weight === null ? "–" : percent(weight)))),
       h("span", { class: "facts" }, facts(each)),
-      h("span", { class: "text" }, each.text ?? "no longer in the memory"),
+      h("span", { class: "text" }, each.text?.replace(/^\ufffd+|\ufffd+$/g, "") ?? "no longer in the memory"),
     );
     row.style.setProperty("--share", ink(Math.max(...weights)));
     return h("li", {}, row);
@@ -22,6 +27,7 @@ export function showUsed(title, answer, go, named = null) {
     ? "The blocks of this step were dropped, because the size of traces is limited."
     : "No block was retrieved here with this layer and head.";
   at("used").replaceChildren(h("h2", {}, title, named && h("span", { class: "attention" }, named.map((name) => `trace ${name}`).join(" / "))),
+    ...picks, ...(picks.length && rows.length ? [h("h3", {}, "Their blocks")] : []),
     rows.length ? h("ol", { class: "list" }, rows) : h("p", { class: "empty" }, nothing));
   at("used").hidden = false;
 }
@@ -32,8 +38,14 @@ export function together(one, other) {
   for (const [place, used] of [one, other].entries()) {
     for (const each of used.blocks) {
       const key = `${each.name}\n${each.block}`;
-      if (!found.has(key)) found.set(key, { ...each, weights: [null, null] });
-      found.get(key).weights[place] = each.weight;
+      if (!found.has(key)) found.set(key, { ...each, weights: [null, null], tokens: {} });
+      const both = found.get(key);
+      both.weights[place] = each.weight;
+      if (each.pieces.length) both.pieces = each.pieces;
+      for (const [offset, token] of Object.entries(each.tokens)) {
+        const known = both.tokens[offset];
+        both.tokens[offset] = (token.weight ?? -1) > (known?.weight ?? -1) ? { ...known, ...token } : { ...token, ...known };
+      }
     }
   }
   const blocks = [...found.values()].map((each) => ({ ...each, weight: Math.max(...each.weights) }));

@@ -1,0 +1,119 @@
+// Tokens that a model chose one by one, in the text of their blocks: which, with which scores, and where the attention
+// then went; and those that an audit found missing.
+//
+// Marks differ by more than colour: chosen tokens have a solid line below, missed ones a dashed frame.
+
+import { ink } from "./attention.js";
+import { h, percent, placesOf, short } from "./dom.js";
+
+const AROUND = 8; // tokens before and after one in a list
+const LISTED = 12; // tokens in a list
+
+/**
+ * The runs of tokens that were chosen or missed together in a used block, in order:
+ * `{from, to, chosen, missed, weight, score, layer, tokens}`. A model with a `unit` of several tokens chooses these at
+ * once; where only the first of them is known, the whole unit is one entry.
+ */
+export function runs(block, unit, size) {
+  const found = [];
+  const offsets = Object.keys(block.tokens).map(Number).filter((offset) => offset < block.pieces.length).sort((one, other) => one - other);
+  for (const offset of offsets) {
+    const token = block.tokens[offset];
+    const number = token.weight === undefined ? `missed ${offset}` : Math.floor((block.block * size + offset) / unit);
+    let run = found.at(-1);
+    if (run?.number !== number) {
+      run = { number, from: offset, to: offset, chosen: token.weight !== undefined, missed: 0, weight: 0, score: null, layer: null, tokens: {} };
+      found.push(run);
+    }
+    run.to = offset;
+    run.missed += token.missed ?? 0;
+    run.weight += token.weight ?? 0;
+    if ((token.score ?? null) !== null && (run.score === null || token.score > run.score)) [run.score, run.layer] = [token.score, token.layer];
+    run.layer ??= token.layer ?? null;
+    run.tokens[offset] = token;
+  }
+  for (const run of found) {
+    const whole = (run.number + 1) * unit - block.block * size - 1;
+    if (unit > 1 && run.chosen && Object.keys(run.tokens).length === 1) run.to = Math.min(block.pieces.length - 1, whole);
+  }
+  return found;
+}
+
+/** What a run says of itself. */
+export function said(run, unit) {
+  const thing = unit > 1 ? `${unit} tokens chosen together` : "chosen";
+  return [
+    run.chosen && `${thing}: attention ${percent(run.weight)}`,
+    run.chosen && (run.score === null ? "no score: always seen, or another layer's choice" : `score ${short(run.score)} in layer ${run.layer}`),
+    run.missed > 0 && `${run.chosen ? "elsewhere " : ""}missed by the index: attention to everything would have given it ${percent(run.missed)}`,
+  ].filter(Boolean).join("\n");
+}
+
+/** The text of a used block as nodes, its runs marked, and every place of the text `part` in a <mark>. */
+export function text(block, found, unit, part, before, after) {
+  const words = block.pieces.join("");
+  const places = placesOf(words, part, before, after);
+  const begins = [0];
+  for (const piece of block.pieces) begins.push(begins.at(-1) + piece.length);
+  const plain = (from, to) => {
+    const nodes = [];
+    let at = from;
+    for (const [begin, end] of places) {
+      const [first, last] = [Math.max(begin, at), Math.min(end, to)];
+      if (first >= last) continue;
+      nodes.push(words.slice(at, first), h("mark", {}, words.slice(first, last)));
+      at = last;
+    }
+    return [...nodes, words.slice(at, to)];
+  };
+  const nodes = [];
+  let next = 0;
+  for (const run of found) {
+    nodes.push(...plain(begins[next], begins[run.from]));
+    const inside = [];
+    const alone = Object.keys(run.tokens).length === 1;
+    for (let offset = run.from; offset <= run.to; offset += 1) {
+      const piece = h("span", { class: "piece" }, plain(begins[offset], begins[offset + 1]));
+      if (begins[offset] === begins[offset + 1]) piece.append("·"); // its character ends with the next token
+      piece.style.setProperty("--share", ink(alone ? run.weight : run.tokens[offset]?.weight ?? 0));
+      inside.push(piece);
+    }
+    const kind = [run.chosen && "picked", run.missed > 0 && "missed"].filter(Boolean).join(" ");
+    nodes.push(h("span", { class: kind, title: said(run, unit), dataset: { offset: run.from } }, inside));
+    next = run.to + 1;
+  }
+  nodes.push(...plain(begins[next], words.length));
+  return nodes;
+}
+
+/** Lists of the runs of all used blocks: those with most attention, and the most missed ones. */
+export function lists(blocks, unit, size, go) {
+  const all = blocks.filter((block) => block.text !== null).flatMap((block) => runs(block, unit, size).map((run) => ({ block, run })));
+  const chosen = all.filter(({ run }) => run.chosen).sort((one, other) => other.run.weight - one.run.weight);
+  const missed = all.filter(({ run }) => run.missed > 0).sort((one, other) => other.run.missed - one.run.missed);
+  const thing = unit > 1 ? `runs of ${unit} tokens` : "tokens";
+  return [
+    chosen.length && h("h3", {}, `Chosen ${thing}`),
+    chosen.length && list(chosen, false, unit, go),
+    missed.length && h("h3", {}, "Missed tokens, says an audit"),
+    missed.length && list(missed, true, unit, go),
+  ].filter(Boolean);
+}
+
+function list(found, missing, unit, go) {
+  return h("ol", { class: "list picks" }, found.slice(0, LISTED).map(({ block, run }) => {
+    // Of a run of many tokens, the one with most attention.
+    const at = Object.keys(run.tokens).map(Number).reduce((best, offset) =>
+      ((run.tokens[offset].weight ?? 0) > (run.tokens[best].weight ?? 0) ? offset : best), run.from);
+    const words = (from, to) => block.pieces.slice(Math.max(0, from), Math.max(0, to)).join("").replaceAll("\n", " ");
+    const piece = block.pieces[at].replaceAll("\n", "⏎") || "·";
+    const told = `“${piece}” in block ${block.block}: ${said(run, unit).replaceAll("\n", "; ")}`;
+    const row = h("button", { type: "button", class: "hit", title: told, "aria-label": told, disabled: block.document === null, onclick: () => go(block.document, block.block, run.from) },
+      h("span", { class: "snippet" }, words(at - AROUND, at),
+        h("span", { class: missing ? "missed" : "picked" }, piece), words(at + 1, at + 1 + AROUND)),
+      h("span", { class: "facts" }, !missing && run.score !== null && `score ${short(run.score)} `,
+        h("span", { class: missing ? "missing" : "attention" }, percent(missing ? run.missed : run.weight))));
+    row.style.setProperty("--share", ink(missing ? 0 : run.weight));
+    return h("li", {}, row);
+  }));
+}
