@@ -198,6 +198,7 @@ class Attachment(ABC):
             self._stack.close()
         finally:
             self._memories = None
+            _return_freed_memory()
 
     def _join(self) -> None:
         """Join the other ranks if a process group was given."""
@@ -425,14 +426,11 @@ class Attachment(ABC):
     def _given(self, text: str | Chunks) -> Tensor | Iterable[Tokens]:
         """Return a text as token ids ``[n]`` int32, or its pieces as they are."""
         if isinstance(text, str):
-            return self._checked(torch.tensor(self._encoded(text), dtype=torch.int64))
+            return self._checked(as_tokens(self._encoded(text)))
         if not is_flat(text):
             return text  # type: ignore[return-value]  # pieces
-        if isinstance(text, Tensor):
-            if text.dtype == torch.bool:
-                raise InvalidArgument("expected token ids, got a boolean mask")
-            if text.dim() == 2 and len(text) == 1:
-                text = text[0]
+        if isinstance(text, Tensor) and text.dim() == 2 and len(text) == 1:
+            text = text[0]
         tokens = self._checked(as_tokens(text))  # type: ignore[arg-type]  # it raises for anything else
         if not len(tokens):
             raise InvalidArgument("the text has no tokens: pass a text that is not empty")
@@ -665,31 +663,31 @@ def pipelined(
     pending: Future[None] | None = None
     failure: BaseException | None = None
     source = iter(segments)
+
+    def computed() -> Iterator[M]:
+        nonlocal failure
+        while True:
+            try:
+                segment = next(source)
+            except StopIteration:
+                break
+            except BaseException as error:  # noqa: BLE001 - raised again once earlier results are committed
+                failure = error
+                break
+            if pool is not None:
+                computing.append(pool.submit(compute, segment))
+                if len(computing) > workers:
+                    yield computing.popleft().result()
+                continue
+            if pending is not None and not ahead:
+                pending.result()
+            yield compute(segment)
+        while computing:
+            yield computing.popleft().result()
+
     with background_workers(1) as writer, background_workers(workers) if workers else nullcontext() as pool:
         try:
-            while True:
-                try:
-                    segment = next(source)
-                except StopIteration:
-                    break
-                except BaseException as error:  # noqa: BLE001 - raised again once earlier results are committed
-                    failure = error
-                    break
-                if pool is None:
-                    if pending is not None and not ahead:
-                        pending.result()
-                    made = compute(segment)
-                else:
-                    computing.append(pool.submit(compute, segment))
-                    if len(computing) <= workers:
-                        continue
-                    made = computing.popleft().result()
-                if pending is not None:
-                    pending.result()
-                pending = writer.submit(commit, made)
-                yield made
-            while computing:
-                made = computing.popleft().result()
+            for made in computed():
                 if pending is not None:
                     pending.result()
                 pending = writer.submit(commit, made)

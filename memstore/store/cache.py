@@ -279,11 +279,14 @@ class BlockCache:
         return bool(self._device.capacity) and device == self._device.device
 
     def close(self) -> None:
-        """Stop reading ahead, and return when the thread has ended. Closing twice is allowed."""
+        """Stop reading ahead, wait for its thread, and drop all blocks. Closing twice is allowed."""
         with self._lock:
             self._closed, executor = True, self._executor
         if executor is not None:
             executor.shutdown(cancel_futures=True)
+        with self._lock:
+            for pool in (self._host, self._device):
+                pool.clear()
 
     def _expected(self, name: int) -> bool:
         return name == UNKEPT or name in self._host or name in self._coming
@@ -303,15 +306,13 @@ class BlockCache:
         if not self._host.capacity:
             return self._from_disk(blocks, unchanged)
         if self._coming:
-            for future in self._awaited(blocks.names):
+            with self._lock:
+                awaited = {self._coming[name] for name in blocks.names if name in self._coming}
+            for future in awaited:
                 # If the thread failed, reading the block here meets the same error and names it.
                 with suppress(Exception):
                     future.result()
         return self._through(self._host, blocks, lambda missing: self._from_disk(missing, unchanged))
-
-    def _awaited(self, names: Sequence[int]) -> set[Future[None]]:
-        with self._lock:
-            return {self._coming[name] for name in names if name in self._coming}
 
     def _through(self, pool: PagePool, blocks: BlockRefs, below: Callable[[BlockRefs], list[Tensor]]) -> list[Tensor]:
         """Return the blocks from ``pool``, and the missing ones from ``below``."""
@@ -424,9 +425,13 @@ class PagePool:
             self._slab.fill(np.array(list(of_page)), rows, np.array(list(of_page.values())))
         except BaseException:
             # The names have pages already, and their content is unknown: nothing in the pool can be trusted.
-            self._kept = S3Fifo(self._kept.pages)
+            self.clear()
             raise
         self.counts.prefetched += len(new) if ahead else 0
+
+    def clear(self) -> None:
+        """Drop all blocks, and their memory."""
+        self._kept, self._slab = S3Fifo(self._kept.pages), None
 
     def _allocate(self) -> _HostSlab | _DeviceSlab:
         if self.device is None or self.device.type == "cpu":

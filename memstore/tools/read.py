@@ -46,6 +46,8 @@ from memstore.tools.verb import (
 )
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from memstore.readers.attachment import ReadResult
     from memstore.readers.reader import Reader
 
@@ -279,7 +281,7 @@ def read_into(reader: Reader, source: str) -> Done:
     """Read a file or folder into the memory of an open reader; return the results for each changed file."""
     known, alone = Contents.of(reader.memory), not Path(source).is_dir()
     plan = plan_of(list(find([source])), known, None, encoding=None, alone=alone)
-    texts = [(each, encode(reader.tokenizer, each.content)) for each in plan.read]
+    texts = _tokens(plan.read, reader.tokenizer)
     sizes = [(len(ids), reader.stored_tokens(ids, each.document)) for each, ids in texts]
     check_room(reader.memory.url, reader, reader.memory.spec, sizes, known, tell=True)
     done = _read_each(reader, texts, {}, {}, plan, lambda _: None, many=True)
@@ -306,28 +308,23 @@ def _read_all(
         read_key(key)  # of a new memory: a bad key is reported before a model is loaded
     loaded = load(model, dtype, new=known is None)
     with waiting("counting tokens", show=not options.json):
-        texts = [(each, encode(loaded.tokenizer, each.content)) for each in plan.read]
+        texts = _tokens(plan.read, loaded.tokenizer)
     made: dict[str, Any] = {"block_size": options.block_size, "codec": options.codec} if known is None else {}
     how: dict[str, Any] = {"top_k": options.top_k, "index": options.index, "router": options.router, **made}
     reader = attached(loaded, options.memory, document=plan.read[0].document, **how)
+    room = partial(check_room, options.memory, reader, known=known, tell=not (options.json or options.cost))
     if known is None:  # before it is made: an empty memory would block another codec
-        sizes = [(len(ids), 0) for _, ids in texts]
-        cost = check_room(
-            options.memory, reader, reader.spec(), sizes, None, tell=not options.json and not options.cost
-        )
+        cost = room(reader.spec(), [(len(ids), 0) for _, ids in texts])
         if options.cost:
             return [cost._asdict()]
     with reader:
-        if not options.cost:
-            record_model(reader.memory, model, loaded)
         there = {each.document: reader.stored_tokens(ids, each.document) for each, ids in texts}
         new = sum(len(ids) - there[each.document] for each, ids in texts)
         if known is not None:
-            quiet = options.json or options.cost
-            sizes = [(len(ids), there[each.document]) for each, ids in texts]
-            cost = check_room(options.memory, reader, reader.memory.spec, sizes, known, tell=not quiet)
+            cost = room(reader.memory.spec, [(len(ids), there[each.document]) for each, ids in texts])
             if options.cost:
                 return [cost._asdict()]
+        record_model(reader.memory, model, loaded)
         by_many: dict[str, ReadResult] = {}
         if options.ray is not None:
             again = partial(load_model, model, str(loaded.model.dtype).removeprefix("torch."), device=options.device)
@@ -336,6 +333,11 @@ def _read_all(
         total = new if len(texts) > 1 and new >= TOLD and options.ray is None and not options.json else 0
         with progress_bar(counted(len(texts), "file"), 0, total, show=total > 0) as advance:
             return _read_each(reader, texts, by_many, noted, plan, advance, many=len(texts) > 1)
+
+
+def _tokens(files: list[FileText], tokenizer: Any) -> list[tuple[FileText, Tensor]]:
+    """Return each file with its token ids ``[n]`` (int32: a list of Python's integers takes ten times the memory)."""
+    return [(each, torch.tensor(encode(tokenizer, each.content), dtype=torch.int32)) for each in files]
 
 
 def _model_of(known: Contents | None, options: Options) -> tuple[str, str]:
@@ -347,7 +349,7 @@ def _model_of(known: Contents | None, options: Options) -> tuple[str, str]:
 
 def _read_each(
     reader: Reader,
-    texts: list[tuple[FileText, list[int]]],
+    texts: list[tuple[FileText, Tensor]],
     by_many: Mapping[str, ReadResult],
     noted: Mapping[str, str],
     plan: ReadPlan,
@@ -390,7 +392,7 @@ def _for_many(reader: Reader, text: FileText, there: int) -> bool:
 def _read_by_many(
     reader: Reader,
     load: Callable[[], LoadedModel],
-    texts: list[tuple[FileText, list[int]]],
+    texts: list[tuple[FileText, Tensor]],
     options: Options,
     noted: Mapping[str, str],
 ) -> dict[str, ReadResult]:
@@ -427,7 +429,7 @@ def _begun(reader: Reader, text: FileText, noted: Mapping[str, str]) -> tuple[di
 def _read_one(
     reader: Reader,
     text: FileText,
-    ids: list[int],
+    ids: Tensor,
     noted: Mapping[str, str],
     *,
     many: bool,
@@ -457,14 +459,14 @@ def _read_one(
     }
 
 
-def _check_same(reader: Reader, name: str, ids: list[int]) -> None:
+def _check_same(reader: Reader, name: str, ids: Tensor) -> None:
     """Raise ``InvalidArgument`` if the document holds another text."""
     from memstore.readers.attachment import another_text
 
     document = reader.memory.document(name)
     if document.blocks.start:
         return  # read() reports a document that has lost its first blocks
-    if (text := another_text(document, 0, torch.tensor(ids)[: len(document)])) is not None:
+    if (text := another_text(document, 0, ids[: len(document)])) is not None:
         raise InvalidArgument(
             f"{text}: give this text its own name (memstore read TEXT MEMORY --document NAME), or forget the "
             "other document first"

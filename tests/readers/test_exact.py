@@ -66,6 +66,18 @@ def test_everything_retrieved_at_true_positions_is_full_attention(model: PreTrai
     torch.testing.assert_close(logits_with_memory(model, ids[:213], ids[213:]), want, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("cut", [1, 7, 16, 500])
+def test_a_long_sink_and_short_segments_are_full_attention(cut: int) -> None:
+    model, ids = tiny("llama"), tokens(400)
+    sizes: dict[str, Any] = {"window": 32, "sink": 128, "segment": 16, "block_size": 16}
+    with attach(model, "ram:", document="text", retrieval=EXACT, **sizes) as attached:
+        for piece in ids[:333].split(cut):
+            attached.append(piece)
+        with torch.no_grad():
+            logits = model(ids[None, 333:]).logits[0]
+    torch.testing.assert_close(logits, full_logits(model, ids)[333:], rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_oss"])
 @pytest.mark.parametrize("share", ["none", "model"])
 def test_a_block_that_is_not_full_is_retrieved_as_far_as_it_goes(name: str, share: Any) -> None:

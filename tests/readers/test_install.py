@@ -158,7 +158,7 @@ def test_caches_that_cannot_be_used_are_refused() -> None:
         ([0.5, 1.0], r"integers of shape \[t\]"),
         ("abc", "pass the tokenizer"),
         ([2**70], "integers"),
-        (torch.ones(3, dtype=torch.bool), "got a boolean mask"),
+        (torch.ones(3, dtype=torch.bool), "not torch.bool"),
         ([5, 97], "from 0 to 96, got 5 to 97"),
         ([-1, 5], "got -1 to 5"),
     ],

@@ -310,6 +310,14 @@ def test_closing_ends_the_thread_and_drops_what_it_had_not_begun(
     assert threading.active_count() == before
 
 
+def test_closing_drops_the_blocks_in_memory(make_cache: Callable[..., BlockCache]) -> None:
+    cache = make_cache(30)
+    check(cache, 1, 2, 3)
+    assert cache.stats()["host"]["held_bytes"]
+    cache.close()
+    assert cache.stats()["host"]["held_bytes"] == 0
+
+
 def test_many_threads_read_right_bytes_beside_each_other(make_cache: Callable[..., BlockCache]) -> None:
     cache = make_cache(30, device_bytes=10 * PAGE, device=CPU)
 

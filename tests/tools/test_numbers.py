@@ -58,7 +58,8 @@ def faults() -> int:
     return min(rounds)
 
 
-ATTACH = {each["about"]["dtype"].removeprefix("torch."): each for each in rows("attach")}
+ATTACH = {each["about"]["dtype"].removeprefix("torch."): each for each in rows("attach") if "32768" in each["decode"]}
+"""The newest run of each precision."""
 LONG = rows("eval-passkey-100m")["rows"][0]
 RIGHT = next(row for row in rows("questions-answers")[0]["answers"] if row["with"] == "the right paragraphs")
 CARRIERS = {row["with"]: row for run in rows("answers") if run["task"] == "squad, carriers" for row in run["rows"]}

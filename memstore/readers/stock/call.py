@@ -430,6 +430,8 @@ class LayerStates(CallLayer):
             tokens = self.fetched.chosen.numbers.shape[-1] * call.selection.block_size
             fetched = range(self.fetched.start, self.fetched.start + tokens)
             return attend_together(call.sharded.ranks, fetched, q, keys, values, mask, **options)
+        if call.reading:  # it has one pass, and only the segment's states are stored
+            self.keys = self.values = torch.empty(0)
         return attend(q, keys, values, mask=mask, **options)
 
     def _fetch_prefix(self, k: Tensor, v: Tensor) -> None:

@@ -65,9 +65,10 @@ class SegmentReading:
         self._last_logits: Tensor | None = None
         sliding = [plan.sliding or 0 for plan in hooks.architecture.layers if plan.local]
         span = self.selection.retrieval.span
-        keep = max([window, span, *sliding]) + segment + self.spec.block_size
-        device = hooks.model.device
-        self.states = _RecentStates(job.document, device, keep=keep)
+        # A segment sees the tokens of a window before it, and of the sink if nothing lies between the two.
+        before = -(-(max([window, span, *sliding]) + sink) // self.spec.block_size) * self.spec.block_size
+        keep, device = before + segment, hooks.model.device
+        self.states = _RecentStates(job.document, device, before=before, segment=segment)
         self.codes = {
             layer: _RecentCodes(keep=keep, bits=self.spec.key_dtype == "bit")
             for layer in ([] if self.selection.by_layer else self.selection.index_layers)
@@ -117,10 +118,8 @@ class SegmentReading:
 
     def _keep(self, call: Call) -> None:
         """Keep the states of the segment, rounded to what is stored."""
-        for layer, states in enumerate(call.layers):
-            assert states.fresh is not None
-            keys, values = (x[0].detach() for x in states.fresh)
-            self.states.extend(layer, keys, values, at=self.tokens)
+        fresh = [states.fresh for states in call.layers if states.fresh is not None]
+        self.states.extend([(keys[0].detach(), values[0].detach()) for keys, values in fresh], at=self.tokens)
         for layer, recent in self.codes.items():
             recent.extend(call.codes[layer][0, :, 0], at=self.tokens)
 
@@ -248,23 +247,22 @@ def ending(segments: Iterator[Tensor]) -> Iterator[tuple[Tensor, bool]]:
 
 
 class _RecentStates(DocumentStates):
-    """States of the last tokens of a document, on the model's device. Older states come from the store.
+    """States of the segment that is read and of the tokens before it, on the model's device. Others are in the store.
 
-    The buffers have room for twice as many tokens as are kept. When a buffer is full, the kept tokens move to its
-    front.
+    The buffers have room for no more. When one is full, the tokens before its segment move to its front.
     """
 
-    def __init__(self, document: Document, device: torch.device, *, keep: int) -> None:
+    def __init__(self, document: Document, device: torch.device, *, before: int, segment: int) -> None:
         super().__init__(document, device)
-        self.keep, self.dtype = keep, getattr(torch, document.memory.spec.dtype)
-        self.start: dict[int, int] = {}
-        self.count: dict[int, int] = {}
-        """For each layer, the first token whose states are kept, and the number of kept tokens."""
-        self.buffers: dict[int, States] = {}
+        self.before, self.segment, self.dtype = before, segment, getattr(torch, document.memory.spec.dtype)
+        self.kept = range(0)
+        """The tokens whose states are kept."""
+        self.buffers: list[States] = []
+        """For each layer."""
 
     def read(self, layer: int, tokens: range) -> States:
-        if layer in self.start and tokens.start >= self.start[layer]:
-            return self._piece(layer, tokens.start - self.start[layer], len(tokens))
+        if self.kept and tokens.start >= self.kept.start:
+            return self._piece(layer, tokens)
         if tokens not in self._there:
             # Only the sink is read again and again. Anything else is read once here, after reopening.
             if len(self._there) > 1:
@@ -274,44 +272,42 @@ class _RecentStates(DocumentStates):
 
     def load(self, tokens: int) -> int:
         """Load the states of the last tokens of a document of ``tokens`` tokens; return the first of them."""
-        first = max(self.document.blocks.start, (tokens - self.keep) // self.block_size) * self.block_size
+        first = max(self.document.blocks.start * self.block_size, self._needed(tokens))
         if first < tokens:
-            for layer, states in enumerate(self._read(range(self.layers), range(first, tokens))):
-                self.extend(layer, *states, at=first)
+            self.extend(self._read(range(self.layers), range(first, tokens)), at=first)
         return first
 
-    def extend(self, layer: int, keys: Tensor, values: Tensor, *, at: int) -> None:
-        """Add states ``[G, n, D]`` of the tokens from ``at`` on, rounded to what is stored."""
-        if layer not in self.buffers:
-            self.start[layer], self.count[layer] = at, 0
-            self.buffers[layer] = self._buffer(keys), self._buffer(values)
-        if self.count[layer] + keys.shape[1] > self._room:
-            excess = (self.count[layer] - self.keep) // self.block_size * self.block_size
-            self.start[layer] += excess
-            self.count[layer] -= excess
-            kept = [x.clone() for x in self._piece(layer, excess, self.count[layer])]  # may overlap their new place
-            self._put(layer, 0, *kept)
-        self._put(layer, self.count[layer], keys, values)
-        self.count[layer] += keys.shape[1]
+    def extend(self, states: Sequence[States], *, at: int) -> None:
+        """Add the states ``[G, n, D]`` of each layer, of the tokens from ``at`` on, rounded to what is stored."""
+        if not self.kept:
+            self.kept = range(at, at)
+            self.buffers = [(self._buffer(keys), self._buffer(values)) for keys, values in states]
+        stop = at + states[0][0].shape[1]
+        if stop - self.kept.start > self.before + self.segment:
+            first = self._needed(at)
+            for buffer in chain(*self.buffers):  # old and new place may overlap
+                buffer[:, : at - first] = buffer[:, first - self.kept.start : at - self.kept.start].clone()
+            self.kept = range(first, at)
+        self.kept = range(self.kept.start, stop)
+        for layer, (keys, values) in enumerate(states):
+            self.replace(layer, keys, values, at=at)
 
     def replace(self, layer: int, keys: Tensor, values: Tensor, *, at: int) -> None:
         """Replace the states of the tokens from ``at`` on by ``[G, n, D]``."""
-        self._put(layer, at - self.start[layer], keys, values)
+        for piece, new in zip(self._piece(layer, range(at, at + keys.shape[1])), (keys, values), strict=True):
+            piece.copy_(new)
 
-    @property
-    def _room(self) -> int:
-        return 2 * self.keep + self.block_size
+    def _piece(self, layer: int, tokens: range) -> States:
+        keys, values = self.buffers[layer]
+        piece = slice(tokens.start - self.kept.start, tokens.stop - self.kept.start)
+        return keys[:, piece], values[:, piece]
+
+    def _needed(self, tokens: int) -> int:
+        """Return the first token, of a whole block, that the segment sees after ``tokens`` tokens."""
+        return max(0, tokens // self.segment * self.segment - self.before)
 
     def _buffer(self, like: Tensor) -> Tensor:
-        return torch.empty(like.shape[0], self._room, like.shape[2], dtype=self.dtype, device=like.device)
-
-    def _put(self, layer: int, first: int, keys: Tensor, values: Tensor) -> None:
-        for buffer, new in zip(self.buffers[layer], (keys, values), strict=True):
-            buffer[:, first : first + new.shape[1]] = new
-
-    def _piece(self, layer: int, first: int, count: int) -> States:
-        keys, values = self.buffers[layer]
-        return keys[:, first : first + count], values[:, first : first + count]
+        return like.new_empty(len(like), self.before + self.segment, like.shape[2], dtype=self.dtype)
 
 
 class _RecentCodes:
@@ -319,26 +315,23 @@ class _RecentCodes:
 
     def __init__(self, *, keep: int, bits: bool) -> None:
         self.keep, self.bits = keep, bits
-        self.start = 0
+        self.stop = 0
         self.codes: Tensor | None = None
 
     def extend(self, codes: Tensor, *, at: int) -> None:
         """Add codes ``[n, dim]`` of the tokens from ``at`` on."""
+        self.stop = at + len(codes)
         if self.bits:
             codes = torch.where(codes > 0, 1.0, -1.0)
-        if self.codes is None:
-            self.start = at
-        else:
-            codes = torch.cat((self.codes, codes))
-        excess = max(0, len(codes) - self.keep)
-        self.start, self.codes = self.start + excess, codes[excess:]
+        self.codes = (codes if self.codes is None else torch.cat((self.codes, codes)))[-self.keep :]
 
     def read(self, tokens: range) -> Tensor:
         """Return the codes ``[n, dim]`` of ``tokens`` that are kept."""
         first = max(0, tokens.start)  # at the beginning of a document there are fewer tokens than choose together
         assert self.codes is not None
-        assert first >= self.start, "these codes were dropped already"
-        return self.codes[first - self.start : tokens.stop - self.start]
+        start = self.stop - len(self.codes)
+        assert first >= start, "these codes were dropped already"
+        return self.codes[first - start : tokens.stop - start]
 
 
 @dataclass(frozen=True, eq=False)
