@@ -84,6 +84,14 @@ def test_a_watched_index_chooses_what_the_model_itself_chooses(blockwise: bool, 
     assert torch.allclose(logits(model, ids).logits, found, atol=1e-5) == choosing
 
 
+def test_local_blocks_take_no_place_from_chosen_ones() -> None:
+    model, indexes, ids = watched(True, choosing=True)
+    found = logits(model, ids).logits
+    for index in indexes:
+        index._indexer.local_blocks, index._indexer.topk_blocks = 2, 4
+    assert torch.equal(logits(model, ids).logits, found)
+
+
 @both
 @pytest.mark.parametrize("choosing", [False, True])
 def test_the_index_learns_from_attention_and_attention_not_from_it(blockwise: bool, choosing: bool) -> None:

@@ -69,7 +69,7 @@ BLOCKS: dict[str, Mapping[str, Any]] = {
     "tiny": {
         **_SIZES, "num_hidden_layers": 3, "layer_types": ["minimax_m3_sparse"] * 3,
         "dense_intermediate_size": 160, "num_key_value_heads": 2, "head_dim": 32,
-        "rotary_dim": 16, "index_n_heads": 2, "index_head_dim": 32, "index_block_size": 32, "index_topk_blocks": 3,
+        "rotary_dim": 16, "index_n_heads": 2, "index_head_dim": 32, "index_block_size": 32, "index_topk_blocks": 4,
         "index_local_blocks": 2, "num_local_experts": 1, "num_experts_per_tok": 1,
         "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5},
     }
@@ -161,8 +161,7 @@ class WatchedIndex(ABC):
     def _see_crowd(self, queries: Sequence[Tensor], keys: Tensor) -> None:
         """Sum the scores of the long text for the watched queries, ``[W, ...]``. Arguments as in ``_score``."""
         if len(self.watched):
-            crowd = keys.flatten(0, 1)[self.free]
-            crowd = torch.cat([crowd, self.bank.to(crowd)])
+            crowd = torch.cat([keys.flatten(0, 1)[self.free], self.bank.to(keys)])
             scores = self._score([each.flatten(0, 1)[self.watched][None] for each in queries], crowd[None])
             self._crowd = scores[0].float().logsumexp(-1) + math.log(self.crowd / len(crowd))
             self.latest = crowd[:BANK].detach()  # not yet the bank: a checkpointed layer runs again
@@ -173,8 +172,7 @@ class WatchedIndex(ABC):
         total = logs.logsumexp(-1)
         if len(self.watched):
             flat = total.flatten(0, 1)
-            beside = torch.logaddexp(flat[self.watched], self._crowd)
-            total = flat.index_put((self.watched,), beside).view_as(total)
+            total = flat.index_put((self.watched,), torch.logaddexp(flat[self.watched], self._crowd)).view_as(total)
         terms = target * (target.clamp(min=1e-9).log() - logs + total.unsqueeze(-1))
         return terms.masked_fill(~self._chosen, 0).sum(-1)
 
@@ -224,8 +222,8 @@ class WatchedTokens(WatchedIndex):
 class WatchedBlocks(WatchedIndex):
     """The index of MiniMax-M3, which chooses blocks for each key head by the best product in them.
 
-    A query's own block is always chosen, so the index need not learn to choose it. The block before it is only chosen
-    always in use (``index_local_blocks``): in a long text, blocks from far would push out the question's beginning.
+    A query's own block is always chosen, so the index need not learn to choose it. In use the block before it is too
+    (``index_local_blocks``), beside as many as here: blocks from far would push out the question's beginning.
     """
 
     def divergence(self, attention: Tensor) -> Tensor:
@@ -257,7 +255,8 @@ class WatchedBlocks(WatchedIndex):
         self._see_crowd(queries, keys)
         own = place[:, None, None] // index.block_size == torch.arange(self._scores.shape[-1], device=place.device)
         ranked: Tensor = self._scores.detach().masked_fill(own, -NEVER)
-        best = ranked.topk(ranked.shape[-1] if self.all else min(index.topk_blocks, ranked.shape[-1]))
+        few = min(index.topk_blocks - index.local_blocks + 1, ranked.shape[-1])
+        best = ranked.topk(ranked.shape[-1] if self.all else few)
         there = best.values > NEVER
         self._chosen = torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, best.indices, there) & ~own
         return best.indices.masked_fill(~there, -1).transpose(1, 2)
