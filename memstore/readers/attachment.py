@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
@@ -523,7 +523,7 @@ class Attachment(ABC):
     def _read_segments(self, job: Job, segments: Iterator[Tensor]) -> Generator[int]:
         """Read ``segments`` at the end of ``job.document`` and commit them; yield the number of tokens of each.
 
-        A segment is int64 ``[n]`` on the CPU. If the document ends within a block, the batch of ``Document.append``
+        A segment is int32 ``[n]`` on the CPU. If the document ends within a block, the batch of ``Document.append``
         begins with this block, and its states are put again from its first token. If ``segments`` raises, or reading
         is stopped, the complete segments stay committed.
         """
@@ -716,9 +716,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _return_freed_memory() -> None:
-    """Give freed memory that glibc's allocator keeps back to the system. Other allocators do so themselves.
-
-    Its arenas grow with the tensors of every thread that reads, and are only trimmed at their ends.
-    """
-    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
-        trim(0)
+    """Give back to the system what glibc's allocator keeps: it only trims the ends of its arenas, one per thread."""
+    with suppress(AttributeError, OSError, TypeError):  # not in this C library, or not found by None as on Windows
+        ctypes.CDLL(None).malloc_trim(0)

@@ -286,7 +286,7 @@ class BlockCache:
             executor.shutdown(cancel_futures=True)
         with self._lock:
             for pool in (self._host, self._device):
-                pool.clear()
+                pool.clear(0)  # also for reads that go on
 
     def _expected(self, name: int) -> bool:
         return name == UNKEPT or name in self._host or name in self._coming
@@ -425,13 +425,13 @@ class PagePool:
             self._slab.fill(np.array(list(of_page)), rows, np.array(list(of_page.values())))
         except BaseException:
             # The names have pages already, and their content is unknown: nothing in the pool can be trusted.
-            self.clear()
+            self.clear(self.capacity)
             raise
         self.counts.prefetched += len(new) if ahead else 0
 
-    def clear(self) -> None:
-        """Drop all blocks, and their memory."""
-        self._kept, self._slab = S3Fifo(self._kept.pages), None
+    def clear(self, pages: int) -> None:
+        """Drop all blocks, and their memory. From now on there is room for ``pages``."""
+        self._kept, self._slab = S3Fifo(pages), None
 
     def _allocate(self) -> _HostSlab | _DeviceSlab:
         if self.device is None or self.device.type == "cpu":

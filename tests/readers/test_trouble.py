@@ -127,6 +127,17 @@ def test_a_block_that_a_repair_has_dropped_is_done_without(folder: Path, top_k: 
         assert attached.read(tokens(LENGTH + 50), document="text").new_tokens == 50
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2"])  # the second has layers with a window of their own
+def test_a_document_goes_on_when_its_first_blocks_have_left(kind: str) -> None:
+    ids = tokens(300)
+    with attach(tiny(kind), "ram:", document="late", window=32, sink=16, segment=32, block_size=16) as attached:
+        attached.memory.document("late").begin(3, None)
+        attached.append(ids[:7])
+        attached.append(ids[7:])
+        assert len(attached) == 3 * 16 + 300
+        assert attached.model.generate(ids[None, :3], max_new_tokens=2, do_sample=False).shape[1] == 5
+
+
 @pytest.mark.parametrize("share", ["model", "group"])
 def test_a_block_that_cannot_be_read_is_left_out_if_that_is_wanted(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, share: Any

@@ -316,6 +316,9 @@ def test_closing_drops_the_blocks_in_memory(make_cache: Callable[..., BlockCache
     assert cache.stats()["host"]["held_bytes"]
     cache.close()
     assert cache.stats()["host"]["held_bytes"] == 0
+    assert cache._host._slab is None
+    check(cache, 1, 2)  # as a read under way does
+    assert cache._host._slab is None
 
 
 def test_many_threads_read_right_bytes_beside_each_other(make_cache: Callable[..., BlockCache]) -> None:

@@ -224,7 +224,8 @@ class VisibleParts:
 
     def direct_for(self, sliding: int | None) -> range:
         """Return the direct tokens of a layer that sees ``sliding`` tokens back and needs no memory."""
-        return self.direct if sliding is None else range(max(0, self.direct.stop - sliding), self.direct.stop)
+        first, stop = self.sink.start, self.direct.stop  # earlier ones may have left the document
+        return self.direct if sliding is None else range(max(first, stop - sliding), stop)
 
 
 NOTHING = VisibleParts(range(0), Candidates(()), range(0))
