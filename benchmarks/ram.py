@@ -4,11 +4,11 @@
 
 A stock model reads a text into a memory on disk and is asked. *anonymous_mib* is all that is the process's own, with
 Python, its libraries and the model: the most while this part of the text was read, seen every few milliseconds. Of
-weights, only copies count; most are mapped. *read* and *ask* are the most megabytes of each kind on top of the loaded
-model. *freed_mib* is what the process has of its own once the memory is detached. One thread, Linux only.
+weights, only copies count; most are mapped. *read* and *ask* are the most megabytes of each kind since this reading, or
+question, began. *freed_mib* is what the process has of its own once the memory is detached. One thread, Linux only.
 
-``--then``: another process lets the document grow to so many tokens by random states, nobody waits hours for a model
-to read them. Then the last 2,048 tokens are read.
+``--then``: another process lets the document grow to so many tokens by random states, since a model would
+read for hours. Then the last 2,048 tokens are read.
 """
 
 from __future__ import annotations

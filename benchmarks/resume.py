@@ -3,7 +3,7 @@
 For each kind of reader: processor seconds from ``attach`` to the first generated token behind a document, and to the
 commit of one more token, by its length. The least of some tries, one thread. The models are small, those of the package
 or random ones, so that little of it is the model's own work. The stored states are random: how long it takes does not
-depend on them. Another process has the file in the page cache, but nothing else of it.
+depend on them. The process has made the memory before, so nothing is used for the first time.
 """
 
 from __future__ import annotations

@@ -129,13 +129,13 @@ def test_a_block_that_a_repair_has_dropped_is_done_without(folder: Path, top_k: 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])  # the second has layers with a window of their own
 def test_a_document_goes_on_when_its_first_blocks_have_left(kind: str) -> None:
-    ids = tokens(300)
-    with attach(tiny(kind), "ram:", document="late", window=32, sink=16, segment=32, block_size=16) as attached:
+    ids, model = tokens(300), tiny(kind)
+    with attach(model, "ram:", document="late", window=32, sink=16, segment=32, block_size=16) as attached:
         attached.memory.document("late").begin(3, None)
         attached.append(ids[:7])
         attached.append(ids[7:])
         assert len(attached) == 3 * 16 + 300
-        assert attached.model.generate(ids[None, :3], max_new_tokens=2, do_sample=False).shape[1] == 5
+        assert model.generate(ids[None, :3], max_new_tokens=2, do_sample=False).shape[1] == 5
 
 
 @pytest.mark.parametrize("share", ["model", "group"])
