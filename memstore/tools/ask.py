@@ -163,7 +163,7 @@ def check_traceable(opened: Memory, *, trace: bool) -> None:
     if trace and opened.encrypted:
         raise InvalidArgument(
             "the memory is encrypted, but --trace would write the blocks of each token unencrypted beside "
-            f"{opened.url}. Leave --trace out. The page of memstore view shows this, and stores nothing."
+            f"{opened.url}. Leave --trace out. In memstore view, answers show their blocks, and nothing is stored."
         )
 
 
