@@ -15,31 +15,22 @@ import builtins
 import itertools
 import json
 import logging
-import math
 import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from datetime import UTC, datetime
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
 import numpy as np
 
 from memstore import paths
 from memstore._version import __version__
-from memstore.errors import (
-    DamagedError,
-    ForeignMemory,
-    MemoryInUse,
-    MemstoreError,
-    NotFound,
-    ReadOnlyMemory,
-    StoreFull,
-)
+from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreError, NotFound, ReadOnlyMemory, StoreFull
 from memstore.json_checks import anything, fit, members, parse
 from memstore.memory.trace_file import ELSEWHERE, TIERS, Array, Look, Step, decode, encode
 from memstore.store.contract import BlockStore
@@ -276,7 +267,8 @@ class Trace:
     ``info`` has ``mechanism`` ("attach", "landmark", "drt", "knn", "hils", "index"), ``model``, ``documents``,
     ``question``, ``prompt`` (token ids), ``layers``, ``heads``, ``top_k``, ``block_size``, ``started`` (ISO 8601),
     ``ended``, ``version``. A turn has ``conversation``: its ``document``, and its number of earlier tokens (``start``).
-    An index has ``unit``: the tokens that it chooses together. An audit has ``missed``: see ``MissedToken``.
+    An index has ``unit``, the tokens that it chooses together, and ``entries``: whether these are one entry each. An
+    audit has ``missed``: lists of step, document, block, offset (the first token of an entry) and share of attention.
     """
 
     def __init__(self, file: TraceFile, number: int, info: Mapping[str, Any]) -> None:
@@ -287,6 +279,12 @@ class Trace:
 
     def __repr__(self) -> str:
         return f"Trace({self.number}, {self.info.get('mechanism')!r}, started {self.info.get('started')})"
+
+    @property
+    def unit(self) -> int:
+        """The tokens that its index chooses together; 1 if ``info``, which anybody may have written, says nonsense."""
+        unit = self.info.get("unit")
+        return unit if isinstance(unit, int) and 0 < unit <= 1 << 20 else 1
 
     def __len__(self) -> int:
         """Return the number of steps so far."""
@@ -452,10 +450,10 @@ class Use(NamedTuple):
     layer: int
 
 
-def uses(looks: Iterable[Look], *, head: int | None = None, unit: int | None = None) -> list[Use]:
-    """Return what ``looks`` retrieved, most weight first: blocks, or their runs of ``unit`` tokens.
+def uses(looks: Iterable[Look], *, head: int | None = None, unit: int | None = None, size: int = 1) -> list[Use]:
+    """Return what ``looks`` retrieved, most weight first: blocks, or runs of ``unit`` tokens in blocks of ``size``.
 
-    ``head`` takes the list and the weights of that query head only.
+    Runs begin at the document's first token. ``head`` takes the list and the weights of that query head only.
     """
     names: dict[str, int] = {}
     found: list[list[Array]] = []
@@ -470,28 +468,30 @@ def uses(looks: Iterable[Look], *, head: int | None = None, unit: int | None = N
     if not found:
         return []
     joined = [np.concatenate(parts) for parts in zip(*found, strict=True)]
-    scores = np.where(np.isfinite(joined[3]), joined[3], -np.inf)
-    best = np.lexsort((-joined[5], -scores))  # the best score first, and of equal ones the most weight
-    documents, blocks, offsets, scores, tiers, weights, layers = (each[best[joined[0][best] >= 0]] for each in joined)
-    keys = documents << 40 | blocks  # a block is less than 2**40
-    if unit is not None and len(keys):
-        keys = np.unique(keys, return_inverse=True)[1] * (offsets.max() + 2) + offsets // unit
-    _, first, places = np.unique(keys, return_index=True, return_inverse=True)
-    means = np.bincount(places, weights, len(first)) / max(1, heads)
+    documents, blocks, offsets, scores, tiers, weights, layers = (each[joined[0] >= 0] for each in joined)
+    keys = blocks if unit is None else (blocks * size + offsets) // unit
+    distinct, places = np.unique(documents << 44 | keys, return_inverse=True)  # blocks and runs are less than 2**44
+    means = np.bincount(places, weights, len(distinct)) / max(1, heads)
+    best, scores = np.full(len(distinct), -np.inf), np.where(np.isfinite(scores), scores, -np.inf)
+    np.maximum.at(best, places, scores)
+    # Few entries have the best score: sorting only these is much faster. Of equal ones, that with most weight is told.
+    top, first = np.flatnonzero(scores == best[places])[::-1], np.empty(len(distinct), np.int64)
+    top = top[np.argsort(weights[top], kind="stable")]
+    first[places[top]] = top
     order = np.argsort(-means, kind="stable")
-    of, at = list(names), first[order]
-    columns = zip(*(each[at].tolist() for each in (documents, blocks, offsets, scores, tiers, layers)), strict=True)
+    of, tier_of, at = list(names), dict(enumerate(TIERS)).get, first[order]
+    columns = (means[order], *(each[at] for each in (documents, blocks, offsets, scores, tiers, layers)))
     return [
         Use(
-            document=of[document],
-            block=block,
-            offset=None if offset < 0 else offset,
-            weight=weight,
-            score=score if math.isfinite(score) else None,
-            tier=TIERS[tier] if 0 <= tier < len(TIERS) else None,
-            layer=layer,
+            of[name],
+            block,
+            offset if offset >= 0 else None,
+            weight,
+            score if score > -np.inf else None,
+            tier_of(tier),
+            layer,
         )
-        for weight, (document, block, offset, score, tier, layer) in zip(means[order].tolist(), columns, strict=True)
+        for weight, name, block, offset, score, tier, layer in zip(*(each.tolist() for each in columns), strict=True)
     ]
 
 
@@ -522,7 +522,7 @@ class _PendingStep:
         self.looks: list[Look] = []
 
 
-class Recorder:
+class Recorder(AbstractContextManager["Recorder"]):
     """Records one trace: ``begin`` a step, add the ``look`` of each layer, and the ``token`` that it chose.
 
     Steps are written about once a second, and the rest at the end of the ``with`` block. A failed write is logged once
@@ -531,11 +531,14 @@ class Recorder:
 
     def __init__(self, file: TraceFile, info: dict[str, Any], max_bytes: int) -> None:
         """Made by ``Traces.record``."""
-        self._file, self._info, self._max_bytes = file, info, max_bytes
+        self._file, self._max_bytes = file, max_bytes
+        self.info = info
+        """The facts about the trace so far."""
         self._begun = self._written_at = time.perf_counter()
         self._first = 0
         self._steps: list[_PendingStep] = []
-        self._recording = True
+        self.active = True
+        """Whether steps are still written: the recorder is open, and no write has failed."""
         self._encoded_last: tuple[list[Look], bytes | None] = ([], None)
         self.before_writing: Callable[[], None] | None = None
         """Called before steps are written, so that a mechanism computes its delayed looks."""
@@ -548,9 +551,6 @@ class Recorder:
             file.release()
             raise
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -559,27 +559,17 @@ class Recorder:
         """Number of the latest step; -1 before the first ``begin``."""
         return self._first + len(self._steps) - 1
 
-    @property
-    def active(self) -> bool:
-        """Whether steps are still written: the recorder is open, and no write has failed."""
-        return self._recording
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """The facts about the trace so far."""
-        return self._info
-
     def describe(self, **info: Any) -> None:
         """Add facts to the trace's ``info`` that were unknown at its start; JSON."""
-        self._info |= info
-        if self._recording:
-            text = json.dumps(self._info)
+        self.info |= info
+        if self.active:
+            text = json.dumps(self.info)
             statement = "UPDATE traces SET info = ?, bytes = bytes - length(info) + ? WHERE number = ?"
             self._write(statement, [[text, len(text), self.number]])
 
     def begin(self) -> None:
         """Begin a new step for a forward pass."""
-        if not self._recording:
+        if not self.active:
             return
         now = time.perf_counter()
         if now - self._written_at > INTERVAL:
@@ -589,14 +579,14 @@ class Recorder:
 
     def look(self, look: Look, *, step: int | None = None) -> None:
         """Add the retrieval of a layer, for the latest step, or for an earlier unwritten ``step``."""
-        if self._recording:
+        if self.active:
             step = self.step if step is None else step
             assert self._first <= step <= self.step, "the step is written already, or has not begun"
             self._steps[step - self._first].looks.append(look)
 
     def token(self, token_id: int) -> None:
         """Record the id of the token that the latest step chose, before the next one begins."""
-        if self._recording and self._steps:
+        if self.active and self._steps:
             self._steps[-1].token = token_id
 
     def close(self, tokens: Sequence[int] | None = None) -> None:
@@ -604,7 +594,7 @@ class Recorder:
 
         Closing twice is allowed.
         """
-        if not self._recording:
+        if not self.active:
             return
         self._flush()
         if tokens is not None:
@@ -616,7 +606,7 @@ class Recorder:
     def _flush(self) -> None:
         if self.before_writing is not None:
             self.before_writing()
-        if not self._recording or not self._steps:
+        if not self.active or not self._steps:
             return
         rows = [
             (self.number, self._first + place, step.token, step.seconds, self._encoded(step.looks))
@@ -651,8 +641,8 @@ class Recorder:
         self._stop()
 
     def _stop(self) -> None:
-        if self._recording:
-            self._recording = False
+        if self.active:
+            self.active = False
             self._file.release()
 
 

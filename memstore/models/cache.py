@@ -50,7 +50,7 @@ def ranked_look(
 
     ``spent``: microseconds of searching and of gathering.
     """
-    order = np.argsort(-scores, axis=1, kind="stable")
+    order = np.lexsort((-scores, blocks < 0))  # those without a score after the others, unused ones last
     blocks, scores, tiers = (np.take_along_axis(x, order, 1) for x in (blocks, scores, tiers))
     return Look(
         layer=layer,

@@ -76,13 +76,13 @@ class MissedBlock:
 
 
 class MissedToken(NamedTuple):
-    """A token that was not retrieved for a step, although the model would have attended to it."""
+    """A token, or an entry of several, that was not retrieved for a step, although it would have had attention."""
 
     step: int
     document: str
     block: int
     offset: int
-    """The token of the block."""
+    """The token of the block; the first one of an entry."""
     weight: float
     """Share of all attention that it would have had: the mean over layers and heads, as in ``MissedBlock``."""
 
@@ -147,10 +147,10 @@ class Audit:
         """Return the audit as a dict for JSON."""
         names = ("mechanism", "positions", "documents", "blocks", "stored_tokens", "top_k", "steps")
         shares = ("captured", "recall", "memory", "chance", "index_recall")
-        found = {name: [vars(each) for each in getattr(self, name)] for name in ("layers", "missed")}
-        tokens = [each._asdict() for each in self.missed_tokens]
         facts: dict[str, Any] = {name: getattr(self, name) for name in names + shares}
-        return {name: _rounded(value) for name, value in (facts | found | {"missed_tokens": tokens}).items()}
+        facts |= {name: [vars(each) for each in getattr(self, name)] for name in ("layers", "missed")}
+        facts["missed_tokens"] = [each._asdict() for each in self.missed_tokens]
+        return {name: _rounded(value) for name, value in facts.items()}
 
 
 class Auditor(Observer, ABC):
@@ -237,8 +237,9 @@ class _Tally:
         self._layers: dict[int, list[tuple[Tensor, ...]]] = {}
         """For each step of a layer, each ``[H]``: attention on blocks, on the retrieved ones, recall and margin."""
         self._index: dict[int, list[float]] = {}
-        self._tokens: list[tuple[Tensor, int]] = []
-        """What each token lost at each step, by its place, and in how many lists; if single tokens are retrieved."""
+        self._tokens: list[tuple[Tensor, Tensor]] = []
+        """What the most missed tokens lost at each step that has ended, and their places; if tokens are retrieved."""
+        self._now, self._lists_now = torch.zeros(0), 0  # the same of all tokens in this step, summed over lists
         self._lost = torch.zeros(0)  # [N], summed over steps, layers and heads
         self._most = torch.zeros(0)
         self._where = torch.zeros(0, 2, dtype=torch.int64)
@@ -253,11 +254,13 @@ class _Tally:
         *,
         places: Tensor | None = None,
         size: int = 1,
+        unit: int = 1,
+        end: int | None = None,
     ) -> None:
         """Add one step of ``layer``: attention shares ``weights [H, N]`` of all blocks, and the ``chosen [H, N]``.
 
         ``scores [H, N]`` give the margin. If single tokens are retrieved, ``N`` counts tokens at ``places [N]``, in
-        blocks of ``size``.
+        blocks of ``size``; ``unit`` of them are missed together. Those from ``end`` on are never named.
         """
         self.blocks = weights.shape[1]
         if places is not None:
@@ -269,14 +272,19 @@ class _Tally:
         self._layers.setdefault(layer, []).append((weights.sum(-1), held, recall, margin))
         lost = weights.masked_fill(chosen, 0.0)
         if places is not None:
-            step = len(self._layers[layer]) - 1
-            self._tokens += [(lost.new_zeros(0), 0)] * (step + 1 - len(self._tokens))
-            before, lists = self._tokens[step]
-            now = torch.bincount(places, lost.sum(0), max(len(before), int(places.max()) + 1))
-            now[: len(before)] += before
-            self._tokens[step] = now, lists + len(lost)
-            lost = lost.new_zeros(len(lost), len(now) // size + 1).index_add_(1, places // size, lost)
+            if len(self._layers[layer]) - 1 > len(self._tokens):
+                self._end_step()
+            now = torch.bincount(places // unit * unit, lost.sum(0), len(self._now))[:end]
+            now[: len(self._now)] += self._now
+            self._now, self._lists_now = now, self._lists_now + len(lost)
+            lost = lost.new_zeros(len(lost), int(places.max()) // size + 1).index_add_(1, places // size, lost)
         self._note_missed(layer, lost)
+
+    def _end_step(self) -> None:
+        """Keep the most missed tokens of a step: a number for each stored token and step would be too much."""
+        best = self._now.topk(min(WORST, len(self._now)))
+        self._tokens.append((best.values / max(1, self._lists_now), best.indices))
+        self._now, self._lists_now = self._now[:0], 0
 
     @property
     def steps(self) -> int:
@@ -331,13 +339,14 @@ class _Tally:
 
     def missed_tokens(self, document: Document) -> list[MissedToken]:
         """Return the most missed tokens of each step; places count in ``document``."""
-        size, found = document.memory.spec.block_size, list[MissedToken]()
-        for step, (lost, lists) in enumerate(self._tokens):
-            best = lost[: len(document)].topk(min(WORST, len(document), len(lost)))
-            for weight, place in zip((best.values / lists).tolist(), best.indices.tolist(), strict=True):
-                if weight > 0:
-                    found.append(MissedToken(step, document.name, place // size, place % size, weight))
-        return found
+        self._end_step()
+        size = document.memory.spec.block_size
+        return [
+            MissedToken(step, document.name, place // size, place % size, weight)
+            for step, found in enumerate(self._tokens)
+            for weight, place in zip(*(each.tolist() for each in found), strict=True)
+            if weight > 0
+        ]
 
 
 def best_chosen(scores: Tensor, chosen: Tensor) -> Tensor:

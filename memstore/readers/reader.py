@@ -356,12 +356,7 @@ class Reader(Attachment):
 
     @contextmanager
     def record(
-        self,
-        prompt: Tokens | None = None,
-        *,
-        question: str | None = None,
-        traces: Traces | None = None,
-        **info: Any,
+        self, prompt: Tokens | None = None, *, question: str | None = None, traces: Traces | None = None, **info: Any
     ) -> Iterator[Recorder]:
         """Record what the model retrieves, for the length of a ``with`` block, as a trace of the memory.
 
@@ -446,11 +441,11 @@ class Reader(Attachment):
             top_k: blocks of a list, or tokens if single tokens are retrieved; None for the usual number.
             progress: show a progress bar if it takes long.
 
-        Within ``record``, the trace keeps the answer, and the tokens that were missed.
+        Within ``record``, the trace keeps the answer, and the tokens that were missed. Then it ends.
 
         Raises:
             UnsupportedModel: this kind of model has no audit.
-            InvalidArgument: no question, nothing that could be retrieved, or ``on_error="miss"``.
+            InvalidArgument: no question, nothing to retrieve, ``on_error="miss"``, or a trace that has steps already.
             DamagedError: a block cannot be read.
         """
         self._check_alone()
@@ -458,9 +453,14 @@ class Reader(Attachment):
             raise UnsupportedModel(
                 f"a {self.kind.name} has no audit: there is no definition of its attention over everything"
             )
+        recorders = [each.recorder for each in self.observers if isinstance(each, Recording)]
+        if any(recorder.step >= 0 for recorder in recorders):
+            raise InvalidArgument(
+                "an audit needs a trace of its own, and this one has steps: audit in another record()"
+            )
         asked = self._encoded(text) if isinstance(text, str) else text
         audited: Audit = resolve_name(self.kind.audit)(self, top_k).audit(asked, tokens, progress=progress)
-        for recorder in (each.recorder for each in self.observers if isinstance(each, Recording)):
+        for recorder in recorders:
             recorder.describe(missed=audited.missed_tokens)
             recorder.close(audited.tokens)
         return audited

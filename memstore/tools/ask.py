@@ -163,7 +163,7 @@ def check_traceable(opened: Memory, *, trace: bool) -> None:
     if trace and opened.encrypted:
         raise InvalidArgument(
             "the memory is encrypted, but --trace would write the blocks of each token unencrypted beside "
-            f"{opened.url}. Ask in the page of memstore view instead: it shows them, and stores nothing."
+            f"{opened.url}. Leave --trace out. In memstore view, answers show their blocks, and nothing is stored."
         )
 
 

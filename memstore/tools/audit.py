@@ -16,7 +16,6 @@ import memstore
 from memstore.errors import InvalidArgument
 from memstore.report import Page, Report
 from memstore.tools.ask import Dtype, Model, attached, check_traceable, document_name
-from memstore.tools.ask import Trace as Traced
 from memstore.tools.models import LoadedModel, load_recorded, tokenizer_of
 from memstore.tools.trace import check_looks, chosen_trace, in_context
 from memstore.tools.verb import Device, Index, MemoryUrl, Threads, taking, use_threads
@@ -47,6 +46,8 @@ TopK = Annotated[
         "was trained with.",
     ),
 ]
+
+Traced = Annotated[bool, typer.Option("--trace", help="Record each token's blocks, and the tokens that were missed.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,15 +92,15 @@ def audit(options: AuditOptions, *, question: Question, trace: Traced = False) -
 
     The model that read the memory continues your question. At each step, the exact attention of every block is computed
     and compared with the retrieved blocks. You see the captured mass: the share of the attention on blocks that went to
-    the retrieved ones. You also see the recall of the true best blocks, and the most important missed blocks with their
-    text.
+    the retrieved ones. You also see the recall of the true best blocks, and the most missed blocks with their text.
 
     Example:
 
         memstore audit notes.mem "The name of the white whale is" --document moby-dick
 
     Memorizing Transformers, and models with their own index, retrieve tokens. Their shares and recall count tokens, and
-    you see the most missed token of each step. After --trace, memstore view marks these tokens in the text.
+    instead of missed blocks you see the most missed token of each step, in brackets. After --trace, memstore view marks
+    these tokens in the text.
 
     In Python: memstore.readers.reader.Reader.audit, of what memstore.attach gives.
     """
@@ -115,9 +116,8 @@ def audit(options: AuditOptions, *, question: Question, trace: Traced = False) -
             ids = of.tokens(block).tolist() if block in of.blocks else None
             missed["text"] = None if ids is None else decode(ids)
         for token in data["missed_tokens"]:
-            place = (token[name] for name in ("document", "block", "offset"))
             token["token"] = decode(audited.tokens[token["step"]])
-            token["text"] = in_context(opened, decode, *place)
+            token["text"] = in_context(opened, decode, token["document"], token["block"], token["offset"])
     return Report(data=data, text=lambda page: _show(page, data, audited, options.memory))
 
 
@@ -128,18 +128,18 @@ def _show(page: Page, data: dict[str, Any], audited: Audit, memory: str) -> None
             "documents": ", ".join(audited.documents),
             "blocks": _stored(audited),
             "steps": audited.steps,
-            "captured mass": _share(audited.captured),
-            "recall of the best": _share(audited.recall),
-            "both by chance": _share(audited.chance),
-            "attention on blocks": _share(audited.memory),
-            "recall of the index": _share(audited.index_recall),
+            "captured mass": _share(page, audited.captured),
+            "recall of the best": _share(page, audited.recall),
+            "both by chance": _share(page, audited.chance),
+            "attention on blocks": _share(page, audited.memory),
+            "recall of the index": _share(page, audited.index_recall),
         }
     )
     page.line()
     place = "group" if audited.mechanism == "drt" else "layer"
     what = "weights" if audited.memory is None else "attention"
     columns = (place, "captured", "least head", "recall", "on blocks", "margin")
-    page.table(columns, [_row(layer) for layer in audited.layers])
+    page.table(columns, [_row(page, layer) for layer in audited.layers])
     page.line()
     page.line(f"{audited.positions[0].upper()}{audited.positions[1:]}.")
     if not data["missed"]:
@@ -148,14 +148,15 @@ def _show(page: Page, data: dict[str, Any], audited: Audit, memory: str) -> None
     if most:
         page.line(f"The most missed token of each step, by its share of all {what}:")
         page.line()
-        page.records([most[step] for step in sorted(most)], ("step", "token", "block", "weight", "text"))
+        told = [each | {"weight": _share(page, each["weight"])} for _, each in sorted(most.items())]
+        page.records(told, ("step", "token", "block", "weight", "text"))
     if "trace" in data:
         page.line()
-        page.line(f"to see what each token used, as trace {data['trace']}: memstore view {quote(memory)}")
+        page.line(f"See trace {data['trace']} with: memstore view {quote(memory)}")
     for missed in [] if most else data["missed"]:
         page.line()
         page.line(
-            f"[missed: {missed['document']} block {missed['block']:,}, {100 * missed['weight']:.2g}% of all {what}, "
+            f"[missed: {missed['document']} block {missed['block']:,}, {_share(page, missed['weight'])} of all {what}, "
             f"most in {place} {missed['layer']}, head {missed['head']}]"
         )
         page.line(missed["text"] or "(a block of the question itself)")
@@ -167,21 +168,16 @@ def _stored(audited: Audit) -> str:
     return f"{audited.blocks:,}; a head retrieves {audited.top_k:,} of their {audited.stored_tokens:,} tokens at a time"
 
 
-def _row(layer: LayerAudit) -> tuple[object, ...]:
-    """Return shares from 0 to 1, as means over heads."""
+def _row(page: Page, layer: LayerAudit) -> tuple[object, ...]:
+    """Return means over heads."""
     captured = layer.captured[~layer.captured.isnan()]
-    return (
-        layer.layer,
-        float(captured.mean()) if len(captured) else None,
-        float(captured.min()) if len(captured) else None,
-        float(layer.recall.mean()),
-        None if layer.memory is None else float(layer.memory.mean()),
-        layer.margin,
-    )
+    shares: list[Any] = [captured.mean(), captured.min()] if len(captured) else [None, None]
+    shares += [layer.recall.mean(), None if layer.memory is None else layer.memory.mean()]
+    return (layer.layer, *(_share(page, None if each is None else float(each)) for each in shares), layer.margin)
 
 
-def _share(value: float | None) -> str | None:
-    return None if value is None else f"{100 * value:.1f}%"
+def _share(page: Page, value: float | None) -> object:
+    return value if value is None else page.brief("<0.1%" if 0 < value < 0.001 else f"{value:.1%}", value)
 
 
 Picture = Literal["heat", "similarity", "audit", "tiers", "margins"]

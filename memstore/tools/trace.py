@@ -112,7 +112,7 @@ def describe(
     if step is not None and not steps:
         raise InvalidArgument(f"there is no step {step}: trace {recorded.number} has steps 0 to {len(recorded) - 1}.")
     check_looks(steps, layer=layer, head=head)
-    ids, unit = recorded.tokens(), recorded.info.get("unit")
+    ids = recorded.tokens()
     answer, missing = decode(memory, [each for each in ids if each is not None])
     decoder = None if missing else lambda ids: decode(memory, ids)[0] or ""
 
@@ -132,9 +132,8 @@ def describe(
 
     def tokens(of: Step) -> list[dict[str, Any]]:
         looks = [look for look in of.looks if layer in (None, look.layer) and look.offsets is not None]
-        found = uses(looks, head=head, unit=unit if isinstance(unit, int) and unit > 0 else 1)[:top]
-        places = [(use, (use.document, use.block, use.offset or 0)) for use in found]
-        return [use._asdict() | {"text": in_context(memory, decoder, *place)} for use, place in places]
+        found = uses(looks, head=head, unit=recorded.unit, size=memory.spec.block_size)[:top]
+        return [use._asdict() | {"text": in_context(memory, decoder, *use[:2], use.offset or 0)} for use in found]
 
     return {
         "trace": recorded.number,
@@ -225,8 +224,8 @@ def _show(page: Page, data: dict[str, Any], top: int) -> None:
 def show_steps(page: Page, data: dict[str, Any], top: int) -> None:
     """Print a table of the ``top`` blocks, or tokens, of each token, from the result of ``describe``."""
     several = len({used["document"] for used in data["blocks"]}) > 1
-    tokens = [token for step in data["steps"] for token in step["tokens"]]
-    scores = ["score", "layer"][: len({token["layer"] for token in tokens})]
+    layers = {token["layer"] for step in data["steps"] for token in step["tokens"]}
+    scores = (["score"] if layers else []) + (["layer"] if len(layers) > 1 else [])
     columns = ["step", "token", *(["document"] if several else []), "block", "weight", *scores, "text"]
     page.table(columns, [row for step in data["steps"] for row in _rows(page, step, top, columns)])
 

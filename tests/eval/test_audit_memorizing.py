@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 import torch
@@ -15,8 +17,12 @@ from memstore.errors import InvalidArgument
 from memstore.eval.pictures import audit_picture
 from memstore.models.memorizing import MemorizingCache, MemorizingForCausalLM, MemorizingReader
 from memstore.models.memorizing import evaluation as module
+from memstore.readers.audit import _Tally
 from tests.eval.memorizing import small_memorizing
 from tests.pairs import pairs
+
+if TYPE_CHECKING:
+    from memstore.memory import Document
 
 TEXT = torch.randint(0, 256, (203,), generator=torch.Generator().manual_seed(3))
 QUESTION = torch.randint(0, 256, (17,), generator=torch.Generator().manual_seed(4))
@@ -167,3 +173,18 @@ def test_blocks_that_a_repair_has_dropped_are_left_out(tmp_path: Path) -> None:
     assert (audit.recall, audit.index_recall) == (1, 1)
     assert 4 not in {each.block for each in audit.missed}
     assert every.captured == pytest.approx(1)
+
+
+def test_an_audit_keeps_little_of_each_step() -> None:
+    tally, tokens = _Tally(), 10_000
+    for step in range(20):
+        for layer in range(2):
+            weights = torch.zeros(3, tokens)
+            weights[:, step] = 0.5
+            chosen = torch.zeros(3, tokens, dtype=torch.bool)
+            tally.add(layer, weights, chosen, weights, places=torch.arange(tokens), size=16)
+    assert len(pickle.dumps(tally)) < 4 * 4 * tokens
+    document = SimpleNamespace(name="log", memory=SimpleNamespace(spec=SimpleNamespace(block_size=16)))
+    missed = tally.missed_tokens(cast("Document", document))
+    assert [each[:4] for each in missed] == [(step, "log", step // 16, step % 16) for step in range(20)]
+    assert [each.weight for each in missed] == [0.5] * 20

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import timeit
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -15,7 +16,7 @@ import pytest
 import memstore
 from memstore.errors import NotFound
 from memstore.memory import Look, Memory, Trace, trace_file, traces
-from memstore.memory.traces import NAME
+from memstore.memory.traces import NAME, uses
 from memstore.memory.urls import Mode
 from tests import forks
 from tests.memory.helpers import append, make_spec, random_tokens, run_python
@@ -188,6 +189,39 @@ def test_weights_are_means_over_steps_layers_and_heads(memory: Memory) -> None:
     assert trace.used(layer=5) == []
     assert trace.steps_using("ship", 12) == [(1, 0.25 / 4)]
     assert trace.steps_using("whale", 99) == []
+
+
+def test_runs_of_tokens_go_over_the_ends_of_blocks() -> None:
+    offsets = np.array([[0, 4, 5, 0, 1, 2]])  # in blocks of 6: tokens 0, 4 and 5, then 6, 7 and 8
+    blocks = np.array([[0, 0, 0, 1, 1, 1]])
+    found = make_look(lists=1, heads=1, entries=6, blocks=blocks, offsets=offsets)
+    weights, scores = found.weights[0], found.scores[0]
+    told = {use.weight: use for use in uses([found], unit=4, size=6)}
+    assert sorted(told) == pytest.approx(sorted([weights[0], weights[1:5].sum(), weights[5]]))
+    best = 1 + int(scores[1:5].argmax())
+    of = next(use for use in told.values() if use.score == scores[best])
+    assert (of.document, of.block, of.offset) == ("whale", blocks[0, best], offsets[0, best])
+    assert of.weight == pytest.approx(weights[1:5].sum())
+
+
+def test_of_equal_scores_the_use_with_most_weight_is_told() -> None:
+    scores = np.array([[1.0, np.nan, 2.0]], np.float32)
+    looks = [
+        make_look(lists=1, heads=1, layer=layer, scores=scores, weights=np.full((1, 3), weight))
+        for layer, weight in ((3, 0.1), (4, 0.3), (5, 0.2))
+    ]
+    assert {(use.block, use.score, use.layer) for use in uses(looks)} == {(0, 1.0, 4), (1, None, 4), (2, 2.0, 4)}
+
+
+def test_the_use_of_many_entries_is_found_faster_than_they_are_sorted() -> None:
+    many = np.random.default_rng(0).integers(0, 2**16, (1, 300_000))
+    look = make_look(lists=1, heads=1, entries=many.size, blocks=many // 64, offsets=many % 64)
+
+    def seconds(of: Callable[[], object]) -> float:
+        return min(timeit.repeat(of, number=1, repeat=5))
+
+    by_two_keys = seconds(lambda: np.lexsort((-look.weights[0], -look.scores[0])))
+    assert seconds(lambda: uses([look])) < by_two_keys
 
 
 def test_entries_that_are_none_or_unknown_have_no_weight(memory: Memory) -> None:

@@ -8,16 +8,19 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
 import memstore
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, UnsupportedModel
+from memstore.models.cache import ranked_look
 from memstore.models.indexed import IndexedReader, family_of
 from memstore.models.indexed.family import load
 from memstore.readers.fingerprint import options_of
 from memstore.readers.kinds import INDEXED, STOCK, kind_in, kind_of
+from memstore.readers.observer import Origin
 from memstore.testing.readers import ReaderTests
 from tests.models.indexed import CONFIGS, logits, text, tiny
 
@@ -337,3 +340,10 @@ def test_threads_take_turns_and_a_pass_that_failed_is_not_gone_on_with() -> None
         torch.testing.assert_close(
             model(ids[None, 50:]).logits[0, -1], reader.model(ids[None, 50:], use_cache=False).logits[0, -1]
         )
+
+
+def test_lists_have_the_best_first_then_those_without_a_score_then_the_unused() -> None:
+    ids, scores = np.array([[5, 7, -1, 9]]), np.array([[1, np.nan, -np.inf, 2]], np.float32)
+    look = ranked_look(0, 0, Origin(), ids, scores, np.arange(4.0)[None], np.zeros((1, 4), np.int8), (0.0, 0.0))
+    assert look.blocks.tolist() == [[9, 5, 7, -1]]
+    assert look.weights.tolist() == [[3, 0, 1, 2]]

@@ -72,6 +72,11 @@ def test_an_audit_of_each_kind_of_model(cli: Cli, request: pytest.FixtureRequest
     done = cli("audit", path, "What is new in line 7?")
     assert done.code == 0, done.err
     assert f"captured mass        {100 * data['captured']:.1f}%" in done.out
+    head, first = done.out.split("\n\n")[1].splitlines()[:2]
+    told = dict(
+        zip(head.replace("least head", "least").replace("on blocks", "blocks").split(), first.split(), strict=True)
+    )
+    assert all(told[name].endswith("%") for name in ("captured", "least", "recall")), "shares have one form"
     assert "\x1b" not in done.out
 
 
@@ -141,5 +146,5 @@ def test_an_audit_can_be_recorded(kind: str, cli: Cli, request: pytest.FixtureRe
     assert [each[4] for each in told["missed"]] == pytest.approx([each[4] for each in missed], abs=1e-6)
     assert bool(missed) == (kind == "knn")
     shown = cli("audit", path, "What is new?", "--max-tokens", 3, "--trace")
-    assert f"as trace {done.json['trace'] + 1}: memstore view {path}" in shown.out
+    assert f"See trace {done.json['trace'] + 1} with: memstore view {path}" in shown.out
     assert ("[missed: " in shown.out) == (kind != "knn"), "tokens stand for their blocks"

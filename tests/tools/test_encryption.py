@@ -37,9 +37,11 @@ def test_an_encrypted_memory_from_the_command_line(
         refused = cli("ls", target, *arguments)
         assert (refused.code, len(refused.err.splitlines())) == (5, 1)
         assert says in refused.err
-    refused = cli("ask", target, "Where is it?", "--trace", "--key-file", key)
-    assert (refused.code, len(refused.err.splitlines())) == (2, 1)
-    assert "but --trace would write" in refused.err
+    for verb in ("ask", "audit"):
+        refused = cli(verb, target, "Where is it?", "--trace", "--key-file", key)
+        assert (refused.code, len(refused.err.splitlines())) == (2, 1)
+        assert "but --trace would write" in refused.err
+        assert "Leave --trace out" in refused.err, "the page has no audits"
     changed = cli("rekey", target, new, "--key-file", key)
     assert changed.out == f"{target} now uses the key in {new}; destroy the old key\n"
     assert cli("ls", target, "--key-file", key).code == 5

@@ -48,6 +48,8 @@ class IndexChoice(Choice):
     """``[H, K]``: each token's part of the layer's attention."""
     spent: tuple[float, float]
     """Microseconds of choosing, and of gathering."""
+    near: tuple[Tensor, Tensor] | None = None
+    """The tokens ``[W]`` of a window beside the chosen ones, and their weights ``[H, W]``."""
 
     @property
     def searched(self) -> bool:  # type: ignore[override]  # it is never set
@@ -62,15 +64,18 @@ class IndexChoice(Choice):
         source = self.layer if self.described.source is None else self.described.source
         tiers = call.origin.tiers(call.slots.at[source], ids // size)
         look = ranked_look(self.layer, row, call.origin, ids, scores, weights, tiers, self.spent)
-        ids, own = look.blocks, look.blocks - call.tokens
+        near, seen = (np.empty(0, np.int64), weights[:, :0]) if self.near is None else map(as_array, self.near)
+        ids, shares = look.blocks, np.concatenate([look.weights, seen], 1)
+        own = np.concatenate([ids[look.by_head()], near[None].repeat(len(seen), 0)], 1) - call.tokens
         asked = call.asked[row] if call.counts[row] else np.inf
-        spans = [own > np.inf, own > np.inf, (own >= 0) & (own < asked), own >= asked]  # no sink or window
+        window = (own < 0) & (np.arange(own.shape[1]) >= ids.shape[1])
+        spans = [own > np.inf, window, (own >= 0) & (own < asked), own >= asked]  # no sink
         look = replace(
             look,
-            document=np.where((ids >= 0) & (own < 0), 0, -1).astype(np.int16),
+            document=np.where((ids >= 0) & (ids < call.tokens), 0, -1).astype(np.int16),
             blocks=ids // size,
             offsets=np.where(ids < 0, -1, ids % size),
-            elsewhere=np.stack([(look.weights * span[look.by_head()]).sum(1) for span in spans], 1),
+            elsewhere=np.stack([(shares * span).sum(1) for span in spans], 1),
         )
         return Looks([look])
 
@@ -306,13 +311,7 @@ class IndexedCall:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _with_entries(
-        self,
-        layer: IndexedLayer,
-        row: int,
-        query: Tensor,
-        ask: Tensor | None,
-        weights: Tensor | None,
-        places: Tensor,
+        self, layer: IndexedLayer, row: int, query: Tensor, ask: Tensor | None, weights: Tensor | None, places: Tensor
     ) -> Tensor:
         """Attend with queries ``[S, H, D]`` to their windows and to entries, in one softmax."""
         begun, slot = time.perf_counter(), self.slots.at[layer.index]
@@ -334,10 +333,11 @@ class IndexedCall:
             rows = table[:, None]
             out.append(attend_rows(query[some], rows, rows, ids, scale=layer.scaling, sinks=layer.sinks)[0])
         if self.observers and ask is not None:
-            parts = self.weights(layer, query[-1], table, ids[-1:])[:, window.shape[1] :]
+            near, parts = self.weights(layer, query[-1], table, ids[-1:]).tensor_split([window.shape[1]], 1)
             begins = torch.where(best.ids[-1:] < 0, -1, best.ids[-1:] * layer.unit)
             spent = 1e6 * (chosen_at - begun), 1e6 * gathering
-            choice = IndexChoice(layer.index, [row], layer, self, query[-1], begins, best.scores[-1:], parts, spent)
+            found = layer.index, [row], layer, self, query[-1], begins, best.scores[-1:], parts, spent
+            choice = IndexChoice(*found, near=(window[-1], near))
             for observer in self.observers:
                 observer.choice(choice)
         return torch.cat(out)

@@ -27,7 +27,7 @@ from memstore.readers.observer import Choice
 class IndexAuditor(Auditor):
     """An audit of each layer's index by single tokens, also if it chooses units or entries of several.
 
-    An entry (DeepSeek-V4) counts as its tokens, with equal parts of its attention.
+    An entry (DeepSeek-V4) counts as its tokens, with equal parts of its attention. A missed one counts once.
     """
 
     mechanism = "index"
@@ -72,7 +72,7 @@ class IndexAuditor(Auditor):
         chosen = torch.zeros(len(weights), count + 1, dtype=torch.bool).scatter_(1, ids, value=True)[:, :-1]
         places, size = torch.arange(count * unit), self._document.memory.spec.block_size
         weights, chosen, scores = (x.repeat_interleave(unit, 1) for x in (weights / unit, chosen, logits[:, :count]))
-        self.tally.add(choice.layer, weights, chosen, scores, places=places, size=size)
+        self.tally.add(choice.layer, weights, chosen, scores, places=places, size=size, unit=unit)
 
 
 @torch.no_grad()

@@ -533,6 +533,7 @@ class IndexedReader(Reader):
             "heads": max(layer.groups * _heads(layer.module) for layer in chosen),
             "top_k": max(layer.top for layer in self.family.layers),
             "unit": max(layer.unit for layer in chosen),
+            "entries": any(layer.sees == "entries" for layer in chosen),
         }
 
     def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:

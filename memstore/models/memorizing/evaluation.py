@@ -91,8 +91,8 @@ class KNNAuditor(Auditor):
             weights = weights * self._layer.gate.sigmoid().float().cpu()[:, None]
         columns = torch.where(found >= 0, torch.searchsorted(places, found), len(places))
         chosen = torch.zeros(len(scores), len(places) + 1, dtype=torch.bool).scatter_(1, columns, value=True)[:, :-1]
-        size = self._memory.stored.spec.block_size
-        self.tally.add(choice.layer, weights, chosen, scores, places=places, size=size)
+        size, end = self._memory.stored.spec.block_size, len(self._document)
+        self.tally.add(choice.layer, weights, chosen, scores, places=places, size=size, end=end)
         parts = self._document.present(self._document.complete_blocks)
         recall = index_recall(self._document.layer(0), query[:, None], self._layer.top_k, parts, piece=READ)
         self.tally.add_index_recall(choice.layer, recall)

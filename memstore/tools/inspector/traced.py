@@ -118,7 +118,8 @@ def trace(
     pieces = _pieces(found, facts["prompt"], words, steps)
     return {
         "number": trace,
-        **{name: facts[name] for name in ("mechanism", "ended", "layers", "heads", "top_k", "unit")},
+        **{name: facts[name] for name in ("mechanism", "ended", "layers", "heads", "top_k")},
+        "unit": found.unit,
         "question": _question(facts, words),
         "length": len(found),
         "tiers": [*TIERS, KEPT],
@@ -200,40 +201,45 @@ def step(
     """
     recorded = memory.traces.get(trace)
     for found in recorded.steps(step, step + 1):
-        return {"step": step, "kept": bool(found.looks), **_used(memory, words, recorded, [found], layer, head)}
+        return {"step": step, "kept": bool(found.looks), **_used(memory, words, recorded, found, layer, head)}
     raise NotFound(f"trace {trace} has no step {step}.")
 
 
 def used(memory: Memory, words: Words, trace: int, layer: int | None = None, head: int | None = None) -> dict[str, Any]:
     """Return the blocks that a whole trace used, most weight first. Raises ``NotFound`` and ``DamagedError``."""
     recorded = memory.traces.get(trace)
-    return _used(memory, words, recorded, recorded.steps(), layer, head)
+    return _used(memory, words, recorded, None, layer, head)
 
 
 def _used(
-    memory: Memory, words: Words, trace: Trace, steps: Sequence[Step], layer: int | None, head: int | None
+    memory: Memory, words: Words, trace: Trace, step: Step | None, layer: int | None, head: int | None
 ) -> dict[str, Any]:
-    """Return the blocks that ``steps`` used, most weight first, and then those with missed tokens only.
+    """Return the blocks that ``step``, or a whole trace, used, most weight first, and those with missed tokens only.
 
-    A block of which single tokens were chosen or missed has them by their offsets: weight, best score and its layer,
-    and the share of attention that was missed. Then it also has the text of each token.
+    A block of which single tokens were chosen or missed has them by their offsets, with weight, and the share of
+    attention that was missed (of a whole ``entry``, at its first token). Blocks and tokens of a step also have their
+    best score, and its layer: scores of several steps cannot be compared. The weight of a missed block is None.
     """
+    steps = trace.steps() if step is None else [step]
     looks = [look for step in steps for look in _first_row(step).looks if layer in (None, look.layer)]
-    found = uses(looks, head=head)
+    found, size = uses(looks, head=head), memory.spec.block_size
+    told = ("weight",) if step is None else ("weight", "score", "layer", "tier", "offset")
     blocks: dict[tuple[str, int], dict[str, Any]] = {
-        use[:2]: use._asdict() | {"tokens": {}} for use in found[:MOST_BLOCKS]
+        use[:2]: {name: getattr(use, name) for name in ("document", "block", *told)} | {"tokens": {}}
+        for use in found[:MOST_BLOCKS]
     }
-    for use in uses([look for look in looks if look.offsets is not None], head=head, unit=1):
+    for use in uses([look for look in looks if look.offsets is not None], head=head, unit=1, size=size):
         if use[:2] in blocks:
-            blocks[use[:2]]["tokens"][use.offset] = {"weight": use.weight, "score": use.score, "layer": use.layer}
-    shown = {step.number for step in steps}
+            blocks[use[:2]]["tokens"][use.offset] = {name: getattr(use, name) for name in told[:3]}
+    shown, entry = {each.number for each in steps}, bool(trace.info.get("entries"))
     for each in _all_of(list, trace.info.get("missed")):
         match each:
-            case [int(step), str(name), int(block), int(offset), float(share)] if step in shown and 0 <= share <= 1:
-                new: dict[str, Any] = {"document": name, "block": block, "weight": 0.0, "tokens": {}}
-                of = blocks.setdefault((name, block), new) if len(blocks) < 2 * MOST_BLOCKS else new
-                token = of["tokens"].setdefault(offset, {})
-                token["missed"] = token.get("missed", 0.0) + share / len(steps)
+            case [int(number), str(name), int(block), int(offset), float(share)] if (
+                number in shown and 0 <= offset < size and 0 <= share <= 1
+            ) and ((name, block) in blocks or len(blocks) < 2 * MOST_BLOCKS):
+                new: dict[str, Any] = {"document": name, "block": block, "weight": None, "tokens": {}}
+                token = blocks.setdefault((name, block), new)["tokens"].setdefault(offset, {})
+                token |= {"missed": token.get("missed", 0.0) + share / len(steps), "entry": entry}
     numbers = _numbers(memory)
     for of in blocks.values():
         name, text, pieces = of["document"], None, list[str]()
@@ -283,16 +289,14 @@ def _facts(info: Mapping[str, Any]) -> dict[str, Any]:
     A fact of the wrong type counts as missing, and a very long one is cut. ``documents`` are names as they are stored;
     all other texts are ``printable``.
     """
-    heads, top_k, unit = (info.get(name) for name in ("heads", "top_k", "unit"))
     return {
         **{name: _text(info.get(name)) for name in ("mechanism", "question", "started")},
         "ended": bool(info.get("ended")),
         "prompt": _all_of(int, info.get("prompt")),
         "documents": _all_of(str, info.get("documents"))[:MOST_NAMED],
         "layers": _all_of(int, info.get("layers"))[:MOST_NAMED],
-        "heads": min(MOST_NAMED, heads) if isinstance(heads, int) else 0,
-        "top_k": top_k if isinstance(top_k, int) else None,
-        "unit": unit if isinstance(unit, int) and unit > 0 else 1,
+        "heads": min(MOST_NAMED, heads) if isinstance(heads := info.get("heads"), int) else 0,
+        "top_k": top_k if isinstance(top_k := info.get("top_k"), int) else None,
     }
 
 

@@ -29,7 +29,7 @@ export class Flow {
 
   clear() {
     this.rows.replaceChildren();
-    Object.assign(this, { pages: null, first: 0, stop: 0, from: 0, to: 0, offset: 0, selected: null, anchor: null });
+    Object.assign(this, { pages: null, first: 0, stop: 0, from: 0, to: 0, offset: 0, selected: null, anchor: null, pointed: null });
   }
 
   /** Show blocks `first` to before `stop`, from `block` on. */
@@ -85,15 +85,21 @@ export class Flow {
    */
   light(lit, picked = new Map(), unit = 1, size = 1) {
     const changed = [...this.rows.children].filter((row) => [this.picked, picked].some((each) => each.has(Number(row.dataset.block))));
-    Object.assign(this, { lit, picked, unit, size });
+    Object.assign(this, { lit, picked, unit, size, pointed: null });
     if (changed.length) this.steady(() => changed.forEach((row) => delete row.dataset.here));
     for (const row of this.rows.children) this.tint(row);
   }
 
-  /** Bring a chosen token of a block into view, and frame it. */
+  /** Frame a chosen token of a block, as soon as its text is here. */
   point(block, offset) {
-    for (const each of this.rows.querySelectorAll(".pointed")) each.classList.remove("pointed");
-    this.row(block)?.querySelector(`[data-offset="${offset}"]`)?.classList.add("pointed");
+    this.pointed = { block, offset };
+    for (const row of this.rows.children) this.frame(row);
+  }
+
+  frame(row) {
+    for (const each of row.querySelectorAll("[data-offset]")) {
+      each.classList.toggle("pointed", Number(row.dataset.block) === this.pointed?.block && Number(each.dataset.offset) === this.pointed.offset);
+    }
   }
 
   /** A text that is marked wherever it stands. */
@@ -198,13 +204,20 @@ export class Flow {
     text.className = block.dropped ? "text dropped" : "text";
     if (block.dropped) text.replaceChildren("a repair removed this block, because it was damaged");
     else text.replaceChildren(...this.words(block));
+    row.classList.toggle("by-token", !block.dropped && this.same(block)); // else the row has the shade
+    this.frame(row);
   }
 
-  /** The text of a block; where its tokens were chosen, they are marked, if it still is the same text. */
+  /** Whether the text of a block whose tokens were chosen still is the same. */
+  same(block) {
+    return this.picked.get(block.block)?.pieces.join("") === block.text;
+  }
+
+  /** The text of a block; where its tokens were chosen, they are marked. */
   words(block) {
     const used = this.picked.get(block.block);
     const around = this.around(block.block);
-    if (!used || used.pieces.join("") !== block.text) return marked(block.text, this.marks, ...around);
+    if (!this.same(block)) return marked(block.text, this.marks, ...around);
     return textOf(used, runs(used, this.unit, this.size), this.unit, this.marks, ...around);
   }
 
@@ -217,7 +230,6 @@ export class Flow {
     const block = Number(row.dataset.block);
     const share = this.lit.get(block);
     row.classList.toggle("lit", share !== undefined);
-    row.classList.toggle("by-token", this.picked.has(block));
     row.style.setProperty("--share", ink(share ?? 0));
     row.querySelector("i").textContent = share === undefined ? "" : percent(share);
     const selected = block === this.selected;

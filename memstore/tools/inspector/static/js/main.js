@@ -272,7 +272,7 @@ function light() {
   const [lit, picked] = [new Map(), new Map()];
   for (const each of state.lit) {
     if (each.document !== state.document?.id) continue;
-    if (each.tier !== undefined) lit.set(each.block, each.weight); // the others have missed tokens only
+    if (each.weight !== null) lit.set(each.block, each.weight); // the others have missed tokens only
     if (each.pieces?.length) picked.set(each.block, each);
   }
   flow.light(lit, picked, unit(), state.memory.block_size);
@@ -280,7 +280,7 @@ function light() {
   const [chosen, missed] = ["weight", "missed"].map((what) => [...picked.values()].some((each) => Object.values(each.tokens).some((token) => token[what] !== undefined)));
   at("marks").hidden = !chosen && !missed;
   at("marks").replaceChildren(...(chosen ? [h("span", { class: "picked" }, "chosen"), " by the index, shaded by attention"] : []),
-    chosen && missed ? " · " : "", ...(missed ? [h("span", { class: "missed" }, "missed"), " by the index, says an audit"] : []));
+    chosen && missed ? " · " : "", ...(missed ? [h("span", { class: "missed" }, "missed"), ", found by an audit"] : []));
 }
 
 /** Tokens that the model of the open traces chooses together. */

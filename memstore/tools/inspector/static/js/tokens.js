@@ -10,42 +10,43 @@ const AROUND = 8; // tokens before and after one in a list
 const LISTED = 12; // tokens in a list
 
 /**
- * The runs of tokens that were chosen or missed together in a used block, in order:
- * `{from, to, chosen, missed, weight, score, layer, tokens}`. A model with a `unit` of several tokens chooses these at
- * once; where only the first of them is known, the whole unit is one entry.
+ * The runs of tokens that were chosen or missed together in a used block, in order and apart:
+ * `{number, from, to, chosen, missed, weight, score, layer, tokens}`. A model with a `unit` of several tokens chooses
+ * these at once; of entries only the first token is known, so a chosen run, and a missed entry, go to the unit's end.
+ * Tokens within it that an audit missed elsewhere belong to it.
  */
 export function runs(block, unit, size) {
   const found = [];
+  const begin = block.block * size;
   const offsets = Object.keys(block.tokens).map(Number).filter((offset) => offset < block.pieces.length).sort((one, other) => one - other);
   for (const offset of offsets) {
     const token = block.tokens[offset];
-    const number = token.weight === undefined ? `missed ${offset}` : Math.floor((block.block * size + offset) / unit);
+    const chosen = token.weight !== undefined;
     let run = found.at(-1);
-    if (run?.number !== number) {
-      run = { number, from: offset, to: offset, chosen: token.weight !== undefined, missed: 0, weight: 0, score: null, layer: null, tokens: {} };
+    if (!run || offset > run.to) {
+      const number = Math.floor((begin + offset) / unit);
+      const end = chosen || token.entry ? Math.min(block.pieces.length, (number + 1) * unit - begin) - 1 : offset;
+      run = { number, from: offset, to: end, chosen, missed: 0, weight: 0, tokens: {} };
       found.push(run);
     }
-    run.to = offset;
+    run.chosen ||= chosen;
     run.missed += token.missed ?? 0;
     run.weight += token.weight ?? 0;
-    if ((token.score ?? null) !== null && (run.score === null || token.score > run.score)) [run.score, run.layer] = [token.score, token.layer];
-    run.layer ??= token.layer ?? null;
+    if (run.layer === undefined || (token.score ?? -Infinity) > (run.score ?? -Infinity)) [run.score, run.layer] = [token.score, token.layer];
     run.tokens[offset] = token;
-  }
-  for (const run of found) {
-    const whole = (run.number + 1) * unit - block.block * size - 1;
-    if (unit > 1 && run.chosen && Object.keys(run.tokens).length === 1) run.to = Math.min(block.pieces.length - 1, whole);
   }
   return found;
 }
 
-/** What a run says of itself. */
+/** What a run says of itself; its score is unknown in a whole trace, and null if there was none. */
 export function said(run, unit) {
-  const thing = unit > 1 ? `${unit} tokens chosen together` : "chosen";
+  const cut = run.to - run.from + 1 < unit ? "part of " : ""; // it goes on in another block
+  const thing = unit > 1 ? `${cut}${unit} tokens chosen together` : "chosen";
   return [
     run.chosen && `${thing}: attention ${percent(run.weight)}`,
-    run.chosen && (run.score === null ? "no score: always seen, or another layer's choice" : `score ${short(run.score)} in layer ${run.layer}`),
-    run.missed > 0 && `${run.chosen ? "elsewhere " : ""}missed by the index: attention to everything would have given it ${percent(run.missed)}`,
+    run.chosen && run.score === null && "no score: always seen, or another layer's choice",
+    run.chosen && (run.score ?? null) !== null && `score ${short(run.score)} in layer ${run.layer}`,
+    run.missed > 0 && `missed${run.chosen ? " in another layer, head or step" : " by the index"}: attention to everything would have given it ${percent(run.missed)}`,
   ].filter(Boolean).join("\n");
 }
 
@@ -71,7 +72,7 @@ export function text(block, found, unit, part, before, after) {
   for (const run of found) {
     nodes.push(...plain(begins[next], begins[run.from]));
     const inside = [];
-    const alone = Object.keys(run.tokens).length === 1;
+    const alone = Object.values(run.tokens).filter((token) => token.weight !== undefined).length === 1;
     for (let offset = run.from; offset <= run.to; offset += 1) {
       const piece = h("span", { class: "piece" }, plain(begins[offset], begins[offset + 1]));
       if (begins[offset] === begins[offset + 1]) piece.append("·"); // its character ends with the next token
@@ -95,7 +96,7 @@ export function lists(blocks, unit, size, go) {
   return [
     chosen.length && h("h3", {}, `Chosen ${thing}`),
     chosen.length && list(chosen, false, unit, go),
-    missed.length && h("h3", {}, "Missed tokens, says an audit"),
+    missed.length && h("h3", {}, "Missed tokens, found by an audit"),
     missed.length && list(missed, true, unit, go),
   ].filter(Boolean);
 }
@@ -111,7 +112,7 @@ function list(found, missing, unit, go) {
     const row = h("button", { type: "button", class: "hit", title: told, "aria-label": told, disabled: block.document === null, onclick: () => go(block.document, block.block, run.from) },
       h("span", { class: "snippet" }, words(at - AROUND, at),
         h("span", { class: missing ? "missed" : "picked" }, piece), words(at + 1, at + 1 + AROUND)),
-      h("span", { class: "facts" }, !missing && run.score !== null && `score ${short(run.score)} `,
+      h("span", { class: "facts" }, !missing && (run.score ?? null) !== null && `score ${short(run.score)} `,
         h("span", { class: missing ? "missing" : "attention" }, percent(missing ? run.missed : run.weight))));
     row.style.setProperty("--share", ink(missing ? 0 : run.weight));
     return h("li", {}, row);

@@ -1,7 +1,7 @@
 // The blocks that a token, or a whole trace, used: most weight first.
 
 import { ink } from "./attention.js";
-import { at, h, percent, short } from "./dom.js";
+import { at, count, h, percent, short } from "./dom.js";
 import { lists } from "./tokens.js";
 
 /**
@@ -10,7 +10,7 @@ import { lists } from "./tokens.js";
  */
 export function showUsed(title, answer, go, named, unit, size) {
   const picks = lists(answer.blocks, unit, size, go);
-  const rows = answer.blocks.filter((each) => each.tier !== undefined).map((each) => {
+  const rows = answer.blocks.filter((each) => each.weight !== null).map((each) => {
     const weights = each.weights ?? [each.weight];
     const row = h(
       "button",
@@ -28,6 +28,7 @@ export function showUsed(title, answer, go, named, unit, size) {
     : "No block was retrieved here with this layer and head.";
   at("used").replaceChildren(h("h2", {}, title, named && h("span", { class: "attention" }, named.map((name) => `trace ${name}`).join(" / "))),
     ...picks, ...(picks.length && rows.length ? [h("h3", {}, "Their blocks")] : []),
+    ...(answer.found > rows.length ? [h("p", { class: "facts" }, `Only ${count(rows.length)} of ${count(answer.found)} blocks are listed and marked: those with most attention.`)] : []),
     rows.length ? h("ol", { class: "list" }, rows) : h("p", { class: "empty" }, nothing));
   at("used").hidden = false;
 }
@@ -41,6 +42,7 @@ export function together(one, other) {
       if (!found.has(key)) found.set(key, { ...each, weights: [null, null], tokens: {} });
       const both = found.get(key);
       both.weights[place] = each.weight;
+      if (each.weight !== null) both.weight = Math.max(both.weight, each.weight); // a block that one only missed has null
       if (each.pieces.length) both.pieces = each.pieces;
       for (const [offset, token] of Object.entries(each.tokens)) {
         const known = both.tokens[offset];
@@ -48,15 +50,16 @@ export function together(one, other) {
       }
     }
   }
-  const blocks = [...found.values()].map((each) => ({ ...each, weight: Math.max(...each.weights) }));
-  return { blocks: blocks.sort((a, b) => b.weight - a.weight) };
+  const blocks = [...found.values()].sort((a, b) => b.weight - a.weight);
+  const listed = (all) => all.filter((each) => each.weight !== null).length;
+  return { blocks, found: listed(blocks) + Math.max(one.found - listed(one.blocks), other.found - listed(other.blocks)) }; // or more
 }
 
 function facts(each) {
   return [
     each.tier && `from ${each.tier}`,
-    each.score !== undefined && each.score !== null && `score ${short(each.score)}`,
+    (each.score ?? null) !== null && `score ${short(each.score)}`,
     each.layer !== undefined && `layer ${each.layer}`,
-    each.offset !== undefined && each.offset !== null && `token ${each.offset} of it`,
+    (each.offset ?? null) !== null && `token ${each.offset} of it`,
   ].filter(Boolean).join(" · ");
 }
