@@ -129,7 +129,7 @@ def test_a_block_that_a_repair_has_dropped_is_done_without(folder: Path, top_k: 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])  # the second has layers with a window of their own
 def test_a_document_goes_on_when_its_first_blocks_have_left(kind: str) -> None:
-    ids, model = tokens(300), tiny(kind)
+    ids, model = tokens(300), cast("Any", tiny(kind))
     with attach(model, "ram:", document="late", window=32, sink=16, segment=32, block_size=16) as attached:
         attached.memory.document("late").begin(3, None)
         attached.append(ids[:7])
