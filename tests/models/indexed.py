@@ -172,6 +172,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
         },
     },
 }
+CONFIGS["qwen4_exp"] = {
+    "text_config": CONFIGS["qwen4_exp_text"],
+    "vision_config": CONFIGS["glm5_next"]["vision_config"],
+}  # it gives its text part the tokens once more
 """Configurations whose index has to leave something out of a short text, by model type."""
 
 

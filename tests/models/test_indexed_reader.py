@@ -72,6 +72,10 @@ def test_a_family_that_is_not_known_is_refused_by_name() -> None:
         family_of(tiny("glm5_next", index_kpool_always_select_tail=False))
     with pytest.raises(UnsupportedModel, match="its index has 3 heads, which do not divide 2 key-value heads"):
         family_of(tiny("minimax_m3_vl_text", index_n_heads=3))
+    with pytest.raises(UnsupportedModel, match="layer 0 may choose 0 units, but needs at least 1"):
+        family_of(tiny("deepseek_v32", index_topk=0))
+    with pytest.raises(UnsupportedModel, match="layer 0 may choose 2 units, but needs at least 3"):
+        family_of(tiny("minimax_m3_vl_text", index_local_blocks=3, index_topk_blocks=2))
 
 
 def test_a_checkpoint_without_its_index_is_refused(tmp_path: Path) -> None:

@@ -186,6 +186,9 @@ class IndexedFamily(ABC):
         self.layers = self.made()
         if not any(layer.key_width for layer in self.layers):
             raise self.refused("none of its layers has an index, so it would retrieve nothing")
+        for layer in self.layers:
+            if layer.sees == "chosen" and layer.key_width and layer.top < (least := layer.own or 1):
+                raise self.refused(f"layer {layer.index} may choose {layer.top} units, but needs at least {least}")
 
     @abstractmethod
     def made(self) -> list[IndexedLayer]:

@@ -400,13 +400,13 @@ class IndexedReader(Reader):
         mask, call = self._padding, self._call
         if mask is None or call is None or not (call.tokens or call.length):
             return plain(**given)
-        name = "input_ids" if given.get("input_ids") is not None else "inputs_embeds"
-        cache, positions, out, states = given[CACHE], given["position_ids"], list[Tensor](), list[list[Tensor]]()
+        by_token = {k: v for k, v in given.items() if isinstance(v, Tensor) and v.shape[:2] == mask.shape}
+        cache, out, states = given[CACHE], list[Tensor](), list[list[Tensor]]()
         for row, real in enumerate(mask):
             own = self._cache_of(call, carried.states(cache.layers, row), rows=1)
             call.only = row
-            tokens = {name: given[name][row, real][None], "position_ids": positions[row, real][None], CACHE: own}
-            out.append(plain(**{**given, **tokens}).last_hidden_state[0])
+            tokens = {name: value[row, real][None] for name, value in by_token.items()}
+            out.append(plain(**{**given, **tokens, CACHE: own}).last_hidden_state[0])
             states.append(carried.states(own.layers))
         call.only = None
         carried.put(cache.layers, states)
