@@ -341,7 +341,7 @@ class Chunks:
         """
         if self.device.type != "cpu":
             return self._score_there(places, queries, head)
-        scores = torch.full(places.shape, -torch.inf)
+        scores = torch.full(places.shape, -torch.inf, dtype=torch.float32)
         offsets = torch.full_like(places, -1)
         for number, chunk in self.by_number.items():
             row, column = (places.div(PLACES, rounding_mode="floor") == number).nonzero().unbind(1)
@@ -364,7 +364,7 @@ class Chunks:
             ]
             back = by_block.argsort()
             return torch.cat([each.values for each in best])[back], torch.cat([each.indices for each in best])[back]
-        scores, offsets = torch.empty(len(blocks)), torch.empty_like(blocks)
+        scores, offsets = torch.empty(len(blocks), dtype=torch.float32), torch.empty_like(blocks)
         for at in range(0, len(blocks), per_step):
             step = slice(at, at + per_step)
             products = self._numbers(keys.index_select(0, blocks[step])).bmm(queries[row[step]].unsqueeze(2))
@@ -376,7 +376,7 @@ class Chunks:
         _, keys_per_block, dim = self.sizes
         scores, offsets = [], []
         for some, asked in zip(places.split(GATHERED_QUERIES), queries.split(GATHERED_QUERIES), strict=True):
-            best = torch.full(some.shape, -torch.inf, device=self.device)
+            best = torch.full(some.shape, -torch.inf, dtype=torch.float32, device=self.device)
             which = torch.full_like(some, -1)
             for number, chunk in self.by_number.items():
                 here = some.div(PLACES, rounding_mode="floor") == number

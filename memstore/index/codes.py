@@ -153,7 +153,7 @@ class CodeIndex(VectorIndex):
     def _maxima(self, queries: Tensor, head: int, rows: Tensor) -> Tensor:
         """Return ``[R, n]`` float32: the best product of ``queries [R, d]`` with the codes of each row."""
         if not len(queries):
-            return torch.empty(0, rows.numel())
+            return torch.empty(0, rows.numel(), dtype=torch.float32)
         values, scales = _rounded(queries)
         best = torch.empty(rows.numel(), len(queries), dtype=torch.float32)
         start = 0

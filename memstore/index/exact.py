@@ -285,7 +285,7 @@ class BestBlocks(NamedTuple):
 
 def _nothing(rows: int, k: int, device: torch.device) -> BestBlocks:
     """Return the best blocks before any block was scored."""
-    scores = torch.full((rows, k), -torch.inf, device=device)
+    scores = torch.full((rows, k), -torch.inf, dtype=torch.float32, device=device)
     none = torch.full((rows, k), -1, dtype=torch.int64, device=device)
     return BestBlocks(scores, none, none)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from memstore.index import ExactIndex
-from memstore.index.sieve import LARGEST_TURNED_DIM, Codes, Frame
+from memstore.index.sieve import LARGEST_TURNED_DIM, Codes, Frame, usable
 from memstore.testing.indexes import brute_force
 
 
@@ -67,6 +67,7 @@ def test_a_code_loses_no_more_than_its_group_says() -> None:
     assert frame.apart >= float(keys.norm(dim=3).max())
 
 
+@pytest.mark.skipif(not usable(torch.device("cpu"), 16), reason="codes are searched in C")
 def test_keys_get_codes_after_some_queries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("memstore.index.chunks.CODED_AFTER", 10)
     index, asked = ExactIndex(1, 16, 1), torch.randn(1, 4, 16)

@@ -152,7 +152,7 @@ def test_codes_of_the_index_change_no_number(family: str, tmp_path: Path, monkey
     exact = said(None)
     assert not any(read)
     assert torch.equal(said("int8"), exact)
-    assert any(read) == ("avx2" in processor())
+    assert any(read) == (native.problem(torch.float32) is None and "avx2" in processor())
 
 
 def test_without_a_compiler_there_are_no_codes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,6 +166,7 @@ def test_without_a_compiler_there_are_no_codes(monkeypatch: pytest.MonkeyPatch) 
         assert reader.index_bytes_per_token == 4 * 24 * 4
 
 
+@pytest.mark.skipif(native.problem(torch.float32) is not None, reason="codes are made in C")
 def test_codes_grow_with_the_keys() -> None:
     keys, rows = torch.randn(1000, 30), Rows(30, torch.empty(0), mapped=True, coded=True)
     for some in keys.split([1, 62, 1, 64, 300, 0, 572]):
