@@ -48,5 +48,7 @@ def test_a_memory_is_opened_with_it_and_keeps_it(installed: Path, tmp_path: Path
 
 def test_it_passes_the_suite(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(installed)
-    done = forks.completed([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(installed)])
+    # A run without a base takes the rights to the folder of all runs from other users, which a test beside it may be.
+    base = f"--basetemp={installed.parent / 'base'}"
+    done = forks.completed([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", base, str(installed)])
     assert done.returncode == 0, done.stdout

@@ -74,5 +74,7 @@ def test_a_batch_that_finds_no_room(installed: Path, tmp_path: Path) -> None:
 def test_it_passes_the_suites(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (installed / "conftest.py").write_text(CONFIGURATION, encoding="utf-8")
     monkeypatch.chdir(installed)
-    done = forks.completed([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(installed)])
+    # A run without a base takes the rights to the folder of all runs from other users, which a test beside it may be.
+    base = f"--basetemp={installed.parent / 'base'}"
+    done = forks.completed([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", base, str(installed)])
     assert done.returncode == 0, done.stdout
