@@ -69,7 +69,7 @@ class IndexChoice(Choice):
         own = np.concatenate([ids[look.by_head()], near[None].repeat(len(seen), 0)], 1) - call.tokens
         asked = call.asked[row] if call.counts[row] else np.inf
         window = (own < 0) & (np.arange(own.shape[1]) >= ids.shape[1])
-        spans = [own > np.inf, window, (own >= 0) & (own < asked), own >= asked]  # no sink
+        spans = [np.zeros_like(window), window, (own >= 0) & (own < asked), own >= asked]  # it has no sink
         look = replace(
             look,
             document=np.where((ids >= 0) & (ids < call.tokens), 0, -1).astype(np.int16),
