@@ -96,3 +96,16 @@ def test_if_too_many_groups_are_left_all_keys_are_read(share: int, monkeypatch: 
     truth = brute_force(torch.arange(9000), keys, queries, 12)
     assert torch.equal(found.ids, truth.ids)
     assert torch.equal(found.scores, truth.scores)
+
+
+@pytest.mark.skipif(not usable(torch.device("cpu"), 64), reason="codes are searched in C")
+@pytest.mark.parametrize("queries", [1, 40])
+def test_keys_of_groups_that_are_ruled_out_are_not_read(queries: int) -> None:
+    keys = torch.randn(9000, 1, 1, 64)
+    keys[:100] *= 100
+    index, asked = ExactIndex(1, 64, 1), torch.randn(1, 80, 64)
+    index.add(torch.arange(9000), keys)
+    index.search(asked, 8)  # after so many queries, keys have codes
+    found = index.search(asked[:, :queries], 8)
+    index._chunks.by_number[0].keys[:, 1000:] *= 1e6  # the best now, for all who look
+    assert all(map(torch.equal, index.search(asked[:, :queries], 8), found))
