@@ -289,6 +289,7 @@ class ClusterIndex(VectorIndex):
         self._log: deque[Tensor] = deque()  # each [G, m, D], the newest last
         self._kept = 0  # queries of each head in it
         self._tried = 0  # queries available when clusters were last made
+        self._new_queries = False  # since then
         self._rebuild: Rebuild[ClusterBase] = Rebuild()
 
     @property
@@ -342,11 +343,7 @@ class ClusterIndex(VectorIndex):
         return _best(SearchResult(*(torch.cat(pair, -1) for pair in zip(near, old, strict=True))), k)
 
     def score(self, queries: Tensor, *, allowed: range | Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the score of every block: ``([H, T, N] float32, ids [N] ascending)``.
-
-        This reads all lists, so it is no faster than exact search. With it the same index also serves models that need
-        all scores.
-        """
+        """Return the score of every block, ``([H, T, N] float32, ids [N] ascending)``, no faster than exact search."""
         self._adopt()
         scores, ids = self._tail.score(queries, allowed=allowed)
         if self._base is None:
@@ -360,7 +357,8 @@ class ClusterIndex(VectorIndex):
 
     def finish(self) -> None:
         self._adopt(wait=True)
-        if len(self) * self.keys_per_block >= SMALLEST:
+        stale = self._base is None or self._base.removed or len(self._tail) or self._new_queries
+        if stale and len(self) * self.keys_per_block >= SMALLEST:
             self._begin()
             self._adopt(wait=True)
 
@@ -456,7 +454,7 @@ class ClusterIndex(VectorIndex):
         """Keep some of the queries ``[G, R, D]``, within the limit; only a few from a long run."""
         step = max(1, queries.shape[1] // (LOGGED // 16))
         self._log.append(queries[:, ::step].clone())
-        self._kept += self._log[-1].shape[1]
+        self._kept, self._new_queries = self._kept + self._log[-1].shape[1], True
         while self._kept - self._log[0].shape[1] >= LOGGED:
             self._kept -= self._log.popleft().shape[1]
         self._consider()
@@ -472,7 +470,7 @@ class ClusterIndex(VectorIndex):
     def _begin(self) -> None:
         if self._rebuild.running:
             return
-        self._tried, logged = self._kept, self._logged()
+        self._tried, self._new_queries, logged = self._kept, False, self._logged()
         if min(len(queries.unique(dim=0)) for queries in logged) < ENOUGH:
             return
         base = self._base

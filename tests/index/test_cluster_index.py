@@ -228,3 +228,21 @@ def test_without_faiss_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "faiss", None)
     with pytest.raises(InvalidArgument, match=r"torch-memstore\[faiss\]"):
         ClusterIndex(1, 8, 1)
+
+
+def test_clusters_are_made_again_only_for_new_keys_or_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster_index, "SMALLEST", 24)
+    index = ClusterIndex(1, 8, 1)
+    index.add(torch.arange(300), torch.randn(300, 1, 1, 8))
+    index.search(torch.randn(1, 300, 8), 3)
+    index.finish()
+    made = index.base
+    index.finish()
+    assert index.base is made is not None
+    index.search(torch.randn(1, 3, 8), 3)
+    index.finish()
+    assert index.base is not made
+    made = index.base
+    index.remove(torch.arange(3))
+    index.finish()
+    assert index.base is not made
