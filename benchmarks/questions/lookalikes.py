@@ -88,13 +88,19 @@ FORMS = (
 )  # fmt: skip
 
 
-def load(manual: str | None = None) -> QuestionSet:
+def load(manual: str | None = None, *, seed: int = 0) -> QuestionSet:
     """Load the look-alikes among the paragraphs of ``manual`` (default: Python's language reference), shuffled.
 
-    Raises ``NotFound`` if this Python has no reference.
+    Every other ``seed`` makes them anew: each name gets the answer of another, and they are hidden elsewhere. Raises
+    ``NotFound`` if this Python has no reference.
     """
-    alike = [(form, *pair) for form in FORMS for pair in form.pairs.items()]
-    chance = random.Random(0)
+    chance = random.Random(seed)
+    alike = []
+    for form in FORMS:
+        names, answers = [*form.pairs], [*form.pairs.values()]
+        if seed:
+            chance.shuffle(answers)
+        alike += [(form, *pair) for pair in zip(names, answers, strict=True)]
     chance.shuffle(alike)
     sentences = [form.sentence.format(who, answer) for form, who, answer in alike]
     pool, numbers = hidden(sentences, paragraphs(CHARACTERS, PARAGRAPH, manual), chance)
