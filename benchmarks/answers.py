@@ -24,7 +24,7 @@ import argparse
 import json
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from itertools import islice
@@ -59,7 +59,7 @@ QUOTED = re.compile(r"(\d+) quoted( as text)?")
 """A way with so many paragraphs of the memory's choice: before its states, or alone."""
 SEGMENT = 512
 """Tokens of all of the text whose states are computed together."""
-ONE_TEXT = {"lookalikes": lookalikes.load, "factbook": factbook.load}
+ONE_TEXT: dict[str, Callable[[], QuestionSet]] = {"lookalikes": lookalikes.load, "factbook": factbook.load}
 
 
 def main() -> None:
