@@ -67,16 +67,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("set", choices=("squad", "hotpotqa", *ONE_TEXT))
     parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="that the model computes in")
-    parser.add_argument("--tokens", type=int, default=32768, help="of a pool; the other sets are one text each")
-    parser.add_argument("--pools", default="0", help="numbers of pools, separated by commas")
-    parser.add_argument("--questions", type=int, help="of each pool, spread by chance")
-    parser.add_argument("--half", choices=HALVES, default="held-out")
-    parser.add_argument("--top-k", type=int, default=8)
+    add_options(parser)
     parser.add_argument("--quote", type=int, default=memstore.Retrieval().quote, help="see Retrieval.quote")
     parser.add_argument("--system", default=INSTRUCTION, help="the system prompt, of all ways")
     parser.add_argument("--ways", help="some of the ways, separated by commas")
-    parser.add_argument("--memories", type=Path, default=Path("answers.mem"), help="folder that the pools are read to")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     ways = list(filter(None, (options.ways or "").split(",")))
@@ -113,6 +107,17 @@ def main() -> None:
     chosen = {"half": options.half, "top_k": options.top_k, "quote": options.quote, "system": options.system}
     facts = {"task": options.set, "model": options.model, "dtype": str(model.dtype), "pools": sizes, **chosen}
     print(json.dumps({**facts, "rows": table(rows), **hardware()}))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which questions are asked, and of which texts."""
+    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="that the model computes in")
+    parser.add_argument("--tokens", type=int, default=32768, help="of a pool; the other sets are one text each")
+    parser.add_argument("--pools", default="0", help="numbers of pools, separated by commas")
+    parser.add_argument("--questions", type=int, help="of each pool, spread by chance")
+    parser.add_argument("--half", choices=HALVES, default="held-out")
+    parser.add_argument("--top-k", type=int, default=8)
+    parser.add_argument("--memories", type=Path, default=Path("answers.mem"), help="folder that the pools are read to")
 
 
 def pools(name: str, tokens: int, tokenizer: Any) -> Iterator[QuestionSet]:

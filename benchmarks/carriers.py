@@ -8,7 +8,8 @@
 A list of blocks is chosen by the memory, by BM25 and MiniLM fused, or by who wrote the questions (the blocks of the
 right paragraphs; these and seven more that both searches find). Then the model gets the list in four ways: as text
 in the prompt; as stored states; as states and the list's best paragraph quoted; this paragraph alone, as text. A pool
-of look-alikes is a text that is made anew. Times include choosing, and for text the whole prompt.
+of look-alikes is a text that is made anew. Times compare carriers roughly: those with states search twice, for the list
+and in ``ask``.
 
 ``--out`` gets a line for each answer. A run that is begun again goes on after them. The table has means, processor
 seconds and tokens of the prompt, and how much *has* differs from the same list as text: 95% of 10,000 resamples of the
@@ -34,14 +35,14 @@ import torch
 from torch import Tensor
 
 import memstore
-from benchmarks.answers import MEASURES, Asking, pools
+from benchmarks.answers import MEASURES, Asking, add_options, pools
 from benchmarks.questions import lookalikes
 from benchmarks.questions.answers import MOST, exact, f1, has
 from benchmarks.questions.rankers import FusedRanker, MemoryRanker, Ranker, SentenceRanker, WordRanker, minilm
 from memstore.readers.asking import INSTRUCTION
 from memstore.readers.passages import quotes
-from memstore.tools.models import DTYPES, load_model
-from memstore.train.questions import HALVES, Pool, Question, QuestionSet
+from memstore.tools.models import load_model
+from memstore.train.questions import Pool, Question, QuestionSet
 
 MEMORY, FUSED, RIGHT, AMONG = "the memory", "BM25 and MiniLM", "right paragraphs", "right and 7 others"
 SOURCES = MEMORY, FUSED, RIGHT, AMONG
@@ -56,13 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("set", nargs="?", choices=("squad", "hotpotqa", "lookalikes"))
     parser.add_argument("--model")
-    parser.add_argument("--dtype", default="auto", choices=DTYPES, help="that the model computes in")
-    parser.add_argument("--tokens", type=int, default=32768, help="of a pool of paragraphs")
-    parser.add_argument("--pools", default="0", help="numbers of pools, separated by commas")
-    parser.add_argument("--questions", type=int, help="of each pool, spread by chance")
-    parser.add_argument("--half", choices=HALVES, default="held-out")
-    parser.add_argument("--top-k", type=int, default=8)
-    parser.add_argument("--memories", type=Path, default=Path("answers.mem"), help="folder that the pools are read to")
+    add_options(parser)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--table", type=Path, metavar="ROWS", help="print the table of such a file instead")
     options = parser.parse_args()
@@ -75,7 +70,7 @@ def main() -> None:
     (model, tokenizer), bare = load_model(options.model, options.dtype), load_model(options.model, options.dtype).model
     options.memories.mkdir(exist_ok=True)
     embed = minilm()
-    done = {(row["pool"], row["id"]) for row in lines(options.out)}
+    done = {(row["set"], row["pool"], row["id"]) for row in lines(options.out)}
     with options.out.open("a") as out:
         for number in map(int, options.pools.split(",")):
             asked = (
@@ -94,7 +89,7 @@ def main() -> None:
                 reader.read(pool.tokens)
                 carriers = Carriers(bare, reader, asked, pool, embed, options.top_k)
                 for question in asked.of(options.half, options.questions):
-                    if (number, question.id) not in done:
+                    if (options.set, number, question.id) not in done:
                         rows = [{"set": options.set, "pool": number, **row} for row in carriers.rows(question)]
                         out.write("".join(json.dumps(row) + "\n" for row in rows))
                         out.flush()
