@@ -9,8 +9,9 @@ import torch
 
 import memstore
 from benchmarks.answers import COMPRESSED, END, NOTHING, RIGHT, WHOLE, Asking
+from benchmarks.carriers import CARRIERS, SOURCES, Carriers, interval
 from benchmarks.questions.answers import MOST
-from memstore.train.questions import Question, QuestionSet
+from memstore.train.questions import Pool, Question, QuestionSet
 from tests.instruct import instruct_model, instruct_tokenizer
 
 PARAGRAPHS = ("The lamp hangs in the hall.", "The key lies under the mat.", "Nobody has seen the cat.")
@@ -39,3 +40,20 @@ def test_kvpress_is_asked_for_before_anything_is_read(monkeypatch: pytest.Monkey
     monkeypatch.setattr("sys.argv", ["answers.py", "squad", "--model", "none", "--ways", COMPRESSED, "--out", "none"])
     with pytest.raises(ModuleNotFoundError, match="kvpress"):
         main()
+
+
+def test_a_memory_is_made_to_choose_a_list() -> None:
+    tokenizer = instruct_tokenizer()
+    asked = QuestionSet("rooms", "none", PARAGRAPHS * 3, ASKED)
+    pool = Pool.of(asked.paragraphs, tokenizer)
+    with memstore.attach(instruct_model(), "ram:", tokenizer=tokenizer, block_size=16) as reader:
+        reader.read(pool.tokens, document="pool")
+        carriers = Carriers(instruct_model(), reader, asked, pool, lambda texts: torch.eye(len(texts), 99), 2)
+        usual = [match.block for match in reader.search(ASKED[0].text, 3)]
+        for blocks in ([2, 4], [4, 2, 3]):
+            with carriers._choosing(blocks, quoted=False):
+                assert [match.block for match in reader.search(ASKED[0].text, len(blocks))] == blocks
+        assert [match.block for match in reader.search(ASKED[0].text, 3)] == usual
+        rows = [*carriers.rows(ASKED[0])]
+    assert [(row["list"], row["as"]) for row in rows] == [(source, way) for source in SOURCES for way in CARRIERS]
+    assert interval([{"has": 1}] * 4, [{"has": 0}] * 4) == [1, 1]
