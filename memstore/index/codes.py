@@ -16,13 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memstore.errors import InvalidArgument
 from memstore.index import contract, files
 from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
 from memstore.kernels import best_products
 from memstore.kernels._largest import filled, largest
+from memstore.kernels.best_codes import LARGEST, hold
 
-LARGEST = 127
 CHUNK_KEYS = 1 << 18
 
 
@@ -47,21 +46,14 @@ class CodeIndex(VectorIndex):
     def __len__(self) -> int:
         return int((self._ids >= 0).sum())
 
-    def __repr__(self) -> str:
-        return f"CodeIndex({len(self)} blocks, {self.key_heads}x{self.keys_per_block}x{self.key_dim})"
-
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in (*self._keys, self._ids))
 
     def add(self, ids: Tensor, keys: Tensor) -> None:
         self._check_blocks(ids, keys)
-        if bool((keys != keys.round()).any()) or (keys.numel() and float(keys.abs().max()) > LARGEST):
-            raise InvalidArgument(
-                "Keys of a code index must be whole numbers from -127 to 127; use 'exact' for other keys."
-            )
+        start, codes = 0, hold(keys, torch.int8).transpose(0, 1)
         contract.check_new(torch.isin(ids, self._ids), ids)
-        start, codes = 0, keys.to(torch.int8).transpose(0, 1)
         while start < ids.numel():
             chunk, row = divmod(self._ids.numel(), self._room)
             if chunk == len(self._keys):

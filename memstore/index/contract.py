@@ -104,6 +104,9 @@ class VectorIndex(ABC):
         check_queries(queries, self.key_heads, self.key_dim, wait=wait)
         return queries.to(self.device).reshape(self.key_heads, -1, self.key_dim).float()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self)} blocks, {self.key_heads}x{self.keys_per_block}x{self.key_dim})"
+
     @abstractmethod
     def add(self, ids: Tensor, keys: Tensor) -> None:
         """Add blocks ``ids [n]`` (int64, new, ascending) with floating-point ``keys [n, G, P, D]``.

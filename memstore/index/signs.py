@@ -46,9 +46,6 @@ class SignIndex(VectorIndex):
     def __len__(self) -> int:
         return self._held.stop - self._held.start
 
-    def __repr__(self) -> str:
-        return f"SignIndex({len(self)} blocks, {self.key_heads}x{self.keys_per_block}x{self.key_dim})"
-
     @property
     def nbytes(self) -> int:
         return self._words.nbytes + self._ids.nbytes
