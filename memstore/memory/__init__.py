@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from memstore.lazy import lazy
 
 if TYPE_CHECKING:
     from memstore.memory.append import Append as Append
@@ -24,25 +25,16 @@ if TYPE_CHECKING:
     from memstore.memory.view import Hits as Hits
     from memstore.memory.view import LayerView as LayerView
 
-_HOMES = {
-    "Append": "append",
-    "Document": "document",
-    "Finding": "verify",
-    "Fingerprint": "spec",
-    "Hits": "view",
-    "LayerView": "view",
-    "Look": "trace_file",
-    "Memory": "memory",
-    "MemorySpec": "spec",
-    "Recorder": "traces",
-    "Step": "trace_file",
-    "Trace": "traces",
-    "Traces": "traces",
-    "open_memory": "memory",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"memstore.memory.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__ = lazy(
+    __name__,
+    {
+        "append": "Append",
+        "document": "Document",
+        "memory": "Memory, open_memory",
+        "spec": "Fingerprint, MemorySpec",
+        "trace_file": "Look, Step",
+        "traces": "Recorder, Trace, Traces",
+        "verify": "Finding",
+        "view": "Hits, LayerView",
+    },
+)

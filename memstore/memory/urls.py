@@ -236,7 +236,10 @@ def _open(url: str | Path, mode: Mode, blank: NewMemory | None, **options: Any) 
     if scheme[1] == "ram":
         return _open_ram(str(url)[4:], mode, blank)
     if scheme[1] == "zarr":
-        return _open_zarr(Path(str(url)[5:]), mode, blank, **options)
+        from memstore.store.zarr import ZarrStore
+
+        place = Path(str(url)[5:])
+        return _open_folder(ZarrStore, place, f"zarr:{place}", mode, blank, exists=lambda: _has_tail(place), **options)
     if is_remote(url):
         return _open_remote(str(url), mode, blank, **options)
     if blank is not None and blank.key is not None:
@@ -371,12 +374,6 @@ def _open_lmdb(folder: Path, mode: Mode, blank: NewMemory | None, **options: Any
     if _has_tail(folder):
         raise NotAMemory(f"{folder} holds a memory in Zarr; open it as zarr:{folder}")
     return _open_folder(LmdbStore, folder, str(folder), mode, blank, exists=(folder / "data.mdb").exists, **options)
-
-
-def _open_zarr(folder: Path, mode: Mode, blank: NewMemory | None, **options: Any) -> OpenStore:
-    from memstore.store.zarr import ZarrStore
-
-    return _open_folder(ZarrStore, folder, f"zarr:{folder}", mode, blank, exists=lambda: _has_tail(folder), **options)
 
 
 def _open_remote(url: str, mode: Mode, blank: NewMemory | None, **options: Any) -> OpenStore:

@@ -6,9 +6,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from memstore.lazy import lazy
 from memstore.store.contract import BlockStore as BlockStore
 from memstore.store.contract import Capabilities as Capabilities
 from memstore.store.records import Batch as Batch
@@ -23,11 +23,5 @@ if TYPE_CHECKING:
     from memstore.store.ram import RamStore as RamStore
     from memstore.store.zarr import ZarrStore as ZarrStore
 
-_HOMES = {"LmdbStore": "lmdb.store", "RamStore": "ram", "ZarrStore": "zarr"}
-
-
-def __getattr__(name: str) -> Any:
-    """Import a store on first use, because each brings libraries of its own."""
-    if name in _HOMES:
-        return getattr(import_module(f"memstore.store.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+# Imported on first use, because each brings libraries of its own.
+__getattr__ = lazy(__name__, {"lmdb.store": "LmdbStore", "ram": "RamStore", "zarr": "ZarrStore"})

@@ -250,14 +250,11 @@ class KeyTable:
             return
         try:
             paths.check_single(self._folder, KEYS_NAME)
-            handle = paths.open_file(self._folder, KEYS_NAME, os.O_WRONLY)
-            try:
+            with os.fdopen(paths.open_file(self._folder, KEYS_NAME, os.O_WRONLY), "wb") as file:
                 for place, entry in slots.items():
-                    if os.pwrite(handle, entry, _SLOT * (1 + place)) < len(entry):
+                    if os.pwrite(file.fileno(), entry, _SLOT * (1 + place)) < len(entry):
                         raise OSError(paths.FULL[0], os.strerror(paths.FULL[0]))
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+                os.fsync(file.fileno())
         except OSError as error:
             raise _failure(error, self._folder) from error
 

@@ -212,7 +212,11 @@ class LmdbStore(BlockStore):
         if facts is None:
             raise environments.unfinished(self.path)
         if facts["format"] not in self._formats:
-            raise self._other_format(facts["format"])
+            if facts["format"] in TAIL_FORMATS:
+                raise ForeignMemory(f"{self.path} is part of a memory in Zarr; open zarr:{self.path.parent}")
+            raise ForeignMemory(
+                f"memory {self.path} was written by a newer memstore (format {facts['format']}); upgrade memstore"
+            )
         self._use_format(facts["format"])
         self._naming.lengths[Table.BLOCKS] = facts["blocks_per_value"]
         self._naming.lengths[Table.TOKENS] = facts.get("tokens_per_value", 1)
@@ -234,11 +238,6 @@ class LmdbStore(BlockStore):
                 f"{self.path} is the LMDB environment of another program, not a memory. Choose another path"
             )
         return facts
-
-    def _other_format(self, number: int) -> ForeignMemory:
-        if number in TAIL_FORMATS:
-            return ForeignMemory(f"{self.path} is part of a memory in Zarr; open zarr:{self.path.parent}")
-        return ForeignMemory(f"memory {self.path} was written by a newer memstore (format {number}); upgrade memstore")
 
     @property
     def blocks_per_value(self) -> int:
@@ -363,13 +362,9 @@ class LmdbStore(BlockStore):
         self._waits = environments.waited()
 
     def get(self, key: Key) -> tuple[Record, ...] | None:
-        self._check_open()
         check_key(key)
-        try:
-            with self._env.begin(buffers=True) as txn:
-                return self.values.get(txn, key)
-        except lmdb.Error as error:
-            raise self._failure(error) from error
+        with self._reading() as txn:
+            return self.values.get(txn, key)
 
     def checksums(self, keys: Sequence[Key]) -> list[tuple[int, ...]]:
         """See ``BlockStore``: the checksums come from the headers, which are verified; the payloads are not read."""
@@ -474,14 +469,13 @@ class _Reserve:
         wanted = min(max(_LEAST_RESERVED, used_bytes // _SHARE_RESERVED), _MOST_RESERVED)
         if wanted <= self._bytes:
             return
-        with suppress(OSError, NotAMemory):  # opening the memory has already refused links
-            handle = paths.open_file(self._folder, RESERVE_NAME, os.O_RDWR | os.O_CREAT)
-            try:
-                if os.fstat(handle).st_size < wanted:
-                    _allocate(handle, min(2 * wanted, _MOST_RESERVED) if self._bytes else wanted)
-                self._bytes = os.fstat(handle).st_size
-            finally:
-                os.close(handle)
+        with (
+            suppress(OSError, NotAMemory),  # opening the memory has already refused links
+            os.fdopen(paths.open_file(self._folder, RESERVE_NAME, os.O_RDWR | os.O_CREAT), "r+b") as file,
+        ):
+            if os.fstat(file.fileno()).st_size < wanted:
+                _allocate(file.fileno(), min(2 * wanted, _MOST_RESERVED) if self._bytes else wanted)
+            self._bytes = os.fstat(file.fileno()).st_size
 
     def give(self) -> bool:
         self._bytes = 0
@@ -576,11 +570,8 @@ def _check_known(folder: Path) -> None:
 def _erase(folder: Path, commit: int, page_bytes: int, progress: Progress | None) -> None:
     """Erase what neither ``commit`` nor the one before uses. Raises ``ReadOnlyMemory`` or ``DamagedError``."""
     try:
-        handle = paths.open_file(folder, DATA_NAME, os.O_RDWR)
-        try:
-            pages.erase_unused(handle, commit, page_bytes, KEY_BYTES, progress)
-        finally:
-            os.close(handle)
+        with os.fdopen(paths.open_file(folder, DATA_NAME, os.O_RDWR), "r+b") as data:
+            pages.erase_unused(data.fileno(), commit, page_bytes, KEY_BYTES, progress)
     except OSError as error:
         if isinstance(error, DamagedError):
             raise

@@ -321,16 +321,14 @@ class ZarrStore(BlockStore):
         """
         before = self._sealed_bytes() + self._tail.size_bytes()
         with self._writing:
-            for extent in self._extents():
+            with self._tail.snapshot() as snapshot:
+                extents = [each for series in snapshot.all_series() for each in snapshot.extents(series)]
+            for extent in extents:
                 for shard in sorted(extent.live_shards()):
                     self._leave(extent, shard)
             _, after = self._tail.compact(progress)
             self._publish(prune=True)
         return Compaction(before, after + self._sealed_bytes())
-
-    def _extents(self) -> list[Extent]:
-        with self._tail.snapshot() as snapshot:
-            return [each for series in snapshot.all_series() for each in snapshot.extents(series)]
 
     def _leave(self, extent: Extent, shard: int) -> None:
         """If a shard has dead blocks, move its living ones to the tail and delete the shard."""

@@ -217,7 +217,8 @@ class SealedBlocks:
             if place is None:
                 unsealed[row] = key
             else:
-                _check_sealed(key, place, layouts)
+                if place.extent.layouts != tuple(layouts):
+                    raise damaged(key, f"it holds {list(place.extent.layouts)}, expected {list(layouts)}")
                 sums = snapshot.sums(place.extent, place.shard)[place.slot].tolist()
                 sealed.append(_BlockRead(key, place, sums, rows[row]))
         snapshot.read(unsealed, tuple(layouts), rows)
@@ -322,12 +323,6 @@ def _range_read(run: list[_BlockRead], record: int) -> RangeRead:
     start = slot * extent.arrays[record].nbytes
     rows = (one.rows if extent.joined else one.rows[record : record + 1] for one in run)
     return RangeRead(extent.shard_path(record, shard), start, tuple(row for each in rows for row in each))
-
-
-def _check_sealed(key: Key, place: Place, layouts: Sequence[Layout]) -> None:
-    """Raise ``DamagedError`` unless a sealed block has these layouts."""
-    if place.extent.layouts != tuple(layouts):
-        raise damaged(key, f"it holds {list(place.extent.layouts)}, expected {list(layouts)}")
 
 
 logger = logging.getLogger(__name__)
