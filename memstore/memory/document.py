@@ -427,7 +427,8 @@ class Document:
         keys = [key for part in there for key in places.all_tokens(part)]
         ids = read_rows(self._shared.store, keys, [layout])[0]
         if len(ids) < len(full):
-            ids = torch.full((len(full), size), -1, dtype=torch.int32).index_copy_(0, _offsets(there, full), ids)
+            offsets = torch.tensor([block - full.start for part in there for block in part], dtype=torch.int64)
+            ids = torch.full((len(full), size), -1, dtype=torch.int32).index_copy_(0, offsets, ids)
         parts = [ids.flatten()]
         if full.stop < blocks.stop:
             records = self._shared.store.get(places.tokens(full.stop))
@@ -435,7 +436,3 @@ class Document:
                 raise NotFound(f"document {self.name!r}: the token ids of block {full.stop} are missing. Run verify.")
             parts.append(from_record(records[0])[: state.tokens - full.stop * size])
         return torch.cat(parts)
-
-
-def _offsets(parts: list[range], blocks: range) -> Tensor:
-    return torch.tensor([block - blocks.start for part in parts for block in part], dtype=torch.int64)
