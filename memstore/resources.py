@@ -71,7 +71,9 @@ def hardware() -> dict[str, object]:
 
     import torch
 
-    names = [line.split(":")[1].strip() for line in _cpuinfo() if line.startswith("model name")]
+    told = Path("/proc/cpuinfo")
+    lines = told.read_text().splitlines() if told.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
     return {
         "cpu": names[0] if names else platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
@@ -80,8 +82,3 @@ def hardware() -> dict[str, object]:
         "python": platform.python_version(),
         "torch": torch.__version__,
     }
-
-
-def _cpuinfo() -> list[str]:
-    path = Path("/proc/cpuinfo")
-    return path.read_text().splitlines() if path.exists() else []

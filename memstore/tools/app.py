@@ -247,7 +247,9 @@ def _run(arguments: Sequence[str], pressed: Callable[[], bool]) -> int:
     try:
         if arguments[:1] == ["help"]:
             arguments = [*arguments[1:], "--help"]
-        _check_text(arguments)
+        for argument in arguments:
+            if any("\ud800" <= letter <= "\udfff" for letter in argument):
+                raise InvalidArgument(f"the argument {argument!a} is not valid UTF-8 text.")
         code: int = command_line().main(arguments, prog_name="memstore", standalone_mode=False) or 0
     except (MemstoreError, typer.TyperException) as error:
         if not pressed() or isinstance(error, Interruption):
@@ -278,12 +280,6 @@ def _completed(command: Any) -> int:
 
     completion_init()
     return shell_complete(command, {}, "memstore", COMPLETION_VARIABLE, os.environ[COMPLETION_VARIABLE])
-
-
-def _check_text(arguments: Sequence[str]) -> None:
-    for argument in arguments:
-        if any("\ud800" <= letter <= "\udfff" for letter in argument):
-            raise InvalidArgument(f"the argument {argument!a} is not valid UTF-8 text.")
 
 
 def _explained(error: Exception) -> MemstoreError:

@@ -27,6 +27,7 @@ from memstore.tools.verb import (
     FACT,
     FAILED,
     KEY_VARIABLE,
+    PRECISION,
     BlockSize,
     Codec,
     Device,
@@ -68,13 +69,7 @@ Encoding = Annotated[
     str | None,
     typer.Option(help="Encoding of text and HTML. Default: what each file declares, or UTF-8.", show_default=False),
 ]
-Dtype = Annotated[
-    str | None,
-    typer.Option(
-        help="Compute in float32, bfloat16, float16 or auto. auto: bfloat16 if the hardware computes in "
-        "it, else float32."
-    ),
-]
+Dtype = Annotated[str | None, PRECISION]
 Meta = Annotated[
     list[str] | None,
     typer.Option(

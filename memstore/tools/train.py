@@ -57,7 +57,9 @@ def _train(
     """Train a model of ``kind`` in a folder, and report."""
     chosen = options(**values_of(options, given))
     use_threads(threads)
-    _require_packages()
+    for package in ("accelerate", "transformers"):
+        if find_spec(package) is None:
+            raise NotFound(f"training needs the package {package}: pip install 'torch-memstore[train]'")
     from memstore.train.options import Runtime
     from memstore.train.training import training_of
 
@@ -74,12 +76,6 @@ def _train(
     except KeyboardInterrupt:
         raise _interrupted(chosen.out) from None
     return Report(data=data, text=lambda page: _show(page, data))
-
-
-def _require_packages() -> None:
-    for package in ("accelerate", "transformers"):
-        if find_spec(package) is None:
-            raise NotFound(f"training needs the package {package}: pip install 'torch-memstore[train]'")
 
 
 def _one_voice() -> None:

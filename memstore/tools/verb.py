@@ -257,13 +257,10 @@ Codec = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(help="Run the model and search its memory on this device: cpu, cuda, cuda:1, ...")]
-Dtype = Annotated[
-    str,
-    typer.Option(
-        help="Compute in float32, bfloat16, float16 or auto. auto: bfloat16 if the hardware computes in "
-        "it, else float32."
-    ),
-]
+PRECISION = typer.Option(
+    help="Compute in float32, bfloat16, float16 or auto. auto: bfloat16 if the hardware computes in it, else float32."
+)
+Dtype = Annotated[str, PRECISION]
 Model = Annotated[
     str | None,
     typer.Option(

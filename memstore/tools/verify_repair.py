@@ -47,7 +47,8 @@ def verify(memory: MemoryUrl, *, json: Json = False) -> Report:
             elif all(finding["remedy"] is None for finding in findings):  # otherwise the findings name their own remedy
                 page.line(f"to save the readable part: memstore repair {quote(memory)} --to NEW")
         for name, blocks in dropped.items():
-            page.line(f"document {name!r} lacks blocks that a repair removed: {_in_words(blocks)}")
+            words = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in blocks)
+            page.line(f"document {name!r} lacks blocks that a repair removed: {words}")
 
     data = {"memory": memory, "clean": not findings, "tokens": tokens, "findings": findings, "dropped": dropped}
     return Report(data=data, text=text, exit_code=DAMAGED if findings else OK)
@@ -103,10 +104,6 @@ def _row(finding: dict[str, Any]) -> list[object]:
     tokens = finding["tokens"]
     told = finding | {"tokens": None if tokens is None else f"{tokens[0]:,} to {tokens[1]:,}"}
     return [told[column] for column in _FINDING]
-
-
-def _in_words(blocks: list[tuple[int, int]]) -> str:
-    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in blocks)
 
 
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Show what would be done, and change nothing.")]
