@@ -65,8 +65,11 @@ def check_options(
         raise InvalidArgument(f"{maker} has no option {', '.join(wrong)}; it has {', '.join(sorted(known))}")
 
 
-def take_over(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
-    """Make ``weights`` the parameters of ``model``, which has none yet. Raises ``UnsupportedModel`` for other names."""
+def take_over(model: PreTrainedModel, weights: Mapping[str, Tensor], source: PreTrainedModel) -> None:
+    """Make ``weights`` the parameters of ``model``, which has none yet. It generates and is in training as ``source``.
+
+    Raises ``UnsupportedModel`` for other names.
+    """
     expected = set(model.state_dict())
     if expected != set(weights):
         odd = ", ".join(sorted(expected ^ set(weights))[:4])
@@ -75,3 +78,5 @@ def take_over(model: PreTrainedModel, weights: Mapping[str, Tensor]) -> None:
             "quantisation or adapters"
         )
     model.load_state_dict(weights, assign=True)
+    model.generation_config = source.generation_config
+    model.train(source.training)

@@ -28,6 +28,7 @@ from memstore.memory import Traces
 from memstore.memory.shared import CHAT, owner_of
 from memstore.memory.traces import best_scores, most_weight
 from memstore.memory.view import noting_left_out
+from memstore.readers.attachment import changed
 from memstore.readers.kinds import encode
 from memstore.readers.passages import (
     MAX_SOURCES,
@@ -643,15 +644,13 @@ class Conversation:
     @contextmanager
     def _seen(self, *, goes_on: bool) -> Iterator[None]:
         """Let the session continue as the last of the documents. Before it begins, no document is continued."""
-        reader, before = self.reader, self.reader.names
-        everything = (document.name for memory in reader.memories for document in memory.documents())
-        others = (name for name in everything if not name.startswith(CHAT)) if before is None else before
-        reader.names = [*(name for name in dict.fromkeys(others) if name != self.name), *([self.name] * goes_on)]
-        try:
-            with reader.seeing(tail=goes_on):
-                yield
-        finally:
-            reader.names = before
+        reader, others = self.reader, self.reader.names
+        if others is None:
+            everything = (document.name for memory in reader.memories for document in memory.documents())
+            others = [name for name in everything if not name.startswith(CHAT)]
+        names = [*(name for name in dict.fromkeys(others) if name != self.name), *([self.name] * goes_on)]
+        with changed(reader, names=names), reader.seeing(tail=goes_on):
+            yield
 
     def _complete(self) -> None:
         """Keep the words that a process heard before it ended without an answer."""

@@ -715,6 +715,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             module.training = True
 
 
+@contextmanager
+def changed(thing: Any, **values: Any) -> Iterator[None]:
+    """Give attributes of ``thing`` other ``values`` inside the block."""
+    before = {name: getattr(thing, name) for name in values}
+    try:
+        for name, value in values.items():
+            setattr(thing, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(thing, name, value)
+
+
 def _return_freed_memory() -> None:
     """Give back to the system what glibc's allocator keeps: it only trims the ends of its arenas, one per thread."""
     with suppress(AttributeError, OSError, TypeError):  # not in this C library, or not found by None as on Windows

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 import xxhash
 from torch import Tensor, nn
 
+from memstore.errors import InvalidArgument
 from memstore.memory import Fingerprint
 from memstore.memory.spec import byte_rows
 from memstore.paths import cache_folder
@@ -84,7 +85,15 @@ class WeightCheck:
         self._model = model
         self._weights, self._numbers, self._adapters = self._look()
 
-    def changed(self) -> str:
+    def check(self) -> None:
+        """Raise ``InvalidArgument`` if weights have changed. It waits for the device."""
+        if changed := self._changed():
+            raise InvalidArgument(
+                f"{changed} since the memory was attached, so its states no longer fit the model: leave the with "
+                "block, and attach again"
+            )
+
+    def _changed(self) -> str:
         """Say in words what has changed; empty if nothing has."""
         weights, numbers, adapters = self._look()
         if adapters != self._adapters:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, TypeGuard, cast
+from typing import Any, Literal, TypeGuard, cast
 
 import torch
 from torch import Tensor
@@ -464,6 +464,13 @@ class Reader(Attachment):
             recorder.describe(missed=audited.missed_tokens)
             recorder.close(audited.tokens)
         return audited
+
+
+def described(
+    mechanism: str, layers: Sequence[Any], *, heads: int, top_k: int | Literal["all"], **more: Any
+) -> dict[str, Any]:
+    """Return what ``Reader._described`` returns."""
+    return {"mechanism": mechanism, "layers": list(layers), "heads": heads, "top_k": top_k, **more}
 
 
 def _are_words(text: object) -> TypeGuard[Sequence[str]]:

@@ -27,6 +27,8 @@ from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.modeling import DRTForCausalLM
 from memstore.models.drt.reader import DRTReader
 from memstore.models.drt.retrieval import DRTChoice, GroupSearch
+from memstore.models.reading import in_lists
+from memstore.readers.attachment import changed
 from memstore.readers.audit import Auditor, exact_scores, index_recall
 from memstore.readers.caches import CACHE
 from memstore.readers.observer import Choice, Choices
@@ -60,14 +62,10 @@ class DRTAuditor(Auditor):
 
     @contextmanager
     def watching(self) -> Iterator[dict[str, Any]]:
-        config = self.model.config
-        trained, config.retrieval_top_k = config.retrieval_top_k, self.top_k
-        try:
+        with changed(self.model.config, retrieval_top_k=self.top_k):
             self._cache = self._reader.cache()
             self._cache.observers.append(self)
             yield {CACHE: self._cache}
-        finally:
-            config.retrieval_top_k = trained
 
     def choice(self, choice: Choice) -> None:
         """Record what one group chose at the end of one block. See ``Observer``."""
@@ -86,9 +84,7 @@ class DRTAuditor(Auditor):
         fresh = blocks >= complete.stop
         scores[blocks[fresh]] = values[fresh]
         scores[stored.start : stored.stop] = exact_scores(view, query, stored)[0, 0]
-        was_chosen = torch.zeros(limit, dtype=torch.bool)
-        was_chosen[chosen[chosen >= 0]] = True
-        self.tally.add(choice.group, scores.softmax(-1)[None], was_chosen[None], scores[None])
+        self.tally.add(choice.group, scores.softmax(-1)[None], in_lists(chosen[None], limit), scores[None])
         recall = index_recall(view, query, max(1, len(chosen)), [stored])
         self.tally.add_index_recall(choice.group, recall)
 

@@ -41,6 +41,7 @@ from memstore.readers.attachment import Job, Place, evaluating, pipelined
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import DRT
 from memstore.readers.observer import Choices, Origin
+from memstore.readers.reader import described
 
 if TYPE_CHECKING:
     from memstore.models.drt.configuration import DRTConfig
@@ -326,12 +327,8 @@ class DRTReader(CacheReader[DRTCache]):
 
     def _described(self) -> dict[str, Any]:
         config = self.model.config
-        return {
-            "mechanism": "drt",
-            "layers": group_layers(config),
-            "heads": config.num_attention_heads,
-            "top_k": config.retrieval_top_k,
-        }
+        layers = group_layers(config)
+        return described("drt", layers, heads=config.num_attention_heads, top_k=config.retrieval_top_k)
 
     def prompt(self, text: str) -> Tensor:
         """Prepare a question, because a block of a DRT retrieves for the next one.

@@ -251,7 +251,9 @@ def train(options: DRTTraining, runtime: Runtime) -> dict[str, Any]:
     refuse_unfit(given, FITTING[named[0]], named[0])
     init: Any = options.init
     if init is not None:
-        _check_fit(init, given)
+        config = load_config(init, DRT)
+        sizes = {"block_size": config.block_size, "vocabulary": config.vocab_size, "groups": len(config.upper_layers)}
+        check_fit(init, given, sizes)
     if options.recipe is not None:
         return train_recipe(_recipe(options.recipe, given), options.out, init=init, runtime=runtime)
     settings: dict[str, Any] = {"optimisation": optimisation_of(given), "runtime": runtime}
@@ -259,8 +261,8 @@ def train(options: DRTTraining, runtime: Runtime) -> dict[str, Any]:
         settings |= {name: given[name] for name in ("prompt_field", "answer_field") if name in given}
         return train_on_pairs(options.pairs, options.out, init=init, **settings)
     settings |= {name: given[name] for name in ("tokenizer", "context", "valid", "column") if name in given}
-    config = _config(given) if init is None else None
-    return train_on_texts(options.text or [], options.out, config=config, init=init, **settings)
+    settings["config"] = _config(given) if init is None else None
+    return train_on_texts(options.text or [], options.out, init=init, **settings)
 
 
 def _recipe(name: str, given: Mapping[str, Any]) -> Any:
@@ -285,12 +287,6 @@ def _divided(layers: int, groups: int) -> tuple[int, ...]:
     if layers % groups:
         raise InvalidArgument(f"--groups must divide the {layers} upper layers, got {groups}")
     return (layers // groups,) * groups
-
-
-def _check_fit(init: Path, given: Mapping[str, Any]) -> None:
-    config = load_config(init, DRT)
-    sizes = {"block_size": config.block_size, "vocabulary": config.vocab_size, "groups": len(config.upper_layers)}
-    check_fit(init, given, sizes)
 
 
 DRT = Training(

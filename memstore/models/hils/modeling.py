@@ -293,9 +293,7 @@ def make_hils(model: PreTrainedModel, **changes: Any) -> HilsForCausalLM:
         made = HilsForCausalLM(config)
     weights = dict(model.state_dict(keep_vars=True))
     weights.update(_new_weights(made, model, weights))
-    take_over(made, weights)
-    made.generation_config = model.generation_config
-    made.train(model.training)
+    take_over(made, weights, model)
     return made
 
 

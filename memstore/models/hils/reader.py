@@ -33,6 +33,7 @@ from memstore.readers.attachment import evaluating
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import HILS, Retrieval
 from memstore.readers.observer import Origin
+from memstore.readers.reader import described
 from memstore.store.records import Layout
 
 
@@ -105,12 +106,7 @@ class HilsReader(BlockReader[HilsCache]):
 
     def _described(self) -> dict[str, Any]:
         config = self.model.config
-        return {
-            "mechanism": "hils",
-            "layers": list(config.hils_layers),
-            "heads": config.num_attention_heads,
-            "top_k": self.retrieval.top_k,
-        }
+        return described("hils", config.hils_layers, heads=config.num_attention_heads, top_k=self.retrieval.top_k)
 
     def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
         """Search by the largest share that any head of any layer gives a block at the last token.
@@ -118,12 +114,10 @@ class HilsReader(BlockReader[HilsCache]):
         ``layer``: a layer of the memory that has landmarks. Blocks in the window are seen without being chosen, and
         have no share.
         """
-        wanted = None if layer is None else self._model_layer(check_layer(self.memory, layer))
-        return self._best_shares(query, top_k, HilsChoice, wanted)
-
-    def _model_layer(self, layer: int) -> int:
-        """Return the model's layer whose landmarks are in the memory's ``layer``."""
-        return self.model.config.hils_layers[layer // int(self.model.config.num_key_value_heads)]
+        if layer is not None:
+            config = self.model.config
+            layer = config.hils_layers[check_layer(self.memory, layer) // int(config.num_key_value_heads)]
+        return self._best_shares(query, top_k, HilsChoice, layer)
 
     # The end of a document
 

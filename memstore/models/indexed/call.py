@@ -476,33 +476,22 @@ def _tokens(layer: IndexedLayer, best: Chosen, places: Tensor) -> tuple[Tensor, 
 class LocalLayer(CallLayer):
     """A layer of a transformers cache whose tokens an ``IndexedCall`` keeps."""
 
-    is_sliding = False
     indexer_position_ids = None
     """Positions of index keys. Some models would collect them; here they are not needed."""
 
     call: IndexedCall
 
     def __init__(self, call: IndexedCall, *, first: bool) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # transformers has not annotated it
-        self.keys = self.values = torch.empty(0)
-        self.call, self._first = call, first
+        super().__init__(call)
+        self._first = first
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name != "indexer_position_ids":
             super().__setattr__(name, value)
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing."""
-
     def update(self, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Raise an error: layers give their states to the call instead."""
         raise InvalidArgument("this cache belongs to a memory that is no longer attached; use a new cache")
-
-    def crop(self, _tokens_to_remove: int) -> None:
-        """Raise an error: a call cannot be cropped."""
-        raise InvalidArgument(
-            "a cache with a memory cannot be cropped: generate without assistant_model and prompt_lookup_num_tokens"
-        )
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat each row ``repeats`` times."""

@@ -37,7 +37,7 @@ from memstore.models.indexed.call import IndexChoice, IndexedCall, LocalLayer, S
 from memstore.models.indexed.family import IndexedLayer, attending, family_of, spread
 from memstore.models.indexed.keys import DocumentKeys
 from memstore.readers.asking import Query
-from memstore.readers.attachment import Job, Place, evaluating
+from memstore.readers.attachment import Job, Place, changed, evaluating
 from memstore.readers.caches import CACHE, cache_in
 from memstore.readers.fingerprint import WeightCheck, fingerprint_of, options_of
 from memstore.readers.kinds import INDEXED
@@ -329,12 +329,9 @@ class IndexedReader(Reader):
 
     def _decode(self, tokens: Tensor, cache: Any) -> None:
         """Run ``tokens [n]`` through the layers, without calls to observers."""
-        told, outer, self._told = self._told, self._call, False
-        try:
+        with changed(self, _told=False, _call=self._call):
             (ids,) = to_device([tokens.long()[None]], self.model.device)
             self.family.decoder(input_ids=ids, use_cache=True, **{CACHE: cache})
-        finally:
-            self._told, self._call = told, outer
 
     def _attend(self, layer: Any, hidden: Tensor, given: dict[str, Any]) -> Tensor:
         if self._call is None:
@@ -437,11 +434,7 @@ class IndexedReader(Reader):
                     "this cache was filled before the memory was attached: use a new cache, which continues the "
                     "document"
                 )
-            if changed := self._weights.changed():
-                raise InvalidArgument(
-                    f"{changed} since the memory was attached, so its states no longer fit the model: leave the "
-                    "with block, and attach again"
-                )
+            self._weights.check()
             return self._new_call(self._continued(), rows)
         if not ours.call.ended and ours.call.tokens != ours.call.keys.tokens:
             raise InvalidArgument(
@@ -549,12 +542,8 @@ class IndexedReader(Reader):
         if not blocks:
             return []
         asked = Choices(IndexChoice, lambda choice: choice)
-        usual, self.observers[:] = list(self.observers), [asked]  # no other observer hears of it
-        try:
-            with evaluating(self.model):
-                self.model(query.tokens[None].to(self.model.device), use_cache=False, logits_to_keep=1)
-        finally:
-            self.observers[:] = usual
+        with changed(self, observers=[asked]), evaluating(self.model):  # no other observer hears of it
+            self.model(query.tokens[None].to(self.model.device), use_cache=False, logits_to_keep=1)
         size, told = self.memory.spec.block_size, [each for each in asked if each.scores is not None]
         told = [each for each in told if layer in (None, each.layer)]
         total = torch.zeros(len(blocks))

@@ -354,12 +354,7 @@ def train(options: IndexedTraining, runtime: Runtime) -> dict[str, Any]:
     return train_recipe(with_optimisation(recipe, options.given()), options.out, runtime=runtime)
 
 
-def _of_recipe(recipe: IndexedRecipe) -> Training:
-    """Return the training of ``recipe``'s model: its index chooses blocks, or tokens."""
-    return BLOCKWISE if recipe.blockwise else INDEXED
-
-
-INDEXED = Training(
+INDEXED: Training = Training(
     kinds.INDEXED,
     TokenIndexConfig,
     Dots3NoteForCausalLM,
@@ -367,6 +362,6 @@ INDEXED = Training(
     MemoryTrainer,
     _IndexedNeedleTrainer,
     RECIPES,
-    of_recipe=_of_recipe,
+    of_recipe=lambda recipe: BLOCKWISE if recipe.blockwise else INDEXED,  # its index chooses blocks, or tokens
 )
-BLOCKWISE = replace(INDEXED, config=BlockIndexConfig, model=MiniMaxM3VLForCausalLM)
+BLOCKWISE: Training = replace(INDEXED, config=BlockIndexConfig, model=MiniMaxM3VLForCausalLM)

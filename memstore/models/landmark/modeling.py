@@ -485,9 +485,7 @@ def make_landmark(
     mean = embeddings.detach().float().mean(0, keepdim=True)
     for name in [name for name, _ in made.named_parameters() if name.startswith(OWN)]:
         weights[name] = nn.Parameter(mean.to(model.dtype, copy=True))
-    made.generation_config = model.generation_config
-    take_over(made, weights)
-    made.train(model.training)
+    take_over(made, weights, model)
     return made if lora is None else with_adapters(made, lora)
 
 
@@ -510,9 +508,7 @@ def unmake_landmark(model: LandmarkForCausalLM | PeftModel) -> PreTrainedModel:
     # Its frequencies are no parameters, so the code below would not copy them.
     stock.model.rotary_emb = type(stock.model.rotary_emb)(config).to(inner.device)
     weights = inner.state_dict(keep_vars=True)
-    take_over(stock, {name: tensor for name, tensor in weights.items() if not name.startswith(OWN)})
-    stock.generation_config = inner.generation_config
-    stock.train(inner.training)
+    take_over(stock, {name: tensor for name, tensor in weights.items() if not name.startswith(OWN)}, inner)
     return stock
 
 

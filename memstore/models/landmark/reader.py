@@ -37,6 +37,7 @@ from memstore.readers.attachment import Place
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import LANDMARK, Retrieval
 from memstore.readers.observer import Origin
+from memstore.readers.reader import described
 
 NEAR = 16
 """Number of blocks kept in tensors if every block has a slot of its own."""
@@ -137,12 +138,8 @@ class LandmarkReader(BlockReader[LandmarkCache]):
 
     def _described(self) -> dict[str, Any]:
         config = self.model.config
-        return {
-            "mechanism": "landmark",
-            "layers": [layer for layer in range(config.num_hidden_layers) if layer not in config.local_layers],
-            "heads": config.num_attention_heads,
-            "top_k": self.retrieval.top_k,
-        }
+        layers = [layer for layer in range(config.num_hidden_layers) if layer not in config.local_layers]
+        return described("landmark", layers, heads=config.num_attention_heads, top_k=self.retrieval.top_k)
 
     def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
         """Search with the last token, which would choose blocks for the first word of an answer.

@@ -35,6 +35,8 @@ from memstore.models.memorizing import MemorizingCache, knn_memory_of
 from memstore.models.memorizing.cache import KNNChoice
 from memstore.models.memorizing.reader import DocumentTokens, MemorizingReader
 from memstore.models.memorizing.stock import SEGMENT
+from memstore.models.reading import in_lists
+from memstore.readers.attachment import changed
 from memstore.readers.audit import Auditor, index_recall, pieces
 from memstore.readers.caches import CACHE
 from memstore.readers.observer import Choice
@@ -68,11 +70,8 @@ class KNNAuditor(Auditor):
     @contextmanager
     def watching(self) -> Iterator[dict[str, Any]]:
         self._cache.observers.append(self)
-        trained, self._layer.top_k = self._layer.top_k, self.top_k
-        try:
+        with changed(self._layer, top_k=self.top_k):
             yield {CACHE: self._cache}
-        finally:
-            self._layer.top_k = trained
 
     def choice(self, choice: Choice) -> None:
         """Record what the layer found for the last token of a call. See ``Observer``."""
@@ -89,8 +88,7 @@ class KNNAuditor(Auditor):
         weights = scores.softmax(-1)
         if self._layer.gate is not None:
             weights = weights * self._layer.gate.sigmoid().float().cpu()[:, None]
-        columns = torch.where(found >= 0, torch.searchsorted(places, found), len(places))
-        chosen = torch.zeros(len(scores), len(places) + 1, dtype=torch.bool).scatter_(1, columns, value=True)[:, :-1]
+        chosen = in_lists(torch.where(found >= 0, torch.searchsorted(places, found), -1), len(places))
         size, end = self._memory.stored.spec.block_size, len(self._document)
         self.tally.add(choice.layer, weights, chosen, scores, places=places, size=size, end=end)
         parts = self._document.present(self._document.complete_blocks)

@@ -29,6 +29,7 @@ from memstore.readers.attachment import Job, Place, evaluating
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import MEMORIZING
 from memstore.readers.observer import Choices, Origin
+from memstore.readers.reader import described
 
 BLOCK_SIZE = 64
 """Tokens of a block of a new memory. Each of them has a landmark of its own."""
@@ -110,12 +111,8 @@ class MemorizingReader(CacheReader[MemorizingCache]):
 
     def _described(self) -> dict[str, Any]:
         config = self.model.config
-        return {
-            "mechanism": "knn",
-            "layers": [config.memory_layer],
-            "heads": config.num_attention_heads,
-            "top_k": config.retrieval_top_k,
-        }
+        layers = [config.memory_layer]
+        return described("knn", layers, heads=config.num_attention_heads, top_k=config.retrieval_top_k)
 
     @property
     def _segment_tokens(self) -> int:

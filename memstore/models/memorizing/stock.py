@@ -47,12 +47,12 @@ from memstore.models.causal import check_sizes
 from memstore.models.memorizing.cache import KNNChoice
 from memstore.models.memorizing.reader import BLOCK_SIZE, DocumentTokens
 from memstore.readers.asking import Query
-from memstore.readers.attachment import Job, evaluating
+from memstore.readers.attachment import Job, changed, evaluating
 from memstore.readers.caches import cache_in
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import KNN
 from memstore.readers.observer import Choices, Origin
-from memstore.readers.reader import Reader
+from memstore.readers.reader import Reader, described
 
 NAME = "knn_memory"
 """The name of the memory in its layer, and of its settings in the model's configuration."""
@@ -461,11 +461,8 @@ class KNNReader(Reader):
         stored = StoredTokens([job.document])
         for tokens in segments:
             before = self._before(job.document, tokens.long())
-            self._asked = False
-            try:
+            with changed(self, _asked=False):
                 keys, values = self._layer.states(self.model, torch.cat([before, tokens.long()]))
-            finally:
-                self._asked = True
             stored.append([tokens], keys[:, :, len(before) :], values[:, :, len(before) :])
             yield len(tokens)
 
@@ -481,7 +478,7 @@ class KNNReader(Reader):
 
     def _described(self) -> dict[str, Any]:
         layer = self._layer
-        return {"mechanism": "knn", "layers": [self._settings["layer"]], "heads": layer.heads, "top_k": layer.top_k}
+        return described("knn", [self._settings["layer"]], heads=layer.heads, top_k=layer.top_k)
 
     def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
         """Search by the lookups of the last token. A block's score is that of its best token, as a mean over heads."""
@@ -491,10 +488,6 @@ class KNNReader(Reader):
         if not self.document.complete_blocks:
             return []
         asked = Choices(KNNChoice, lambda choice: choice.queries[0, :, -1:].float().cpu())
-        usual, self.observers[:] = list(self.observers), [asked]  # nobody else is notified
-        try:
-            with evaluating(self.model):
-                self.model(query.tokens[None].to(self.model.device), use_cache=False)
-        finally:
-            self.observers[:] = usual
+        with changed(self, observers=[asked]), evaluating(self.model):  # nobody else is notified
+            self.model(query.tokens[None].to(self.model.device), use_cache=False)
         return search_vectors([self.document], asked[-1], top_k, layer=0)

@@ -8,6 +8,7 @@ can be computed again from the tokens alone.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -194,10 +195,8 @@ def _turns(segments: Sequence[int], rows: int, steps: int, seed: int) -> list[li
 
 
 def _shuffled(count: int, seed: int) -> Iterator[int]:
-    turn = 0
-    while True:
+    for turn in itertools.count():
         yield from np.random.default_rng([seed, turn]).permutation(count).tolist()
-        turn += 1
 
 
 def shared_out(documents: Iterable[Tokens], rows: int, end: int) -> list[Tokens]:

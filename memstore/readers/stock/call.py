@@ -352,8 +352,23 @@ class Call(LocalTokens):
 class CallLayer(CacheLayerMixin):
     """Base of a cache layer whose local tokens are in a call beside a memory."""
 
-    call: Any
-    """The object that holds them; ``length`` is their number."""
+    is_sliding = False
+
+    def __init__(self, call: Any) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # transformers has not annotated it
+        self.keys = self.values = torch.empty(0)
+        self.call = call
+        """The object that holds them; ``length`` is their number."""
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Do nothing: the call makes room for states when they come."""
+
+    def crop(self, _tokens_to_remove: int) -> None:
+        """Raise, because blocks retrieved for the removed tokens would stay."""
+        raise InvalidArgument(
+            "a cache with a memory cannot be cropped, because blocks were retrieved for the removed tokens: "
+            "generate without assistant_model and prompt_lookup_num_tokens"
+        )
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Select rows, in the same way as for beams."""
@@ -381,16 +396,13 @@ class LayerStates(CallLayer):
     local tokens. All are at the positions where they are attended to.
     """
 
-    is_sliding = False
     keys: Tensor
     values: Tensor
-
     call: Call
 
     def __init__(self, call: Call, plan: LayerPlan) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # transformers has not annotated it
-        self.keys = self.values = torch.empty(0)
-        self.call, self.plan = call, plan
+        super().__init__(call)
+        self.plan = plan
         self.chosen: CandidateLists | None = None
         """The retrieved lists, or None if there are none yet."""
         self.tiers: dict[int, str] | None = None
@@ -509,21 +521,11 @@ class LayerStates(CallLayer):
 
     # What transformers needs of a cache layer. Lengths count local tokens, not the memory.
 
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: the buffers are made when the prefix is fetched."""
-
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> States:
         """Pass the segment on. The attention function stores it, because it knows the positions."""
         if self.call.selection.ended:
             raise InvalidArgument("this cache belongs to a memory that is no longer attached. Use a new cache")
         return key_states, value_states
-
-    def crop(self, _tokens_to_remove: int) -> None:
-        """Raise, because blocks retrieved for the removed tokens would stay."""
-        raise InvalidArgument(
-            "a cache with a memory cannot be cropped, because blocks were retrieved for the removed tokens: "
-            "generate without assistant_model and prompt_lookup_num_tokens"
-        )
 
     def batch_repeat_interleave(self, _repeats: int) -> None:
         """Raise: pass the prompt as often as you want continuations."""

@@ -243,7 +243,7 @@ class Hooks:
         call = self._next if self._next is not None else self._call_of(given, len(inputs))
         tokens = inputs.shape[1]
         if call.fresh and call.states and not call.reading:
-            self.check_weights()
+            self.weights.check()
         padding = _padding(given.get("attention_mask"), call, tokens)
         if padding is not None and self.architecture.linear is not None:
             raise InvalidArgument("hybrid models read padding as text: pass rows of equal length")
@@ -265,14 +265,6 @@ class Hooks:
         if self.architecture.learned_positions or self.architecture.scaled_queries:
             given["position_ids"] = call.positions.expand(len(inputs), -1)
         return (), given
-
-    def check_weights(self) -> None:
-        """Raise ``InvalidArgument`` if weights have changed since the memory was attached. It waits for the device."""
-        if changed := self.weights.changed():
-            raise InvalidArgument(
-                f"{changed} since the memory was attached, so its states no longer fit the model: leave the with "
-                "block, and attach again"
-            )
 
     def _check_model(self, given: dict[str, Any]) -> None:
         """Raise ``InvalidArgument`` if this pass would differ from a pass of the model alone."""

@@ -19,11 +19,11 @@ from memstore.memory import Document, Fingerprint, Memory, MemorySpec
 from memstore.memory.search import Match, check_layer
 from memstore.memory.view import cannot_score, noting_left_out
 from memstore.readers.asking import Query
-from memstore.readers.attachment import Job, Place, pipelined
+from memstore.readers.attachment import Job, Place, changed, pipelined
 from memstore.readers.caches import CACHE
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import FITTED, STOCK, Retrieval, encode
-from memstore.readers.reader import Reader
+from memstore.readers.reader import Reader, described
 from memstore.readers.stock.architecture import Architecture, examine
 from memstore.readers.stock.call import Call
 from memstore.readers.stock.hooks import QUERY_TOKENS, Hooks, cache_of, check_free
@@ -339,11 +339,8 @@ class StockReader(Reader):
                 f"with Retrieval(share={self.retrieval.share!r}) every layer searches with the prompt's own "
                 "tokens: leave query out, or use share='model'"
             )
-        before, self.hooks.query = self.hooks.query, query
-        try:
+        with changed(self.hooks, query=query):
             yield
-        finally:
-            self.hooks.query = before
 
     def _with_opening(self, text: Tensor, opening: int) -> dict[str, Any]:
         if text.dim() != 2 or not 0 < opening < text.shape[1]:
@@ -433,12 +430,8 @@ class StockReader(Reader):
     def _described(self) -> dict[str, Any]:
         first = 0 if self.selection.by_layer else self.selection.first_layer
         layers = [plan for plan in self.architecture.layers if not plan.local and plan.index >= first]
-        return {
-            "mechanism": "attach",
-            "layers": [plan.index for plan in layers],
-            "heads": max(plan.heads for plan in layers),
-            "top_k": self.retrieval.top_k,
-        }
+        heads = max(plan.heads for plan in layers)
+        return described("attach", [plan.index for plan in layers], heads=heads, top_k=self.retrieval.top_k)
 
     # Routers
 
@@ -520,11 +513,8 @@ class StockReader(Reader):
 
     @contextmanager
     def seeing(self, *, tail: bool) -> Iterator[None]:
-        before, self._tail = self._tail, tail
-        try:
+        with changed(self, _tail=tail):
             yield
-        finally:
-            self._tail = before
 
     def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
         """Score blocks as for an answer, also those at the ends of a document, which an answer sees anyway."""

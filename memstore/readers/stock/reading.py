@@ -56,7 +56,7 @@ class SegmentReading:
         segment: int,
     ) -> None:
         """``after``: the states of layers without attention to continue from, usually at the document's end."""
-        hooks.check_weights()
+        hooks.weights.check()
         self.hooks, self.job, self.document, self.spec = hooks, job, job.document, job.document.memory.spec
         self.window, self.sink, self.segment = window, sink, segment
         self.selection = hooks.selection
