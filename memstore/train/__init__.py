@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING
 from memstore.lazy import lazy
 
 if TYPE_CHECKING:
-    from memstore.train.options import Optimisation, Runtime
-    from memstore.train.recipes import Recipe
-    from memstore.train.router import train_router
-    from memstore.train.texts import train_on_pairs, train_on_texts, train_recipe
+    from memstore.train.options import Optimisation as Optimisation
+    from memstore.train.options import Runtime as Runtime
+    from memstore.train.recipes import Recipe as Recipe
+    from memstore.train.router import train_router as train_router
+    from memstore.train.texts import train_on_pairs as train_on_pairs
+    from memstore.train.texts import train_on_texts as train_on_texts
+    from memstore.train.texts import train_recipe as train_recipe
 else:
     __getattr__ = lazy(
         __name__,
@@ -23,13 +26,3 @@ else:
             "texts": "train_on_pairs, train_on_texts, train_recipe",
         },
     )
-
-__all__ = [
-    "Optimisation",
-    "Recipe",
-    "Runtime",
-    "train_on_pairs",
-    "train_on_texts",
-    "train_recipe",
-    "train_router",
-]

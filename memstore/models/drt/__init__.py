@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 from memstore.lazy import lazy
 
 if TYPE_CHECKING:
-    from memstore.models.drt.cache import DRTCache
-    from memstore.models.drt.configuration import DRTConfig
-    from memstore.models.drt.modeling import DRTForCausalLM
-    from memstore.models.drt.reader import DRTReader
-    from memstore.models.drt.retrieval import SharedBlocks
+    from memstore.models.drt.cache import DRTCache as DRTCache
+    from memstore.models.drt.configuration import DRTConfig as DRTConfig
+    from memstore.models.drt.modeling import DRTForCausalLM as DRTForCausalLM
+    from memstore.models.drt.reader import DRTReader as DRTReader
+    from memstore.models.drt.retrieval import SharedBlocks as SharedBlocks
 else:
     __getattr__ = lazy(
         __name__,
@@ -24,11 +24,3 @@ else:
             "retrieval": "SharedBlocks",
         },
     )
-
-__all__ = [
-    "DRTCache",
-    "DRTConfig",
-    "DRTForCausalLM",
-    "DRTReader",
-    "SharedBlocks",
-]

@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 from memstore.lazy import lazy
 
 if TYPE_CHECKING:
-    from memstore.models.hils.cache import HilsCache
-    from memstore.models.hils.configuration import HilsConfig, OlmoHilsConfig, QwenHilsConfig
-    from memstore.models.hils.modeling import (
-        HilsForCausalLM,
-        HilsModel,
-        OlmoHilsForCausalLM,
-        QwenHilsForCausalLM,
-        make_hils,
-    )
-    from memstore.models.hils.reader import HilsReader
+    from memstore.models.hils.cache import HilsCache as HilsCache
+    from memstore.models.hils.configuration import HilsConfig as HilsConfig
+    from memstore.models.hils.configuration import OlmoHilsConfig as OlmoHilsConfig
+    from memstore.models.hils.configuration import QwenHilsConfig as QwenHilsConfig
+    from memstore.models.hils.modeling import HilsForCausalLM as HilsForCausalLM
+    from memstore.models.hils.modeling import HilsModel as HilsModel
+    from memstore.models.hils.modeling import OlmoHilsForCausalLM as OlmoHilsForCausalLM
+    from memstore.models.hils.modeling import QwenHilsForCausalLM as QwenHilsForCausalLM
+    from memstore.models.hils.modeling import make_hils as make_hils
+    from memstore.models.hils.reader import HilsReader as HilsReader
 else:
     __getattr__ = lazy(
         __name__,
@@ -29,16 +29,3 @@ else:
             "reader": "HilsReader",
         },
     )
-
-__all__ = [
-    "HilsCache",
-    "HilsConfig",
-    "HilsForCausalLM",
-    "HilsModel",
-    "HilsReader",
-    "OlmoHilsConfig",
-    "OlmoHilsForCausalLM",
-    "QwenHilsConfig",
-    "QwenHilsForCausalLM",
-    "make_hils",
-]

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 from memstore.lazy import lazy
 
 if TYPE_CHECKING:
-    from memstore.models.landmark.cache import LandmarkCache, WindowCache
-    from memstore.models.landmark.configuration import LandmarkConfig
-    from memstore.models.landmark.modeling import (
-        LandmarkForCausalLM,
-        make_landmark,
-        unmake_landmark,
-    )
-    from memstore.models.landmark.reader import LandmarkReader
+    from memstore.models.landmark.cache import LandmarkCache as LandmarkCache
+    from memstore.models.landmark.cache import WindowCache as WindowCache
+    from memstore.models.landmark.configuration import LandmarkConfig as LandmarkConfig
+    from memstore.models.landmark.modeling import LandmarkForCausalLM as LandmarkForCausalLM
+    from memstore.models.landmark.modeling import make_landmark as make_landmark
+    from memstore.models.landmark.modeling import unmake_landmark as unmake_landmark
+    from memstore.models.landmark.reader import LandmarkReader as LandmarkReader
 else:
     __getattr__ = lazy(
         __name__,
@@ -27,13 +26,3 @@ else:
             "reader": "LandmarkReader",
         },
     )
-
-__all__ = [
-    "LandmarkCache",
-    "LandmarkConfig",
-    "LandmarkForCausalLM",
-    "LandmarkReader",
-    "WindowCache",
-    "make_landmark",
-    "unmake_landmark",
-]

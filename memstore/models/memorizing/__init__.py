@@ -9,17 +9,15 @@ from typing import TYPE_CHECKING
 from memstore.lazy import lazy
 
 if TYPE_CHECKING:
-    from memstore.models.memorizing.cache import MemorizingCache
-    from memstore.models.memorizing.configuration import MemorizingConfig
-    from memstore.models.memorizing.modeling import MemorizingForCausalLM
-    from memstore.models.memorizing.reader import MemorizingReader
-    from memstore.models.memorizing.stock import (
-        KNNMemory,
-        add_knn_memory,
-        knn_memory_of,
-        load_knn_memory,
-        remove_knn_memory,
-    )
+    from memstore.models.memorizing.cache import MemorizingCache as MemorizingCache
+    from memstore.models.memorizing.configuration import MemorizingConfig as MemorizingConfig
+    from memstore.models.memorizing.modeling import MemorizingForCausalLM as MemorizingForCausalLM
+    from memstore.models.memorizing.reader import MemorizingReader as MemorizingReader
+    from memstore.models.memorizing.stock import KNNMemory as KNNMemory
+    from memstore.models.memorizing.stock import add_knn_memory as add_knn_memory
+    from memstore.models.memorizing.stock import knn_memory_of as knn_memory_of
+    from memstore.models.memorizing.stock import load_knn_memory as load_knn_memory
+    from memstore.models.memorizing.stock import remove_knn_memory as remove_knn_memory
 else:
     __getattr__ = lazy(
         __name__,
@@ -31,15 +29,3 @@ else:
             "stock": "KNNMemory, add_knn_memory, knn_memory_of, load_knn_memory, remove_knn_memory",
         },
     )
-
-__all__ = [
-    "KNNMemory",
-    "MemorizingCache",
-    "MemorizingConfig",
-    "MemorizingForCausalLM",
-    "MemorizingReader",
-    "add_knn_memory",
-    "knn_memory_of",
-    "load_knn_memory",
-    "remove_knn_memory",
-]
