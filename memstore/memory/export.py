@@ -490,8 +490,9 @@ def _take_facts(folder: Path, manifest: Values, memory: Memory) -> None:
 
 
 def _import(folder: Path, entry: Values, memory: Memory, count: Callable[[int], None]) -> None:
-    there, staged = memory.document(entry["name"]), _staging_name(entry["name"])
-    begun = memory.document(staged)
+    room = LONGEST_NAME - len(_UNFINISHED.encode())
+    staged = entry["name"].encode()[:room].decode("utf-8", "ignore") + _UNFINISHED
+    there, begun = memory.document(entry["name"]), memory.document(staged)
     if there.id is not None:
         if len(there) != entry["tokens"] or not _begins(folder, entry, there):
             raise InvalidArgument(
@@ -595,11 +596,6 @@ def _tensors(folder: Path, file: Values) -> dict[str, Tensor]:
         return load(content)
     except (SafetensorError, ValueError, KeyError) as error:
         raise _damaged_file(folder, file, str(error)) from None
-
-
-def _staging_name(name: str) -> str:
-    room = LONGEST_NAME - len(_UNFINISHED.encode())
-    return name.encode()[:room].decode("utf-8", "ignore") + _UNFINISHED
 
 
 ROWS = 1024

@@ -1,4 +1,4 @@
-"""The name of the cache in the keywords of a model's calls.
+"""The cache in the keywords of a model's calls: its name, and whether a memory can use it.
 
 transformers calls it ``cache`` since 5.24, and ``past_key_values`` before. Its models still take the old name for a
 while, with a warning. The models of this package use ``past_key_values``.
@@ -13,6 +13,8 @@ from inspect import Parameter, signature
 from typing import Any, TypeVar
 
 from packaging.version import Version
+
+from memstore.errors import InvalidArgument
 
 CACHE = "cache" if Version(version("transformers")) >= Version("5.24.dev0") else "past_key_values"
 """The name in this release of transformers."""
@@ -41,3 +43,15 @@ def takes_cache(function: F) -> F:
     both = [*told.parameters.values(), Parameter("cache", Parameter.KEYWORD_ONLY, default=None)]
     taking.__signature__ = told.replace(parameters=sorted(both, key=lambda each: each.kind))  # type: ignore[attr-defined]
     return taking  # type: ignore[return-value]
+
+
+def check_new(cache: Any) -> None:
+    """Raise ``InvalidArgument`` unless this is a plain dynamic cache of transformers without tokens."""
+    if type(cache).__name__ != "DynamicCache" or getattr(cache, "offloading", False):
+        kind = "an offloaded cache" if getattr(cache, "offloading", False) else type(cache).__name__
+        raise InvalidArgument(f"an attached model needs a plain dynamic cache, got {kind}")
+    if cache.get_seq_length():
+        raise InvalidArgument(
+            "this cache was filled before the memory was attached, as by prefix tuning of peft. Use a new cache, "
+            "which continues the document, or attach a model without that adapter"
+        )

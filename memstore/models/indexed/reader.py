@@ -38,7 +38,7 @@ from memstore.models.indexed.family import IndexedLayer, attending, family_of, s
 from memstore.models.indexed.keys import DocumentKeys
 from memstore.readers.asking import Query
 from memstore.readers.attachment import Job, Place, changed, evaluating
-from memstore.readers.caches import CACHE, cache_in
+from memstore.readers.caches import CACHE, cache_in, check_new
 from memstore.readers.fingerprint import WeightCheck, fingerprint_of, options_of
 from memstore.readers.kinds import INDEXED
 from memstore.readers.observer import Choices
@@ -427,13 +427,8 @@ class IndexedReader(Reader):
         """Return the call that a pass belongs to, by its cache, or a new one if the cache is empty or missing."""
         ours = _is_ours(cache)
         if ours is None:
-            if cache is not None and (type(cache).__name__ != "DynamicCache" or getattr(cache, "offloading", False)):
-                raise InvalidArgument(f"an attached model needs a plain dynamic cache, got {type(cache).__name__}")
-            if cache is not None and cache.get_seq_length():
-                raise InvalidArgument(
-                    "this cache was filled before the memory was attached: use a new cache, which continues the "
-                    "document"
-                )
+            if cache is not None:
+                check_new(cache)
             self._weights.check()
             return self._new_call(self._continued(), rows)
         if not ours.call.ended and ours.call.tokens != ours.call.keys.tokens:

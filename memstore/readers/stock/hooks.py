@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from memstore.device_copies import own_types, to_device
 from memstore.errors import BrokenOff, InvalidArgument
 from memstore.readers.asking import Query
-from memstore.readers.caches import CACHE, cache_in
+from memstore.readers.caches import CACHE, cache_in, check_new
 from memstore.readers.fingerprint import WeightCheck
 from memstore.readers.observer import Observer
 from memstore.readers.ranks import Ranks
@@ -558,14 +558,7 @@ def cache_of(call: Call, rows: int = 1) -> Cache:
 
 def _take_over(cache: Cache, call: Call, rows: int) -> None:
     """Put our layers, and layers without attention beside them, into the (still empty) cache of transformers."""
-    if type(cache).__name__ != "DynamicCache" or getattr(cache, "offloading", False):
-        kind = "an offloaded cache" if getattr(cache, "offloading", False) else type(cache).__name__
-        raise InvalidArgument(f"an attached model needs a plain dynamic cache, got {kind}")
-    if cache.get_seq_length():
-        raise InvalidArgument(
-            "this cache was filled before the memory was attached, as by prefix tuning of peft. Use a new cache, "
-            "or attach a model without that adapter"
-        )
+    check_new(cache)
     linear = call.selection.architecture.linear
     cache.layers = list(call.layers) if linear is None else linear.layers(call.layers, call.recurrent, rows)
     cache.layer_class_to_replicate = None
