@@ -1,12 +1,8 @@
 """Functions and layers that query a memory: they choose blocks and attend to them."""
 
-from memstore.attention.routing import Router, choose, late_interaction, pooled, slots_by_score, sub_block_means
-
-__all__ = [
-    "Router",
-    "choose",
-    "late_interaction",
-    "pooled",
-    "slots_by_score",
-    "sub_block_means",
-]
+from memstore.attention.routing import Router as Router
+from memstore.attention.routing import choose as choose
+from memstore.attention.routing import late_interaction as late_interaction
+from memstore.attention.routing import pooled as pooled
+from memstore.attention.routing import slots_by_score as slots_by_score
+from memstore.attention.routing import sub_block_means as sub_block_means

@@ -15,8 +15,6 @@ from torch import Tensor
 from memstore.errors import InvalidArgument
 from memstore.kernels._backends import check_device, check_known, triton_problem
 
-__all__ = ["BYTE", "best_codes", "hold", "numbers", "reference"]
-
 Backend = Literal["auto", "reference", "triton"]
 LARGEST = 127
 """Largest code in 8 bits."""

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 
-__all__ = ["best_products"]
-
 Backend = Literal["auto", "reference", "torch", "native"]
 LARGEST_DIM = 1024
 """Beyond 1,040 numbers a sum of products no longer fits into the 24 bits of a float32, and is rounded."""

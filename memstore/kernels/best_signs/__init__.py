@@ -20,8 +20,6 @@ from memstore.kernels import native
 from memstore.kernels._backends import check_device
 from memstore.kernels.best_codes import reference as best_codes
 
-__all__ = ["PackedSigns", "best_signs", "pack"]
-
 Backend = Literal["auto", "reference", "native"]
 BITS, WORD_BITS, LANES = 5, 15, 32
 """Bits looked up together, bits of a key in a word, and keys side by side."""

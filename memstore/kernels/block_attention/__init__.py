@@ -15,8 +15,6 @@ from torch import Tensor
 from memstore.errors import InvalidArgument
 from memstore.kernels._backends import check_grouped, check_known, shapes
 
-__all__ = ["attend", "block_attention", "masked_scores", "merge_attention"]
-
 Backend = Literal["auto", "reference", "torch"]
 
 

@@ -23,26 +23,13 @@ from memstore.kernels._backends import (
     triton_problem,
 )
 from memstore.kernels.grouped_cross_attention import fused
-from memstore.kernels.grouped_cross_attention.fused import (
-    FoldedList,
-    PreparedList,
-    Ready,
-    attend,
-    attend_folded,
-    fold,
-    prepare,
-)
-
-__all__ = [
-    "FoldedList",
-    "PreparedList",
-    "Ready",
-    "attend",
-    "attend_folded",
-    "fold",
-    "grouped_cross_attention",
-    "prepare",
-]
+from memstore.kernels.grouped_cross_attention.fused import FoldedList as FoldedList
+from memstore.kernels.grouped_cross_attention.fused import PreparedList as PreparedList
+from memstore.kernels.grouped_cross_attention.fused import Ready as Ready
+from memstore.kernels.grouped_cross_attention.fused import attend as attend
+from memstore.kernels.grouped_cross_attention.fused import attend_folded as attend_folded
+from memstore.kernels.grouped_cross_attention.fused import fold as fold
+from memstore.kernels.grouped_cross_attention.fused import prepare as prepare
 
 
 def grouped_cross_attention(

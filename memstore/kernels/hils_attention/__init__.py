@@ -13,18 +13,11 @@ from torch import Tensor
 from memstore.errors import InvalidArgument
 from memstore.kernels._backends import Backend, check_device, check_grouped, pick, shapes, triton_problem
 from memstore.kernels.hils_attention import fused, reference
-from memstore.kernels.hils_attention.fused import attend_chosen, best_blocks, window_attention
-from memstore.kernels.hils_attention.reference import block_weights, pool_landmarks
-
-__all__ = [
-    "attend_chosen",
-    "best_blocks",
-    "block_weights",
-    "choose_blocks",
-    "hils_attention",
-    "pool_landmarks",
-    "window_attention",
-]
+from memstore.kernels.hils_attention.fused import attend_chosen as attend_chosen
+from memstore.kernels.hils_attention.fused import best_blocks as best_blocks
+from memstore.kernels.hils_attention.fused import window_attention as window_attention
+from memstore.kernels.hils_attention.reference import block_weights as block_weights
+from memstore.kernels.hils_attention.reference import pool_landmarks as pool_landmarks
 
 
 def hils_attention(

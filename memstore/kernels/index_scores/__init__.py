@@ -18,9 +18,9 @@ from memstore.errors import InvalidArgument
 from memstore.kernels._backends import LARGEST_HEAD, check_device, check_known, first_able, shapes, triton_problem
 from memstore.kernels._largest import LAST, best_first, packed, unpacked
 from memstore.kernels.index_scores import native
-from memstore.kernels.index_scores.native import PASS, IndexCodes, encode
-
-__all__ = ["PASS", "IndexCodes", "choose", "encode"]
+from memstore.kernels.index_scores.native import PASS as PASS
+from memstore.kernels.index_scores.native import IndexCodes as IndexCodes
+from memstore.kernels.index_scores.native import encode as encode
 
 Backend = Literal["auto", "reference", "torch", "native", "triton"]
 KEY_TYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -16,8 +16,6 @@ from torch import Tensor
 from memstore.errors import InvalidArgument
 from memstore.kernels._backends import INTEGERS, Backend, check_device, check_grouped, pick, shapes, triton_problem
 
-__all__ = ["knn_attention", "knn_attention_with_lse"]
-
 
 def knn_attention(
     q: Tensor,

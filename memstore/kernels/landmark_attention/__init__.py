@@ -39,8 +39,6 @@ from memstore.kernels._backends import (
 if TYPE_CHECKING:
     from memstore.kernels.landmark_attention import layout
 
-__all__ = ["landmark_attention"]
-
 
 def landmark_attention(
     q: Tensor,

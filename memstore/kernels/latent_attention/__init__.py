@@ -19,8 +19,6 @@ from memstore.kernels._backends import (
 )
 from memstore.kernels.latent_attention import fused, native
 
-__all__ = ["attend", "attend_rows"]
-
 Backend = Literal["auto", "reference", "torch", "native", "triton"]
 LARGEST = 512
 """Most numbers of a value, and of a key beyond it, that Triton's kernel holds in registers; fewer in float32."""

@@ -11,19 +11,12 @@ from memstore.errors import InvalidArgument
 from memstore.kernels._backends import check_device, check_known, first_able, shapes, triton_problem
 from memstore.kernels._largest import best_first
 from memstore.kernels.search_blocks import native
-from memstore.kernels.search_blocks.native import LARGEST_K, KeyChunk, KeyChunks, KeyCodes, KeyFrame, KeyLists
-
-__all__ = [
-    "LARGEST_K",
-    "KeyChunk",
-    "KeyChunks",
-    "KeyCodes",
-    "KeyFrame",
-    "KeyLists",
-    "fastest",
-    "lists_problem",
-    "search_blocks",
-]
+from memstore.kernels.search_blocks.native import LARGEST_K as LARGEST_K
+from memstore.kernels.search_blocks.native import KeyChunk as KeyChunk
+from memstore.kernels.search_blocks.native import KeyChunks as KeyChunks
+from memstore.kernels.search_blocks.native import KeyCodes as KeyCodes
+from memstore.kernels.search_blocks.native import KeyFrame as KeyFrame
+from memstore.kernels.search_blocks.native import KeyLists as KeyLists
 
 Backend = Literal["auto", "reference", "native", "triton"]
 _NATIVE_TYPES = (torch.float32, torch.bfloat16)
