@@ -340,6 +340,8 @@ class ModelConfig(PreTrainedConfig):
 
     def _check(self) -> None:
         """Raise ``InvalidArgument`` for options that do not fit together."""
+        sizes = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+        check_sizes(self, sizes)
 
 
 # Checks of configurations; each raises InvalidArgument.

@@ -9,18 +9,7 @@ from typing import Any
 from memstore.errors import InvalidArgument
 from memstore.models.causal import ModelConfig, check_block_size, check_choices, check_heads, check_sizes, preset
 
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "lower_layers",
-    "encoder_layers",
-    "block_size",
-    "window",
-    "retrieval_top_k",
-)
+SIZES = ("lower_layers", "encoder_layers", "block_size", "window", "retrieval_top_k")
 CHOICES = {
     "positions": ("alibi", "rope"),
     "retrieval": ("causal", "random", "external", "none"),
@@ -92,6 +81,7 @@ class DRTConfig(ModelConfig):
         return cls(**preset(PRESETS, name, changes))
 
     def _check(self) -> None:
+        super()._check()
         check_sizes(self, SIZES)
         if not 0 <= self.gumbel < math.inf:
             raise InvalidArgument(f"gumbel must be at least 0, not {self.gumbel}")

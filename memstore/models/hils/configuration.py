@@ -12,19 +12,7 @@ from memstore.attention.positions import Rotary, Turns
 from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.models.causal import ModelConfig, check_sizes, preset
 
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_hidden_layers",
-    "head_dim",
-    "hils_topk",
-    "sliding_window",
-    "hils_sliding_window",
-    "full_attn_interleave",
-)
+SIZES = ("num_hidden_layers", "head_dim", "hils_topk", "sliding_window", "hils_sliding_window", "full_attn_interleave")
 ASSUMED = {
     "adjust_lmk_pos": True,
     "apply_hils_rope": True,
@@ -156,6 +144,7 @@ class HilsConfig(ModelConfig):
         return cls(**preset(PRESETS, name, changes))
 
     def _check(self) -> None:
+        super()._check()
         check_sizes(self, SIZES)
         check_sizes(self, ("num_swa_layers",), least=0)
         if self.chunk_size < 2:

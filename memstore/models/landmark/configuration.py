@@ -9,20 +9,7 @@ from memstore.attention.positions import Rotary
 from memstore.errors import InvalidArgument
 from memstore.models.causal import ModelConfig, check_block_size, check_choices, check_sizes, preset
 
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_hidden_layers",
-    "head_dim",
-    "block_size",
-    "window",
-    "segment_blocks",
-    "retrieval_top_k",
-    "position_jump",
-)
+SIZES = ("num_hidden_layers", "head_dim", "block_size", "window", "segment_blocks", "retrieval_top_k", "position_jump")
 CHOICES = {"architecture": ("llama", "gpt2"), "attention": ("landmark", "full", "window", "xl")}
 
 
@@ -96,6 +83,7 @@ class LandmarkConfig(ModelConfig):
         return cls(**preset(PRESETS, name, changes))
 
     def _check(self) -> None:
+        super()._check()
         check_sizes(self, SIZES)
         if self.num_attention_heads % self.num_key_value_heads:
             raise InvalidArgument(

@@ -7,17 +7,7 @@ from typing import Any
 from memstore.errors import InvalidArgument
 from memstore.models.causal import ModelConfig, check_heads, check_sizes, preset
 
-SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "num_hidden_layers",
-    "window",
-    "retrieval_top_k",
-    "distance_buckets",
-)
+SIZES = ("num_hidden_layers", "window", "retrieval_top_k", "distance_buckets")
 
 
 class MemorizingConfig(ModelConfig):
@@ -61,6 +51,7 @@ class MemorizingConfig(ModelConfig):
         return cls(**preset(PRESETS, name, changes))
 
     def _check(self) -> None:
+        super()._check()
         check_sizes(self, SIZES)
         check_sizes(self, ("memory_size", "previous_token_heads"), least=0)
         if self.memory_layer is not None and self.memory_layer not in range(self.num_hidden_layers):
