@@ -8,7 +8,7 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from memstore.errors import InvalidArgument
@@ -228,6 +228,13 @@ class CausalLM(PreTrainedModel, GenerationMixin):
         if not cache.fits(self.config):
             raise InvalidArgument("past_key_values was made for a model with another configuration: make a new cache")
         cache.belong_to(self.model)
+
+
+def make_known(*models: type[CausalLM]) -> None:
+    """Let transformers' own loaders recognise saved ``models``, once their classes are imported."""
+    for model in models:
+        AutoConfig.register(model.config_class.model_type, model.config_class, exist_ok=True)
+        AutoModelForCausalLM.register(model.config_class, model, exist_ok=True)
 
 
 class StreamCausalLM(CausalLM):

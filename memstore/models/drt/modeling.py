@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from memstore.attention.gca import (
@@ -36,7 +35,7 @@ from memstore.device_copies import numbers
 from memstore.errors import InvalidArgument
 from memstore.kernels.grouped_cross_attention import Ready
 from memstore.models.cache import States
-from memstore.models.causal import CausalLM, Decoder, uncompiled
+from memstore.models.causal import CausalLM, Decoder, make_known, uncompiled
 from memstore.models.drt.cache import DRTCache
 from memstore.models.drt.configuration import DRTConfig
 from memstore.models.drt.retrieval import (
@@ -514,6 +513,4 @@ def _pieces(waiting: Tensor) -> list[Tensor]:
     return [waiting.clone()] if waiting.shape[1] else []
 
 
-# Lets transformers' own loaders recognise a saved DRT once its class is imported.
-AutoConfig.register(DRTConfig.model_type, DRTConfig, exist_ok=True)
-AutoModelForCausalLM.register(DRTConfig, DRTForCausalLM, exist_ok=True)
+make_known(DRTForCausalLM)

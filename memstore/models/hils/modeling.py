@@ -21,13 +21,13 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from memstore.attention.layers import RMSNorm, merged
 from memstore.attention.positions import Turns
 from memstore.errors import UnsupportedModel
 from memstore.kernels.hils_attention import hils_attention, window_attention
-from memstore.models.causal import GatedFeedForward, StreamCausalLM, StreamDecoder
+from memstore.models.causal import GatedFeedForward, StreamCausalLM, StreamDecoder, make_known
 from memstore.models.hils.cache import HilsCache
 from memstore.models.hils.configuration import HilsConfig, OlmoHilsConfig, QwenHilsConfig
 from memstore.models.packing import Packing
@@ -253,10 +253,7 @@ class QwenHilsForCausalLM(HilsForCausalLM):
     config_class = QwenHilsConfig
 
 
-# With this, transformers' own loaders know saved and released HiLS models, once these classes are imported.
-for _model in (HilsForCausalLM, OlmoHilsForCausalLM, QwenHilsForCausalLM):
-    AutoConfig.register(_model.config_class.model_type, _model.config_class, exist_ok=True)
-    AutoModelForCausalLM.register(_model.config_class, _model, exist_ok=True)
+make_known(HilsForCausalLM, OlmoHilsForCausalLM, QwenHilsForCausalLM)
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {

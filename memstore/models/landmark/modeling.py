@@ -53,7 +53,7 @@ from memstore.attention.positions import positional_jumps
 from memstore.attention.sliding import Window
 from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.kernels import landmark_attention
-from memstore.models.causal import GatedFeedForward, StreamCausalLM, StreamDecoder
+from memstore.models.causal import GatedFeedForward, StreamCausalLM, StreamDecoder, make_known
 from memstore.models.landmark.cache import LandmarkCache, WindowCache
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.packing import Packing
@@ -581,6 +581,4 @@ def _check(stock: PreTrainedConfig) -> None:
     check_computes_as_llama(stock, "a landmark model", others)
 
 
-# Lets transformers' own loaders recognise a saved landmark model once its class is imported.
-AutoConfig.register(LandmarkConfig.model_type, LandmarkConfig, exist_ok=True)
-AutoModelForCausalLM.register(LandmarkConfig, LandmarkForCausalLM, exist_ok=True)
+make_known(LandmarkForCausalLM)

@@ -11,12 +11,11 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from memstore.attention.knn import KNNAttention, States, Tell, TokenMemory, WindowAttention
 from memstore.device_copies import to_device
-from memstore.models.causal import CausalLM, Decoder, uncompiled
+from memstore.models.causal import CausalLM, Decoder, make_known, uncompiled
 from memstore.models.memorizing.cache import MemorizingCache
 from memstore.models.memorizing.configuration import MemorizingConfig
 from memstore.readers.caches import takes_cache, with_cache
@@ -147,6 +146,4 @@ class MemorizingForCausalLM(CausalLM):
         return torch.cat(parts, 1)
 
 
-# Lets transformers' own loaders recognise a saved model once its class is imported.
-AutoConfig.register(MemorizingConfig.model_type, MemorizingConfig, exist_ok=True)
-AutoModelForCausalLM.register(MemorizingConfig, MemorizingForCausalLM, exist_ok=True)
+make_known(MemorizingForCausalLM)
