@@ -235,7 +235,11 @@ class Append:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None and self.blocks:
-            self._check_whole()
+            if missing := sorted(set(range(self._shared.spec.layers)) - set(self._layers)):
+                raise InvalidArgument(
+                    f"layers {missing} were not put, so nothing was written. Put every layer in the body of the with "
+                    "block."
+                )
             self._commit(self)
 
     def compose(self, document: int, last_tokens: Tensor | None) -> Batch:
@@ -302,12 +306,6 @@ class Append:
         if layer.landmarks is not None:
             runs = self._shared.runs(number)
             runs.write(batch, places, self.blocks.start, layer.landmarks, self.after.first)
-
-    def _check_whole(self) -> None:
-        if missing := sorted(set(range(self._shared.spec.layers)) - set(self._layers)):
-            raise InvalidArgument(
-                f"layers {missing} were not put, so nothing was written. Put every layer in the body of the with block."
-            )
 
     def _check_new(self, layer: int) -> None:
         self._shared.check_layer(layer)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, Literal, TypeGuard, cast
@@ -244,10 +244,9 @@ class Reader(Attachment):
         check_asked(self.model, len(tokens))
         return Query(self._checked(tokens).long(), self._checked(torch.tensor(before)).long() if before else None)
 
-    @contextmanager
-    def _choosing(self, query: Query | None) -> Iterator[None]:  # noqa: ARG002 - for overrides
+    def _choosing(self, query: Query | None) -> AbstractContextManager[None]:  # noqa: ARG002 - for overrides
         """Let ``query`` choose blocks for prompts inside the block; with None their own tokens choose."""
-        yield
+        return nullcontext()
 
     def _with_opening(self, text: Tensor, opening: int) -> dict[str, Any]:  # noqa: ARG002 - for overrides
         """Return options of ``model.generate`` for a prompt ``[rows, T]`` with this many tokens before any question."""
@@ -349,10 +348,9 @@ class Reader(Attachment):
         """
         return Conversation(self, session, system)
 
-    @contextmanager
-    def seeing(self, *, tail: bool) -> Iterator[None]:  # noqa: ARG002 - for overrides
+    def seeing(self, *, tail: bool) -> AbstractContextManager[None]:  # noqa: ARG002 - for overrides
         """Say whether calls that begin inside the block see the document's end without a search."""
-        yield
+        return nullcontext()
 
     @contextmanager
     def record(

@@ -213,7 +213,9 @@ def read_text(source: str, *, encoding: str | None = None, in_folder: bool = Fal
     Raises ``NotFound`` if the file is missing, and ``InvalidArgument`` if it is not text: a folder, binary data,
     another encoding. ``EmptyText`` means that it has nothing but white space.
     """
-    data, hint = read_bytes(source, "a text file"), IN_FOLDER if in_folder else _hint(encoding)
+    other = "utf-8" if (encoding or "").lower().startswith("utf-16") else "utf-16"
+    named = f"If it is text, name its encoding: --encoding {other}, --encoding latin-1, ..."
+    data, hint = read_bytes(source, "a text file"), IN_FOLDER if in_folder else named
     try:
         text = decode(data, encoding)
     except InvalidArgument as error:
@@ -248,11 +250,6 @@ def read_bytes(source: str, what: str) -> bytes:
         raise InvalidArgument(f"{source} is a folder. Name {what}.") from None
     except PermissionError:
         raise InvalidArgument(f"{source} cannot be read: permission denied. Change its permissions.") from None
-
-
-def _hint(encoding: str | None) -> str:
-    other = "utf-8" if (encoding or "").lower().startswith("utf-16") else "utf-16"
-    return f"If it is text, name its encoding: --encoding {other}, --encoding latin-1, ..."
 
 
 def patterns_in(folder: Path, name: str) -> GitIgnoreSpec | None:

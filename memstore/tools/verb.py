@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import MISSING, Field, dataclass, fields
 from datetime import UTC, datetime, timedelta
 from fnmatch import fnmatchcase
@@ -121,22 +121,18 @@ def _key_from(file: str | None) -> Iterator[None]:
                 os.environ[KEY_VARIABLE] = before
 
 
-@contextmanager
-def bar(what: str, *, show: bool, in_bytes: bool = False) -> Iterator[Progress]:
+def bar(what: str, *, show: bool, in_bytes: bool = False) -> AbstractContextManager[Progress]:
     """Show a bar on standard error that counts done and total, and disappears; none without a terminal."""
     from rich.progress import DownloadColumn, MofNCompleteColumn, TimeRemainingColumn
 
-    with _bar(what, DownloadColumn() if in_bytes else MofNCompleteColumn(), TimeRemainingColumn(), show=show) as update:
-        yield update
+    return _bar(what, DownloadColumn() if in_bytes else MofNCompleteColumn(), TimeRemainingColumn(), show=show)
 
 
-@contextmanager
-def waiting(what: str, *, show: bool) -> Iterator[None]:
+def waiting(what: str, *, show: bool) -> AbstractContextManager[object]:
     """Show a moving bar on standard error, with the seconds so far, for work without known progress."""
     from rich.progress import TimeElapsedColumn
 
-    with _bar(what, TimeElapsedColumn(), show=show):
-        yield
+    return _bar(what, TimeElapsedColumn(), show=show)
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
@@ -332,15 +332,13 @@ class StockReader(Reader):
             seen = replace(seen, candidates=self._everything())
         return sources[-1], seen
 
-    @contextmanager
-    def _choosing(self, query: Query | None) -> Iterator[None]:
+    def _choosing(self, query: Query | None) -> AbstractContextManager[None]:
         if query is not None and self.selection.by_layer:
             raise InvalidArgument(
                 f"with Retrieval(share={self.retrieval.share!r}) every layer searches with the prompt's own "
                 "tokens: leave query out, or use share='model'"
             )
-        with changed(self.hooks, query=query):
-            yield
+        return changed(self.hooks, query=query)
 
     def _with_opening(self, text: Tensor, opening: int) -> dict[str, Any]:
         if text.dim() != 2 or not 0 < opening < text.shape[1]:
@@ -511,10 +509,8 @@ class StockReader(Reader):
 
     # Searching
 
-    @contextmanager
-    def seeing(self, *, tail: bool) -> Iterator[None]:
-        with changed(self, _tail=tail):
-            yield
+    def seeing(self, *, tail: bool) -> AbstractContextManager[None]:
+        return changed(self, _tail=tail)
 
     def _search(self, query: Query, top_k: int, layer: int | None) -> list[Match]:
         """Score blocks as for an answer, also those at the ends of a document, which an answer sees anyway."""
