@@ -110,6 +110,13 @@ def to_host(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]
     return list(_parts(host, tensors)), arrived.synchronize
 
 
+def on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the copies of ``to_host`` once they have arrived."""
+    copies, arrived = to_host(tensors)
+    arrived()
+    return copies
+
+
 def numbers(values: Sequence[int], device: torch.device) -> Tensor:
     """Return ``values`` as int64 ``[n]`` on ``device``; a single one needs no copy."""
     if len(values) == 1:

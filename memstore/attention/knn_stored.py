@@ -18,7 +18,7 @@ from torch import Tensor
 
 from memstore.attention.knn import Neighbours
 from memstore.attention.knn_memory import check_queries, check_states, nearest
-from memstore.device_copies import to_host
+from memstore.device_copies import on_host
 from memstore.errors import InvalidArgument
 from memstore.memory import Document, Fingerprint, MemorySpec
 
@@ -110,8 +110,7 @@ class StoredTokens:
         check_states(tokens, keys, values, len(self.documents), groups, dim)
         for row, (document, ids) in enumerate(zip(self.documents, tokens, strict=True)):
             states = torch.stack([keys[row, :, : len(ids)], values[row, :, : len(ids)]])  # [2, G, t, D]
-            (states, ids), arrived = to_host([states, ids.to(states.device)])
-            arrived()
+            states, ids = on_host([states, ids.to(states.device)])
             with document.append(ids) as batch:
                 if batch.blocks:
                     k, v = self._in_blocks(document, states, len(batch.blocks))

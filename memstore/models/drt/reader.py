@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from memstore.attention.gca import BlockEncoder, EncoderLayer
 from memstore.attention.layers import RMSNorm, SwiGLU, rotary, rotate
 from memstore.attention.sliding import WindowTiles, alibi_slopes, fits
-from memstore.device_copies import to_device, to_host
+from memstore.device_copies import on_host, to_device
 from memstore.errors import ForeignMemory, InvalidArgument
 from memstore.memory import Document, MemorySpec
 from memstore.memory.search import Match, search_vectors
@@ -498,8 +498,7 @@ class DRTReader(CacheReader[DRTCache]):
             blocks_of_a_pass(self.model.config, self.model.device) * self.model.config.tokens_per_block
         )
         made = [self._segment(self.model.model.read_blocks, piece, cache) for piece in pieces]
-        copies, arrived = to_host([x[0] for blocks in made if blocks is not None for x in blocks])
-        arrived()
+        copies = on_host([x[0] for blocks in made if blocks is not None for x in blocks])
         return list(zip(copies[::2], copies[1::2], strict=True))
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memstore.device_copies import to_device, to_host
+from memstore.device_copies import on_host, to_device
 from memstore.errors import DamagedError, NotFound
 from memstore.memory import Document, MemorySpec
 from memstore.memory.search import Match, check_layer
@@ -186,24 +186,20 @@ class HilsReader(BlockReader[HilsCache]):
         """Return the state of window layers, in host memory; see ``_Kept``."""
         window = self.model.config.sliding_window
         both = [torch.stack(cache.recent[layer].read()).squeeze(1) for layer in self.model.config.window_layers]
-        copies, arrived = to_host([F.pad(x, (0, 0, window - x.shape[2], 0)) for x in both])
-        arrived()
-        return copies
+        return on_host([F.pad(x, (0, 0, window - x.shape[2], 0)) for x in both])
 
     def _store(self, batch: Any, cache: HilsCache) -> None:
         for layer, table in cache.tables.items():
-            self._put(batch, table, *self._blocks(cache, layer, batch.blocks))
+            keys, values, landmarks = self._blocks(cache, layer, batch.blocks)
+            for group, of_group in enumerate(table.layers):
+                marks = None if group else landmarks
+                batch.put(of_group, landmarks=marks, k=keys[group].contiguous(), v=values[group].contiguous())
         if self.memory.spec.recurrent:
             batch.put_recurrent(self._windows(cache))
 
     def _stored(self, cache: HilsCache, stop: int) -> None:
         for table in cache.tables.values():
             table.own.keep_from(stop)
-
-    def _put(self, batch: Any, table: HilsTable, keys: Tensor, values: Tensor, landmarks: Tensor) -> None:
-        for group, layer in enumerate(table.layers):
-            marks = None if group else landmarks
-            batch.put(layer, landmarks=marks, k=keys[group].contiguous(), v=values[group].contiguous())
 
     def _blocks(self, cache: HilsCache, layer: int, blocks: range) -> list[Tensor]:
         """Return padded keys and values ``[G, n, S - 1, D]`` of ``blocks``, and landmarks ``[n, H, 1, D + 1]``."""
@@ -220,6 +216,4 @@ class HilsReader(BlockReader[HilsCache]):
             keys, values = (F.pad(x, (0, 0, 0, size - 1 - waiting)).unsqueeze(1) for x in items)
             parts.append((keys, values))
         states = [torch.cat(each, 1).to(torch_dtype(spec.dtype)) for each in zip(*parts, strict=True)]
-        copies, arrived = to_host(states)
-        arrived()
-        return [*copies, marks]
+        return [*on_host(states), marks]

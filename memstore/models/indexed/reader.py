@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
-from memstore.device_copies import to_device, to_host
+from memstore.device_copies import on_host, to_device
 from memstore.errors import BrokenOff, InvalidArgument
 from memstore.kernels import native as compiler
 from memstore.kernels.index_scores import native
@@ -478,8 +478,7 @@ class IndexedReader(Reader):
         width, key = spec.fields["rows"][1], spec.key_dim
         local = call.locals[0]
         names = [*local.rows, *local.raw]
-        copies, arrived = to_host([each.view for each in (*local.rows.values(), *local.raw.values())])
-        arrived()
+        copies = on_host([each.view for each in (*local.rows.values(), *local.raw.values())])
         rows = dict(zip(names[: len(local.rows)], copies, strict=False))
         raw = dict(zip(names[len(local.rows) :], copies[len(local.rows) :], strict=True))
         before = len(job.document) % spec.block_size

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from memstore.device_copies import to_host
+from memstore.device_copies import on_host
 from memstore.errors import InvalidArgument
 from memstore.memory import Document, MemorySpec
 from memstore.memory.search import Match, check_layer
@@ -197,8 +197,7 @@ class LandmarkReader(BlockReader[LandmarkCache]):
 
     def _store(self, batch: Any, cache: LandmarkCache) -> None:
         spec = self.memory.spec
-        copies, arrived = to_host([x for n in range(spec.layers) for x in cache.states(n, batch.blocks.start)])
-        arrived()
+        copies = on_host([x for n in range(spec.layers) for x in cache.states(n, batch.blocks.start)])
         for layer, (keys, values) in enumerate(zip(copies[::2], copies[1::2], strict=True)):
             # An incomplete block ends in zeros, and so does its landmark, which is never searched.
             landmarks = keys[:, :, None, -1].contiguous() if layer in spec.index_layers else None

@@ -131,6 +131,10 @@ def _with_keys(query: Tensor, keys: Tensor) -> Tensor:
 Advance = Callable[[int], None]
 
 
+def silent(tokens: int) -> None:
+    """Ignore the number of ``tokens`` that were read."""
+
+
 class MemorizingScorer:
     """Reads documents with a memory of tokens of any size, one segment in each call."""
 
@@ -149,7 +153,7 @@ class MemorizingScorer:
         yield {"past_key_values": cache, "use_cache": True}
 
     @torch.no_grad()
-    def losses(self, tokens: Tensor, size: int, advance: Advance = lambda _: None) -> Tensor:
+    def losses(self, tokens: Tensor, size: int, advance: Advance = silent) -> Tensor:
         """Return the losses ``[n - 1]`` of all ``tokens [n]`` except the first, with a memory of ``size`` tokens."""
         ids, losses = tokens[None].to(self._model.device), []
         with self.reading(size) as given:
