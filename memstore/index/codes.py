@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memstore.errors import InvalidArgument
 from memstore.index import contract, files
 from memstore.index.contract import IndexCapabilities, SearchResult, VectorIndex
 from memstore.kernels import best_products
 from memstore.kernels._largest import filled, largest
-from memstore.kernels.best_codes import LARGEST, hold
+from memstore.kernels.best_codes import LARGEST
 
 CHUNK_KEYS = 1 << 18
 
@@ -52,8 +53,12 @@ class CodeIndex(VectorIndex):
 
     def add(self, ids: Tensor, keys: Tensor) -> None:
         self._check_blocks(ids, keys)
-        start, codes = 0, hold(keys, torch.int8).transpose(0, 1)
+        if bool((keys != keys.round()).any()) or (keys.numel() and float(keys.abs().max()) > LARGEST):
+            raise InvalidArgument(
+                "Keys of a code index must be whole numbers from -127 to 127; use 'exact' for other keys."
+            )
         contract.check_new(torch.isin(ids, self._ids), ids)
+        start, codes = 0, keys.to(torch.int8).transpose(0, 1)
         while start < ids.numel():
             chunk, row = divmod(self._ids.numel(), self._room)
             if chunk == len(self._keys):

@@ -134,12 +134,17 @@ def copy_memory(
         new.put_facts(*old.facts(), old.url)
         total, done = sum(map(len, documents)), sum(len(new.document(each.name)) for each in documents)
         copied = 0
+
+        def count(tokens: int) -> None:
+            nonlocal copied
+            copied += tokens
+            advance(tokens)
+
         with progress_bar(str(source), done, total, progress, verb="copying") as advance:
             beginnings = Beginnings()
             for document in documents:
                 advance(_fork(document, beginnings.find(document), new))
-                before = len(new.document(document.name))
-                copied += len(_copy(document, new, document.name, advance)) - before
+                _copy(document, new, document.name, count)
                 beginnings.add(document)
         new.take_rules(rules, made, [document.name for document in documents])
     return CopyResult(documents=len(documents), tokens=total, copied_tokens=copied)

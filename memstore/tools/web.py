@@ -9,6 +9,7 @@ import ipaddress
 import re
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
@@ -208,14 +209,19 @@ def require_web() -> None:
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens at ``host`` and ``port``. Raises ``InvalidArgument``."""
     try:
-        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.socket(family, kind, protocol)
     except OSError as error:
         raise InvalidArgument(f"--host {host} is not an address of this machine: {error.strerror or error}.") from None
-    both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
     try:
-        return socket.create_server(address, family=family, backlog=128, dualstack_ipv6=both)
+        if sys.platform != "win32":  # on Windows it would let two programs share a port
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listening.bind(address)
+        listening.listen(128)
     except OSError as error:
+        listening.close()
         raise _unavailable(host, port, error) from None
+    return listening
 
 
 def _unavailable(host: str, port: int, error: OSError) -> InvalidArgument:

@@ -86,6 +86,13 @@ def test_a_document_that_has_lost_its_first_blocks_is_copied(make_memory: MakeMe
     check_content(other.document("text"), TEXT)
 
 
+def test_first_blocks_that_are_lost_do_not_count_as_copied(tmp_path: Path) -> None:
+    with memstore.open(tmp_path / "one", spec=make_spec(capacity=4)) as memory:
+        append(memory.document("text"), TEXT)
+        held = len(TEXT) - memory.document("text").blocks.start * S
+    assert memstore.copy(tmp_path / "one", tmp_path / "two").copied_tokens == held < len(TEXT)
+
+
 def test_a_copy_that_died_is_sound_and_goes_on(make_memory: MakeMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     one, other = make_memory(), make_memory()
     append(one.document("text"), TEXT)
