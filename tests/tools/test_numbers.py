@@ -126,6 +126,18 @@ def of_answers(figure: str, way: str, *, short: bool = False) -> str:
     return f"{found['memory'] / found[way]:.2f}"
 
 
+def given(name: str, carrier: str) -> dict[str, Any]:
+    """What the model answers of a set with the memory's blocks given in this way."""
+    found = rows("carriers")["rows"]
+    return next(row for row in found if (row["set"], row["list"], row["as"]) == (name, "the memory", carrier))
+
+
+def right(name: str, carrier: str) -> str:
+    """How many questions that is."""
+    row = given(name, carrier)
+    return f"{row['has'] * row['answered']:.0f}"
+
+
 def rolled_back(store: str, what: str) -> int:
     """Of both runs: pages and values that were damaged, or times that an earlier commit was served as a whole."""
     runs = [each["counts"] for each in rows("faults")[store]["results"] if each["fault"] == "rolled-back"]
@@ -165,6 +177,12 @@ FIGURES: list[tuple[str, Callable[[], object]]] = [
     (r"as text; (\d+) with all of the text", lambda: look_alikes("full attention")),
     (r"Of 100 of them: ([\d.]+)", lambda: f"{CARRIERS['memory']['has']:.2f}"),
     (r"with that paragraph alone ([\d.]+)", lambda: f"{CARRIERS['1 quoted as text']['has']:.2f}"),
+    (r"need two paragraphs\]\(\S+\): ([\d.]+)", lambda: f"{given('hotpotqa', 'states and a quote')['has']:.2f}"),
+    (r"with it alone ([\d.]+)", lambda: f"{given('hotpotqa', 'the quote alone')['has']:.2f}"),
+    (r"with the same 8 blocks as text ([\d.]+)", lambda: f"{given('hotpotqa', 'text')['has']:.2f}"),
+    (r"Of 81 others: (\d+)", lambda: right("lookalikes", "states")),
+    (r"Of 81 others: \d+, (\d+)", lambda: right("lookalikes", "text")),
+    (r"and (\d+) with the best paragraph alone", lambda: right("lookalikes", "the quote alone")),
     (r"truncations: ([\d,]+) on each store", lambda: f"{faults() // 1000 * 1000:,}"),
     (r"without a memory, it answers (\d+) of", lambda: f"{RIGHT['has'] * RIGHT['answered']:.0f}"),
     (r"without a memory, it answers \d+ of (\d+)", lambda: str(RIGHT["answered"])),
