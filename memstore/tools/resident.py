@@ -373,9 +373,16 @@ class _Resident:
                 raise ValueError("not a request")
             request = json.loads(_received(peer, size))
             reading, writing = os.pipe()
+            may_begin, known = os.pipe()
             pid = os.fork()
             if pid == 0:
+                os.close(known)
+                # A caller that was not told of its child runs the command itself: it must not run twice.
+                if not os.read(may_begin, 1):
+                    os._exit(1)
+                os.close(may_begin)
                 self._become(request, given, writing)
+            os.close(may_begin)
             os.close(writing)
         except BaseException:
             peer.close()
@@ -389,6 +396,8 @@ class _Resident:
         self._events.register(peer, selectors.EVENT_READ, (pid, False))
         with contextlib.suppress(OSError):  # a caller that is gone can be read from: its child is ended
             peer.sendall(struct.pack("!i", pid))
+        with os.fdopen(known, "wb") as child, contextlib.suppress(BrokenPipeError):
+            child.write(b"1")
 
     def _heard(self, pid: int, ended: bool) -> None:
         """Report a child's end to its caller, or end a child whose caller is gone."""

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux only")
 
 Command = Callable[..., "subprocess.Popen[str]"]
 SERVE = "from memstore.tools import resident; resident.LOOK_SECONDS = 0.2; {}; resident.serve(print)"
+SERVE_DYING = "from memstore.tools import resident\n{}\nresident.serve({})"
 
 
 def until(true: Callable[[], object], seconds: float = 60) -> None:
@@ -302,15 +303,42 @@ def test_it_ends_when_its_socket_is_gone(tmp_path: Path, replaced: bool) -> None
     assert path.exists() is replaced
 
 
+DIES = """
+import os, signal
+fork = os.fork
+def dying():
+    if fork(): os.kill(os.getpid(), signal.SIGKILL)
+    return 0
+resident._children_compute = lambda threads: setattr(os, "fork", dying) or True
+"""
+
+
+@pytest.mark.slow
+def test_a_command_does_not_run_twice_if_the_process_dies_before_its_caller_knows_the_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "socket"
+    ran = f"lambda **_: open({str(tmp_path / 'ran')!r}, 'w').close() or 0"
+    serving = subprocess.Popen([sys.executable, "-c", SERVE_DYING.format(DIES, ran), path])
+    until(path.is_socket)
+    monkeypatch.setattr(resident, "_folder", lambda: tmp_path)
+    monkeypatch.setattr(resident, "_identity", lambda: "socket")
+    monkeypatch.delenv(resident.VARIABLE, raising=False)
+    assert resident.run_resident(["ask", "nothing", "Who?"]) is None  # so it runs here
+    assert serving.wait(60) == -signal.SIGKILL
+    time.sleep(1)  # a child that began would have written by then
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.slow
 def test_a_process_that_dies_is_told_and_replaced(command: Command, text_memory: Path, tmp_path: Path) -> None:
     env = {"XDG_RUNTIME_DIR": str(tmp_path)}
     command("ask", "nothing", "Who?", env=env).communicate()
     until(lambda: [each for each in (tmp_path / "memstore").iterdir() if each.is_socket()])
     (path,) = (each for each in (tmp_path / "memstore").iterdir() if each.is_socket())
-    until(lambda: not children(path))  # the first command's, on a busy machine
     waits = command("ask", text_memory, "-", env=env)
-    until(lambda: children(path))
+    # Its child has begun: it has the command's input.
+    until(lambda: [each for each in children(path) if str(Path(f"/proc/{each}/fd/0").readlink()).startswith("pipe:")])
     number = int(path.with_suffix(".lock").read_text())
     os.kill(number, signal.SIGKILL)
     assert "the resident process ended; run the command again" in waits.communicate()[1]
