@@ -29,6 +29,7 @@ import numpy.typing as npt
 from benchmarks.torture.processes import (
     Say,
     be_traced,
+    end_children,
     fork,
     may_mount,
     may_trace,
@@ -286,11 +287,9 @@ def kill(make: Make, folder: Path, rounds: int, rng: random.Random) -> FaultTall
             ending = step_through(body, rng.randrange(int(calls)) + 1, 0, at_once=False)
         else:
             child = fork(body)
-            try:
-                child.hear(str(after))
-                time.sleep(rng.random() * seconds)  # the moment is the fault under test
-            finally:  # also if this process is interrupted, because its folder is then removed
-                ending = child.kill()
+            child.hear(str(after))
+            time.sleep(rng.random() * seconds)  # the moment is the fault under test
+            ending = child.kill()
         told = max([done, *(int(line) for line in ending.lines if line.isdigit())])
         if by_calls:
             calls *= 0.7 if told > after + 1 else 1.3
@@ -457,6 +456,7 @@ def inflict(make: Make, fault: str, rounds: int, seed: int = 0, folder: Path | N
         rng = random.Random(f"{seed} {fault}")
         outcome = FAULTS[fault](make, place, rounds, rng)
     finally:
+        end_children()  # after an interruption one may still be writing into the folder
         with suppress(FileNotFoundError):  # it could not be made; a folder that cannot be removed raises
             shutil.rmtree(place)
     outcome.seconds = time.monotonic() - start

@@ -13,8 +13,8 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -60,23 +60,10 @@ class _Child:
     _heard: bytes = field(default=b"", init=False)
 
     def wait(self) -> Ending:
-        """Read all lines until its end. If the waiting is interrupted, the child ends too."""
-        with self.ending_with_us():
-            while piece := os.read(self.pipe, 1 << 16):
-                self._heard += piece
-            status = os.waitpid(self.pid, 0)[1]
-        return self.reap(status)
-
-    @contextmanager
-    def ending_with_us(self) -> Iterator[None]:
-        """End the child if the body is interrupted. It would otherwise write into files that are being removed."""
-        try:
-            yield
-        except BaseException:
-            with suppress(ProcessLookupError, ChildProcessError):
-                os.kill(self.pid, signal.SIGKILL)
-                os.waitpid(self.pid, 0)
-            raise
+        """Read all lines until its end."""
+        while piece := os.read(self.pipe, 1 << 16):
+            self._heard += piece
+        return self.reap(os.waitpid(self.pid, 0)[1])
 
     def hear(self, line: str) -> None:
         """Wait until it has reported this line, or has ended."""
@@ -87,6 +74,7 @@ class _Child:
 
     def reap(self, status: int) -> Ending:
         """Return the ending, once ``waitpid`` has returned its status."""
+        _running.discard(self.pid)
         while piece := os.read(self.pipe, 1 << 16):
             self._heard += piece
         os.close(self.pipe)
@@ -97,14 +85,27 @@ class _Child:
         return self.wait()
 
 
+_running: set[int] = set()
+"""Process ids of the children that nobody has waited for."""
+
+
+def end_children() -> None:
+    """End all children, for example after an interruption: they would write into files that are being removed."""
+    while _running:
+        pid = _running.pop()
+        with suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
 def fork(body: Callable[[Say], None], patience: int = PATIENCE) -> _Child:
     """Run ``body`` in a child. Its error is reported as ``error: ...`` with exit status 1.
 
-    On Linux the child ends with its parent.
+    On Linux the child ends with its parent. If this process is interrupted, call ``end_children``.
     """
     hear, say = os.pipe()
     sys.stdout.flush()
-    # Signals are held back here: Python's fork can swallow an interruption, and the child is not known yet.
+    # Signals are held back here: Python's fork can swallow an interruption, and the child is not listed yet.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     try:
         pid = os.fork()
@@ -113,11 +114,11 @@ def fork(body: Callable[[Say], None], patience: int = PATIENCE) -> _Child:
         raise
     if pid:
         os.close(say)
-        child = _Child(pid, hear)
-        with child.ending_with_us():
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        return child
+        _running.add(pid)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return _Child(pid, hear)
     os.close(hear)
+    _running.clear()  # they are the parent's
     code = 1
     try:
         if sys.platform == "linux":  # the child may be stopped, and nobody else would know of it
@@ -173,18 +174,17 @@ def step_through(body: Callable[[Say], None], calls: int, instructions: int, *, 
         body(say)
 
     child = fork(traced if at_once else body)
-    with child.ending_with_us():
+    status = os.waitpid(child.pid, 0)[1]
+    for step in range(calls + instructions):
+        if not os.WIFSTOPPED(status):
+            break
+        arrived = os.WSTOPSIG(status)
+        deliver = 0 if arrived in (signal.SIGTRAP, signal.SIGSTOP) else arrived
+        _libc.ptrace(_SYSCALL if step < calls else _SINGLE_STEP, child.pid, None, deliver)
         status = os.waitpid(child.pid, 0)[1]
-        for step in range(calls + instructions):
-            if not os.WIFSTOPPED(status):
-                break
-            arrived = os.WSTOPSIG(status)
-            deliver = 0 if arrived in (signal.SIGTRAP, signal.SIGSTOP) else arrived
-            _libc.ptrace(_SYSCALL if step < calls else _SINGLE_STEP, child.pid, None, deliver)
-            status = os.waitpid(child.pid, 0)[1]
-        if os.WIFSTOPPED(status):
-            os.kill(child.pid, signal.SIGKILL)
-            status = os.waitpid(child.pid, 0)[1]
+    if os.WIFSTOPPED(status):
+        os.kill(child.pid, signal.SIGKILL)
+        status = os.waitpid(child.pid, 0)[1]
     return child.reap(status)
 
 

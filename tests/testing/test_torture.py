@@ -106,7 +106,7 @@ def test_nothing_is_left_where_it_is_told_to_end(tmp_path: Path) -> None:
     assert any(tmp_path.iterdir())
     running.terminate()
     _, told = running.communicate(timeout=120)
-    assert (running.returncode, list(tmp_path.iterdir())) == (130, [])
+    assert (running.returncode, list(tmp_path.iterdir())) == (130, []), told
     assert "interrupted" in told
 
 
@@ -133,7 +133,7 @@ def test_what_is_forked_ends_with_its_parent(tmp_path: Path) -> None:
 
 INTERRUPTED = """
 import os, pathlib, signal, time
-from benchmarks.torture.processes import fork
+from benchmarks.torture.processes import end_children, fork
 
 os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
 
@@ -144,6 +144,7 @@ def outlive(say):
 try:
     fork(outlive)
 except KeyboardInterrupt:
+    end_children()
     time.sleep(2)
     print("interrupted")
 """
