@@ -18,7 +18,7 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Map ``[..., hidden]`` to the same shape."""
         if torch.is_grad_enabled() or x.dtype != torch.float32 or x.device.type != "cpu":
-            return super().forward(x)
+            return super().forward(x.to(self.weight.dtype))  # under autocast it may differ, of which PyTorch warns
         factor = self.lengths(x).reciprocal_().mul_(x.shape[-1] ** 0.5)
         normed: Tensor = (x * factor).mul_(self.weight)
         return normed

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-UNFOLDED = 4
+UNFOLDED = 2
 """A segment of at most this many windows of queries is one product."""
 LEAST_TILE = 16
 """Queries. A tile of half a window computes three scores for every two that count. Smaller tiles cost more."""

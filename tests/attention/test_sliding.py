@@ -76,8 +76,8 @@ def test_query_heads_share_key_heads(tokens: int, heads: int, groups: int) -> No
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_long_segments_are_folded_and_short_ones_are_not(rows: int) -> None:
-    assert assert_same(44, 0, 11, rows=rows).tile == 0
-    assert assert_same(45, 0, 11, rows=rows).tile == 16
+    assert assert_same(22, 0, 11, rows=rows).tile == 0
+    assert assert_same(23, 0, 11, rows=rows).tile == 16
 
 
 class Largest(TorchDispatchMode):

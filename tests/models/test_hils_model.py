@@ -35,6 +35,19 @@ def published(given: dict[str, np.ndarray]) -> HilsForCausalLM:
     return model
 
 
+@pytest.mark.parametrize("kind", ["qwen", "olmo"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_near_and_trains_without_a_warning(kind: str, dtype: torch.dtype) -> None:
+    model, ids = make(kind, initializer_range=0.05, hils_topk=10), tokens(80, rows=2)  # rounding changes no choice
+    expected = model(ids).logits.detach()
+    with torch.autocast("cpu", dtype):
+        mixed = model(ids, labels=ids)
+    mixed.loss.backward()
+    assert all(bool(x.grad.isfinite().all()) for x in model.parameters() if x.grad is not None)
+    error = (mixed.logits.detach().float() - expected).abs().max() / expected.abs().max()
+    assert 0 < float(error) < 0.05
+
+
 # The published implementation
 
 

@@ -60,7 +60,8 @@ class Sizes(NamedTuple):
 
 def hils_attention(q: Tensor, k: Tensor, v: Tensor, u: Tensor, sizes: Sizes) -> Tensor:
     """See the public function."""
-    out: Tensor = _HilsAttention.apply(q, k, v, u, sizes)  # type: ignore[no-untyped-call]
+    with torch.autocast(q.device.type, enabled=False):  # sums are in float32, autocast would round their products
+        out: Tensor = _HilsAttention.apply(q, k, v, u, sizes)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -183,7 +184,8 @@ def window_attention(
             f"first={first!r}"
         )
     seen = _Seen(block_size, window, first, widened, q.shape[-1] ** -0.5 if scale is None else scale)
-    out, lse = _WindowAttention.apply(q, k, v, seen)  # type: ignore[no-untyped-call]
+    with torch.autocast(q.device.type, enabled=False):  # as in hils_attention
+        out, lse = _WindowAttention.apply(q, k, v, seen)  # type: ignore[no-untyped-call]
     return out, lse
 
 
