@@ -157,7 +157,10 @@ def convert(gguf: Path, folder: Path, dtype: str = "float32") -> None:
     options: dict[str, Any] = {"gguf_file": gguf.name, "trust_remote_code": False}
     with quiet_transformers():
         with _refused_if_broken(gguf):
-            model = _without_weights(transformers.AutoConfig.from_pretrained(gguf.parent, **options), gguf)
+            config = transformers.AutoConfig.from_pretrained(gguf.parent, **options)
+            if getattr(config, "tie_word_embeddings", False) and _has_output_matrix(gguf):
+                config.tie_word_embeddings = False  # transformers says that all Falcons and Blooms are tied
+            model = _without_weights(config, gguf)
             tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **options)
         tied = {weight: name for name, weight in reversed(model.state_dict(keep_vars=True).items())}
         weights = _Weights(folder / WEIGHTS, {name: tuple(weight.shape) for weight, name in tied.items()}, dtype)
@@ -171,6 +174,16 @@ def convert(gguf: Path, folder: Path, dtype: str = "float32") -> None:
         model.config.update({"dtype": dtype, "architectures": [type(model).__name__]})
         for each in (model.config, model.generation_config, tokenizer):
             each.save_pretrained(folder)
+
+
+def _has_output_matrix(gguf: Path) -> bool:
+    """Whether the file has an output matrix that is not its embedding."""
+    import numpy as np
+    from gguf import GGUFReader
+
+    tensors = {tensor.name: tensor for tensor in GGUFReader(gguf).tensors}
+    output, embedding = (tensors.get(f"{name}.weight") for name in ("output", "token_embd"))
+    return output is not None and (embedding is None or not np.array_equal(output.data, embedding.data))
 
 
 @contextlib.contextmanager

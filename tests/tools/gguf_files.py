@@ -9,7 +9,14 @@ import gguf
 import numpy as np
 import torch
 from tokenizers.pre_tokenizers import ByteLevel
-from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    FalconConfig,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    Qwen3MoeConfig,
+)
 from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
 
 TOKENS = [*sorted(ByteLevel.alphabet()), "th"]
@@ -37,6 +44,15 @@ def config(architecture: str) -> Any:
             return Qwen3MoeConfig(**sizes)
         case "gpt2":
             return GPT2Config(vocab_size=len(TOKENS), n_embd=32, n_layer=3, n_head=4)
+        case "falcon":
+            return FalconConfig(
+                vocab_size=len(TOKENS),
+                hidden_size=32,
+                num_hidden_layers=3,
+                num_attention_heads=4,
+                num_kv_heads=1,
+                tie_word_embeddings=False,
+            )
     raise AssertionError(architecture)
 
 
@@ -50,7 +66,7 @@ def save_gguf(file: Path, architecture: str = "llama", *, changed: dict[str, np.
     writer.add_embedding_length(sizes.hidden_size)
     writer.add_block_count(sizes.num_hidden_layers)
     writer.add_head_count(sizes.num_attention_heads)
-    if architecture == "gpt2":
+    if architecture in ("gpt2", "falcon"):
         writer.add_layer_norm_eps(1e-5)
         writer.add_feed_forward_length(4 * sizes.hidden_size)
     else:
@@ -59,6 +75,8 @@ def save_gguf(file: Path, architecture: str = "llama", *, changed: dict[str, np.
         writer.add_head_count_kv(sizes.num_key_value_heads)
         writer.add_key_length(8)
         writer.add_vocab_size(len(TOKENS))
+    if architecture == "falcon":
+        writer.add_head_count_kv(sizes.num_kv_heads)
     if architecture == "qwen3moe":
         writer.add_expert_count(4)
         writer.add_expert_used_count(2)
