@@ -17,7 +17,7 @@ from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from memstore.errors import InvalidArgument, MemstoreError, NotFound, UnsupportedModel, first_line
+from memstore.errors import DamagedError, InvalidArgument, MemstoreError, NotFound, UnsupportedModel, first_line
 from memstore.lazy import torch
 from memstore.paths import user_folder
 from memstore.readers import kinds
@@ -30,6 +30,7 @@ from memstore.readers.kinds import (
     quiet_transformers,
     require_transformers,
 )
+from memstore.wheels import MARKER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -156,7 +157,7 @@ def _load(name: str, dtype: str, device: str, weights: bool) -> LoadedModel:
             raise InvalidArgument(f"a {kind.name} computes in float32 only; --dtype {dtype} is for stock models.")
         with quiet_transformers():
             return _named(LoadedModel(*kinds.load_folder(Path(source), device)), name)
-    with _loading(name), quiet_transformers():
+    with _loading(name, source), quiet_transformers():
         if kind.loader.startswith("transformers:"):
             model = _stock(transformers, source, precision)
         elif kind is kinds.INDEXED and not weights:
@@ -298,7 +299,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     require_transformers()
     source = resolve_model(name)
     loader = resolve_name(kind_named(name).tokenizer)
-    with _loading(name), quiet_transformers():
+    with _loading(name, source), quiet_transformers():
         tokenizer: PreTrainedTokenizerBase = loader.from_pretrained(source, trust_remote_code=False)
     return tokenizer
 
@@ -349,10 +350,16 @@ def computes_bfloat16() -> bool:
 
 
 @contextmanager
-def _loading(name: str) -> Iterator[None]:
-    """Turn errors of transformers about a missing or unknown model into our errors."""
+def _loading(name: str, source: str) -> Iterator[None]:
+    """Turn errors of transformers about a missing, unknown or damaged model into our errors."""
+    from safetensors import SafetensorError
+
     try:
         yield
+    except SafetensorError as error:
+        made = (Path(source) / MARKER).exists()
+        again = f"Delete {source}, and it is made again" if made else "Copy or download it again"
+        raise DamagedError(f"the weights of the model {name!r} are damaged: {first_line(error)}. {again}.") from None
     except OSError as error:
         offline = " (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""
         raise NotFound(f"the model {name!r} could not be loaded{offline}: {first_line(error)}") from error

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 import memstore
 from memstore import paths, wheels
-from memstore.errors import InvalidArgument, MemstoreError, UnsupportedModel
+from memstore.errors import DamagedError, InvalidArgument, MemstoreError, UnsupportedModel
 from memstore.readers.kinds import STOCK
 from memstore.tools import gguf
 from memstore.tools.models import kind_named, load_model, load_tokenizer, resolve_model
@@ -121,6 +121,16 @@ def test_weights_are_kept_in_the_precision_they_run_in(
     assert {each.name for each in folder.iterdir()} == set(files)
     assert json.loads((folder / "config.json").read_text()) == json.loads(files["config.json"])
     assert load_file(folder / "model.safetensors").keys() == kept.keys()
+
+
+def test_damaged_weights_are_made_again_once_their_folder_is_deleted(gguf_file: Path) -> None:
+    folder = Path(resolve_model(str(gguf_file), "float32"))
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(DamagedError, match=f"Delete {folder}, and it is made again"):
+        load_model(str(gguf_file), "float32")
+    shutil.rmtree(folder)
+    load_model(str(gguf_file), "float32")
 
 
 def test_without_room_the_whole_weights_serve_every_precision(gguf_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memstore.errors import InvalidArgument, NotFound, UnsupportedModel
+from memstore.errors import DamagedError, InvalidArgument, NotFound, UnsupportedModel
 from memstore.eval.filler import load_filler
 from memstore.readers.kinds import encode
 from memstore.tools import models
@@ -92,6 +93,13 @@ def test_a_model_that_cannot_be_found_on_the_hub_is_said_in_one_line() -> None:
     with pytest.raises(NotFound, match="the model 'owner/name' could not be loaded") as caught:
         load_model("owner/name")
     assert "\n" not in str(caught.value)
+
+
+def test_damaged_weights_are_named(model_folder: Path, tmp_path: Path) -> None:
+    weights = shutil.copytree(model_folder, tmp_path / "model") / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    with pytest.raises(DamagedError, match=r"the weights of the model '.*model' are damaged: .*download it again"):
+        load_model(str(weights.parent))
 
 
 def test_a_model_of_an_unknown_kind_is_refused(tmp_path: Path) -> None:
