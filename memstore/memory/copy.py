@@ -44,7 +44,7 @@ class CopyResult:
     documents: int
     """Number of documents in the source; the target has all of them now."""
     tokens: int
-    """Tokens in them."""
+    """Tokens in them that can be read: without those of dropped blocks, and of blocks that have left."""
     copied_tokens: int
     """Tokens that were copied. The others existed already, or are shared with the parent of a fork."""
 
@@ -87,6 +87,7 @@ def _copy(source: Document, memory: Memory, name: str, advance: Callable[[int], 
             _copy_blocks(source, target, blocks, done)
         else:
             target.pass_over((blocks or wanted[len(wanted) :]).start - wanted.start)
+            continue
         advance(len(target) - done)
     if source.located()[0].edits != edits:
         raise InvalidArgument(
@@ -132,7 +133,7 @@ def copy_memory(
         made = [document.name for document in documents if new.document(document.name).id is None]
         check_same(replace(new.spec, codec=old.spec.codec), old)
         new.put_facts(*old.facts(), old.url)
-        total, done = sum(map(len, documents)), sum(len(new.document(each.name)) for each in documents)
+        total, done = sum(map(_held, documents)), sum(_held(new.document(each.name)) for each in documents)
         copied = 0
 
         def count(tokens: int) -> None:
@@ -150,6 +151,13 @@ def copy_memory(
     return CopyResult(documents=len(documents), tokens=total, copied_tokens=copied)
 
 
+def _held(document: Document) -> int:
+    """Return how many tokens of a document can be read."""
+    size, present = document.memory.spec.block_size, document.present(document.blocks)
+    missing = document.n_blocks * size - len(document)  # of the last block
+    return sum(map(len, present)) * size - missing * bool(present and present[-1].stop == document.n_blocks)
+
+
 def _place(url: str | Path) -> str:
     place = folder(url)
     return str(url) if place is None else str(place.resolve())
@@ -162,7 +170,13 @@ def _check_beginning(source: Document, target: Document) -> None:
     first, size = source.blocks.start, source.memory.spec.block_size
     if same and both > first * size:
         there = range(first * size, both)
-        same = _ids(source, there).equal(_ids(target, there))
+        ours, theirs = _ids(source, there), _ids(target, there)
+        same = not bool(((ours != theirs) & (ours >= 0) & (theirs >= 0)).any())
+        if same and not ours.equal(theirs):
+            raise InvalidArgument(
+                f"document {target.name!r} of memory {target.memory.url} has lost other blocks than that of "
+                f"{source.memory.url}, and a copy cannot fill gaps. Forget it there, and copy again."
+            )
     if not same or len(target) > len(source) or len(target) < first * size:
         raise InvalidArgument(
             f"document {target.name!r} of memory {target.memory.url} is not the beginning of document "
@@ -237,7 +251,7 @@ def _fork(document: Document, found: tuple[int, str], memory: Memory) -> int:
     blocks, name = found
     if not blocks or memory.document(document.name).id is not None:
         return 0
-    return len(memory.document(name).fork(document.name, blocks))
+    return _held(memory.document(name).fork(document.name, blocks))
 
 
 class Beginnings:
@@ -295,13 +309,16 @@ class DocumentDifference:
     """Result for the complete blocks in this beginning; memories of other layouts or codecs are not comparable."""
     compared_blocks: int
     """Number of blocks whose states were compared, each in all layers."""
+    lost_blocks: int
+    """Number of blocks in this beginning that were dropped in one document and not in the other."""
     first_different: tuple[int, int] | None
     """The first block whose states differ, and the lowest such layer."""
 
     @property
     def same(self) -> bool:
-        """Whether the texts and all comparable states are the same."""
-        return self.tokens_a == self.tokens_b == self.common_tokens and self.states != "different"
+        """Whether the texts and all comparable states are the same, and the same blocks are there."""
+        texts = self.tokens_a == self.tokens_b == self.common_tokens
+        return texts and self.states != "different" and not self.lost_blocks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,6 +370,7 @@ def compare_documents(a: Document, b: Document, advance: Advance = lambda tokens
         common_blocks=blocks,
         states=states if comparable else "not comparable",
         compared_blocks=compared,
+        lost_blocks=_lost(a, b, range(blocks)),
         first_different=first,
     )
 
@@ -404,6 +422,13 @@ def _compare_states(a: Document, b: Document, blocks: range) -> tuple[int, tuple
         different = None if first is not None else _first_different(a, b, there)
         first = different or first
     return compared, first
+
+
+def _lost(a: Document, b: Document, blocks: range) -> int:
+    """Count the ``blocks`` that were dropped in one document only, not those that have left it at its beginning."""
+    part = common(blocks, common(a.blocks, b.blocks))
+    ours, theirs = ({block for piece in each.present(part) for block in piece} for each in (a, b))
+    return len(ours ^ theirs)
 
 
 def _first_different(a: Document, b: Document, blocks: list[int]) -> tuple[int, int] | None:

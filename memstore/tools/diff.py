@@ -10,7 +10,7 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument
-from memstore.report import Page, Report
+from memstore.report import Page, Report, counted
 from memstore.tools.listing import decode
 from memstore.tools.verb import MemoryUrl, lasting
 
@@ -126,7 +126,8 @@ def _show(page: Page, data: dict[str, Any]) -> None:
 
 def _states(each: dict[str, Any]) -> str:
     if each["states"] != "different":
-        return str(each["states"])
+        lost = f"{counted(each['lost_blocks'], 'block')} dropped in one only"
+        return lost if each["lost_blocks"] else str(each["states"])
     block, layer = each["first_different"]
     return f"differ from block {block:,}, layer {layer} on"
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import memstore
-from memstore.errors import NotFound
+from memstore.errors import InvalidArgument, NotFound
 from memstore.memory import Document, Memory
-from memstore.memory.copy import copy_document
+from memstore.memory.copy import compare_memories, copy_document
 from memstore.memory.entry import Address
 from memstore.store import Table
 from memstore.store.records import Batch, Key
@@ -95,6 +95,27 @@ def test_a_search_that_was_open_finds_a_dropped_block_no_more(make_memory: MakeM
     check_without(memory.document("whale"), TOKENS, [])
     lose(memory, 1, 3)
     check_without(memory.document("whale"), TOKENS, [1, 3])
+
+
+def test_a_block_that_one_of_two_memories_has_lost_is_a_difference(tmp_path: Path) -> None:
+    whole, lost = tmp_path / "whole", tmp_path / "lost"
+    with memstore.open(whole, spec=make_spec()) as memory:
+        append(memory.document("whale"), TOKENS)
+    assert memstore.copy(whole, lost).tokens == len(TOKENS)
+    with memstore.open(lost) as memory:
+        lose(memory, 2)
+    with memstore.open(whole, mode="r") as ours, memstore.open(lost, mode="r") as theirs:
+        for pair in ((ours, theirs), (theirs, ours)):
+            (found,) = compare_memories(*pair).documents
+            assert (found.same, found.states, found.lost_blocks) == (False, "same", 1)
+            assert (found.compared_blocks, found.common_blocks) == (5, 6)
+        assert compare_memories(theirs, theirs).same
+    for source, target in ((whole, lost), (lost, whole)):
+        with pytest.raises(InvalidArgument, match="a copy cannot fill gaps"):
+            memstore.copy(source, target)
+    copied = memstore.copy(lost, tmp_path / "third")
+    assert (copied.tokens, copied.copied_tokens) == (len(TOKENS) - S, len(TOKENS) - S)
+    assert memstore.copy(lost, tmp_path / "third").copied_tokens == 0
 
 
 def test_appends_forks_and_truncations_go_on_behind(make_memory: MakeMemory) -> None:
