@@ -167,14 +167,16 @@ def check_traceable(opened: Memory, *, trace: bool) -> None:
         )
 
 
-def chosen_documents(model: Any, memory: Memory, documents: list[str] | None) -> list[str] | None:
-    """Return ``documents``, or all documents except chats if none is named; None means all."""
+def chosen_documents(
+    model: Any, memory: Memory, documents: list[str] | None, how: str = "--document"
+) -> list[str] | None:
+    """Return ``documents``, or all documents except chats if none is named; None means all. ``how``: they are named."""
     from memstore.readers.kinds import kind_of
 
     documents = None if documents is None else list(dict.fromkeys(documents))
     if not kind_of(model).reader_class().several:
         named = documents or [None]  # type: ignore[list-item]  # the only one
-        documents = [document_name(memory, named[0])] if len(named) == 1 else documents
+        documents = [document_name(memory, named[0], how)] if len(named) == 1 else documents
     elif not documents:
         # An answer from a chat is no source: yesterday's answer would stand beside the note that has changed since.
         documents = all_but_chats(memory) or None
@@ -284,12 +286,12 @@ def opened_when_free(reader: Reader) -> Reader:
         time.sleep(PATIENCE / 50)
 
 
-def document_name(memory: Memory, wanted: str | None) -> str:
-    """Return ``wanted`` if the memory has it, or its only document."""
+def document_name(memory: Memory, wanted: str | None, how: str = "--document") -> str:
+    """Return ``wanted`` if the memory has it, or its only document. ``how`` one of several can be named."""
     names = _names(memory)
     if wanted is None and len(names) > 1:
         shown = ", ".join(cell(quote(name)) for name in names[:10]) + (", ..." if len(names) > 10 else "")
-        raise InvalidArgument(f"the memory has several documents. Choose one with --document: {shown}")
+        raise InvalidArgument(f"the memory has several documents. Choose one with {how}: {shown}")
     return memory.document(wanted).name if wanted is not None else names[0]
 
 

@@ -164,6 +164,20 @@ def test_health_and_models(port: int) -> None:
     assert ask(port, "/v1/chat/completions", chat(listed[1]["also"]))[1]["sources"][0]["document"] == "ferry"
 
 
+def test_a_model_that_sees_one_document_is_served_too_and_asks_for_its_name(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.txt").write_text("The grass is green. The sky is blue. " * 20)
+        options = ["--model", "hils-passkey"]
+        assert main(["read", str(tmp_path / f"{name}.txt"), str(tmp_path / "passkeys.mem"), *options]) == 0
+    with serving(tmp_path / "passkeys.mem") as port:
+        status, answer, _ = ask(port, "/v1/chat/completions", chat("passkeys"))
+        assert (status, answer["error"]["message"]) == (
+            400, "the memory has several documents. Choose one with metadata.document: one, two"
+        )  # fmt: skip
+        asked = chat("passkeys", metadata={"document": "two"})
+        assert ask(port, "/v1/chat/completions", asked)[0] == 200
+
+
 def test_embeddings_are_refused_with_what_to_do_instead(port: int) -> None:
     status, answer, _ = ask(port, "/v1/embeddings", {"model": "cottage", "input": "Where is it?"})
     assert (status, answer["error"]["type"], answer["error"]["code"]) == (

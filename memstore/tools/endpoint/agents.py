@@ -210,7 +210,7 @@ class Agents(MCPServer[Any]):
     def _look_into(self, reader: Reader, documents: list[str] | None) -> None:
         for name in documents or []:
             self._served.memory.document(name)  # its error lists the documents of the memory
-        reader.names = chosen_documents(reader.model, reader.memory, documents) or []
+        reader.names = chosen_documents(reader.model, reader.memory, documents, "documents") or []
 
     async def _done(self, work: Callable[[Reader, QueuedJob], T], *, writes: bool = False) -> T:
         try:

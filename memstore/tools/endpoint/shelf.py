@@ -11,6 +11,7 @@ from pathlib import Path
 import memstore
 from memstore.errors import NotFound
 from memstore.memory.urls import OpenFolder
+from memstore.readers.kinds import kind_of
 from memstore.tools.ask import OnError, attached, chosen_documents, opened_when_free
 from memstore.tools.endpoint.request import Refusal
 from memstore.tools.endpoint.worker import ServedMemory
@@ -56,7 +57,9 @@ class Shelf:
         place = self.stack.enter_context(OpenFolder(url))
         answers = chosen_name(memory, self.model)
         _, loaded = self._load(answers, usual_dtype(answers, memory.model_info().get("dtype")))
-        asked = chosen_documents(loaded.model, memory, None)
+        several = kind_of(loaded.model).reader_class().several
+        first = None if several else [document.name for document in memory.documents()[:1]]  # requests name theirs
+        asked = chosen_documents(loaded.model, memory, first or None)
         reader = attached(loaded, memory, document=asked, top_k=self.top_k, on_error=self.on_error)
         with reader:  # refuses a memory of another model now, not at every answer
             pass

@@ -311,7 +311,7 @@ def _choose(ask: Ask, reader: Reader, *, chats: bool) -> None:
     for name in ask.documents or []:
         if name not in there:
             raise not_found(name, memory.url, there)
-    reader.names = chosen_documents(reader.model, memory, ask.documents) or []
+    reader.names = chosen_documents(reader.model, memory, ask.documents, "metadata.document") or []
 
 
 def _options(ask: Ask, reader: Reader, job: QueuedJob, length: int) -> dict[str, Any]:
