@@ -289,9 +289,10 @@ class Memory:
         """Whether its values are encrypted at rest."""
         return isinstance(self._shared.store, EncryptedStore)
 
-    def change_key(self, key: KeySource) -> None:
+    def change_key(self, key: KeySource) -> bool:
         """Wrap the keys of all documents with another key of the memory, whole or not at all; no value is rewritten.
 
+        Returns False if the memory uses this key already: then there is no old key that may be destroyed.
         ``key`` as for ``memstore.open``. Raises ``InvalidArgument`` for a memory without encryption,
         ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
         """
@@ -300,7 +301,7 @@ class Memory:
         if not isinstance(store, EncryptedStore):
             raise InvalidArgument(f"memory {self.url} is not encrypted; make an encrypted copy with memstore copy.")
         with self._shared.writing:
-            store.table.change_key(read_key(key))
+            return store.table.change_key(read_key(key))
 
     def build_indexes(self, progress: Progress | None = None) -> None:
         """Build the indexes of every document, for each layer with landmarks, and keep them beside the store.

@@ -29,7 +29,7 @@ from memstore.memory.shared import CHAT, owner_of
 from memstore.memory.traces import best_scores, most_weight
 from memstore.memory.view import noting_left_out
 from memstore.readers.attachment import changed
-from memstore.readers.kinds import encode
+from memstore.readers.kinds import Kind, encode
 from memstore.readers.passages import (
     MAX_SOURCES,
     SENTENCES,
@@ -537,14 +537,19 @@ class Turn:
     """Tokens of the session before the exchange that this turn belongs to."""
 
 
+def check_several(kind: Kind) -> None:
+    """Raise ``InvalidArgument`` if models of this kind cannot hold a conversation."""
+    if not kind.reader_class().several:
+        raise InvalidArgument(
+            f"a {kind.name} sees one document at a time, but a conversation needs several: use a stock model"
+        )
+
+
 class Conversation:
     """A conversation, made by ``Reader.chat``."""
 
     def __init__(self, reader: Reader, session: str, system: str | None) -> None:
-        if not reader.several:
-            raise InvalidArgument(
-                f"a {reader.kind.name} sees one document at a time, but a conversation needs several: use a stock model"
-            )
+        check_several(reader.kind)
         if reader.tokenizer is None:
             raise InvalidArgument("chat needs the tokenizer: attach(..., tokenizer=tokenizer)")
         if not session.strip():

@@ -72,10 +72,11 @@ def read_key(source: KeySource) -> MasterKey:
         raise NotFound(f"there is no key file {path}; check the path") from None
     except OSError as error:
         raise InvalidArgument(f"the key file {path} cannot be read: {error.strerror}") from None
+    facts = os.fstat(handle)
+    if not stat.S_ISREG(facts.st_mode):
+        os.close(handle)
+        raise InvalidArgument(f"the key file {path} is not a regular file")
     with os.fdopen(handle, "rb") as file:
-        facts = os.fstat(file.fileno())
-        if not stat.S_ISREG(facts.st_mode):
-            raise InvalidArgument(f"the key file {path} is not a regular file")
         if facts.st_mode & 0o077 or (os.geteuid() and facts.st_uid not in (0, os.geteuid())):
             mode = stat.S_IMODE(facts.st_mode)
             raise InvalidArgument(
@@ -210,9 +211,14 @@ class KeyTable:
                 self._free.append(self._places.pop(owner))
                 self._ciphers.pop(owner, None)
 
-    def change_key(self, key: MasterKey) -> None:
-        """Wrap all keys under another key of the memory: the whole file is replaced, or stays as it was."""
+    def change_key(self, key: MasterKey) -> bool:
+        """Wrap all keys under another key of the memory: the whole file is replaced, or stays as it was.
+
+        Returns False for the same key, which stays the only one.
+        """
         with self._lock:
+            if key.raw == self._key.raw:
+                return False
             unwrap, wrap = self._library.unwrap, self._library.wrap
             wrapped = {owner: wrap(key.raw, unwrap(self._key.raw, old)) for owner, old in self._wrapped.items()}
             raw = _header(self.identity, key) + b"".join(_entry(owner, each) for owner, each in wrapped.items())
@@ -223,6 +229,7 @@ class KeyTable:
                     raise _failure(error, self._folder) from error
             self._key = key
             self._read(raw)
+            return True
 
     def _look(self) -> None:
         if self._folder is not None:

@@ -67,11 +67,14 @@ def chat(
     In Python: memstore.readers.reader.Reader.chat, of what memstore.attach gives.
     """
     from memstore.memory.urls import OpenFolder  # help starts without numpy
+    from memstore.readers.asking import check_several
+    from memstore.readers.kinds import kind_of
 
     with waiting("loading the model", show=True):
         use_threads(threads)
         name, dtype = _model(memory, model)
         loaded = load_model(name, dtype, device=device)
+    check_several(kind_of(loaded.model))  # before the memory is made
     made: dict[str, Any] = {"codec": codec} if codec is not None else {}
     writer = attached(loaded, memory, document=None, top_k=top_k, index=index, **made)
     try:

@@ -118,6 +118,8 @@ class SourceFile:
         """Check the size: nobody chose each file of a folder, and a file of one block can claim terabytes."""
         assert self.path is not None
         size = self.path.stat().st_size if self.path.exists() else None
+        if size is not None and not self.path.is_file():  # a pipe has no name that finds it again
+            raise InvalidArgument(f"{self.path} is not a file. Pipe its text into the command, and name - for it.")
         if size == 0:
             raise EmptyText(f"{self.path} is empty, so there is nothing to read.")
         if self.in_folder and size is not None and most is not None and size > most:

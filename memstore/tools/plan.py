@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import memstore
-from memstore.errors import InvalidArgument, NotFound, StoreFull
+from memstore.errors import InvalidArgument, NotFound, ReadOnlyMemory, StoreFull
 from memstore.lazy import torch
 from memstore.report import counted
 from memstore.tools.files import EmptyText, SourceFile, digest
@@ -285,7 +285,7 @@ def check_room(
             folder = folder.parent
         disk = shutil.disk_usage(folder)
         if not os.access(folder, os.W_OK) or not disk.total:  # /proc and the like have no room at all
-            raise InvalidArgument(f"{memory} cannot be created: you may not write to {folder}. Choose another place.")
+            raise ReadOnlyMemory(f"{memory} cannot be created: you may not write to {folder}. Choose another place.")
         room = disk.free if room is None else min(room, disk.free)
     if room is not None and size > room:
         smaller = ", ".join(f"{codec} {_amount(bytes_)}" for codec, bytes_ in others.items() if bytes_ <= room)

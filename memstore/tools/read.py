@@ -192,7 +192,9 @@ def _once(options: Options, noted: Mapping[str, str], load: Callable[..., Loaded
     alone = options.one_file and not options.watch  # a watch reads a half-written file next time
     plan = plan_of(found, known, options.document, encoding=options.encoding, alone=alone, gone=lost)
     if not (plan.read or plan.unchanged or plan.bad or plan.gone or options.watch):
-        raise InvalidArgument(f"there is nothing to read in {', '.join(options.text)}: it has no text files.")
+        over = [f"{each['path']} ({each['reason']})" for each in plan.passed_over[:FEW]]
+        lacking = f"passed over {', '.join(over)}" if over else "it has no text files"
+        raise InvalidArgument(f"there is nothing to read in {', '.join(options.text)}: {lacking}.")
     done: Done = []
     if plan.read:
         done = _read_all(plan, known, options, noted, load)

@@ -258,9 +258,11 @@ def rekey(memory: MemoryUrl, new_key_file: NewKey) -> Report:
     In Python: memstore.Memory.change_key.
     """
     with memstore.open(memory) as opened:
-        opened.change_key(new_key_file)
-    told = f"{memory} now uses the key in {new_key_file}; destroy the old key"
-    return Report(data={"memory": memory, "key_file": str(new_key_file)}, text=lambda page: page.line(told))
+        changed = opened.change_key(new_key_file)
+    told = f"{memory} {'now' if changed else 'already'} uses the key in {new_key_file}; "
+    told += "destroy the old key" if changed else "nothing was changed"
+    data = {"memory": memory, "key_file": str(new_key_file), "changed": changed}
+    return Report(data=data, text=lambda page: page.line(told))
 
 
 Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Memory to copy.", show_default=False, callback=lasting)]

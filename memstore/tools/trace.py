@@ -84,11 +84,13 @@ def chosen_trace(memory: Memory, number: int | None) -> Trace:
     """Return the trace ``number``, or the latest. Raises ``NotFound``."""
     found = memory.traces.last() if number is None else memory.traces.get(number)
     if found is None:
-        raise NotFound(_no_traces(memory.url))
+        raise NotFound(_no_traces(memory, memory.url))
     return found
 
 
-def _no_traces(memory: str) -> str:
+def _no_traces(opened: Memory, memory: str) -> str:
+    if opened.encrypted:
+        return "the memory has no traces: it is encrypted, and traces would stand beside it unencrypted"
     return f"the memory has no traces yet. Record one with: memstore ask {quote(memory)} QUESTION --trace"
 
 
@@ -189,6 +191,7 @@ def _plain(value: Any) -> Any:
 def _listed(opened: Memory, memory: str) -> Report:
     columns = ("trace", "started", "mechanism", "steps", "ended", "documents", "question")
     traces = [{"trace": each.number, "steps": len(each), **each.info} for each in opened.traces.list()]
+    none = _no_traces(opened, memory)
 
     def text(page: Page) -> None:
         shown = [
@@ -200,7 +203,7 @@ def _listed(opened: Memory, memory: str) -> Report:
             }
             for each in traces
         ]
-        page.table(columns, [[each.get(column) for column in columns] for each in shown], empty=_no_traces(memory))
+        page.table(columns, [[each.get(column) for column in columns] for each in shown], empty=none)
 
     return Report(data={"memory": memory, "traces": traces}, text=text)
 

@@ -226,7 +226,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 def _unavailable(host: str, port: int, error: OSError) -> InvalidArgument:
     if error.errno == errno.EADDRINUSE:
-        return InvalidArgument(f"port {port} is in use. Choose another with --port, or leave it out for a free one.")
+        return InvalidArgument(f"port {port} is in use. Choose another with --port; 0 is any free one.")
     if error.errno == errno.EACCES:
         return InvalidArgument(f"port {port} needs root. Choose one above 1023 with --port.")
     return InvalidArgument(f"cannot listen at --host {host}: {error.strerror}.")

@@ -142,6 +142,15 @@ def test_a_key_for_a_memory_that_is_not_encrypted_is_refused(tmp_path: Path, key
     assert not (tmp_path / "m" / KEYS_NAME).exists()
 
 
+def test_the_key_in_use_is_no_new_one(tmp_path: Path, key: Path) -> None:
+    """Its "old key" would then be destroyed."""
+    with memstore.open(tmp_path / "m", spec=make_spec(), key=key) as memory:
+        assert not memory.change_key(key)
+        append(memory.document("whale"), random_tokens(9))
+    with memstore.open(tmp_path / "m", key=key) as memory:
+        assert memory.verify() == []
+
+
 def test_a_memory_is_never_made_over_an_encrypted_one(tmp_path: Path, key: Path) -> None:
     with memstore.open(tmp_path / "m", spec=make_spec(), key=key) as memory:
         append(memory.document("whale"), random_tokens(9))
@@ -168,6 +177,8 @@ def test_a_key_file_that_cannot_be_one_is_refused(content: bytes, mode: int, say
     assert not (tmp_path / "m").exists()
     with pytest.raises(NotFound, match="there is no key file"):
         memstore.open(tmp_path / "m", spec=make_spec(), key=tmp_path / "none")
+    with pytest.raises(InvalidArgument, match=f"{tmp_path} is not a regular file"):
+        memstore.open(tmp_path / "m", spec=make_spec(), key=tmp_path)
     with pytest.raises(InvalidArgument, match="returned 3 bytes"):
         memstore.open(tmp_path / "m", spec=make_spec(), key=lambda: b"abc")
 

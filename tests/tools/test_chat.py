@@ -40,6 +40,12 @@ def test_a_chat_goes_on_tomorrow(talk: Callable[..., Outcome], tmp_path: Path) -
         assert facts["said/today/4"]["text"] == "What was that?"
 
 
+def test_a_model_that_cannot_chat_is_refused_before_the_memory_is_made(cli: Cli, tmp_path: Path) -> None:
+    done = cli("chat", tmp_path / "m", "--model", "hils-passkey")
+    assert (done.code, (tmp_path / "m").exists()) == (2, False)
+    assert "a conversation needs several" in done.err
+
+
 def test_ctrl_c_keeps_an_answer_as_far_as_it_came_and_the_chat_goes_on(
     talk: Callable[..., Outcome], tmp_path: Path, instruct_folder: Path
 ) -> None:

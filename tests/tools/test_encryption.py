@@ -42,6 +42,9 @@ def test_an_encrypted_memory_from_the_command_line(
         assert (refused.code, len(refused.err.splitlines())) == (2, 1)
         assert "but --trace would write" in refused.err
         assert "Leave --trace out" in refused.err, "the page has no audits"
+    assert "it is encrypted, and traces would stand beside it" in cli("trace", target, "--key-file", key).err
+    unchanged = cli("rekey", target, key, "--key-file", key)
+    assert unchanged.out == f"{target} already uses the key in {key}; nothing was changed\n"
     changed = cli("rekey", target, new, "--key-file", key)
     assert changed.out == f"{target} now uses the key in {new}; destroy the old key\n"
     assert cli("ls", target, "--key-file", key).code == 5

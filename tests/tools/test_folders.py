@@ -271,6 +271,21 @@ def test_a_single_file_that_changed_is_read_again(cli: Cli, tmp_path: Path, mode
     assert texts(path)["note"] == file.read_text()
 
 
+def test_a_folder_of_empty_files_names_them(cli: Cli, tmp_path: Path, model_folder: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "empty.md").touch()
+    done = cli("read", tmp_path / "notes", tmp_path / "m", "--model", model_folder)
+    assert (done.code, (tmp_path / "m").exists()) == (2, False)
+    assert f"passed over {tmp_path / 'notes' / 'empty.md'} (empty)" in done.err
+
+
+def test_a_pipe_is_not_called_empty(cli: Cli, tmp_path: Path, model_folder: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    done = cli("read", tmp_path / "pipe", tmp_path / "m", "--model", model_folder)
+    assert (done.code, (tmp_path / "m").exists()) == (2, False)
+    assert "is not a file. Pipe its text into the command, and name - for it" in done.err
+
+
 def test_an_empty_file_of_a_folder_is_passed_over_and_one_that_is_no_text_is_named(tmp_path: Path) -> None:
     for name, content in (("empty.md", b" \n"), ("broken.md", b"\xfd\xfe\xff"), ("whole.md", b"Words.\n")):
         (tmp_path / name).write_bytes(content)

@@ -128,7 +128,7 @@ def test_a_port_that_is_in_use(cli: Cli, memory: Path) -> None:
         port = taken.getsockname()[1]
         done = cli("view", memory, "--no-open", "--port", port)
     assert done.code == 2
-    assert done.err == f"memstore: port {port} is in use. Choose another with --port, or leave it out for a free one.\n"
+    assert done.err == f"memstore: port {port} is in use. Choose another with --port; 0 is any free one.\n"
 
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.7"])
