@@ -175,7 +175,10 @@ class Carriers:
             return scores
 
         chosen = replace(usual, quote=int(quoted), top_k=len(blocks))
+        # The kept opening of prompts stands after as many slots as there were blocks when it was computed.
+        held = {what: kept for what, kept in reader._held.items() if what != "opening" or len(blocks) == usual.top_k}
         with (
+            patch.object(reader, "_held", held),
             patch.object(reader, "retrieval", chosen),
             patch.object(selection, "retrieval", chosen),
             patch.object(selection, "routed", routed),
