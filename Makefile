@@ -28,7 +28,7 @@ BIN := .venv/bin
 READY := .venv/.ready
 LOWEST := .venv/lowest
 
-.PHONY: help demo test test-slow test-narrow test-lowest lint types format pytest bench faults gpu coverage house prose docs site pictures screenshots wheel-smoke clean
+.PHONY: help demo test test-slow test-narrow test-lowest lint types format pytest bench papers faults gpu coverage house prose docs site pictures screenshots wheel-smoke clean
 
 help: ## Show what can be made
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 22
@@ -69,10 +69,13 @@ format: $(READY) ## Put the code into the house format
 	$(BIN)/ruff format .
 
 # What needs a model, a text or a memory of yours, or a GPU, is run by hand.
-BY_HAND := answers factories gpu hils_table keysets knn_tables known landmark_finetune landmark_tables lookups memorizing_stock \
+BY_HAND := answers factories gpu hils_table keysets knn_tables known landmark_finetune landmark_passkeys landmark_tables lookups memorizing_stock \
     memory_questions parallel pays price prose query searches tracing_models
 bench: $(READY) ## Measure what needs no model or text of your own, some minutes each
 	for name in $(filter-out $(BY_HAND),$(basename $(notdir $(wildcard benchmarks/[a-z]*.py)))); do $(BIN)/python -m benchmarks.$$name; done
+
+papers: $(READY) ## Print the tables of the papers from their rows; each module says how to make them anew
+	for name in hils_table two_hops position_jumps; do $(BIN)/python -m benchmarks.$$name --print; done
 
 faults: $(READY) ## Kill, fill, flip, truncate: the long form of the fault harness (an hour and a quarter)
 	$(BIN)/python -m tests.faults.run --long --save benchmarks/results/faults.json $(FAULTS_FLAGS)

@@ -8,7 +8,8 @@ A quarter of a million parameters each, trained from nothing on the same tokens:
 two links, hidden in prose, in rows of at most 512 tokens; the prose counts too. (A DRT's questions end where a block
 begins, as it needs; those of the others end anywhere.) Then, by length of what comes before:
 
-- perplexity of the last tokens of texts that were kept aside;
+- perplexity of tokens of texts that were kept aside, and beside it how much the mean loss differs from that of the
+  window, with the standard error over places;
 - whole answers to each of the tasks, hidden in those texts, with seeds that training has not seen: one passkey, one of
   four named numbers, and both links of a chain beside another chain (variable tracking).
 
@@ -28,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import torch
@@ -53,7 +55,7 @@ LENGTHS = (400, 1024, 4096, 16_384, 65_536)
 """Tokens before the question; the first with it is as long as rows in training."""
 SAMPLES = {16_384: 8, 65_536: 4}
 """Of a task at a length; 20 of others."""
-SCORED, PLACES = 256, 3
+SCORED, PLACES = 256, 24
 """Tokens whose perplexity is measured, at so many places of the texts."""
 SEED = 50
 FULL_AT_MOST = 16_384
@@ -61,6 +63,7 @@ FULL_AT_MOST = 16_384
 SIZES: dict[str, Any] = {"initializer_range": 0.06}
 """What differs from the preset ``tiny``: width 64, four layers, 512 tokens, blocks of 31 and a landmark."""
 BLOCKS: dict[str, Any] = {"local_layers": [0, 1, 2], "window": 64}
+DRT: dict[str, Any] = {"intermediate_size": 146, "landmark_uses_own": True}
 NOTHING: dict[str, Any] = {}
 WARM = {"warm_until": 1.0}
 """Landmarks count from there on: before the tasks after the first keep the loss up."""
@@ -76,8 +79,15 @@ def recipes(steps: int) -> dict[str, Recipe]:
     return {
         "HiLS": made(HilsRecipe, "hils", num_swa_layers=3),
         "landmark": made(LandmarkRecipe, "landmark", how=WARM, **BLOCKS),
-        "DRT": made(Recipe, "drt", intermediate_size=146, upper_layers=[1, 1], landmark_uses_own=True),
+        "DRT": made(Recipe, "drt", upper_layers=[1, 1], **DRT),
+        "DRT, one group": made(Recipe, "drt-one-group", upper_layers=[2], **DRT),
+        "DRT, random blocks": made(Recipe, "drt-random", upper_layers=[1, 1], retrieval="random", **DRT),
+        "DRT, no Gumbel noise": made(Recipe, "drt-no-noise", upper_layers=[1, 1], gumbel=0.0, **DRT),
+        "Transformer-XL": made(LandmarkRecipe, "xl", attention="xl", **BLOCKS),
         "window": made(LandmarkRecipe, "window", attention="window", **BLOCKS),
+        "window, two layers more": made(
+            LandmarkRecipe, "window-more", attention="window", num_hidden_layers=6, **BLOCKS
+        ),
         "full": made(LandmarkRecipe, "full", attention="full", **BLOCKS),
     }
 
@@ -103,7 +113,11 @@ def main() -> None:
             if not options.only_train:
                 Measured(name, folder, report, options.output).fill(options.held, options.lengths)
     if options.output.exists():
-        show(json.loads(options.output.read_text("utf-8")))
+        file = json.loads(options.output.read_text("utf-8"))
+        summarise(file)
+        if not options.print:
+            options.output.write_text(json.dumps(file, indent=1) + "\n", encoding="utf-8")
+        show(file)
 
 
 class Measured:
@@ -146,12 +160,12 @@ class Measured:
         file.setdefault("rows", {})[self._name] = self.row
         self._output.write_text(json.dumps(file, indent=1) + "\n", encoding="utf-8")
 
-    def _perplexity(self, tokens: Tensor, longest: int, length: int) -> float | None:
-        """Of the last tokens of pieces of ``length``, which end at the same places whatever the length."""
+    def _perplexity(self, tokens: Tensor, longest: int, length: int) -> list[float] | None:
+        """Mean losses of the last tokens of pieces of ``length``, which end at the same places whatever the length."""
         if self.model.config.to_dict().get("attention") == "full" and length > FULL_AT_MOST:
             return None
         losses = [self._losses(tokens[end - length : end]) for end in places(len(tokens), longest, PLACES)]
-        return round(math.exp(float(torch.cat(losses).double().mean())), 3)
+        return [round(float(each.double().mean()), 5) for each in losses]
 
     def _losses(self, text: Tensor) -> Tensor:
         if self.has_memory:
@@ -185,6 +199,20 @@ class Measured:
             yield greedy(self.model, cache, logits, len(sample.answer)) == sample.answer
 
 
+def summarise(file: dict[str, Any]) -> None:
+    """Add perplexities, and the mean differences of losses to those of the window with their standard errors."""
+    window = file["rows"].get("window", {}).get("perplexity", {})
+    for row in file["rows"].values():
+        row["summary"] = {}
+        for length, losses in row["perplexity"].items():
+            if losses is not None:
+                row["summary"][length] = found = {"perplexity": round(math.exp(fmean(losses)), 2)}
+                if row["perplexity"] is not window and window.get(length):
+                    apart = [one - other for one, other in zip(losses, window[length], strict=True)]
+                    found["minus_window"] = round(fmean(apart), 4)
+                    found["error"] = round(stdev(apart) / math.sqrt(len(apart)), 4)
+
+
 def show(file: dict[str, Any]) -> None:
     """The table, in Markdown."""
     rows = file["rows"]
@@ -192,7 +220,7 @@ def show(file: dict[str, Any]) -> None:
     print(", ".join(f"{name}: {value}" for name, value in file["about"].items()) + "\n")
     head = ["", "model", *(f"{length:,}" for length in lengths)]
     print("| " + " | ".join(head) + " |\n|---|---|" + "---:|" * len(lengths))
-    for what, title in {"perplexity": "perplexity", **TASKS}.items():
+    for what, title in {"summary": "perplexity", **TASKS}.items():
         for name, row in rows.items():
             found = [row.get(what, {}).get(str(length)) for length in lengths]
             print("| " + " | ".join([title, name, *map(_cell, found)]) + " |")
@@ -204,7 +232,10 @@ def show(file: dict[str, Any]) -> None:
 def _cell(found: Any) -> str:
     if found is None:
         return "-"
-    return f"{found[0]} of {found[1]}" if isinstance(found, list) else f"{found:.2f}"
+    if isinstance(found, list):
+        return f"{found[0]} of {found[1]}"
+    apart = f" ({found['minus_window']:+.3f} ± {found['error']:.3f})" if "error" in found else ""
+    return f"{found['perplexity']:.1f}{apart}"
 
 
 if __name__ == "__main__":
