@@ -212,12 +212,13 @@ class Worker:
             except Exception as error:  # noqa: BLE001 - the client gets the error; the other requests are still answered
                 done = Mistake(error)
                 self._attach(None)
+            with self._changed:  # first, so that a client with its answer finds that nothing is answered any more
+                self._current = None
             job.tell(done)
         self._attach(None)
 
     def _next(self) -> QueuedJob | None:
         with self._changed:
-            self._current = None
             while not self._closed:
                 while self._lines:
                     name, line = next(iter(self._lines.items()))
