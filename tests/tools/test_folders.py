@@ -279,6 +279,13 @@ def test_a_folder_of_empty_files_names_them(cli: Cli, tmp_path: Path, model_fold
     assert f"passed over {tmp_path / 'notes' / 'empty.md'} (empty)" in done.err
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no /proc")
+def test_a_place_that_takes_no_memory_is_read_only(cli: Cli, tmp_path: Path, model_folder: Path) -> None:
+    (tmp_path / "a.txt").write_text("Some words to read.")
+    done = cli("read", tmp_path / "a.txt", "/proc/notes.mem", "--model", model_folder)
+    assert (done.code, "cannot be created: you may not write to /proc" in done.err) == (5, True)
+
+
 def test_a_pipe_is_not_called_empty(cli: Cli, tmp_path: Path, model_folder: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     done = cli("read", tmp_path / "pipe", tmp_path / "m", "--model", model_folder)
