@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from memstore.errors import MemstoreError, NotFound, UnsupportedModel, first_line, on_one_line
 from memstore.lazy import torch
@@ -32,6 +32,9 @@ from memstore.paths import cache_folder
 from memstore.progress import progress_bar
 from memstore.readers.kinds import quiet_transformers, require_transformers
 from memstore.wheels import Source, cached, fetch_wheel, is_complete
+
+if TYPE_CHECKING:
+    from gguf import GGUFReader
 
 MOST_LAYERS = 1000
 MOST_WEIGHTS_A_BYTE = 8
@@ -153,19 +156,22 @@ def convert(gguf: Path, folder: Path, dtype: str = "float32") -> None:
     _require_converters(gguf.name)
     if not sys.stderr.isatty():  # where there is no bar
         sys.stderr.write(f"converting {on_one_line([gguf.name])}: this takes minutes, but only once\n")
+    from gguf import GGUFReader
+
     transformers = require_transformers()
     options: dict[str, Any] = {"gguf_file": gguf.name, "trust_remote_code": False}
     with quiet_transformers():
         with _refused_if_broken(gguf):
             config = transformers.AutoConfig.from_pretrained(gguf.parent, **options)
-            if getattr(config, "tie_word_embeddings", False) and _has_output_matrix(gguf):
+            reader = GGUFReader(gguf)
+            if getattr(config, "tie_word_embeddings", False) and _has_output_matrix(reader):
                 config.tie_word_embeddings = False  # transformers says that all Falcons and Blooms are tied
             model = _without_weights(config, gguf)
             tokenizer = transformers.AutoTokenizer.from_pretrained(gguf.parent, **options)
         tied = {weight: name for name, weight in reversed(model.state_dict(keep_vars=True).items())}
         weights = _Weights(folder / WEIGHTS, {name: tuple(weight.shape) for weight, name in tied.items()}, dtype)
         with _refused_if_broken(gguf):
-            _write_weights(weights, gguf, model, options)
+            _write_weights(weights, gguf, reader, model, options)
         if missing := sorted(weights.missing):
             raise UnsupportedModel(
                 f"{gguf} lacks {len(missing):,} weights of its model, such as {missing[0]}: use a complete file"
@@ -176,12 +182,11 @@ def convert(gguf: Path, folder: Path, dtype: str = "float32") -> None:
             each.save_pretrained(folder)
 
 
-def _has_output_matrix(gguf: Path) -> bool:
+def _has_output_matrix(reader: GGUFReader) -> bool:
     """Whether the file has an output matrix that is not its embedding."""
     import numpy as np
-    from gguf import GGUFReader
 
-    tensors = {tensor.name: tensor for tensor in GGUFReader(gguf).tensors}
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
     output, embedding = (tensors.get(f"{name}.weight") for name in ("output", "token_embd"))
     return output is not None and (embedding is None or not np.array_equal(output.data, embedding.data))
 
@@ -250,10 +255,10 @@ class _Weights(dict[str, Any]):
         return self[name]
 
 
-def _write_weights(weights: _Weights, gguf: Path, model: Any, options: dict[str, Any]) -> None:
+def _write_weights(weights: _Weights, gguf: Path, reader: GGUFReader, model: Any, options: dict[str, Any]) -> None:
     """Dequantise the tensors of ``gguf`` into ``weights``, with the names and processors of transformers."""
     import numpy as np
-    from gguf import GGUFReader, dequantize
+    from gguf import dequantize
     from transformers import modeling_gguf_pytorch_utils as known
 
     try:  # the architectures that newer versions read in another way, with other names
@@ -262,7 +267,6 @@ def _write_weights(weights: _Weights, gguf: Path, model: Any, options: dict[str,
         newer = set(GGUF_ARCHS)
     except ImportError:
         newer = set()
-    reader = GGUFReader(gguf)
     (architecture,) = known.read_field(reader, "general.architecture")
     if architecture in newer:
         loaded, told = require_transformers().AutoModelForCausalLM.from_pretrained(
