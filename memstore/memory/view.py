@@ -218,8 +218,10 @@ class LayerView:
             try:
                 landmarks = self._read_landmarks(blocks)
             except DamagedError as error:
-                self._check_live(blocks)  # they may have left in the meantime
-                raise self._blame_landmarks(blocks, error) from error
+                # Another thread or process may have changed the document in between.
+                if self._handle.current() == state:
+                    raise self._blame_landmarks(blocks, error) from error
+                continue
             if self._unmoved(state, blocks)():  # otherwise the runs may be from different moments
                 return landmarks
 

@@ -114,11 +114,12 @@ def test_a_document_that_was_forgotten_and_made_again_elsewhere_is_found(tmp_pat
         assert [len(document) for document in reader.documents()] == [3 * S]
 
 
+@pytest.mark.parametrize("between", [False, True])
 @pytest.mark.parametrize("what", ["tokens", "landmarks"])
 def test_an_answer_of_several_reads_is_of_one_moment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, between: bool
 ) -> None:
-    """Between two reads of a reader, somebody truncates the document and appends other tokens."""
+    """Somebody truncates the document and appends other tokens; a read may fall between the two."""
     with memstore.open(tmp_path / "m", spec=make_spec()) as writer, memstore.open(tmp_path / "m", mode="r") as reader:
         append(writer.document("a"), random_tokens(2 * S + 1))
         document, store = reader.document("a"), reader._shared.store
@@ -127,7 +128,10 @@ def test_an_answer_of_several_reads_is_of_one_moment(
         def late(key: Key) -> tuple[Record, ...] | None:
             if key.table in (Table.TOKENS, Table.LANDMARKS) and len(writer.document("a")) == 2 * S + 1:
                 writer.document("a").truncate(1)
+                records = get(key) if between else None
                 append(writer.document("a"), random_tokens(2 * S, 7))
+                if between:
+                    return records
             return get(key)
 
         monkeypatch.setattr(store, "get", late)
