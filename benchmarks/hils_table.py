@@ -28,11 +28,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from itertools import product
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 import memstore
@@ -49,6 +52,7 @@ from memstore.train.options import Optimisation, Runtime
 from memstore.train.recipes import LOOKUPS, Recipe
 from memstore.train.texts import train_recipe
 
+Floats = NDArray[np.floating[Any]]
 RESULTS = Path(__file__).parent / "results" / "hils-table.json"
 TASKS = {"passkey": "passkey", "multi-needle": "one of four numbers", "two-hop": "chain of two links"}
 LENGTHS = (400, 1024, 4096, 16_384, 65_536)
@@ -58,6 +62,9 @@ SAMPLES = {16_384: 8, 65_536: 4}
 SCORED, PLACES = 256, 24
 """Tokens whose perplexity is measured, at so many places of the texts."""
 SEED = 50
+"""Of the questions."""
+SEEDS = (0, 1, 2)
+"""Of the trainings."""
 FULL_AT_MOST = 16_384
 """Tokens before those whose perplexity is measured with full attention, which is quadratic."""
 SIZES: dict[str, Any] = {"initializer_range": 0.06}
@@ -69,11 +76,11 @@ WARM = {"warm_until": 1.0}
 """Landmarks count from there on: before the tasks after the first keep the loss up."""
 
 
-def recipes(steps: int) -> dict[str, Recipe]:
+def recipes(steps: int, seed: int) -> dict[str, Recipe]:
     """What is trained, by the name of its row."""
 
     def made(kind: type[Recipe], name: str, *, how: Mapping[str, Any] = NOTHING, **model: Any) -> Recipe:
-        optimisation = Optimisation(steps=steps, learning_rate=3e-3)
+        optimisation = Optimisation(steps=steps, learning_rate=3e-3, seed=seed)
         return kind(name=name, model={**SIZES, **model}, optimisation=optimisation, **LOOKUPS, **how)
 
     return {
@@ -98,7 +105,8 @@ def main() -> None:
     parser.add_argument("--train", nargs="+", default=["prose/train"], help="texts to train on")
     parser.add_argument("--held", nargs="+", default=["prose/held"], help="texts that were kept aside")
     parser.add_argument("--out", type=Path, default=Path("table"), help="a folder for the trainings")
-    parser.add_argument("--models", nargs="+", default=[*recipes(1)], choices=[*recipes(1)], help="rows")
+    parser.add_argument("--models", nargs="+", default=[*recipes(1, 0)], choices=[*recipes(1, 0)], help="rows")
+    parser.add_argument("--seeds", type=int, nargs="+", default=SEEDS, help="of weights, rows and noise")
     parser.add_argument("--steps", type=int, default=1600, help="of each training")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS, help="tokens before the question")
     parser.add_argument("--output", type=Path, default=RESULTS, help="the JSON file")
@@ -107,11 +115,11 @@ def main() -> None:
     options = parser.parse_args()
     if not options.print:
         torch.set_num_threads(1)
-        for name in options.models:
-            folder, recipe = options.out / name, recipes(options.steps)[name]
+        for seed, name in product(options.seeds, options.models):
+            folder, recipe = options.out / f"{name}, seed {seed}", recipes(options.steps, seed)[name]
             report = train_recipe(recipe, folder, texts=options.train, runtime=Runtime(device="cpu", save_every=100))
             if not options.only_train:
-                Measured(name, folder, report, options.output).fill(options.held, options.lengths)
+                Measured(name, seed, folder, report, options.output).fill(options.held, options.lengths)
     if options.output.exists():
         file = json.loads(options.output.read_text("utf-8"))
         summarise(file)
@@ -123,8 +131,8 @@ def main() -> None:
 class Measured:
     """The row of one model in the file, measure by measure."""
 
-    def __init__(self, name: str, folder: Path, report: dict[str, Any], output: Path) -> None:
-        self._name, self._output = name, output
+    def __init__(self, name: str, seed: int, folder: Path, report: dict[str, Any], output: Path) -> None:
+        self._name, self._seed, self._output = name, str(seed), output
         with quiet_transformers():
             self.model, self.tokenizer = load_folder(folder)
         self.has_memory = getattr(self.model.config, "attention", "landmark") == "landmark"
@@ -132,7 +140,7 @@ class Measured:
         kept = ("parameters", "steps", "tokens", "seconds")
         self.row: dict[str, Any] = {
             **{name: report[name] for name in kept},
-            **self._file().get("rows", {}).get(name, {}),
+            **self._file().get("rows", {}).get(name, {}).get(self._seed, {}),
         }
 
     def _file(self) -> dict[str, Any]:
@@ -154,10 +162,10 @@ class Measured:
         if str(length) in known:
             return
         known[str(length)] = measure()
-        print(self._name, what, length, known[str(length)], flush=True)
+        print(self._name, self._seed, what, length, known[str(length)], flush=True)
         file = self._file()
         file["about"] = {"date": datetime.now(UTC).date().isoformat(), "threads": 1, **hardware()}
-        file.setdefault("rows", {})[self._name] = self.row
+        file.setdefault("rows", {}).setdefault(self._name, {})[self._seed] = self.row
         self._output.write_text(json.dumps(file, indent=1) + "\n", encoding="utf-8")
 
     def _perplexity(self, tokens: Tensor, longest: int, length: int) -> list[float] | None:
@@ -200,40 +208,63 @@ class Measured:
 
 
 def summarise(file: dict[str, Any]) -> None:
-    """Add perplexities, and the mean differences of losses to those of the window with their standard errors."""
-    window = file["rows"].get("window", {}).get("perplexity", {})
-    for row in file["rows"].values():
-        row["summary"] = {}
-        for length, losses in row["perplexity"].items():
-            if losses is not None:
-                row["summary"][length] = found = {"perplexity": round(math.exp(fmean(losses)), 2)}
-                if row["perplexity"] is not window and window.get(length):
-                    apart = [one - other for one, other in zip(losses, window[length], strict=True)]
-                    found["minus_window"] = round(fmean(apart), 4)
-                    found["error"] = round(stdev(apart) / math.sqrt(len(apart)), 4)
+    """Add perplexities over seeds and places, and how much the mean loss differs from the window's of the same seed.
+
+    The standard error is that over places (of means over seeds) and that over seeds (of means over places), in
+    quadrature.
+    """
+    windows = file["rows"].get("window", {})
+    file["summary"] = {}
+    for name, seeds in file["rows"].items():
+        found = file["summary"][name] = dict[str, Any]()
+        for length in dict.fromkeys(length for row in seeds.values() for length in row["perplexity"]):
+            losses = {seed: each for seed, row in seeds.items() if (each := row["perplexity"].get(length))}
+            if not losses:
+                continue
+            found[length] = {"perplexity": round(math.exp(fmean(map(fmean, losses.values()))), 2)}
+            window = {
+                seed: each for seed in losses if (each := windows.get(seed, {}).get("perplexity", {}).get(length))
+            }
+            if name != "window" and window:
+                apart = np.array([losses[seed] for seed in window]) - np.array(list(window.values()))
+                errors = [standard_error(apart.mean(axis)) for axis in (0, 1)]
+                found[length] |= {"minus_window": round(apart.mean(), 4), "error": round(math.hypot(*errors), 4)}
+
+
+def standard_error(values: Floats) -> float:
+    """The standard error of the mean of independent values; 0 for a single one."""
+    return float(values.std(ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else 0.0
 
 
 def show(file: dict[str, Any]) -> None:
     """The table, in Markdown."""
     rows = file["rows"]
-    lengths = sorted({int(length) for row in rows.values() for length in row["perplexity"]})
+    lengths = sorted({int(at) for seeds in rows.values() for row in seeds.values() for at in row["perplexity"]})
     print(", ".join(f"{name}: {value}" for name, value in file["about"].items()) + "\n")
     head = ["", "model", *(f"{length:,}" for length in lengths)]
     print("| " + " | ".join(head) + " |\n|---|---|" + "---:|" * len(lengths))
-    for what, title in {"summary": "perplexity", **TASKS}.items():
-        for name, row in rows.items():
-            found = [row.get(what, {}).get(str(length)) for length in lengths]
-            print("| " + " | ".join([title, name, *map(_cell, found)]) + " |")
-    for name, row in rows.items():
-        print(f"\n{name}: {row['parameters']:,} parameters, {row['tokens']:,} tokens, {row['seconds']:,.0f} s", end="")
+    for name, found in file["summary"].items():
+        print("| " + " | ".join(["perplexity", name, *(_apart(found.get(str(length))) for length in lengths)]) + " |")
+    for task, title in TASKS.items():
+        for name, seeds in rows.items():
+            right = [[row[task].get(str(length)) for row in seeds.values()] for length in lengths]
+            print("| " + " | ".join([title, name, *map(_right, right)]) + " |")
+    for name, seeds in rows.items():
+        row = next(iter(seeds.values()))
+        speeds = ", ".join(f"{each['tokens'] / each['seconds']:,.0f}" for each in seeds.values())
+        print(f"\n{name}: {row['parameters']:,} parameters; trained at {speeds} tokens/s", end="")
     print()
 
 
-def _cell(found: Any) -> str:
+def _right(seeds: Sequence[list[int] | None]) -> str:
+    """Right answers of the models of each seed, of how many. Those that were not asked had none before."""
+    asked = [each for each in seeds if each is not None]
+    return f"{', '.join(str(each[0]) if each else '0' for each in seeds)} of {asked[0][1]}" if asked else "-"
+
+
+def _apart(found: dict[str, float] | None) -> str:
     if found is None:
         return "-"
-    if isinstance(found, list):
-        return f"{found[0]} of {found[1]}"
     apart = f" ({found['minus_window']:+.3f} ± {found['error']:.3f})" if "error" in found else ""
     return f"{found['perplexity']:.1f}{apart}"
 

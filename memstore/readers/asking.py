@@ -432,6 +432,14 @@ def fitting(model: Any, length: int, new: int) -> int:
     return new if most is None else max(1, min(new, most - length))
 
 
+def check_text(what: str, text: Any) -> None:
+    """Raise ``InvalidArgument`` unless ``text`` is a string with words; ``what`` names it."""
+    if not isinstance(text, str):
+        raise InvalidArgument(f"{what} must be a string, not {type(text).__name__}")
+    if not text.strip():
+        raise InvalidArgument(f"{what} is empty: pass some words")
+
+
 def check_words(model: Any, text: str) -> None:
     """Raise ``InvalidArgument`` for a question with too many characters, before it is tokenized."""
     most = CHARACTERS * (_most_tokens(model) or MOST_ASKED)
@@ -552,8 +560,7 @@ class Conversation:
         check_several(reader.kind)
         if reader.tokenizer is None:
             raise InvalidArgument("chat needs the tokenizer: attach(..., tokenizer=tokenizer)")
-        if not session.strip():
-            raise InvalidArgument("the name of the session is empty: pass a name")
+        check_text("the name of the session", session)
         self.reader, self.session = reader, session
         self.name = CHAT + session
         """The name of its document."""
@@ -577,8 +584,7 @@ class Conversation:
 
         If it is interrupted, the tokens of the answer so far are kept.
         """
-        if not words.strip():
-            raise InvalidArgument("the message is empty: pass some words")
+        check_text("the message", words)
         self.turns = self._kept()  # another process may have forgotten the session
         self._complete()
         asked, start, said = self._framed(words), self._tokens, [turn.text for turn in self.turns[-2:]]

@@ -32,6 +32,7 @@ from memstore.readers.asking import (
     Query,
     Template,
     check_asked,
+    check_text,
     check_words,
     fill_template,
     generate_answer,
@@ -310,8 +311,7 @@ class Reader(Attachment):
         self._check_alone()
         if self.tokenizer is None:
             raise InvalidArgument("ask needs the tokenizer: attach(..., tokenizer=tokenizer)")
-        if not question.strip():
-            raise InvalidArgument("the question is empty: pass some words")
+        check_text("the question", question)
         check_words(self.model, question)
         frame = None if raw else Template.of(self.tokenizer, system)
         if tail is False:

@@ -337,6 +337,8 @@ def test_asking_stores_nothing_and_needs_a_tokenizer_and_words(reader: Reader) -
     assert (len(reader.document), reader.memory.traces.list()) == (before, [])
     with pytest.raises(InvalidArgument, match="the question is empty"):
         reader.ask("  ")
+    with pytest.raises(InvalidArgument, match="the question must be a string, not int"):
+        reader.ask(7)  # type: ignore[arg-type]
     reader.tokenizer = None
     with pytest.raises(InvalidArgument, match="needs the tokenizer"):
         reader.ask("What?")
