@@ -95,6 +95,7 @@ def test_every_error_has_its_exit_code_and_its_status(error: type[MemstoreError]
         (["ls", "{missing}" * 99], 2, "{missing}"),
         (["ls", "{folder}"], 3, "is an empty folder, not a memory"),
         (["read", "{text}", "{memory}", "--dtype", "int4"], 2, "there is no dtype 'int4'"),
+        (["read", "{memory}", "{text}"], 3, "it is a file. A text comes before its memory"),
         (["read", "{binary}", "{memory}"], 2, "--encoding"),
         (["read", "{empty}", "{memory}"], 2, "is empty"),
         (["read", "{folder}", "{memory}"], 2, "there is nothing to read in"),

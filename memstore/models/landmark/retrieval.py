@@ -358,8 +358,8 @@ def _larger(old: Tensor | None, new: Tensor, dim: int) -> Tensor:
     return new
 
 
-GATHERED = 1 << 22
-"""Numbers of keys that are laid out at once for lists of single tokens."""
+GATHERED = 1 << 20
+"""Numbers of keys that are laid out at once for lists of single tokens; more would exceed the caches of a CPU."""
 
 
 def default_retrieval(config: LandmarkConfig) -> Retrieval:
@@ -453,7 +453,7 @@ def fetch(table: LayerBlocks, blocks: Tensor, slots: Tensor, rotary: Rotary, siz
     missing = [] if bool(there.all()) else [~there]
     source, positions, at, *missing = to_device([source, positions, at, *missing], found.keys.device)
     keys = rotary.rotate(found.keys[source], rotary.turns(positions, found.keys.dtype))
-    values = found.values[source][..., :-1, :]
+    values = found.values[..., :-1, :][source]
     gone = missing[0] if missing else None
     return Lists(blocks, there, gone, at, keys, values, len(named), int(row.unique().numel()))
 
@@ -463,12 +463,17 @@ def show(lists: Lists, which: slice) -> ListLayout:
     at = lists.at[:, :, which]
     groups, heads = lists.keys.shape[1], lists.heads
     group = (torch.arange(heads, device=at.device) // (heads // groups))[None, :, None, None]
-    at = at.expand(-1, heads, -1, -1)
+    at = at.expand(-1, heads, -1, -1) * groups + group
     bias = None
     if lists.missing is not None:
         missing = lists.missing[:, :, which]
         bias = torch.zeros((), device=at.device).masked_fill(missing, -math.inf)[:, :, :, None, None, :, None]
-    return ListLayout(lists.keys[at, group], lists.values[at, group], bias)
+    # Rows of all that a head needs of a block: copied at once, not number by number.
+    keys, values = (
+        x.flatten(0, 1).flatten(1).index_select(0, at.flatten()).view(*at.shape, *x.shape[2:])
+        for x in (lists.keys, lists.values)
+    )
+    return ListLayout(keys, values, bias)
 
 
 def attend_each(q: Tensor, lists: Lists, scale: float) -> tuple[Tensor, Tensor]:

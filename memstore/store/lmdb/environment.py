@@ -228,7 +228,8 @@ def _identity(data: Path) -> tuple[int, int, int]:
         check_not_lost(data.parent)
         if data.parent.is_dir() and not strangers(data.parent):
             raise unfinished(data.parent)
-        raise NotAMemory(f"{data.parent} is not a memory: it has no {DATA_NAME}. Check the path")
+        found = f"it has no {DATA_NAME}" if data.parent.is_dir() else "it is a file. A text comes before its memory"
+        raise NotAMemory(f"{data.parent} is not a memory: {found}. Check the path")
     if facts.st_size < _FIRST_PAGES:
         raise _truncated(data, f"it has only {facts.st_size} bytes")
     return facts.st_dev, facts.st_ino, os.getpid()
