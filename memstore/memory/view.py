@@ -562,9 +562,10 @@ class _LayerIndex:
     def _catch_up(self, state: DocumentState) -> VectorIndex:
         complete = state.complete(self._handle.shared.spec.block_size)
         if self._index is None or self._edits != state.edits:
-            self._index, self._edits = self._renewed(), state.edits
-            self._held, self._dropped = range(complete.start, complete.start), state.gaps
-            self._load(complete)
+            with self._changing(state.edits):
+                self._index = self._renewed()
+                self._held, self._dropped = range(complete.start, complete.start), state.gaps
+                self._load(complete)
         self._dropped = state.gaps  # a copy skips the blocks that its source lacks, without an edit
         self._keep(range(max(self._held.start, complete.start), self._held.stop))
         if complete.stop <= self._held.stop:
@@ -572,8 +573,9 @@ class _LayerIndex:
         runs, told, start = self._handle.shared.runs(self._layer), _watcher.get(), self._held.stop
         for part in lacking(range(self._held.stop, complete.stop), self._dropped):
             for blocks, keys in runs.read(self._handle.places, part):
-                self._index.add(torch.arange(blocks.start, blocks.stop), keys)
-                self._held = range(self._held.start, blocks.stop)
+                with self._changing(state.edits):
+                    self._index.add(torch.arange(blocks.start, blocks.stop), keys)
+                    self._held = range(self._held.start, blocks.stop)
                 if told is not None:
                     told(blocks.stop - start, complete.stop - start)
         self._held = range(self._held.start, complete.stop)
@@ -602,9 +604,17 @@ class _LayerIndex:
         before = range(self._held.start, min(blocks.start, self._held.stop))
         after = range(max(blocks.stop, before.stop, self._held.start), self._held.stop)
         gone = [block for part in (before, after) for left in lacking(part, self._dropped) for block in left]
-        if gone:
-            self._index.remove(torch.tensor(gone))
-        self._held = blocks or range(blocks.start, blocks.start)
+        with self._changing(self._edits):
+            if gone:
+                self._index.remove(torch.tensor(gone))
+            self._held = blocks or range(blocks.start, blocks.start)
+
+    @contextmanager
+    def _changing(self, edits: int) -> Iterator[None]:
+        """Inside, the index and ``_held`` may disagree. If the change is interrupted, the index is built anew."""
+        self._edits = -1
+        yield
+        self._edits = edits
 
 
 def recall(index: VectorIndex, source: LayerLandmarks, blocks: range, logged: Sequence[Tensor]) -> dict[str, Any]:

@@ -87,6 +87,30 @@ def test_closing_keeps_what_was_searched(tmp_path: Path, built: list[int]) -> No
     assert built == []
 
 
+@pytest.mark.parametrize("change", ["add", "remove", "load"])
+def test_after_an_interrupted_change_an_index_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    with memstore.open(tmp_path / "m", spec=make_spec(capacity=60)) as memory:
+        append(memory.document("a"), TOKENS[:200])
+        memory.build_indexes()
+    with memstore.open(tmp_path / "m") as memory, monkeypatch.context() as patched:
+        if change != "load":
+            check_search(memory, TOKENS[:200])
+        append(memory.document("a"), TOKENS[200:])
+        real = getattr(ExactIndex, change)
+
+        def interrupted(*arguments: object) -> None:
+            patched.undo()
+            real(*arguments)
+            raise KeyboardInterrupt
+
+        patched.setattr(ExactIndex, change, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            check_search(memory, first=40)
+        check_search(memory, first=40)
+
+
 def test_what_was_appended_since_is_added_from_the_store(tmp_path: Path, built: list[int]) -> None:
     url = str(tmp_path / "m")
     make(url, tokens=TOKENS[:200])
