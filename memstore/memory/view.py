@@ -486,13 +486,16 @@ class _LayerIndex:
         """
         with self.synced() as index:
             index.finish()
+        # Appends may run beside this long work, but not now: they would delete blocks that are read here, and a
+        # deletion would sweep away the unfinished file.
+        with self._handle.shared.writing, self.synced() as index:
             if not index.capabilities.exact and len(index):
                 self._measured = recall(index, self._source(), self._held, list(self._queries))
             self._keep_file()
 
     def close(self) -> None:
         """Keep an index that has grown since it was last kept, if files are kept, and release it."""
-        with self._lock:
+        with self._handle.shared.writing, self._lock:
             index, self._index = self._index, None
             if index is None:
                 return
@@ -533,9 +536,13 @@ class _LayerIndex:
         return LayerLandmarks(number, self._layer, state, shared.runs(self._layer), shared.history, self._handle.places)
 
     def _keep_file(self) -> None:
+        """Keep the index beside the store, without the blocks that have left. The caller holds ``writing``."""
         assert self._index is not None
         files, source = self._handle.shared.index_files, self._source()
-        if files.writable and self._held and not self._dropped and source.state.edits == self._edits:
+        if not files.writable or self._dropped or source.state.edits != self._edits:
+            return
+        self._keep(range(max(self._held.start, source.state.first), self._held.stop))
+        if self._held:
             files.save(self._index, source, self._held, self._told())
             self._kept = self._held
 

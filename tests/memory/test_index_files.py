@@ -6,16 +6,19 @@ import json
 import os
 import resource
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 import memstore
 from memstore.errors import ReadOnlyMemory
-from memstore.index import ExactIndex
+from memstore.index import ExactIndex, VectorIndex
 from memstore.memory import Memory
 from memstore.memory.verify import damaged_indexes
 from memstore.testing.indexes import brute_force, small_integers
@@ -261,6 +264,61 @@ def test_forgetting_and_compacting_remove_what_knew_of_it(tmp_path: Path) -> Non
         memory.document("b").truncate(3)
         memory.compact()
         assert list((tmp_path / "m" / "index").iterdir()) == []
+
+
+@pytest.mark.parametrize("index", KINDS)
+def test_an_index_is_kept_while_another_thread_appends_and_forgets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: str
+) -> None:
+    """It begins when the index is complete, and again when the first bytes of the file are there."""
+    monkeypatch.setattr("memstore.memory.spec.RUN_BYTES", 256)  # landmarks of one block, so that they leave at once
+    with memstore.open(tmp_path / "m", spec=make_spec(capacity=60), index=index) as memory:
+        append(memory.document("a"), TOKENS[:200])
+        append(memory.document("b"), TOKENS)
+        layer = memory.document("a").layer(0).index
+        assert layer is not None
+        jobs: list[threading.Thread] = []
+
+        def meanwhile(work: Callable[[], None]) -> None:
+            jobs.append(threading.Thread(target=work))
+            jobs[-1].start()
+            jobs[-1].join(0.5)  # it cannot end where it has to wait for the file
+
+        kind = type(memory._shared.new_index())
+        finish, save_file = kind.finish, safetensors.torch.save_file
+
+        def finishing(self: VectorIndex) -> None:
+            finish(self)
+            if not jobs:
+                meanwhile(lambda: append(memory.document("a"), TOKENS[200:]))
+
+        def saving(*arguments: Any, **options: Any) -> None:
+            save_file(*arguments, **options)
+            if len(jobs) == 1:
+                meanwhile(lambda: memory.forget("b"))
+
+        monkeypatch.setattr(kind, "finish", finishing)
+        monkeypatch.setattr("safetensors.torch.save_file", saving)
+        layer.build()
+        for job in jobs:
+            job.join()
+        assert [document.name for document in memory.documents()] == ["a"]
+        assert len(jobs) == 2
+        assert len(list((tmp_path / "m" / "index").glob("*.json"))) == 1
+        check_search(memory, first=40)
+    with memstore.open(tmp_path / "m", mode="r", index=index) as memory:
+        check_search(memory, first=40)
+
+
+def test_an_index_whose_blocks_have_left_is_closed_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memstore.memory.spec.RUN_BYTES", 256)
+    with memstore.open(tmp_path / "m", spec=make_spec(capacity=60)) as memory:
+        append(memory.document("a"), TOKENS[:200])
+        check_search(memory, TOKENS[:200])
+        append(memory.document("a"), TOKENS[200:])
+    with memstore.open(tmp_path / "m", mode="r") as memory:
+        assert len(memory.stats()["indexes"]) == 2
+        check_search(memory, first=40)
 
 
 def test_a_reader_keeps_nothing(tmp_path: Path) -> None:
