@@ -176,8 +176,11 @@ class LayerView:
         ids = _as_ids(blocks)
 
         def read(state: DocumentState) -> list[tuple[int, ...]]:
-            places = self._shared.places(self._handle.id or 0, state)
-            return self._shared.store.checksums([places.block(self._layer, block) for block in ids])
+            places, unmoved = self._shared.places(self._handle.id or 0, state), self._unmoved(state, ids)
+            sums = self._shared.store.checksums([places.block(self._layer, block) for block in ids])
+            if not unmoved():  # a store may read one block after the other
+                raise StaleBlocks
+            return sums
 
         return self._steadily(ids, read)
 
@@ -370,7 +373,19 @@ def gathered(
     """Run ``gather`` for the same ``blocks`` of several layers of a document, in one copy."""
     device, ids = device_of(device), _as_ids(blocks)
     found = _together(views, ids, device) if len(views) > 1 and ids else None
-    return [view.gather(ids, device=device) for view in views] if found is None else found
+    return _apart(views, [ids] * len(views), device) if found is None else found
+
+
+def _apart(
+    views: Sequence[LayerView], lists: Sequence[Sequence[int]], device: torch.device | None
+) -> list[dict[str, Tensor]]:
+    """Gather each layer's own blocks by itself; repeat it if the document changes between two layers."""
+    ids = [block for each in lists for block in each]
+    while True:
+        unmoved = views[0]._unmoved(views[0]._check_live(ids), ids) if ids else lambda: True
+        found = [view.gather(each, device=device) for view, each in zip(views, lists, strict=True)]
+        if unmoved():
+            return found
 
 
 def _together(views: Sequence[LayerView], blocks: list[int], device: torch.device) -> list[dict[str, Tensor]] | None:
@@ -404,7 +419,7 @@ def gathered_each(
     try:
         rows = shared.blocks.read(refs, first._unmoved(state, ids), device, keep=False)
     except (StaleBlocks, DamagedError, NotFound):  # one by one, to name the faulty one
-        parts = [view.gather(each, device=device) for view, each in zip(views, lists, strict=True)]
+        parts = _apart(views, lists, device)
         return {name: torch.cat([part[name] for part in parts]) for name in shared.spec.fields}
     first._count(ids)
     return decode_block_rows(shared.spec, rows)
