@@ -389,6 +389,26 @@ def test_stats_tell_of_every_kept_index_whatever_the_memory_is_opened_with(tmp_p
     assert sorted(told) == [("auto", 0), ("auto", 2), ("codes", 0), ("codes", 2)]
 
 
+def test_stats_do_without_an_index_that_goes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(str(tmp_path / "m"))
+    with (
+        memstore.open(tmp_path / "m") as writer,
+        memstore.open(tmp_path / "m", mode="r") as reader,
+        monkeypatch.context() as patched,
+    ):
+        lstat = Path.lstat
+
+        def late(self: Path) -> os.stat_result:
+            if self.suffix == ".index":
+                patched.undo()
+                writer.forget("a")
+            return lstat(self)
+
+        patched.setattr(Path, "lstat", late)
+        assert reader.stats()["indexes"] == []
+        assert writer.documents() == []
+
+
 def test_stats_tell_the_index_and_its_recall_also_where_nobody_has_searched(tmp_path: Path) -> None:
     with memstore.open(tmp_path / "m", spec=make_spec(), index="faiss:Flat") as memory:
         append(memory.document("a"), TOKENS)
