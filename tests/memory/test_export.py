@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -404,7 +405,7 @@ def test_an_export_that_comes_late_leaves_the_finished_one(
     """It has found no folder, and another one ends before it has its lock. A third may have made its folder again."""
     with memstore.open("ram:", spec=make_spec()) as memory, monkeypatch.context() as patched:
         append(memory.document("text"), TEXT)
-        acquire = exporting.filelock.FileLock.acquire
+        acquire = filelock.FileLock.acquire
 
         def late(self: Any, **options: Any) -> Any:
             patched.undo()
@@ -413,7 +414,7 @@ def test_an_export_that_comes_late_leaves_the_finished_one(
                 out.with_name(f"{out.name}.incomplete").mkdir()
             return acquire(self, **options)
 
-        patched.setattr(exporting.filelock.FileLock, "acquire", late)
+        patched.setattr(filelock.FileLock, "acquire", late)
         with pytest.raises(InvalidArgument if remade else (MemoryInUse, InvalidArgument)):
             export_memory(memory, out)
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
