@@ -23,7 +23,7 @@ from torch import Tensor
 from memstore.errors import DamagedError, InvalidArgument, NotFound
 from memstore.memory.append import Append
 from memstore.memory.document import Document
-from memstore.memory.entry import common
+from memstore.memory.entry import DocumentState, common
 from memstore.memory.memory import Memory, check_same, open_memory
 from memstore.memory.shared import about, owner_of
 from memstore.memory.spec import MemorySpec, block_layouts
@@ -76,25 +76,24 @@ def _copy(source: Document, memory: Memory, name: str, advance: Callable[[int], 
     target = memory.document(name)
     if target.id is None:
         target.begin(source.blocks.start, source.reading)
+    edits, size = source.state.edits, memory.spec.block_size
     _check_beginning(source, target)
-    edits = source.located()[0].edits
-    size = memory.spec.block_size
     step = max(1, TRANSACTION_BYTES // (memory.spec.layers * sum(lay.nbytes for lay in block_layouts(memory.spec))))
-    while (done := len(target)) < len(source):
-        wanted = range(done // size, min(done // size + step, source.n_blocks))
-        blocks = next(iter(source.present(wanted)), wanted[:0])
+    while (state := source.state).edits == edits and (done := len(target)) < state.tokens:
+        wanted = range(done // size, min(done // size + step, state.blocks))
+        blocks = next(iter(state.present(wanted)), wanted[:0])
         if blocks.start == wanted.start and blocks:
             _copy_blocks(source, target, blocks, done)
         else:
             target.pass_over((blocks or wanted[len(wanted) :]).start - wanted.start)
             continue
         advance(len(target) - done)
-    if source.located()[0].edits != edits:
+    if state.edits != edits:
         raise InvalidArgument(
             f"document {source.name!r} was truncated during the copy, so the copy may hold blocks that the source "
             f"has lost. Forget document {name!r} of {memory.url}, and copy again."
         )
-    _check_digests(source, target)
+    _check_digests(source, state, target)
     return target
 
 
@@ -190,7 +189,7 @@ def _check_beginning(source: Document, target: Document) -> None:
 def _copy_blocks(source: Document, target: Document, blocks: range, done: int) -> None:
     """Append the source's ``blocks`` to the target, which has ``done`` tokens.
 
-    Nothing is appended if the incomplete last block has grown during the read. The caller reads it again.
+    The incomplete last block is left out if it has grown during the read. The caller reads it again.
     """
     state, _ = source.located()
     size, live = source.memory.spec.block_size, common(blocks, state.live())
@@ -199,11 +198,15 @@ def _copy_blocks(source: Document, target: Document, blocks: range, done: int) -
             f"document {source.name!r} lost its blocks before {live.start} during the copy. Forget document "
             f"{target.name!r} of {target.memory.url}, and copy again when nothing else is writing."
         )
+    if not live:  # truncated meanwhile
+        return
     ids = torch.cat([source.tokens(block) for block in live])
     as_it_is = source.memory.spec.codec == target.memory.spec.codec
     complete = common(live, state.complete(size)) if as_it_is else None
     layers = [_read(source, layer, live, complete) for layer in range(source.memory.spec.layers)]
-    if live.stop * size > state.tokens and source.located()[0] != state:
+    if live.stop * size > state.tokens and source.state != state:
+        # A steady writer must not keep the complete blocks out of the copy.
+        _copy_blocks(source, target, common(live, state.complete(size)), done)
         return
     with target.append(ids[done - live.start * size :]) as batch:
         for put in layers:
@@ -234,14 +237,14 @@ def _read(source: Document, layer: int, live: range, complete: range | None) -> 
     return lambda batch: batch.put_stored(layer, stored, last, landmarks=marks)
 
 
-def _check_digests(source: Document, target: Document) -> None:
-    """Raise ``DamagedError`` if the copied tokens differ from those that the source hashed."""
+def _check_digests(source: Document, state: DocumentState, target: Document) -> None:
+    """Raise ``DamagedError`` if the copied tokens differ from those that the source hashed in ``state``."""
     fingerprint, theirs = source.memory.spec.fingerprint, target.memory.spec.fingerprint
-    digests = {source.digest, target.digest} - {None}
-    if fingerprint == theirs and len(source) == len(target) and len(digests) > 1:
+    digests = {state.digest, target.digest} - {None}
+    if fingerprint == theirs and state.tokens == len(target) and len(digests) > 1:
         raise DamagedError(
             f"the token ids of document {source.name!r} have changed since they were read: their digest is "
-            f"{source.digest}, but the copy has {target.digest}. Run verify on {source.memory.url}, and forget "
+            f"{state.digest}, but the copy has {target.digest}. Run verify on {source.memory.url}, and forget "
             "the copy."
         )
 

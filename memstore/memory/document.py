@@ -17,7 +17,7 @@ from memstore.memory.rules import Rules
 from memstore.memory.shared import Handle, SharedStore, next_document_record
 from memstore.memory.spec import MemorySpec, from_record, kept_recurrent, read_recurrent, read_rows, token_layout
 from memstore.memory.usage import Deletion
-from memstore.store.records import Batch
+from memstore.store.records import MAX_ITEM, Batch
 
 if TYPE_CHECKING:  # listing and forgetting work without PyTorch, which takes seconds to load
     from torch import Tensor
@@ -332,7 +332,7 @@ class Document:
             self._shared.commit(batch, {number: state})
 
     def pass_over(self, blocks: int) -> None:
-        """Skip ``blocks`` blocks and mark them as dropped, as in the document that this one is copied from.
+        """Skip ``blocks`` blocks (one or more), dropped in the document that this one is copied from.
 
         Raises ``InvalidArgument`` if the last block is incomplete or the document is not stored yet,
         ``ReadOnlyMemory``.
@@ -342,6 +342,7 @@ class Document:
             state, places = self.located()
             if places is None or state.tokens % self._shared.spec.block_size:
                 raise InvalidArgument(f"document {self.name!r} does not end with a complete block.")
+            check_whole("blocks", blocks, 1, MAX_ITEM - state.blocks)
             batch = Batch()
             after = state.passed_over(blocks, self._shared.spec.block_size)
             batch.put(places.entry, after.to_record())

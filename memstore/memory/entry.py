@@ -613,6 +613,7 @@ class Histories:
     ) -> None:
         """``state`` and ``places`` return those of a document as it is now."""
         self._state, self._places = state, places
+        self._lock = threading.Lock()  # of ``find`` alone: a commit, which calls ``changed``, must not wait for it
         self._changed: dict[int, None] = {}
         self._first: dict[int, bytes] = {}
         self._groups: dict[bytes, list[int]] = {}
@@ -630,14 +631,17 @@ class Histories:
         None if no document has the first block. ``size`` is the number of tokens in a block. Damaged documents are left
         out.
         """
-        for document in self._changed:
-            self._remove(document)
-        while self._changed:
-            self._add(self._changed.popitem()[0], read, size)
-        text = hashes.tobytes()
-        group = self._groups.get(text[:HASH_BYTES], [])
-        count, document = self._place(group, text, read, size)[1]
-        return (-document, count) if count else None
+        with self._lock:
+            while changed := list(self._changed):
+                for document in changed:
+                    self._remove(document)
+                for document in changed:
+                    del self._changed[document]
+                    self._add(document, read, size)
+            text = hashes.tobytes()
+            group = self._groups.get(text[:HASH_BYTES], [])
+            count, document = self._place(group, text, read, size)[1]
+            return (-document, count) if count else None
 
     def _add(self, document: int, read: ReadHashes, size: int) -> None:
         try:

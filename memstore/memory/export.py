@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import filelock
 import torch
@@ -185,8 +186,7 @@ def _files(manifest: Values) -> list[Values]:
 @contextmanager
 def _made(folder: Path) -> Iterator[Path]:
     """Yield a folder to write to. It becomes ``folder`` on success, and is removed after an error."""
-    if folder.exists() or folder.is_symlink():
-        raise InvalidArgument(f"{folder} exists already; name a new folder for the export.")
+    _check_new(folder)
     place = folder.with_name(f"{folder.name}.incomplete")
     # A process that was killed before it had its lock has left an empty folder.
     if paths.find(place, stat.S_IFDIR) and not paths.find(place / _LOCK) and any(place.iterdir()):
@@ -195,16 +195,17 @@ def _made(folder: Path) -> Iterator[Path]:
     lock = filelock.FileLock(place / _LOCK)
     try:
         lock.acquire(timeout=0)
-    except filelock.Timeout:
+    except (filelock.Timeout, FileNotFoundError):  # the other process may have renamed the folder by now
         raise MemoryInUse(f"another process is exporting to {folder}; wait for it, or name another folder.") from None
     try:
+        _check_new(folder)  # another export may have ended since
         _clear(place)
         if strange := next((each.name for each in place.iterdir() if each.name != _LOCK), None):
             raise InvalidArgument(f"{place}, where the export is written first, contains {strange}; remove that.")
         yield place
-        (place / _LOCK).unlink()
-        paths.sync_folder(place)
         place.rename(folder)
+        (folder / _LOCK).unlink()  # last, so that no other process can lock the folder before
+        paths.sync_folder(folder)
         paths.sync_folder(folder.parent)
     except BaseException as error:
         with suppress(OSError):
@@ -219,6 +220,11 @@ def _made(folder: Path) -> Iterator[Path]:
         raise
     finally:
         lock.release()
+
+
+def _check_new(folder: Path) -> None:
+    if folder.exists() or folder.is_symlink():
+        raise InvalidArgument(f"{folder} exists already; name a new folder for the export.")
 
 
 def _clear(place: Path) -> None:
@@ -631,9 +637,9 @@ def export_table(
     schema, rows = _schema(memory, pa), 0
     # No reader may trust statistics of numbers with a NaN, but DuckDB 2.0 does: it skips rows that a filter wants.
     exact = [field.name for field in schema if not pa.types.is_floating(field.type)]
-    unfinished = path.with_name(f"{path.name}.incomplete")
+    # Another process may write the same table.
+    unfinished = path.with_name(f"{path.name}.{uuid4().hex}.incomplete")
     try:
-        unfinished.unlink(missing_ok=True)
         with (
             os.fdopen(paths.new_file(unfinished), "wb") as content,
             parquet.ParquetWriter(content, schema, write_statistics=exact) as writer,

@@ -146,9 +146,9 @@ class IndexFiles:
     def told(self) -> Iterator[Mapping[str, Any]]:
         """Yield the facts in every JSON file, for all kinds of index, with ``file_bytes``."""
         for path in _files(self._folder, _TOLD):
-            about, index = _read(path), path.with_suffix(".index")
-            if about is not None and index.exists():
-                yield about | {"file_bytes": index.lstat().st_size}
+            about, facts = _read(path), paths.find(path.with_suffix(".index"))
+            if about is not None and facts is not None:  # a writer may just have replaced it
+                yield about | {"file_bytes": facts.st_size}
 
     def _files(self, number: int, layer: int) -> list[Path]:
         start = f"{number}-{layer}-{_digest(self._kind)[:8]}-"

@@ -194,10 +194,16 @@ class TraceFile:
         try:
             connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute("PRAGMA secure_delete = ON")
-            version = self._version(connection)
-            if not version:
-                connection.executescript(_TABLES)
-            elif version < VERSION:
+            end = time.monotonic() + WAIT
+            while not (version := self._version(connection)):
+                try:
+                    connection.executescript(_TABLES)
+                except sqlite3.OperationalError as error:
+                    # Another process makes the file too. SQLite does not wait for it while the journal changes.
+                    if error.sqlite_errorname != "SQLITE_BUSY" or time.monotonic() > end:
+                        raise
+                    time.sleep(0.01)
+            if version < VERSION:
                 connection.execute(f"PRAGMA user_version = {VERSION}")
             connection.set_progress_handler(None, 0)  # its tables are ours, and it may stay open for long
         except BaseException:

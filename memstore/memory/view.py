@@ -176,8 +176,11 @@ class LayerView:
         ids = _as_ids(blocks)
 
         def read(state: DocumentState) -> list[tuple[int, ...]]:
-            places = self._shared.places(self._handle.id or 0, state)
-            return self._shared.store.checksums([places.block(self._layer, block) for block in ids])
+            places, unmoved = self._shared.places(self._handle.id or 0, state), self._unmoved(state, ids)
+            sums = self._shared.store.checksums([places.block(self._layer, block) for block in ids])
+            if not unmoved():  # a store may read one block after the other
+                raise StaleBlocks
+            return sums
 
         return self._steadily(ids, read)
 
@@ -370,7 +373,19 @@ def gathered(
     """Run ``gather`` for the same ``blocks`` of several layers of a document, in one copy."""
     device, ids = device_of(device), _as_ids(blocks)
     found = _together(views, ids, device) if len(views) > 1 and ids else None
-    return [view.gather(ids, device=device) for view in views] if found is None else found
+    return _apart(views, [ids] * len(views), device) if found is None else found
+
+
+def _apart(
+    views: Sequence[LayerView], lists: Sequence[Sequence[int]], device: torch.device | None
+) -> list[dict[str, Tensor]]:
+    """Gather each layer's own blocks by itself; repeat it if the document changes between two layers."""
+    ids = [block for each in lists for block in each]
+    while True:
+        unmoved = views[0]._unmoved(views[0]._check_live(ids), ids) if ids else lambda: True
+        found = [view.gather(each, device=device) for view, each in zip(views, lists, strict=True)]
+        if unmoved():
+            return found
 
 
 def _together(views: Sequence[LayerView], blocks: list[int], device: torch.device) -> list[dict[str, Tensor]] | None:
@@ -404,7 +419,7 @@ def gathered_each(
     try:
         rows = shared.blocks.read(refs, first._unmoved(state, ids), device, keep=False)
     except (StaleBlocks, DamagedError, NotFound):  # one by one, to name the faulty one
-        parts = [view.gather(each, device=device) for view, each in zip(views, lists, strict=True)]
+        parts = _apart(views, lists, device)
         return {name: torch.cat([part[name] for part in parts]) for name in shared.spec.fields}
     first._count(ids)
     return decode_block_rows(shared.spec, rows)
@@ -486,13 +501,16 @@ class _LayerIndex:
         """
         with self.synced() as index:
             index.finish()
+        # Appends may run beside this long work, but not now: they would delete blocks that are read here, and a
+        # deletion would sweep away the unfinished file.
+        with self._handle.shared.writing, self.synced() as index:
             if not index.capabilities.exact and len(index):
                 self._measured = recall(index, self._source(), self._held, list(self._queries))
             self._keep_file()
 
     def close(self) -> None:
         """Keep an index that has grown since it was last kept, if files are kept, and release it."""
-        with self._lock:
+        with self._handle.shared.writing, self._lock:
             index, self._index = self._index, None
             if index is None:
                 return
@@ -533,9 +551,13 @@ class _LayerIndex:
         return LayerLandmarks(number, self._layer, state, shared.runs(self._layer), shared.history, self._handle.places)
 
     def _keep_file(self) -> None:
+        """Keep the index beside the store, without the blocks that have left. The caller holds ``writing``."""
         assert self._index is not None
         files, source = self._handle.shared.index_files, self._source()
-        if files.writable and self._held and not self._dropped and source.state.edits == self._edits:
+        if not files.writable or self._dropped or source.state.edits != self._edits:
+            return
+        self._keep(range(max(self._held.start, source.state.first), self._held.stop))
+        if self._held:
             files.save(self._index, source, self._held, self._told())
             self._kept = self._held
 
@@ -562,9 +584,10 @@ class _LayerIndex:
     def _catch_up(self, state: DocumentState) -> VectorIndex:
         complete = state.complete(self._handle.shared.spec.block_size)
         if self._index is None or self._edits != state.edits:
-            self._index, self._edits = self._renewed(), state.edits
-            self._held, self._dropped = range(complete.start, complete.start), state.gaps
-            self._load(complete)
+            with self._changing(state.edits):
+                self._index = self._renewed()
+                self._held, self._dropped = range(complete.start, complete.start), state.gaps
+                self._load(complete)
         self._dropped = state.gaps  # a copy skips the blocks that its source lacks, without an edit
         self._keep(range(max(self._held.start, complete.start), self._held.stop))
         if complete.stop <= self._held.stop:
@@ -572,8 +595,9 @@ class _LayerIndex:
         runs, told, start = self._handle.shared.runs(self._layer), _watcher.get(), self._held.stop
         for part in lacking(range(self._held.stop, complete.stop), self._dropped):
             for blocks, keys in runs.read(self._handle.places, part):
-                self._index.add(torch.arange(blocks.start, blocks.stop), keys)
-                self._held = range(self._held.start, blocks.stop)
+                with self._changing(state.edits):
+                    self._index.add(torch.arange(blocks.start, blocks.stop), keys)
+                    self._held = range(self._held.start, blocks.stop)
                 if told is not None:
                     told(blocks.stop - start, complete.stop - start)
         self._held = range(self._held.start, complete.stop)
@@ -602,9 +626,17 @@ class _LayerIndex:
         before = range(self._held.start, min(blocks.start, self._held.stop))
         after = range(max(blocks.stop, before.stop, self._held.start), self._held.stop)
         gone = [block for part in (before, after) for left in lacking(part, self._dropped) for block in left]
-        if gone:
-            self._index.remove(torch.tensor(gone))
-        self._held = blocks or range(blocks.start, blocks.start)
+        with self._changing(self._edits):
+            if gone:
+                self._index.remove(torch.tensor(gone))
+            self._held = blocks or range(blocks.start, blocks.start)
+
+    @contextmanager
+    def _changing(self, edits: int) -> Iterator[None]:
+        """Inside, the index and ``_held`` may disagree. If the change is interrupted, the index is built anew."""
+        self._edits = -1
+        yield
+        self._edits = edits
 
 
 def recall(index: VectorIndex, source: LayerLandmarks, blocks: range, logged: Sequence[Tensor]) -> dict[str, Any]:

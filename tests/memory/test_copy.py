@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import memstore
-from memstore.errors import DamagedError, ForeignMemory, InvalidArgument
+from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound
 from memstore.memory import Document, Memory, copy, verify
 from memstore.memory.copy import copy_document
-from memstore.memory.entry import Address
+from memstore.memory.entry import Address, DocumentState
+from memstore.memory.shared import Handle
 from memstore.memory.spec import CODECS, as_stored
 from memstore.store import Batch
 from memstore.store.zarr import store as zarr
@@ -325,6 +326,100 @@ def test_a_source_that_loses_blocks_meanwhile_is_an_error(
     words = "was truncated during the copy" if change == "truncate" else "lost its blocks before 6 during"
     with pytest.raises(InvalidArgument, match=words):
         copy_document(source, other, "text")
+
+
+@pytest.mark.parametrize("step", ["_check_beginning", "_copy_blocks"])
+def test_a_source_that_is_truncated_meanwhile_leaves_a_sound_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """After the comparison of the beginnings it also gets another text of the same length."""
+    with memstore.open(tmp_path / "one", spec=make_spec()) as writer, memstore.open(tmp_path / "one", mode="r") as one:
+        append(writer.document("text"), TEXT[: 8 * S])
+        with memstore.open(tmp_path / "two", spec=make_spec()) as other:
+            append(other.document("text"), TEXT[: 4 * S])
+            real = getattr(copy, step)
+
+            def late(*arguments: Any) -> None:
+                if step == "_check_beginning":
+                    real(*arguments)
+                writer.document("text").truncate(2)
+                if step == "_check_beginning":
+                    append(writer.document("text"), random_tokens(6 * S, seed=3))
+                else:
+                    real(*arguments)
+
+            monkeypatch.setattr(copy, step, late)
+            with pytest.raises(InvalidArgument, match="was truncated during the copy"):
+                copy_document(one.document("text"), other, "text")
+            check_content(other.document("text"), TEXT[: 4 * S])
+            assert other.verify() == []
+
+
+def test_a_truncation_after_the_copy_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with memstore.open(tmp_path / "one", spec=make_spec()) as writer, memstore.open(tmp_path / "one", mode="r") as one:
+        append(writer.document("text"), TEXT)
+        real = copy._check_digests
+
+        def late(*arguments: Any) -> None:
+            writer.document("text").truncate(2)
+            append(writer.document("text"), random_tokens(8 * S, seed=3))
+            real(*arguments)
+
+        monkeypatch.setattr(copy, "_check_digests", late)
+        with memstore.open(tmp_path / "two", spec=make_spec()) as other:
+            check_content(copy_document(one.document("text"), other, "text"), TEXT)
+
+
+@pytest.mark.parametrize("reads", range(1, 13))
+def test_a_truncation_between_two_looks_at_the_source_leaves_the_copy_sound(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: int
+) -> None:
+    with memstore.open(tmp_path / "one", spec=make_spec()) as writer, memstore.open(tmp_path / "one", mode="r") as one:
+        append(writer.document("text"), TEXT)
+        source, current, calls = one.document("text"), Handle.current, list[int]()
+
+        def late(self: Handle) -> DocumentState:
+            if self is source._handle:
+                calls.append(1)
+                if len(calls) == reads:
+                    writer.document("text").truncate(0)
+            return current(self)
+
+        with memstore.open(tmp_path / "two", spec=make_spec()) as other:
+            append(other.document("text"), TEXT[: 4 * S])
+            monkeypatch.setattr(Handle, "current", late)
+            with pytest.raises((InvalidArgument, NotFound)):
+                copy_document(source, other, "text")
+            monkeypatch.undo()
+        with memstore.open(tmp_path / "two") as other:
+            check_content(other.document("text"), TEXT[: 4 * S])
+            assert other.verify() == []
+
+
+def test_no_blocks_are_not_passed_over(make_memory: MakeMemory) -> None:
+    document = make_memory().document("text")
+    append(document, TEXT[:S])
+    with pytest.raises(InvalidArgument, match="blocks must be a whole number from 1"):
+        document.pass_over(0)
+    check_content(document, TEXT[:S])
+
+
+def test_a_steady_writer_does_not_hold_up_complete_blocks(
+    make_memory: MakeMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = make_memory(), make_memory()
+    source, whole, held = one.document("text"), copy._read, list[int]()
+    append(source, TEXT[: 2 * S + 1])
+
+    def reading(document: Document, layer: int, blocks: range, complete: range | None) -> Any:
+        if layer == 0 and 2 in blocks and len(source) < 3 * S:
+            held.append(len(other.document("text")))
+            append(source, TEXT[len(source) :][:1])
+        return whole(document, layer, blocks, complete)
+
+    monkeypatch.setattr(copy, "_read", reading)
+    check_content(copy_document(source, other, "text"), TEXT[: 3 * S])
+    assert held == [0, 2 * S, 2 * S], "what was copied whenever a token came"
 
 
 def copy_by_the_block(source: str, target: str, says: Connection) -> None:

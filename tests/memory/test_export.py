@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -375,6 +376,67 @@ def test_two_exports_to_one_place_are_one_too_many(tmp_path: Path, out: Path) ->
         with exporting._made(out), pytest.raises(MemoryInUse):
             export_memory(memory, out)
     assert [path.name for path in tmp_path.iterdir()] == ["export"]
+
+
+def test_an_export_that_ends_is_not_taken_by_another(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with memstore.open("ram:", spec=make_spec()) as memory, monkeypatch.context() as patched:
+        append(memory.document("text"), TEXT)
+        rename = Path.rename
+
+        def late(self: Path, target: Path) -> Path:
+            patched.undo()
+            with pytest.raises(MemoryInUse):
+                export_memory(memory, out)
+            return rename(self, target)
+
+        patched.setattr(Path, "rename", late)
+        export_memory(memory, out)
+    assert not (out / "export.lock").exists()
+    with again(out, tmp_path / "again") as made:
+        check_content(made.document("text"), TEXT)
+
+
+@pytest.mark.parametrize("remade", [False, True])
+def test_an_export_that_comes_late_leaves_the_finished_one(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch, remade: bool
+) -> None:
+    """It has found no folder, and another one ends before it has its lock. A third may have made its folder again."""
+    with memstore.open("ram:", spec=make_spec()) as memory, monkeypatch.context() as patched:
+        append(memory.document("text"), TEXT)
+        acquire = filelock.FileLock.acquire
+
+        def late(self: Any, **options: Any) -> Any:
+            patched.undo()
+            export_memory(memory, out)
+            if remade:
+                out.with_name(f"{out.name}.incomplete").mkdir()
+            return acquire(self, **options)
+
+        patched.setattr(filelock.FileLock, "acquire", late)
+        with pytest.raises(InvalidArgument if remade else (MemoryInUse, InvalidArgument)):
+            export_memory(memory, out)
+    assert [path.name for path in tmp_path.iterdir()] == ["export"]
+    with again(out, tmp_path / "again") as made:
+        check_content(made.document("text"), TEXT)
+
+
+def test_two_tables_to_one_place_are_both_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="tables need pyarrow")
+    with memstore.open("ram:", spec=make_spec()) as memory, monkeypatch.context() as patched:
+        append(memory.document("text"), TEXT)
+        groups = exporting._groups
+
+        def late(*arguments: Any) -> Iterator[list[dict[str, Any]]]:
+            patched.undo()
+            assert export_table(memory, tmp_path / "t.parquet") == 10
+            yield from groups(*arguments)
+
+        patched.setattr(exporting, "_groups", late)
+        assert export_table(memory, tmp_path / "t.parquet") == 10
+    assert [path.name for path in tmp_path.iterdir()] == ["t.parquet"]
+    assert parquet.read_table(tmp_path / "t.parquet").num_rows == 10
 
 
 @contextmanager

@@ -6,16 +6,19 @@ import json
 import os
 import resource
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
 
 import memstore
 from memstore.errors import ReadOnlyMemory
-from memstore.index import ExactIndex
+from memstore.index import ExactIndex, VectorIndex
 from memstore.memory import Memory
 from memstore.memory.verify import damaged_indexes
 from memstore.testing.indexes import brute_force, small_integers
@@ -85,6 +88,30 @@ def test_closing_keeps_what_was_searched(tmp_path: Path, built: list[int]) -> No
     with memstore.open(tmp_path / "m") as memory:
         check_search(memory)
     assert built == []
+
+
+@pytest.mark.parametrize("change", ["add", "remove", "load"])
+def test_after_an_interrupted_change_an_index_is_right(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    with memstore.open(tmp_path / "m", spec=make_spec(capacity=60)) as memory:
+        append(memory.document("a"), TOKENS[:200])
+        memory.build_indexes()
+    with memstore.open(tmp_path / "m") as memory, monkeypatch.context() as patched:
+        if change != "load":
+            check_search(memory, TOKENS[:200])
+        append(memory.document("a"), TOKENS[200:])
+        real = getattr(ExactIndex, change)
+
+        def interrupted(*arguments: object) -> None:
+            patched.undo()
+            real(*arguments)
+            raise KeyboardInterrupt
+
+        patched.setattr(ExactIndex, change, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            check_search(memory, first=40)
+        check_search(memory, first=40)
 
 
 def test_what_was_appended_since_is_added_from_the_store(tmp_path: Path, built: list[int]) -> None:
@@ -239,6 +266,61 @@ def test_forgetting_and_compacting_remove_what_knew_of_it(tmp_path: Path) -> Non
         assert list((tmp_path / "m" / "index").iterdir()) == []
 
 
+@pytest.mark.parametrize("index", KINDS)
+def test_an_index_is_kept_while_another_thread_appends_and_forgets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, index: str
+) -> None:
+    """It begins when the index is complete, and again when the first bytes of the file are there."""
+    monkeypatch.setattr("memstore.memory.spec.RUN_BYTES", 256)  # landmarks of one block, so that they leave at once
+    with memstore.open(tmp_path / "m", spec=make_spec(capacity=60), index=index) as memory:
+        append(memory.document("a"), TOKENS[:200])
+        append(memory.document("b"), TOKENS)
+        layer = memory.document("a").layer(0).index
+        assert layer is not None
+        jobs: list[threading.Thread] = []
+
+        def meanwhile(work: Callable[[], None]) -> None:
+            jobs.append(threading.Thread(target=work))
+            jobs[-1].start()
+            jobs[-1].join(0.5)  # it cannot end where it has to wait for the file
+
+        kind = type(memory._shared.new_index())
+        finish, save_file = kind.finish, safetensors.torch.save_file
+
+        def finishing(self: VectorIndex) -> None:
+            finish(self)
+            if not jobs:
+                meanwhile(lambda: append(memory.document("a"), TOKENS[200:]))
+
+        def saving(*arguments: Any, **options: Any) -> None:
+            save_file(*arguments, **options)
+            if len(jobs) == 1:
+                meanwhile(lambda: memory.forget("b"))
+
+        monkeypatch.setattr(kind, "finish", finishing)
+        monkeypatch.setattr("safetensors.torch.save_file", saving)
+        layer.build()
+        for job in jobs:
+            job.join()
+        assert [document.name for document in memory.documents()] == ["a"]
+        assert len(jobs) == 2
+        assert len(list((tmp_path / "m" / "index").glob("*.json"))) == 1
+        check_search(memory, first=40)
+    with memstore.open(tmp_path / "m", mode="r", index=index) as memory:
+        check_search(memory, first=40)
+
+
+def test_an_index_whose_blocks_have_left_is_closed_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("memstore.memory.spec.RUN_BYTES", 256)
+    with memstore.open(tmp_path / "m", spec=make_spec(capacity=60)) as memory:
+        append(memory.document("a"), TOKENS[:200])
+        check_search(memory, TOKENS[:200])
+        append(memory.document("a"), TOKENS[200:])
+    with memstore.open(tmp_path / "m", mode="r") as memory:
+        assert len(memory.stats()["indexes"]) == 2
+        check_search(memory, first=40)
+
+
 def test_a_reader_keeps_nothing(tmp_path: Path) -> None:
     with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
         append(memory.document("a"), TOKENS)
@@ -305,6 +387,26 @@ def test_stats_tell_of_every_kept_index_whatever_the_memory_is_opened_with(tmp_p
         memory.build_indexes()
         told = [(each["index"], each["layer"]) for each in memory.stats()["indexes"]]
     assert sorted(told) == [("auto", 0), ("auto", 2), ("codes", 0), ("codes", 2)]
+
+
+def test_stats_do_without_an_index_that_goes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(str(tmp_path / "m"))
+    with (
+        memstore.open(tmp_path / "m") as writer,
+        memstore.open(tmp_path / "m", mode="r") as reader,
+        monkeypatch.context() as patched,
+    ):
+        lstat = Path.lstat
+
+        def late(self: Path) -> os.stat_result:
+            if self.suffix == ".index":
+                patched.undo()
+                writer.forget("a")
+            return lstat(self)
+
+        patched.setattr(Path, "lstat", late)
+        assert reader.stats()["indexes"] == []
+        assert writer.documents() == []
 
 
 def test_stats_tell_the_index_and_its_recall_also_where_nobody_has_searched(tmp_path: Path) -> None:

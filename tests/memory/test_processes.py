@@ -8,13 +8,16 @@ import os
 import signal
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import memstore
 from memstore.errors import NotFound
+from memstore.memory.view import LayerView
 from memstore.store import Key, Record, Table
+from memstore.store.cache import StaleBlocks
 from tests import forks
 from tests.memory.helpers import KEY_DIM, G, S, append, check_content, make_spec, random_tokens, run_python
 
@@ -140,6 +143,71 @@ def test_an_answer_of_several_reads_is_of_one_moment(
         else:
             found = document.layer(0).landmarks(range(3))
             assert torch.equal(found, writer.document("a").layer(0).landmarks(range(3)))
+
+
+@pytest.mark.parametrize("kind", ["zarr", "encrypted"])
+def test_checksums_are_of_one_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """The store reads one value after the other, and somebody replaces the document between two."""
+    (tmp_path / "key").write_bytes(bytes(range(32)))
+    (tmp_path / "key").chmod(0o600)
+    url, key = (f"zarr:{tmp_path / 'm'}", None) if kind == "zarr" else (tmp_path / "m", tmp_path / "key")
+    with (
+        memstore.open(url, spec=make_spec(), key=key) as writer,
+        memstore.open(url, mode="r", key=key) as reader,
+        monkeypatch.context() as patched,
+    ):
+        append(writer.document("a"), random_tokens(2 * S))
+        document, store = reader.document("a"), reader._shared.store
+        get = store.get
+
+        def late(key: Key) -> tuple[Record, ...] | None:
+            if key.table == Table.BLOCKS and key.item == 1:
+                patched.undo()
+                writer.document("a").truncate(0)
+                append(writer.document("a"), random_tokens(2 * S, 7))
+            return get(key)
+
+        patched.setattr(store, "get", late)
+        found = document.layer(0).checksums(range(2))
+        assert store.get.__name__ != "late"
+        assert found == writer.document("a").layer(0).checksums(range(2))
+
+
+@pytest.mark.parametrize("codec", ["int8", "none"])
+def test_states_of_several_layers_are_of_one_moment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, codec: str
+) -> None:
+    """Layers are read apart for an incomplete block with a codec, and if the common read found another moment."""
+    with (
+        memstore.open(tmp_path / "m", spec=make_spec(codec=codec)) as writer,
+        memstore.open(tmp_path / "m", mode="r") as reader,
+        monkeypatch.context() as patched,
+    ):
+        append(writer.document("a"), random_tokens(2 * S - 1))
+        document, gather = reader.document("a"), LayerView.gather
+
+        def again(seed: int) -> None:
+            writer.document("a").truncate(0)
+            append(writer.document("a"), random_tokens(2 * S - 1, seed))
+
+        def late(self: LayerView, *arguments: Any, **options: Any) -> dict[str, torch.Tensor]:
+            patched.undo()
+            found = gather(self, *arguments, **options)
+            again(8)
+            return found
+
+        def refuse(*arguments: Any, **options: Any) -> None:
+            again(7)
+            raise StaleBlocks
+
+        patched.setattr(LayerView, "gather", late)
+        if codec == "none":
+            patched.setattr(reader._shared.blocks, "read", refuse)
+        found = document.gather([0, 1], range(2), device=torch.device("cpu"))
+        assert LayerView.gather is gather
+        for layer, states in enumerate(found):
+            expected = writer.document("a").layer(layer).gather(range(2))
+            assert all(torch.equal(states[name], expected[name]) for name in states)
 
 
 def die_in_the_second_append(path: str) -> None:

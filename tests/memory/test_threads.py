@@ -10,6 +10,7 @@ from torch import Tensor
 
 from memstore.errors import NotFound
 from memstore.memory import Document
+from memstore.memory.entry import Histories
 from tests.memory.conftest import MakeMemory
 from tests.memory.helpers import KEY_DIM, G, S, append, check_content, in_blocks, random_tokens, states
 
@@ -103,6 +104,29 @@ def test_documents_can_be_written_from_several_threads(make_memory: MakeMemory) 
     for seed in range(4):
         check_content(memory.document(f"d{seed}"), random_tokens(30, seed))
     assert memory.verify() == []
+
+
+def test_two_threads_ask_for_a_known_text(make_memory: MakeMemory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second one asks while the first one still reads which documents there are."""
+    memory, text = make_memory(), random_tokens(5 * S)
+    append(memory.document("a"), text)
+    append(memory.document("b"), random_tokens(5 * S, 3))
+    add, found, ended, others = Histories._add, list[Any](), threading.Event(), list[Callable[[], None]]()
+
+    def ask() -> None:
+        found.append(memory.known(text))
+        ended.set()
+
+    def late(self: Histories, document: int, *arguments: Any) -> None:
+        if document == 1 and not others:
+            others.append(in_background(ask))
+            ended.wait(0.5)  # it cannot end before
+        add(self, document, *arguments)
+
+    monkeypatch.setattr(Histories, "_add", late)
+    ask()
+    others[0]()
+    assert found == [(memory.document("a"), 5)] * 2
 
 
 @pytest.mark.parametrize("question", ["gather", "landmarks"])

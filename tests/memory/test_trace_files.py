@@ -71,6 +71,27 @@ def test_an_empty_file_is_no_traces(path: Path) -> None:
         assert record(memory).number == 1
 
 
+def test_a_file_that_another_process_is_making_is_used(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has turned on the log, but has not made the tables yet."""
+    log, begin, tables = traces._TABLES.partition("BEGIN IMMEDIATE;")
+    file, version, looks = traces.TraceFile(path, str(path)), traces.TraceFile._version, list[int]()
+    with monkeypatch.context() as patched, closing(sqlite3.connect(path / NAME, isolation_level=None)) as other:
+
+        def late(self: traces.TraceFile, connection: sqlite3.Connection) -> int:
+            other.executescript(begin + tables if looks else log)
+            other.execute("SELECT * FROM sqlite_master").fetchall()  # opens the log
+            looks.append(1)
+            return version(self, connection)
+
+        patched.setattr(traces.TraceFile, "_version", late)
+        file.acquire()
+        assert len(looks) == 2
+        other.execute("INSERT INTO traces (info, ended, bytes) VALUES ('{}', 1, 2)")
+    file.release()
+    with memstore.open(path) as memory:
+        assert record(memory).number == 2
+
+
 def test_a_file_of_version_1_is_read_and_goes_on(path: Path) -> None:
     with memstore.open(path) as memory:
         before = record(memory)
