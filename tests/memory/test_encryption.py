@@ -6,6 +6,8 @@ import gc
 import random
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from memstore.memory.export import export_memory, import_memory
 from memstore.memory.salvage import salvage
 from memstore.memory.urls import open_locked
 from memstore.store.encryption_keys import KEYS_NAME, VARIABLE, KeySource, owners_told
-from memstore.store.records import Key, Table
+from memstore.store.records import Key, Record, ScannedValue, Table
 from tests import forks
 from tests.memory.helpers import KEY_DIM, LAYERS, D, G, P, S, append, check_content, make_spec, random_tokens
 
@@ -235,6 +237,25 @@ def test_a_reader_follows_a_writer_through_new_and_forgotten_documents(tmp_path:
             if number % 2:
                 writer.forget(f"d{number}")
         assert [each.name for each in reader.documents()] == ["d0", "d2", "d4"]
+
+
+def test_a_check_without_the_key_beside_a_writer_that_forgets_finds_nothing_wrong(
+    tmp_path: Path, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m"
+    with memstore.open(path, spec=make_spec(), key=key) as writer, closing(open_locked(str(path))) as store:
+        for name in (NAME, OTHER):
+            append(writer.document(name), random_tokens(LONG))
+        scan, there = store.scan, [NAME]
+
+        def late() -> Iterator[ScannedValue]:
+            yield from scan()
+            for name in [there.pop()] if there else []:
+                writer.forget(name)
+
+        monkeypatch.setattr(store, "scan", late)
+        assert verify.check_ciphertext(store, path) == []
+        assert not there
 
 
 def test_traces_are_seen_wherever_the_process_has_it_open_and_lie_nowhere(tmp_path: Path, key: Path) -> None:
