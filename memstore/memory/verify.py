@@ -13,7 +13,7 @@ import reprlib
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from itertools import groupby, islice
@@ -95,7 +95,7 @@ class Finding:
     A ``recurrent`` state can be computed again.
     """
     remedy: str | None = None
-    """``"restore"`` or ``"repair"``, as in ``MemstoreError.remedy``; None: ``memstore repair`` handles it."""
+    """``"restore"``, ``"repair"``: see ``MemstoreError``. ``"verify"``: check again. None: use ``memstore repair``."""
 
 
 @dataclass
@@ -531,21 +531,32 @@ def _items(table: Table, items: range, what: str) -> str:
 
 def check(store: BlockStore) -> list[Finding]:
     """Check a store in this process. Never raises ``MemstoreError``: an error that stops the check is a finding."""
-    findings: list[Finding] = []
-    for _ in range(_ATTEMPTS):
-        version = store.version()
-        try:
-            findings = Check(store).run()
-        except MemstoreError as error:
-            return [Finding(kind="damaged", message=str(error), remedy=error.remedy)]
-        # A writer may have committed in the middle: then values of different commits were compared.
-        if not findings or store.version() == version:
-            return findings
-    return findings
+    return _settled(store, lambda: Check(store).run())
 
 
 def check_ciphertext(store: BlockStore, keys: Path) -> list[Finding]:
     """Check an encrypted memory without its key: every checksum, and that every number has its wrapped key."""
+    return _settled(store, lambda: _ciphertext(store, keys))
+
+
+def _settled(store: BlockStore, check: Callable[[], list[Finding]]) -> list[Finding]:
+    """Repeat a check that has findings if a writer has committed meanwhile: it compared values of different commits."""
+    findings: list[Finding] = []
+    for _ in range(_ATTEMPTS):
+        version = store.version()
+        try:
+            findings = check()
+        except MemstoreError as error:
+            return [Finding(kind="damaged", message=str(error), remedy=error.remedy)]
+        if not findings or store.version() == version:
+            return findings
+    # Each damaged value was read by itself. The other findings are from comparisons.
+    message = f"the memory changed during each of {_ATTEMPTS} checks. Stop its writer, and verify again"
+    alone = [each for each in findings if each.kind in ("damaged", "crash")]
+    return [*alone, Finding(kind="crash", message=message, remedy="verify")]
+
+
+def _ciphertext(store: BlockStore, keys: Path) -> list[Finding]:
     findings, owners = [], set[int]()
     try:
         for scanned in store.scan():

@@ -108,13 +108,15 @@ class EncryptedStore(BlockStore):
 
     def get(self, key: Key) -> tuple[Record, ...] | None:
         records = self._inner.get(key)
-        return None if records is None else self._opened(key, records)
+        return None if records is None else self._unless_forgotten(key, records)
 
     def keys(self, first: Key, last: Key) -> list[Key]:
         return self._inner.keys(first, last)
 
     def walk(self, first: Key, last: Key) -> Iterator[tuple[Key, tuple[Record, ...]]]:
-        return ((key, self._opened(key, records)) for key, records in self._inner.walk(first, last))
+        for key, records in self._inner.walk(first, last):
+            if opened := self._unless_forgotten(key, records):
+                yield key, opened
 
     def scan(self) -> Iterator[ScannedValue]:
         for scanned in self._inner.scan():
@@ -122,7 +124,8 @@ class EncryptedStore(BlockStore):
                 yield scanned
                 continue
             try:
-                yield ScannedValue(scanned.key, self._opened(scanned.key, scanned.records), None)
+                if opened := self._unless_forgotten(scanned.key, scanned.records):
+                    yield ScannedValue(scanned.key, opened, None)
             except DamagedError as error:
                 yield ScannedValue(scanned.key, (), error)
 
@@ -150,6 +153,15 @@ class EncryptedStore(BlockStore):
             raise ReadOnlyMemory("this store is open for reading; open it with mode='a' to write")
         check_batch(batch)
         self._inner.version()  # raises if the store is closed
+
+    def _unless_forgotten(self, key: Key, records: Sequence[Record]) -> tuple[Record, ...] | None:
+        """Decrypt a value; None if a writer has deleted it and its key since it was read. Raises ``DamagedError``."""
+        try:
+            return self._opened(key, records)
+        except DamagedError:
+            if key.document in self.table.owners() or self._inner.get(key):
+                raise
+            return None
 
     def _opened(self, key: Key, records: Sequence[Record]) -> tuple[Record, ...]:
         found = []

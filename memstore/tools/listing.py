@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any
 from unicodedata import normalize
 
@@ -43,21 +44,23 @@ def ls(memory: MemoryUrl) -> Report:
     with memstore.open(memory, mode="r") as opened:
         rules = opened.stats()["rules"]
         files = facts_of(opened)
-        documents = [
-            {
-                "document": document.name,
-                "tokens": len(document),
-                "blocks": len(document.blocks),
-                "full": sum(map(len, document.present(document.complete_blocks))),
-                "unfinished": files[document.name].get("whole") is False and bool(files[document.name].get("path")),
-                "pinned": document.name in rules["pinned"],
-                "expires": rules["expires"].get(document.name),
-                "changed": None if (when := time_of(files[document.name])) is None else f"{when:%Y-%m-%d %H:%M}",
-                "meta": files[document.name].get("meta", {}),
-                **{key: files[document.name].get(key) for key in ("path", "digest", "read")},
-            }
-            for document in opened.documents()
-        ]
+        documents: list[dict[str, Any]] = []
+        for document in opened.documents():
+            fact = files.get(document.name, {})
+            with suppress(NotFound):  # another process has forgotten it
+                listed = {
+                    "document": document.name,
+                    "tokens": len(document),
+                    "blocks": len(document.blocks),
+                    "full": sum(map(len, document.present(document.complete_blocks))),
+                    "unfinished": fact.get("whole") is False and bool(fact.get("path")),
+                    "pinned": document.name in rules["pinned"],
+                    "expires": rules["expires"].get(document.name),
+                    "changed": None if (when := time_of(fact)) is None else f"{when:%Y-%m-%d %H:%M}",
+                    "meta": fact.get("meta", {}),
+                    **{key: fact.get(key) for key in ("path", "digest", "read")},
+                }
+                documents.append(listed)
 
     def text(page: Page) -> None:
         columns = [*_DOCUMENT, *(column for column in _WHERE_ANY if any(document[column] for document in documents))]

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ import memstore
 from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreError, NotFound, ReadOnlyMemory, WrongKey
 from memstore.memory import Memory
 from memstore.memory.urls import Mode
+from memstore.store.zarr import published
 from memstore.store.zarr import store as zarr_store
 from memstore.store.zarr.objects import CLIENT, from_url
 from tests import forks
@@ -63,6 +65,45 @@ def test_another_computer_reads_what_was_published(way: Way, tmp_path: Path, mon
             append(reader.document("whale"), TOKENS)
     with pytest.raises(ForeignMemory, match=r"another computer writes.* mode='r'"):
         memstore.open(HERE, spec=make_spec())
+
+
+@pytest.mark.parametrize("moment", ["listed", "looked up", "assembled"])
+def test_a_version_is_fetched_beside_processes_that_fetch_later_ones(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """They remove the earlier versions that this process has listed, or looked pieces up in."""
+    monkeypatch.setattr(published, "PIECE_BYTES", 4096)
+    monkeypatch.setitem(published.Version.__init__.__kwdefaults__ or {}, "piece_bytes", 4096)
+    place, name = {
+        "listed": (Path, "glob"), "looked up": (published, "_known_pieces"), "assembled": (Path, "rename"),
+    }[moment]  # fmt: skip
+    step, reached = getattr(place, name), False
+
+    def late(path: Path, *args: Any) -> Any:
+        nonlocal reached
+        if reached or "published" not in path.parts:
+            return step(path, *args)
+        reached = True
+        done: Any = None if moment == "assembled" else step(path, *args)
+        done = list(done) if moment == "listed" else done
+        for _ in range(2):
+            fetch_next()
+        return step(path, *args) if moment == "assembled" else done
+
+    with memstore.open(HERE, spec=make_spec()) as writer:
+        on(monkeypatch, tmp_path / "b")
+
+        def fetch_next() -> None:
+            append(writer.document("whale"), TOKENS[:S])
+            writer._shared.store.sync()
+            with memstore.open(HERE, mode="r") as reader:
+                assert len(reader.document("whale"))
+
+        for _ in range(2):
+            fetch_next()
+        monkeypatch.setattr(place, name, late)
+        fetch_next()
+    assert reached
 
 
 def test_what_one_computer_read_another_answers_from_bit_for_bit(

@@ -7,7 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ import memstore
 from memstore.errors import DamagedError, MemstoreError
 from memstore.memory import Memory, verify
 from memstore.memory.entry import NEXT_DOCUMENT, Address
-from memstore.store import Batch, BlockStore, Key, Record, Table
+from memstore.store import Batch, BlockStore, Key, LmdbStore, Record, ScannedValue, Table
 from tests.memory.helpers import (
     KEY_DIM,
     LAYERS,
@@ -172,6 +174,30 @@ def test_a_check_that_crashes_is_a_finding(path: Path, monkeypatch: pytest.Monke
         (finding,) = memory.verify()
     assert finding.kind == "crash"
     assert signal.Signals[name].name in finding.message
+
+
+@pytest.mark.parametrize("edits", [1, 99])
+def test_a_check_beside_a_writer_that_edits_finds_nothing_wrong(
+    path: Path, monkeypatch: pytest.MonkeyPatch, edits: int
+) -> None:
+    """The other process truncates the document and appends to it after the values were read."""
+    with memstore.open(path) as writer, closing(LmdbStore.open(path, read_only=True)) as store:
+        scan, seeds = store.scan, iter(range(1, edits + 1))
+
+        def late() -> Iterator[ScannedValue]:
+            yield from scan()
+            for seed in islice(seeds, 1):
+                writer.document("whale").truncate(1)
+                append(writer.document("whale"), random_tokens(5 * S, seed))
+
+        monkeypatch.setattr(store, "scan", late)
+        findings = verify.check(store)
+        assert writer.verify() == []
+    if edits == 1:
+        assert findings == []
+    else:
+        assert [(each.kind, each.remedy) for each in findings] == [("crash", "verify")]
+        assert "changed during each of 5 checks" in findings[0].message
 
 
 def store_of(memory: Memory) -> BlockStore:

@@ -6,8 +6,11 @@ import gc
 import random
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,8 +22,9 @@ from memstore.memory import Memory, verify
 from memstore.memory.export import export_memory, import_memory
 from memstore.memory.salvage import salvage
 from memstore.memory.urls import open_locked
+from memstore.store.encrypted import EncryptedStore
 from memstore.store.encryption_keys import KEYS_NAME, VARIABLE, KeySource, owners_told
-from memstore.store.records import Key, Table
+from memstore.store.records import Key, Record, ScannedValue, Table
 from tests import forks
 from tests.memory.helpers import KEY_DIM, LAYERS, D, G, P, S, append, check_content, make_spec, random_tokens
 
@@ -235,6 +239,60 @@ def test_a_reader_follows_a_writer_through_new_and_forgotten_documents(tmp_path:
             if number % 2:
                 writer.forget(f"d{number}")
         assert [each.name for each in reader.documents()] == ["d0", "d2", "d4"]
+
+
+@ON_DISK
+@pytest.mark.parametrize("read", ["walk", "get", "scan"])
+def test_a_document_that_is_forgotten_during_a_read_is_missing_and_not_damaged(
+    scheme: str, read: str, tmp_path: Path, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its key is destroyed after a reader, who has never seen the key, has read the ciphertext."""
+    url = f"{scheme}{tmp_path / 'm'}"
+    with (
+        memstore.open(url, spec=make_spec(), key=key) as writer,
+        memstore.open(url, mode="r", key=key) as reader,
+    ):
+        for name in (NAME, OTHER):
+            append(writer.document(name), random_tokens(LONG))
+        number, there = writer.document(NAME).id, [NAME]
+        assert number is not None
+        store: EncryptedStore = reader._shared.store  # type: ignore[assignment]
+        inner = getattr(store._inner, read)
+
+        def late(*keys: Key) -> Iterator[Any] | tuple[Record, ...] | None:
+            found = inner(*keys)
+            if there:
+                found = found if read == "get" else iter(list(found))
+                writer.forget(there.pop())
+            return found  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(store._inner, read, late)
+        if read == "walk":
+            assert [each.name for each in reader.documents()] == [OTHER]
+        elif read == "get":
+            assert reader._shared.state(number) is None
+        else:
+            assert not any(each.damage for each in store.scan())
+        assert not there
+
+
+def test_a_check_without_the_key_beside_a_writer_that_forgets_finds_nothing_wrong(
+    tmp_path: Path, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "m"
+    with memstore.open(path, spec=make_spec(), key=key) as writer, closing(open_locked(str(path))) as store:
+        for name in (NAME, OTHER):
+            append(writer.document(name), random_tokens(LONG))
+        scan, there = store.scan, [NAME]
+
+        def late() -> Iterator[ScannedValue]:
+            yield from scan()
+            for name in [there.pop()] if there else []:
+                writer.forget(name)
+
+        monkeypatch.setattr(store, "scan", late)
+        assert verify.check_ciphertext(store, path) == []
+        assert not there
 
 
 def test_traces_are_seen_wherever_the_process_has_it_open_and_lie_nowhere(tmp_path: Path, key: Path) -> None:

@@ -346,6 +346,30 @@ def test_a_memory_of_another_retriever_is_refused(state_dtype: str, tmp_path: Pa
             DRTReader(model, tmp_path / "memory", document=document).open()
 
 
+@pytest.mark.parametrize("edit", ["update", "forget"])
+def test_a_retriever_is_not_refused_because_another_process_edits_a_document(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: str
+) -> None:
+    """It does so after this process has read token ids, and before it reads their landmark."""
+    model, read = make("external"), memstore.Document.tokens
+    with DRTReader(model, tmp_path / "m") as writer, memstore.open(tmp_path / "m", mode="r") as memory:
+        writer.read(tokens(60)[0])
+
+        def late(document: memstore.Document, blocks: int | range | None = None) -> Tensor:
+            found = read(document, blocks)
+            monkeypatch.setattr(memstore.Document, "tokens", read)
+            if edit == "update":
+                writer.update(tokens(60, seed=5)[0])
+            else:
+                writer.memory.forget("document")
+            return found
+
+        monkeypatch.setattr(memstore.Document, "tokens", late)
+        with DRTReader(model, memory, document="document"):
+            pass
+        assert memstore.Document.tokens is read
+
+
 def test_a_tokenizer_is_part_of_what_a_memory_belongs_to() -> None:
     model = make()
 

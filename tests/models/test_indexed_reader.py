@@ -15,9 +15,11 @@ from transformers import DynamicCache, StaticCache
 
 import memstore
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, UnsupportedModel
+from memstore.memory.view import LayerView
 from memstore.models.cache import ranked_look
 from memstore.models.indexed import IndexedReader, family_of
 from memstore.models.indexed.family import load
+from memstore.models.indexed.keys import DocumentKeys, Rows
 from memstore.readers.fingerprint import options_of
 from memstore.readers.kinds import INDEXED, STOCK, kind_in, kind_of
 from memstore.readers.observer import Origin
@@ -293,6 +295,76 @@ def test_a_memory_is_read_on_beside_calls_that_see_it() -> None:
         torch.testing.assert_close(logits(model, ids[None, 150:]), expected[:, 150:], rtol=0, atol=1e-5)
         with pytest.raises(InvalidArgument, match="has grown since"), torch.no_grad():
             model(ids[None, 110:111], cache=before.cache)
+
+
+@pytest.mark.parametrize("step", ["interrupted", "edited", "settled"])
+def test_keys_of_all_layers_are_those_of_the_document_whatever_happens_on_the_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """The caller interrupts the work between two layers, or another handle updates the document there."""
+    like, ids = torch.empty(0), text(120)
+    with memstore.attach(tiny("deepseek_v32"), tmp_path / "m", document="text", block_size=16) as writer:
+        slots = writer.slots.indexed  # type: ignore[attr-defined]
+        writer.read(ids[:100])
+        with memstore.open(tmp_path / "m", mode="r") as memory:
+            keys = DocumentKeys(memory.document("text"), slots, like)
+            landmarks, append, calls = LayerView.landmarks, Rows.append, [0]
+
+            def late(view: LayerView, blocks: range) -> torch.Tensor:
+                calls[0] += 1
+                if calls[0] == 2 and step == "interrupted":
+                    raise KeyboardInterrupt
+                if calls[0] == 2:
+                    writer.update(torch.cat([ids[:50], ids[70:]]))
+                return landmarks(view, blocks)
+
+            def late_append(rows: Rows, more: torch.Tensor) -> None:
+                calls[0] += 1
+                if calls[0] == 2:
+                    raise KeyboardInterrupt
+                append(rows, more)
+
+            if step == "settled":
+                keys.catch_up()
+                behind = {slot: of.behind() for slot, of in keys.of.items()}
+                writer.append(ids[100:])
+                for slot, of in behind.items():
+                    of.extend(memory.document("text").layer(slot).landmarks(range(8)).flatten(0, 2)[100:120])
+                monkeypatch.setattr(Rows, "append", late_append)
+                with pytest.raises(KeyboardInterrupt):
+                    keys.settle(120, behind)
+            else:
+                monkeypatch.setattr(LayerView, "landmarks", late)
+                if step == "interrupted":
+                    with pytest.raises(KeyboardInterrupt):
+                        keys.catch_up()
+            keys.catch_up()
+            expected = DocumentKeys(memory.document("text"), slots, like)
+            expected.catch_up()
+            assert keys.tokens == expected.tokens
+            assert all(torch.equal(keys.of[slot].keys.view, of.keys.view) for slot, of in expected.of.items())
+            assert len(expected.of) > 1
+
+
+def test_an_append_elsewhere_may_replace_the_states_before_a_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It deletes the last states of layers that do not attend. A call continues after the tokens that it has seen."""
+    model, ids = tiny("qwen4_exp_text"), text(70)
+    with memstore.attach(tiny("qwen4_exp_text"), tmp_path / "m", document="text", block_size=16) as writer:
+        writer.read(ids[:50])
+        with memstore.open(tmp_path / "m", mode="r") as memory, memstore.attach(model, memory, document="text"):
+            want, places = logits(model, ids[None, 50:]), memstore.Document.recurrent_places
+
+            def late(document: memstore.Document, first: int = 0) -> list[int]:
+                found = places(document, first)
+                if document.memory is memory and len(writer.document) == 50:
+                    writer.append(text(3))
+                return found
+
+            monkeypatch.setattr(memstore.Document, "recurrent_places", late)
+            torch.testing.assert_close(logits(model, ids[None, 50:]), want, rtol=0, atol=1e-5)
+            assert len(writer.document) == 53
 
 
 def test_a_damaged_row_is_named_and_never_attended_to(tmp_path: Path) -> None:

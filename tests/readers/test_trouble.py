@@ -19,7 +19,9 @@ import torch
 
 import memstore
 from memstore import DamagedError, MemoryInUse, NotFound, ReadOnlyMemory, Retrieval
+from memstore.readers.stock.visible import AttachedDocument, ShortDocuments, everything
 from tests import forks
+from tests.memory import helpers
 from tests.pretended import on_device, pretended
 from tests.readers.child import RETRIEVAL, SIZES, answer
 from tests.readers.lists import layers_fetched, lists_of, lists_of_reading
@@ -243,6 +245,17 @@ def hold(folder: str, says: Connection) -> None:
     with memstore.open(folder):
         says.send("held")
         signal.pause()
+
+
+def test_candidates_that_another_process_has_cut_are_said_to_be_gone(tmp_path: Path) -> None:
+    spec, queries = helpers.make_spec(), [torch.ones(helpers.G, 1, helpers.KEY_DIM)]
+    with memstore.open(tmp_path / "m", spec=spec) as writer, memstore.open(tmp_path / "m", mode="r") as memory:
+        helpers.append(writer.document("whale"), helpers.random_tokens(9 * helpers.S))
+        candidates = everything([AttachedDocument(memory.document("whale"), 0)])
+        assert len(candidates) == 9
+        writer.document("whale").truncate(3)
+        with pytest.raises(NotFound, match=r"'whale' had 9 blocks .* has 3 of them now: .* Call the model again"):
+            candidates.score(0, queries, ShortDocuments())
 
 
 def test_a_second_writer_is_told_who_the_first_one_is(folder: Path) -> None:

@@ -331,6 +331,27 @@ def test_a_reader_in_another_process_never_sees_a_mixture(tmp_path: Path) -> Non
     store.close()
 
 
+def test_a_block_that_is_sealed_during_a_read_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process seals it after the reader saw that it was not sealed."""
+    writer = open_zarr(tmp_path / "m")
+    put_blocks(writer, range(4))  # the newest is never sealed, so these make no shard
+    reader = open_zarr(tmp_path / "m", read_only=True)
+    place = reader._sealed.place
+
+    def late(*looked_for: Any) -> Any:
+        found = place(*looked_for)
+        if not shard_files(tmp_path / "m"):
+            put_blocks(writer, range(4, 5))
+        return found
+
+    monkeypatch.setattr(reader._sealed, "place", late)
+    found = reader.get(block(0))
+    assert len(shard_files(tmp_path / "m")) == 2
+    assert same(found, value(0))
+    reader.close()
+    writer.close()
+
+
 def test_scans_of_this_process_outlive_the_shards_they_go_through(tmp_path: Path) -> None:
     store = open_zarr(tmp_path / "m")
     put_blocks(store, range(10))

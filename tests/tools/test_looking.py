@@ -35,6 +35,24 @@ def test_ls_json(cli: Cli, memory: Path) -> None:
     ]
 
 
+def test_ls_lists_the_rest_if_another_process_forgets_a_document(
+    cli: Cli, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed, listings = memstore.Memory.documents, list[list[str]]()
+
+    def late(opened: memstore.Memory) -> list[memstore.Document]:
+        found = listed(opened)
+        listings.append([each.name for each in found])
+        if len(listings) == 2:  # the first is for the facts of files
+            with memstore.open(memory) as writer:
+                writer.forget("whale")
+        return found
+
+    monkeypatch.setattr(memstore.Memory, "documents", late)
+    assert [each["document"] for each in cli("ls", memory, "--json").json["documents"]] == ["ship"]
+    assert listings == 2 * [["whale", "ship"]]
+
+
 def test_ls_shows_pins_and_expiry_where_there_are_any(cli: Cli, memory: Path) -> None:
     assert cli("pin", memory, "ship").code == 0
     assert cli("ls", memory).out.splitlines()[0].split() == ["document", "tokens", "blocks", "full", "pinned"]

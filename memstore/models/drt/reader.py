@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,7 +30,7 @@ from memstore.attention.gca import BlockEncoder, EncoderLayer
 from memstore.attention.layers import RMSNorm, SwiGLU, rotary, rotate
 from memstore.attention.sliding import WindowTiles, alibi_slopes, fits
 from memstore.device_copies import on_host, to_device
-from memstore.errors import ForeignMemory, InvalidArgument
+from memstore.errors import ForeignMemory, InvalidArgument, NotFound
 from memstore.memory import Document, MemorySpec
 from memstore.memory.search import Match, search_vectors
 from memstore.models.drt.cache import DRTCache
@@ -383,20 +384,23 @@ class DRTReader(CacheReader[DRTCache]):
     def _check_retriever(self) -> None:
         """Raise ``ForeignMemory`` if another retriever made the landmarks. It has no weights to recognise it by."""
         for document in self.memory.documents():
-            blocks = document.complete_blocks
-            if not blocks:
-                continue
-            block = blocks[-1]
-            wanted = self.model.model.embedded(document.tokens(block)[None].to(self.model.device)).flatten()
-            stored = document.layer(0).landmarks(range(block, block + 1)).flatten()
-            if not bool((wanted.float().cpu() - stored).norm() <= RETRIEVER_TOLERANCE * stored.norm()):
-                raise ForeignMemory(
-                    f"the memory {self.memory.url} was made with another retriever: block {block} of "
-                    f"{document.name!r} has another landmark than this model's retriever gives. Set the retriever "
-                    "that made the memory, or read the text into a new memory",
-                    memory=self.memory.url,
-                )
-            return
+            with suppress(NotFound):  # forgotten or cut just now
+                edits, blocks = document.state.edits, document.complete_blocks
+                if not blocks:
+                    continue
+                block = blocks[-1]
+                wanted = self.model.model.embedded(document.tokens(block)[None].to(self.model.device)).flatten()
+                stored = document.layer(0).landmarks(range(block, block + 1)).flatten()
+                if document.state.edits != edits:  # the token ids and the landmark may be of different moments
+                    self._check_retriever()
+                elif not bool((wanted.float().cpu() - stored).norm() <= RETRIEVER_TOLERANCE * stored.norm()):
+                    raise ForeignMemory(
+                        f"the memory {self.memory.url} was made with another retriever: block {block} of "
+                        f"{document.name!r} has another landmark than this model's retriever gives. Set the retriever "
+                        "that made the memory, or read the text into a new memory",
+                        memory=self.memory.url,
+                    )
+                return
 
     def _started(self, rows: int) -> tuple[DRTCache, Tensor]:
         """Return an empty cache some way before the end of the document, and the tokens from there on.

@@ -167,6 +167,7 @@ class DocumentKeys:
         tokens = tokens if self._stop is None else min(tokens, self._stop)
         if tokens == self.tokens:
             return
+        self._edits = -1  # until the end: an interruption leaves keys that do not fit together
         for slot, keys in self.of.items():
             view, layer = self.document.layer(slot), self._layers[slot]
             at, stop = self.tokens, tokens
@@ -178,11 +179,15 @@ class DocumentKeys:
                 raw = view.landmarks(blocks).flatten(0, 2)[at - first * size : stop - first * size]
                 keys.extend(raw[:, : layer.key_width].to(self._like.device))
                 at += len(raw)
-        self.tokens = tokens
+        if self.document.state.edits != state.edits:
+            self.catch_up()  # the layers are of different moments
+        else:
+            self._edits, self.tokens = state.edits, tokens
 
     def settle(self, tokens: int, behind: Mapping[int, _UnitKeys]) -> None:
         """Add the keys ``behind`` those of each layer, which were just committed; the document now has ``tokens``."""
+        edits, self._edits = self._edits, -1  # as in ``catch_up``
         for slot, keys in behind.items():
             self.of[slot].keys.append(keys.keys.view)
             self.of[slot].tail = keys.tail
-        self.tokens = tokens
+        self._edits, self.tokens = edits, tokens

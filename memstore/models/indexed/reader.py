@@ -12,7 +12,7 @@ states as numbers. Some of these models keep the last token ids in them, which f
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial, wraps
 from inspect import signature
 from math import lcm
@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from memstore.device_copies import on_host, to_device
-from memstore.errors import BrokenOff, InvalidArgument
+from memstore.errors import BrokenOff, DamagedError, InvalidArgument, NotFound
 from memstore.kernels import native as compiler
 from memstore.kernels.index_scores import native
 from memstore.memory import Document, MemorySpec
@@ -305,23 +305,27 @@ class IndexedReader(Reader):
             ours = self._carried.layers(ours, states, len(call.locals) if rows is None else rows)
         cache.layers, cache.layer_class_to_replicate = ours, None
 
-    def _remembered(self, document: Document) -> Sequence[Tensor] | None:
-        """Return the states of layers that do not attend, computed again from the last kept ones if needed."""
-        if self._carried is None or not len(document):
+    def _remembered(self, before: IndexedCall) -> Sequence[Tensor] | None:
+        """Return the states ``before`` a call of layers that do not attend, computed again from kept ones if needed."""
+        document, tokens, device = before.document, before.tokens, self.model.device
+        if self._carried is None or not tokens:
             return None
-        tokens, device = len(document), self.model.device
-        place = (document.recurrent_places() or [0])[-1]
-        kept = to_device(document.recurrent(place), device) if place else None
+        place, kept = 0, None
+        for each in (at for at in reversed(document.recurrent_places()) if at <= tokens):
+            with suppress(DamagedError, NotFound):  # verify names the damage, and an append replaces the last states
+                place, kept = each, to_device(document.recurrent(each), device)
+                break
         if place == tokens:
             return kept
-        # A fork or an update has cut the document between two places. The text behind the first place is read again.
+        # A fork or an update has cut the document, or another process has appended. The text behind it is read again.
         like = torch.empty(0, dtype=self.model.dtype, device=device)
         keys = DocumentKeys(document, self.slots.indexed, like, stop=place)
         keys.catch_up()
         call = IndexedCall(self.slots, document, keys, 1, like)
         cache = self._cache_of(call, kept)
-        first = place // self.memory.spec.block_size
-        rest = document.tokens(range(first, document.n_blocks))[place - first * self.memory.spec.block_size :]
+        size = self.memory.spec.block_size
+        first = place // size
+        rest = document.tokens(range(first, -(-tokens // size)))[place - first * size : tokens - first * size]
         with torch.no_grad(), evaluating(self.model):
             for some in rest.split(SEGMENT):
                 self._decode(some, cache)
@@ -384,7 +388,7 @@ class IndexedReader(Reader):
         uses = given.get("use_cache")
         uses = self.family.config.use_cache if uses is None else uses
         if not call.length and (cache is not None or uses or self._carried is not None) and not _is_ours(cache):
-            states = self._remembered(call.document)
+            states = self._remembered(call)
             if cache is None:
                 cache = self._cache_of(call, states)
             else:
@@ -459,7 +463,7 @@ class IndexedReader(Reader):
 
     def _read_segments(self, job: Job, segments: Iterator[Tensor]) -> Generator[int]:
         call = self._new_call(job.document, 1)
-        cache = self._cache_of(call, self._remembered(job.document))
+        cache = self._cache_of(call, self._remembered(call))
         kept = (job.document.recurrent_places() or [0])[-1]
         for tokens, last in ending(segments):
             self._decode(tokens, cache)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from memstore.device_copies import to_device
+from memstore.errors import NotFound
 from memstore.kernels.best_signs import PackedSigns, best_signs, pack, problem
 from memstore.memory.entry import lacking, merged
 from memstore.memory.spec import index_dtype
@@ -150,7 +151,10 @@ class Candidates:
             tokens, view = self.incomplete.get(numbers.stop - 1), source.document.layer(layer)
             full = blocks if tokens is None else blocks[:-1]
             if full:
-                found = view.score(queries[source.memory], allowed=full)[0]
+                found, there = view.score(queries[source.memory], allowed=full)
+                if len(there) != len(full):
+                    what = f"document {source.document.name!r} had {len(full)} blocks to score, and has {len(there)}"
+                    raise NotFound(f"{what} of them now: another process has cut it. Call the model again")
                 scores[..., numbers.start : numbers.start + len(full)] = found
             if tokens is not None:
                 last = incomplete_landmarks(

@@ -268,7 +268,11 @@ def fetch(bucket: BucketObjects, folder: Path, url: str) -> Path:
 
 def _fetched(bucket: BucketObjects, version: Version, target: Path) -> bool:
     """Assemble the pieces of a version; return whether all were found."""
-    earlier = sorted(target.parent.glob("*/pieces.json"), key=lambda path: path.stat().st_mtime)
+    times: dict[Path, float] = {}
+    for path in target.parent.glob("[!.]*/pieces.json"):  # not the hidden folders that other processes now fill
+        with suppress(FileNotFoundError):  # another process has removed it
+            times[path] = path.stat().st_mtime
+    earlier = sorted(times, key=times.__getitem__)
     part = target.with_name(f".{uuid4().hex}.part")
     (part / "tail").mkdir(parents=True)
     try:
@@ -277,9 +281,12 @@ def _fetched(bucket: BucketObjects, version: Version, target: Path) -> bool:
             places: dict[str, list[int]] = {}
             for number, name in enumerate(version.pieces):
                 places.setdefault(name, []).append(number * version.piece_bytes)
-            for name in places.keys() & known.keys():
-                _write(data, places[name], _read_piece(*known[name]))
-            wanted = [name for name in places if name not in known]
+            copied = set[str]()
+            with suppress(FileNotFoundError):  # another process has removed that version: the bucket has the rest
+                for name in places.keys() & known.keys():
+                    _write(data, places[name], _read_piece(*known[name]))
+                    copied.add(name)
+            wanted = [name for name in places if name not in copied]
             for start in range(0, len(wanted), HELD):
                 some = wanted[start : start + HELD]
                 for name, stored in zip(some, bucket.get_all([piece_path(name) for name in some]), strict=True):

@@ -233,8 +233,8 @@ class ZarrStore(BlockStore):
         while True:
             with self._tail.snapshot() as snapshot:
                 place = self._sealed.place(snapshot, key, {})
-            if place is None:
-                return self._tail.get(key)
+                if place is None:  # read here: after this transaction, another process may seal the block
+                    return snapshot.get(key)
             out = [np.empty((1, layout.nbytes), np.uint8) for layout in place.extent.layouts]
             try:
                 self.read([key], place.extent.layouts, out)

@@ -161,6 +161,10 @@ class Snapshot:
         counters = decode_value(memoryview(raw), 0, COUNTERS)[0][0].to_json()
         return fit(counters, COUNTERS_VALUE, "the value that counts shards")  # type: ignore[no-any-return]
 
+    def get(self, key: Key) -> tuple[Record, ...] | None:
+        """Return the verified records under ``key`` in the tail, or None. Raises ``DamagedError``."""
+        return self._tail.values.get(self._txn, key)
+
     def keys(self, first: Key, last: Key) -> list[Key]:
         """Return keys in the tail, in order. Raises ``DamagedError``."""
         return self._tail.values.keys(self._txn, first, last)

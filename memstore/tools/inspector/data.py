@@ -150,7 +150,7 @@ def documents(memory: Memory, part: str = "") -> dict[str, Any]:
 def document_of(memory: Memory, number: int) -> Document:
     """Return the document with this number. Raises ``NotFound``."""
     for document in memory.documents():
-        if document.id == number:
+        if document.is_number(number):  # others may be forgotten by now
             return document
     raise NotFound(f"document {number} is not in this memory, or no longer.")
 
@@ -304,9 +304,10 @@ def find(memory: Memory, words: Words, document: int, text: str = "", start: int
     beyond = 1 + -(-len(text) // size)  # a match may continue in the next blocks
     while at < live.stop and len(found) < MOST_FOUND and time.monotonic() - begun < SECONDS:
         piece = range(at, min(at + _PIECE, live.stop))
-        texts = [words.of(ids) for _, ids in rows(searched, range(piece.start, piece.stop + beyond))]
-        places = _matches(texts, words.between, text)
-        found += [{"block": at + place, "text": printable(texts[place])} for place in places if place < len(piece)]
+        there = rows(searched, range(piece.start, piece.stop + beyond))  # the first blocks may have left by now
+        texts = [words.of(ids) for _, ids in there]
+        places = [each for each in _matches(texts, words.between, text) if there[each][0] in piece]
+        found += [{"block": there[each][0], "text": printable(texts[each])} for each in places]
         at = piece.stop
     if len(found) > MOST_FOUND:
         found = found[:MOST_FOUND]

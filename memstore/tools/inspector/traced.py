@@ -276,7 +276,11 @@ def _first_row(step: Step) -> Step:
 
 def _numbers(memory: Memory) -> dict[str, int | None]:
     """Return the number of every document that exists now, by name."""
-    return {each.name: each.id for each in memory.documents() if not each.gone}
+    numbers = {}
+    for each in memory.documents():
+        with suppress(NotFound):  # forgotten just now
+            numbers[each.name] = each.id
+    return numbers
 
 
 def _finite(value: float) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import time
 from pathlib import Path
@@ -13,6 +14,8 @@ from transformers import PreTrainedTokenizerFast
 
 import memstore
 from memstore.memory.search import search_block
+from memstore.memory.shared import Handle
+from memstore.tools.inspector import data, traced
 from memstore.tools.inspector.app import WRITE_HEADER, Inspector
 from memstore.tools.inspector.data import MOST_BLOCKS, MOST_DOCUMENTS, Words
 from tests.tools.conftest import Cli, tiny_spec
@@ -266,6 +269,53 @@ def test_documents_that_are_forgotten_and_made_meanwhile(tmp_path: Path) -> None
             (new,) = client.get("/api/documents").json()["documents"]
             assert new["id"] != old
             assert client.get("/api/live").json()["sizes"]["tokens"] == 80
+
+
+@pytest.mark.parametrize("wanted", ["blocks", "numbers"])
+def test_a_document_that_is_forgotten_during_a_listing_harms_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str
+) -> None:
+    """Another process forgets it after it was listed, or after the first look at its entry."""
+    with memstore.open(tmp_path / "m", spec=small_spec()) as writer, memstore.open(tmp_path / "m", mode="r") as memory:
+        fill(writer.document("old"), memstore_ids(40))
+        fill(writer.document("new"), memstore_ids(80))
+        new, listed, current = writer.document("new").id, memory.documents, Handle.current
+        there = ["old"]
+
+        def late(of: Handle | None = None) -> object:
+            found = listed() if of is None else current(of)
+            if there and (of is None or of.name == "old"):
+                writer.forget(there.pop())
+            return found
+
+        if wanted == "blocks":
+            monkeypatch.setattr(memory, "documents", late)
+            answer = client_of(Inspector(memory)).get(f"/api/documents/{new}/blocks", params={"start": 0, "stop": 1})
+            assert answer.json()["tokens"] == 80
+        else:
+            monkeypatch.setattr(Handle, "current", late)
+            assert traced._numbers(memory)["new"] == new
+        assert not there
+
+
+def test_a_text_is_found_in_its_block_while_the_first_blocks_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = dataclasses.replace(small_spec(), capacity=4)
+    with memstore.open(tmp_path / "m", spec=spec) as writer, memstore.open(tmp_path / "m", mode="r") as memory:
+        fill(writer.document("book"), memstore_ids(4 * BLOCK))
+        client, rows = client_of(Inspector(memory)), data.rows
+
+        def late(document: memstore.Document, wanted: range) -> list[tuple[int, list[int]]]:
+            if len(writer.document("book")) == 4 * BLOCK:
+                fill(writer.document("book"), memstore_ids(2 * BLOCK))
+            return rows(document, wanted)
+
+        monkeypatch.setattr(data, "rows", late)
+        book = writer.document("book").id
+        found = client.get(f"/api/documents/{book}/find", params={"text": f"{3 * BLOCK} {3 * BLOCK + 1}"}).json()
+        assert len(writer.document("book")) == 6 * BLOCK
+        assert [each["block"] for each in found["matches"]] == [3]
 
 
 def test_of_many_documents_the_first_are_listed(tmp_path: Path) -> None:
