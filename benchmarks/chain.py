@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("chain.png"), help="the picture")
     options = parser.parse_args()
     model, tokenizer = load_folder(options.model)
-    model.config._name_or_path = options.model.name  # for the caption
+    model.name_or_path = options.model.name  # for the caption
     filler = Filler(torch.tensor(encode(tokenizer, "\n\n".join(Documents(options.held)))).numpy(), "texts kept aside")
     plan = TaskPlan(task="two-hop", lengths=[options.tokens], samples=1, seed=options.seed)
     ((sample,),) = draw(plan, options.tokens, tokenizer, filler, block_tokens(model))

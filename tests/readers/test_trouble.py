@@ -331,7 +331,8 @@ def test_ctrl_c_leaves_a_memory_that_is_read_on(tmp_path: Path) -> None:
         os.kill(reader.pid, signal.SIGINT)
         _, err = reader.communicate(timeout=60)
     assert err.rstrip().endswith("KeyboardInterrupt"), err
-    assert reader.returncode == -signal.SIGINT
+    # 1 where tabulate is installed: findings/torch_tabulate_interrupt_status.sh.
+    assert reader.returncode in (-signal.SIGINT, 1)
     with memstore.open(folder, mode="r") as memory:
         assert memory.verify() == []
         held = len(memory.document("text"))
