@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 import memstore
 from memstore import ForeignMemory, InvalidArgument, NotFound, Retrieval, UnsupportedModel
 from memstore.readers.caches import CACHE
+from tests.instruct import instruct_model, instruct_tokenizer
 from tests.readers.lists import lists_of
 from tests.readers.models import attach, generate, tiny, tokens
 
@@ -155,6 +156,10 @@ def test_caches_that_cannot_be_used_are_refused() -> None:
     ("text", "message"),
     [
         ([], "the text has no tokens"),
+        (iter([]), "the text has no tokens"),
+        ([[], []], "the text has no tokens"),
+        (None, "a text is a string, tokens, or pieces of tokens, not NoneType"),
+        (Path("text"), "not PosixPath"),
         ([0.5, 1.0], r"integers of shape \[t\]"),
         ("abc", "pass the tokenizer"),
         ([2**70], "integers"),
@@ -170,6 +175,35 @@ def test_texts_that_cannot_be_read_are_named(text: Any, message: str) -> None:
     ):
         attached.read(text)
     assert message
+
+
+def test_a_string_without_tokens_is_no_text() -> None:
+    with memstore.attach(instruct_model(), "ram:", tokenizer=instruct_tokenizer(), document="text", **SIZES) as reader:
+        for read in (reader.read, reader.append):
+            with pytest.raises(InvalidArgument, match="the text has no tokens"):
+                read("")
+
+
+@pytest.mark.parametrize("score", ["a", 1.5, -1])
+def test_a_score_is_a_number_of_tokens(score: Any) -> None:
+    with attach(tiny("llama"), "ram:", **SIZES) as attached, pytest.raises(InvalidArgument, match="score must be"):
+        attached.read(tokens(60), score=score)
+
+
+def test_an_update_that_cannot_be_read_changes_nothing() -> None:
+    model, text = instruct_model(), "Nothing is new today. " * 12
+    with memstore.open("ram:update", spec=_spec(model, instruct_tokenizer())) as memory:
+        options: dict[str, Any] = {"tokenizer": instruct_tokenizer(), "document": "text", **SIZES}
+        with memstore.attach(model, memory, **options) as reader:
+            length = reader.read(text).tokens
+            with pytest.raises(InvalidArgument, match="the text has no tokens"):
+                reader.update("")
+            assert len(reader.document) == length
+        with memstore.attach(model, memory, retrieval=Retrieval(top_k=3), **options) as reader:
+            with pytest.raises(InvalidArgument, match="was begun with top_k=8, now 3"):
+                reader.update(f"{text}More.".replace("is new today. More", "else"))
+            assert len(reader.document) == length
+            assert reader.update("All of it is new.").tokens < length, "nothing of the old text is kept"
 
 
 def test_a_text_of_one_token_is_read_and_answered_from() -> None:
@@ -285,8 +319,8 @@ def test_reading_on_with_other_options_is_refused() -> None:
             attached.read(tokens(120))
 
 
-def _spec(model: PreTrainedModel) -> memstore.MemorySpec:
-    with attach(model, "ram:", **SIZES) as attached:
+def _spec(model: PreTrainedModel, tokenizer: Any = None) -> memstore.MemorySpec:
+    with attach(model, "ram:", tokenizer=tokenizer, **SIZES) as attached:
         return attached.memories[0].spec
 
 
