@@ -303,7 +303,7 @@ class Reader(Attachment):
             max_tokens: most tokens of the answer.
             tell: called with each piece of the answer as it comes.
             trace: keep the retrieved blocks among the memory's traces, for ``memstore trace``.
-            options: options of ``model.generate``; by default the likeliest token is taken.
+            options: options of ``model.generate`` for one row, without beams; by default the likeliest token is taken.
 
         Raises ``InvalidArgument`` without a tokenizer, for a question without words, and if it is too long for the
         model.
