@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memstore.errors import InvalidArgument
+from memstore.errors import InvalidArgument, first_line
 from memstore.memory import Traces
 from memstore.memory.shared import CHAT, owner_of
 from memstore.memory.traces import best_scores, most_weight
@@ -177,10 +177,9 @@ class Template:
         turns = [("user", user), ("assistant", said), ("user", again)]
         try:
             text = _rendered(tokenizer, [*([("system", system)] if system else []), *turns])
-        # Some templates refuse a system prompt. Jinja's errors are not imported here.
-        except Exception as error:
+        except InvalidArgument:  # some templates refuse a system prompt
             if not system:
-                raise InvalidArgument(f"the model's chat template fails: {error}. Ask with raw=True") from error
+                raise
             text = _rendered(tokenizer, [("user", f"{system}\n\n{user}"), *turns[1:]])
         parts = []
         for word in _WORDS:
@@ -212,9 +211,11 @@ class Template:
 def _rendered(tokenizer: Any, turns: Sequence[tuple[str, str]]) -> str:
     messages = [{"role": role, "content": words} for role, words in turns]
     # A model that thinks aloud first is asked not to. Templates that do not know the option ignore it.
-    return str(
-        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-    )
+    options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+    try:
+        return str(tokenizer.apply_chat_template(messages, **options))
+    except Exception as error:  # Jinja's errors are not imported here
+        raise InvalidArgument(f"the chat template fails: {first_line(error)}. Ask with raw=True") from error
 
 
 class AnswerStream:

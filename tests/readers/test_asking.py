@@ -361,6 +361,17 @@ def test_an_answer_takes_the_options_of_generate_for_its_length_and_end(reader: 
     assert answer("one<|end|>two", eos_token_id=letter).text == "one", "the end of the template still counts"
 
 
+@pytest.mark.parametrize("template", ["{{ broken", "{{ raise_exception('no such role') }}"])
+def test_a_template_that_fails_is_told_with_the_remedy(reader: Reader, template: str) -> None:
+    reader.tokenizer.chat_template = template
+    for system in (None, "Be brief."):
+        with pytest.raises(InvalidArgument, match=r"the chat template fails: .*\. Ask with raw=True"):
+            reader.ask("What is new?", system=system, max_tokens=2)
+        with pytest.raises(InvalidArgument, match="the chat template fails"):
+            reader.chat(system=system)
+    assert reader.ask("What is new?", raw=True, max_tokens=2).tokens
+
+
 def test_raw_words_are_gone_on_from(reader: Reader) -> None:
     wanted = reader.generate("Line 30 of", max_new_tokens=5, do_sample=False)[0, len("Line 30 of") :].tolist()
     assert reader.ask("Line 30 of", raw=True, max_tokens=5).tokens == wanted
