@@ -175,8 +175,8 @@ class Reader(Attachment):
         return document
 
     def _check_alone(self) -> None:
-        """Raise ``InvalidArgument`` if there are other ranks: their retrieved blocks are not in one place."""
-        if self.share is not None:
+        """Raise ``InvalidArgument`` if the reader is not open, or has other ranks, whose blocks are in other places."""
+        if self.memories and self.share is not None:
             raise InvalidArgument(
                 "retrieval on several ranks cannot be searched, recorded or asked: use generate, or attach "
                 "without process_group"
@@ -206,9 +206,16 @@ class Reader(Attachment):
         ``options`` and the result belong to ``model.generate``. With ``trace`` the retrieved blocks are written to the
         memory's traces. Raises ``InvalidArgument`` if ``text`` is empty, and for a trace of beams.
         """
+        _ = self.memories  # raises if the reader is not open
         check_options(self.kind, {"query": query, "opening": opening or None})
         if isinstance(text, str):
             text = self.prompt(text)
+        if not isinstance(text, Tensor) or text.dim() != 2 or not text.numel():
+            raise InvalidArgument(
+                "expected the tokens that come next, as a tensor [rows, T], got "
+                f"{list(text.shape) if isinstance(text, Tensor) else type(text).__name__}. To continue right after "
+                "the document, read all but its last token, and pass that token here"
+            )
         with self._choosing(None if query is None else self._query(query)):
             if query is not None and opening and _makes_cache(self.model, options):
                 options |= self._with_opening(text, opening)
@@ -254,11 +261,6 @@ class Reader(Attachment):
         return {}
 
     def _generate(self, text: Tensor, *, trace: bool, **options: Any) -> Any:
-        if text.dim() != 2 or not text.numel():
-            raise InvalidArgument(
-                f"expected the tokens that come next, [rows, T], got {list(text.shape)}. To continue right after "
-                "the document, read all but its last token, and pass that token here"
-            )
         if options.get("assistant_model") is not None or options.get("prompt_lookup_num_tokens") is not None:
             raise InvalidArgument(
                 "assistant_model and prompt_lookup_num_tokens take back drafted tokens, but the blocks retrieved "
@@ -413,8 +415,8 @@ class Reader(Attachment):
         ``layer``: a layer that retrieves. Which layers are possible, and what scores mean, depends on the kind. Raises
         ``InvalidArgument`` and ``DamagedError``.
         """
-        if top_k < 1:
-            raise InvalidArgument(f"top_k must be at least 1, got {top_k}")
+        if type(top_k) is not int or top_k < 1:
+            raise InvalidArgument(f"top_k must be a whole number of at least 1, got {top_k!r}")
         self._check_alone()
         with torch.no_grad(), own_types():
             return self._search(self._query(text), top_k, layer)

@@ -206,6 +206,27 @@ def test_an_update_that_cannot_be_read_changes_nothing() -> None:
             assert reader.update("All of it is new.").tokens < length, "nothing of the old text is kept"
 
 
+@pytest.mark.parametrize("text", [[1, 2, 3], {"input_ids": [[1]]}, torch.tensor([1, 2]), torch.empty(1, 0)])
+def test_a_prompt_is_a_tensor_of_rows(text: Any) -> None:
+    with (
+        attach(tiny("llama"), "ram:", document="text", **SIZES) as attached,
+        pytest.raises(InvalidArgument, match=r"expected the tokens that come next, as a tensor \[rows, T\], got"),
+    ):
+        attached.generate(text)
+
+
+def test_a_reader_that_is_not_open_does_not_answer() -> None:
+    attached = attach(tiny("llama"), "ram:", document="text", **SIZES)
+    for call in (attached.generate, attached.audit, attached.search):
+        with pytest.raises(InvalidArgument, match="this reader is not open"):
+            call(tokens(5)[None])
+    with attached:
+        attached.read(tokens(60))
+    for call in (attached.generate, attached.audit, attached.search):
+        with pytest.raises(InvalidArgument, match="this reader is not open"):
+            call(tokens(5)[None])
+
+
 def test_a_text_of_one_token_is_read_and_answered_from() -> None:
     model = tiny("llama")
     with attach(model, "ram:", document="text", **SIZES) as attached, torch.no_grad():
