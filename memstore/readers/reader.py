@@ -376,7 +376,7 @@ class Reader(Attachment):
         """
         self._check_alone()
         if any(isinstance(observer, Recording) for observer in self.observers):
-            raise InvalidArgument("this reader is already recording: leave that with block first")
+            raise InvalidArgument("this reader is already recording or answering: leave that with block, or wait")
         memory = self.memory
         recorded = (memory.traces if traces is None else traces).record(
             model=memory.model_info().get("name"),
