@@ -138,7 +138,7 @@ class Answer:
     def sources(self, most: int = MAX_SOURCES) -> list[Passage]:
         """Return the ``most`` blocks that matter most for the answer: quoted ones, best first, then by attention.
 
-        Call it while the memory is open.
+        Call it while the memory is open. Documents whose name is in several of the attached memories are left out.
         """
         words = f"{self.question}\n{self.text}"
         return written_with(self.reader, self.used, self.scores, words, quoted=self.quoted, most=most)
