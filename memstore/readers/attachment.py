@@ -37,7 +37,7 @@ from memstore.errors import (
 from memstore.memory import Document, Fingerprint, Memory, MemorySpec, open_memory
 from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.memory import check_same
-from memstore.memory.urls import Mode
+from memstore.memory.urls import Mode, folder
 from memstore.progress import progress_bar
 from memstore.readers.fingerprint import dividing
 from memstore.readers.kinds import KINDS, Kind, Retrieval, encode
@@ -583,6 +583,10 @@ def _places(memory: object) -> list[Place]:
     places = [each for each in given if isinstance(each, (str, Path, Memory))]
     if not places or len(places) < len(given):
         raise InvalidArgument(f"attach needs a memory, its path, or several of them; got {memory!r}")
+    urls = [each.url if isinstance(each, Memory) else str(each) for each in places]
+    named = [(folder(url) or Path(url)).resolve() for url in urls if url != "ram:"]
+    if len({*named}) < len(named) or len({*map(id, places)}) < len(places):
+        raise InvalidArgument(f"attach got the same memory twice: pass each of {', '.join(urls)} once")
     return places
 
 

@@ -227,6 +227,19 @@ def test_a_reader_that_is_not_open_does_not_answer() -> None:
             call(tokens(5)[None])
 
 
+def test_a_memory_is_attached_once(tmp_path: Path) -> None:
+    model, path = tiny("llama"), tmp_path / "m"
+    with attach(model, path, document="text", **SIZES) as attached:
+        attached.read(tokens(60))
+    beside = tmp_path / "other" / ".." / "m"
+    with memstore.open(path, mode="r") as memory, memstore.open("ram:", spec=memory.spec) as other:
+        for twice in ([memory, memory], [path, memory], [str(path), beside], [memory, other, other]):
+            with pytest.raises(InvalidArgument, match="attach got the same memory twice"):
+                attach(model, twice, mode="r", **SIZES)
+        with memstore.open("ram:", spec=memory.spec) as another, attach(model, [memory, other, another]) as attached:
+            assert len(attached.memories) == 3
+
+
 def test_a_text_of_one_token_is_read_and_answered_from() -> None:
     model = tiny("llama")
     with attach(model, "ram:", document="text", **SIZES) as attached, torch.no_grad():
