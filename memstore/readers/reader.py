@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from pkgutil import resolve_name
@@ -132,6 +132,18 @@ def attach(
         "process_group": process_group,
     }
     check_options(kind, given)
+    checks: tuple[tuple[str, Any, Any, str], ...] = (
+        ("document", document, Iterable | None, "a name, or several names"),
+        ("retrieval", retrieval, Retrieval | None, "a memstore.Retrieval"),
+        ("tokenizer", tokenizer, Callable | None, "a tokenizer of transformers"),
+        ("index", index, str, "a name such as 'exact'"),
+        ("router", router, str | Path | None, "the path of a file"),
+        ("segment_blocks", segment_blocks, int | None, "a whole number"),
+        ("capacity", capacity, int | None, "a whole number"),
+    )
+    for name, value, types, wanted in checks:
+        if not isinstance(value, types):
+            raise InvalidArgument(f"{name} must be {wanted}, got {value!r}: pass another value, or leave it out")
     reader: Reader = kind.reader_class()(
         model,
         memory,

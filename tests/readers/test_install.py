@@ -106,6 +106,14 @@ def test_a_model_without_the_attention_interface_is_refused(name: str) -> None:
         ({"segment": 0}, "segment must be a multiple of the block size 16 and at least 16, got 0"),
         ({"block_size": 0}, "block_size must be a whole number of at least 1, got 0"),
         ({"routing_layers": (9,)}, "layers from 0 to 3"),
+        ({"routing_layers": (1.0,)}, r"ascending layers from 0 to 3, got \(1.0,\)"),
+        ({"routing_layers": 1}, "ascending layers from 0 to 3, got 1"),
+        ({"routing_layers": "x"}, "ascending layers from 0 to 3, got 'x'"),
+        ({"retrieval": 8}, "retrieval must be a memstore.Retrieval, got 8"),
+        ({"index": None}, "index must be a name such as 'exact', got None"),
+        ({"tokenizer": "x"}, "tokenizer must be a tokenizer of transformers, got 'x'"),
+        ({"document": 5}, "document must be a name, or several names, got 5"),
+        ({"router": 5}, "router must be the path of a file, got 5"),
     ],
 )
 def test_sizes_that_do_not_fit_are_named(options: dict[str, Any], message: str) -> None:
@@ -238,6 +246,13 @@ def test_a_memory_is_attached_once(tmp_path: Path) -> None:
                 attach(model, twice, mode="r", **SIZES)
         with memstore.open("ram:", spec=memory.spec) as another, attach(model, [memory, other, another]) as attached:
             assert len(attached.memories) == 3
+
+
+def test_weights_that_are_not_numbers_are_told_as_such() -> None:
+    model: Any = tiny("llama")
+    model.model.layers[1].self_attn.k_proj.weight.data.fill_(float("nan"))
+    with pytest.raises(UnsupportedModel, match="layer 1 gives NaN or infinity"):
+        attach(model, "ram:")
 
 
 def test_a_text_of_one_token_is_read_and_answered_from() -> None:
