@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memstore.errors import InvalidArgument
+from memstore.errors import InvalidArgument, first_line
 from memstore.memory import Traces
 from memstore.memory.shared import CHAT, owner_of
 from memstore.memory.traces import best_scores, most_weight
@@ -138,7 +138,7 @@ class Answer:
     def sources(self, most: int = MAX_SOURCES) -> list[Passage]:
         """Return the ``most`` blocks that matter most for the answer: quoted ones, best first, then by attention.
 
-        Call it while the memory is open.
+        Call it while the memory is open. Documents whose name is in several of the attached memories are left out.
         """
         words = f"{self.question}\n{self.text}"
         return written_with(self.reader, self.used, self.scores, words, quoted=self.quoted, most=most)
@@ -177,10 +177,9 @@ class Template:
         turns = [("user", user), ("assistant", said), ("user", again)]
         try:
             text = _rendered(tokenizer, [*([("system", system)] if system else []), *turns])
-        # Some templates refuse a system prompt. Jinja's errors are not imported here.
-        except Exception as error:
+        except InvalidArgument:  # some templates refuse a system prompt
             if not system:
-                raise InvalidArgument(f"the model's chat template fails: {error}. Ask with raw=True") from error
+                raise
             text = _rendered(tokenizer, [("user", f"{system}\n\n{user}"), *turns[1:]])
         parts = []
         for word in _WORDS:
@@ -212,9 +211,11 @@ class Template:
 def _rendered(tokenizer: Any, turns: Sequence[tuple[str, str]]) -> str:
     messages = [{"role": role, "content": words} for role, words in turns]
     # A model that thinks aloud first is asked not to. Templates that do not know the option ignore it.
-    return str(
-        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
-    )
+    options = {"tokenize": False, "add_generation_prompt": True, "enable_thinking": False}
+    try:
+        return str(tokenizer.apply_chat_template(messages, **options))
+    except Exception as error:  # Jinja's errors are not imported here
+        raise InvalidArgument(f"the chat template fails: {first_line(error)}. Ask with raw=True") from error
 
 
 class AnswerStream:
@@ -303,16 +304,12 @@ class AnswerStream:
     def _tell_more(self, *, held: bool) -> None:
         text = self.text
         # A character may take several tokens. Text that could begin the end mark is held back until that is clear.
-        begins = any(_begins(text, stop) for stop in self._stops)
+        begins = any(text.endswith(stop[:n]) for stop in self._stops for n in range(1, len(stop)))
         if held and (begins or text.endswith("\ufffd") or not (self._decided or self._thinks)):
             return
         if self._tell is not None and text.startswith(self._told) and len(text) > len(self._told):
             self._tell(text[len(self._told) :])
         self._told = text
-
-
-def _begins(text: str, stop: str) -> bool:
-    return any(text.endswith(stop[:n]) for n in range(1, len(stop)))
 
 
 def loops(tokens: Sequence[int]) -> bool:
@@ -341,6 +338,8 @@ CHARACTERS = 32
 """Most characters of a token on average. Longer questions are refused before they are tokenized."""
 MOST_ASKED = 8192
 """Most tokens of a question, for a model that states no limit."""
+NOT_TAKEN = ("generation_config", "max_length", "streamer", "inputs", "input_ids", "return_dict_in_generate")
+"""Options of ``model.generate`` that an answer does not take, besides those for several rows."""
 
 
 def fill_template(tokenizer: Any, frame: Template, words: str, before: str) -> Prompt:
@@ -457,6 +456,14 @@ def check_asked(model: Any, tokens: int) -> None:
         raise InvalidArgument(f"a query has at most {most:,} tokens here, got {tokens:,}: search with a shorter text")
 
 
+def check_answered(options: Mapping[str, Any]) -> None:
+    """Raise ``InvalidArgument`` for options of ``model.generate`` that an answer does not take."""
+    for name in (*NOT_TAKEN, "num_beams", "num_return_sequences"):
+        value = options.get(name)
+        if value is not None and value is not False and (type(value) is not int or value != 1):
+            raise InvalidArgument(f"an answer takes no {name}: use max_tokens, tell or single options, or generate()")
+
+
 def generate_answer(
     reader: Reader,
     question: str,
@@ -474,27 +481,30 @@ def generate_answer(
 
     ``said``: the turns of user and model before the question. ``session``: the document of the conversation.
     """
+    check_answered(options)
+    options = {"do_sample": False, "max_new_tokens": max_tokens, "tokenizer": reader.tokenizer, **options}
+    max_tokens = options["max_new_tokens"]
     if reason := too_long(reader.model, len(prompt.tokens), max_tokens):
         raise InvalidArgument(f"{reason}: ask a shorter question, or read long texts into the memory")
     memory = reader.memory
     begun = time.perf_counter()
-    options = {"do_sample": False, **options}
+    own = options.get("eos_token_id")
+    teller.ends += torch.as_tensor([] if own is None else own).flatten().tolist()
     quoted, asked, lacking = list[tuple[str, int]](), prompt, None
-    if teller.frame is not None:
-        if reader.takes_questions:
-            options["query"] = [*said, question]  # not the template around it, which is the same for all questions
-            opening = teller.frame.controls(reader.tokenizer, teller.frame.opening)
-            if prompt.tokens[: len(opening)] == opening:  # false when a conversation continues
-                options["opening"] = len(opening)
-            if reader.quoted_blocks:
-                looked_up, exchange = question_in(reader.tokenizer, options["query"])
-                best, text = quotes(reader, options["query"], " ".join((looked_up, *exchange)), session=session)
-                longer = replace(prompt, words=[*encode(reader.tokenizer, text), *prompt.words])
-                if best and not too_long(reader.model, len(longer.tokens), max_tokens):
-                    quoted, prompt = best, longer
-                    if not any(exchange) and len(looked_up.split()) <= LONG:  # else a text without a question
-                        lacking = absent(looked_up, text)
-        options["eos_token_id"] = teller.ends or None
+    if teller.frame is not None and reader.takes_questions:
+        options["query"] = [*said, question]  # not the template around it, which is the same for all questions
+        opening = teller.frame.controls(reader.tokenizer, teller.frame.opening)
+        if prompt.tokens[: len(opening)] == opening:  # false when a conversation continues
+            options["opening"] = len(opening)
+        if reader.quoted_blocks:
+            looked_up, exchange = question_in(reader.tokenizer, options["query"])
+            best, text = quotes(reader, options["query"], " ".join((looked_up, *exchange)), session=session)
+            longer = replace(prompt, words=[*encode(reader.tokenizer, text), *prompt.words])
+            if best and not too_long(reader.model, len(longer.tokens), max_tokens):
+                quoted, prompt = best, longer
+                if not any(exchange) and len(looked_up.split()) <= LONG:  # else a text without a question
+                    lacking = absent(looked_up, text)
+    options["eos_token_id"] = teller.ends or None
     options["stopping_criteria"] = [*(options.get("stopping_criteria") or []), teller.over]
     traces = memory.traces if trace else Traces(None, memory.url)
     # A trace holds the numbers of quoted blocks, not their text: it would survive when the blocks are forgotten.
@@ -506,7 +516,7 @@ def generate_answer(
         reader.record(question=question, traces=traces, **info) as recorder,
     ):
         recorder.describe(prompt=asked.tokens)
-        made = reader.generate(ids, max_new_tokens=max_tokens, streamer=teller, **options)[0, ids.shape[1] :]
+        made = reader.generate(ids, streamer=teller, **options)[0, ids.shape[1] :]
         recorder.close(made.tolist())
     steps = traces.get(recorder.number).steps()
     return Answer(
@@ -585,6 +595,7 @@ class Conversation:
         If it is interrupted, the tokens of the answer so far are kept.
         """
         check_text("the message", words)
+        check_answered(options)  # before anything is stored
         self.turns = self._kept()  # another process may have forgotten the session
         self._complete()
         asked, start, said = self._framed(words), self._tokens, [turn.text for turn in self.turns[-2:]]

@@ -9,6 +9,7 @@ says what it stores (``spec``), how its model sees the memory (``_install``), an
 from __future__ import annotations
 
 import ctypes
+import re
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -37,7 +38,7 @@ from memstore.errors import (
 from memstore.memory import Document, Fingerprint, Memory, MemorySpec, open_memory
 from memstore.memory.append import Tokens, as_tokens
 from memstore.memory.memory import check_same
-from memstore.memory.urls import Mode
+from memstore.memory.urls import Mode, folder
 from memstore.progress import progress_bar
 from memstore.readers.fingerprint import dividing
 from memstore.readers.kinds import KINDS, Kind, Retrieval, encode
@@ -54,6 +55,7 @@ COMPARED = 1 << 16
 """Stored tokens that are held in memory at once while a text is compared with them."""
 Chunks = Tokens | Iterable[Tokens]
 """Token ids, or consecutive pieces of them."""
+NO_TOKENS = "the text has no tokens: pass a text that is not empty"
 S = TypeVar("S")
 M = TypeVar("M")
 
@@ -351,8 +353,8 @@ class Attachment(ABC):
         """
         check_options(self.kind, {"score": score or None, "retrieve": retrieve})
         tokens = self._given(text)
-        if score is not None and score < 0:
-            raise InvalidArgument(f"score must be a number of tokens from 0 on, got {score}")
+        if score is not None and (type(score) is not int or score < 0):
+            raise InvalidArgument(f"score must be a number of tokens from 0 on, got {score!r}")
         if score and not isinstance(tokens, Tensor):
             raise InvalidArgument("score needs the whole text: pass all its tokens in one call")
         target, retrieving = self._target(document), retrieve is None or retrieve
@@ -398,7 +400,9 @@ class Attachment(ABC):
         if target.id is not None and not target.blocks.start:
             common = common_tokens(target, tokens)
             if common < len(target):
-                target.truncate(common // size // self._step * self._step)
+                if kept := common // size // self._step * self._step:  # checked before anything is removed
+                    self._check_reading(target, self._reading(retrieve=True))
+                target.truncate(kept)
         return self.read(tokens, target.name, progress=progress)
 
     def append(self, text: str | Chunks, document: str | None = None, *, progress: bool = False) -> ReadResult:
@@ -426,22 +430,26 @@ class Attachment(ABC):
     def _given(self, text: str | Chunks) -> Tensor | Iterable[Tokens]:
         """Return a text as token ids ``[n]`` int32, or its pieces as they are."""
         if isinstance(text, str):
-            return self._checked(as_tokens(self._encoded(text)))
-        if not is_flat(text):
+            text = self._encoded(text)
+        elif not isinstance(text, Iterable):
+            raise InvalidArgument(f"a text is a string, tokens, or pieces of tokens, not {type(text).__name__}")
+        elif not is_flat(text):
             return text  # type: ignore[return-value]  # pieces
         if isinstance(text, Tensor) and text.dim() == 2 and len(text) == 1:
             text = text[0]
         tokens = self._checked(as_tokens(text))  # type: ignore[arg-type]  # it raises for anything else
         if not len(tokens):
-            raise InvalidArgument("the text has no tokens: pass a text that is not empty")
+            raise InvalidArgument(NO_TOKENS)
         return tokens
 
     def _pieces(self, tokens: Tensor | Iterable[Tokens]) -> Iterator[Tensor]:
-        if isinstance(tokens, Tensor):
-            yield tokens
-            return
-        for piece in tokens:
-            yield self._checked(as_tokens(piece))
+        found = 0
+        for piece in [tokens] if isinstance(tokens, Tensor) else tokens:
+            ids = self._checked(as_tokens(piece))
+            found += len(ids)
+            yield ids
+        if not found:
+            raise InvalidArgument(NO_TOKENS)
 
     def _encoded(self, text: str) -> list[int]:
         if self.tokenizer is None:
@@ -561,7 +569,8 @@ def check_options(kind: Kind, given: Mapping[str, Any]) -> None:
     """Raise ``InvalidArgument`` for options of ``attach`` that this ``kind`` does not take."""
     for name, value in given.items():
         if value is not None and not kind.takes(name):
-            wanted = " and ".join(f"{each.name}s" for each in KINDS if each.takes(name))
+            names = (re.sub("$|(?= with )", "s", each.name, count=1) for each in KINDS if each.takes(name))
+            wanted = " and ".join(names).replace("its", "their")
             raise InvalidArgument(f"{name} is for {wanted}, not for a {kind.name}: leave it out")
 
 
@@ -576,6 +585,10 @@ def _places(memory: object) -> list[Place]:
     places = [each for each in given if isinstance(each, (str, Path, Memory))]
     if not places or len(places) < len(given):
         raise InvalidArgument(f"attach needs a memory, its path, or several of them; got {memory!r}")
+    urls = [each.url if isinstance(each, Memory) else str(each) for each in places]
+    named = [(folder(url) or Path(url)).resolve() for url in urls if url != "ram:"]
+    if len({*named}) < len(named) or len({*map(id, places)}) < len(places):
+        raise InvalidArgument(f"attach got the same memory twice: pass each of {', '.join(urls)} once")
     return places
 
 

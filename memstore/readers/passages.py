@@ -89,13 +89,12 @@ class Passage:
 
 
 def stored(memories: Sequence[Memory], name: str) -> Document | None:
-    """Return the document ``name`` of the first of ``memories`` that has it, or None."""
+    """Return the document ``name``, or None if none of ``memories`` has it, or several have one of this name."""
+    found: list[Document] = []
     for memory in memories:
         with suppress(NotFound):
-            document = memory.document(name)
-            if document.id is not None:
-                return document
-    return None
+            found += [document] if (document := memory.document(name)).id is not None else []
+    return found[0] if len(found) == 1 else None
 
 
 def quotes(
@@ -110,18 +109,16 @@ def quotes(
     a document that is seen beside them, is not quoted. Nor are blocks that cannot be read, or documents whose name is
     in several memories.
     """
-    most, own = reader.quoted_blocks, None if session is None else stored(reader.memories, session)
+    most, own = reader.quoted_blocks, None if session is None else stored([reader.memory], session)
     candidates = max(most, CANDIDATES) if reader.retrieval.words else most
     try:
         found = reader.search(said, candidates + (0 if own is None else len(own.blocks)))
     except DamagedError:  # the answer may not need it; if it does, the answer raises
         return [], ""
-    words, holders = {*asked_words(about)}, {}
+    words = {*asked_words(about)}
     found = [match for match in found if match.document != session][:candidates]
-    for name in {match.document for match in found}:
-        having = [document for memory in reader.memories if (document := stored([memory], name))]
-        if len(having) == 1:
-            holders[name] = having[0]
+    named = {match.document for match in found}
+    holders = {name: document for name in named if (document := stored(reader.memories, name))}
 
     @cache
     def paragraphs(name: str, *blocks: int) -> list[tuple[list[int], str]]:
@@ -290,9 +287,10 @@ def unsupported(reader: Reader, places: Iterable[tuple[str, int]], question: str
     """
     known = _stems(question)
     for name, block in places:
-        with suppress(DamagedError):  # damaged since it was attended to
-            if document := stored(reader.memories, name):
-                known |= _stems(_Surroundings.of(reader.tokenizer, document, block).text)
+        for memory in reader.memories:
+            with suppress(DamagedError, NotFound):  # damaged since, or a block of another document of this name
+                if document := stored([memory], name):
+                    known |= _stems(_Surroundings.of(reader.tokenizer, document, block).text)
     words = dict.fromkeys(words_of(unicodedata.normalize("NFC", answer)))
     return [word for word in words if word not in FUNCTION_WORDS and _stem(word) not in known]
 
@@ -325,6 +323,7 @@ def _stem(word: str) -> str:
 def passages(reader: Reader, matches: Sequence[Match], words: str) -> list[Passage]:
     """Return the passages of blocks found with ``words``, without blocks that have left the memories.
 
+    Blocks of a document are left out if several memories have one of its name: nothing tells which one was found.
     The words of question and answer choose the excerpt of each block. If several sentences fit equally well, the first
     is taken. If none has any of the words, the excerpt is the beginning of the block.
     """

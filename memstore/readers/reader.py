@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from pkgutil import resolve_name
@@ -132,6 +132,18 @@ def attach(
         "process_group": process_group,
     }
     check_options(kind, given)
+    checks: tuple[tuple[str, Any, Any, str], ...] = (
+        ("document", document, Iterable | None, "a name, or several names"),
+        ("retrieval", retrieval, Retrieval | None, "a memstore.Retrieval"),
+        ("tokenizer", tokenizer, Callable | None, "a tokenizer of transformers"),
+        ("index", index, str, "a name such as 'exact'"),
+        ("router", router, str | Path | None, "the path of a file"),
+        ("segment_blocks", segment_blocks, int | None, "a whole number"),
+        ("capacity", capacity, int | None, "a whole number"),
+    )
+    for name, value, types, wanted in checks:
+        if not isinstance(value, types):
+            raise InvalidArgument(f"{name} must be {wanted}, got {value!r}: pass another value, or leave it out")
     reader: Reader = kind.reader_class()(
         model,
         memory,
@@ -175,8 +187,8 @@ class Reader(Attachment):
         return document
 
     def _check_alone(self) -> None:
-        """Raise ``InvalidArgument`` if there are other ranks: their retrieved blocks are not in one place."""
-        if self.share is not None:
+        """Raise ``InvalidArgument`` if the reader is not open, or has other ranks, whose blocks are in other places."""
+        if self.memories and self.share is not None:
             raise InvalidArgument(
                 "retrieval on several ranks cannot be searched, recorded or asked: use generate, or attach "
                 "without process_group"
@@ -206,9 +218,16 @@ class Reader(Attachment):
         ``options`` and the result belong to ``model.generate``. With ``trace`` the retrieved blocks are written to the
         memory's traces. Raises ``InvalidArgument`` if ``text`` is empty, and for a trace of beams.
         """
+        _ = self.memories  # raises if the reader is not open
         check_options(self.kind, {"query": query, "opening": opening or None})
         if isinstance(text, str):
             text = self.prompt(text)
+        if not isinstance(text, Tensor) or text.dim() != 2 or not text.numel():
+            raise InvalidArgument(
+                "expected the tokens that come next, as a tensor [rows, T], got "
+                f"{list(text.shape) if isinstance(text, Tensor) else type(text).__name__}. To continue right after "
+                "the document, read all but its last token, and pass that token here"
+            )
         with self._choosing(None if query is None else self._query(query)):
             if query is not None and opening and _makes_cache(self.model, options):
                 options |= self._with_opening(text, opening)
@@ -254,11 +273,6 @@ class Reader(Attachment):
         return {}
 
     def _generate(self, text: Tensor, *, trace: bool, **options: Any) -> Any:
-        if text.dim() != 2 or not text.numel():
-            raise InvalidArgument(
-                f"expected the tokens that come next, [rows, T], got {list(text.shape)}. To continue right after "
-                "the document, read all but its last token, and pass that token here"
-            )
         if options.get("assistant_model") is not None or options.get("prompt_lookup_num_tokens") is not None:
             raise InvalidArgument(
                 "assistant_model and prompt_lookup_num_tokens take back drafted tokens, but the blocks retrieved "
@@ -303,7 +317,7 @@ class Reader(Attachment):
             max_tokens: most tokens of the answer.
             tell: called with each piece of the answer as it comes.
             trace: keep the retrieved blocks among the memory's traces, for ``memstore trace``.
-            options: options of ``model.generate``; by default the likeliest token is taken.
+            options: options of ``model.generate`` for one row, without beams; by default the likeliest token is taken.
 
         Raises ``InvalidArgument`` without a tokenizer, for a question without words, and if it is too long for the
         model.
@@ -374,7 +388,7 @@ class Reader(Attachment):
         """
         self._check_alone()
         if any(isinstance(observer, Recording) for observer in self.observers):
-            raise InvalidArgument("this reader is already recording: leave that with block first")
+            raise InvalidArgument("this reader is already recording or answering: leave that with block, or wait")
         memory = self.memory
         recorded = (memory.traces if traces is None else traces).record(
             model=memory.model_info().get("name"),
@@ -413,8 +427,8 @@ class Reader(Attachment):
         ``layer``: a layer that retrieves. Which layers are possible, and what scores mean, depends on the kind. Raises
         ``InvalidArgument`` and ``DamagedError``.
         """
-        if top_k < 1:
-            raise InvalidArgument(f"top_k must be at least 1, got {top_k}")
+        if type(top_k) is not int or top_k < 1:
+            raise InvalidArgument(f"top_k must be a whole number of at least 1, got {top_k!r}")
         self._check_alone()
         with torch.no_grad(), own_types():
             return self._search(self._query(text), top_k, layer)

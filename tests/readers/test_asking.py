@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import GenerationConfig
 
 import memstore
 from memstore.errors import InvalidArgument
 from memstore.memory.search import Match
-from memstore.readers.asking import loops, question_in, refers, wanted_in
+from memstore.readers.asking import Answer, loops, question_in, refers, wanted_in
 from memstore.readers.passages import Passage, passages
 from memstore.readers.reader import Reader
 from tests.eval.drts import byte_tokenizer
@@ -322,6 +324,52 @@ def test_a_frame_around_a_question_finds_the_same(reader: Reader) -> None:
     for text in (template, f"Question: {question}\nAnswer:", f"{'We stayed at home. ' * 20}{question}"):
         assert reader.search(text) == wanted
         assert reader.search(reader.tokenizer(text).input_ids) != wanted, "tokens are taken as they are"
+
+
+REFUSED: dict[str, Any] = {
+    "num_return_sequences": 2,
+    "num_beams": 2,
+    "max_length": 25,
+    "generation_config": GenerationConfig(max_new_tokens=3),
+    "streamer": object(),
+    "return_dict_in_generate": True,
+    "inputs": torch.tensor([[1, 2]]),
+    "input_ids": torch.tensor([[1, 2]]),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_options_for_something_other_than_one_answer_are_refused(reader: Reader, name: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"an answer takes no {name}: use max_tokens"):
+        reader.ask("What is new?", do_sample=True, **{name: REFUSED[name]})
+    with pytest.raises(InvalidArgument, match=f"an answer takes no {name}: use max_tokens"):
+        reader.chat().say("What is new?", do_sample=True, **{name: REFUSED[name]})
+
+
+def test_an_answer_takes_the_options_of_generate_for_its_length_and_end(reader: Reader) -> None:
+    def answer(text: str = "one two three<|end|>", **options: Any) -> Answer:
+        said = saying(reader.tokenizer, text)
+        return reader.ask("What is new?", logits_processor=said, num_beams=1, **options)
+
+    assert answer(max_new_tokens=2).text == "on"
+    assert answer(stop_strings=["two"]).text == "one two"
+    (letter,) = reader.tokenizer("w", add_special_tokens=False).input_ids
+    for raw in (False, True):
+        for ends in (letter, [letter], torch.tensor([letter])):
+            made = answer(raw=raw, eos_token_id=ends)
+            assert (made.text, made.ended) == ("one t", True)
+    assert answer("one<|end|>two", eos_token_id=letter).text == "one", "the end of the template still counts"
+
+
+@pytest.mark.parametrize("template", ["{{ broken", "{{ raise_exception('no such role') }}"])
+def test_a_template_that_fails_is_told_with_the_remedy(reader: Reader, template: str) -> None:
+    reader.tokenizer.chat_template = template
+    for system in (None, "Be brief."):
+        with pytest.raises(InvalidArgument, match=r"the chat template fails: .*\. Ask with raw=True"):
+            reader.ask("What is new?", system=system, max_tokens=2)
+        with pytest.raises(InvalidArgument, match="the chat template fails"):
+            reader.chat(system=system)
+    assert reader.ask("What is new?", raw=True, max_tokens=2).tokens
 
 
 def test_raw_words_are_gone_on_from(reader: Reader) -> None:

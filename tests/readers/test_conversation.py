@@ -126,6 +126,14 @@ def test_words_are_stored_before_they_are_answered(tmp_path: Path, monkeypatch: 
         assert said(reader) == f"{OPENING}{unanswered}<|user|>And now?<|end|>\n<|assistant|>Yes."
 
 
+def test_an_option_that_is_refused_leaves_nothing_in_the_conversation(tmp_path: Path) -> None:
+    with attached(tmp_path / "m") as reader:
+        conversation = reader.chat("today")
+        with pytest.raises(InvalidArgument, match="an answer takes no num_beams"):
+            conversation.say("Hello.", num_beams=2)
+        assert conversation.turns == reader.chat("today").turns == []
+
+
 def test_the_last_exchange_can_be_taken_back(tmp_path: Path) -> None:
     with attached(tmp_path / "m") as reader:
         say(reader, "I am Ada, and I have a lot to say about myself.", "Hello.")

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 import memstore
 from memstore import ForeignMemory, InvalidArgument, NotFound, Retrieval, UnsupportedModel
 from memstore.readers.caches import CACHE
+from tests.instruct import instruct_model, instruct_tokenizer
 from tests.readers.lists import lists_of
 from tests.readers.models import attach, generate, tiny, tokens
 
@@ -105,6 +106,14 @@ def test_a_model_without_the_attention_interface_is_refused(name: str) -> None:
         ({"segment": 0}, "segment must be a multiple of the block size 16 and at least 16, got 0"),
         ({"block_size": 0}, "block_size must be a whole number of at least 1, got 0"),
         ({"routing_layers": (9,)}, "layers from 0 to 3"),
+        ({"routing_layers": (1.0,)}, r"ascending layers from 0 to 3, got \(1.0,\)"),
+        ({"routing_layers": 1}, "ascending layers from 0 to 3, got 1"),
+        ({"routing_layers": "x"}, "ascending layers from 0 to 3, got 'x'"),
+        ({"retrieval": 8}, "retrieval must be a memstore.Retrieval, got 8"),
+        ({"index": None}, "index must be a name such as 'exact', got None"),
+        ({"tokenizer": "x"}, "tokenizer must be a tokenizer of transformers, got 'x'"),
+        ({"document": 5}, "document must be a name, or several names, got 5"),
+        ({"router": 5}, "router must be the path of a file, got 5"),
     ],
 )
 def test_sizes_that_do_not_fit_are_named(options: dict[str, Any], message: str) -> None:
@@ -155,6 +164,10 @@ def test_caches_that_cannot_be_used_are_refused() -> None:
     ("text", "message"),
     [
         ([], "the text has no tokens"),
+        (iter([]), "the text has no tokens"),
+        ([[], []], "the text has no tokens"),
+        (None, "a text is a string, tokens, or pieces of tokens, not NoneType"),
+        (Path("text"), "not PosixPath"),
         ([0.5, 1.0], r"integers of shape \[t\]"),
         ("abc", "pass the tokenizer"),
         ([2**70], "integers"),
@@ -170,6 +183,76 @@ def test_texts_that_cannot_be_read_are_named(text: Any, message: str) -> None:
     ):
         attached.read(text)
     assert message
+
+
+def test_a_string_without_tokens_is_no_text() -> None:
+    with memstore.attach(instruct_model(), "ram:", tokenizer=instruct_tokenizer(), document="text", **SIZES) as reader:
+        for read in (reader.read, reader.append):
+            with pytest.raises(InvalidArgument, match="the text has no tokens"):
+                read("")
+
+
+@pytest.mark.parametrize("score", ["a", 1.5, -1])
+def test_a_score_is_a_number_of_tokens(score: Any) -> None:
+    with attach(tiny("llama"), "ram:", **SIZES) as attached, pytest.raises(InvalidArgument, match="score must be"):
+        attached.read(tokens(60), score=score)
+
+
+def test_an_update_that_cannot_be_read_changes_nothing() -> None:
+    model, text = instruct_model(), "Nothing is new today. " * 12
+    with memstore.open("ram:update", spec=_spec(model, instruct_tokenizer())) as memory:
+        options: dict[str, Any] = {"tokenizer": instruct_tokenizer(), "document": "text", **SIZES}
+        with memstore.attach(model, memory, **options) as reader:
+            length = reader.read(text).tokens
+            with pytest.raises(InvalidArgument, match="the text has no tokens"):
+                reader.update("")
+            assert len(reader.document) == length
+        with memstore.attach(model, memory, retrieval=Retrieval(top_k=3), **options) as reader:
+            with pytest.raises(InvalidArgument, match="was begun with top_k=8, now 3"):
+                reader.update(f"{text}More.".replace("is new today. More", "else"))
+            assert len(reader.document) == length
+            assert reader.update("All of it is new.").tokens < length, "nothing of the old text is kept"
+
+
+@pytest.mark.parametrize("text", [[1, 2, 3], {"input_ids": [[1]]}, torch.tensor([1, 2]), torch.empty(1, 0)])
+def test_a_prompt_is_a_tensor_of_rows(text: Any) -> None:
+    with (
+        attach(tiny("llama"), "ram:", document="text", **SIZES) as attached,
+        pytest.raises(InvalidArgument, match=r"expected the tokens that come next, as a tensor \[rows, T\], got"),
+    ):
+        attached.generate(text)
+
+
+def test_a_reader_that_is_not_open_does_not_answer() -> None:
+    attached = attach(tiny("llama"), "ram:", document="text", **SIZES)
+    for call in (attached.generate, attached.audit, attached.search):
+        with pytest.raises(InvalidArgument, match="this reader is not open"):
+            call(tokens(5)[None])
+    with attached:
+        attached.read(tokens(60))
+    for call in (attached.generate, attached.audit, attached.search):
+        with pytest.raises(InvalidArgument, match="this reader is not open"):
+            call(tokens(5)[None])
+
+
+def test_a_memory_is_attached_once(tmp_path: Path) -> None:
+    model, path = tiny("llama"), tmp_path / "m"
+    with attach(model, path, document="text", **SIZES) as attached:
+        attached.read(tokens(60))
+    beside = tmp_path / "other" / ".." / "m"
+    with memstore.open(path, mode="r") as memory, memstore.open("ram:", spec=memory.spec) as other:
+        for twice in ([memory, memory], [path, memory], [str(path), beside], [memory, other, other]):
+            with pytest.raises(InvalidArgument, match="attach got the same memory twice"):
+                attach(model, twice, mode="r", **SIZES)
+        with memstore.open("ram:", spec=memory.spec) as another, attach(model, [memory, other, another]) as attached:
+            assert len(attached.memories) == 3
+
+
+def test_weights_that_are_not_numbers_are_told_as_such() -> None:
+    model: Any = tiny("llama")
+    model.model.layers[1].self_attn.k_proj.weight.data.fill_(float("nan"))
+    with pytest.raises(UnsupportedModel, match="layer 1 gives NaN or infinity"):
+        attach(model, "ram:")
 
 
 def test_a_text_of_one_token_is_read_and_answered_from() -> None:
@@ -285,8 +368,8 @@ def test_reading_on_with_other_options_is_refused() -> None:
             attached.read(tokens(120))
 
 
-def _spec(model: PreTrainedModel) -> memstore.MemorySpec:
-    with attach(model, "ram:", **SIZES) as attached:
+def _spec(model: PreTrainedModel, tokenizer: Any = None) -> memstore.MemorySpec:
+    with attach(model, "ram:", tokenizer=tokenizer, **SIZES) as attached:
         return attached.memories[0].spec
 
 

@@ -17,7 +17,8 @@ from examples.knn_lm.kind import KNN_LM
 from examples.knn_lm.modeling import KNNLMConfig, KNNLMForCausalLM
 from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.readers import kinds
-from memstore.readers.kinds import STOCK, kind_in, kind_of
+from memstore.readers.attachment import check_options
+from memstore.readers.kinds import DRT, STOCK, kind_in, kind_of
 from memstore.readers.observer import Recording
 from memstore.testing.readers import ReaderTests
 from memstore.tools.models import load_model
@@ -78,6 +79,13 @@ def test_a_kind_is_found_by_what_its_configuration_is_called(tmp_path: Path) -> 
 def test_a_kind_takes_the_options_that_it_names() -> None:
     with pytest.raises(InvalidArgument, match="sink is for stock models, not for a kNN-LM"):
         memstore.attach(knn_lm(), "ram:", sink=4)
+
+
+def test_a_refusal_names_the_kinds_that_take_an_option_in_the_plural() -> None:
+    with pytest.raises(InvalidArgument, match="index_dtype is for models with their own index, not for a DRT"):
+        check_options(DRT, {"index_dtype": "int8"})
+    with pytest.raises(InvalidArgument, match="stock models with a kNN layer and models with their own index, not"):
+        check_options(DRT, {"block_size": 16})
 
 
 def test_what_followed_the_text_is_likelier_with_the_memory() -> None:

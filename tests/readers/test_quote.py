@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -274,6 +275,19 @@ def test_a_document_that_two_memories_have_under_one_name_is_not_quoted(tmp_path
         answer, prompt = asked(reader, "Where is the key?")
         assert answer.quoted == []
         assert "The key" not in prompt
+
+
+def test_a_document_that_two_memories_have_under_one_name_is_no_source(tmp_path: Path) -> None:
+    for name, text in {"one": "Nothing at all. " * 4, "two": "The key is here. " * 20}.items():
+        with attached(tmp_path / name, 1) as reader:
+            reader.read(text, document="log")
+            reader.read(f"A letter: {text}", document=f"only {name}")
+    with attached([tmp_path / "one", tmp_path / "two"], 1, top_k=100) as reader:
+        answer, _ = asked(reader, "Where is the key?")
+        assert {name for name, _, _ in answer.used} == {"log", "only one", "only two"}
+        assert {source.document for source in answer.sources(100)} == {"only one", "only two"}
+        own = replace(answer, text="key nothing lamp", quoted=[], used=[each for each in answer.used if "log" in each])
+        assert own.unsupported() == ["lamp"], "the words of both count"
 
 
 def test_a_document_cannot_speak_as_the_template_does() -> None:

@@ -61,6 +61,15 @@ def test_a_search_leaves_no_trace_and_changes_no_answer() -> None:
         assert torch.equal(model(tokens(9, seed=5)[None]).logits, before)
 
 
+@pytest.mark.parametrize("top_k", [0, 1.5, True, "all"])
+def test_a_search_needs_a_number_of_blocks(top_k: Any) -> None:
+    with (
+        attach(tiny("llama"), "ram:") as attached,
+        pytest.raises(InvalidArgument, match="top_k must be a whole number"),
+    ):
+        attached.search(tokens(5), top_k)
+
+
 def test_one_token_is_enough_and_none_is_not() -> None:
     with reading(tiny("llama"), Retrieval(top_k=999)) as attached:
         assert len(attached.search([5], 2)) == 2

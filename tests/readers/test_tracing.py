@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -356,6 +357,13 @@ def test_reading_is_not_recorded_and_a_recording_ends_with_its_block() -> None:
         model(prompt(3), **{CACHE: cache})
         assert not writer.active
         assert len(last(attached.memories[0])) == 1
+
+
+def test_a_second_question_at_the_same_time_is_told_to_wait() -> None:
+    with reading(tiny("llama"), Retrieval(top_k=2)) as attached, attached.record(), ThreadPoolExecutor(1) as pool:
+        refused = pool.submit(lambda: attached.record().__enter__())
+        with pytest.raises(InvalidArgument, match="recording or answering: leave that with block, or wait"):
+            refused.result()
 
 
 def test_an_answer_that_fails_leaves_a_trace_that_has_ended() -> None:

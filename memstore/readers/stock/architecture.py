@@ -473,6 +473,8 @@ def _implementations(model: PreTrainedModel) -> list[tuple[Any, Any]]:
 
 def _rotary(index: int, seen: _ProbedModule, tables: list[Table], again: dict[nn.Module, QueriesKeys]) -> LayerRotary:
     """Run the layer again without positions, and find the rotation between the two results."""
+    if not bool(seen.queries.isfinite().all() and seen.keys.isfinite().all()):
+        raise UnsupportedModel(f"cannot attach a memory: layer {index} gives NaN or infinity. Load other weights")
     kwargs = seen.inputs[1]
     given = kwargs.get("position_embeddings")
     positioned = free = (seen.queries, seen.keys)

@@ -585,6 +585,7 @@ def usual_routing_layer(layers: int) -> int:
 def _routing_layers(layers: int, asked: tuple[int, ...] | None) -> tuple[int, ...]:
     if asked is None:
         asked = (usual_routing_layer(layers),)
-    if not asked or sorted(set(asked)) != list(asked) or not 0 <= asked[0] <= asked[-1] < layers:
-        raise InvalidArgument(f"routing_layers must be ascending layers from 0 to {layers - 1}, got {asked}")
+    whole = isinstance(asked, Sequence) and asked and all(type(each) is int for each in asked)
+    if not whole or sorted(set(asked)) != list(asked) or not 0 <= asked[0] <= asked[-1] < layers:
+        raise InvalidArgument(f"routing_layers must be ascending layers from 0 to {layers - 1}, got {asked!r}")
     return asked
