@@ -47,6 +47,16 @@ def check_storable(raw: bytes, check: Check, what: str) -> None:
         raise InvalidArgument(f"{what} cannot be stored: {' '.join(str(error).split())[:200]}.") from None
 
 
+def storable(value: Any, check: Check, what: str) -> str:
+    """Return ``value`` as JSON. Raises ``InvalidArgument``, which calls it ``what``, if a reader would refuse it."""
+    try:
+        text = json.dumps(value)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidArgument(f"{what} must be a JSON value ({error}).") from None
+    check_storable(text.encode(), check, what)
+    return text
+
+
 def _parsed(raw: bytes, most_bytes: int) -> Any:
     if len(raw) > most_bytes:
         raise UnfitValue(f"it has {len(raw):,} bytes; at most {most_bytes:,} are allowed")

@@ -17,7 +17,7 @@ from memstore.memory.rules import Rules
 from memstore.memory.shared import Handle, SharedStore, next_document_record
 from memstore.memory.spec import MemorySpec, from_record, kept_recurrent, read_recurrent, read_rows, token_layout
 from memstore.memory.usage import Deletion
-from memstore.store.records import Batch
+from memstore.store.records import MAX_ITEM, Batch
 
 if TYPE_CHECKING:  # listing and forgetting work without PyTorch, which takes seconds to load
     from torch import Tensor
@@ -317,13 +317,17 @@ class Document:
     def begin(self, first: int, reading: Mapping[str, Any] | None) -> None:
         """Store a new empty document whose blocks below ``first`` count as having left.
 
-        Raises ``InvalidArgument`` if it is stored already, and ``ReadOnlyMemory``.
+        Raises ``InvalidArgument``, also if it is stored already, and ``ReadOnlyMemory``.
         """
+        from memstore.memory.append import checked_reading
+
         self._shared.check_writable()
+        check_whole("first", first, 0, MAX_ITEM)
         with self._shared.writing:
             if self.id is not None:
                 raise InvalidArgument(f"document {self.name!r} is stored already.")
-            number, kept = self._shared.next_document(), None if reading is None else dict(reading)
+            kept = None if reading is None else checked_reading(self.state, reading)
+            number = self._shared.next_document()
             tokens = first * self._shared.spec.block_size
             state = DocumentState(name=self.name, tokens=tokens, blocks=first, first=first, reading=kept)
             batch = Batch()
@@ -332,7 +336,7 @@ class Document:
             self._shared.commit(batch, {number: state})
 
     def pass_over(self, blocks: int) -> None:
-        """Skip ``blocks`` blocks and mark them as dropped, as in the document that this one is copied from.
+        """Skip ``blocks`` blocks (one or more), dropped in the document that this one is copied from.
 
         Raises ``InvalidArgument`` if the last block is incomplete or the document is not stored yet,
         ``ReadOnlyMemory``.
@@ -342,6 +346,7 @@ class Document:
             state, places = self.located()
             if places is None or state.tokens % self._shared.spec.block_size:
                 raise InvalidArgument(f"document {self.name!r} does not end with a complete block.")
+            check_whole("blocks", blocks, 1, MAX_ITEM - state.blocks)
             batch = Batch()
             after = state.passed_over(blocks, self._shared.spec.block_size)
             batch.put(places.entry, after.to_record())

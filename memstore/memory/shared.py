@@ -5,7 +5,6 @@ Named values are arrays and facts of the memory itself; they lie in the table ME
 
 from __future__ import annotations
 
-import json
 import reprlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory
 from memstore.index import capabilities_of, lies_on_devices, open_index
-from memstore.json_checks import anything, array, check_storable, check_whole, fit, table, text
+from memstore.json_checks import anything, array, check_storable, check_whole, fit, storable, table, text
 from memstore.lazy import torch
 from memstore.memory.entry import (
     FIRST_NAMED,
@@ -376,10 +375,7 @@ class NamedValues:
                 if batch.deletes:
                     self._shared.commit(batch)
             return
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidArgument(f"{name!r} must be a JSON value ({error}).") from None
+        storable(value, anything, f"the value under the name {reprlib.repr(name)}")
         self._put("info", name, {"value": value}, [])
 
     def get_info(self, name: str) -> Any:
