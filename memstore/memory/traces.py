@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import builtins
 import itertools
-import json
 import logging
 import sqlite3
 import threading
@@ -31,7 +30,7 @@ import numpy as np
 from memstore import paths
 from memstore._version import __version__
 from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreError, NotFound, ReadOnlyMemory, StoreFull
-from memstore.json_checks import anything, fit, members, parse
+from memstore.json_checks import anything, fit, members, parse, storable
 from memstore.memory.trace_file import ELSEWHERE, TIERS, Array, Look, Step, decode, encode
 from memstore.store.contract import BlockStore
 
@@ -382,7 +381,7 @@ class Traces:
     def record(self, **info: Any) -> Recorder:
         """Begin a trace with these facts, JSON; use the recorder as a context manager.
 
-        Raises ``ReadOnlyMemory`` if the folder cannot be written, ``DamagedError``, ``StoreFull``.
+        Raises ``InvalidArgument``, ``ReadOnlyMemory`` if the folder cannot be written, ``DamagedError``, ``StoreFull``.
         """
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         return Recorder(self._file, {**info, "started": now, "version": __version__}, self.max_bytes)
@@ -542,10 +541,11 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._encoded_last: tuple[list[Look], bytes | None] = ([], None)
         self.before_writing: Callable[[], None] | None = None
         """Called before steps are written, so that a mechanism computes its delayed looks."""
+        text = _told(info)
         file.acquire()
         try:
             with file.writing() as connection:
-                row, text = "INSERT INTO traces (info, ended, bytes) VALUES (?, 0, ?)", json.dumps(info)
+                row = "INSERT INTO traces (info, ended, bytes) VALUES (?, 0, ?)"
                 self.number: int = connection.execute(row, [text, len(text)]).lastrowid or 0
         except BaseException:
             file.release()
@@ -560,12 +560,11 @@ class Recorder(AbstractContextManager["Recorder"]):
         return self._first + len(self._steps) - 1
 
     def describe(self, **info: Any) -> None:
-        """Add facts to the trace's ``info`` that were unknown at its start; JSON."""
+        """Add facts to the trace's ``info`` that were unknown at its start; JSON. Raises ``InvalidArgument``."""
+        text = _told(self.info | info)
         self.info |= info
-        if self.active:
-            text = json.dumps(self.info)
-            statement = "UPDATE traces SET info = ?, bytes = bytes - length(info) + ? WHERE number = ?"
-            self._write(statement, [[text, len(text), self.number]])
+        statement = "UPDATE traces SET info = ?, bytes = bytes - length(info) + ? WHERE number = ?"
+        self._write(statement, [[text, len(text), self.number]])
 
     def begin(self) -> None:
         """Begin a new step for a forward pass."""
@@ -592,13 +591,16 @@ class Recorder(AbstractContextManager["Recorder"]):
     def close(self, tokens: Sequence[int] | None = None) -> None:
         """Write the remaining steps, and end the trace; ``tokens``, if given, are the tokens of the steps, in order.
 
-        Closing twice is allowed.
+        Closing twice is allowed. Raises ``InvalidArgument``.
         """
+        from memstore.memory.append import as_tokens  # it needs PyTorch
+
         if not self.active:
             return
+        ids = None if tokens is None else as_tokens(tokens).tolist()
         self._flush()
-        if tokens is not None:
-            named = [[token, self.number, step] for step, token in enumerate(tokens)]
+        if ids is not None:
+            named = [[token, self.number, step] for step, token in enumerate(ids)]
             self._write("UPDATE steps SET token = ? WHERE trace = ? AND number = ?", named)
         self._write("UPDATE traces SET ended = 1 WHERE number = ?", [[self.number]])
         self._stop()
@@ -629,6 +631,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         return self._encoded_last[1]
 
     def _write(self, statement: str, rows: Sequence[Sequence[object]]) -> None:
+        if not self.active:  # an earlier write has failed
+            return
         try:
             with self._file.writing() as connection:
                 connection.executemany(statement, rows)
@@ -644,6 +648,10 @@ class Recorder(AbstractContextManager["Recorder"]):
         if self.active:
             self.active = False
             self._file.release()
+
+
+def _told(info: Mapping[str, Any]) -> str:
+    return storable(info, members(anything, 1000), "the facts about a trace")
 
 
 def make_room(connection: Any, current: int, max_bytes: int) -> None:
