@@ -159,20 +159,27 @@ def starting(
     """Start from ``init`` if given, else from ``config`` with the vocabulary of ``tokenizer``.
 
     ``grow``: with an ``init``, start from a model of ``config`` that has its weights; see ``Training``. ``changes``:
-    options that differ in the configuration that the family gives a stock ``init``. ``lora``: see ``Start``.
+    options that differ in the configuration that the family gives a stock ``init``. ``lora``: see ``Start``. Raises
+    ``InvalidArgument``.
     """
     if lora is not None:
         _check_lora(lora, init, family)
     size = None if tokenizer is None else len(load_tokenizer(tokenizer))
-    if init is None:
-        chosen = copy.deepcopy(config) if config is not None else family.config.preset("tiny")
-        chosen.vocab_size = chosen.vocab_size if size is None else size
-        return Start(chosen, init, tokenizer, family)
-    if family.adopt is not None and not family.has(init):
+    if init is not None and family.adopt is not None and not family.has(init):
         with quiet_transformers():
             adopted = family.adopt(init, **(changes or {}))
         return Start(adopted.config, init, tokenizer, family, adopted, lora)
-    chosen = load_config(init, family)
+    given = copy.deepcopy(config) if config is not None else family.config.preset("tiny")
+    chosen = given if init is None else load_config(init, family)
+    for name, value in (changes or {}).items():
+        if getattr(chosen, name, None) != value:
+            raise InvalidArgument(
+                f"changes are for a stock model, but {name}={value!r} differs from the configuration of this one: set "
+                "it in config, or leave it out"
+            )
+    if init is None:
+        chosen.vocab_size = chosen.vocab_size if size is None else size
+        return Start(chosen, init, tokenizer, family)
     if size is not None and size > chosen.vocab_size:
         raise InvalidArgument(
             f"the tokenizer {tokenizer} has {size:,} tokens, but the model {init} has {chosen.vocab_size:,}: "
