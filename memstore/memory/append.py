@@ -88,7 +88,7 @@ def _put_home(batch: Batch, home: Home, document: int) -> None:
 
 
 def forking(
-    shared: SharedStore, of: int | None, state: DocumentState, name: str, blocks: int, number: int
+    shared: SharedStore, of: int, state: DocumentState, name: str, blocks: int, number: int
 ) -> tuple[Batch, DocumentState]:
     """Return the batch that makes document ``number`` from the first ``blocks`` blocks of ``of``, and its state.
 
@@ -96,7 +96,7 @@ def forking(
     """
     size = shared.spec.block_size
     whole = min(blocks, state.tokens // size)
-    parent = shared.places(number if of is None else of, state)
+    parent = shared.places(of, state)
     home = parent.branch(number, whole)
     fork = DocumentState(
         name=name,
@@ -113,7 +113,7 @@ def forking(
     if blocks > whole:
         _copy_block(batch, shared, parent, places, whole, fork.tokens - whole * size)
     batch.put(places.entry, fork.to_record())
-    if shared.spec.recurrent and of is not None:
+    if shared.spec.recurrent:
         for place in kept_recurrent(shared.store, of, fork.tokens)[-1:]:
             batch.put(Address(number).recurrent(place), *(shared.store.get(Address(of).recurrent(place)) or ()))
     return batch, fork

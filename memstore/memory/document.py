@@ -301,17 +301,18 @@ class Document:
 
         self._shared.check_writable()
         with self._shared.writing:
-            state, child = self._handle.current(), self._memory.document(name)
+            state, number = self._handle.current(), self._stored()
+            child = self._memory.document(name)
             blocks = state.blocks if n_blocks is None else n_blocks
             check_whole("n_blocks", blocks, 0, state.blocks)
             if child.id is not None:
                 raise InvalidArgument(
                     f"a document {name!r} exists already; choose another name, or forget the old one first."
                 )
-            number = self._shared.next_document()
-            batch, fork = forking(self._shared, self._handle.id, state, name, blocks, number)
-            batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
-            self._shared.commit(batch, {number: fork})
+            fresh = self._shared.next_document()
+            batch, fork = forking(self._shared, number, state, name, blocks, fresh)
+            batch.put(NEXT_DOCUMENT, next_document_record(fresh + 1))
+            self._shared.commit(batch, {fresh: fork})
         return child
 
     def begin(self, first: int, reading: Mapping[str, Any] | None) -> None:
@@ -374,7 +375,7 @@ class Document:
     def pin(self) -> None:
         """Keep it from being evicted or expired; ``Memory.forget`` still works. Stored with the memory.
 
-        Raises ``NotFound`` for an empty document, ``ReadOnlyMemory``.
+        Raises ``NotFound`` if it is not stored yet, ``ReadOnlyMemory``.
         """
         self._change(lambda rules, number: replace(rules, pinned=rules.pinned | {number}))
 
@@ -386,7 +387,7 @@ class Document:
         """Allow it to be forgotten ``seconds`` from now; None: never. Stored with the memory.
 
         That happens with the first append to another document after that time, or with ``Memory.expire``. Until then
-        the document stays unchanged, also for readers. Raises ``NotFound`` for an empty document, ``InvalidArgument``,
+        the document stays unchanged, also for readers. Raises ``NotFound`` if it is not stored yet, ``InvalidArgument``,
         ``ReadOnlyMemory``.
         """
         self._change(lambda rules, number: rules.expiring(number, seconds))
@@ -394,11 +395,14 @@ class Document:
     def _change(self, change: Callable[[Rules[int], int], Rules[int]]) -> None:
         self._shared.check_writable()
         with self._shared.writing:
-            self._handle.current()  # finds its number, or that it was forgotten
-            number = self._handle.id
-            if number is None:
-                raise NotFound(f"document {self.name!r} is empty; append to it first.")
+            number = self._stored()
             self._shared.retention.change(lambda rules: change(rules, number))
+
+    def _stored(self) -> int:
+        """Return its number. Raises ``NotFound`` before its first append, and once it was forgotten."""
+        if (number := self.id) is None:
+            raise NotFound(f"document {self.name!r} does not exist yet; append to it first.")
+        return number
 
     def _commit(self, append: Append) -> None:
         with self._shared.writing:
