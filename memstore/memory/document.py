@@ -301,18 +301,17 @@ class Document:
 
         self._shared.check_writable()
         with self._shared.writing:
-            state, number = self._handle.current(), self._stored()
-            child = self._memory.document(name)
+            state, child = self._handle.current(), self._memory.document(name)
             blocks = state.blocks if n_blocks is None else n_blocks
             check_whole("n_blocks", blocks, 0, state.blocks)
             if child.id is not None:
                 raise InvalidArgument(
                     f"a document {name!r} exists already; choose another name, or forget the old one first."
                 )
-            fresh = self._shared.next_document()
-            batch, fork = forking(self._shared, number, state, name, blocks, fresh)
-            batch.put(NEXT_DOCUMENT, next_document_record(fresh + 1))
-            self._shared.commit(batch, {fresh: fork})
+            number = self._shared.next_document()
+            batch, fork = forking(self._shared, self._stored(), state, name, blocks, number)
+            batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
+            self._shared.commit(batch, {number: fork})
         return child
 
     def begin(self, first: int, reading: Mapping[str, Any] | None) -> None:
@@ -387,8 +386,8 @@ class Document:
         """Allow it to be forgotten ``seconds`` from now; None: never. Stored with the memory.
 
         That happens with the first append to another document after that time, or with ``Memory.expire``. Until then
-        the document stays unchanged, also for readers. Raises ``NotFound`` if it is not stored yet, ``InvalidArgument``,
-        ``ReadOnlyMemory``.
+        the document stays unchanged, also for readers. Raises ``NotFound`` if it is not stored yet,
+        ``InvalidArgument``, ``ReadOnlyMemory``.
         """
         self._change(lambda rules, number: rules.expiring(number, seconds))
 

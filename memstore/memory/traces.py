@@ -36,6 +36,7 @@ from memstore.store.contract import BlockStore
 
 __all__ = ["ELSEWHERE", "KEPT", "MAX_BYTES", "TIERS", "Look", "Recorder", "Step", "Trace", "Traces"]
 
+INFO = members(anything, 1000)
 KEPT = "kept"
 """Beside ``TIERS``: entries that a step did not fetch, because the step before had them."""
 MAX_BYTES = 64 << 20
@@ -388,7 +389,7 @@ class Traces:
 
     def _trace(self, number: int, info: str, ended: int) -> Trace:
         try:
-            told = fit(parse(info.encode(), "a trace"), members(anything, 1000), "a trace")
+            told = fit(parse(info.encode(), "a trace"), INFO, "a trace")
             return Trace(self._file, number, {**told, "ended": bool(ended)})
         except (ValueError, TypeError, AttributeError, DamagedError) as error:
             raise self._file.explained(error) from error
@@ -541,7 +542,7 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._encoded_last: tuple[list[Look], bytes | None] = ([], None)
         self.before_writing: Callable[[], None] | None = None
         """Called before steps are written, so that a mechanism computes its delayed looks."""
-        text = _told(info)
+        text = storable(info, INFO, "the facts about a trace")
         file.acquire()
         try:
             with file.writing() as connection:
@@ -561,7 +562,7 @@ class Recorder(AbstractContextManager["Recorder"]):
 
     def describe(self, **info: Any) -> None:
         """Add facts to the trace's ``info`` that were unknown at its start; JSON. Raises ``InvalidArgument``."""
-        text = _told(self.info | info)
+        text = storable(self.info | info, INFO, "the facts about a trace")
         self.info |= info
         statement = "UPDATE traces SET info = ?, bytes = bytes - length(info) + ? WHERE number = ?"
         self._write(statement, [[text, len(text), self.number]])
@@ -597,11 +598,10 @@ class Recorder(AbstractContextManager["Recorder"]):
 
         if not self.active:
             return
-        ids = None if tokens is None else as_tokens(tokens).tolist()
+        ids = [] if tokens is None else as_tokens(tokens).tolist()
         self._flush()
-        if ids is not None:
-            named = [[token, self.number, step] for step, token in enumerate(ids)]
-            self._write("UPDATE steps SET token = ? WHERE trace = ? AND number = ?", named)
+        named = [[token, self.number, step] for step, token in enumerate(ids)]
+        self._write("UPDATE steps SET token = ? WHERE trace = ? AND number = ?", named)
         self._write("UPDATE traces SET ended = 1 WHERE number = ?", [[self.number]])
         self._stop()
 
@@ -648,10 +648,6 @@ class Recorder(AbstractContextManager["Recorder"]):
         if self.active:
             self.active = False
             self._file.release()
-
-
-def _told(info: Mapping[str, Any]) -> str:
-    return storable(info, members(anything, 1000), "the facts about a trace")
 
 
 def make_room(connection: Any, current: int, max_bytes: int) -> None:

@@ -159,8 +159,7 @@ def starting(
     """Start from ``init`` if given, else from ``config`` with the vocabulary of ``tokenizer``.
 
     ``grow``: with an ``init``, start from a model of ``config`` that has its weights; see ``Training``. ``changes``:
-    options that differ in the configuration that the family gives a stock ``init``. ``lora``: see ``Start``. Raises
-    ``InvalidArgument``.
+    options that differ in the configuration that the family gives a stock ``init``. ``lora``: see ``Start``.
     """
     if lora is not None:
         _check_lora(lora, init, family)
@@ -171,12 +170,8 @@ def starting(
         return Start(adopted.config, init, tokenizer, family, adopted, lora)
     given = copy.deepcopy(config) if config is not None else family.config.preset("tiny")
     chosen = given if init is None else load_config(init, family)
-    for name, value in (changes or {}).items():
-        if getattr(chosen, name, None) != value:
-            raise InvalidArgument(
-                f"changes are for a stock model, but {name}={value!r} differs from the configuration of this one: set "
-                "it in config, or leave it out"
-            )
+    if wrong := [name for name, value in (changes or {}).items() if getattr(chosen, name, None) != value]:
+        raise InvalidArgument(f"changes are for a stock model, which this is not: set {', '.join(wrong)} in config")
     if init is None:
         chosen.vocab_size = chosen.vocab_size if size is None else size
         return Start(chosen, init, tokenizer, family)
