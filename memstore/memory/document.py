@@ -365,6 +365,7 @@ class Document:
         not new. Raises ``InvalidArgument``, ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
         """
         self._shared.check_writable()
+        check_whole("step", step, 1, MAX_ITEM)
         with self._shared.writing:
             found = None if self.id is not None else self._memory.known(tokens, reading=reading)
             if found is None or not (blocks := found[1] // step * step):

@@ -76,6 +76,13 @@ WRONG: dict[str, Callable[[memstore.Memory, memstore.Document], Any]] = {
     "append reading": lambda m, d: d.append([1], reading={"a": float("nan")}),
     "append reading text": lambda m, d: d.append([1], reading="ab"),  # type: ignore[arg-type]
     "fact of an object": lambda m, d: m.put_info("x", object()),
+    "reuse by 0": lambda m, d: m.document("b").reuse([1] * 8, step=0),
+    "field self": lambda m, d: make_spec(fields={"self": (2,)}),
+    "url number": lambda m, d: memstore.open(5, spec=m.spec),  # type: ignore[arg-type]
+    "url None": lambda m, d: memstore.open(None, spec=m.spec),  # type: ignore[arg-type]
+    "url bytes": lambda m, d: memstore.open(b"m", spec=m.spec),  # type: ignore[arg-type]
+    "url NUL": lambda m, d: memstore.open("a\0b", spec=m.spec),
+    "copy of a memory": lambda m, d: memstore.copy(m, "ram:"),  # type: ignore[arg-type]
     "limit": lambda m, d: m.limit(2**70),
     "limit bool": lambda m, d: m.limit(True),
     "fact without a name": lambda m, d: m.put_info("", 1),
