@@ -185,10 +185,7 @@ class CausalLM(PreTrainedModel, GenerationMixin):
         return logits, self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
 
     def check_tokens(self, input_ids: Tensor, mask: Tensor | None, **given: Any) -> None:
-        """Raise ``InvalidArgument`` unless ``input_ids`` are ``[B, T]`` tokens of this model and the mask fits.
-
-        Raise it also for further keywords ``given`` that would change the result, but have no effect here.
-        """
+        """Raise ``InvalidArgument`` for bad ``input_ids [B, T]`` or mask, or ``given`` keywords without effect."""
         if ignored := [name for name in ("output_attentions", "output_hidden_states") if given.get(name)]:
             raise InvalidArgument(f"a {type(self).__name__} does not have {', '.join(ignored)}: leave it out")
         places = given.get("position_ids")  # with a mask, those of its tokens
