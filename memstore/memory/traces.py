@@ -30,7 +30,7 @@ import numpy as np
 from memstore import paths
 from memstore._version import __version__
 from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreError, NotFound, ReadOnlyMemory, StoreFull
-from memstore.json_checks import anything, fit, members, parse, storable
+from memstore.json_checks import anything, check_whole, fit, members, parse, storable
 from memstore.memory.trace_file import ELSEWHERE, TIERS, Array, Look, Step, decode, encode
 from memstore.store.contract import BlockStore
 
@@ -594,11 +594,11 @@ class Recorder(AbstractContextManager["Recorder"]):
 
         Closing twice is allowed. Raises ``InvalidArgument``.
         """
-        from memstore.memory.append import as_tokens  # it needs PyTorch
-
         if not self.active:
             return
-        ids = [] if tokens is None else as_tokens(tokens).tolist()
+        ids = getattr(tokens, "tolist", lambda: list(tokens or ()))()
+        for token in ids:
+            check_whole("the id of a token", token, 0, 2**31 - 1)
         self._flush()
         named = [[token, self.number, step] for step, token in enumerate(ids)]
         self._write("UPDATE steps SET token = ? WHERE trace = ? AND number = ?", named)

@@ -164,7 +164,7 @@ def test_closing_takes_tokens_of_any_kind(memory: Memory, tokens: Any) -> None:
         for _ in tokens:
             writer.begin()
         for wrong in ("xy", ["a"], [1.5], [10**30], [-1]):
-            with pytest.raises(InvalidArgument, match=r"tokens must be|token ids must be"):
+            with pytest.raises(InvalidArgument, match="the id of a token must be"):
                 writer.close(wrong)  # type: ignore[arg-type]
         writer.close(tokens)
     assert memory.traces.get(writer.number).tokens() == [7, 8]
