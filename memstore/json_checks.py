@@ -39,12 +39,14 @@ def parse(raw: bytes, what: str, most_bytes: int = MAX_JSON_BYTES) -> Any:
         raise DamagedError(f"{what} is damaged: {reason}; restore it from a copy", remedy="restore") from None
 
 
-def check_storable(raw: bytes, check: Check, what: str) -> None:
-    """Raise ``InvalidArgument``, which calls it ``what``, for JSON that a reader would refuse."""
+def storable(value: Any, check: Check, what: str) -> str:
+    """Return ``value`` as JSON. Raises ``InvalidArgument``, which calls it ``what``, if a reader would refuse it."""
     try:
-        check(_parsed(raw, MAX_JSON_BYTES), "")
-    except ValueError as error:
+        text = json.dumps(value)
+        check(_parsed(text.encode(), MAX_JSON_BYTES), "")
+    except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"{what} cannot be stored: {' '.join(str(error).split())[:200]}.") from None
+    return text
 
 
 def _parsed(raw: bytes, most_bytes: int) -> Any:

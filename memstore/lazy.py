@@ -27,6 +27,8 @@ def lazy(package: str, modules: Mapping[str, str]) -> Callable[[str], Any]:
         for listed in names.split(", ")
     }
 
+    vars(sys.modules[package]).setdefault("__all__", [*homes])
+
     def __getattr__(name: str) -> Any:  # noqa: N807 - what a module calls it
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -40,6 +41,13 @@ def test_the_version_has_one_home() -> None:
 @pytest.mark.parametrize("name", memstore.__all__)
 def test_every_public_name_is_there(name: str) -> None:
     assert getattr(memstore, name) is not None
+
+
+@pytest.mark.parametrize("package", ["memstore.train", "memstore.models.memorizing", "memstore.models.drt"])
+def test_a_star_imports_the_public_names_of_a_package(package: str) -> None:
+    module = importlib.import_module(package)
+    assert {"train_on_texts", "MemorizingForCausalLM", "DRTForCausalLM"} & set(module.__all__)
+    assert all(hasattr(module, name) for name in module.__all__)
 
 
 def test_dir_lists_the_public_names() -> None:

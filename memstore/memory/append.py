@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memstore.errors import InvalidArgument
 from memstore.index.contract import check_numbers, check_tensor
-from memstore.json_checks import check_storable
+from memstore.json_checks import storable
 from memstore.memory.entry import READING, Address, DocumentState, Home, Places
 from memstore.memory.shared import SharedStore
 from memstore.memory.spec import (
@@ -88,7 +88,7 @@ def _put_home(batch: Batch, home: Home, document: int) -> None:
 
 
 def forking(
-    shared: SharedStore, of: int | None, state: DocumentState, name: str, blocks: int, number: int
+    shared: SharedStore, of: int, state: DocumentState, name: str, blocks: int, number: int
 ) -> tuple[Batch, DocumentState]:
     """Return the batch that makes document ``number`` from the first ``blocks`` blocks of ``of``, and its state.
 
@@ -96,7 +96,7 @@ def forking(
     """
     size = shared.spec.block_size
     whole = min(blocks, state.tokens // size)
-    parent = shared.places(number if of is None else of, state)
+    parent = shared.places(of, state)
     home = parent.branch(number, whole)
     fork = DocumentState(
         name=name,
@@ -113,7 +113,7 @@ def forking(
     if blocks > whole:
         _copy_block(batch, shared, parent, places, whole, fork.tokens - whole * size)
     batch.put(places.entry, fork.to_record())
-    if shared.spec.recurrent and of is not None:
+    if shared.spec.recurrent:
         for place in kept_recurrent(shared.store, of, fork.tokens)[-1:]:
             batch.put(Address(number).recurrent(place), *(shared.store.get(Address(of).recurrent(place)) or ()))
     return batch, fork
@@ -170,7 +170,7 @@ class Append:
         self.after = state.grown(len(tokens), shared.spec.block_size, shared.spec.capacity)
         """State of the document after the commit. Its digest is computed then."""
         if reading is not None:
-            self.after = replace(self.after, reading=_checked_reading(state, reading))
+            self.after = replace(self.after, reading=checked_reading(state, reading))
         self.tokens = tokens
         """Token ids ``[t]`` int32."""
         first = state.tokens // shared.spec.block_size
@@ -355,14 +355,10 @@ def _floats(what: str, value: object, shape: list[int]) -> Tensor:
     return value
 
 
-def _checked_reading(state: DocumentState, reading: Mapping[str, Any]) -> dict[str, Any]:
+def checked_reading(state: DocumentState, reading: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``reading`` as the entry stores it."""
-    try:
-        text = json.dumps(dict(reading))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidArgument(f"reading must be a JSON object ({error}).") from None
-    check_storable(text.encode(), READING, "reading")
-    values: dict[str, Any] = json.loads(text)
+    given = dict(reading) if isinstance(reading, Mapping) else reading
+    values: dict[str, Any] = json.loads(storable(given, READING, "reading"))
     if state.tokens and values != state.reading:
         raise InvalidArgument(
             f"document {state.name!r} was begun with reading={state.reading}, not {values}, so the states would "

@@ -309,7 +309,7 @@ class Document:
                     f"a document {name!r} exists already; choose another name, or forget the old one first."
                 )
             number = self._shared.next_document()
-            batch, fork = forking(self._shared, self._handle.id, state, name, blocks, number)
+            batch, fork = forking(self._shared, self._stored(), state, name, blocks, number)
             batch.put(NEXT_DOCUMENT, next_document_record(number + 1))
             self._shared.commit(batch, {number: fork})
         return child
@@ -317,13 +317,17 @@ class Document:
     def begin(self, first: int, reading: Mapping[str, Any] | None) -> None:
         """Store a new empty document whose blocks below ``first`` count as having left.
 
-        Raises ``InvalidArgument`` if it is stored already, and ``ReadOnlyMemory``.
+        Raises ``InvalidArgument``, also if it is stored already, and ``ReadOnlyMemory``.
         """
+        from memstore.memory.append import checked_reading
+
         self._shared.check_writable()
+        check_whole("first", first, 0, MAX_ITEM)
         with self._shared.writing:
             if self.id is not None:
                 raise InvalidArgument(f"document {self.name!r} is stored already.")
-            number, kept = self._shared.next_document(), None if reading is None else dict(reading)
+            kept = None if reading is None else checked_reading(self.state, reading)
+            number = self._shared.next_document()
             tokens = first * self._shared.spec.block_size
             state = DocumentState(name=self.name, tokens=tokens, blocks=first, first=first, reading=kept)
             batch = Batch()
@@ -361,6 +365,7 @@ class Document:
         not new. Raises ``InvalidArgument``, ``ReadOnlyMemory``, ``StoreFull`` and ``DamagedError``.
         """
         self._shared.check_writable()
+        check_whole("step", step, 1, MAX_ITEM)
         with self._shared.writing:
             found = None if self.id is not None else self._memory.known(tokens, reading=reading)
             if found is None or not (blocks := found[1] // step * step):
@@ -370,7 +375,7 @@ class Document:
     def pin(self) -> None:
         """Keep it from being evicted or expired; ``Memory.forget`` still works. Stored with the memory.
 
-        Raises ``NotFound`` for an empty document, ``ReadOnlyMemory``.
+        Raises ``NotFound`` if it is not stored yet, ``ReadOnlyMemory``.
         """
         self._change(lambda rules, number: replace(rules, pinned=rules.pinned | {number}))
 
@@ -382,19 +387,22 @@ class Document:
         """Allow it to be forgotten ``seconds`` from now; None: never. Stored with the memory.
 
         That happens with the first append to another document after that time, or with ``Memory.expire``. Until then
-        the document stays unchanged, also for readers. Raises ``NotFound`` for an empty document, ``InvalidArgument``,
-        ``ReadOnlyMemory``.
+        the document stays unchanged, also for readers. Raises ``NotFound`` if it is not stored yet,
+        ``InvalidArgument``, ``ReadOnlyMemory``.
         """
         self._change(lambda rules, number: rules.expiring(number, seconds))
 
     def _change(self, change: Callable[[Rules[int], int], Rules[int]]) -> None:
         self._shared.check_writable()
         with self._shared.writing:
-            self._handle.current()  # finds its number, or that it was forgotten
-            number = self._handle.id
-            if number is None:
-                raise NotFound(f"document {self.name!r} is empty; append to it first.")
+            number = self._stored()
             self._shared.retention.change(lambda rules: change(rules, number))
+
+    def _stored(self) -> int:
+        """Return its number. Raises ``NotFound`` before its first append, and once it was forgotten."""
+        if (number := self.id) is None:
+            raise NotFound(f"document {self.name!r} does not exist yet; append to it first.")
+        return number
 
     def _commit(self, append: Append) -> None:
         with self._shared.writing:

@@ -50,6 +50,7 @@ from memstore.memory.document import Document
 from memstore.memory.entry import LONGEST_NAME
 from memstore.memory.memory import Memory, open_memory
 from memstore.memory.rules import Rules
+from memstore.memory.shared import not_found
 from memstore.memory.spec import (
     MemorySpec,
     block_layouts,
@@ -174,7 +175,10 @@ def export_memory(
 
 
 def _chosen(memory: Memory, documents: Sequence[str] | None) -> list[Document]:
-    return memory.documents() if documents is None else [memory.document(name) for name in dict.fromkeys(documents)]
+    chosen = [memory.document(name) for name in dict.fromkeys(documents or ())]
+    if missing := next((each.name for each in chosen if each.id is None), None):
+        raise not_found(missing, memory.url, [each.name for each in memory.documents()])
+    return memory.documents() if documents is None else chosen
 
 
 def _files(manifest: Values) -> list[Values]:

@@ -165,7 +165,7 @@ class Memory:
         return self._traces
 
     def documents(self) -> list[Document]:
-        """Return all non-empty documents, in the order they were made."""
+        """Return all stored documents, in the order they were made."""
         return [self._document(name, number) for number, name in self._shared.catalog.names().items()]
 
     def document(self, name: str) -> Document:

@@ -5,7 +5,6 @@ Named values are arrays and facts of the memory itself; they lie in the table ME
 
 from __future__ import annotations
 
-import json
 import reprlib
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,7 +17,7 @@ from weakref import WeakKeyDictionary
 
 from memstore.errors import DamagedError, ForeignMemory, InvalidArgument, NotFound, ReadOnlyMemory
 from memstore.index import capabilities_of, lies_on_devices, open_index
-from memstore.json_checks import anything, array, check_storable, check_whole, fit, table, text
+from memstore.json_checks import anything, array, check_whole, fit, storable, table, text
 from memstore.lazy import torch
 from memstore.memory.entry import (
     FIRST_NAMED,
@@ -376,10 +375,6 @@ class NamedValues:
                 if batch.deletes:
                     self._shared.commit(batch)
             return
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError, RecursionError) as error:
-            raise InvalidArgument(f"{name!r} must be a JSON value ({error}).") from None
         self._put("info", name, {"value": value}, [])
 
     def get_info(self, name: str) -> Any:
@@ -447,10 +442,10 @@ class NamedValues:
     def _put(self, kind: str, name: str, facts: dict[str, Any], records: list[Record]) -> None:
         if not isinstance(name, str) or not name:
             raise InvalidArgument(f"the name of a fact must be a non-empty text, not {name!r}.")
-        head = _head(kind, name, facts)
         # An unreadable value would block access to all the others.
         for check in (NAMED_VALUE, INFO if kind == "info" else ARRAYS):
-            check_storable(head.payload.tobytes(), check, f"the value under the name {reprlib.repr(name)}")
+            storable({"kind": kind, "name": name, **facts}, check, f"the value under the name {reprlib.repr(name)}")
+        head = _head(kind, name, facts)
         with self._shared.writing:
             found = self._find(kind, name)
             batch = Batch()

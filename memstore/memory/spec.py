@@ -252,7 +252,7 @@ class MemorySpec:
         if not self.fields:
             raise InvalidArgument("fields is empty; a block needs at least one tensor, such as {'k': (G, S, D)}.")
         for name in self.fields:
-            if not name.isidentifier() or name in ("layer", "landmarks"):
+            if not name.isidentifier() or name in ("self", "layer", "landmarks"):
                 raise InvalidArgument(f"fields: {name!r} cannot be the name of a tensor; use a word such as 'k'.")
         _check_shapes("fields", self.fields.values())
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import builtins
 import itertools
-import json
 import logging
 import sqlite3
 import threading
@@ -31,12 +30,13 @@ import numpy as np
 from memstore import paths
 from memstore._version import __version__
 from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreError, NotFound, ReadOnlyMemory, StoreFull
-from memstore.json_checks import anything, fit, members, parse
+from memstore.json_checks import anything, check_whole, fit, members, parse, storable
 from memstore.memory.trace_file import ELSEWHERE, TIERS, Array, Look, Step, decode, encode
 from memstore.store.contract import BlockStore
 
 __all__ = ["ELSEWHERE", "KEPT", "MAX_BYTES", "TIERS", "Look", "Recorder", "Step", "Trace", "Traces"]
 
+INFO = members(anything, 1000)
 KEPT = "kept"
 """Beside ``TIERS``: entries that a step did not fetch, because the step before had them."""
 MAX_BYTES = 64 << 20
@@ -388,14 +388,14 @@ class Traces:
     def record(self, **info: Any) -> Recorder:
         """Begin a trace with these facts, JSON; use the recorder as a context manager.
 
-        Raises ``ReadOnlyMemory`` if the folder cannot be written, ``DamagedError``, ``StoreFull``.
+        Raises ``InvalidArgument``, ``ReadOnlyMemory`` if the folder cannot be written, ``DamagedError``, ``StoreFull``.
         """
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
         return Recorder(self._file, {**info, "started": now, "version": __version__}, self.max_bytes)
 
     def _trace(self, number: int, info: str, ended: int) -> Trace:
         try:
-            told = fit(parse(info.encode(), "a trace"), members(anything, 1000), "a trace")
+            told = fit(parse(info.encode(), "a trace"), INFO, "a trace")
             return Trace(self._file, number, {**told, "ended": bool(ended)})
         except (ValueError, TypeError, AttributeError, DamagedError) as error:
             raise self._file.explained(error) from error
@@ -548,10 +548,11 @@ class Recorder(AbstractContextManager["Recorder"]):
         self._encoded_last: tuple[list[Look], bytes | None] = ([], None)
         self.before_writing: Callable[[], None] | None = None
         """Called before steps are written, so that a mechanism computes its delayed looks."""
+        text = storable(info, INFO, "the facts about a trace")
         file.acquire()
         try:
             with file.writing() as connection:
-                row, text = "INSERT INTO traces (info, ended, bytes) VALUES (?, 0, ?)", json.dumps(info)
+                row = "INSERT INTO traces (info, ended, bytes) VALUES (?, 0, ?)"
                 self.number: int = connection.execute(row, [text, len(text)]).lastrowid or 0
         except BaseException:
             file.release()
@@ -566,12 +567,11 @@ class Recorder(AbstractContextManager["Recorder"]):
         return self._first + len(self._steps) - 1
 
     def describe(self, **info: Any) -> None:
-        """Add facts to the trace's ``info`` that were unknown at its start; JSON."""
+        """Add facts to the trace's ``info`` that were unknown at its start; JSON. Raises ``InvalidArgument``."""
+        text = storable(self.info | info, INFO, "the facts about a trace")
         self.info |= info
-        if self.active:
-            text = json.dumps(self.info)
-            statement = "UPDATE traces SET info = ?, bytes = bytes - length(info) + ? WHERE number = ?"
-            self._write(statement, [[text, len(text), self.number]])
+        statement = "UPDATE traces SET info = ?, bytes = bytes - length(info) + ? WHERE number = ?"
+        self._write(statement, [[text, len(text), self.number]])
 
     def begin(self) -> None:
         """Begin a new step for a forward pass."""
@@ -598,14 +598,16 @@ class Recorder(AbstractContextManager["Recorder"]):
     def close(self, tokens: Sequence[int] | None = None) -> None:
         """Write the remaining steps, and end the trace; ``tokens``, if given, are the tokens of the steps, in order.
 
-        Closing twice is allowed.
+        Closing twice is allowed. Raises ``InvalidArgument``.
         """
         if not self.active:
             return
+        ids = getattr(tokens, "tolist", lambda: list(tokens or ()))()
+        for token in ids:
+            check_whole("the id of a token", token, 0, 2**31 - 1)
         self._flush()
-        if tokens is not None:
-            named = [[token, self.number, step] for step, token in enumerate(tokens)]
-            self._write("UPDATE steps SET token = ? WHERE trace = ? AND number = ?", named)
+        named = [[token, self.number, step] for step, token in enumerate(ids)]
+        self._write("UPDATE steps SET token = ? WHERE trace = ? AND number = ?", named)
         self._write("UPDATE traces SET ended = 1 WHERE number = ?", [[self.number]])
         self._stop()
 
@@ -635,6 +637,8 @@ class Recorder(AbstractContextManager["Recorder"]):
         return self._encoded_last[1]
 
     def _write(self, statement: str, rows: Sequence[Sequence[object]]) -> None:
+        if not self.active:  # an earlier write has failed
+            return
         try:
             with self._file.writing() as connection:
                 connection.executemany(statement, rows)

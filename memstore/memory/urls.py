@@ -226,6 +226,8 @@ def _open(url: str | Path, mode: Mode, blank: NewMemory | None, **options: Any) 
     """``options`` are for our own stores on disk."""
     if mode not in ("a", "r", "x"):
         raise InvalidArgument(f"mode must be 'a' (open or create), 'r' (read) or 'x' (create), not {mode!r}.")
+    if not isinstance(url, str | os.PathLike) or "\0" in str(url):
+        raise InvalidArgument(f"the url of a memory must be a text or a Path without NUL, not {url!r}.")
     if mode == "x" and blank is None:
         raise InvalidArgument("mode 'x' creates a memory, which needs a spec; pass spec=MemorySpec(...).")
     if url in ("", "zarr:"):  # pathlib would read it as the working directory

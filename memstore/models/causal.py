@@ -184,8 +184,13 @@ class CausalLM(PreTrainedModel, GenerationMixin):
             labels[:, 1:][~mask[:, :-1]] = -100
         return logits, self.loss_function(logits=logits, labels=labels, vocab_size=logits.shape[-1], **kwargs)
 
-    def check_tokens(self, input_ids: Tensor, mask: Tensor | None) -> None:
-        """Raise ``InvalidArgument`` unless ``input_ids`` are ``[B, T]`` tokens of this model and the mask fits."""
+    def check_tokens(self, input_ids: Tensor, mask: Tensor | None, **given: Any) -> None:
+        """Raise ``InvalidArgument`` for bad ``input_ids [B, T]`` or mask, or ``given`` keywords without effect."""
+        if ignored := [name for name in ("output_attentions", "output_hidden_states") if given.get(name)]:
+            raise InvalidArgument(f"a {type(self).__name__} does not have {', '.join(ignored)}: leave it out")
+        places = given.get("position_ids")  # with a mask, those of its tokens
+        if places is not None and mask is None and bool((places.diff() != 1).any()):
+            raise InvalidArgument("position_ids must count up by 1, one text in each row: leave them out")
         if not isinstance(input_ids, Tensor):
             raise InvalidArgument(f"expected token ids [B, T] as a tensor, got a {type(input_ids).__name__}")
         if input_ids.dim() != 2 or not input_ids.numel() or input_ids.is_floating_point():
@@ -255,7 +260,7 @@ class StreamCausalLM(CausalLM):
 
         With a cache, tokens are processed in the dtype of the weights, even under ``torch.autocast``.
         """
-        self.check_tokens(input_ids, attention_mask)
+        self.check_tokens(input_ids, attention_mask, **kwargs)
         past = past_key_values
         if past is None and use_cache:
             past = self.new_cache(len(input_ids))

@@ -188,8 +188,9 @@ def _digest_of_all(model: nn.Module) -> str:
 
 # Not by state_dict(): for it bitsandbytes reorders weights of 4 bits, and then computes with the new order.
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield what ``state_dict`` holds, by name. Tensors of torchao are replaced by their parts."""
-    for path, module in model.named_modules(remove_duplicate=False):
+    """Yield what ``state_dict`` holds, by the names before ``torch.compile``. Tensors of torchao are given in parts."""
+    for compiled, module in model.named_modules(remove_duplicate=False):
+        path = ".".join(name for name in compiled.split(".") if name != "_orig_mod")
         for name, tensor in chain(module._parameters.items(), module._buffers.items()):
             if tensor is not None and name not in module._non_persistent_buffers_set:
                 yield from _plain(f"{path}.{name}" if path else name, tensor)

@@ -39,6 +39,8 @@ class Documents:
             paths: text files, folders that are searched for ``*.txt``, or folders made by ``Dataset.save_to_disk``.
             column: the column of a dataset that holds the text.
         """
+        if isinstance(paths, str | Path):
+            raise InvalidArgument(f"the texts must be a list of files and folders: pass [{str(paths)!r}]")
         if not paths:
             raise InvalidArgument("there is nothing to train on: name text files, or folders with text files")
         self._column = column

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from memstore.errors import InvalidArgument
+from memstore.json_checks import check_whole
 
 OPTIMISATION = ("steps", "epochs", "batch", "accumulate", "learning_rate", "warmup", "seed", "bf16")
 """Options that are fields of ``Optimisation`` too."""
@@ -57,17 +58,27 @@ class Optimisation:
     """Compute in bfloat16; weights stay in float32."""
 
     def __post_init__(self) -> None:
-        for name in ("batch", "accumulate"):
-            if getattr(self, name) < 1:
-                raise InvalidArgument(f"{name} must be at least 1, got {getattr(self, name)}")
-        if (self.steps is not None and self.steps < 1) or not 0 < self.epochs < math.inf:
-            raise InvalidArgument(f"steps and epochs must be above 0, got steps={self.steps}, epochs={self.epochs}")
-        if not 0 < self.learning_rate < 1:
-            raise InvalidArgument(f"learning_rate must be above 0 and below 1, got {self.learning_rate}")
+        whole = {"batch": 1, "accumulate": 1, "warmup": 0, "seed": 0} | ({} if self.steps is None else {"steps": 1})
+        for name, least in whole.items():
+            check_whole(name, getattr(self, name), least, 2**32 - 1)
+        _check_number("epochs", self.epochs, math.inf)
+        _check_number("learning_rate", self.learning_rate, 1)
+        _check_number("restart", 0.5 if self.restart is None else self.restart, 1)
+        _check_number("weight_decay", self.weight_decay, math.inf, zero=True)
+        _check_number("clip", self.clip, math.inf, zero=True)
+        for beta in self.betas:
+            _check_number("each of betas", beta, 1, zero=True)
+        if not isinstance(self.bf16, bool):
+            raise InvalidArgument(f"bf16 must be True or False, not {self.bf16!r}")
 
     def to_dict(self) -> dict[str, Any]:
         """Return the settings as a run keeps them."""
         return {**asdict(self), "betas": list(self.betas)}
+
+
+def _check_number(name: str, value: object, below: float, *, zero: bool = False) -> None:
+    if not isinstance(value, int | float) or not 0 <= value < below or not (value or zero):
+        raise InvalidArgument(f"{name} must be {'at least' if zero else 'above'} 0 and below {below}, got {value!r}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -164,15 +164,17 @@ def starting(
     if lora is not None:
         _check_lora(lora, init, family)
     size = None if tokenizer is None else len(load_tokenizer(tokenizer))
-    if init is None:
-        chosen = copy.deepcopy(config) if config is not None else family.config.preset("tiny")
-        chosen.vocab_size = chosen.vocab_size if size is None else size
-        return Start(chosen, init, tokenizer, family)
-    if family.adopt is not None and not family.has(init):
+    if init is not None and family.adopt is not None and not family.has(init):
         with quiet_transformers():
             adopted = family.adopt(init, **(changes or {}))
         return Start(adopted.config, init, tokenizer, family, adopted, lora)
-    chosen = load_config(init, family)
+    given = copy.deepcopy(config) if config is not None else family.config.preset("tiny")
+    chosen = given if init is None else load_config(init, family)
+    if wrong := [name for name, value in (changes or {}).items() if getattr(chosen, name, None) != value]:
+        raise InvalidArgument(f"changes are for a stock model, which this is not: set {', '.join(wrong)} in config")
+    if init is None:
+        chosen.vocab_size = chosen.vocab_size if size is None else size
+        return Start(chosen, init, tokenizer, family)
     if size is not None and size > chosen.vocab_size:
         raise InvalidArgument(
             f"the tokenizer {tokenizer} has {size:,} tokens, but the model {init} has {chosen.vocab_size:,}: "

@@ -65,6 +65,24 @@ WRONG: dict[str, Callable[[memstore.Memory, memstore.Document], Any]] = {
     "arrays meta": lambda m, d: m.put_arrays("x", {"a": torch.ones(2, device="meta")}),
     "arrays sparse": lambda m, d: m.put_arrays("x", {"a": torch.ones(2).to_sparse()}),
     **{f"put {name} {kind}": partial(put, name, kind) for name in ("k", "v", "landmarks") for kind in KINDS},
+    "begin reading": lambda m, d: m.document("b").begin(1, {"a": float("nan")}),
+    "begin objects": lambda m, d: m.document("b").begin(1, {"a": object()}),
+    "begin list": lambda m, d: m.document("b").begin(1, [1]),  # type: ignore[arg-type]
+    "begin below 0": lambda m, d: m.document("b").begin(-1, {}),
+    "begin text": lambda m, d: m.document("b").begin("x", {}),  # type: ignore[arg-type]
+    "begin float": lambda m, d: m.document("b").begin(1.5, {}),  # type: ignore[arg-type]
+    "pass_over below 0": lambda m, d: d.pass_over(-1),
+    "pass_over float": lambda m, d: d.pass_over(1.5),  # type: ignore[arg-type]
+    "append reading": lambda m, d: d.append([1], reading={"a": float("nan")}),
+    "append reading text": lambda m, d: d.append([1], reading="ab"),  # type: ignore[arg-type]
+    "fact of an object": lambda m, d: m.put_info("x", object()),
+    "reuse by 0": lambda m, d: m.document("b").reuse([1] * 8, step=0),
+    "field self": lambda m, d: make_spec(fields={"self": (2,)}),
+    "url number": lambda m, d: memstore.open(5, spec=m.spec),  # type: ignore[arg-type]
+    "url None": lambda m, d: memstore.open(None, spec=m.spec),  # type: ignore[arg-type]
+    "url bytes": lambda m, d: memstore.open(b"m", spec=m.spec),  # type: ignore[arg-type]
+    "url NUL": lambda m, d: memstore.open("a\0b", spec=m.spec),
+    "copy of a memory": lambda m, d: memstore.copy(m, "ram:"),  # type: ignore[arg-type]
     "limit": lambda m, d: m.limit(2**70),
     "limit bool": lambda m, d: m.limit(True),
     "fact without a name": lambda m, d: m.put_info("", 1),
@@ -74,7 +92,7 @@ WRONG: dict[str, Callable[[memstore.Memory, memstore.Document], Any]] = {
 
 def test_what_cannot_be_is_refused_in_one_line(tmp_path: Path) -> None:
     with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
-        append(memory.document("a"), random_tokens(30))
+        append(memory.document("a"), random_tokens(32))
         before = memory.stats()["tokens"]
         for name, wrong in WRONG.items():
             with pytest.raises((InvalidArgument, NotFound)) as caught:

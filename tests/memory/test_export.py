@@ -162,6 +162,14 @@ def test_forks_share_their_blocks_in_the_export_and_after_it(
         check_same(memory.document("draft"), made.document("draft"))
 
 
+def test_a_name_that_does_not_exist_is_refused(make_memory: MakeMemory, out: Path) -> None:
+    memory = make_memory()
+    append(memory.document("whale"), TEXT[:5])
+    with pytest.raises(NotFound, match="mistyped"):
+        export_memory(memory, out, documents=["whale", "mistyped"])
+    assert not out.exists()
+
+
 def test_blocks_that_left_and_blocks_that_were_dropped_stay_away(out: Path, tmp_path: Path) -> None:
     with memstore.open("ram:", spec=make_spec(capacity=7)) as memory:
         append(memory.document("whale"), random_tokens(5 * S))

@@ -31,7 +31,7 @@ def stored_blocks(memory: Memory) -> int:
     return len(memory._shared.store.keys(Key(Table.BLOCKS), last)) // LAYERS
 
 
-@pytest.mark.parametrize("length", [0, 1, S - 1, S, 3 * S, 3 * S + 2])
+@pytest.mark.parametrize("length", [1, S - 1, S, 3 * S, 3 * S + 2])
 def test_a_fork_has_the_same_content_and_shares_whole_blocks(memory: Memory, length: int) -> None:
     parent = written(memory, TEXT[:length])
     before = stored_blocks(memory)
@@ -182,6 +182,10 @@ def test_bad_forks_are_refused(memory: Memory) -> None:
     memory.forget("parent")
     with pytest.raises(NotFound, match="forgotten"):
         parent.fork("other")
+    with pytest.raises(NotFound, match="does not exist yet"):
+        memory.document("mistyped").fork("other")
+    with pytest.raises(NotFound, match="does not exist yet"):
+        memory.document("mistyped").fork("other", 0)
     assert [document.name for document in memory.documents()] == ["fork"]
 
 

@@ -180,6 +180,21 @@ def test_a_disk_that_is_full_ends_the_trace_and_not_the_model(
         assert 0 < len(memory.traces.get(writer.number)) < 200
 
 
+def test_a_disk_that_is_full_when_a_trace_is_closed_is_told_too(
+    path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traces, "INTERVAL", 1000.0)
+    with memstore.open(path) as memory, caplog.at_level(logging.WARNING):
+        writer = memory.traces.record()
+        _limit_pages(writer)
+        for step in range(200):
+            writer.begin()
+            writer.look(make_look(step, heads=64, entries=64, lists=8))
+        writer.close(tokens=list(range(200)))
+        assert "has stopped" in caplog.text
+        assert not writer.active
+
+
 def _limit_pages(writer: Recorder) -> None:
     """Let SQLite find no room after a few pages, as on a disk that is full."""
     connection = writer._file._connection

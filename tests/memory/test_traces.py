@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import memstore
-from memstore.errors import NotFound
+from memstore.errors import InvalidArgument, NotFound
 from memstore.memory import Look, Memory, Trace, trace_file, traces
 from memstore.memory.traces import NAME, uses
 from memstore.memory.urls import Mode
@@ -155,6 +156,30 @@ def test_closing_tells_tokens_that_were_not_known(memory: Memory) -> None:
     writer.close(tokens=[7, 8, 9])
     writer.close()
     assert memory.traces.get(writer.number).tokens() == [7, 8, 9]
+
+
+@pytest.mark.parametrize("tokens", [torch.tensor([7, 8]), np.array([7, 8])])
+def test_closing_takes_tokens_of_any_kind(memory: Memory, tokens: Any) -> None:
+    with memory.traces.record(**FACTS) as writer:
+        for _ in tokens:
+            writer.begin()
+        for wrong in ("xy", ["a"], [1.5], [10**30], [-1]):
+            with pytest.raises(InvalidArgument, match="the id of a token must be"):
+                writer.close(wrong)  # type: ignore[arg-type]
+        writer.close(tokens)
+    assert memory.traces.get(writer.number).tokens() == [7, 8]
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), object(), {"deep": [float("inf")]}])
+def test_facts_that_no_reader_could_read_are_refused(memory: Memory, wrong: Any) -> None:
+    with pytest.raises(InvalidArgument, match="the facts about a trace"):
+        memory.traces.record(**FACTS, score=wrong)
+    with memory.traces.record(**FACTS) as writer:
+        with pytest.raises(InvalidArgument, match="the facts about a trace"):
+            writer.describe(score=wrong)
+        writer.describe(score=1.5)
+    (trace,) = memory.traces.list()
+    assert trace.info["score"] == 1.5
 
 
 def test_a_look_can_be_told_later_until_its_step_is_written(memory: Memory) -> None:

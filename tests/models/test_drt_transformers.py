@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from transformers import Trainer, TrainingArguments
 from memstore.errors import InvalidArgument
 from memstore.models.drt import DRTCache, DRTConfig, DRTForCausalLM
 from memstore.readers.caches import CACHE
+from tests.eval.memorizing import small_memorizing
+from tests.models import hils, landmark
 from tests.models.drt import KINDS, TOLERANCE, close, embed, logits, make, tokens
 from tests.models.stock import realigned
 
@@ -47,6 +50,20 @@ def test_padded_prompts_generate_what_they_would_alone(side: str, options: dict[
     out = generate(model, ids, attention_mask=(ids != 0).long(), max_new_tokens=20, **options)
     for row, text in enumerate(texts):
         assert torch.equal(out[row, 40:], greedy(model, text[None], 20)[0, len(text) :])
+
+
+@pytest.mark.parametrize("made", [make, landmark.make, hils.make, small_memorizing])
+def test_keywords_that_would_change_the_result_are_refused(made: Callable[[], Any]) -> None:
+    model, ids, places = made().eval(), tokens(9, rows=2), torch.arange(9).expand(2, 9)
+    usual = {"output_attentions": None, "output_hidden_states": False, "return_dict": True, "inputs_embeds": None}
+    with torch.no_grad():
+        expected = model(ids).logits
+        for same in (usual, {"position_ids": places}, {"attention_mask": torch.ones_like(ids), "position_ids": places}):
+            assert torch.equal(model(ids, **same).logits, expected)
+    packed = torch.cat([places[:, :4], places[:, :5]], 1)
+    for name, value in {"output_attentions": True, "output_hidden_states": True, "position_ids": packed}.items():
+        with pytest.raises(InvalidArgument, match=name):
+            model(ids, **{name: value})
 
 
 def test_a_prompt_without_a_token_is_refused() -> None:

@@ -63,3 +63,12 @@ def test_any_change_of_weights_on_a_device_is_seen(tmp_path: Path, monkeypatch: 
             assert digest == digest_of_weights(made)
             found.add(digest)
     assert len(found) == 6
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")  # of the compiler
+def test_a_compiled_model_has_the_digest_of_the_plain_one() -> None:
+    made = model()
+    expected = digest_of_weights(made)
+    assert digest_of_weights(torch.compile(made)) == expected  # type: ignore[arg-type]
+    made[0] = torch.compile(made[0])
+    assert digest_of_weights(made) == expected

@@ -50,6 +50,9 @@ def test_its_scheme_opens_a_memory(installed: Path, tmp_path: Path) -> None:
     url = f"sqlite:{tmp_path}/notes.db"
     with pytest.raises(NotFound, match="pass a spec"):
         memstore.open(url)
+    with pytest.raises(NotFound, match="no memory"):
+        memstore.open(url, mode="r", spec=make_spec())
+    assert not (tmp_path / "notes.db").exists()
     with memstore.open(url, spec=make_spec()) as memory:
         append(memory.document("a"), random_tokens(30))
         check_content(memory.document("a"), random_tokens(30))

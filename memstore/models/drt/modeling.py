@@ -454,7 +454,7 @@ class DRTForCausalLM(CausalLM):
 
         ``shared``: in training, further blocks to choose from. ``output_retrieval``: return the chosen lists too.
         """
-        self.check_tokens(input_ids, attention_mask)
+        self.check_tokens(input_ids, attention_mask, **kwargs)
         cache = self.going_on(past_key_values, DRTCache, input_ids, use_cache)
         if shared is not None:
             if cache is not None:

@@ -442,8 +442,8 @@ class LandmarkForCausalLM(StreamCausalLM):
                 "ramp to 1, or pass use_cache=False"
             )
 
-    def check_tokens(self, input_ids: Tensor, mask: Tensor | None) -> None:
-        super().check_tokens(input_ids, mask)
+    def check_tokens(self, input_ids: Tensor, mask: Tensor | None, **given: Any) -> None:
+        super().check_tokens(input_ids, mask, **given)
         if mask is not None and not bool(mask[:, -input_ids.shape[1] :].any()):
             raise InvalidArgument("attention_mask hides all of input_ids, so there is nothing to compute")
 

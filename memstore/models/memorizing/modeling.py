@@ -106,7 +106,7 @@ class MemorizingForCausalLM(CausalLM):
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Compute one segment of ``input_ids``; see ``CausalLM``."""
-        self.check_tokens(input_ids, attention_mask)
+        self.check_tokens(input_ids, attention_mask, **kwargs)
         cache = self.going_on(past_key_values, MemorizingCache, input_ids, use_cache)
         mask = None if attention_mask is None else attention_mask[:, -input_ids.shape[1] :].bool()
         if cache is not None:
