@@ -69,7 +69,8 @@ def check_layer(memory: Container, layer: int | None) -> int:
     if not layers:
         raise InvalidArgument("no layer of this memory has landmarks, so it cannot be searched.")
     if layer is not None and (isinstance(layer, bool) or layer not in layers):
-        raise InvalidArgument(f"layer {layer!r} has no landmarks to search; layers with landmarks: {_listed(layers)}.")
+        listed = ", ".join(map(str, layers))
+        raise InvalidArgument(f"layer {layer!r} has no landmarks to search; layers with landmarks: {listed}.")
     return layers[-1] if layer is None else layer
 
 
@@ -94,7 +95,3 @@ def _scored(document: Document, queries: Tensor, layer: int) -> tuple[Tensor, Te
         scores, blocks = view.score(piece, allowed=there)  # fixed, because another thread may append meanwhile
         total[blocks - there.start] += scores.sum(1).mean(0)
     return blocks, total[blocks - there.start] / queries.shape[1]
-
-
-def _listed(layers: Iterable[int]) -> str:
-    return ", ".join(map(str, layers))

@@ -587,7 +587,8 @@ def in_child(path: str, key: MasterKey | None = None) -> list[Finding]:
 
     Without ``key``, here or in the environment, an encrypted memory gets only the checks that need none.
     """
-    lines, crash = lines_of_child(_command(path), "" if key is None else key.raw.hex())
+    command = [*python_module("memstore.memory.verify"), "--", path]
+    lines, crash = lines_of_child(command, "" if key is None else key.raw.hex())
     findings = [_from_json(line) for line in lines]
     if crash is not None:
         message = (
@@ -596,10 +597,6 @@ def in_child(path: str, key: MasterKey | None = None) -> list[Finding]:
         )
         findings.append(Finding(kind="crash", message=message, remedy="repair"))
     return findings
-
-
-def _command(path: str) -> list[str]:
-    return [*python_module("memstore.memory.verify"), "--", path]
 
 
 def lines_of_child(command: list[str], order: str = "") -> tuple[list[dict[str, Any]], str | None]:

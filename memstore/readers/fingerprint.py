@@ -217,17 +217,14 @@ def _divided(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")  # a DTensor
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if _divided(tensor) else tensor  # type: ignore[attr-defined]
-
-
 def _digest(weights: Weights) -> str:
     digest = xxhash.xxh3_128()
     for name, tensor in weights:
         digest.update(_about(name, tensor))
         if tensor.is_meta:  # a model that is only described
             continue
-        digest.update(byte_rows(_whole(tensor).reshape(1, -1)).data)
+        whole = tensor.full_tensor() if _divided(tensor) else tensor  # type: ignore[attr-defined]
+        digest.update(byte_rows(whole.reshape(1, -1)).data)
     return digest.hexdigest()
 
 

@@ -190,7 +190,11 @@ def _trained(
             {"params": [weight], "lr": WEIGHT_RATE * learning_rate},
         ]
     )
-    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
+
+    def rate_at(step: int) -> float:
+        return min(1.0, (step + 1) / 20) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
+
+    rate = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_at)
     about = defaultdict[int, list[Question]](list)
     for question in questions:
         about[asked.evidence(question)[0].start].append(question)
@@ -209,10 +213,6 @@ def _trained(
         losses.append(loss.item())
     shown = losses[:: max(1, len(losses) // 10)]
     return shown, Router(mean.detach(), basis.detach() * size, weight.detach() * wide)
-
-
-def _rate(step: int, steps: int) -> float:
-    return min(1.0, (step + 1) / 20) * (0.5 + 0.5 * math.cos(math.pi * step / steps))
 
 
 def _loss(asked: AskedPool, batch: Sequence[Question], others: set[int], router: Router, scale: Tensor) -> Tensor:
