@@ -169,7 +169,7 @@ def test_a_check_runs_nothing_of_the_working_directory(path: Path, monkeypatch: 
 @pytest.mark.parametrize("name", ["SIGSEGV", "SIGBUS"])
 def test_a_check_that_crashes_is_a_finding(path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     code = f"import os, signal; print('half a li', end='', flush=True); os.kill(os.getpid(), signal.{name})"
-    monkeypatch.setattr(verify, "_command", lambda path: [sys.executable, "-c", code])
+    monkeypatch.setattr(verify, "python_module", lambda name: [sys.executable, "-c", code])
     with memstore.open(path) as memory:
         (finding,) = memory.verify()
     assert finding.kind == "crash"

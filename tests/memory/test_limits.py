@@ -321,7 +321,7 @@ def test_times_to_live_that_cannot_be(memory: Memory) -> None:
 
 
 def test_an_empty_document_cannot_be_pinned(make_memory: MakeMemory) -> None:
-    with pytest.raises(NotFound, match="is empty"):
+    with pytest.raises(NotFound, match="does not exist yet"):
         make_memory().document("whale").pin()
 
 

@@ -28,17 +28,29 @@ def open_encrypted(path: Path, kind: type[LmdbStore] | type[ZarrStore] = LmdbSto
     return EncryptedStore(store, (KeyTable.open if made else KeyTable.create)(path, KEY))
 
 
-class TestEncryptedRamStore(StoreTests):
+class EncryptedStoreTests(StoreTests):
+    def test_scan_is_a_snapshot(self, store: BlockStore) -> None:
+        """Without the values of a document that was deleted since: its key is destroyed."""
+        for document in (1, 2):
+            put_blocks(store, range(3), document=document)
+        scan = store.scan()
+        next(scan)
+        put_blocks(store, range(3, 6), document=2)
+        store.delete(1)
+        assert [(scanned.key.document, scanned.key.item) for scanned in scan] == [(2, item) for item in range(3)]
+
+
+class TestEncryptedRamStore(EncryptedStoreTests):
     def open_store(self, path: Path) -> BlockStore:
         return EncryptedStore(RamStore(), KeyTable.create(None, KEY))
 
 
-class TestEncryptedLmdbStore(StoreTests):
+class TestEncryptedLmdbStore(EncryptedStoreTests):
     def open_store(self, path: Path) -> BlockStore:
         return open_encrypted(path)
 
 
-class TestEncryptedZarrStore(StoreTests):
+class TestEncryptedZarrStore(EncryptedStoreTests):
     def open_store(self, path: Path) -> BlockStore:
         return open_encrypted(path, ZarrStore)
 
