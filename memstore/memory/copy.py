@@ -83,7 +83,11 @@ def _copy(source: Document, memory: Memory, name: str, advance: Callable[[int], 
         wanted = range(done // size, min(done // size + step, state.blocks))
         blocks = next(iter(state.present(wanted)), wanted[:0])
         if blocks.start == wanted.start and blocks:
-            _copy_blocks(source, target, blocks, done)
+            try:
+                _copy_blocks(source, target, blocks, done)
+            except NotFound:  # truncated meanwhile: told below
+                if source.state.edits == edits:
+                    raise
         else:
             target.pass_over((blocks or wanted[len(wanted) :]).start - wanted.start)
             continue

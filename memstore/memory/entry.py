@@ -533,7 +533,8 @@ class Catalog:
                 if state is None:
                     self._remove(number)
                 else:  # also for old documents: one may have moved to a home described only in its entry
-                    self._note(number, state.name, lists=_lists(state))
+                    lists = bool(state.spans) or (state.home is not None and state.branch is None)
+                    self._note(number, state.name, lists=lists)
             if self._beginnings is not None:
                 self._beginnings.changed(changed)
 
@@ -578,10 +579,6 @@ class Catalog:
         self._numbers[name] = number
         if lists:
             self.listing.add(number)
-
-
-def _lists(state: DocumentState) -> bool:
-    return bool(state.spans) or (state.home is not None and state.branch is None)
 
 
 def catalog_of(store: BlockStore, url: str) -> Catalog:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memstore.errors import InvalidArgument, first_line
+from memstore.json_checks import check_whole
 from memstore.memory import Traces
 from memstore.memory.shared import CHAT, owner_of
 from memstore.memory.traces import best_scores, most_weight
@@ -458,10 +459,11 @@ def check_asked(model: Any, tokens: int) -> None:
 
 def check_answered(options: Mapping[str, Any]) -> None:
     """Raise ``InvalidArgument`` for options of ``model.generate`` that an answer does not take."""
-    for name in (*NOT_TAKEN, "num_beams", "num_return_sequences"):
-        value = options.get(name)
-        if value is not None and value is not False and (type(value) is not int or value != 1):
-            raise InvalidArgument(f"an answer takes no {name}: use max_tokens, tell or single options, or generate()")
+    wrong = [name for name in NOT_TAKEN if not (options.get(name) is None or options[name] is False)]
+    wrong += [name for name in ("num_beams", "num_return_sequences") if options.get(name) not in (None, 1)]
+    if wrong:
+        raise InvalidArgument(f"an answer is one row without beams, and sets {wrong[0]} itself: use reader.generate")
+    check_whole("max_new_tokens", options.get("max_new_tokens", 1), 1, 2**31)
 
 
 def generate_answer(
@@ -482,7 +484,8 @@ def generate_answer(
     ``said``: the turns of user and model before the question. ``session``: the document of the conversation.
     """
     check_answered(options)
-    options = {"do_sample": False, "max_new_tokens": max_tokens, "tokenizer": reader.tokenizer, **options}
+    taken = {name: value for name, value in options.items() if name not in NOT_TAKEN}
+    options = {"do_sample": False, "max_new_tokens": max_tokens, "tokenizer": reader.tokenizer, **taken}
     max_tokens = options["max_new_tokens"]
     if reason := too_long(reader.model, len(prompt.tokens), max_tokens):
         raise InvalidArgument(f"{reason}: ask a shorter question, or read long texts into the memory")

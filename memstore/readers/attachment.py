@@ -9,6 +9,7 @@ says what it stores (``spec``), how its model sees the memory (``_install``), an
 from __future__ import annotations
 
 import ctypes
+import os
 import re
 import time
 from abc import ABC, abstractmethod
@@ -586,8 +587,9 @@ def _places(memory: object) -> list[Place]:
     if not places or len(places) < len(given):
         raise InvalidArgument(f"attach needs a memory, its path, or several of them; got {memory!r}")
     urls = [each.url if isinstance(each, Memory) else str(each) for each in places]
-    named = [(folder(url) or Path(url)).resolve() for url in urls if url != "ram:"]
-    if len({*named}) < len(named) or len({*map(id, places)}) < len(places):
+    named = [os.path.realpath(folder(url) or url) for url in urls if url != "ram:" and "\0" not in url]
+    opened = [id(each) for each in places if isinstance(each, Memory)]
+    if len({*named}) < len(named) or len({*opened}) < len(opened):
         raise InvalidArgument(f"attach got the same memory twice: pass each of {', '.join(urls)} once")
     return places
 

@@ -23,6 +23,7 @@ import torch
 from memstore.errors import DamagedError, NotFound
 from memstore.index.words import FUNCTION_WORDS, STEM, asked_words, words_of
 from memstore.memory.search import Match
+from memstore.memory.shared import CHAT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,12 +90,17 @@ class Passage:
 
 
 def stored(memories: Sequence[Memory], name: str) -> Document | None:
-    """Return the document ``name``, or None if none of ``memories`` has it, or several have one of this name."""
+    """Return the document ``name``, or None if none of ``memories`` has it, or several have one of this name.
+
+    A conversation is that of the first memory that has it.
+    """
     found: list[Document] = []
     for memory in memories:
         with suppress(NotFound):
-            found += [document] if (document := memory.document(name)).id is not None else []
-    return found[0] if len(found) == 1 else None
+            document = memory.document(name)
+            if document.id is not None:
+                found.append(document)
+    return found[0] if len(found) == 1 or (found and name.startswith(CHAT)) else None
 
 
 def quotes(

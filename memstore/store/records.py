@@ -323,11 +323,6 @@ def _around_item(
     return _head(table, number, count, layout) + _ADDRESS.pack(document, layer, 0, 0)[:-8], _extent(layout)
 
 
-# Inside the header checksum, so a value under a wrong key is damage, not data.
-def _address(key: Key) -> bytes:
-    return _ADDRESS.pack(key.document, key.layer, 0, key.item)  # [20 bytes]
-
-
 def _head(table: Table, number: int, count: int, layout: Layout) -> bytes:
     return _KIND.pack(
         MAGIC, VERSION, NO_CODEC, DTYPES.index(layout.dtype), table, number, count, len(layout.shape)
@@ -475,7 +470,9 @@ class ValueReader:
     def fits(self, view: memoryview, start: int, key: Key) -> bool:
         """Return whether the first header at byte ``start`` is the expected one of ``key`` (checksums apart)."""
         first = self._plans[0]
-        return bytes(view[start : start + _SUMS_AT]) == first.heads[key.table] + _address(key) + first.extent
+        # Inside the header checksum, so a value under a wrong key is damage, not data.
+        address = _ADDRESS.pack(key.document, key.layer, 0, key.item)
+        return bytes(view[start : start + _SUMS_AT]) == first.heads[key.table] + address + first.extent
 
     def payloads(self, values: Bytes) -> list[Bytes]:
         """Return the payloads in ``values [n, size]``: for each record a view ``[n, layouts[f].nbytes]``."""

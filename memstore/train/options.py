@@ -66,7 +66,8 @@ class Optimisation:
         _check_number("restart", 0.5 if self.restart is None else self.restart, 1)
         _check_number("weight_decay", self.weight_decay, math.inf, zero=True)
         _check_number("clip", self.clip, math.inf, zero=True)
-        for beta in self.betas:
+        first, second = self.betas
+        for beta in (first, second):
             _check_number("each of betas", beta, 1, zero=True)
         if not isinstance(self.bf16, bool):
             raise InvalidArgument(f"bf16 must be True or False, not {self.bf16!r}")

@@ -171,7 +171,7 @@ def starting(
     given = copy.deepcopy(config) if config is not None else family.config.preset("tiny")
     chosen = given if init is None else load_config(init, family)
     if wrong := [name for name, value in (changes or {}).items() if getattr(chosen, name, None) != value]:
-        raise InvalidArgument(f"changes are for a stock model, which this is not: set {', '.join(wrong)} in config")
+        raise InvalidArgument(f"changes are for a stock init, which this is not: leave out {', '.join(wrong)}")
     if init is None:
         chosen.vocab_size = chosen.vocab_size if size is None else size
         return Start(chosen, init, tokenizer, family)

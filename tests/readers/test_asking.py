@@ -340,9 +340,9 @@ REFUSED: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_options_for_something_other_than_one_answer_are_refused(reader: Reader, name: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"an answer takes no {name}: use max_tokens"):
+    with pytest.raises(InvalidArgument, match=f"without beams, and sets {name} itself"):
         reader.ask("What is new?", do_sample=True, **{name: REFUSED[name]})
-    with pytest.raises(InvalidArgument, match=f"an answer takes no {name}: use max_tokens"):
+    with pytest.raises(InvalidArgument, match=f"without beams, and sets {name} itself"):
         reader.chat().say("What is new?", do_sample=True, **{name: REFUSED[name]})
 
 
@@ -352,6 +352,9 @@ def test_an_answer_takes_the_options_of_generate_for_its_length_and_end(reader: 
         return reader.ask("What is new?", logits_processor=said, num_beams=1, **options)
 
     assert answer(max_new_tokens=2).text == "on"
+    assert answer(max_new_tokens=2, streamer=None, return_dict_in_generate=False).text == "on"
+    with pytest.raises(InvalidArgument, match="max_new_tokens must be a whole number"):
+        answer(max_new_tokens=None)
     assert answer(stop_strings=["two"]).text == "one two"
     (letter,) = reader.tokenizer("w", add_special_tokens=False).input_ids
     for raw in (False, True):

@@ -129,9 +129,22 @@ def test_words_are_stored_before_they_are_answered(tmp_path: Path, monkeypatch: 
 def test_an_option_that_is_refused_leaves_nothing_in_the_conversation(tmp_path: Path) -> None:
     with attached(tmp_path / "m") as reader:
         conversation = reader.chat("today")
-        with pytest.raises(InvalidArgument, match="an answer takes no num_beams"):
+        with pytest.raises(InvalidArgument, match="without beams, and sets num_beams itself"):
             conversation.say("Hello.", num_beams=2)
+        with pytest.raises(InvalidArgument, match="max_new_tokens must be a whole number"):
+            conversation.say("Hello.", max_new_tokens="3")
         assert conversation.turns == reader.chat("today").turns == []
+
+
+def test_conversations_of_one_name_in_two_memories_stay_apart(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        with attached(tmp_path / name) as reader:
+            say(reader, f"I am {name}. " * 40, "Hello.")
+    with attached([tmp_path / "one", tmp_path / "two"]) as reader:
+        answer = reader.chat("today").say("Who am I, and what have I said?", max_tokens=2)
+        texts = [source.text for source in answer.sources()]
+        assert texts
+        assert not any("two" in text for text in texts)
 
 
 def test_the_last_exchange_can_be_taken_back(tmp_path: Path) -> None:

@@ -246,6 +246,9 @@ def test_a_memory_is_attached_once(tmp_path: Path) -> None:
                 attach(model, twice, mode="r", **SIZES)
         with memstore.open("ram:", spec=memory.spec) as another, attach(model, [memory, other, another]) as attached:
             assert len(attached.memories) == 3
+    attach(model, ["ram:", "ram:"], **SIZES)
+    with pytest.raises(InvalidArgument, match="without NUL"):
+        attach(model, "a\0b", **SIZES).open()
 
 
 def test_weights_that_are_not_numbers_are_told_as_such() -> None:

@@ -17,7 +17,6 @@ walks over blocks for ``dQ`` and ``dw``, a block walks over tiles of queries for
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -54,11 +53,7 @@ def tiles(device: Machine, dim: int) -> triton.Config:
     return config(4 if dim <= 64 else 8, 2, BM=32)
 
 
-def _choose(arguments: Mapping[str, Any]) -> triton.Config:
-    return tiles(machine(), arguments["BD"])
-
-
-_tiled = tiled(_choose, interpreted_config=config(1, 1, BM=32))
+_tiled = tiled(lambda arguments: tiles(machine(), arguments["BD"]), interpreted_config=config(1, 1, BM=32))
 
 
 @triton.jit

@@ -468,7 +468,7 @@ def show(lists: Lists, which: slice) -> ListLayout:
     if lists.missing is not None:
         missing = lists.missing[:, :, which]
         bias = torch.zeros((), device=at.device).masked_fill(missing, -math.inf)[:, :, :, None, None, :, None]
-    # Rows of all that a head needs of a block: copied at once, not number by number.
+    # Each row is all that one head needs of a block, so it is copied at once, not number by number.
     keys, values = (
         x.flatten(0, 1).flatten(1).index_select(0, at.flatten()).view(*at.shape, *x.shape[2:])
         for x in (lists.keys, lists.values)

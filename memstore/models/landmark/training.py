@@ -242,13 +242,13 @@ def _on_texts(texts: list[str], recipe: Any, out: Path, given: Mapping[str, Any]
     settings = {name: given[name] for name in _DATA if name in given}
     if recipe is not None:
         settings = {"context": recipe.context, "valid": recipe.valid, **settings}
-    fixed = recipe is None or ("init" in given and LANDMARK.has(given["init"]))  # the recipe sets no sizes
+    own_sizes = recipe is None or ("init" in given and LANDMARK.has(given["init"]))
     return train_on_texts(
         texts,
         out,
         config=_config(recipe, given),
         family=LANDMARK,
-        changes={**({} if fixed else recipe.model), **changes_of(given, _MODEL)},
+        changes={**({} if own_sizes else recipe.model), **changes_of(given, _MODEL)},
         init=given.get("init"),
         lora=given.get("lora"),
         **settings,

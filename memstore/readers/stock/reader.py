@@ -17,6 +17,7 @@ from memstore.attention.routing import TrainedRouter
 from memstore.errors import ForeignMemory, InvalidArgument, NotFound
 from memstore.memory import Document, Fingerprint, Memory, MemorySpec
 from memstore.memory.search import Match, check_layer
+from memstore.memory.shared import CHAT
 from memstore.memory.view import cannot_score, noting_left_out
 from memstore.readers.asking import Query
 from memstore.readers.attachment import Job, Place, changed, pipelined
@@ -287,7 +288,9 @@ class StockReader(Reader):
                 raise NotFound(f"there is no document {name!r} in this memory; it has {shown}")
         by_name: dict[str, list[AttachedDocument]] = {}
         for source in all_of_them:
-            by_name.setdefault(source.document.name, []).append(source)
+            sources = by_name.setdefault(source.document.name, [])
+            if not sources or not source.document.name.startswith(CHAT):  # as in ``stored``
+                sources.append(source)
         return [source for name in self.names for source in by_name.get(name, [])]
 
     @property

@@ -133,7 +133,9 @@ class _Fields:
         self._given = {name: value for name, value in given.items() if value is not None}
         known = {*HONOURED, *HARMLESS} - {"messages", "prompt", "max_completion_tokens"} | {*own}
         for name, value in self._given.items():
-            if name not in known and not any(_is(value, each) for each in ONLY.get(name, ())):
+            if name not in known and not any(
+                value == each and isinstance(value, bool) == isinstance(each, bool) for each in ONLY.get(name, ())
+            ):
                 raise Refusal(
                     f"{name} is not supported here" + (" with this value" if name in ONLY else "") + ": leave it out",
                     param=name,
@@ -213,10 +215,6 @@ class _Fields:
                 f"stop must be a text, or a list of at most {MOST_STOPS} texts, none of them empty", param="stop"
             )
         return stops
-
-
-def _is(value: object, wanted: object) -> bool:
-    return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
 
 
 def _turn(message: object) -> tuple[str, str]:
