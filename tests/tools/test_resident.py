@@ -116,7 +116,7 @@ def test_ctrl_c_reaches_it(command: Command, server: Path, text_memory: Path) ->
     until(lambda: children(server))
     time.sleep(0.5)
     waits.send_signal(signal.SIGINT)
-    assert waits.wait(60) == 130  # before its input is closed, which would end it too
+    assert waits.wait(240) == 130  # before its input is closed, which would end it too
     assert "interrupted" in waits.communicate()[1]
     until(lambda: not children(server))
 
@@ -299,7 +299,7 @@ def test_it_ends_when_its_socket_is_gone(tmp_path: Path, replaced: bool) -> None
     with socket.socket(socket.AF_UNIX) as other:
         if replaced:
             other.bind(str(path))
-        assert serving.wait(60) == 0
+        assert serving.wait(240) == 0
     assert path.exists() is replaced
 
 
@@ -325,7 +325,7 @@ def test_a_command_does_not_run_twice_if_the_process_dies_before_its_caller_know
     monkeypatch.setattr(resident, "_identity", lambda: "socket")
     monkeypatch.delenv(resident.VARIABLE, raising=False)
     assert resident.run_resident(["ask", "nothing", "Who?"]) is None  # so it runs here
-    assert serving.wait(60) == -signal.SIGKILL
+    assert serving.wait(240) == -signal.SIGKILL
     time.sleep(1)  # a child that began would have written by then
     assert not (tmp_path / "ran").exists()
 
