@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -570,8 +569,7 @@ def check_options(kind: Kind, given: Mapping[str, Any]) -> None:
     """Raise ``InvalidArgument`` for options of ``attach`` that this ``kind`` does not take."""
     for name, value in given.items():
         if value is not None and not kind.takes(name):
-            names = (re.sub("$|(?= with )", "s", each.name, count=1) for each in KINDS if each.takes(name))
-            wanted = " and ".join(names).replace("its", "their")
+            wanted = " and ".join(each.plural or f"{each.name}s" for each in KINDS if each.takes(name))
             raise InvalidArgument(f"{name} is for {wanted}, not for a {kind.name}: leave it out")
 
 

@@ -66,6 +66,8 @@ class Kind:
     """The path of its ``memstore.eval.evaluation.Evaluation``, which says what can be measured."""
     options_module: str = ""
     """The module of the options of its training, which needs no PyTorch: a dataclass ``TRAINING``."""
+    plural: str = ""
+    """Its name for several; empty: with an s."""
     half: bool = False
     """Whether it also computes in half precision."""
     tokenizer: str = "transformers:PreTrainedTokenizerFast"
@@ -254,6 +256,7 @@ KNN = Kind(
     "",
     "memstore train memorizing --init",
     evaluation="memstore.models.memorizing.evaluation:KNN",
+    plural="stock models with a kNN layer",
     tokenizer="transformers:AutoTokenizer",
     options=("block_size",),
 )
@@ -267,6 +270,7 @@ INDEXED = Kind(
     "memstore.models.indexed.training:INDEXED",
     "memstore.models.indexed.evaluation:INDEXED",
     options_module="memstore.models.indexed.options",
+    plural="models with their own index",
     half=True,
     tokenizer="transformers:AutoTokenizer",
     options=("block_size", "index_dtype"),
