@@ -9,7 +9,7 @@ two links, hidden in prose, in rows of at most 512 tokens; the prose counts too.
 begins, as it needs; those of the others end anywhere.) Then, by length of what comes before:
 
 - perplexity of tokens of texts that were kept aside, and beside it how much the mean loss differs from that of the
-  window, with the standard error over places;
+  window with the same seed, with the standard error over places and seeds;
 - whole answers to each of the tasks, hidden in those texts, with seeds that training has not seen: one passkey, one of
   four named numbers, and both links of a chain beside another chain (variable tracking).
 

@@ -501,8 +501,7 @@ class _LayerIndex:
         """
         with self.synced() as index:
             index.finish()
-        # Appends may run during ``finish``, which takes long, but not from here on: they would delete blocks that are
-        # read here, and a deletion would sweep away the unfinished file.
+        # Not beside appends: they may delete the blocks that are read here, and sweep away the unfinished file.
         with self._handle.shared.writing, self.synced() as index:
             if not index.capabilities.exact and len(index):
                 self._measured = recall(index, self._source(), self._held, list(self._queries))

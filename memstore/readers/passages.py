@@ -90,10 +90,7 @@ class Passage:
 
 
 def stored(memories: Sequence[Memory], name: str) -> Document | None:
-    """Return the document ``name``, or None if none of ``memories`` has it, or several have one of this name.
-
-    A conversation is that of the first memory that has it.
-    """
+    """Return the document ``name``; None if no memory or several have it. Of conversations the first counts."""
     found: list[Document] = []
     for memory in memories:
         with suppress(NotFound):

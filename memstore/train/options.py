@@ -66,8 +66,9 @@ class Optimisation:
         _check_number("restart", 0.5 if self.restart is None else self.restart, 1)
         _check_number("weight_decay", self.weight_decay, math.inf, zero=True)
         _check_number("clip", self.clip, math.inf, zero=True)
-        first, second = self.betas
-        for beta in (first, second):
+        if not isinstance(self.betas, tuple | list) or len(self.betas) != 2:
+            raise InvalidArgument(f"betas must be two numbers, got {self.betas!r}")
+        for beta in self.betas:
             _check_number("each of betas", beta, 1, zero=True)
         if not isinstance(self.bf16, bool):
             raise InvalidArgument(f"bf16 must be True or False, not {self.bf16!r}")

@@ -328,7 +328,7 @@ def test_a_source_that_loses_blocks_meanwhile_is_an_error(
         copy_document(source, other, "text")
 
 
-@pytest.mark.parametrize("step", ["_check_beginning", "_copy_blocks"])
+@pytest.mark.parametrize("step", ["_check_beginning", "_copy_blocks", "_read"])
 def test_a_source_that_is_truncated_meanwhile_leaves_a_sound_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -339,14 +339,13 @@ def test_a_source_that_is_truncated_meanwhile_leaves_a_sound_copy(
             append(other.document("text"), TEXT[: 4 * S])
             real = getattr(copy, step)
 
-            def late(*arguments: Any) -> None:
+            def late(*arguments: Any) -> Any:
                 if step == "_check_beginning":
                     real(*arguments)
                 writer.document("text").truncate(2)
                 if step == "_check_beginning":
-                    append(writer.document("text"), random_tokens(6 * S, seed=3))
-                else:
-                    real(*arguments)
+                    return append(writer.document("text"), random_tokens(6 * S, seed=3))
+                return real(*arguments)
 
             monkeypatch.setattr(copy, step, late)
             with pytest.raises(InvalidArgument, match="was truncated during the copy"):

@@ -210,7 +210,7 @@ def test_missing_and_wrong_texts_are_named(tmp_path: Path) -> None:
 
 def test_changes_of_a_model_that_would_not_get_them_are_refused(trained: Trained, text: Path, tmp_path: Path) -> None:
     for start in ({}, {"config": DRTConfig.preset("tiny")}, {"init": trained.folder}):
-        with pytest.raises(InvalidArgument, match="changes are for a stock init.*: leave out hidden_size"):
+        with pytest.raises(InvalidArgument, match=r"changes are for a stock init.*: leave out hidden_size"):
             train_on_texts([text], tmp_path / "run", changes={"hidden_size": 1}, **start)
         assert not (tmp_path / "run").exists()
 
@@ -283,7 +283,14 @@ def test_the_learning_rate_warms_up_and_follows_a_cosine() -> None:
         *({name: value} for name in ("warmup", "seed") for value in (-1, 1.5, "x", 2**32)),
         *({name: value} for name in ("epochs", "learning_rate", "restart") for value in (0.0, float("nan"), "x")),
         *({name: value} for name in ("clip", "weight_decay") for value in (-1, float("nan"), "x")),
-        *({"learning_rate": 2.0}, {"restart": 2}, {"betas": (2, 3)}, {"betas": (0.9, "x")}, {"bf16": "x"}),
+        *(
+            {"learning_rate": 2.0},
+            {"restart": 2},
+            {"betas": (2, 3)},
+            {"betas": (0.9, "x")},
+            {"betas": (0.9,)},
+            {"bf16": "x"},
+        ),
     ],
 )
 def test_settings_that_cannot_work_are_refused(wrong: dict[str, Any]) -> None:

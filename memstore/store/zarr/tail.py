@@ -308,16 +308,17 @@ def items(extent: Extent) -> Iterator[int]:
 def _neighbours(order: list[_BlockRead]) -> Iterator[list[_BlockRead]]:
     """Group blocks in order of their places into runs of neighbours."""
     run: list[_BlockRead] = []
-    follows: tuple[int, int, int] | None = None
     for one in order:
-        number, shard, slot = one.place.extent.number, one.place.shard, one.place.slot
-        if run and (number, shard, slot) != follows:
+        if run and not _follows(run[-1].place, one.place):
             yield run
             run = []
         run.append(one)
-        follows = number, shard, slot + 1
     if run:
         yield run
+
+
+def _follows(before: Place, after: Place) -> bool:
+    return (before.extent.number, before.shard, before.slot + 1) == (after.extent.number, after.shard, after.slot)
 
 
 def _range_read(run: list[_BlockRead], record: int) -> RangeRead:
