@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import memstore
 from memstore.errors import ForeignMemory, InvalidArgument
-from memstore.memory import Memory
+from memstore.memory import Document, Memory
 from memstore.memory.copy import copy_document, copy_memory
 from memstore.memory.export import export_memory, import_memory
 from memstore.memory.rules import DAY, Rules
@@ -134,10 +135,10 @@ def test_an_interrupted_copy_takes_them_along_when_it_ends(
     assert rules(url) == rules(source)
 
 
-def interrupted_after(calls: int) -> Callable[..., None]:
+def interrupted_after(calls: int) -> Callable[..., Any]:
     left = iter(range(calls))
 
-    def call(*_: object) -> None:
+    def call(*_: object) -> Any:
         if next(left, None) is None:
             raise KeyboardInterrupt
 
@@ -149,8 +150,9 @@ def test_an_interrupted_import_takes_them_along_when_it_ends(
 ) -> None:
     url = str(tmp_path / "new")
     export_memory(source, tmp_path / "export")
+    stop, fork = interrupted_after(2), Document.fork
     with monkeypatch.context() as patch:
-        patch.setattr("memstore.memory.export._differ", interrupted_after(2))
+        patch.setattr(Document, "fork", lambda *arguments: stop() or fork(*arguments))
         with pytest.raises(KeyboardInterrupt):
             import_memory(tmp_path / "export", url)
     assert rules(url) == Rules[str]()
