@@ -159,7 +159,7 @@ class Asking:
         self._asked, self._texts, self._top_k = asked, texts, top_k
         self._rankers = {f"{ranker.name} as text": ranker for ranker in rankers}
         self._frame = Template.of(reader.tokenizer, system) or Template.plain(system)
-        self._ends = self._frame.ends(reader.tokenizer)
+        self.ends = self._frame.ends(reader.tokenizer)
         self.kept = dict[str, tuple[list[int], DynamicCache]]()
         """Tokens of a prompt with all of the text up to the question, and what is kept of their states, by way."""
 
@@ -187,7 +187,7 @@ class Asking:
         if way == MEMORY:
             return self._reader.ask(question.text, system=self._system, max_tokens=MOST).text
         if way in self.kept:
-            return self._decoded(self._behind(*self.kept[way], question))
+            return self.decoded(self._behind(*self.kept[way], question))
         before: list[str] = []
         if quoted := QUOTED.fullmatch(way):
             usual = self._reader.retrieval
@@ -205,16 +205,16 @@ class Asking:
             before = [self._asked.paragraphs[number] for number in question.evidence]
         elif way == END:
             before = ["".join(self._texts[-self._top_k :])]
-        ids = torch.tensor([self._prompt((*before, question.text))])
-        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": MOST, "eos_token_id": self._ends}
+        ids = torch.tensor([self.prompt((*before, question.text))])
+        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": MOST, "eos_token_id": self.ends}
         with torch.inference_mode():
             made = self._model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, ids.shape[1] :]
-        return self._decoded(made)
+        return self.decoded(made)
 
     @torch.inference_mode()
     def states(self, *, compressed: bool) -> tuple[list[int], DynamicCache]:
         """What every prompt with all of the text begins with, and its states."""
-        begin: list[int] = [*commonprefix([self._prompt((*self._asked.paragraphs, each)) for each in ("Who?", "2")])]  # noqa: RUF071
+        begin: list[int] = [*commonprefix([self.prompt((*self._asked.paragraphs, each)) for each in ("Who?", "2")])]  # noqa: RUF071
         cache, ids = DynamicCache(config=self._model.config), torch.tensor([begin])
         if compressed:
             from kvpress import ExpectedAttentionPress
@@ -230,7 +230,7 @@ class Asking:
     @torch.inference_mode()
     def _behind(self, begin: list[int], cache: DynamicCache, question: Question) -> list[int]:
         """The greedy answer behind states whose positions ``begin`` says; the cache is as it was when it is done."""
-        prompt = self._prompt((*self._asked.paragraphs, question.text))
+        prompt = self.prompt_with_all(question)
         assert prompt[: len(begin)] == begin
         kept, ids, made = cache.get_seq_length(), prompt[len(begin) :], list[int]()
         position = len(begin)
@@ -239,16 +239,21 @@ class Asking:
             out = self._model(input_ids=torch.tensor([ids]), position_ids=places, **{CACHE: cache})
             position += len(ids)
             ids = [int(out.logits[0, -1].argmax())]
-            if ids[0] in self._ends:
+            if ids[0] in self.ends:
                 break
             made += ids
         cache.crop(kept - cache.get_seq_length())
         return made
 
-    def _decoded(self, made: Sequence[int]) -> str:
+    def prompt_with_all(self, question: Question) -> list[int]:
+        """All of the text and a question."""
+        return self.prompt((*self._asked.paragraphs, question.text))
+
+    def decoded(self, made: Sequence[int]) -> str:
+        """The text of generated tokens."""
         return str(self._reader.tokenizer.decode(made, skip_special_tokens=True)).strip()
 
-    def _prompt(self, texts: Sequence[str]) -> list[int]:
+    def prompt(self, texts: Sequence[str]) -> list[int]:
         """Texts before a model that has no memory, in the same frame as ``ask`` has."""
         words = SEPARATOR.join(texts)
         return fill_template(self._reader.tokenizer, self._frame, words, self._frame.opening).tokens

@@ -151,14 +151,14 @@ class Carriers:
                 before = [text] if (text := quotes(reader, [question.text], question.text)[1].strip()) else []
             elif carrier == TEXT:
                 before = [self._texts[block] for block in sorted(blocks)]
-            prompt = self._asking._prompt((*before, question.text))
+            prompt = self._asking.prompt((*before, question.text))
             if carrier in (STATES, BOTH):  # finds the quote once more
                 return reader.ask(question.text, system=INSTRUCTION, max_tokens=MOST).text, len(prompt)
         ids = torch.tensor([prompt])
-        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": MOST, "eos_token_id": self._asking._ends}
+        options: dict[str, Any] = {"do_sample": False, "max_new_tokens": MOST, "eos_token_id": self._asking.ends}
         with torch.inference_mode():
             made = self._asking._model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-        return self._asking._decoded(made[0, len(prompt) :]), len(prompt)
+        return self._asking.decoded(made[0, len(prompt) :]), len(prompt)
 
     @contextmanager
     def _choosing(self, blocks: list[int], *, quoted: bool) -> Iterator[None]:
