@@ -16,6 +16,8 @@ their places, tokens and text, and the lengths of their vectors.
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import hashlib
 import json
 import os
@@ -50,7 +52,7 @@ from memstore.memory.document import Document
 from memstore.memory.entry import LONGEST_NAME
 from memstore.memory.memory import Memory, open_memory
 from memstore.memory.rules import Rules
-from memstore.memory.shared import not_found
+from memstore.memory.shared import IMPORTING, not_found
 from memstore.memory.spec import (
     MemorySpec,
     block_layouts,
@@ -82,17 +84,15 @@ _LOCK = "export.lock"
 """Marks a folder of an export in progress, so that the rest of a killed export can be removed."""
 _BLOCK = whole(0, MAX_ITEM)
 _MOST = 10_000_000
-_ENTRY = table(
-    {"blocks": maybe(row(_BLOCK, _BLOCK)), "tokens": whole(0, 2**53)}, name=text(100), nbytes=whole(), sha256=text(64)
-)
-"""Schema of a file: its blocks, as first and last plus one (null for the memory itself), and its number of tokens."""
+_FILE = {"tokens": whole(0, 2**53), "name": text(100), "nbytes": whole(), "sha256": text(64)}
+"""Schema of a file. Files of a document also have ``blocks``: the first, and the last plus one."""
 HEAD = table(format=text(100), version=whole(0), library=text(1000), sha256=text(100))
 MANIFEST = table(
     {"rules": anything},
     spec=anything,
     info=members(anything, _MOST),
     arrays=members(array(text(1000), 255), _MOST),
-    facts=maybe(_ENTRY),
+    facts=maybe(table(**_FILE)),
     documents=array(
         table(
             {"begins_like": maybe(row(text(LONGEST_NAME), _BLOCK))},
@@ -101,7 +101,7 @@ MANIFEST = table(
             first=_BLOCK,
             digest=maybe(text(64)),
             reading=maybe(members(anything, 1000)),
-            files=array(_ENTRY, _MOST),
+            files=array(table(**_FILE, blocks=row(_BLOCK, _BLOCK)), _MOST),
         ),
         _MOST,
     ),
@@ -226,9 +226,9 @@ def _made(folder: Path) -> Iterator[Path]:
         lock.release()
 
 
-def _check_new(folder: Path) -> None:
-    if folder.exists() or folder.is_symlink():
-        raise InvalidArgument(f"{folder} exists already; name a new folder for the export.")
+def _check_new(path: Path) -> None:
+    if path.exists() or path.is_symlink():
+        raise InvalidArgument(f"{path} exists already; choose a new name for the export.")
 
 
 def _clear(place: Path) -> None:
@@ -352,14 +352,10 @@ def block_bytes(spec: MemorySpec) -> int:
 
 
 def stored_names(codec: str, fields: Sequence[str], layouts: int) -> list[str]:
-    """Return the names of a complete block's stored tensors: ``k``, or with a codec ``k.0``, ``k.1``, ...
-
-    in its order.
-    """
+    """Return the names of a complete block's stored tensors: ``k``, or ``k.0``, ``k.1``, ... in a codec's order."""
     if codec == "none":
         return list(fields)
-    each = layouts // len(fields)
-    return [f"{name}.{number}" for name in fields for number in range(each)]
+    return [f"{name}.{number}" for name in fields for number in range(layouts // len(fields))]
 
 
 def _read_manifest(folder: Path) -> tuple[MemorySpec, Rules[str], Values]:
@@ -437,9 +433,6 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-_UNFINISHED = " (unfinished import)"
-
-
 @dataclass(frozen=True, kw_only=True)
 class ImportResult:
     """The result of ``import_memory``."""
@@ -500,9 +493,7 @@ def _take_facts(folder: Path, manifest: Values, memory: Memory) -> None:
 
 
 def _import(folder: Path, entry: Values, memory: Memory, count: Callable[[int], None]) -> None:
-    room = LONGEST_NAME - len(_UNFINISHED.encode())
-    staged = entry["name"].encode()[:room].decode("utf-8", "ignore") + _UNFINISHED
-    there, begun = memory.document(entry["name"]), memory.document(staged)
+    there, begun = memory.document(entry["name"]), _staged(entry["name"], memory)
     if there.id is not None:
         if len(there) != entry["tokens"] or not _begins(folder, entry, there):
             raise InvalidArgument(
@@ -510,30 +501,38 @@ def _import(folder: Path, entry: Values, memory: Memory, count: Callable[[int], 
                 f"{folder}: forget it first, or import into another memory."
             )
         if begun.id is not None:  # it is complete since the last run
-            memory.forget(staged)
+            memory.forget(begun.name)
         return
     if begun.id is not None and not _begins(folder, entry, begun):
-        memory.forget(staged)
-    document = memory.document(staged)
+        memory.forget(begun.name)
+    document = memory.document(begun.name)
     if document.id is None:
-        _begin(entry, memory, document)
+        memory.put_info(IMPORTING + document.name, True)  # first: a kill must not leave the document without it
+        if (like := entry.get("begins_like")) is None:
+            document.begin(entry["first"], entry["reading"])
+        else:
+            memory.document(like[0]).fork(document.name, like[1])
     try:
         for file in entry["files"]:
             _append(folder, file, document, count)
         if len(document) != entry["tokens"] or (document.digest and entry["digest"] not in (None, document.digest)):
             raise _damaged(f"the export {folder} is damaged: document {entry['name']!r} differs from its manifest")
     except DamagedError:
-        memory.forget(staged)
+        memory.forget(document.name)
         raise
     document.fork(entry["name"])
-    memory.forget(staged)
+    memory.forget(document.name)
 
 
-def _begin(entry: Values, memory: Memory, document: Document) -> None:
-    if (like := entry.get("begins_like")) is None:
-        document.begin(entry["first"], entry["reading"])
-    else:
-        memory.document(like[0]).fork(document.name, like[1])
+def _staged(name: str, memory: Memory) -> Document:
+    """Return the document, perhaps begun, in which ``name`` is built: one that is marked, or else a new one."""
+    number = 1
+    while True:
+        ending = " (unfinished import)" if number == 1 else f" (unfinished import {number})"
+        document = memory.document(name.encode()[: LONGEST_NAME - len(ending)].decode("utf-8", "ignore") + ending)
+        if document.id is None or memory.get_info(IMPORTING + document.name):
+            return document
+        number += 1  # a document without a mark is the user's
 
 
 def _begins(folder: Path, entry: Values, document: Document) -> bool:
@@ -541,25 +540,21 @@ def _begins(folder: Path, entry: Values, document: Document) -> bool:
     if document.reading != entry["reading"] or document.blocks.start != entry["first"]:
         return False
     size = document.memory.spec.block_size
-    ends = {file["blocks"][0] * size + file["tokens"] for file in entry["files"] if file["blocks"] is not None}
+    ends = {file["blocks"][0] * size + file["tokens"] for file in entry["files"]}
     like = entry.get("begins_like")
     begun = (like[1] if like else entry["first"]) * size
     if len(document) not in {begun, *ends}:
         return False
-    if len(document) == entry["tokens"] and document.digest is not None and document.digest == entry["digest"]:
-        files = entry["files"][-1:]  # the digest covers only complete blocks
-    else:
-        files = entry["files"]
+    same = len(document) == entry["tokens"] and document.digest is not None and document.digest == entry["digest"]
+    files = entry["files"][-1:] if same else entry["files"]  # the digest covers only complete blocks
     return all(_holds(folder, file, document) for file in files)
 
 
 def _holds(folder: Path, file: Values, document: Document) -> bool:
     """Whether a document has the token ids of a file, or ends before it."""
     blocks = range(file["blocks"][0], min(file["blocks"][1], document.n_blocks))
-    if not blocks:
-        return True
-    if document.present(blocks) != [blocks]:
-        return False
+    if not blocks or document.present(blocks) != [blocks]:
+        return not blocks
     return torch.equal(document.tokens(blocks), _tensors(folder, file)["tokens"].long())
 
 
@@ -630,28 +625,39 @@ def export_table(
     except ModuleNotFoundError:
         raise NotFound("a Parquet table needs the package pyarrow: pip install 'torch-memstore[tables]'") from None
     path = Path(file)
-    if path.exists() or path.is_symlink():
-        raise InvalidArgument(f"{path} exists already; name a new file.")
+    _check_new(path)
     chosen = _chosen(memory, documents)
     schema, rows = _schema(memory, pa), 0
     # No reader may trust statistics of numbers with a NaN, but DuckDB 2.0 does: it skips rows that a filter wants.
     exact = [field.name for field in schema if not pa.types.is_floating(field.type)]
+    for left in path.parent.glob(f"{glob.escape(path.name)}.{'[0-9a-f]' * 32}.incomplete"):
+        with suppress(OSError), left.open("r+b") as content:
+            fcntl.flock(content, fcntl.LOCK_EX | fcntl.LOCK_NB)  # its process was killed, unless this raises
+            left.unlink()
     # Another process may write the same table.
     unfinished = path.with_name(f"{path.name}.{uuid4().hex}.incomplete")
     try:
-        with (
-            os.fdopen(paths.new_file(unfinished), "wb") as content,
-            parquet.ParquetWriter(content, schema, write_statistics=exact) as writer,
-            progress_bar(memory.url, 0, sum(map(len, chosen)), progress, verb="exporting") as advance,
-        ):
-            for document in chosen:
-                for group in _groups(memory, document, decode):
-                    writer.write_table(pa.Table.from_pylist(group, schema=schema))
-                    rows += len(group)
-                    advance(sum(row["tokens"] for row in group))
-        unfinished.rename(path)
+        with os.fdopen(paths.new_file(unfinished), "wb") as content:
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(content, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with (
+                parquet.ParquetWriter(content, schema, write_statistics=exact) as writer,
+                progress_bar(memory.url, 0, sum(map(len, chosen)), progress, verb="exporting") as advance,
+            ):
+                for document in chosen:
+                    for group in _groups(memory, document, decode):
+                        writer.write_table(pa.Table.from_pylist(group, schema=schema))
+                        rows += len(group)
+                        advance(sum(row["tokens"] for row in group))
+            content.flush()
+            os.fsync(content.fileno())
+            os.close(paths.new_file(path))  # raises if another file has appeared, which replace would remove
+            unfinished.replace(path)
+        paths.sync_folder(path.parent)
     except BaseException as error:
         unfinished.unlink(missing_ok=True)
+        if isinstance(error, FileExistsError):
+            _check_new(path)
         if isinstance(error, OSError) and error.errno in paths.FULL:
             raise StoreFull(
                 f"there is no room for {path}; the unfinished file was removed. Free some space, or use another disk."

@@ -60,7 +60,9 @@ ARRAYS = table(arrays=array(text(1000), 254))
 
 CHAT = "chat/"
 """Prefix in the name of a conversation's document."""
-OF_DOCUMENT = ("file/", "reading/")
+IMPORTING = "importing/"
+"""Prefix in the name of a JSON value that marks a document as an unfinished import; copies do not take it."""
+OF_DOCUMENT = ("file/", "reading/", IMPORTING)
 """Prefixes for the names of JSON values about a document; its name follows."""
 
 _locks: WeakKeyDictionary[BlockStore, threading.RLock] = WeakKeyDictionary()
@@ -308,8 +310,8 @@ class Handle:
 def owner_of(fact: str) -> str | None:
     """Return the document that a JSON value is about and is forgotten with, from the value's name; None without one.
 
-    ``file/DOCUMENT`` is its file, ``reading/DOCUMENT`` the options of its reading (from earlier versions), and
-    ``said/SESSION/NUMBER`` a turn of the conversation whose document is ``chat/SESSION``.
+    ``file/DOCUMENT`` is its file, ``reading/DOCUMENT`` the options of its reading (from earlier versions),
+    ``importing/DOCUMENT`` a mark, and ``said/SESSION/NUMBER`` a turn of the conversation ``chat/SESSION``.
     """
     kind, slash, name = fact.partition("/")
     if kind == "said":
@@ -417,7 +419,8 @@ class NamedValues:
 
         All in one transaction. Raises ``ForeignMemory`` if a name has other arrays.
         """
-        facts = [(_head("info", name, {"value": value}),) for name, value in info.items()]
+        kept = (item for item in info.items() if not item[0].startswith(IMPORTING))
+        facts = [(_head("info", name, {"value": value}),) for name, value in kept]
         tensors = (
             (_head("arrays", name, {"arrays": list(each)}), *map(to_record, each.values()))
             for name, each in arrays.items()

@@ -430,7 +430,8 @@ def test_an_export_that_comes_late_leaves_the_finished_one(
         check_content(made.document("text"), TEXT)
 
 
-def test_two_tables_to_one_place_are_both_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_tables_to_one_place_the_first_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the part that a killed process left goes."""
     parquet = pytest.importorskip("pyarrow.parquet", reason="tables need pyarrow")
     with memstore.open("ram:", spec=make_spec()) as memory, monkeypatch.context() as patched:
         append(memory.document("text"), TEXT)
@@ -441,8 +442,10 @@ def test_two_tables_to_one_place_are_both_whole(tmp_path: Path, monkeypatch: pyt
             assert export_table(memory, tmp_path / "t.parquet") == 10
             yield from groups(*arguments)
 
+        (tmp_path / f"t.parquet.{'0a' * 16}.incomplete").touch()
         patched.setattr(exporting, "_groups", late)
-        assert export_table(memory, tmp_path / "t.parquet") == 10
+        with pytest.raises(InvalidArgument, match="exists already"):
+            export_table(memory, tmp_path / "t.parquet")
     assert [path.name for path in tmp_path.iterdir()] == ["t.parquet"]
     assert parquet.read_table(tmp_path / "t.parquet").num_rows == 10
 
@@ -504,9 +507,34 @@ def test_an_import_that_was_interrupted_goes_on(export: Path, tmp_path: Path, mo
 def test_what_an_import_of_something_else_left_is_not_used(export: Path, tmp_path: Path) -> None:
     with memstore.open(tmp_path / "again", spec=make_spec()) as memory:
         append(memory.document("whale (unfinished import)"), random_tokens(3 * S, seed=9))
+        memory.put_info("importing/whale (unfinished import)", True)
     with again(export, tmp_path / "again") as made:
         check_content(made.document("whale"), TEXT)
         assert len(made.documents()) == 2
+        assert made.infos("importing/") == {}
+
+
+def test_a_document_that_only_has_the_name_of_an_unfinished_import_stays(export: Path, tmp_path: Path) -> None:
+    own = "whale (unfinished import)", random_tokens(3 * S, seed=9)
+    with memstore.open(tmp_path / "again", spec=make_spec()) as memory:
+        append(memory.document(own[0]), own[1])
+    with again(export, tmp_path / "again") as made:
+        check_content(made.document(own[0]), own[1])
+        check_content(made.document("whale"), TEXT)
+        assert len(made.documents()) == 3
+        made.put_info("importing/ship", True)
+    memstore.copy(tmp_path / "again", tmp_path / "copy")
+    with memstore.open(tmp_path / "copy") as copied:
+        assert copied.infos("importing/") == {}
+
+
+def test_a_file_of_a_document_names_its_blocks(export: Path, tmp_path: Path) -> None:
+    manifest = json.loads((export / "manifest.json").read_text())
+    manifest["documents"][0]["files"][0]["blocks"] = None
+    del manifest["sha256"]
+    (export / "manifest.json").write_text(json.dumps({**manifest, "sha256": exporting._digest(manifest)}))
+    with pytest.raises(DamagedError, match=r"files\[0\].blocks must be a list of 2 values"):
+        import_memory(export, tmp_path / "again")
 
 
 CHILD = """
