@@ -27,10 +27,11 @@ from memstore.errors import (
     MemstoreError,
     NotAMemory,
     NotFound,
+    StoreFull,
     WrongKey,
     opening,
 )
-from memstore.paths import user_folder
+from memstore.paths import FULL, user_folder
 from memstore.store.contract import BlockStore
 from memstore.store.encrypted import OVERHEAD, EncryptedStore, sealed
 from memstore.store.encryption_keys import (
@@ -387,10 +388,19 @@ def _open_remote(url: str, mode: Mode, blank: NewMemory | None, **options: Any) 
     try:
         if not _has_tail(tail):
             mode, tail = _elsewhere(url, mode, blank, shards, tail)
-        return _open_folder(ZarrStore, tail, url, mode, blank, exists=lambda: _has_tail(tail), **options)
+        try:
+            return _open_folder(ZarrStore, tail, url, mode, blank, exists=lambda: _has_tail(tail), **options)
+        except (DamagedError, NotAMemory):
+            if tail == where.tail:
+                raise
+            os.utime(tail / "tail" / "data.mdb")  # so that the copy is compared with what was published
+            mode, tail = _elsewhere(url, mode, blank, shards, where.tail)
+            return _open_folder(ZarrStore, tail, url, mode, blank, exists=lambda: _has_tail(tail), **options)
     except OSError as error:
         if isinstance(error, MemstoreError):
             raise
+        if error.errno in FULL:
+            raise StoreFull(f"{tail} has no room for a copy of {url}: free some space there", memory=url) from error
         raise MemstoreError(
             f"the storage of {url} cannot be used ({' '.join(str(error).split())[:200]}); nothing was changed. "
             "Check the address and its credentials"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import signal
 import threading
@@ -15,7 +17,16 @@ import pytest
 import torch
 
 import memstore
-from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreError, NotFound, ReadOnlyMemory, WrongKey
+from memstore.errors import (
+    DamagedError,
+    ForeignMemory,
+    MemoryInUse,
+    MemstoreError,
+    NotFound,
+    ReadOnlyMemory,
+    StoreFull,
+    WrongKey,
+)
 from memstore.memory import Memory
 from memstore.memory.urls import Mode
 from memstore.store.zarr import published
@@ -67,11 +78,59 @@ def test_another_computer_reads_what_was_published(way: Way, tmp_path: Path, mon
         memstore.open(HERE, spec=make_spec())
 
 
+def unsupported(*_: object) -> None:
+    raise OSError(errno.ENOTSUP, "no locks here")
+
+
+@pytest.mark.parametrize("how", ["cut", "changed", "rotten"])
+def test_a_fetched_copy_that_is_damaged_is_fetched_again(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    written()
+    on(monkeypatch, tmp_path / "b")
+    with memstore.open(HERE, mode="r") as reader:
+        check_content(reader.document("whale"), TOKENS)
+    (data,) = (tmp_path / "b").rglob("data.mdb")
+    sound, times = data.read_bytes(), (data.stat().st_atime_ns, data.stat().st_mtime_ns)
+    if how == "cut":
+        os.truncate(data, 20_000)
+    else:
+        data.write_bytes(sound[: 2 * 4096] + bytes(255 - byte for byte in sound[2 * 4096 :]))
+    if how == "rotten":
+        os.utime(data, ns=times)
+    with memstore.open(HERE, mode="r") as reader:
+        check_content(reader.document("whale"), TOKENS)
+    assert data.read_bytes() == sound
+
+
+def test_what_a_killed_fetch_left_is_removed_and_a_full_disk_is_named(
+    way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    written()
+    on(monkeypatch, tmp_path / "b")
+    with monkeypatch.context() as patched:
+        patched.setattr(published, "_write", full)
+        patched.setattr("shutil.rmtree", lambda *_, **__: None)  # as if the process had been killed
+        with pytest.raises(StoreFull, match="has no room for a copy"):
+            memstore.open(HERE, mode="r")
+    assert len(list((tmp_path / "b").rglob(".*.part"))) == 1
+    with memstore.open(HERE, mode="r") as reader:
+        check_content(reader.document("whale"), TOKENS)
+    assert list((tmp_path / "b").rglob(".*.part")) == []
+
+
 @pytest.mark.parametrize("moment", ["listed", "looked up", "assembled"])
 def test_a_version_is_fetched_beside_processes_that_fetch_later_ones(
     way: Way, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    """They remove the earlier versions that this process has listed, or looked pieces up in."""
+    """They remove the earlier versions that this process has listed, or looked pieces up in.
+
+    On a file system without locks, or they would wait.
+    """
+    monkeypatch.setattr("fcntl.flock", unsupported)
     monkeypatch.setattr(published, "PIECE_BYTES", 4096)
     monkeypatch.setitem(published.Version.__init__.__kwdefaults__ or {}, "piece_bytes", 4096)
     place, name = {

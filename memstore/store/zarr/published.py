@@ -8,8 +8,10 @@ a version no longer needs are deleted with the next version, because a reader ma
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
+import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -161,7 +163,7 @@ class Publisher:
         data, there = self._folder / "tail" / DATA_NAME, {*before.pieces, *before.stale}
         names: list[str] = []
         waiting: list[tuple[str, bytes]] = []
-        for piece in _pieces(data):
+        for piece in _pieces(data, PIECE_BYTES):
             names.append(_digest(piece))
             if names[-1] not in there:
                 there.add(names[-1])
@@ -243,27 +245,47 @@ class Publisher:
         paths.write(self._folder, NOTE, [json.dumps(note).encode()])
 
 
-def _pieces(data: Path) -> Iterator[bytes]:
+def _pieces(data: Path, nbytes: int) -> Iterator[bytes]:
     with data.open("rb") as file:
-        while piece := file.read(PIECE_BYTES):
+        while piece := file.read(nbytes):
             yield piece
 
 
 def fetch(bucket: BucketObjects, folder: Path, url: str) -> Path:
     """Fetch the last published version into a memory folder below ``folder``, for reading; only missing pieces.
 
+    A copy that was fetched before is used, unless it was changed since and differs from what was published.
+
     Raises ``NotFound``, ``OSError``, and ``DamagedError`` for pieces that do not match the manifest.
     """
+    place = folder / "published"
     for _ in range(_ATTEMPTS):
         version = last_version(bucket)
         if version is None or not version.pieces:
             raise NotFound(f"there is no memory at {url}: nothing was published there. Check the bucket and the prefix")
-        target = folder / "published" / f"{version.owner}-{version.number}-{version.digest}"
-        if (target / "tail" / DATA_NAME).exists() or _fetched(bucket, version, target):
-            return target
+        target = place / f"{version.owner}-{version.number}-{version.digest}"
+        place.mkdir(parents=True, exist_ok=True)
+        with paths.opened_folder(place) as handle:
+            with suppress(OSError):  # a file system without locks keeps what a killed process left
+                fcntl.flock(handle, fcntl.LOCK_EX)
+                for left in place.glob(".*.part"):
+                    shutil.rmtree(left, ignore_errors=True)
+            if _is_whole(target, version) or _fetched(bucket, version, target):
+                return target
     raise DamagedError(
         f"the published version of {url} lacks pieces; publish it again from the computer that writes it", memory=url
     )
+
+
+def _is_whole(target: Path, version: Version) -> bool:
+    """Return whether a version was fetched before; moves a copy that was damaged later out of the way."""
+    data = target / "tail" / DATA_NAME
+    with suppress(FileNotFoundError):
+        unchanged = data.stat().st_mtime_ns <= (target / "pieces.json").stat().st_mtime_ns
+        if unchanged or [_digest(piece) for piece in _pieces(data, version.piece_bytes)] == [*version.pieces]:
+            return True
+        target.rename(target.with_name(f".{uuid4().hex}.part"))
+    return False
 
 
 def _fetched(bucket: BucketObjects, version: Version, target: Path) -> bool:
@@ -296,8 +318,9 @@ def _fetched(bucket: BucketObjects, version: Version, target: Path) -> bool:
                         raise DamagedError(f"piece {name} of the published tail is damaged; publish the memory again")
                     _write(data, places[name], stored.content)
             data.truncate(version.nbytes)
+            data.flush()
+            os.fsync(data.fileno())
         (part / "pieces.json").write_text(json.dumps([version.piece_bytes, version.pieces]))
-        target.parent.mkdir(parents=True, exist_ok=True)
         with suppress(OSError):  # another process was first
             part.rename(target)
         for path in earlier[:-1]:  # the last one may be open in another process
