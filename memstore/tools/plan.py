@@ -8,6 +8,7 @@ import shutil
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -77,6 +78,8 @@ class FileText(NamedTuple):
     file: SourceFile
     document: str
     content: str
+    version: tuple[int, int] | None
+    """Bytes and time of the file (nanoseconds since 1970) before it was read: a later change is found next time."""
     meta: Mapping[str, str] = {}
     """Notes of a missing file with the same text: the file was renamed."""
 
@@ -127,7 +130,8 @@ def plan_of(
         name = document or before or _free(each, taken)
         taken.add(name)
         fact = files.get(name, {}) if before == name else {}
-        if _same(each, fact):
+        version = _version(each.path)
+        if fact.get("whole") and version == (fact.get("bytes"), fact.get("modified")):
             plan.unchanged.append(name)
             continue
         try:
@@ -162,7 +166,7 @@ def plan_of(
                 if moved not in (name, *plan.gone):
                     plan.gone.append(moved)  # from a folder that is not searched now
             meta = files[moved].get("meta") if left else None
-            plan.read.append(FileText(each, name, content, meta or {}))
+            plan.read.append(FileText(each, name, content, version, meta or {}))
     return plan
 
 
@@ -193,15 +197,10 @@ def _free(found: SourceFile, taken: set[str]) -> str:
     return next((name for name in names if name not in taken and not name.startswith(CHAT)), names[-1])
 
 
-def _same(found: SourceFile, fact: Mapping[str, Any]) -> bool:
-    """Check by size and time whether a file is unchanged since its reading."""
-    if found.path is None or not fact.get("whole"):
-        return False
-    try:
-        stat = found.path.stat()
-    except OSError:
-        return False
-    return [stat.st_size, stat.st_mtime_ns] == [fact.get("bytes"), fact.get("modified")]
+def _version(path: Path | None) -> tuple[int, int] | None:
+    with suppress(OSError):
+        return None if path is None else ((stat := path.stat()).st_size, stat.st_mtime_ns)
+    return None
 
 
 def gone(known: Contents | None, found: list[SourceFile], folders: list[Path]) -> list[str]:

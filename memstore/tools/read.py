@@ -176,11 +176,6 @@ def read(options: Options) -> Report:
 
 def _once(options: Options, noted: Mapping[str, str], load: Callable[..., LoadedModel]) -> tuple[ReadPlan, Done]:
     """Read the new and changed files."""
-    before = [each for each in options.text if Path(each).is_dir()]
-    found = list(find(options.text))
-    # If a folder was missing before, during or after the search, its files are not lost.
-    named = {each.path for each in found if not each.in_folder}
-    folders = [Path(each).resolve() for each in before if Path(each).absolute() not in named and Path(each).is_dir()]
     known = Contents.at(options.memory, options.model)
     spec = None if known is None else known.spec
     check_fit(options.memory, spec, block_size=options.block_size, codec=options.codec)
@@ -188,9 +183,24 @@ def _once(options: Options, noted: Mapping[str, str], load: Callable[..., Loaded
         another = options.model is not None and lasting_name(options.model) != known.model
         if another or options.top_k is not None or options.dtype not in (None, known.dtype):
             known = replace(known, files={})  # every file is compared with its stored reading, and refused
-    lost = gone(known, found, folders)
-    alone = options.one_file and not options.watch  # a watch reads a half-written file next time
-    plan = plan_of(found, known, options.document, encoding=options.encoding, alone=alone, gone=lost)
+
+    def planned() -> ReadPlan:
+        before = [Path(each) for each in options.text if Path(each).is_dir()]
+        found = list(find(options.text))
+        # If a folder was missing before, during or after the search, its files are not lost.
+        named = {each.path for each in found if not each.in_folder}
+        folders = [path.resolve() for path in before if path.absolute() not in named and path.is_dir()]
+        for folder in folders if options.prune else ():
+            if gone(known, found, [folder]) and not any(each.path and folder in each.path.parents for each in found):
+                raise NotFound(
+                    f"{folder} has no files any more, so --prune would forget all documents from there. Mount its "
+                    "disk, or forget them with memstore forget"
+                )
+        alone = options.one_file and not options.watch  # a watch reads a half-written file next time
+        lost = gone(known, found, folders)
+        return plan_of(found, known, options.document, encoding=options.encoding, alone=alone, gone=lost)
+
+    plan = planned()
     if not (plan.read or plan.unchanged or plan.bad or plan.gone or options.watch):
         over = [f"{each['path']} ({each['reason']})" for each in plan.passed_over[:FEW]]
         lacking = f"passed over {', '.join(over)}" if over else "it has no text files"
@@ -207,6 +217,9 @@ def _once(options: Options, noted: Mapping[str, str], load: Callable[..., Loaded
     if known is not None:
         _note(options.memory, known, plan, noted)
     if plan.gone and options.prune:
+        if options.watch:  # an editor that writes a file anew may have removed or emptied it for a moment
+            time.sleep(PAUSE)
+            plan.gone = [name for name in planned().gone if name in plan.gone]
         with memstore.open(options.memory) as opened:
             for name in plan.gone:
                 opened.forget(name)
@@ -414,9 +427,8 @@ def _begun(reader: Reader, text: FileText, noted: Mapping[str, str]) -> tuple[di
     known = path is not None and old.get("path") == str(path)
     fact: dict[str, Any] = _with({"path": None, "meta": old.get("meta") or text.meta}, noted)
     if path is not None:
-        stat = path.stat()
-        fact |= {"path": str(path), "bytes": stat.st_size, "modified": stat.st_mtime_ns}
-        fact["digest"] = digest(text.content)
+        nbytes, modified = text.version or (None, None)
+        fact |= {"path": str(path), "bytes": nbytes, "modified": modified, "digest": digest(text.content)}
         begun = {**fact, "whole": False}
         if begun != old and (known or reader.memory.document(name).id is None):
             reader.memory.put_info(FACT + name, begun)

@@ -219,6 +219,56 @@ def test_a_file_that_is_gone_is_told_and_forgotten_if_wished(cli: Cli, memory_pa
     assert cli("read", notes, memory_path, "--json").json["gone"] == []
 
 
+def test_a_folder_that_has_no_files_any_more_is_not_pruned(cli: Cli, memory_path: Path, notes: Path) -> None:
+    there = texts(memory_path)
+    notes.rename(notes.with_name("away"))
+    notes.mkdir()
+    done = cli("read", notes, memory_path, "--prune")
+    assert (done.code, "has no files any more, so --prune would forget" in done.err) == (3, True), done
+    assert texts(memory_path) == there
+    assert "gone: notes/bakery.md" in cli("read", notes, memory_path).out
+
+
+def test_a_watch_prunes_what_is_gone_in_two_looks(
+    memory_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("bakery.md", "script.py", "page.html"):
+        (notes / name).unlink()
+    (notes / "page.html").touch()
+
+    def write_again(_: float) -> None:
+        (notes / "bakery.md").write_text(NOTES["bakery.md"])
+        (notes / "page.html").write_text(NOTES["page.html"])
+
+    monkeypatch.setattr(time, "sleep", write_again)
+    options = verb.Options(text=[str(notes)], memory=str(memory_path), prune=True, watch=True)
+    plan, _ = verb._once(options, {}, no_model)  # type: ignore[arg-type]
+    assert plan.gone == ["notes/script.py"]
+    assert sorted(texts(memory_path)) == ["notes/bakery.md", "notes/page.html", "notes/trips/ferry.txt"]
+
+
+def test_a_file_that_changes_while_others_are_read_is_read_again(
+    cli: Cli, memory_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun = verb._begun
+
+    def change(*arguments: Any) -> Any:
+        (notes / "b.md").write_text("The second text, which is longer.")
+        (notes / "c.md").unlink(missing_ok=True)
+        return begun(*arguments)
+
+    for name in ("a.md", "b.md", "c.md"):
+        (notes / name).write_text(f"The first text of {name}.")
+    with monkeypatch.context() as patched:
+        patched.setattr(verb, "_begun", change)
+        done = cli("read", notes, memory_path, "--json")
+    assert (done.code, len(done.json["documents"])) == (0, 3), done.err
+    again = cli("read", notes, memory_path, "--json").json
+    assert [each["document"] for each in again["documents"]] == ["notes/b.md"]
+    assert again["gone"] == ["notes/c.md"]
+    assert texts(memory_path)["notes/b.md"] == "The second text, which is longer."
+
+
 def test_a_bad_file_is_named_and_the_others_are_read(cli: Cli, memory_path: Path, notes: Path) -> None:
     (notes / "broken.md").write_bytes(b"\xfd\xfe\xff")
     (notes / "broken.epub").write_bytes(b"no book")
