@@ -78,8 +78,14 @@ def test_another_computer_reads_what_was_published(way: Way, tmp_path: Path, mon
         memstore.open(HERE, spec=make_spec())
 
 
-def unsupported(*_: object) -> None:
-    raise OSError(errno.ENOTSUP, "no locks here")
+class NoLocks:
+    """In place of ``fcntl``."""
+
+    LOCK_EX = 2
+
+    @staticmethod
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOTSUP, "no locks here")
 
 
 @pytest.mark.parametrize("how", ["cut", "changed", "rotten"])
@@ -130,7 +136,7 @@ def test_a_version_is_fetched_beside_processes_that_fetch_later_ones(
 
     On a file system without locks, or they would wait.
     """
-    monkeypatch.setattr("fcntl.flock", unsupported)
+    monkeypatch.setattr(published, "fcntl", NoLocks)
     monkeypatch.setattr(published, "PIECE_BYTES", 4096)
     monkeypatch.setitem(published.Version.__init__.__kwdefaults__ or {}, "piece_bytes", 4096)
     place, name = {
