@@ -313,7 +313,7 @@ class DocumentDifference:
     common_blocks: int
     """Blocks of the first document that lie whole in this beginning."""
     states: States
-    """Result for the complete blocks in this beginning; memories of other layouts or codecs are not comparable."""
+    """Result for ``common_blocks``, and for a last block that ends both; other layouts or codecs are not comparable."""
     compared_blocks: int
     """Number of blocks whose states were compared, each in all layers."""
     lost_blocks: int
@@ -365,8 +365,10 @@ def compare_documents(a: Document, b: Document, advance: Advance = lambda tokens
     tokens_a, tokens_b = len(a), len(b)
     shared = _common_tokens(a, b, min(tokens_a, tokens_b), advance)
     blocks = shared // a.memory.spec.block_size
+    # Of texts that end together, a last block that is not full is compared too.
+    there = range(blocks + (tokens_a == tokens_b == shared))
     comparable = all(getattr(a.memory.spec, name) == getattr(b.memory.spec, name) for name in _COMPARABLE)
-    compared, first = _compare_states(a, b, range(blocks)) if comparable else (0, None)
+    compared, first = _compare_states(a, b, there) if comparable else (0, None)
     states: States = "different" if first is not None else "same" if compared else "none in common"
     return DocumentDifference(
         name_a=a.name,
@@ -377,7 +379,7 @@ def compare_documents(a: Document, b: Document, advance: Advance = lambda tokens
         common_blocks=blocks,
         states=states if comparable else "not comparable",
         compared_blocks=compared,
-        lost_blocks=_lost(a, b, range(blocks)),
+        lost_blocks=_lost(a, b, there),
         first_different=first,
     )
 
@@ -422,7 +424,7 @@ def _compare_states(a: Document, b: Document, blocks: range) -> tuple[int, tuple
     step = max(1, AT_ONCE // a.memory.spec.block_size)
     compared, first = 0, None
     for start in range(blocks.start, blocks.stop, step):
-        part = common(range(start, min(start + step, blocks.stop)), common(a.complete_blocks, b.complete_blocks))
+        part = common(range(start, min(start + step, blocks.stop)), common(a.blocks, b.blocks))
         theirs = {block for piece in b.present(part) for block in piece}
         there = [block for piece in a.present(part) for block in piece if block in theirs]
         compared += len(there)

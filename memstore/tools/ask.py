@@ -13,13 +13,14 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument, MemoryInUse, NotFound, printable
-from memstore.report import Page, Report, cell
+from memstore.report import Page, Report, Sheet, cell
 from memstore.tools.models import LoadedModel, chosen_name, load_recorded
 from memstore.tools.verb import Device, Filter, Index, Json, MemoryUrl, Threads, TopK, index_bar, use_threads, waiting
 
 if TYPE_CHECKING:
     from memstore.memory import Document, Memory
     from memstore.memory.search import Match as FoundBlock
+    from memstore.readers.asking import Answer
     from memstore.readers.passages import Passage
     from memstore.readers.reader import Reader
 
@@ -108,7 +109,8 @@ def ask(
     it is written. Below it are its sources, each with its line in the document: the quoted block, and the blocks with
     most of the model's attention. An answer that repeats itself (the same 4 to 32 tokens six times) is ended. A model
     without a chat template continues the question's words. With --raw every model does so. With --trace the blocks of
-    each token are also recorded, beside the memory.
+    each token are also recorded, beside the memory. With --csv, standard output has the sources, and
+    standard error the answer.
 
     Example:
 
@@ -140,22 +142,26 @@ def ask(
             most = max_tokens or (256 if not raw and getattr(loaded.tokenizer, "chat_template", None) else 40)
             answer = reader.ask(question, raw=raw, tail=tail, max_tokens=most, tell=tell, trace=trace, **given)
             passages = answer.sources(shown)
-            data = {
-                "documents": [each.name for each in reader.documents],
-                "question": question,
-                "answer": answer.text,
-                "ended": answer.ended,
-                "tokens": len(answer.tokens),
-                "seconds": round(answer.seconds, 3),
-                "sources": [asdict(each) for each in passages],
-                "unsupported": answer.unsupported(),
-                "coverage": answer.coverage,
-                "absent": answer.absent,
-                "found": answer.found,
-            }
+            data = {"documents": [each.name for each in reader.documents], **described(answer, passages)}
             if trace:
                 data["trace"] = answer.trace
     return Report(data=data, text=lambda page: _show(page, data, passages, memory, whole=sources == "all"))
+
+
+def described(answer: Answer, passages: Sequence[Passage]) -> dict[str, Any]:
+    """Return what ``--json`` prints of an answer, whose memory is open, and of its sources."""
+    return {
+        "question": answer.question,
+        "answer": answer.text,
+        "ended": answer.ended,
+        "tokens": len(answer.tokens),
+        "seconds": round(answer.seconds, 3),
+        "sources": [asdict(each) for each in passages],
+        "unsupported": answer.unsupported(),
+        "coverage": answer.coverage,
+        "absent": answer.absent,
+        "found": answer.found,
+    }
 
 
 def check_traceable(opened: Memory, *, trace: bool) -> None:
@@ -297,20 +303,18 @@ def document_name(memory: Memory, wanted: str | None, how: str = "--document") -
 
 def _show(page: Page, data: dict[str, Any], passages: list[Passage], memory: str, *, whole: bool) -> None:
     page.sheet(data["sources"])
+    if isinstance(page, Sheet):  # its table has the sources alone
+        typer.echo(printable(data["answer"]), err=True)
     page.line()  # ends the answer that was printed piece by piece
     if data["found"] is False:
-        page.line()
-        page.line(nothing_found(data["absent"]))
+        page.line("\n" + nothing_found(data["absent"]))
     if data["unsupported"]:
-        page.line()
-        page.line(in_no_source(data["unsupported"]))
+        page.line("\n" + in_no_source(data["unsupported"]))
     for each in (each for each in passages if whole or each.quoted or (each.attention or 0) >= LEAST):
-        page.line()
-        page.line(source_line(each))
+        page.line("\n" + source_line(each))
         page.line(each.text.rstrip("\n") if whole else each.excerpt)
     if "trace" in data:
-        page.line()
-        page.line(f"to see the blocks of each token: memstore trace {quote(memory)} {data['trace']}")
+        page.line(f"\nto see the blocks of each token: memstore trace {quote(memory)} {data['trace']}")
 
 
 def nothing_found(absent: Sequence[str]) -> str:

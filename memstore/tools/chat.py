@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext, redirect_stdout
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,11 +14,11 @@ import typer
 import memstore
 from memstore.errors import MemstoreError, NotFound
 from memstore.report import Page, Report
-from memstore.tools.ask import all_but_chats, attached, in_no_source, opened_when_free, say, source_line
+from memstore.tools.ask import all_but_chats, attached, described, in_no_source, opened_when_free, say, source_line
 from memstore.tools.models import SMOLLM2, chosen_name, load_model, record_model, recorded_name, usual_dtype
 from memstore.tools.read import read_into
 from memstore.tools.trace import describe, show_steps
-from memstore.tools.verb import Codec, Device, Index, MemoryUrl, Model, Threads, TopK, use_threads, waiting
+from memstore.tools.verb import Codec, Device, Index, Json, MemoryUrl, Model, Threads, TopK, use_threads, waiting
 
 if TYPE_CHECKING:
     from memstore.memory.urls import OpenFolder
@@ -52,13 +53,15 @@ def chat(
     threads: Threads = None,
     device: Device = "cpu",
     index: Index = "exact",
+    json: Json = False,
 ) -> Report:
     """Talk with a model that remembers.
 
     The model sees this conversation and all documents of the memory, but no other conversation. An answer that repeats
     itself is ended. Each message is stored word for word, with role and time, so you can continue tomorrow. Ctrl-C
     stops an answer and keeps the part that was written. The memory is made if it does not exist. It is open for writing
-    only during a turn or another change. /help lists the commands.
+    only during a turn or another change. /help lists the commands. With --json or --csv, standard output gets the
+    answers, at the end, and standard error the conversation.
 
     Example:
 
@@ -83,19 +86,23 @@ def chat(
         with writer:
             record_model(writer.memory, name, loaded)
         opened = memstore.open(memory, mode="r")
-    with opened, OpenFolder(memory) as place:
+    shown = redirect_stdout(sys.stderr) if json else nullcontext()  # standard output is for the report
+    with shown, opened, OpenFolder(memory) as place:
         reader = attached(loaded, opened, document=None, top_k=top_k, **made)
         talk = _Talk(reader, writer, place, memory, session, {} if system is None else {"system": system})
         with talk.reading() as conversation:
-            _greet(conversation)
+            others = len(all_but_chats(opened))
+            _line(f"{session}: {len(conversation.turns):,} turns so far, {others:,} other documents; /help")
+            for turn in conversation.turns[-2:]:
+                _line(f"{'> ' if turn.role == 'user' else ''}{turn.text}")
         if recorded_name(opened) is None:
             with writer:
                 record_model(writer.memory, name, loaded)
-        answers = _talk(talk, max_tokens)
+        answers = _talk(talk, max_tokens, json=json)
         with talk.reading() as conversation:
             turns = len(conversation.turns)
     data = {"memory": memory, "session": session, "answers": answers, "turns": turns}
-    return Report(data=data, text=lambda _: None)
+    return Report(data=data, text=lambda page: page.sheet(answers))
 
 
 def _model(url: str, model: str | None) -> tuple[str, str]:
@@ -106,13 +113,6 @@ def _model(url: str, model: str | None) -> tuple[str, str]:
             return name, usual_dtype(name, memory.model_info().get("dtype"))
     except NotFound:
         return model or SMOLLM2, "auto"
-
-
-def _greet(conversation: Conversation) -> None:
-    there = len(all_but_chats(conversation.reader.memory))
-    _line(f"{conversation.session}: {len(conversation.turns):,} turns so far, {there:,} other documents; /help")
-    for turn in conversation.turns[-2:]:
-        _line(f"{'> ' if turn.role == 'user' else ''}{turn.text}")
 
 
 @dataclass(frozen=True)
@@ -145,22 +145,22 @@ class _Talk:
             yield reader.chat(self.session, **self.told)
 
 
-def _talk(talk: _Talk, max_tokens: int) -> list[str]:
-    """Talk until the user ends it, and return the answers."""
-    answers: list[str] = []
+def _talk(talk: _Talk, max_tokens: int, *, json: bool) -> list[dict[str, Any]]:
+    """Talk until the user ends it; with ``json`` return the facts of each answer."""
+    answers: list[dict[str, Any]] = []
     while (words := _heard()) is not None:
         try:
             match words.split(maxsplit=1):
                 case []:
                     continue
-                case ["/end" | "/quit" | "/exit"]:
+                case [command, *_] if command.lower() in ("/end", "/quit", "/exit"):
                     break
                 case [command, *rest] if command.startswith("/"):
                     _obey(talk, command, rest[0].strip() if rest else "")
                 case _:
                     with talk.writing() as conversation:
                         answer = conversation.say(words.strip(), tell=say, max_tokens=max_tokens, trace=True)
-                    answers.append(answer.text)
+                        answers += [described(answer, answer.sources(SOURCES))] if json else []
                     _line("")
         except KeyboardInterrupt:
             _line("\n(stopped; the answer so far is stored)")
@@ -172,10 +172,7 @@ def _talk(talk: _Talk, max_tokens: int) -> list[str]:
 def _heard() -> str | None:
     """Read a line from the user; None at the end of the input."""
     try:
-        if sys.stdin.isatty():
-            return input("> ")
-        line = sys.stdin.readline()
-        return line or None
+        return input("> ") if sys.stdin.isatty() else sys.stdin.readline() or None
     except (EOFError, KeyboardInterrupt):
         _line("")
         return None
@@ -183,13 +180,16 @@ def _heard() -> str | None:
 
 def _obey(talk: _Talk, command: str, rest: str) -> None:
     """Run a command that was typed after a slash."""
-    match command:
-        case "/sources" | "/why":
+    match command.lower():
+        case "/sources" | "/why" as asked:
             with talk.reading() as conversation:
-                _show_trace(conversation, command)
+                _show_trace(conversation, asked)
         case "/read" if rest:
+            source = os.path.abspath(os.path.expanduser(rest))  # noqa: PTH100, PTH111 - can be any text
+            if not os.path.exists(source):  # noqa: PTH110 - also -, which is no standard input here
+                raise NotFound(f"there is no file {source}. Name a text file or a folder.")
             with talk.writing() as conversation:
-                done = read_into(conversation.reader, rest)
+                done = read_into(conversation.reader, source)
             for each in done:
                 _line(f"read {each['document']}: {each['new_tokens']:,} new tokens")
             if not done:
@@ -202,8 +202,8 @@ def _obey(talk: _Talk, command: str, rest: str) -> None:
             with talk.writing() as conversation:
                 there = conversation.forget_last()
             _line("the last question and its answer are forgotten" if there else "there is no question yet")
-        case _:
-            _line(HELP)
+        case other:
+            _line(HELP if other in ("/help", "/read") else f"there is no command {command}\n{HELP}")
 
 
 def _show_trace(conversation: Conversation, command: str) -> None:
@@ -219,16 +219,14 @@ def _show_trace(conversation: Conversation, command: str) -> None:
     elif command == "/why":
         show_steps(page, describe(reader.memory, trace), 1)
     else:
-        words = "\n".join(turn.text for turn in conversation.turns[-2:])
-        steps = trace.steps()
-        quoted = quoted_in(trace)
+        said = [turn.text for turn in conversation.turns[-2:]]
+        steps, quoted = trace.steps(), quoted_in(trace)
         used, scores = most_weight(steps), best_scores(steps)
-        for source in written_with(reader, used, scores, words, quoted=quoted, most=SOURCES):
+        for source in written_with(reader, used, scores, "\n".join(said), quoted=quoted, most=SOURCES):
             page.line(source_line(source))
             page.line(source.text.strip("\n"))
         places = {*quoted, *((document, block) for document, block, _ in used)}
-        *asked, answer = (turn.text for turn in conversation.turns[-2:])
-        if own := unsupported(reader, places, "".join(asked), answer):
+        if own := unsupported(reader, places, "".join(said[:-1]), said[-1]):
             page.line(in_no_source(own))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import ExitStack
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
@@ -31,7 +32,8 @@ Documents = Annotated[
     tuple[str, str] | None,
     typer.Option(metavar="X Y", help="Compare only these two: X of the first memory with Y of the other."),
 ]
-COLUMNS = ("document", "tokens", "other tokens", "common tokens", "common blocks", "states")
+COLUMNS = ("document", "memory tokens", "other tokens", "common tokens", "common blocks", "states")
+_SIDES = {"_a": "memory_", "_b": "other_"}
 
 
 def diff(memory: MemoryUrl, other: Other = None, *, documents: Documents = None) -> Report:
@@ -73,8 +75,8 @@ def _described(found: MemoryDifference, ours: Memory, theirs: Memory) -> dict[st
     return {
         "same": found.same,
         "spec": [{"name": name, "memory": a, "other": b} for name, a, b in found.spec],
-        "only_here": list(found.only_a),
-        "only_there": list(found.only_b),
+        "memory_only": list(found.only_a),
+        "other_only": list(found.only_b),
         "documents": [_document(each, ours, theirs) for each in found.documents],
     }
 
@@ -82,10 +84,12 @@ def _described(found: MemoryDifference, ours: Memory, theirs: Memory) -> dict[st
 def _document(each: DocumentDifference, ours: Memory, theirs: Memory) -> dict[str, Any]:
     sides = None
     if not each.tokens_a == each.tokens_b == each.common_tokens:
-        pairs = (ours.document(each.name_a), theirs.document(each.name_b))
-        memories = (ours, theirs)
-        sides = [_side(*both, each.common_tokens) for both in zip(memories, pairs, strict=True)]
-    return asdict(each) | {"same": each.same, "first_difference": sides}
+        sides = {
+            "memory": _side(ours, ours.document(each.name_a), each.common_tokens),
+            "other": _side(theirs, theirs.document(each.name_b), each.common_tokens),
+        }
+    facts = {_SIDES.get(key[-2:], "") + re.sub("_[ab]$", "", key): value for key, value in asdict(each).items()}
+    return facts | {"same": each.same, "first_difference": sides}
 
 
 def _side(memory: Memory, document: Document, token: int) -> dict[str, Any] | None:
@@ -101,27 +105,25 @@ def _side(memory: Memory, document: Document, token: int) -> dict[str, Any] | No
 def _show(page: Page, data: dict[str, Any]) -> None:
     rows = [
         (
-            each["name_a"] if each["name_a"] == each["name_b"] else f"{each['name_a']} - {each['name_b']}",
-            *(each[name] for name in ("tokens_a", "tokens_b", "common_tokens", "common_blocks")),
+            " - ".join(dict.fromkeys((each["memory_name"], each["other_name"]))),
+            *(each[name] for name in ("memory_tokens", "other_tokens", "common_tokens", "common_blocks")),
             _states(each),
         )
         for each in data["documents"]
     ]
     page.table(COLUMNS, rows, empty="no document is in both memories")
-    for name in data["only_here"]:
-        page.line(f"only in {data['memory']}: {name}")
-    for name in data["only_there"]:
-        page.line(f"only in {data['other']}: {name}")
+    for side in ("memory", "other"):
+        for name in data[f"{side}_only"]:
+            page.line(f"only in {data[side]}: {name}")
     if data["spec"]:
         page.line()
-        page.table(
-            ("differs", "memory", "other"), [(each["name"], each["memory"], each["other"]) for each in data["spec"]]
-        )
+        page.table(("differs", "memory", "other"), [tuple(each.values()) for each in data["spec"]])
     for each in data["documents"]:
         if each["first_difference"]:
             _show_sides(page, each)
     if data["same"]:
-        page.line("they are the same")
+        compared = all(each["states"] != "not comparable" for each in data["documents"])
+        page.line("they are the same" if compared else "the tokens are the same")
 
 
 def _states(each: dict[str, Any]) -> str:
@@ -133,10 +135,10 @@ def _states(each: dict[str, Any]) -> str:
 
 
 def _show_sides(page: Page, each: dict[str, Any]) -> None:
-    for name, side in zip((each["name_a"], each["name_b"]), each["first_difference"], strict=True):
-        page.line()
+    for which, side in each["first_difference"].items():
+        name = each[f"{which}_name"]
         if side is None:
-            page.line(f"{name} ends at token {each['common_tokens']:,}")
+            page.line(f"\n{name} ends at token {each['common_tokens']:,}")
             continue
-        page.line(f"[{name} block {side['block']:,}, from token {side['token']:,} on]")
+        page.line(f"\n[{name} block {side['block']:,}, from token {side['token']:,} on]")
         page.line(side["text"] if side["text"] is not None else "token ids: " + " ".join(map(str, side["token_ids"])))

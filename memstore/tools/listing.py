@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from datetime import datetime
 from typing import TYPE_CHECKING, Annotated, Any
 from unicodedata import normalize
 
@@ -32,8 +33,8 @@ def ls(memory: MemoryUrl) -> Report:
 
     A full block has all its tokens. If a document's last block is not full, only stock models find it. Unfinished means
     that reading was interrupted: the same memstore read continues it. If known, the list also shows pins, expiry, the
-    last change of each file, and notes. With --json you also see each document's file, the digest of its text and the
-    time of reading.
+    last change of each file, and notes. Times are local, but in UTC with --json and --csv. With --json you also see
+    each document's file, the digest of its text and the time of reading.
 
     Example:
 
@@ -56,7 +57,7 @@ def ls(memory: MemoryUrl) -> Report:
                     "unfinished": fact.get("whole") is False and bool(fact.get("path")),
                     "pinned": document.name in rules["pinned"],
                     "expires": rules["expires"].get(document.name),
-                    "changed": None if (when := time_of(fact)) is None else f"{when:%Y-%m-%d %H:%M}",
+                    "changed": None if (when := time_of(fact)) is None else when.isoformat(timespec="seconds"),
                     "meta": fact.get("meta", {}),
                     **{key: fact.get(key) for key in ("path", "digest", "read")},
                 }
@@ -64,7 +65,7 @@ def ls(memory: MemoryUrl) -> Report:
 
     def text(page: Page) -> None:
         columns = [*_DOCUMENT, *(column for column in _WHERE_ANY if any(document[column] for document in documents))]
-        rows = [[_told(document[column]) for column in columns] for document in documents]
+        rows = [[_told(page, column, document[column]) for column in columns] for document in documents]
         alike = Counter(normalize("NFC", str(document["document"])) for document in documents)
         for row in rows:
             if alike[normalize("NFC", str(row[0]))] > 1:  # two names that look the same, in other code points
@@ -74,8 +75,11 @@ def ls(memory: MemoryUrl) -> Report:
     return Report(data={"memory": memory, "documents": documents}, text=text)
 
 
-def _told(value: object) -> object:
-    """Return a note as it was given, and other values unchanged."""
+def _told(page: Page, column: str, value: Any) -> object:
+    """Return a note as it was given, a time as local time for people, and other values unchanged."""
+    if column in ("expires", "changed") and value is not None:
+        with suppress(OverflowError):  # the maker of the memory may have stored the end of the year 9999
+            return page.brief(f"{datetime.fromisoformat(value).astimezone():%Y-%m-%d %H:%M}", value)
     return ", ".join(f"{key}={each}" for key, each in value.items()) or None if isinstance(value, dict) else value
 
 
@@ -104,11 +108,8 @@ def show(memory: MemoryUrl, document: DocumentArgument, block: Block, *, model: 
 
     def text(page: Page) -> None:
         page.facts({key: data[key] for key in ("document", "block", "first_token", "tokens", "full")})
-        page.line()
-        page.line(data["text"] if data["text"] is not None else f"(no text: {data['text_missing']})")
-        page.line()
-        page.line("token ids: " + " ".join(map(str, data["token_ids"])))
-        page.line()
+        told = data["text"] if data["text"] is not None else f"(no text: {data['text_missing']})"
+        page.line(f"\n{told}\n\ntoken ids: {' '.join(map(str, data['token_ids']))}\n")
         page.table(("layer", "what", "vectors", "min norm", "mean norm", "max norm"), rows)
 
     return Report(data=data, text=text)
@@ -162,12 +163,7 @@ def filled(states: Tensor, tokens: int, block_size: int) -> Tensor:
 def norm_summary(vectors: Tensor) -> dict[str, float]:
     """Return the number of vectors along the last dimension, and the range of their Euclidean norms."""
     norms = vectors.float().norm(dim=-1)
-    return {
-        "vectors": norms.numel(),
-        "min": norms.min().item(),
-        "mean": norms.mean().item(),
-        "max": norms.max().item(),
-    }
+    return {"vectors": norms.numel()} | {name: getattr(norms, name)().item() for name in ("min", "mean", "max")}
 
 
 def stats(memory: MemoryUrl, *, index: Index = "exact") -> Report:
@@ -181,6 +177,7 @@ def stats(memory: MemoryUrl, *, index: Index = "exact") -> Report:
     """
     with memstore.open(memory, mode="r", index=index) as opened:
         numbers = opened.stats()
+    numbers = {"memory": numbers.pop("url"), **numbers}
 
     def text(page: Page) -> None:
         # Always 0 here: an index is built at the first search, and tiers count the reads of this process.

@@ -45,6 +45,10 @@ def fork(memory: MemoryUrl, document: DocumentArgument, name: Name, *, blocks: B
 
     In Python: memstore.Document.fork.
     """
+    from memstore.memory.shared import CHAT
+
+    if name.startswith(CHAT) and not document.startswith(CHAT):
+        raise InvalidArgument(f"{name!r} is the name of a chat, which ask leaves out: choose another name")
     with memstore.open(memory) as opened:
         made = existing(opened, document).fork(name, blocks)
         tokens, count = len(made), len(made.blocks)
@@ -109,10 +113,7 @@ def unpin(memory: MemoryUrl, document: DocumentArgument) -> Report:
 def _set(memory: str, name: str, *, pinned: bool) -> Report:
     with memstore.open(memory) as opened:
         document = existing(opened, name)
-        if pinned:
-            document.pin()
-        else:
-            document.unpin()
+        (document.pin if pinned else document.unpin)()
     words = "pinned: only memstore forget deletes it" if pinned else "no longer pinned"
     data = {"memory": memory, "document": name, "pinned": pinned}
     return Report(data=data, text=lambda page: page.line(f"{name!r} is {words}"))
@@ -194,9 +195,8 @@ def limit(memory: MemoryUrl, *, max_bytes: MaxBytes = None, when_full: WhenFullO
     """
     change = max_bytes is not None or when_full is not None
     with memstore.open(memory, mode="a" if change else "r") as opened:
-        rules = opened.stats()["rules"]
         if change:
-            most = rules["max_bytes"] if max_bytes is None else parse_size(max_bytes)
+            most = opened.stats()["rules"]["max_bytes"] if max_bytes is None else parse_size(max_bytes)
             opened.limit(most, when_full)
         numbers = opened.stats()
     rules = numbers["rules"]

@@ -357,7 +357,8 @@ class Filter:
             given = {"--match": self.match, "--meta": self.meta, "--since": self.since}
             asked = " and ".join(option for option, value in given.items() if value)
             also = f"; the chat {chats[0]!r} does: ask it with --document {chats[0]}" if chats else ""
-            raise NotFound(f"none of {len(among):,} documents fits {asked}; memstore ls shows the documents{also}")
+            none = "the document does not fit" if len(among) == 1 else f"none of {len(among):,} documents fits"
+            raise NotFound(f"{none} {asked}; memstore ls shows the documents{also}")
         return found
 
     def _fits(self, name: str, fact: Mapping[str, Any]) -> bool:
@@ -482,7 +483,7 @@ def _end(error: Exception) -> tuple[int, int]:
 def report_failure(error: Exception, *, json: bool) -> int:
     """Print the error, as text on standard error or as JSON on standard output, and return the exit code."""
     usage = isinstance(error, typer.TyperException)
-    message = " ".join(error.format_message().split()) if isinstance(error, typer.TyperException) else str(error)
+    message = _usage(error) if isinstance(error, typer.TyperException) else str(error)
     if json:
         kind = "UsageError" if usage else error.kind if isinstance(error, Mistake) else type(error).__name__
         facts = error.facts() if isinstance(error, MemstoreError) else {"code": "usage"}
@@ -493,6 +494,17 @@ def report_failure(error: Exception, *, json: bool) -> int:
             context: typer.Context | None = getattr(error, "ctx", None)
             print(f"Try '{context.command_path if context else 'memstore'} --help'.", file=sys.stderr)
     return exit_code(error)
+
+
+def _usage(error: typer.TyperException) -> str:
+    """Return the message of a wrong use. Those about values are pydantic's, which leave out the value."""
+    message = " ".join(error.format_message().split()).replace(": Value error, ", ": ")
+    if re.match(r"No such option: -\d", message):
+        return f"{message} (blocks are numbered from 0; put -- before a text that begins with -)"
+    if (pydantic := getattr(error.__cause__, "errors", None)) and " Input should be " in message:
+        wanted = message.replace(" Input should be ", " it must be ").replace("a valid integer", "a whole number")
+        return f"{wanted.partition(', unable to parse')[0]}, not {pydantic()[0]['input']!r}"
+    return message
 
 
 _AGAIN = "run the same command again"

@@ -123,6 +123,19 @@ def test_what_is_not_there_is_not_compared() -> None:
     assert (found.common_tokens, found.compared_blocks, found.states) == (6 * S, 4, "same")
 
 
+def test_a_last_block_that_is_not_full_is_compared_between_texts_that_end_together(make_memory: MakeMemory) -> None:
+    memory = make_memory()
+    short = TEXT[: S - 1]
+    append(memory.document("a"), short)
+    append(memory.document("b"), short)
+    append_odd(memory.document("odd"), short, 0, 2)
+    a, b, odd = memory.documents()
+    found = compare_documents(a, b)
+    assert (found.common_blocks, found.compared_blocks, found.states, found.same) == (0, 1, "same", True)
+    found = compare_documents(a, odd)
+    assert (found.states, found.first_different, found.same) == ("different", (0, 2), False)
+
+
 def test_forks_share_states(memory: Memory) -> None:
     append(memory.document("a"), TEXT)
     memory.document("a").fork("b")

@@ -18,10 +18,10 @@ from tests.tools.conftest import Cli, Outcome
 
 @pytest.fixture
 def talk(cli: Cli, tmp_path: Path, instruct_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Outcome]:
-    def run(*lines: str, session: str = "today") -> Outcome:
+    def run(*lines: str, session: str = "today", more: tuple[str, ...] = ()) -> Outcome:
         monkeypatch.setattr("sys.stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
         options = ("--model", instruct_folder, "--session", session, "--max-tokens", 3)
-        done = cli("chat", tmp_path / "m", *options)
+        done = cli("chat", tmp_path / "m", *options, *more)
         assert done.code == 0, done.err
         return done
 
@@ -94,6 +94,32 @@ def test_a_chat_reads_shows_its_sources_and_forgets(talk: Callable[..., Outcome]
     assert "there is no question yet" in told
     with memstore.open(tmp_path / "m", mode="r") as memory:
         assert memory.documents() == []
+
+
+def test_with_json_the_conversation_is_on_standard_error(talk: Callable[..., Outcome], tmp_path: Path) -> None:
+    (tmp_path / "note.md").write_text("The key of the cottage hangs in the woodshed. " * 20)
+    done = talk(f"/read {tmp_path / 'note.md'}", "Where is the key?", more=("--json",))
+    assert "today: 0 turns so far" in done.err
+    (answer,) = done.json["answers"]
+    assert answer["question"] == "Where is the key?"
+    assert answer["answer"] in done.err
+    assert answer["sources"][0]["document"] == "note"
+    assert isinstance(answer["unsupported"], list)
+    assert talk("And then?", more=("--csv",)).out.startswith("question,answer,ended,")
+
+
+def test_a_command_that_is_none_is_told_and_case_does_not_matter(
+    talk: Callable[..., Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "note.md").write_text("The key of the cottage hangs in the woodshed. " * 20)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    told = talk("/nonsense", "/SOURCES", "/read -", "Where?", "/read /none", "/Read ~/note.md", "/End now", "More").out
+    assert "there is no command /nonsense\n/sources  " in told
+    assert "there is no answer yet" in told
+    assert f"there is no file {Path.cwd() / '-'}. Name a text file or a folder." in told
+    assert "there is no file /none. Name a text file or a folder." in told
+    assert "read note: 920 new tokens" in told
+    assert "today: 2 turns so far" in talk().out
 
 
 def test_a_chat_is_no_source_of_an_answer_unless_it_is_named(

@@ -34,7 +34,7 @@ def test_documents_that_only_one_has_are_named(cli: Cli, memory: Path, other: Pa
     assert f"only in {memory}: ship" in done.out
     assert f"only in {other}: boat" in done.out
     data = cli("diff", memory, other, "--json").json
-    assert (data["same"], data["only_here"], data["only_there"]) == (False, ["ship"], ["boat"])
+    assert (data["same"], data["memory_only"], data["other_only"]) == (False, ["ship"], ["boat"])
     assert cli("diff", memory, other, "--csv").out.splitlines()[1] == "whale,10,10,10,2,same"
 
 
@@ -49,6 +49,14 @@ def test_the_first_block_that_differs_is_shown_with_its_text(cli: Cli, tmp_path:
     assert "[two block 1, from token 26 on]\nof times, and od" in done.out
     (found,) = cli("diff", notes, "--documents", "one", "two", "--json").json["documents"]
     assert (found["common_tokens"], found["common_blocks"], found["states"]) == (26, 1, "same")
+    assert [found[f"{side}_{what}"] for side in ("memory", "other") for what in ("name", "tokens")] == [
+        "one", 37, "two", 34,
+    ]  # fmt: skip
+    assert [found["first_difference"][side]["block"] for side in ("memory", "other")] == [1, 1]
+    (tmp_path / "three").write_text("It was the best of times, it was odd.")
+    assert cli("read", tmp_path / "three", tmp_path / "8.mem", *options[:-1], 8).code == 0
+    done = cli("diff", notes, tmp_path / "8.mem", "--documents", "one", "three")
+    assert "not comparable\nthe tokens are the same" in done.out
 
 
 def test_a_text_that_ends_earlier_is_told(cli: Cli, memory: Path) -> None:

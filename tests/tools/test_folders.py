@@ -815,7 +815,12 @@ def test_documents_are_asked_by_name_time_and_what_was_noted(
     assert [line.split()[-2:] for line in cli("ls", memory).out.splitlines()[2:]] == [
         ["place=island,", "project=walk"]
     ] * 2
-    assert "2001-09-09 01:46" in cli("ls", memory).out
+    assert cli("ls", memory, "--json").json["documents"][-1]["changed"] == "2001-09-09T01:46:40+00:00"
+    with monkeypatch.context() as patch:
+        patch.setenv("TZ", "EAST-3")
+        time.tzset()
+        assert "2001-09-09 04:46" in cli("ls", memory).out
+    time.tzset()
     assert len(asked("--meta", "place=island")) == 2
     with memstore.open(memory) as opened:
         opened.document("ship").fork("chat/ship")
@@ -824,6 +829,7 @@ def test_documents_are_asked_by_name_time_and_what_was_noted(
     assert asked("--document", "chat/ship") == ["chat/ship"]
     code, message = asked("--match", "*.pdf")
     assert (code, "none of 3 documents fits" in message) == (3, True)
+    assert asked("--document", "ship", "--match", "*.pdf")[1].startswith("the document does not fit --match; ")
     assert asked("--meta", "place")[0] == asked("--since", "soon")[0] == 2
 
 

@@ -53,6 +53,10 @@ def test_a_fork_begins_like_its_document(cli: Cli, memory: Path) -> None:
         "half",
     ]
     assert cli("verify", memory).code == 0
+    assert cli("fork", memory, "whale", "chat/whale").code == 2
+    with memstore.open(memory) as opened:
+        append(opened.document("chat/today"), 4)
+    assert cli("fork", memory, "chat/today", "chat/other").code == 0
     for arguments, code in ((("whale", "ship"), 2), (("whale", "more", "--blocks", 9), 2), (("harpoon", "new"), 3)):
         done = cli("fork", memory, *arguments)
         assert (done.code, len(done.err.splitlines())) == (code, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 
 import pytest
@@ -59,9 +60,10 @@ def test_ls_shows_pins_and_expiry_where_there_are_any(cli: Cli, memory: Path) ->
     assert cli("expire", memory, "whale", "--after", "30d").code == 0
     lines = [line.split() for line in cli("ls", memory).out.splitlines()]
     assert lines[0] == ["document", "tokens", "blocks", "full", "pinned", "expires"]
-    listed = {each["document"]: each for each in cli("ls", memory, "--json").json["documents"]}
+    expires = cli("ls", memory, "--json").json["documents"][0]["expires"]
+    assert expires.endswith("+00:00")
     assert lines[1:] == [
-        ["whale", "10", "3", "2", "no", listed["whale"]["expires"]],
+        ["whale", "10", "3", "2", "no", *f"{datetime.fromisoformat(expires).astimezone():%Y-%m-%d %H:%M}".split()],
         ["ship", "4", "1", "1", "yes", "-"],
     ]
 
@@ -129,7 +131,7 @@ def test_verify_finds_a_whole_memory_clean(cli: Cli, memory: Path) -> None:
 
 def test_stats_are_numbers_and_lines(cli: Cli, memory: Path) -> None:
     numbers = cli("stats", memory, "--json").json
-    assert (numbers["documents"], numbers["tokens"]) == (2, 14)
+    assert (numbers["memory"], numbers["documents"], numbers["tokens"]) == (str(memory), 2, 14)
     done = cli("stats", memory)
     assert done.code == 0
     assert "tokens" in done.out

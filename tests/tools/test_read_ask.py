@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import memstore
+from memstore.errors import printable
 from memstore.tools.models import load_model
 from tests.instruct import instruct_tokenizer
 from tests.tools.conftest import Cli
@@ -71,8 +72,11 @@ def test_another_text_of_the_same_name_is_refused_with_what_the_command_has(
 
 
 def test_the_csv_of_an_answer_is_a_table_of_its_sources(cli: Cli, notes: Path) -> None:
-    head, *rows = csv.reader(io.StringIO(cli("ask", notes, "What is new? ", "--max-tokens", 2, "--csv").out))
-    sources = cli("ask", notes, "What is new? ", "--max-tokens", 2, "--json").json["sources"]
+    done = cli("ask", notes, "What is new? ", "--max-tokens", 2, "--csv")
+    head, *rows = csv.reader(io.StringIO(done.out))
+    asked = cli("ask", notes, "What is new? ", "--max-tokens", 2, "--json").json
+    sources = asked["sources"]
+    assert done.err == f"{printable(asked['answer'])}\n"
     assert head == list(sources[0])
     assert [(row[0], int(row[1])) for row in rows] == [(each["document"], each["block"]) for each in sources]
 
