@@ -31,6 +31,7 @@ SETTINGS, REPORT, LOG, CHECKPOINTS, COMPLETE = "run.json", "report.json", "log.j
 
 BEGINNINGS = (SETTINGS, LOG, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 """All files of a run that came to no result. Another run may replace them."""
+_VALUES = members(anything, 10_000)
 
 
 class Run:
@@ -130,7 +131,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     paths.write(path.parent, path.name, [json.dumps(value, indent=2).encode() + b"\n"])
 
 
-def read_json(path: Path, check: Check = members(anything, 10_000)) -> dict[str, Any]:
+def read_json(path: Path, check: Check = _VALUES) -> dict[str, Any]:
     """Return the JSON value in ``path``, which passes ``check``. Raises ``DamagedError`` and ``OSError``."""
     try:
         return _checked(path.read_bytes(), check)

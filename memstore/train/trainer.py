@@ -236,7 +236,7 @@ class _CheckpointCallback(TrainerCallback):
                 raise
             except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
                 raise DamagedError(
-                    f"{last} is damaged ({first_line(error)}): remove it, and the run resumes from the checkpoint before"
+                    f"{last} is damaged ({first_line(error)}): remove it, and the run resumes from the one before"
                 ) from error
         if state.is_world_process_zero:
             self._trainer.run.rewind_log(state.global_step)

@@ -104,7 +104,7 @@ def test_a_recipe_goes_on_after_an_interruption_to_the_same_model(
     with pytest.raises(DamagedError, match=r"ramp\.json is damaged \(value must be a number"):
         again()
     (checkpoint / "ramp.json").unlink()
-    with pytest.raises(DamagedError, match="remove it, and the run resumes from the checkpoint before"):
+    with pytest.raises(DamagedError, match="remove it, and the run resumes from the one before"):
         again()
     (checkpoint / "ramp.json").write_text(ramp)
     report = again()
