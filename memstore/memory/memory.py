@@ -343,12 +343,9 @@ class Memory:
             except OSError as error:
                 if isinstance(error, MemstoreError):
                     raise
-                kind, remedy = ReadOnlyMemory, "Change the permissions of its folder 'index'"
-                if error.errno in FULL:
-                    kind, remedy = StoreFull, "Free some space"
-                raise kind(
+                raise (StoreFull if error.errno in FULL else ReadOnlyMemory)(
                     f"the indexes of memory {self.url} cannot be written ({error.strerror}); the memory itself is "
-                    f"intact. {remedy}, and build the indexes again",
+                    "intact. Free some space, or make its folder 'index' writable, and build the indexes again",
                     memory=self.url,
                 ) from error
         if progress is not None:
