@@ -33,7 +33,7 @@ class UnfitValue(ValueError):
 def parse(raw: bytes, what: str, most_bytes: int = MAX_JSON_BYTES) -> Any:
     """Return the JSON value in ``raw``. Raises ``DamagedError``, whose message calls it ``what``."""
     try:
-        return _parsed(raw, most_bytes)
+        return parsed(raw, most_bytes)
     except ValueError as error:  # also for bytes that are not UTF-8
         reason = " ".join(str(error).split())[:200]
         raise DamagedError(f"{what} is damaged: {reason}; restore it from a copy", remedy="restore") from None
@@ -43,13 +43,14 @@ def storable(value: Any, check: Check, what: str) -> str:
     """Return ``value`` as JSON. Raises ``InvalidArgument``, which calls it ``what``, if a reader would refuse it."""
     try:
         text = json.dumps(value)
-        check(_parsed(text.encode(), MAX_JSON_BYTES), "")
+        check(parsed(text.encode()), "")
     except (TypeError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"{what} cannot be stored: {' '.join(str(error).split())[:200]}.") from None
     return text
 
 
-def _parsed(raw: bytes, most_bytes: int) -> Any:
+def parsed(raw: bytes, most_bytes: int = MAX_JSON_BYTES) -> Any:
+    """Return the JSON value in ``raw``. Raises ``ValueError``."""
     if len(raw) > most_bytes:
         raise UnfitValue(f"it has {len(raw):,} bytes; at most {most_bytes:,} are allowed")
     if len(raw) > MAX_JSON_VALUES and sum(map(raw.count, (b",", b"[", b"{"))) > MAX_JSON_VALUES:

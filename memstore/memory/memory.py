@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Self
 
-from memstore.errors import ForeignMemory, InvalidArgument, MemstoreError, StoreFull, opening
+from memstore.errors import ForeignMemory, InvalidArgument, MemstoreError, ReadOnlyMemory, StoreFull, opening
 from memstore.memory import verify
 from memstore.memory.document import Container, Document
 from memstore.memory.entry import LONGEST_NAME
 from memstore.memory.rules import Rules, WhenFull
-from memstore.memory.shared import CHAT, SharedStore, not_found
+from memstore.memory.shared import CHAT, SharedStore, not_found, owner_of
 from memstore.memory.spec import (
     MemorySpec,
     beginning,
@@ -184,9 +184,10 @@ class Memory:
     def forget(self, name: str) -> None:
         """Delete a document, its blocks that no fork uses, and the facts about it, in one transaction.
 
-        Those facts are its file, and the turns of a conversation (``chat/SESSION``). Its traces are deleted afterwards.
+        Those facts are its file, and the turns of a conversation (``chat/SESSION``). Its indexes and traces are deleted
+        afterwards. If that fails, ``compact`` deletes them later.
 
-        Raises ``NotFound``, ``ReadOnlyMemory`` and ``DamagedError``.
+        Raises ``NotFound``, ``ReadOnlyMemory``, ``DamagedError``, and the errors of ``Traces.remove``.
         """
         self._shared.check_writable()
         with self._shared.writing:
@@ -194,19 +195,36 @@ class Memory:
             if number is None:
                 raise self._no_document(name)
             self._shared.commit(Deletion(self._shared).forget([number]), {number: None})
-            self._sweep()
+            failed = _failures(self._sweep)
         with self._lock:
             document = self._documents.pop(name, None)
         for view in () if document is None else document.views():
             if view.index is not None:
                 view.index.drop()
-        self._forget_traces([name])
+        self._report(f"document {name!r} is forgotten", failed + _failures(lambda: self._forget_traces([name])))
 
-    def _forget_traces(self, documents: Sequence[str]) -> None:
-        """Delete the traces of forgotten conversations. Raises ``DamagedError``, ``ReadOnlyMemory``."""
-        for name in documents:
-            for trace in self._traces.of_conversation(name) if name.startswith(CHAT) else ():
-                self._traces.remove(trace.number)
+    def _forget_traces(self, documents: Iterable[str]) -> None:
+        """Delete the traces of forgotten conversations. Raises as ``Traces.remove``, and ``DamagedError``."""
+        chats = [name for name in documents if name.startswith(CHAT)]
+        self._traces.remove(*(trace.number for name in chats for trace in self._traces.of_conversation(name)))
+
+    def _forget_old_traces(self) -> None:
+        """Delete the traces of conversations that are gone."""
+        told = (trace.info.get("conversation") for trace in self._traces.list())
+        names = {str(of.get("document")) for of in told if isinstance(of, dict)}
+        # The words of a new conversation are stored before its document.
+        alive = {*self._shared.catalog.names().values(), *map(owner_of, self.infos("said/"))}
+        self._forget_traces(names - alive)
+
+    def _report(self, done: str, failed: Sequence[Exception]) -> None:
+        """Raise one error for all clean-ups that ``failed`` after something was ``done``."""
+        if failed:
+            kind = next((type(each) for each in failed if isinstance(each, MemstoreError)), MemstoreError)
+            raise kind(
+                f"{done}, but its indexes or traces are left: {'; '.join(map(str, failed))}. Mend that, and run "
+                "memstore compact, which removes them",
+                memory=self.url,
+            ) from failed[0]
 
     def prefetch(self, document: str, blocks: Mapping[int, Sequence[int]]) -> None:
         """Let a thread bring blocks of a document into host memory: layer -> blocks. See ``LayerView.prefetch``."""
@@ -275,14 +293,17 @@ class Memory:
     def compact(self, progress: Progress | None = None) -> Compaction:
         """Erase forgotten and truncated data, and blocks that have left, and give the space back to the disk.
 
+        Also deletes indexes and traces of forgotten documents.
         Works in place, beside readers; appends wait. ``progress`` takes the bytes done and the total. Returns the bytes
         taken before and after. Raises ``MemoryInUse`` if a reader still uses data to be erased, ``DamagedError`` if any
         detail of the file is unknown, ``ReadOnlyMemory``.
         """
         self._shared.check_writable()
         with self._shared.writing:
-            self._sweep()
-            return self._shared.store.compact(progress)
+            failed = _failures(self._sweep, self._forget_old_traces)
+            done = self._shared.store.compact(progress)
+        self._report("the forgotten data is erased", failed)
+        return done
 
     @property
     def encrypted(self) -> bool:
@@ -308,7 +329,7 @@ class Memory:
 
         The next opening with the same ``index`` finds them and can search at once. The recall of an approximate index
         is measured and shown in ``stats``. ``progress`` takes the layers done and the total. Raises ``ReadOnlyMemory``,
-        ``DamagedError``, ``StoreFull``, ``OSError``.
+        ``DamagedError``, ``StoreFull``.
         """
         self._shared.check_writable()
         layers = [(each, layer) for each in self.documents() for layer in self.spec.index_layers]
@@ -320,11 +341,11 @@ class Memory:
             try:
                 index.build()
             except OSError as error:
-                if error.errno not in FULL:
+                if isinstance(error, MemstoreError):
                     raise
-                raise StoreFull(
-                    f"there is no room for the indexes of memory {self.url} ({error.strerror}); the memory itself "
-                    "is intact. Free some space, and build the indexes again",
+                raise (StoreFull if error.errno in FULL else ReadOnlyMemory)(
+                    f"the indexes of memory {self.url} cannot be written ({error.strerror}); the memory itself is "
+                    "intact. Free some space, or make its folder 'index' writable, and build the indexes again",
                     memory=self.url,
                 ) from error
         if progress is not None:
@@ -517,6 +538,17 @@ class Memory:
 
     def _no_document(self, name: str) -> Exception:
         return not_found(name, self.url, list(self._shared.catalog.names().values()))
+
+
+def _failures(*clean_ups: Callable[[], object]) -> list[Exception]:
+    """Run all of ``clean_ups``, and return the errors of those that failed."""
+    failed: list[Exception] = []
+    for clean_up in clean_ups:
+        try:
+            clean_up()
+        except (MemstoreError, OSError) as error:
+            failed.append(error)
+    return failed
 
 
 def check_name(name: object) -> None:

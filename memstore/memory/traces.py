@@ -85,6 +85,12 @@ def _schema(connection: sqlite3.Connection) -> set[tuple[str, str, str]]:
     return {(str(kind), str(name), " ".join(str(sql).split())) for kind, name, sql in rows}
 
 
+def _emptied(connection: sqlite3.Connection) -> bool:
+    """Move the log into the file, and return whether that succeeded: not while somebody reads."""
+    busy, *_ = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    return not busy
+
+
 @cache
 def _own_schema() -> set[tuple[str, str, str]]:
     with closing(sqlite3.connect(":memory:")) as connection:
@@ -142,11 +148,15 @@ class TraceFile:
                 self._connection = None
 
     def shrink(self) -> None:
-        """Give deleted space back to the disk unless somebody is reading. Call ``acquire`` first."""
+        """Give deleted space back to the disk, after ``acquire``. Raises ``MemoryInUse`` if somebody is reading."""
         with self._explained(), self._lock:
             assert self._connection is not None, "shrinking without acquire"
             self._connection.execute("PRAGMA incremental_vacuum").fetchall()
-            self._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchall()
+            if not _emptied(self._connection):
+                raise MemoryInUse(
+                    f"the traces are removed, but their bytes stay in {self.path} and its log while another process "
+                    f"reads the traces of memory {self._url}. The next recording or removal erases them."
+                )
 
     def explained(self, error: Exception) -> MemstoreError:
         """Return our error for ``error``, from SQLite or from decoding."""
@@ -206,6 +216,9 @@ class TraceFile:
             if version < VERSION:
                 connection.execute(f"PRAGMA user_version = {VERSION}")
             connection.set_progress_handler(None, 0)  # its tables are ours, and it may stay open for long
+            connection.execute("PRAGMA busy_timeout = 0")
+            _emptied(connection)  # a reader may have kept deleted bytes in the log
+            connection.execute(f"PRAGMA busy_timeout = {WAIT * 1000:.0f}")
         except BaseException:
             connection.close()
             raise
@@ -373,14 +386,21 @@ class Traces:
             if isinstance(of, dict) and of.get("document") == document and start in (None, of.get("start"))
         ]
 
-    def remove(self, number: int) -> None:
-        """Delete a trace and erase its bytes in the file. Raises ``NotFound``, ``ReadOnlyMemory``."""
-        self.get(number)
+    def remove(self, *numbers: int) -> None:
+        """Delete traces and erase their bytes in the file.
+
+        Raises ``NotFound``, ``ReadOnlyMemory``, and ``MemoryInUse`` if another process writes, or still reads them:
+        then they are removed, but their bytes are erased later.
+        """
+        if not numbers:
+            return
+        if missing := {*numbers} - {trace.number for trace in self.list()}:
+            raise self._missing(min(missing))
         self._file.acquire()
         try:
             with self._file.writing() as connection:
-                if not delete(connection, number):
-                    raise self._missing(number)
+                for number in numbers:
+                    delete(connection, number)
             self._file.shrink()
         finally:
             self._file.release()
@@ -678,7 +698,7 @@ def make_room(connection: Any, current: int, max_bytes: int) -> None:
     connection.execute("UPDATE traces SET bytes = bytes - ? WHERE number = ?", [freed, current])
 
 
-def delete(connection: Any, number: int) -> bool:
-    """Delete a trace; return whether it existed."""
+def delete(connection: Any, number: int) -> None:
+    """Delete a trace, if it exists."""
     connection.execute("DELETE FROM steps WHERE trace = ?", [number])
-    return bool(connection.execute("DELETE FROM traces WHERE number = ?", [number]).rowcount)
+    connection.execute("DELETE FROM traces WHERE number = ?", [number])

@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from memstore.errors import InvalidArgument, first_line
-from memstore.json_checks import check_whole
+from memstore.errors import InvalidArgument, MemstoreError, first_line
+from memstore.json_checks import MAX_JSON_BYTES, check_whole, fit, table, text, whole
 from memstore.memory import Traces
 from memstore.memory.shared import CHAT, owner_of
 from memstore.memory.traces import best_scores, most_weight
@@ -618,21 +618,25 @@ class Conversation:
         return answer
 
     def forget_last(self) -> bool:
-        """Take back the last exchange and its traces, and return whether there was one."""
-        self.turns = self._kept()
-        if not self.turns:
+        """Take back the last exchange and its traces, and return whether there was one.
+
+        Raises ``MemoryInUse`` if the traces cannot be removed now: then only they are left.
+        """
+        memory, turns, document = self.reader.memory, self._kept(), self._document()
+        if not turns:
             return False
-        start = self.turns[-1].start
-        while self.turns and self.turns[-1].start == start:
-            self.turns.pop()
-            self.reader.memory.put_info(self._fact(len(self.turns)), None)
-        for trace in self.reader.memory.traces.of_conversation(self.name, start):
-            self.reader.memory.traces.remove(trace.number)
-        document = self._document()
+        start = turns[-1].start
+        # The document first: if the process ends after that, ``_kept`` takes back the turns.
         if document is not None and not start:
-            self.reader.memory.forget(self.name)
+            memory.forget(self.name)
         elif document is not None:
             self.reader.update(document.tokens()[:start], self.name)
+        self._drop(number for number, turn in enumerate(turns) if turn.start == start)
+        self.turns = [turn for turn in turns if turn.start != start]
+        try:
+            memory.traces.remove(*(trace.number for trace in memory.traces.of_conversation(self.name, start)))
+        except MemstoreError as error:
+            raise error.reworded(f"the last exchange is taken back, but not its traces: {error}") from error
         return True
 
     @property
@@ -643,16 +647,23 @@ class Conversation:
         return traces[-1] if traces else None
 
     def _kept(self) -> list[Turn]:
-        """Read the turns of the session, oldest first. A forgotten session has none."""
+        """Read the turns of the session, oldest first. A forgotten session has none. Raises ``DamagedError``."""
         facts = self.reader.memory.infos(f"{SAID}{self.session}/")
         mine = {int(key.rpartition("/")[2]): fact for key, fact in facts.items() if owner_of(key) == self.name}
-        turns = [Turn(**fact) for _, fact in sorted(mine.items()) if isinstance(fact, dict)]
-        # An older version forgot the document alone. In such a memory only the first words come before the document.
-        if len(turns) > 1 and self._document() is None:
-            for number in mine if self.reader.memory.mode != "r" else ():
-                self.reader.memory.put_info(self._fact(number), None)
-            return []
-        return turns
+        turns = {number: _turn(fact, self.name) for number, fact in sorted(mine.items())}
+        # Words without an answer come before their tokens, at the end of the document. Other turns that are not in the
+        # document were being taken back, or an older version forgot the document alone.
+        tokens = self._tokens
+        answered = any((turn.role, turn.start) == ("assistant", tokens) for turn in turns.values())
+        gone = [number for number, turn in turns.items() if turn.start >= tokens + (not answered)]
+        if self.reader.memory.mode != "r":
+            self._drop(gone)
+        return [turn for number, turn in turns.items() if number not in gone]
+
+    def _drop(self, numbers: Iterable[int]) -> None:
+        """Delete turns. They ascend: an answer goes last, or the words before it would seem to have none."""
+        for number in numbers:
+            self.reader.memory.put_info(self._fact(number), None)
 
     @property
     def _tokens(self) -> int:
@@ -695,6 +706,12 @@ class Conversation:
 
     def _fact(self, number: int) -> str:
         return f"{SAID}{self.session}/{number}"
+
+
+def _turn(fact: Any, name: str) -> Turn:
+    said = text(MAX_JSON_BYTES)
+    fit(fact, table(role=text(100), text=said, time=text(100), start=whole()), f"a turn of the conversation {name!r}")
+    return Turn(**{each.name: fact[each.name] for each in fields(Turn)})
 
 
 def _now() -> str:

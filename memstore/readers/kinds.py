@@ -339,7 +339,7 @@ def kind_in(folder: str | Path) -> Kind:
         raise InvalidArgument(f"{folder} is not a model folder: it has no config.json.")
     try:
         config: Any = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InvalidArgument(f"{path} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise InvalidArgument(f"{path} is not a configuration: expected a JSON object")

@@ -246,12 +246,14 @@ def read_bytes(source: str, what: str) -> bytes:
         return sys.stdin.buffer.read()
     try:
         return Path(source).read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise NotFound(f"there is no file {source}. Name {what}, or - for standard input.") from None
     except IsADirectoryError:
         raise InvalidArgument(f"{source} is a folder. Name {what}.") from None
     except PermissionError:
         raise InvalidArgument(f"{source} cannot be read: permission denied. Change its permissions.") from None
+    except (OSError, ValueError) as error:  # a name that is too long, or has a NUL
+        raise InvalidArgument(f"{source} cannot be read ({error}). Name {what}.") from None
 
 
 def patterns_in(folder: Path, name: str) -> GitIgnoreSpec | None:

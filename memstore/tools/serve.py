@@ -8,7 +8,7 @@ import secrets
 import signal
 import sys
 import webbrowser
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +19,7 @@ import typer
 
 import memstore
 from memstore.errors import InvalidArgument, NotFound
-from memstore.paths import user_folder
+from memstore.paths import part_of, user_folder
 from memstore.report import Report
 from memstore.tools.files import read_text
 from memstore.tools.models import name_model
@@ -304,7 +304,7 @@ def token_for(host: str, file: str | None, *, no_token: bool) -> tuple[str | Non
     if file is not None:
         return _token(file), ""
     made = user_folder("config") / "token"
-    if not made.exists():
+    if not made.exists() or not made.stat().st_size:  # an earlier version left an empty file on a full disk
         _make_token(made)
     token = _token(str(made))
     return (
@@ -314,18 +314,26 @@ def token_for(host: str, file: str | None, *, no_token: bool) -> tuple[str | Non
 
 
 def _make_token(file: Path) -> None:
-    """Write a new token that only this user can read. Another process may have done so meanwhile."""
+    """Write a new token that only this user can read, or nothing. Another process may have done so meanwhile."""
+    part = part_of(file)
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as opened:  # noqa: PTH123 - of a descriptor
+        with open(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="ascii") as opened:  # noqa: PTH123 - of a descriptor
             opened.write(secrets.token_urlsafe(24) + "\n")
-    except FileExistsError:
-        pass
+            opened.flush()
+            os.fsync(opened.fileno())
+        if file.exists() and not file.stat().st_size:
+            file.unlink(missing_ok=True)
+        with suppress(FileExistsError):
+            file.hardlink_to(part)
     except OSError as error:
         raise InvalidArgument(
             f"the token cannot be written to {file} ({error.strerror}): name a token file with --token-file, or "
             "use --no-token"
         ) from None
+    finally:
+        with suppress(OSError):
+            part.unlink()
 
 
 def _token(file: str) -> str:

@@ -23,12 +23,15 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from memstore import paths
 from memstore.errors import DamagedError, DifferentRun, InvalidArgument, MemstoreError, StoreFull, first_line
+from memstore.json_checks import Check, anything, members, table, whole
 
 SETTINGS, REPORT, LOG, CHECKPOINTS, COMPLETE = "run.json", "report.json", "log.jsonl", "checkpoints", "complete.json"
 
 BEGINNINGS = (SETTINGS, LOG, "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 """All files of a run that came to no result. Another run may replace them."""
+_VALUES = members(anything, 10_000)
 
 
 class Run:
@@ -43,7 +46,7 @@ class Run:
         wanted = json.loads(json.dumps(settings))  # as JSON returns it
         path = out / SETTINGS
         if path.exists():
-            there = _read_json(path)
+            there = read_json(path)
             if there == wanted:
                 return
             if self.report is not None or self.checkpoint() is not None:
@@ -70,7 +73,7 @@ class Run:
     def report(self) -> dict[str, Any] | None:
         """The report, if the run is done."""
         path = self.out / REPORT
-        return _read_json(path) if path.exists() else None
+        return read_json(path) if path.exists() else None
 
     def checkpoint(self) -> Path | None:
         """The newest whole checkpoint."""
@@ -87,10 +90,10 @@ class Run:
         write_json(self.out / REPORT, report)
 
     def rewind_log(self, step: int) -> None:
-        """Remove later steps from the log, because they are run again."""
+        """Remove later steps from the log, because they are run again, and damaged lines."""
         path = self.out / LOG
-        lines = path.read_text("utf-8").splitlines(keepends=True) if path.exists() else []
-        path.write_text("".join(line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step))
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        paths.write(self.out, LOG, [line for line in lines if _is_until(step, line)])
 
     def log(self, values: Mapping[str, Any]) -> None:
         """Add a line to the log."""
@@ -109,33 +112,44 @@ def last_checkpoint(out: Path) -> Path | None:
 def is_whole(checkpoint: Path) -> bool:
     """Return whether a checkpoint was written completely. If a machine fails, files may end too early."""
     try:
-        complete(checkpoint)["step"]
+        complete(checkpoint)
         for path in checkpoint.glob("*.safetensors"):
             with safe_open(path, "pt"):
                 pass
-    except (OSError, ValueError, KeyError, SafetensorError):
+    except (OSError, SafetensorError):  # DamagedError is an OSError
         return False
     return all(zipfile.is_zipfile(path) for path in checkpoint.glob("*.pt*"))
 
 
 def complete(checkpoint: Path) -> dict[str, int]:
-    """Return the step of a whole checkpoint, and the tokens trained on until then."""
-    found: dict[str, int] = json.loads((checkpoint / COMPLETE).read_text("utf-8"))
-    return found
+    """Return the ``step`` of a whole checkpoint, and the ``tokens`` trained on until then."""
+    return read_json(checkpoint / COMPLETE, table(step=whole(), tokens=whole()))
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write all of the file or nothing."""
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
-    scratch.replace(path)
+    paths.write(path.parent, path.name, [json.dumps(value, indent=2).encode() + b"\n"])
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, check: Check = _VALUES) -> dict[str, Any]:
+    """Return the JSON value in ``path``, which passes ``check``. Raises ``DamagedError`` and ``OSError``."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    except ValueError as error:
+        return _checked(path.read_bytes(), check)
+    except (ValueError, RecursionError) as error:
         raise DamagedError(f"{path} is damaged ({error}): repair it, or name a new folder with --out") from None
+
+
+def _is_until(step: int, line: bytes) -> bool:
+    """Whether ``line`` is a whole line of a log, about ``step`` or an earlier one."""
+    try:
+        return line.endswith(b"\n") and _checked(line, table(step=whole()))["step"] <= step
+    except (ValueError, RecursionError):
+        return False
+
+
+def _checked(raw: bytes, check: Check) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(raw)  # results may be NaN, which json_checks.parse refuses
+    check(found, "")
     return found
 
 

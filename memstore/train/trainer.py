@@ -10,12 +10,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import PreTrainedTokenizerBase, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import TrainerControl, TrainerState
 
-from memstore.errors import TrainingDiverged
+from memstore.errors import DamagedError, MemstoreError, TrainingDiverged, first_line
 from memstore.train.needles import NeedleRows
 from memstore.train.options import Optimisation
 from memstore.train.recipes import Recipe
@@ -229,7 +230,14 @@ class _CheckpointCallback(TrainerCallback):
         last = self._trainer.run.checkpoint()
         if last is not None:
             self._trainer.tokens_before = complete(last)["tokens"]
-            self._trainer.resume(last)
+            try:
+                self._trainer.resume(last)
+            except MemstoreError:
+                raise
+            except (OSError, ValueError, LookupError, TypeError, SafetensorError) as error:
+                raise DamagedError(
+                    f"{last} is damaged ({first_line(error)}): remove it, and the run resumes from the one before"
+                ) from error
         if state.is_world_process_zero:
             self._trainer.run.rewind_log(state.global_step)
 

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 import memstore
-from memstore.errors import DamagedError, ForeignMemory, MemstoreError
+from memstore.errors import DamagedError, ForeignMemory, MemoryInUse, MemstoreError
 from memstore.memory import Recorder, trace_file, traces
+from memstore.memory.index_files import IndexFiles
 from memstore.memory.traces import NAME
 from tests.memory.helpers import append, make_spec, random_tokens, run_python
 from tests.memory.test_traces import make_look, record
@@ -124,6 +125,58 @@ def test_a_removed_trace_leaves_no_bytes(path: Path) -> None:
         assert question.encode() in (path / NAME).read_bytes()
         memory.traces.remove(number)
     assert not any(question.encode() in file.read_bytes() for file in path.glob(f"{NAME}*"))
+
+
+def test_bytes_of_a_removed_trace_that_somebody_reads_are_erased_later(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traces, "WAIT", 0.1)
+    question = "the treasure lies under the third palm"
+    with memstore.open(path) as memory:
+        number = record(memory, question=question).number
+        with closing(sqlite3.connect(path / NAME, isolation_level=None)) as reader:
+            reader.execute("BEGIN")
+            reader.execute("SELECT * FROM traces").fetchone()
+            with pytest.raises(MemoryInUse, match="are removed, but their bytes stay"):
+                memory.traces.remove(number)
+            assert memory.traces.list() == []
+            reader.execute("COMMIT")
+            record(memory)
+            assert not any(question.encode() in file.read_bytes() for file in path.glob(f"{NAME}*"))
+
+
+def test_traces_of_a_forgotten_conversation_that_were_in_use_are_removed_later(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traces, "WAIT", 0.1)
+    with memstore.open(path) as memory:
+        for name in ("chat/a", "chat/b"):
+            append(memory.document(name), random_tokens(40))
+            record(memory, conversation={"document": name, "start": 0})
+        with closing(sqlite3.connect(path / NAME, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            with pytest.raises(MemoryInUse, match=r"'chat/a' is forgotten, but .* memstore compact"):
+                memory.forget("chat/a")
+        assert [document.name for document in memory.documents()] == ["whale", "chat/b"]
+        memory.compact()
+        assert [trace.info["conversation"]["document"] for trace in memory.traces.list()] == ["chat/b"]
+
+
+def test_an_index_that_cannot_be_removed_stops_no_other_clean_up(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied", "index")
+
+    monkeypatch.setattr(IndexFiles, "sweep", refused)
+    with memstore.open(path) as memory:
+        append(memory.document("chat/a"), random_tokens(40))
+        record(memory, conversation={"document": "chat/a", "start": 0})
+        with pytest.raises(MemstoreError, match=r"'chat/a' is forgotten, but .*Permission denied"):
+            memory.forget("chat/a")
+        assert memory.traces.list() == []
+        before = memory.stats()["disk_bytes"]
+        with pytest.raises(MemstoreError, match=r"data is erased, but .*Permission denied"):
+            memory.compact()
+        assert memory.stats()["disk_bytes"] < before
 
 
 LOSE_RIGHTS = """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,8 @@ import pytest
 import torch
 
 import memstore
-from memstore.errors import InvalidArgument
+from memstore.errors import DamagedError, InvalidArgument, MemoryInUse
+from memstore.memory import traces
 from memstore.readers.reader import Reader
 from tests.instruct import instruct_model, instruct_tokenizer, saying
 
@@ -158,6 +161,44 @@ def test_the_last_exchange_can_be_taken_back(tmp_path: Path) -> None:
         assert reader.chat("today").forget_last()
         assert not reader.chat("today").forget_last()
         assert reader.memory.documents() == []
+
+
+def test_an_exchange_whose_traces_are_in_use_is_taken_back_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traces, "WAIT", 0.1)
+    with attached(tmp_path / "m") as reader:
+        say(reader, "I am Ada, and I have a lot to say about myself.", "Hello.")
+        before = said(reader)
+        reader.chat("today").say("I am Bob.", max_tokens=2, trace=True)
+        with closing(sqlite3.connect(tmp_path / "m" / traces.NAME, isolation_level=None)) as other:
+            other.execute("BEGIN IMMEDIATE")
+            with pytest.raises(MemoryInUse, match="is taken back, but not its traces"):
+                reader.chat("today").forget_last()
+        assert said(reader) == before
+        assert len(turns(reader, "today")) == len(reader.memory.infos("said/today/")) == 2
+
+
+def test_turns_that_were_being_taken_back_are_erased(tmp_path: Path) -> None:
+    with attached(tmp_path / "m") as reader:
+        say(reader, "I am Ada.", "Hello.")
+        before = reader.memory.document("chat/today").tokens()
+        say(reader, "I am Bob.", "Oh.")
+        reader.update(before, "chat/today")
+        assert turns(reader, "today") == ["I am Ada.", "Hello."]
+        assert len(reader.memory.infos("said/today/")) == 2
+        reader.memory.put_info("said/today/2", {"role": "user", "text": "And?", "time": "", "start": len(before)})
+        assert turns(reader, "today") == ["I am Ada.", "Hello.", "And?"], "words without an answer come before tokens"
+
+
+@pytest.mark.parametrize("fact", ["words", {"role": "user"}, {"role": "user", "text": 5, "time": "", "start": 0}])
+def test_a_turn_that_no_memstore_writes_is_damaged(fact: Any, tmp_path: Path) -> None:
+    with attached(tmp_path / "m") as reader:
+        reader.memory.put_info("said/today/0", {"role": "user", "text": "I", "time": "", "start": 0, "mood": "new"})
+        assert turns(reader, "today") == ["I"]
+        reader.memory.put_info("said/today/0", fact)
+        with pytest.raises(DamagedError, match="a turn of the conversation 'chat/today' is damaged"):
+            reader.chat("today")
 
 
 def test_a_model_without_a_template_talks_as_in_a_play(tmp_path: Path) -> None:

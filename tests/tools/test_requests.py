@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import signal
 import stat
 import subprocess
@@ -289,6 +290,21 @@ def test_without_a_token_file_one_is_made_for_this_user_alone(monkeypatch: pytes
         token_for("192.168.0.7", None, no_token=True)
     with pytest.raises(InvalidArgument, match="--token-file names a"):
         token_for("127.0.0.1", str(file), no_token=True)
+
+
+def test_a_full_disk_leaves_no_token(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, most))
+    try:
+        with pytest.raises(InvalidArgument, match=r"cannot be written to .*too large"):
+            token_for("127.0.0.1", None, no_token=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+    assert list(user_folder("config").iterdir()) == []
+    (user_folder("config") / "token").touch()  # as an earlier version left it
+    token, _ = token_for("127.0.0.1", None, no_token=False)
+    assert [file.read_text() for file in user_folder("config").iterdir()] == [f"{token}\n"]
 
 
 @pytest.mark.parametrize(

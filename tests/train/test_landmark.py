@@ -99,7 +99,14 @@ def test_a_recipe_goes_on_after_an_interruption_to_the_same_model(
         return train_recipe(small(), tmp_path / "run", runtime=RUNTIME)
 
     checkpoint = stopped_at(8, again, tmp_path / "run")
-    assert (checkpoint / "ramp.json").exists()
+    ramp = (checkpoint / "ramp.json").read_text()
+    (checkpoint / "ramp.json").write_text('{"value": "x", "answer": null}')
+    with pytest.raises(DamagedError, match=r"ramp\.json is damaged \(value must be a number"):
+        again()
+    (checkpoint / "ramp.json").unlink()
+    with pytest.raises(DamagedError, match="remove it, and the run resumes from the one before"):
+        again()
+    (checkpoint / "ramp.json").write_text(ramp)
     report = again()
     assert report["resumed_from_step"] == 5
     assert same_weights(trained, tmp_path / "run")

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -67,6 +68,8 @@ def test_fields_can_be_named(tmp_path: Path) -> None:
     ("line", "words"),
     [
         ("{not json", r"line 2 of .* not valid JSON"),
+        ("[" * 100_000, r"line 2 of .* not valid JSON: it has more than 100 levels"),
+        ('{"prompt": "half \\ud83d", "answer": "x"}', r"line 2 of .* not valid JSON: .*surrogates"),
         ("[1]", r"line 2 of .* must be an object with 'prompt' and 'answer', not list"),
         ({"prompt": "x"}, r"line 2 of .* has no field 'answer'; its fields are 'prompt'\..*--answer-field"),
         ({"prompt": "x", "answer": 3}, r"line 2 of .*: the field 'answer' must be a non-empty text, not 3"),
@@ -86,3 +89,9 @@ def test_no_file_and_no_pairs_are_errors(tmp_path: Path) -> None:
         read_pairs(tmp_path)
     with pytest.raises(InvalidArgument, match="empty"):
         read_pairs(write(tmp_path / "empty.jsonl", ""))
+    with pytest.raises(NotFound, match="no file"):
+        read_pairs(tmp_path / "empty.jsonl/x")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", tmp_path / ("x" * 300), Path("x\0y")):
+        with pytest.raises(InvalidArgument, match="Name a JSON Lines file"):
+            read_pairs(path)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -48,9 +49,10 @@ def test_a_checkpoint_with_a_file_that_ends_too_early_does_not_count(name: str, 
 
 
 @pytest.mark.parametrize("name", ["run.json", "report.json"])
-def test_a_damaged_run_is_named(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("told", ["{", "[1]", "[" * 100_000])
+def test_a_damaged_run_is_named(name: str, told: str, tmp_path: Path) -> None:
     run = Run(tmp_path / "run", {"a": 1})
-    (run.out / name).write_text("{")
+    (run.out / name).write_text(told)
     with pytest.raises(DamagedError, match=rf"{name} is damaged .*new folder with --out"):
         _ = Run(tmp_path / "run", {"a": 1}).report
 
@@ -105,3 +107,33 @@ def test_the_log_forgets_what_comes_again_and_lines_cut_short(tmp_path: Path) ->
         file.write('{"step"')
     run.rewind_log(2)
     assert (run.out / "log.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_damaged_lines_of_the_log_are_dropped(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", {})
+    (run.out / "log.jsonl").write_text('{"step": 1}\n\0\0\nnull\n{"step": "x"}\n' + "[" * 100_000 + '\n{"step": 2}\n')
+    run.rewind_log(5)
+    assert (run.out / "log.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_log_stays_whole_if_the_disk_is_full(tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", {})
+    run.log({"step": 1})
+    before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, most))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            run.rewind_log(1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+    assert (run.out / "log.jsonl").read_text() == '{"step": 1}\n'
+    assert sorted(each.name for each in run.out.iterdir()) == ["log.jsonl", "run.json"]
+
+
+@pytest.mark.parametrize("told", ["[]", '"x"', '{"step": "x", "tokens": 1}', '{"step": 5}', "[" * 100_000])
+def test_a_checkpoint_whose_mark_is_damaged_does_not_count(told: str, tmp_path: Path) -> None:
+    run = Run(tmp_path / "run", {"a": 1})
+    for step in (5, 10):
+        folder = checkpoint(run, step)
+    (folder / "complete.json").write_text(told)
+    assert run.checkpoint() == run.checkpoints / "checkpoint-5"

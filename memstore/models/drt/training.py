@@ -107,9 +107,8 @@ class Bank:
         """Continue with the blocks of ``path``, if there are any."""
         if path.exists():
             tensors = load_file(path, device=str(device))
-            self.opened, self.found = tensors.pop("pace").tolist()
-            for name, tensor in tensors.items():
-                setattr(self, name, tensor)
+            self.opened, self.found = tensors["pace"].tolist()
+            self.states, self.landmarks = tensors["states"], tensors["landmarks"]
 
 
 class _NeedleTrainer(AnswerTrainer):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from memstore.errors import InvalidArgument
+from memstore.json_checks import maybe, number, table
 from memstore.models.landmark.configuration import LandmarkConfig
 from memstore.models.landmark.modeling import LandmarkForCausalLM, lora_config, make_landmark, with_adapters
 from memstore.models.landmark.options import LandmarkTraining
@@ -33,7 +34,7 @@ from memstore.train.options import (
     with_optimisation,
 )
 from memstore.train.recipes import PASSKEYS, Recipe, find_recipe
-from memstore.train.run import Run, write_json
+from memstore.train.run import Run, read_json, write_json
 from memstore.train.texts import train_on_texts, train_recipe
 from memstore.train.trainer import AnswerTrainer, MemoryTrainer
 from memstore.train.training import Training, config_of, load_weights
@@ -119,7 +120,7 @@ class _NeedleTrainer(AnswerTrainer):
             write_json(checkpoint / RAMP_FILE, {"value": self.ramp.value, "answer": self.ramp.answer})
 
     def resume(self, checkpoint: Path) -> None:
-        kept = json.loads((checkpoint / RAMP_FILE).read_text("utf-8"))
+        kept = read_json(checkpoint / RAMP_FILE, table(value=number(1), answer=maybe(number(1e9))))
         self.ramp.value, self.ramp.answer = kept["value"], kept["answer"]
 
     def finish(self) -> None:
