@@ -265,7 +265,7 @@ def search_text(
 
     name = chosen_name(memory, model)
     if not text.strip():
-        raise InvalidArgument("--text is empty. Pass some words.")
+        raise InvalidArgument("the search text is empty. Pass some words.")
     loaded = load_recorded(memory, name, dtype, device=device)
     names = [document.name for document in documents]
     # Most kinds of models continue a single document.

@@ -7,10 +7,10 @@ caller, whose terminal it writes to. Only the imports are shared, and modules th
 memory or answer stays in the resident process.
 
 It serves nobody else: the socket has mode 0600, lies in a folder of mode 0700, and both sides check the other's user.
-Processes that imports would treat differently (another Python, package, variable such as ``OMP_NUM_THREADS``, limit or
-namespace) have a socket of their own. The lock file beside a socket has the number of its process, which ends after an
-hour without a command, or when memory is short. Linux only. Whatever is wrong with it, the command runs in its own
-process.
+Processes that imports would treat differently (another Python, package, variable such as ``OMP_NUM_THREADS``, limit,
+cgroup or namespace) have a socket of their own. The lock file beside a socket has the number of its process, which ends
+after an hour without a command, or when memory is short. The next one to start removes it. Linux only. Whatever is
+wrong with it, the command runs in its own process.
 """
 
 from __future__ import annotations
@@ -60,20 +60,8 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "fais
 VARIABLES = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH", "PYTORCH", "ATEN_", "HF_", "TRANSFORMERS_", "TOKENIZERS_"),
     *("CUDA_", "HIP_", "ROCR_", "TRITON_", "LD_", "MALLOC_", "GLIBC_"),
-    *(
-        "PYTHON",
-        "VIRTUAL_ENV",
-        "PATH",
-        "HOME",
-        "XDG_CACHE",
-        "XDG_CONFIG",
-        "XDG_DATA",
-        "TMP",
-        "TEMP",
-        "LANG",
-        "LC_",
-        "TZ",
-    ),
+    *("PYTHON", "VIRTUAL_ENV", "PATH", "HOME", "XDG_CACHE", "XDG_CONFIG", "XDG_DATA"),
+    *("TMP", "TEMP", "LANG", "LC_", "TZ"),
 )
 """Beginnings of the variables that are read when libraries are imported. The resident process gets no others."""
 START = """
@@ -160,8 +148,9 @@ def _identity() -> str:
         [line for line in status if line.startswith(("Uid:", "Gid:", "Groups:", "Cap", "NoNewPrivs:", "Seccomp:"))],
         sorted(os.sched_getaffinity(0)),
         os.getpriority(os.PRIO_PROCESS, 0),
+        [Path("/proc/self", each).read_text("ascii", "replace") for each in ("cgroup", "oom_score_adj")],
         [resource.getrlimit(each) for each in limits],
-        [str(Path(f"/proc/self/ns/{each}").readlink()) for each in ("mnt", "net", "pid", "user")],
+        sorted(str(each.readlink()) for each in Path("/proc/self/ns").iterdir()),
     ]
     return hashlib.sha256(repr(facts).encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
@@ -267,11 +256,11 @@ def serve(main: Callable[..., int]) -> None:
     ``main``: runs the command line that ``sys.argv`` has, and ends the process.
     """
     path = Path(sys.argv[-1])
-    lock = os.open(path.with_suffix(".lock"), os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = _locked(path.with_suffix(".lock"), os.O_CREAT)
     except OSError:
         return
+    _remove_others(path.parent)
     os.truncate(lock, 0)
     os.write(lock, f"{os.getpid()}\n".encode())
     for name in IMPORTED:
@@ -302,6 +291,28 @@ def serve(main: Callable[..., int]) -> None:
         finally:
             if _inode(path) == own:
                 path.unlink()
+
+
+def _locked(file: Path, flags: int = 0) -> int:
+    """Open and lock a file. Raises ``OSError`` if another process has locked it, or has removed it meanwhile."""
+    lock = os.open(file, flags | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not os.path.samestat(os.fstat(lock), file.stat()):
+            raise FileNotFoundError(f"{file} is another file now")
+    except OSError:
+        os.close(lock)
+        raise
+    return lock
+
+
+def _remove_others(folder: Path) -> None:
+    """Remove sockets and lock files of processes that have ended. Only who has locked a lock file may remove it."""
+    for file in folder.glob("*.lock"):
+        with contextlib.suppress(OSError), os.fdopen(_locked(file)) as lock:  # fails for the own one too
+            if lock.read() != UNABLE:
+                file.with_suffix("").unlink(missing_ok=True)
+                file.unlink()
 
 
 def _inode(path: Path) -> int | None:

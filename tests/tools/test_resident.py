@@ -253,6 +253,31 @@ def test_processes_that_import_differently_do_not_share_one(
     assert resident._identity() != before
 
 
+def test_a_process_that_the_system_ends_sooner_does_not_share_one() -> None:
+    script = "from memstore.tools.resident import _identity\nprint(_identity())\n"
+    sooner = "open('/proc/self/oom_score_adj', 'w').write('900')\n"
+    told = [subprocess.check_output([sys.executable, "-c", each + script]) for each in ("", "", sooner)]
+    assert told[0] == told[1] != told[2]
+
+
+def test_what_ended_processes_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, said in (("ended", "1\n"), ("lives", "2\n"), ("unable", resident.UNABLE)):
+        (tmp_path / name).touch()
+        (tmp_path / f"{name}.lock").write_text(said)
+    lock = resident._locked(tmp_path / "lives.lock")
+    late = os.open(tmp_path / "ended.lock", os.O_RDWR)  # a process that has not locked it yet
+    try:
+        resident._remove_others(tmp_path)
+        assert {each.stem for each in tmp_path.iterdir()} == {"lives", "unable"}
+        (tmp_path / "ended.lock").touch()
+        monkeypatch.setattr(os, "open", lambda *_: os.dup(late))
+        with pytest.raises(FileNotFoundError, match="another file"):
+            resident._locked(tmp_path / "ended.lock")
+    finally:
+        os.close(late)
+        os.close(lock)
+
+
 @pytest.mark.parametrize(
     ("arguments", "env"),
     [

@@ -119,7 +119,7 @@ def test_a_model_of_the_package_searches_its_memory(cli: Cli, tmp_path: Path, na
         (["a", "--block", "whale:0"], 2, "Got TEXT and --block"),
         (["--block", "whale:0", "--top-k", "1000000000"], 2, "--top-k"),
         (["--text", " "], 2, "Name it with --model"),
-        (["--text", " ", "--model", "drt"], 2, "--text is empty"),
+        (["--text", " ", "--model", "drt"], 2, "the search text is empty"),
         (["--text", "a", "--model", "./no"], 3, "no model directory ./no"),
         (["--text", "a", "--model", "drt"], 5, "does not fit this model"),
         (["--block", "whale"], 2, "must be DOCUMENT:N"),

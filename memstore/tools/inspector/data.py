@@ -143,7 +143,7 @@ def documents(memory: Memory, part: str = "") -> dict[str, Any]:
     for each in found[:MOST_DOCUMENTS]:
         with suppress(NotFound):  # forgotten just now
             live, facts = each.blocks, {"id": each.id, "name": printable(each.name), "pinned": each.pinned}
-            shown.append({**facts, "tokens": len(each), "first": live.start, "stop": live.stop})
+            shown.append({**facts, "raw_name": each.name, "tokens": len(each), "first": live.start, "stop": live.stop})
     return {"documents": shown, "found": len(found)}
 
 
@@ -168,6 +168,7 @@ def blocks(memory: Memory, words: Words, document: int, start: int, stop: int) -
     live = found.blocks
     return {
         "name": printable(found.name),
+        "raw_name": found.name,  # only to be sent back
         "first": live.start,
         "stop": live.stop,
         "tokens": len(found),

@@ -327,7 +327,8 @@ def test_of_many_documents_the_first_are_listed(tmp_path: Path) -> None:
         assert (len(answer["documents"]), answer["found"]) == (MOST_DOCUMENTS, MOST_DOCUMENTS + 3)
         (last,) = client.get("/api/documents", params={"part": "note 202"}).json()["documents"]
         blocks = client.get(f"/api/documents/{last['id']}/blocks", params={"start": 0, "stop": 0}).json()
-        assert blocks == {"name": "note 202", "first": 0, "stop": 1, "tokens": 1, "blocks": []}
+        names = {"name": "note 202", "raw_name": "note 202"}
+        assert blocks == {**names, "first": 0, "stop": 1, "tokens": 1, "blocks": []}
 
 
 def test_traces_that_are_damaged_hide_no_documents(writable: Path) -> None:
@@ -435,7 +436,8 @@ def test_the_model_that_read_a_text_is_asked(cli: Cli, tmp_path: Path, model_fol
         document = client.get("/api/documents").json()["documents"][0]["id"]
         answer = client.get(f"/api/documents/{document}/ask", params={"text": "a dark night"}).json()
         assert [each["block"] for each in answer["matches"]] == [each["block"] for each in by_command]
-        assert client.get(f"/api/documents/{document}/ask", params={"text": " "}).status_code == 400
+        empty = client.get(f"/api/documents/{document}/ask", params={"text": " "})
+        assert (empty.status_code, empty.json()["message"]) == (400, "the search text is empty. Pass some words.")
 
 
 def test_why_a_model_cannot_be_asked_is_told(client: TestClient) -> None:

@@ -155,6 +155,9 @@ def test_a_question_is_answered_on_the_page_and_drawn(asked: memstore.Memory, ch
         ask(seen, "When does the ferry leave?")
         seen.wait_for("#traces li.chosen", "When does the ferry leave?")
         seen.wait_for("#answer .question", "When does the ferry leave?")
+        seen.wait_for("#used h2", "Used by the whole trace")
+        seen.wait_for(".answer .where", "mean of")  # though each token was chosen as it came
+        assert "step=" not in seen.driver.current_url
         shares = seen.run(
             "return [...document.querySelectorAll('.legend.parts li')]"
             ".map(each => [each.children[1].textContent, parseFloat(each.querySelector('b').textContent) || 0])"
@@ -252,6 +255,14 @@ def test_nothing_is_cut_off_or_faint_and_a_phone_has_tabs(
                 "return ['#flow', '#left', '#right', '#pair'].filter(each => document.querySelector(each).offsetWidth)"
             )
             assert seen.run("return document.documentElement.scrollWidth") == width
+            seen.run(
+                "const box = document.querySelector('#question'); box.value = 'many words '.repeat(12);"
+                "box.dispatchEvent(new Event('input'))"
+            )
+            assert (
+                seen.run("return (box => box.scrollHeight - box.clientHeight)(document.querySelector('#question'))")
+                == 0
+            )
             if width < 600:
                 assert seen.run(visible) == ["#pair"]
                 parts = {"text": "#flow", "documents": "#left", "details": "#right"}

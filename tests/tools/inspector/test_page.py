@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import subprocess
 import sys
@@ -252,6 +253,10 @@ def test_a_place_can_be_typed(page: Seen) -> None:
     page.wait_for("#trouble", "There is no block 99,999 here: this document has blocks 0 to 32,258.")
     page.press("/", *[Keys.BACKSPACE] * 9, *"#0", Keys.ENTER)
     page.until("document.querySelector('#trouble').hidden")
+    page.press("/", *[Keys.BACKSPACE] * 9, *"#99999", Keys.ENTER)
+    page.until("!document.querySelector('#trouble').hidden")
+    page.press("/", *[Keys.BACKSPACE] * 9, *"PASSKEY", Keys.ENTER)
+    page.until("document.querySelector('#trouble').hidden")
 
 
 def test_a_model_that_cannot_be_asked_leaves_no_search_open(opened: memstore.Memory, chrome: Chrome) -> None:
@@ -335,6 +340,12 @@ def test_hostile_text_is_shown_as_text_and_nothing_runs(
             assert seen.run("return document.querySelectorAll('main img, aside img, body script').length") == 0
             width = seen.run("return document.documentElement.scrollWidth - innerWidth")
             assert width <= 0
+            seen.run(
+                "window.fetch = (_, how) => { if (how.body) window.sent = how.body; return new Promise(() => {}); };"
+                "document.querySelector('#among').value = 'this'; document.querySelector('#question').value = 'Who?';"
+                "document.querySelector('#ask').requestSubmit()"
+            )
+            assert json.loads(seen.until("window.sent"))["metadata"] == {"document": name}
 
 
 def test_the_page_follows_a_model_that_generates_in_another_process(
@@ -345,7 +356,7 @@ def test_the_page_follows_a_model_that_generates_in_another_process(
         memory.put_info("model", {"name": str(model_folder)})
         fill(memory.document("leaflet"), ids_of(encode, "the rain fell in torrents " * 60))
     with memstore.open(path, mode="r") as memory, shown(chrome, memory) as seen:
-        seen.wait_for("#traces", "No traces yet. Record one: memstore ask MEMORY QUESTION --trace")
+        seen.wait_for("#traces", "No traces yet: ask a question.")
         command = [sys.executable, "-c", RECORD, str(path)]
         pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         with subprocess.Popen(command, cwd=Path(__file__).parents[3], **pipes) as child:
@@ -373,6 +384,7 @@ def test_a_memory_that_was_empty_shows_its_first_document(tmp_path: Path, chrome
         shown(chrome, memory) as seen,
     ):
         assert seen.text("#title") == "Nothing to read yet."
+        seen.wait_for("#traces", "No traces yet. Record one: memstore ask MEMORY QUESTION --trace")
         fill(writer.document("diary"), ids_from(0, 40))
         seen.wait_for("#row-1 .text", "31 32 33")
 
@@ -450,6 +462,61 @@ def test_forgetting_asks_first(tmp_path: Path, chrome: Chrome) -> None:
         seen.click("#confirm button[value=yes]")
         seen.wait_for("#title", "This document was forgotten.")
         assert [document.name for document in memory.documents()] == ["b"]
+
+
+def test_a_memory_that_is_moved_away_and_back(tmp_path: Path, chrome: Chrome) -> None:
+    path = tmp_path / "notes.mem"
+    with memstore.open(path, spec=small_spec()) as memory:
+        fill(memory.document("a"), ids_from(0, 20))
+    with memstore.open(path, mode="r") as memory, shown(chrome, memory, expected="404 (Not Found)") as seen:
+        seen.run("document.querySelector('#query').value = '#9'; document.querySelector('#search').requestSubmit()")
+        seen.wait_for("#trouble", "There is no block 9 here: this document has only block 0.")
+        path.rename(tmp_path / "moved.mem")
+        seen.wait_for("#trouble", "the memory was removed")
+        (tmp_path / "moved.mem").rename(path)
+        seen.until("document.querySelector('#trouble').hidden")
+
+
+def test_a_page_without_a_document(tmp_path: Path, model_folder: Path, chrome: Chrome) -> None:
+    from selenium.webdriver.common.keys import Keys
+
+    path = tmp_path / "notes.mem"
+    with memstore.open(path, spec=small_spec()) as memory:
+        memory.put_info("model", {"name": str(model_folder)})
+        for name in ("a", "b"):
+            fill(memory.document(name), ids_from(0, 40))
+        with memory.traces.record(question="Who?", documents=["b"]) as recorder:
+            recorder.begin()
+    with memstore.open(path, mode="r") as memory, shown(chrome, memory, allow_write=True) as seen:
+        seen.run("location.hash = '#document=2&block=1'")  # as if it was typed
+        seen.wait_for("#block", "Block 1")
+        assert seen.text("#title h2") == "b"
+        assert seen.run("return document.querySelector('#answer').hidden"), "the address names no trace"
+        seen.click("#traces button")
+        seen.until("location.hash === '#document=2&block=1&trace=1'")
+        seen.click("#documents .chosen .danger")
+        seen.click("#confirm button[value=yes]")
+        seen.until("location.hash === '#trace=1'")
+        for form in ("#search", "#ask"):
+            seen.run("document.querySelector('#trouble').hidden = true")
+            seen.run("document.querySelector('#among').value = 'this'")
+            for box in ("#query", "#question"):
+                seen.run("document.querySelector(arguments[0]).value = 'words'", box)
+            seen.run("document.querySelector(arguments[0]).requestSubmit()", form)
+            seen.wait_for("#trouble:not([hidden])", "No document is open: choose one.")
+        assert seen.text("#ask button") == "Ask"
+        seen.press(Keys.ESCAPE)
+        seen.until("document.querySelector('#answer').hidden && !location.hash")
+
+
+def test_a_tab_without_the_token_says_so(opened: memstore.Memory, chrome: Chrome) -> None:
+    with shown(chrome, opened, expected="403 (Forbidden)") as seen:
+        link, first = chrome.current_url, chrome.current_window_handle
+        chrome.switch_to.new_window("tab")
+        chrome.get(link)
+        seen.wait_for("#trouble", "This tab has no token: open the link that memstore view printed.")
+        chrome.close()
+        chrome.switch_to.window(first)
 
 
 def test_the_page_tells_when_its_server_has_ended(opened: memstore.Memory, chrome: Chrome) -> None:

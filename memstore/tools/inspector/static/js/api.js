@@ -59,11 +59,12 @@ async function reach(url, options) {
 }
 
 async function answer(response) {
-  if (response.status === 403) {
-    throw new Gone("This page belongs to a server that has ended. Open the last link that memstore view printed.");
-  }
   const type = response.headers.get("content-type") ?? "";
   const body = type.startsWith("application/json") ? await response.json() : { message: await response.text() };
+  if (response.status === 403 && !body.error) {
+    throw new Gone(sessionStorage.getItem("token") === null ? "This tab has no token: open the link that memstore view printed."
+      : "This page belongs to a server that has ended. Open the last link that memstore view printed.");
+  }
   if (!response.ok) {
     const error = new Error(body.error?.message ?? body.message); // the first: as OpenAI has it
     error.status = response.status;

@@ -4,7 +4,7 @@ import { get, stream } from "./api.js";
 import { at, h } from "./dom.js";
 
 export class AskBox {
-  /** `named()` is the document on the page; `begun()` is called when an answer begins, `ended(trace)` when it has ended. */
+  /** `named()` is the name of the document on the page, if one is open; `begun()` is called when an answer begins, `ended(trace)` when it has ended. */
   constructor(named, begun, ended, tell) {
     Object.assign(this, { named, begun, ended, tell });
     this.stop = null;
@@ -55,6 +55,7 @@ export class AskBox {
     const words = at("question").value;
     if (!words.trim()) return at("question").focus();
     const how = at("how").value;
+    if (how !== "chat" && at("among").value === "this" && !this.named()) return this.tell({ status: 400, message: "No document is open: choose one." });
     const answer = { role: "assistant", text: "" };
     this.stop = new AbortController();
     at("ask").querySelector("button").textContent = "Stop";
@@ -100,7 +101,9 @@ export class AskBox {
   }
 }
 
-/** As many lines as were written, up to six. */
+/** As high as its lines are, however they came to be; the style sheet has the limit. */
 function grow() {
-  at("question").rows = Math.min(6, at("question").value.split("\n").length);
+  const box = at("question");
+  box.style.height = "";
+  if (box.scrollHeight > box.clientHeight) box.style.height = `${box.scrollHeight + box.offsetHeight - box.clientHeight}px`;
 }

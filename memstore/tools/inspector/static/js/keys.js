@@ -29,7 +29,7 @@ export function listen({ flow, focus, search, select, closeTrace, help }) {
     // A dialog that has just been closed keeps the focus until the page is drawn again.
     if (event.target.closest("dialog[open]") || (event.target.closest("aside") && /^(Arrow|Page|Home|End)/.test(event.key))) return;
     if (writing) event.target.blur();
-    if (!keys[event.key] || (!flow.pages && !["/", "?"].includes(event.key))) return;
+    if (!keys[event.key] || (!flow.pages && /^(Arrow(Up|Down)|Page|Home|End)/.test(event.key))) return;
     event.preventDefault();
     keys[event.key]();
   });

@@ -54,8 +54,8 @@ export function showTraces(answer, chosen, other, choose, beside, remove) {
   const more = answer.found - answer.traces.length;
   if (more > 0) items.push(h("li", { class: "empty" }, `and ${count(more)} older ones`));
   if (answer.trouble) items.push(h("li", { class: "empty danger" }, answer.trouble));
-  else if (!answer.found) items.push(h("li", { class: "empty" }, "No traces yet. Record one: ",
-    h("code", {}, "memstore ask MEMORY QUESTION --trace")));
+  else if (!answer.found) items.push(h("li", { class: "empty" }, ...(at("ask").hidden
+    ? ["No traces yet. Record one: ", h("code", {}, "memstore ask MEMORY QUESTION --trace")] : ["No traces yet: ask a question."])));
   fillList(at("traces"), items);
 }
 

@@ -29,7 +29,7 @@ const steps = (number, start, stop, layer, head) => get(`traces/${number}`, { st
 const overview = (number, start, stop) => get(`traces/${number}/overview`, { start, stop });
 const answer = new Answer(at("answer"), steps, overview, (what) => run(traceChosen(answer, what)));
 const other = new Answer(at("other"), steps, overview, (what) => run(traceChosen(other, what)));
-const box = new AskBox(() => state.document?.name, () => asked(), (trace) => run(answered(trace)), tell);
+const box = new AskBox(() => state.document?.raw_name, () => asked(), (trace) => run(answered(trace)), tell);
 const block = new Block(
   (path, parameters) => get(`documents/${state.document.id}/blocks/${block.block}${path}`, parameters),
   (number) => runOn("details", goTo(state.document.id, number)),
@@ -122,8 +122,10 @@ function closeDocument(words) {
   flow.clear();
   search.close();
   block.close();
-  strip.update({ range: { first: 0, stop: 0 }, lit: new Map() });
+  strip.update({ range: { first: 0, stop: 0 } });
+  light();
   at("title").replaceChildren(h("p", { class: "empty" }, words));
+  remember();
 }
 
 function title() {
@@ -131,12 +133,6 @@ function title() {
   const left = first > 0 ? `, ${count(first)} of them gone` : "";
   at("title").replaceChildren(h("h2", {}, name),
     h("span", { class: "facts" }, `${counted(tokens, "token")} in ${counted(stop, "block")} of ${state.memory.block_size}${left}`));
-}
-
-/** Of a memory that was empty. */
-async function openFirst() {
-  const [first] = state.documents.documents;
-  if (first) await openDocument(first);
 }
 
 async function goTo(id, number, offset = null) {
@@ -308,7 +304,9 @@ async function follow(traces) {
 async function answered(trace) {
   await look();
   if (trace !== null && answer.trace?.number !== trace) await openTrace(trace);
-  if (trace !== null && answer.trace?.number === trace) await showTraceUse(true);
+  if (trace === null || answer.trace?.number !== trace) return;
+  if (answer.follow) await answer.choose(null); // its last token was chosen by nobody
+  if (answer.step === null) await showTraceUse(true);
 }
 
 // Changes
@@ -352,18 +350,17 @@ async function look() {
   const live = await get("live", { trace });
   const before = state.live;
   state.live = live;
-  if (state.gone) {
-    state.gone = false; // the server is back
-    sayNothing();
-  }
+  if (state.gone) at("trouble").hidden = true; // the server or the memory is back
+  state.gone = false;
   showSizes(live.sizes);
   const same = (part) => JSON.stringify(before?.[part]) === JSON.stringify(live[part]);
   if (!same("traces") || !same("trouble")) listTraces();
   if (before && (before.sizes.tokens !== live.sizes.tokens || before.sizes.documents !== live.sizes.documents)) {
     await loadDocuments();
+    const [first] = state.documents.documents;
     const now = state.documents.documents.find((each) => each.id === state.document?.id);
     if (now) grow(now);
-    else if (!state.document && !before.sizes.documents) await openFirst();
+    else if (!state.document && !before.sizes.documents && first) await openDocument(first); // the memory was empty
     else if (state.document) await find(state.document.id).then(grow, (error) => gone(state.document, error));
   }
   await follow(live.traces);
@@ -388,8 +385,9 @@ async function keepLooking() {
   for (;;) {
     const begun = performance.now();
     const well = document.hidden || (await run(look()));
+    state.gone ||= !well;
     const taken = performance.now() - begun;
-    if (!well && at("trouble").textContent.startsWith("This page belongs to")) return;
+    if (!well && /^This (page belongs to|tab has no token)/.test(at("trouble").textContent)) return;
     await new Promise((later) => setTimeout(later, Math.max(box.asking || state.live?.traces.some(running) ? SOON : LATER, 5 * taken)));
   }
 }
@@ -402,29 +400,26 @@ function remember() {
   history.replaceState(null, "", `/#${new URLSearchParams(said)}`);
 }
 
-function remembered() {
-  const where = new URLSearchParams(location.hash.slice(1));
-  return (name) => (where.has(name) && Number.isInteger(Number(where.get(name))) ? Number(where.get(name)) : null);
-}
-
 function goToTyped(number) {
   const { id, first, stop } = state.document;
   if (number >= first && number < stop) return run(goTo(id, number));
-  return say(`There is no block ${count(number)} here: this document has blocks ${count(first)} to ${count(stop - 1)}.`);
+  const blocks = ["no block", `only block ${count(first)}`][stop - first] ?? `blocks ${count(first)} to ${count(stop - 1)}`;
+  return say(`There is no block ${count(number)} here: this document has ${blocks}.`);
 }
 
 function submit(event) {
   event.preventDefault();
   const query = at("query").value;
   const place = /^#\s*([\d,]+)$/.exec(query);
-  if (!state.document || !query.trim()) return search.close();
+  sayNothing();
+  if (!query.trim()) return search.close();
+  if (!state.document) return say("No document is open: choose one.");
   showTab("details"); // where what is found stands
   if (place) return goToTyped(Number(place[1].replaceAll(",", "")));
   return run(at("mode").value === "model" ? search.model(query) : search.text(query));
 }
 
 async function start() {
-  const where = remembered();
   history.replaceState(null, "", `/${location.hash}`); // without the token
   listen({ flow, focus, search, select: (number) => run(goTo(state.document.id, number)), closeTrace, help: () => at("help").showModal() });
   listenToTabs();
@@ -440,15 +435,22 @@ async function start() {
   document.title = `${state.memory.url} · memstore`;
   at("memory").replaceChildren(h("bdi", { dir: "ltr" }, state.memory.url));
   await Promise.all([loadDocuments(), look()]);
+  await openRemembered();
+  addEventListener("hashchange", () => run(openRemembered())); // an address was typed, or a link to one clicked
+  run(sayWhatIsMissing());
+}
+
+async function openRemembered() {
+  const said = new URLSearchParams(location.hash.slice(1));
+  const where = (name) => (said.has(name) && Number.isInteger(Number(said.get(name))) ? Number(said.get(name)) : null);
   const [first] = state.documents.documents;
   const chosen = where("document") === null ? first : await find(where("document")).catch(() => first);
   if (chosen) await openDocument(chosen, where("block") ?? chosen.first);
   else at("title").replaceChildren(h("p", { class: "empty" }, "Nothing to read yet."));
-  const known = (number) => state.live.traces.some((each) => each.number === number);
-  if (known(where("trace"))) await openTrace(where("trace"), where("step"));
+  if (state.live.traces.some((each) => each.number === where("trace"))) await openTrace(where("trace"), where("step"));
   else if (where("document") === null && state.live.traces.length) await openTrace(state.live.traces[0].number);
+  else if (answer.trace) closeTrace();
   if (chosen && where("block") !== null) await goTo(chosen.id, where("block"));
-  run(sayWhatIsMissing());
 }
 
 async function sayWhatIsMissing() {
