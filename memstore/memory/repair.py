@@ -79,10 +79,21 @@ class Repair:
         self._verify = verify
 
     def run(self, *, dry_run: bool, drop_blocks: bool = False) -> RepairOutcome:
-        """Repair as much as possible. Raises ``DamagedError`` if even the keys cannot be walked."""
+        """Repair as much as possible. Raises ``DamagedError`` if even the keys cannot be walked.
+
+        Also for values that may be intact: those that cannot be read now, or only with a file from a copy.
+        """
         cure = self._drops if drop_blocks else self._truncations
         findings, steps = self._verify(), list[RepairStep]()
         for _ in range(_ROUNDS):
+            if kept := next((finding for finding in findings if finding.remedy in ("verify", "restore")), None):
+                raise DamagedError(
+                    f"memory {self._shared.url} was not repaired, because a repair would delete data that may be "
+                    f"intact: {kept.message}. Or save what can be read: memstore repair {quote(self._shared.url)} "
+                    "--to NEW",
+                    memory=self._shared.url,
+                    remedy=kept.remedy,
+                )
             if any(finding.kind == "crash" for finding in findings):
                 raise DamagedError(
                     f"memory {self._shared.url} cannot be repaired in place: the tree of its values is damaged. "

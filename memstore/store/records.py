@@ -263,6 +263,11 @@ def damaged(key: Key, what: str) -> DamagedError:
     return DamagedError(f"{describe(key)} is damaged: {what}; it was not used")
 
 
+def unreadable(key: Key, what: str) -> DamagedError:
+    """Return the error for a value that cannot be read now, and may be intact."""
+    return DamagedError(f"{describe(key)} cannot be read now: {what}. It may be intact: try again", remedy="verify")
+
+
 class MisplacedValue(DamagedError):
     """A value is whole, but belongs to another key."""
 
