@@ -16,6 +16,7 @@ import stat
 import struct
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -271,6 +272,13 @@ def owners_told(folder: Path) -> set[int]:
     raw = _content(folder)
     _checked_header(raw, folder)
     return set(entries(raw))
+
+
+def keys_of_documents(folder: Path) -> bool:
+    """Return whether ``folder`` has keys of documents: then a memory was here. An interrupted creation leaves none."""
+    with suppress(FileNotFoundError):
+        return any(entries(paths.read(folder, KEYS_NAME)))
+    return False
 
 
 def entries(raw: bytes) -> dict[int, tuple[int, bytes]]:

@@ -46,7 +46,7 @@ from memstore.errors import (
     StoreFull,
 )
 from memstore.paths import FULL, free_bytes, shortage
-from memstore.store.encryption_keys import KEYS_NAME
+from memstore.store.encryption_keys import KEYS_NAME, keys_of_documents
 from memstore.store.lmdb import pages
 from memstore.store.records import MAGIC
 
@@ -252,7 +252,7 @@ def check_exists(folder: Path) -> None:
 def check_not_lost(folder: Path) -> None:
     """Raise ``DamagedError`` if a memory has lost its data file: a new one must not replace it."""
     # The data file is made before the reserve, so no interrupted creation leaves this: it is a half-copied folder.
-    if (folder / RESERVE_NAME).exists() and not (folder / DATA_NAME).exists():
+    if not (folder / DATA_NAME).exists() and ((folder / RESERVE_NAME).exists() or keys_of_documents(folder)):
         raise DamagedError(
             f"memory {folder} has lost its {DATA_NAME}: it was deleted, or not copied. Nothing was changed; "
             "restore it from a copy, or delete the folder to start again",
