@@ -180,7 +180,9 @@ class _Rescue:
             return {"document": "", "tokens": 0, "tokens_lost": 0, "message": message}
         if state.name in self._taken:
             state = replace(state, name=free_name(self._number, self._taken))
-        target, places = self._target(state), self._old.places(self._number, state)
+        target, places = self._new.document(state.name), self._old.places(self._number, state)
+        if target.id is None:
+            target.begin(state.first, state.reading)
         for part in places.present(range(target.n_blocks, state.blocks)):
             for block in part.blocks:
                 self._save(target, state, places, block)
@@ -188,19 +190,11 @@ class _Rescue:
         return self._told(target, state, places)
 
     def _state(self) -> DocumentState | None:
-        try:
+        with suppress(DamagedError):
             return self._old.state(self._number)
-        except DamagedError:
-            try:
-                return told_by_tokens(self._old, self._number, free_name(self._number, self._taken))
-            except DamagedError:
-                return None
-
-    def _target(self, state: DocumentState) -> Document:
-        target = self._new.document(state.name)
-        if target.id is None:
-            target.begin(state.first, state.reading)
-        return target
+        with suppress(DamagedError):
+            return told_by_tokens(self._old, self._number, free_name(self._number, self._taken))
+        return None
 
     def _save(self, target: Document, state: DocumentState, places: Places, block: int) -> None:
         try:

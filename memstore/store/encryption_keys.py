@@ -16,7 +16,6 @@ import stat
 import struct
 import threading
 from collections.abc import Callable, Iterable
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -276,9 +275,7 @@ def owners_told(folder: Path) -> set[int]:
 
 def keys_of_documents(folder: Path) -> bool:
     """Return whether ``folder`` has keys of documents: then a memory was here. An interrupted creation leaves none."""
-    with suppress(FileNotFoundError):
-        return any(entries(paths.read(folder, KEYS_NAME)))
-    return False
+    return os.path.lexists(folder / KEYS_NAME) and any(entries(_content(folder)))
 
 
 def entries(raw: bytes) -> dict[int, tuple[int, bytes]]:

@@ -419,8 +419,8 @@ Puts = Sequence[tuple[Key, tuple[Record, ...]]]
 class Heads:
     """First pages of large values, checked before LMDB frees the page range that they state."""
 
-    def __init__(self, data: Callable[[], int], page_bytes: int, check_all: Callable[[], None]) -> None:
-        """Check pages in the data file, whose descriptor ``data`` returns.
+    def __init__(self, data: int, page_bytes: int, check_all: Callable[[], None]) -> None:
+        """Check pages in the data file, whose descriptor is ``data``.
 
         ``check_all`` raises ``DamagedError`` unless the first pages of the last commit are right; it reads them all.
         """
@@ -447,7 +447,7 @@ class Heads:
         self.checked = True
 
     def _at(self, page: int, nbytes: int) -> bytes:
-        return os.pread(self._data(), nbytes, page * self._page_bytes) if page < _MOST_PAGES else b""
+        return os.pread(self._data, nbytes, page * self._page_bytes) if page < _MOST_PAGES else b""
 
 
 class _Run(NamedTuple):

@@ -135,7 +135,9 @@ class ZarrStore(BlockStore):
             batch=batch,
             url=url or f"zarr:{folder}",
         )
-        return cls(folder, tail, _objects(folder, shards), shard_bytes)._started()
+        store = cls(folder, tail, _objects(folder, shards), shard_bytes)._started()
+        store._clean()
+        return store
 
     @classmethod
     def open(
