@@ -147,7 +147,7 @@ def acquire(folder: Path, *, create: bool = False) -> Environment:
                     f"the files of {folder} were replaced while they were opened; nothing was used. Open the memory "
                     "again"
                 )
-            _check_length(env, data, file)
+            _check_length(env, data, file, fill=True)
         except BaseException as error:
             env.close()
             if file >= 0:
@@ -303,13 +303,16 @@ def _open_lmdb(folder: Path) -> lmdb.Environment:
         raise translate(error, folder) from error
 
 
-def _check_length(env: lmdb.Environment, data: Path, file: int) -> None:
-    """Refuse a truncated data file: reading a page past its end would be a bus error, not an exception."""
+def _check_length(env: lmdb.Environment, data: Path, file: int, *, fill: bool = False) -> None:
+    """Refuse a truncated data file: reading a page past its end would be a bus error, not an exception.
+
+    ``fill`` adds empty pages that LMDB left out at the end.
+    """
     needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
     length = os.fstat(file).st_size
     if length + pages.UNWRITTEN_BYTES < needed:
         raise _truncated(data, f"it has only {length} of {needed} bytes")
-    if length < needed and not env.flags()["readonly"]:
+    if fill and length < needed and not env.flags()["readonly"]:
         with suppress(OSError), os.fdopen(paths.open_file(data.parent, data.name, os.O_RDWR), "r+b") as whole:
             os.posix_fallocate(whole.fileno(), length, needed - length)  # never shortens, even while others write
 
