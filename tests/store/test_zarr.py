@@ -469,7 +469,9 @@ def test_a_shard_that_cannot_be_read_now_is_not_repaired(tmp_path: Path, monkeyp
     moved.symlink_to(tmp_path / "elsewhere")
     with memstore.open(url) as memory:
         assert {(finding.kind, finding.remedy) for finding in memory.verify()} == {("damaged", "verify")}
-        with pytest.raises(DamagedError, match="was not repaired, because a repair would delete data that may be intact"):
+        with pytest.raises(
+            DamagedError, match="was not repaired, because a repair would delete data that may be intact"
+        ):
             memory.repair()
         moved.unlink()
         (tmp_path / "elsewhere").rename(moved)

@@ -40,6 +40,7 @@ from memstore.store.records import (
     RecordHeader,
     ScannedValue,
     Table,
+    Unreadable,
     ValueReader,
     as_damage,
     check_payload,
@@ -53,7 +54,6 @@ from memstore.store.records import (
     misplaced,
     padding,
     scan_value,
-    unreadable,
 )
 
 STORE_KEY = Key(Table.META, MAX_DOCUMENT + 1)
@@ -278,7 +278,7 @@ class Values:
             will_need(address, length)
         for key, address, length in places:
             if not bring(address, length):
-                raise unreadable(key, "the disk failed to read it (I/O error)")
+                raise damaged(key, Unreadable("the disk failed to read it (I/O error)"))
 
     def value(self, txn: Transaction, run: Key) -> memoryview | None:
         """Return the LMDB value ``run`` as last written; its records are not yet verified. Raises ``DamagedError``."""

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from memstore import paths
 from memstore.errors import NotAMemory
 from memstore.paths import shortage
+from memstore.store.records import Unreadable
 from memstore.store.zarr.extents import OBJECT
 
 if TYPE_CHECKING:
@@ -49,12 +50,6 @@ class RangeRead:
     def nbytes(self) -> int:
         """Length in bytes."""
         return sum(part.nbytes for part in self.parts)
-
-
-class Unreadable(str):
-    """Why an object cannot be read now. Its bytes may be intact, so this is not damage."""
-
-    __slots__ = ()
 
 
 class Objects(ABC):

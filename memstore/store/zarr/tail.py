@@ -35,7 +35,6 @@ from memstore.store.records import (
     Table,
     damaged,
     decode_value,
-    unreadable,
     value_reader,
 )
 from memstore.store.zarr.extents import (
@@ -55,7 +54,7 @@ from memstore.store.zarr.extents import (
     shard_object,
     to_record,
 )
-from memstore.store.zarr.objects import Objects, RangeRead, Unreadable
+from memstore.store.zarr.objects import Objects, RangeRead
 
 _CACHED_SHARDS = 1024  # shards whose checksums are kept: 8 bytes for each block and field
 
@@ -249,7 +248,7 @@ class SealedBlocks:
                 blocks.append(run)
         for problem, run in zip(self._objects.read(reads), blocks, strict=True):
             if problem:
-                return Failure(run[0], _error(run[0].key, problem))
+                return Failure(run[0], damaged(run[0].key, problem))
         for one in order:
             for record, (row, expected) in enumerate(zip(one.rows, one.sums, strict=True)):
                 if checksum(row) != expected:
@@ -297,12 +296,8 @@ class SealedBlocks:
             index = RangeRead(path, extent.shard_blocks * layout.nbytes, (memoryview(found),))
             (problem,) = self._objects.read([index])
             if problem or found != expected:
-                return Failure(read, _error(read.key, problem or f"the index of its shard {path} has changed"))
+                return Failure(read, damaged(read.key, problem or f"the index of its shard {path} has changed"))
         return None
-
-
-def _error(key: Key, problem: str) -> DamagedError:
-    return (unreadable if isinstance(problem, Unreadable) else damaged)(key, problem)
 
 
 def items(extent: Extent) -> Iterator[int]:
