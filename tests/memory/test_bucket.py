@@ -481,6 +481,7 @@ def test_what_a_killed_process_left_in_the_bucket_is_deleted(way: Way) -> None:
     objects.put(f"tail/{'0' * 32}", [b"left"])
     killed(memory)
     with memstore.open(HERE) as memory:
+        memory.put_info("plan", {})
         objects = memory._shared.store._objects  # type: ignore[attr-defined]
         assert sorted(objects.names("blocks")) == before
         assert f"tail/{'0' * 32}" not in set(objects.names("tail"))

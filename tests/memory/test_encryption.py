@@ -462,7 +462,7 @@ def test_keys_whose_data_is_not_there_yet_are_not_replaced(scheme: str, tmp_path
     saved = (data / "data.mdb").read_bytes()
     for name in ("data.mdb", "reserve", "lock.mdb"):
         (data / name).unlink()
-    with pytest.raises(DamagedError, match="data.mdb"):
+    with pytest.raises(DamagedError, match=r"data\.mdb"):
         memstore.open(url, spec=make_spec(), key=key)
     (data / "data.mdb").write_bytes(saved)
     with memstore.open(url, mode="r", key=key) as memory:
@@ -476,7 +476,7 @@ def test_a_lost_key_is_not_repaired(tmp_path: Path, key: Path) -> None:
         append(memory.document("whale"), random_tokens(9))
     flip(tmp_path / "m" / KEYS_NAME, 128 + 20)
     with memstore.open(tmp_path / "m", key=key) as memory:
-        with pytest.raises(DamagedError, match="was not repaired.* Restore keys from a copy") as refused:
+        with pytest.raises(DamagedError, match=r"was not repaired.* Restore keys from a copy") as refused:
             memory.repair()
         assert refused.value.remedy == "restore"
     flip(tmp_path / "m" / KEYS_NAME, 128 + 20)

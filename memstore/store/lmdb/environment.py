@@ -304,7 +304,7 @@ def _open_lmdb(folder: Path) -> lmdb.Environment:
 
 
 def _check_length(env: lmdb.Environment, data: Path, file: int, *, fill: bool = False) -> None:
-    """Refuse a truncated data file, whose missing pages would be a bus error; ``fill`` adds pages that LMDB left out."""
+    """Refuse a truncated data file: a missing page would be a bus error. ``fill`` adds pages that LMDB left out."""
     needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
     length = os.fstat(file).st_size
     if length + pages.UNWRITTEN_BYTES < needed:
