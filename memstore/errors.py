@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from os import PathLike, fspath
 from typing import ClassVar, Literal, Self
 
-Remedy = Literal["restore", "repair", "limit"]
+Remedy = Literal["restore", "repair", "verify", "limit"]
 
 
 class MemstoreError(Exception):
@@ -22,8 +22,9 @@ class MemstoreError(Exception):
     Attributes:
         code: the kind of error, a word that stays the same, such as ``"damaged"``.
         memory: path or url of the memory that the error is about; None if it is about none, or unknown.
-        remedy: ``"restore"``: only a copy helps. ``"repair"``: the message names its own command. ``"limit"``:
-            the limit of the memory is reached, not that of the disk. None: see the kind of error.
+        remedy: ``"restore"``: only a copy helps. ``"repair"``: the message names its own command. ``"verify"``: it
+            cannot be read now, but may be intact. ``"limit"``: the limit of the memory is reached, not that of the
+            disk. None: see the kind of error.
     """
 
     code: ClassVar[str] = "failed"
@@ -75,7 +76,7 @@ class WrongKey(MemstoreError, PermissionError):
 
 
 class DamagedError(MemstoreError, OSError):
-    """A stored value has changed since it was written. None of it was used."""
+    """A stored value has changed since it was written, or cannot be read. None of it was used."""
 
     code = "damaged"
 

@@ -14,7 +14,7 @@ checked only by their checksums. The same happens if only hashes are damaged; th
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import count, pairwise
 from shlex import quote
@@ -79,10 +79,21 @@ class Repair:
         self._verify = verify
 
     def run(self, *, dry_run: bool, drop_blocks: bool = False) -> RepairOutcome:
-        """Repair as much as possible. Raises ``DamagedError`` if even the keys cannot be walked."""
+        """Repair as much as possible. Raises ``DamagedError`` if even the keys cannot be walked.
+
+        Also for values that may be intact: those that cannot be read now, or only with a file from a copy.
+        """
         cure = self._drops if drop_blocks else self._truncations
         findings, steps = self._verify(), list[RepairStep]()
         for _ in range(_ROUNDS):
+            if kept := next((finding for finding in findings if finding.remedy in ("verify", "restore")), None):
+                raise DamagedError(
+                    f"memory {self._shared.url} was not repaired, because a repair would delete data that may be "
+                    f"intact: {kept.message}. Or save what can be read: memstore repair {quote(self._shared.url)} "
+                    "--to NEW",
+                    memory=self._shared.url,
+                    remedy=kept.remedy,
+                )
             if any(finding.kind == "crash" for finding in findings):
                 raise DamagedError(
                     f"memory {self._shared.url} cannot be repaired in place: the tree of its values is damaged. "
@@ -143,7 +154,7 @@ class Repair:
             return
         names = {state.name for state in check.documents.values()}
         for number in sorted({*check.damaged_entries, *check.orphans}):
-            name = next(name for n in count(number) if (name := f"recovered-{n}") not in names)
+            name = free_name(number, names)
             names.add(name)
             entry = Address(number).entry
             batch.delete(entry, entry._replace(layer=MAX_LAYER, item=MAX_ITEM))  # its possible places
@@ -241,6 +252,11 @@ class Repair:
             tokens = _tokens(states[number], size) - stay
             message = f"document {left.name!r} continues without {gone} damaged blocks: {tokens} tokens are lost"
             yield RepairStep(message=f"{message}, {stay} stay", document=left.name, tokens_lost=tokens)
+
+
+def free_name(number: int, taken: Collection[str]) -> str:
+    """Return a name, none of ``taken``, for document ``number``, which has lost its own."""
+    return next(name for n in count(number) if (name := f"recovered-{n}") not in taken)
 
 
 def _lost(finding: Finding) -> bool:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import json
 import signal
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from memstore.memory.copy import TRANSACTION_BYTES
 from memstore.memory.document import Document
 from memstore.memory.entry import Address, DocumentState, Places
 from memstore.memory.memory import Memory, open_memory
-from memstore.memory.repair import told_by_tokens
+from memstore.memory.repair import free_name, told_by_tokens
 from memstore.memory.shared import NamedValues, SharedStore
 from memstore.memory.spec import (
     block_layouts,
@@ -121,8 +121,9 @@ def _save_all(source: str, target: str, skip: set[At], key: MasterKey | None, *,
             with _named_if_lost("facts"):
                 new.put_facts(*NamedValues(old).all(), old.url)
         names: dict[int, str] = {}
-        for number in _numbers(old, skip):
-            saved = _Rescue(old, new, number, skip).run()
+        # Those that get a new name come last: it must not be the name of another.
+        for number in sorted(_numbers(old, skip), key=lambda number: _has_lost_entry(old, number, skip)):
+            saved = _Rescue(old, new, number, skip, names.values()).run()
             names[number] = saved["document"]
             say({"saved": saved})
         if _begin(_RULES, skip):
@@ -149,14 +150,23 @@ def _numbers(old: SharedStore, skip: set[At]) -> Iterator[int]:
         yield from range(1, old.next_document())
 
 
+def _has_lost_entry(old: SharedStore, number: int, skip: set[At]) -> bool:
+    try:
+        return not _begin((number, _WHOLE), skip) or old.state(number) is None
+    except DamagedError:
+        return True
+
+
 class _Rescue:
     """One document."""
 
-    def __init__(self, old: SharedStore, new: Memory, number: int, skip: set[At]) -> None:
+    def __init__(self, old: SharedStore, new: Memory, number: int, skip: set[At], taken: Collection[str]) -> None:
+        """``taken`` are the names of the documents saved before."""
         self._old = old
         self._new = new
         self._number = number
         self._skip = skip
+        self._taken = taken
         self._size = old.spec.block_size
         self._lost: list[str] = []
         """Reasons for lost blocks."""
@@ -168,7 +178,11 @@ class _Rescue:
         if state is None:
             message = f"document number {self._number} is lost: its entry, which has its name, cannot be read"
             return {"document": "", "tokens": 0, "tokens_lost": 0, "message": message}
-        target, places = self._target(state), self._old.places(self._number, state)
+        if state.name in self._taken:
+            state = replace(state, name=free_name(self._number, self._taken))
+        target, places = self._new.document(state.name), self._old.places(self._number, state)
+        if target.id is None:
+            target.begin(state.first, state.reading)
         for part in places.present(range(target.n_blocks, state.blocks)):
             for block in part.blocks:
                 self._save(target, state, places, block)
@@ -176,20 +190,11 @@ class _Rescue:
         return self._told(target, state, places)
 
     def _state(self) -> DocumentState | None:
-        name = f"recovered-{self._number}"
-        try:
+        with suppress(DamagedError):
             return self._old.state(self._number)
-        except DamagedError:
-            try:
-                return told_by_tokens(self._old, self._number, name)
-            except DamagedError:
-                return None
-
-    def _target(self, state: DocumentState) -> Document:
-        target = self._new.document(state.name)
-        if target.id is None:
-            target.begin(state.first, state.reading)
-        return target
+        with suppress(DamagedError):
+            return told_by_tokens(self._old, self._number, free_name(self._number, self._taken))
+        return None
 
     def _save(self, target: Document, state: DocumentState, places: Places, block: int) -> None:
         try:

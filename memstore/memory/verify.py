@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import groupby, islice
 from pathlib import Path
@@ -95,7 +95,7 @@ class Finding:
     A ``recurrent`` state can be computed again.
     """
     remedy: str | None = None
-    """``"restore"``, ``"repair"``: see ``MemstoreError``. ``"verify"``: check again. None: use ``memstore repair``."""
+    """``"restore"``, ``"repair"``, ``"verify"`` (check again): see ``MemstoreError``. None: use ``memstore repair``."""
 
 
 @dataclass
@@ -228,14 +228,14 @@ class Check:
             self._layers.setdefault((key.table, key.document), set()).add(key.layer)
         damage = scanned.damage
         problem = None if damage is None else str(damage)
-        kind = "mismatch" if problem is None else "damaged"
+        kind, remedy = ("mismatch", None) if damage is None else ("damaged", damage.remedy)
         if problem is None:
             try:
                 problem = self._problem(key, scanned.records)
             except (KeyError, TypeError, ValueError, MemstoreError) as error:
                 problem = f"its content is invalid ({error})"
         if problem is not None and key.document > MAX_DOCUMENT:  # a fault of the whole tree: see ``BlockStore.scan``
-            yield Finding(kind="crash", message=problem, remedy=None if damage is None else damage.remedy)
+            yield Finding(kind="crash", message=problem, remedy=remedy)
         elif problem is not None:
             if key.table == Table.DOCUMENTS:
                 self.damaged_entries.add(key.document)
@@ -243,7 +243,7 @@ class Check:
                 self.damaged_branches.add(key.document)
             if key.table == Table.RECURRENT:
                 self.unknown.append((key, key))
-            yield from self._named(kind, key, problem)
+            yield from (replace(finding, remedy=remedy) for finding in self._named(kind, key, problem))
 
     def _problem(self, key: Key, records: tuple[Record, ...]) -> str | None:
         """Return the fault of an intact value, by itself or against the entry of its document."""

@@ -12,6 +12,7 @@ the same nonce with a chance of one in 2**33. So many records need a document of
 
 from __future__ import annotations
 
+import logging
 import os
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -20,9 +21,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from memstore.errors import DamagedError, ReadOnlyMemory
+from memstore.errors import DamagedError, MemstoreError, ReadOnlyMemory
 from memstore.store.contract import BlockStore, Compaction, Progress
-from memstore.store.encryption_keys import KeyTable
+from memstore.store.encryption_keys import KeyTable, lacks_key
 from memstore.store.records import (
     DTYPES,
     MAX_DIMENSIONS,
@@ -52,6 +53,8 @@ _SEARCHED = (
     Table.DOCUMENTS, Table.META, Table.RECURRENT, Table.HISTORY, Table.LANDMARKS, Table.TOKENS, Table.BLOCKS,
 )  # fmt: skip
 
+logger = logging.getLogger(__name__)
+
 
 class EncryptedStore(BlockStore):
     """The values of ``inner``, encrypted under the keys of ``table``.
@@ -64,8 +67,7 @@ class EncryptedStore(BlockStore):
         self.read_only = inner.read_only
         self.table = table
         self._inner = inner
-        if not self.read_only:
-            self._sweep()
+        self._swept = False
 
     def write(self, batch: Batch) -> None:
         """See ``BlockStore``.
@@ -139,6 +141,8 @@ class EncryptedStore(BlockStore):
         return self._inner.used_bytes()
 
     def compact(self, progress: Progress | None = None) -> Compaction:
+        if not self.read_only:
+            self._sweep()
         return self._inner.compact(progress)
 
     def version(self) -> int:
@@ -153,6 +157,9 @@ class EncryptedStore(BlockStore):
             raise ReadOnlyMemory("this store is open for reading; open it with mode='a' to write")
         check_batch(batch)
         self._inner.version()  # raises if the store is closed
+        for owner in {key.document for key, _ in batch.puts} - self.table.owners():
+            if self._has_values(owner):  # a new key would hide that they need theirs
+                raise lacks_key(owner)
 
     def _unless_forgotten(self, key: Key, records: Sequence[Record]) -> tuple[Record, ...] | None:
         """Decrypt a value; None if a writer has deleted it and its key since it was read. Raises ``DamagedError``."""
@@ -188,23 +195,37 @@ class EncryptedStore(BlockStore):
             ) from None
 
     def _release(self, *batches: Batch) -> None:
-        """Destroy the keys of the numbers whose last values the batches have deleted."""
+        """Destroy the keys of the numbers whose last values the batches have deleted.
+
+        The batches are committed, so errors are logged, and the next write tries again.
+        """
         ends = {(first.document, last.document) for batch in batches for first, last in batch.deletes}
-        if ends:
-            known = self.table.owners()
-            touched = {low for low, high in ends if low == high} & known
-            touched |= {owner for low, high in ends if low < high for owner in known if low <= owner <= high}
-            self.table.destroy(owner for owner in touched if not self._has_values(owner))
+        try:
+            if not self._swept:
+                self._sweep()
+            elif ends:
+                known = self.table.owners()
+                touched = {low for low, high in ends if low == high} & known
+                touched |= {owner for low, high in ends if low < high for owner in known if low <= owner <= high}
+                self._destroy(touched)
+        except MemstoreError as error:
+            self._swept = False
+            logger.warning("the keys of deleted values were not destroyed; the next write tries again: %s", error)
 
     def _sweep(self) -> None:
-        """Destroy the keys that a killed writer could not destroy."""
+        """Destroy the keys that a killed writer could not destroy.
+
+        Not when the memory is opened: its data file may be an older copy, put here by mistake.
+        """
         documents = {key.document for key in self._inner.keys(Key(Table.DOCUMENTS), _last(Table.DOCUMENTS))}
-        self.table.destroy(
-            owner for owner in self.table.owners() if owner not in documents and not self._has_values(owner)
-        )
+        self._destroy(self.table.owners() - documents)
+        self._swept = True
+
+    def _destroy(self, owners: Iterable[int]) -> None:
+        self.table.destroy(owner for owner in owners if owner and not self._has_values(owner))
 
     def _has_values(self, owner: int) -> bool:
-        return owner == 0 or any(self._inner.keys(Key(table, owner), _last(table, owner)) for table in _SEARCHED)
+        return any(self._inner.keys(Key(table, owner), _last(table, owner)) for table in _SEARCHED)
 
 
 def sealed(batch: Batch, table: KeyTable) -> Batch:

@@ -273,6 +273,11 @@ def owners_told(folder: Path) -> set[int]:
     return set(entries(raw))
 
 
+def keys_of_documents(folder: Path) -> bool:
+    """Return whether ``folder`` has keys of documents: then a memory was here. An interrupted creation leaves none."""
+    return os.path.lexists(folder / KEYS_NAME) and any(entries(_content(folder)))
+
+
 def entries(raw: bytes) -> dict[int, tuple[int, bytes]]:
     """Return owner -> place and wrapped key of every valid entry."""
     found: dict[int, tuple[int, bytes]] = {}

@@ -258,8 +258,16 @@ class RecordHeader(NamedTuple):
     payload_sum: int
 
 
+class Unreadable(str):
+    """Why bytes cannot be read now. They may be intact, so this is not damage."""
+
+    __slots__ = ()
+
+
 def damaged(key: Key, what: str) -> DamagedError:
-    """Return the error for a value that fails a check."""
+    """Return the error for a value that fails a check, or is ``Unreadable``."""
+    if isinstance(what, Unreadable):
+        return DamagedError(f"{describe(key)} cannot be read now: {what}. It may be intact: try again", remedy="verify")
     return DamagedError(f"{describe(key)} is damaged: {what}; it was not used")
 
 

@@ -42,9 +42,10 @@ def verify(memory: MemoryUrl, *, json: Json = False) -> Report:
             clean = f"clean: {counted(documents, 'document')}, {counted(tokens, 'token')}"
         page.table(_FINDING, [_row(finding) for finding in findings], empty=clean)
         if findings:
-            if opens and all(finding["kind"] != "crash" for finding in findings):
+            remedies = {finding["remedy"] for finding in findings}
+            if opens and not remedies & {"verify", "restore"} and all(each["kind"] != "crash" for each in findings):
                 page.line(f"to see what a repair would do: memstore repair {quote(memory)}")
-            elif all(finding["remedy"] is None for finding in findings):  # otherwise the findings name their own remedy
+            elif remedies == {None}:  # otherwise the findings name their own remedy
                 page.line(f"to save the readable part: memstore repair {quote(memory)} --to NEW")
         for name, blocks in dropped.items():
             words = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in blocks)

@@ -546,6 +546,7 @@ def test_what_a_killed_process_left_in_the_bucket_is_deleted(way: Way) -> None:
     objects.put(f"tail/{'0' * 32}", [b"left"])
     killed(memory)
     with memstore.open(HERE) as memory:
+        memory.put_info("plan", {})
         objects = memory._shared.store._objects  # type: ignore[attr-defined]
         assert sorted(objects.names("blocks")) == before
         assert f"tail/{'0' * 32}" not in set(objects.names("tail"))
@@ -568,12 +569,13 @@ def test_what_others_read_is_not_deleted_before_they_can_read_what_comes_after(
         check_content(reader.document("whale"), TOKENS)
         assert reader.verify() == []
     on(monkeypatch, tmp_path / "a")
-    with memstore.open(HERE):
+    with memstore.open(HERE) as memory:
+        memory.put_info("plan", {})
         assert not any("/c." in name for name in from_url(f"s3://{BUCKET}/notes").names("blocks"))
 
 
 @pytest.mark.parametrize("what", ["list", "delete"])
-def test_what_the_storage_would_not_list_or_delete_goes_at_the_next_opening(
+def test_what_the_storage_would_not_list_or_delete_goes_with_a_later_write(
     way: Way, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
     monkeypatch.setattr("memstore.store.zarr.objects.RETRIES", {"max_retries": 0})
@@ -592,11 +594,13 @@ def test_what_the_storage_would_not_list_or_delete_goes_at_the_next_opening(
     way.fault = refuse
     if what == "list":
         memory = memstore.open(HERE)
+        memory.put_info("plan", {})
     memory.close()
     way.fault = lambda method, path: None
     objects = from_url(f"s3://{BUCKET}/notes")
     assert any("/c." in name for name in objects.names("blocks")), "nothing can have gone yet"
-    memstore.open(HERE).close()
+    with memstore.open(HERE) as memory:
+        memory.put_info("plan", {"later": True})
     assert not any("/c." in name for name in objects.names("blocks"))
 
 

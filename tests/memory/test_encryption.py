@@ -449,8 +449,39 @@ def test_killed_at_random_while_writing_nothing_committed_is_lost(
             assert lengths(memory) in (told[-1], next_commit(told[-1]))
             for document in memory.documents():
                 check_content(document, random_tokens(21, int(document.name))[: len(document)])
+            memory.compact()  # destroys the keys that the kill left
             held = {each.key.document for each in memory._shared.store.scan()}
             assert owners_told(tmp_path / "m") == held
+
+
+@ON_DISK
+def test_keys_whose_data_is_not_there_yet_are_not_replaced(scheme: str, tmp_path: Path, key: Path) -> None:
+    url, data = f"{scheme}{tmp_path / 'm'}", tmp_path / "m" / ("tail" if scheme else ".")
+    with memstore.open(url, spec=make_spec(), key=key) as memory:
+        append(memory.document("whale"), random_tokens(3))
+    saved = (data / "data.mdb").read_bytes()
+    for name in ("data.mdb", "reserve", "lock.mdb"):
+        (data / name).unlink()
+    with pytest.raises(DamagedError, match=r"data\.mdb"):
+        memstore.open(url, spec=make_spec(), key=key)
+    (data / "data.mdb").write_bytes(saved)
+    with memstore.open(url, mode="r", key=key) as memory:
+        check_content(memory.document("whale"), random_tokens(3))
+
+
+@pytest.mark.usefixtures("children_are_forks")
+def test_a_lost_key_is_not_repaired(tmp_path: Path, key: Path) -> None:
+    """A copy of the file of keys brings back what was under it."""
+    with memstore.open(tmp_path / "m", spec=make_spec(), key=key) as memory:
+        append(memory.document("whale"), random_tokens(9))
+    flip(tmp_path / "m" / KEYS_NAME, 128 + 20)
+    with memstore.open(tmp_path / "m", key=key) as memory:
+        with pytest.raises(DamagedError, match=r"was not repaired.* Restore keys from a copy") as refused:
+            memory.repair()
+        assert refused.value.remedy == "restore"
+    flip(tmp_path / "m" / KEYS_NAME, 128 + 20)
+    with memstore.open(tmp_path / "m", mode="r", key=key) as memory:
+        check_content(memory.document("whale"), random_tokens(9))
 
 
 def test_a_creation_that_was_killed_can_be_made_again_with_another_key(tmp_path: Path, key: Path) -> None:

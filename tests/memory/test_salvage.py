@@ -111,6 +111,19 @@ def test_a_lost_entry_costs_the_name_alone(path: Path, tmp_path: Path) -> None:
     assert {each.document: each.tokens for each in saved} == {"recovered-1": len(WHALE), "ship": len(SHIP)}
 
 
+def test_a_new_name_is_not_that_of_another_document(tmp_path: Path) -> None:
+    path = tmp_path / "named"
+    with memstore.open(path, spec=make_spec()) as memory:
+        append(memory.document("whale"), SHIP)
+        append(memory.document("recovered-1"), WHALE[: 9 * S])
+    flip(path, b'"name": "whale"', 10)
+    saved = salvage(path, tmp_path / "new")
+    assert {each.document: each.tokens for each in saved} == {"recovered-1": 9 * S, "recovered-2": len(SHIP)}
+    with memstore.open(tmp_path / "new") as memory:
+        check_without(memory.document("recovered-1"), WHALE[: 9 * S], [])
+        check_without(memory.document("recovered-2"), SHIP, [])
+
+
 def test_a_memory_without_header_is_not_guessed_at(path: Path, tmp_path: Path) -> None:
     flip(path, b'"blocks_per_run"')
     with pytest.raises(DamagedError):

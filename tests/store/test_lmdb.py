@@ -422,6 +422,22 @@ def test_a_truncated_file_is_refused_not_a_crash(tmp_path: Path) -> None:
         LmdbStore.open(tmp_path / "m", read_only=True)
 
 
+def test_a_file_that_is_cut_while_it_is_open_is_no_bus_error(tmp_path: Path) -> None:
+    LmdbStore.create(tmp_path / "m").close()
+    store = LmdbStore.open(tmp_path / "m")
+    put_blocks(store, range(300))
+    reader = LmdbStore.open(tmp_path / "m", read_only=True)
+    whole = (tmp_path / "m" / "data.mdb").read_bytes()
+    os.truncate(tmp_path / "m" / "data.mdb", 4 * 4096)
+    for read in (lambda: reader.get(block(200)), lambda: list(reader.scan()), lambda: put_blocks(store, range(1))):
+        with pytest.raises(DamagedError, match="was truncated: it has only 16384 of"):
+            read()
+    (tmp_path / "m" / "data.mdb").write_bytes(whole)
+    assert same(reader.get(block(200)), value(200))
+    reader.close()
+    store.close()
+
+
 def test_rubbish_instead_of_data(tmp_path: Path) -> None:
     LmdbStore.create(tmp_path / "m").close()
     (tmp_path / "m" / "data.mdb").write_bytes(np.random.default_rng(0).bytes(100_000))

@@ -46,7 +46,7 @@ from memstore.errors import (
     StoreFull,
 )
 from memstore.paths import FULL, free_bytes, shortage
-from memstore.store.encryption_keys import KEYS_NAME
+from memstore.store.encryption_keys import KEYS_NAME, keys_of_documents
 from memstore.store.lmdb import pages
 from memstore.store.records import MAGIC
 
@@ -94,25 +94,26 @@ class Environment:
     env: lmdb.Environment
     key: tuple[int, int, int]
     read_only: bool
+    data_file: int
+    """A descriptor for reading the data file; it is closed with the environment."""
     users: int = 1
-    _data: int | None = None
-
-    def data_file(self) -> int:
-        """Return a descriptor for reading the data file, for writers; it is closed with the environment."""
-        if self._data is None:  # opening it for each commit would take a twentieth of a commit
-            self._data = paths.open_file(self.folder, DATA_NAME, os.O_RDONLY)
-        return self._data
+    _length: int = 0
 
     def close(self) -> None:
         self.env.close()
-        if self._data is not None:
-            os.close(self._data)
-            self._data = None
+        os.close(self.data_file)
 
-    def check_process(self) -> None:
-        """Raise ``MemoryInUse`` in a process that was forked after the environment was opened."""
+    def check(self) -> None:
+        """Raise ``MemoryInUse`` in a process forked after the opening, ``DamagedError`` if the file was truncated."""
         if self.key[2] != os.getpid():
             raise _forked(self.folder, self.key[2])
+        before = self._length  # read first, because another thread may raise it now
+        length = os.fstat(self.data_file).st_size
+        if length < before:  # LMDB never shortens it
+            raise _truncated(self.folder / DATA_NAME, f"it has only {length} of {before} bytes")
+        if length > before:
+            _check_length(self.env, self.folder / DATA_NAME, self.data_file)
+            self._length = length
 
 
 # A parent's entries stay untouched in its forks: closing one there would free the parent's reader slot.
@@ -137,19 +138,24 @@ def acquire(folder: Path, *, create: bool = False) -> Environment:
         for other in _open:
             if other[:2] == key[:2]:
                 raise _forked(folder, other[2])
-        env = _open_lmdb(folder)
+        env, file = _open_lmdb(folder), -1
         try:
+            file = paths.open_file(folder, DATA_NAME, os.O_RDONLY)
             # LMDB opens by path and follows links. If the file differs from before, it was replaced meanwhile.
             if _identity(data) != key or (paths.find(folder / LOCK_NAME) is None and env.flags()["lock"]):
                 raise NotAMemory(
                     f"the files of {folder} were replaced while they were opened; nothing was used. Open the memory "
                     "again"
                 )
-            _check_length(env, data)
-        except BaseException:
+            _check_length(env, data, file, fill=True)
+        except BaseException as error:
             env.close()
+            if file >= 0:
+                os.close(file)
+            if isinstance(error, OSError) and (short := shortage(error.errno, folder)):
+                raise short from error
             raise
-        _open[key] = Environment(folder, env, key, env.flags()["readonly"])
+        _open[key] = Environment(folder, env, key, env.flags()["readonly"], file)
         return _open[key]
 
 
@@ -252,7 +258,7 @@ def check_exists(folder: Path) -> None:
 def check_not_lost(folder: Path) -> None:
     """Raise ``DamagedError`` if a memory has lost its data file: a new one must not replace it."""
     # The data file is made before the reserve, so no interrupted creation leaves this: it is a half-copied folder.
-    if (folder / RESERVE_NAME).exists() and not (folder / DATA_NAME).exists():
+    if not (folder / DATA_NAME).exists() and ((folder / RESERVE_NAME).exists() or keys_of_documents(folder)):
         raise DamagedError(
             f"memory {folder} has lost its {DATA_NAME}: it was deleted, or not copied. Nothing was changed; "
             "restore it from a copy, or delete the folder to start again",
@@ -297,15 +303,15 @@ def _open_lmdb(folder: Path) -> lmdb.Environment:
         raise translate(error, folder) from error
 
 
-def _check_length(env: lmdb.Environment, data: Path) -> None:
-    """Refuse a truncated data file: reading a page past its end would be a bus error, not an exception."""
+def _check_length(env: lmdb.Environment, data: Path, file: int, *, fill: bool = False) -> None:
+    """Refuse a truncated data file: a missing page would be a bus error. ``fill`` adds pages that LMDB left out."""
     needed = (env.info()["last_pgno"] + 1) * env.stat()["psize"]
-    length = data.stat().st_size
+    length = os.fstat(file).st_size
     if length + pages.UNWRITTEN_BYTES < needed:
         raise _truncated(data, f"it has only {length} of {needed} bytes")
-    if length < needed and not env.flags()["readonly"]:
-        with suppress(OSError), os.fdopen(paths.open_file(data.parent, data.name, os.O_RDWR), "r+b") as file:
-            os.posix_fallocate(file.fileno(), length, needed - length)  # never shortens, even while others write
+    if fill and length < needed and not env.flags()["readonly"]:
+        with suppress(OSError), os.fdopen(paths.open_file(data.parent, data.name, os.O_RDWR), "r+b") as whole:
+            os.posix_fallocate(whole.fileno(), length, needed - length)  # never shortens, even while others write
 
 
 def _truncated(data: Path, what: str) -> DamagedError:

@@ -447,7 +447,7 @@ class LmdbStore(BlockStore):
     def _check_open(self) -> None:
         if not self._close.alive:
             raise InvalidArgument(f"this store of memory {self.path} is closed; open the memory again")
-        self._environment.check_process()
+        self._environment.check()
 
     def _failure(self, error: lmdb.Error, needed: int = 0) -> Exception:
         """Return the error to raise for an LMDB error; ``needed`` bytes were to be written."""

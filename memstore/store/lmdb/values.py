@@ -40,6 +40,7 @@ from memstore.store.records import (
     RecordHeader,
     ScannedValue,
     Table,
+    Unreadable,
     ValueReader,
     as_damage,
     check_payload,
@@ -277,7 +278,7 @@ class Values:
             will_need(address, length)
         for key, address, length in places:
             if not bring(address, length):
-                raise damaged(key, "the disk failed to read it (I/O error)")
+                raise damaged(key, Unreadable("the disk failed to read it (I/O error)"))
 
     def value(self, txn: Transaction, run: Key) -> memoryview | None:
         """Return the LMDB value ``run`` as last written; its records are not yet verified. Raises ``DamagedError``."""
@@ -418,8 +419,8 @@ Puts = Sequence[tuple[Key, tuple[Record, ...]]]
 class Heads:
     """First pages of large values, checked before LMDB frees the page range that they state."""
 
-    def __init__(self, data: Callable[[], int], page_bytes: int, check_all: Callable[[], None]) -> None:
-        """Check pages in the data file, whose descriptor ``data`` returns.
+    def __init__(self, data: int, page_bytes: int, check_all: Callable[[], None]) -> None:
+        """Check pages in the data file, whose descriptor is ``data``.
 
         ``check_all`` raises ``DamagedError`` unless the first pages of the last commit are right; it reads them all.
         """
@@ -446,7 +447,7 @@ class Heads:
         self.checked = True
 
     def _at(self, page: int, nbytes: int) -> bytes:
-        return os.pread(self._data(), nbytes, page * self._page_bytes) if page < _MOST_PAGES else b""
+        return os.pread(self._data, nbytes, page * self._page_bytes) if page < _MOST_PAGES else b""
 
 
 class _Run(NamedTuple):

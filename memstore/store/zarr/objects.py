@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from memstore import paths
 from memstore.errors import NotAMemory
 from memstore.paths import shortage
+from memstore.store.records import Unreadable
 from memstore.store.zarr.extents import OBJECT
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Objects(ABC):
 
     @abstractmethod
     def read(self, reads: Sequence[RangeRead]) -> list[str | None]:
-        """Fill the parts of all reads. For each read return None, or why it failed."""
+        """Fill the parts of all reads. For each read return None, or why it failed: ``Unreadable`` if not by damage."""
 
     @abstractmethod
     def names(self, folder: str) -> Iterator[str]:
@@ -156,9 +157,9 @@ class FileObjects(Objects):
         except OSError as error:
             if short := shortage(error.errno, self._folder):
                 raise short from error
-            return f"its shard {path} cannot be opened ({error.strerror})"
+            return Unreadable(f"its shard {path} cannot be opened ({error.strerror})")
         except NotAMemory as error:
-            return f"its shard {path} cannot be opened ({error})"
+            return Unreadable(f"its shard {path} cannot be opened ({error})")
         with self._lock:
             self._files[path] = file
             if len(self._files) > _OPEN_FILES:
@@ -184,7 +185,7 @@ def _fill(file: _File, read: RangeRead) -> str | None:
         try:
             found = os.preadv(file.handle, parts, start)
         except OSError as error:
-            return f"its shard {read.path} cannot be read ({error.strerror})"
+            return Unreadable(f"its shard {read.path} cannot be read ({error.strerror})")
         if found != expected:
             return f"its shard {read.path} is truncated: it has {found} of {expected} bytes at offset {start}"
         start += expected
@@ -309,7 +310,7 @@ class BucketObjects(Objects):
                 found = self._store.get(path)
                 return _StoredObject(bytes(found.bytes()), _tag(found.meta))
         except OSError as error:
-            if isinstance(error.__cause__, FileNotFoundError) and "NoSuchBucket" not in str(error):
+            if _is_missing(error):
                 return None
             raise
 
@@ -342,9 +343,17 @@ class BucketObjects(Objects):
             with told(path):
                 found = self._store.get_ranges(path, starts=starts, ends=ends, coalesce=GAP_BYTES)
         except OSError as error:
-            gone = isinstance(error.__cause__, FileNotFoundError)
-            return [absent(path) if gone else f"its shard {path} cannot be read ({error})"] * len(reads)
+            return [self._problem(path, max(ends), error)] * len(reads)
         return [spread(read, memoryview(raw)) for read, raw in zip(reads, found, strict=True)]
+
+    def _problem(self, path: str, end: int, error: OSError) -> str:
+        """Return why bytes before ``end`` of an object could not be read."""
+        if _is_missing(error):
+            return absent(path)
+        with suppress(OSError), told(path):  # storages report a range after the end in different words
+            if (found := self._store.head(path)["size"]) < end:
+                return f"its shard {path} is truncated: it has only {found} of {end} bytes"
+        return Unreadable(f"its shard {path} cannot be read ({error})")
 
     def names(self, folder: str) -> Iterator[str]:
         with told(folder):
@@ -369,6 +378,11 @@ class BucketObjects(Objects):
 
     def close(self) -> None:
         self._workers.shutdown()
+
+
+def _is_missing(error: OSError) -> bool:
+    """Whether an error of ``told`` says that there is no such object, in a bucket that exists."""
+    return isinstance(error.__cause__, FileNotFoundError) and "NoSuchBucket" not in str(error)
 
 
 def _repeated(path: str, ask: Callable[[], T]) -> T:

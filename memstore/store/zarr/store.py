@@ -36,7 +36,7 @@ from memstore.errors import (
     NotFound,
 )
 from memstore.store.contract import BlockStore, Capabilities, Compaction, Progress, evict
-from memstore.store.encryption_keys import KEYS_NAME
+from memstore.store.encryption_keys import KEYS_NAME, keys_of_documents
 from memstore.store.lmdb.environment import DATA_NAME
 from memstore.store.lmdb.values import used_bytes
 from memstore.store.records import (
@@ -102,6 +102,7 @@ class ZarrStore(BlockStore):
             self.capabilities = replace(self.capabilities, reads_ahead=READS_AHEAD)
             self._publisher = None if self.read_only else Publisher(path, objects)
         self._overtaken: MemoryInUse | None = None
+        self._unclean = False
         self._close = weakref.finalize(self, _release, tail, objects)
 
     @classmethod
@@ -134,7 +135,9 @@ class ZarrStore(BlockStore):
             batch=batch,
             url=url or f"zarr:{folder}",
         )
-        return cls(folder, tail, _objects(folder, shards), shard_bytes)._started()
+        store = cls(folder, tail, _objects(folder, shards), shard_bytes)._started()
+        store._clean()
+        return store
 
     @classmethod
     def open(
@@ -199,6 +202,8 @@ class ZarrStore(BlockStore):
             with self._tail.snapshot() as snapshot:
                 cuts, deletes, puts = self._changes(batch, snapshot)
             self._tail.commit(deletes, puts, then)
+            if self._unclean:
+                self._clean()
             for cut in (*cuts, *more):
                 self._garbage.drop(cut)
             if self._publisher is None:
@@ -367,8 +372,10 @@ class ZarrStore(BlockStore):
         except BaseException:
             self._close()
             raise
-        if not self.read_only:
-            self._clean()
+        # Listing a bucket takes a request for each thousand shards, so a place that was left clean is not listed.
+        if not self.read_only and not (self._publisher and self._publisher.swept()):
+            self._unclean = self._objects.doubtful = True
+            self._publish_soon()
         return self
 
     def _check_owner(self) -> None:
@@ -421,9 +428,11 @@ class ZarrStore(BlockStore):
                 raise
 
     def _clean(self) -> None:
-        """Delete the objects of interrupted processes, which the manifest does not name; make missing ones."""
-        if self._publisher and self._publisher.swept():
-            return  # listing a bucket takes a request for each thousand shards
+        """Delete the objects of interrupted processes, which the manifest does not name; make missing ones.
+
+        Not when the memory is opened: its tail may be an older copy, put here by mistake.
+        """
+        self._unclean = self._objects.doubtful = False
         try:
             self._publish()  # first, because the version that others read may name objects that this manifest does not
             named = self._named()
@@ -471,13 +480,15 @@ def _check_folder(folder: Path) -> Path:
 
 
 def _check_tail(folder: Path) -> None:
-    """Raise ``DamagedError`` for shards without the tail that names them: a new memory would take them for garbage."""
+    """Raise ``DamagedError`` for shards or keys without their tail: a new memory would delete them."""
     # A half-copied folder looks like this; an interrupted creation never leaves it.
-    if not (folder / TAIL_NAME / DATA_NAME).exists() and any(each.is_dir() for each in (folder / "blocks").glob("*")):
+    if (folder / TAIL_NAME / DATA_NAME).exists():
+        return
+    if (shards := any(each.is_dir() for each in (folder / "blocks").glob("*"))) or keys_of_documents(folder):
         raise DamagedError(
-            f"memory zarr:{folder} has blocks in shards, but {TAIL_NAME}/{DATA_NAME}, which lists them, was "
-            "deleted or not copied. Nothing was changed. Restore it from a copy, or choose another folder for a "
-            "new memory",
+            f"memory zarr:{folder} has {'blocks in shards' if shards else 'keys'}, but {TAIL_NAME}/{DATA_NAME}, which "
+            "lists them, was deleted or not copied. Nothing was changed. Restore it from a copy, or choose another "
+            "folder for a new memory",
             memory=f"zarr:{folder}",
             remedy="restore",
         )

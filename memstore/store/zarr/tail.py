@@ -2,7 +2,7 @@
 
 The tail has the small tables, the unsealed blocks, and the manifest with the places and checksums of sealed blocks.
 Blocks of a layer are sealed in a separate shard as soon as they fill one. Objects that no manifest names any more are
-deleted, at the latest when the memory is next opened to write.
+deleted, at the latest with the first write after the memory is next opened.
 """
 
 from __future__ import annotations
@@ -541,7 +541,7 @@ class Garbage:
             self._try(partial(delete, path.rstrip("/")), path)
 
     def _try(self, work: Callable[[], None], what: str) -> None:
-        """Do work that may fail without harm: the next opening for writing deletes the rest."""
+        """Do work that may fail without harm: the first write after the next opening deletes the rest."""
         try:
             work()
         except (OSError, NotAMemory) as error:
