@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from memstore.errors import DamagedError, MemstoreError, NotFound, WrongKey
+from memstore.errors import DamagedError, MemstoreError, NotFound, Remedy, WrongKey
 from memstore.json_checks import fit
 from memstore.memory.entry import (
     BRANCH,
@@ -94,7 +94,7 @@ class Finding:
 
     A ``recurrent`` state can be computed again.
     """
-    remedy: str | None = None
+    remedy: Remedy | None = None
     """``"restore"``, ``"repair"``, ``"verify"`` (check again): see ``MemstoreError``. None: use ``memstore repair``."""
 
 

@@ -26,8 +26,8 @@ def test_answers_behind_kept_states_are_those_to_the_whole_prompt() -> None:
         asking = Asking(model, reader, asked, ["one block, ", "and another"], [], 1, "Answer.")
         said = {way: [next(asking.rows(each, [way]))["said"] for each in ASKED] for way in (WHOLE, RIGHT, END, NOTHING)}
         for question, answer in zip(ASKED, said[WHOLE], strict=True):
-            ids = torch.tensor([asking._prompt((*PARAGRAPHS, question.text))])
-            made = model.generate(ids, max_new_tokens=MOST, do_sample=False, eos_token_id=asking._ends)
+            ids = torch.tensor([asking.prompt((*PARAGRAPHS, question.text))])
+            made = model.generate(ids, max_new_tokens=MOST, do_sample=False, eos_token_id=asking.ends)
             assert answer == str(tokenizer.decode(made[0, ids.shape[1] :], skip_special_tokens=True)).strip() != ""
         assert [*asking.kept] == [WHOLE], "computed once"
         assert said[WHOLE] == [next(asking.rows(each, [WHOLE]))["said"] for each in ASKED], "and left as they were"
