@@ -294,7 +294,7 @@ def unsupported(reader: Reader, places: Iterable[tuple[str, int]], question: str
             with suppress(DamagedError, NotFound):  # damaged since, or a block of another document of this name
                 if document := stored([memory], name):
                     known |= _stems(_Surroundings.of(reader.tokenizer, document, block).text)
-    words = dict.fromkeys(words_of(unicodedata.normalize("NFC", answer)))
+    words = dict.fromkeys(words_of(_CONTRACTED.sub("", unicodedata.normalize("NFC", answer).lower())))
     return [word for word in words if word not in FUNCTION_WORDS and _stem(word) not in known]
 
 

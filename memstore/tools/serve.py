@@ -137,7 +137,7 @@ def serve(
 
     In Python: memstore.tools.web.run.
     """
-    from memstore.tools.web import require_web, run, server_of
+    from memstore.tools.web import listen, require_web, run, server_of
 
     require_web()
     from memstore.tools.endpoint.app import Endpoint
@@ -150,6 +150,7 @@ def serve(
         raise InvalidArgument(f"two memories have the name {twice!r}: rename one of them, or serve it separately.")
     shown = ", ".join(names)
     with ExitStack() as stack:
+        listening = stack.enter_context(listen(host, port))  # a port in use is told before models are loaded
         with waiting("loading the models", show=True):
             use_threads(threads)
             shelf = Shelf(stack, model, top_k, device, index, on_error, folder, most)
@@ -159,8 +160,8 @@ def serve(
         try:
             url = run(
                 server_of(endpoint.app, ending=endpoint.worker.stop),
+                listening,
                 host=host,
-                port=port,
                 path="/v1",
                 started=lambda url: typer.echo(f"{url} serves {shown}\n{shown_token}Ctrl-C ends it.", err=True),
             )
@@ -203,16 +204,17 @@ def mcp(
 
     from memstore.tools.endpoint.agents import Agents
     from memstore.tools.endpoint.shelf import Shelf, name_of
-    from memstore.tools.web import run, server_of
+    from memstore.tools.web import listen, run, server_of
 
     token, shown_token = token_for(host, token_file, no_token=no_token) if port is not None else (None, "")
     with ExitStack() as stack:
+        listening = None if port is None else stack.enter_context(listen(host, port))
         with waiting("loading the model", show=True):
             use_threads(threads)
             served = Shelf(stack, model, top_k, device, index).open(memory, name_of(memory), create=not read_only)
             agents = Agents(served, write=not read_only)
             stack.callback(agents.worker.close)
-        if port is None:
+        if listening is None:
 
             def end(_number: int, _frame: FrameType | None) -> None:
                 agents.worker.close()  # a running write is completed
@@ -225,8 +227,8 @@ def mcp(
             return Report(data={"memory": memory}, text=lambda _: None)
         url = run(
             server_of(agents.over_http(host, token, name or ()), ending=agents.worker.stop),
+            listening,
             host=host,
-            port=port,
             path="/mcp",
             started=lambda url: typer.echo(
                 f"{url} answers agents from {memory}\n{shown_token}Ctrl-C ends it.", err=True

@@ -19,6 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from memstore.errors import InvalidArgument, NotFound
+from memstore.memory.urls import folder
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -32,20 +33,22 @@ MOST_BYTES = 65_536
 """Bytes of a request's body by default, at most."""
 CONNECTIONS = 256
 """Connections at a time. They exceed the requests that may wait, so that refused requests get an answer."""
-
-
 REQUEST_SECONDS = 10.0
 """Seconds within which a new connection, or a request that has begun, must send a whole request."""
 _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([^\s:@/?#\[\]]+))(?::[0-9]{1,5})?")
 """RFC 9110, 7.2: an address in brackets, or a name or address without a colon; then a port."""
-_PATH = re.compile(r"""(?<![\w.~/-])/([\w.-]+)/[^\s'",;:()]*""")
+_PATH = re.compile(r"""(?<![\w.~/-])(?:[a-z][\w+.-]*://)?/([\w.-]+)/[^\s'",;:?()]*""")
 
 
-def without_paths(error: Exception, memory: str = "") -> str:
-    """Return an error's text for a client: paths of this machine are cut to the last name. ``memory``: a url."""
-    told = str(error)
-    for known in filter(None, (memory, memory.rpartition(":")[2])):
-        told = told.replace(known, Path(known).name)
+def without_paths(error: Exception, *memories: str) -> str:
+    """Return an error's text for a client: paths of this machine are cut to the last name. ``memories``: their urls."""
+    told, known = str(error), set[str]()
+    for url in memories:  # their paths may have spaces
+        place = url.partition("?tail=")[0]
+        known |= {url, place, place.rpartition(":")[2].replace("///", "/"), str(folder(url) or "")}
+    for each in sorted(known, key=len, reverse=True):
+        if len(Path(each).parts) > 1:
+            told = told.replace(each, Path(each.partition("?tail=")[0]).name)
     # The first part of a server's route, such as /v1/models, is no folder of this machine.
     return _PATH.sub(lambda found: Path(found[0]).name if Path("/", found[1]).exists() else found[0], told)
 
@@ -57,9 +60,7 @@ def names_of(hosts: Iterable[str]) -> frozenset[str]:
 
 def host_is_known(host: str, names: frozenset[str]) -> bool:
     """Check whether the header ``Host`` is an address or one of ``names``, followed by at most a port."""
-    if (parts := _HOST.fullmatch(host)) is None:
-        return False
-    name = (parts[1] or parts[2]).lower()
+    name = _name_in(host)
     if name in names:
         return True
     try:
@@ -67,6 +68,18 @@ def host_is_known(host: str, names: frozenset[str]) -> bool:
     except ValueError:
         return False
     return True
+
+
+def origin_is_known(origin: str, host: str, names: frozenset[str]) -> bool:
+    """Check whether a page of ``origin`` may call ``host``: it comes from this server or machine, at any port."""
+    name = _name_in(origin.partition("://")[2])
+    return name != "" and (name in names or name == _name_in(host) or is_loopback(name))
+
+
+def _name_in(host: str) -> str:
+    """Return ``host`` without its port, in lower case; an empty text if it is malformed."""
+    parts = _HOST.fullmatch(host)
+    return "" if parts is None else (parts[1] or parts[2]).lower()
 
 
 def same(given: str, expected: str) -> bool:
@@ -170,33 +183,31 @@ def _timed_connection(most: int) -> type[asyncio.Protocol]:
 
 def run(
     server: uvicorn.Server,
+    listening: socket.socket,
     *,
     host: str = LOOPBACK,
-    port: int = 0,
     path: str = "",
     started: Callable[[str], None] = lambda _: None,
 ) -> str:
     """Serve until Ctrl-C or SIGTERM, and return the url of ``path``. ``started`` gets that url once the server answers.
 
-    ``port`` 0 picks a free one. In a thread it receives no signals. Raises ``InvalidArgument`` for a host or port that
-    is not available.
+    ``listening``: what ``listen`` returned for ``host``. In a thread the server receives no signals.
     """
 
     def end(_number: int, _frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
     heard = threading.current_thread() is threading.main_thread()
-    with listen(host, port) as listening:
-        url = f"http://{in_url(host)}:{listening.getsockname()[1]}{path}"
-        # The server finishes its answers, restores this handler, and raises the signal again.
-        before = signal.signal(signal.SIGTERM, end) if heard else None
-        try:
-            with suppress(KeyboardInterrupt):  # the usual way to stop a server: not a failure, so exit status 0
-                started(url)
-                server.run([listening])
-        finally:
-            if heard:
-                signal.signal(signal.SIGTERM, before)
+    url = f"http://{in_url(host)}:{listening.getsockname()[1]}{path}"
+    # The server finishes its answers, restores this handler, and raises the signal again.
+    before = signal.signal(signal.SIGTERM, end) if heard else None
+    try:
+        with suppress(KeyboardInterrupt):  # the usual way to stop a server: not a failure, so exit status 0
+            started(url)
+            server.run([listening])
+    finally:
+        if heard:
+            signal.signal(signal.SIGTERM, before)
     return url
 
 
@@ -207,7 +218,7 @@ def require_web() -> None:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at ``host`` and ``port``. Raises ``InvalidArgument``."""
+    """Return a socket that listens at ``host`` and ``port``; 0 picks a free one. Raises ``InvalidArgument``."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, kind, protocol)
@@ -220,16 +231,13 @@ def listen(host: str, port: int) -> socket.socket:
         listening.listen(128)
     except OSError as error:
         listening.close()
-        raise _unavailable(host, port, error) from None
+        known = {
+            errno.EADDRINUSE: f"port {port} is in use. Choose another with --port; 0 is any free one.",
+            errno.EACCES: f"port {port} needs root. Choose one above 1023 with --port.",
+        }
+        told = known.get(error.errno or 0, f"cannot listen at --host {host}: {error.strerror}.")
+        raise InvalidArgument(told) from None
     return listening
-
-
-def _unavailable(host: str, port: int, error: OSError) -> InvalidArgument:
-    if error.errno == errno.EADDRINUSE:
-        return InvalidArgument(f"port {port} is in use. Choose another with --port; 0 is any free one.")
-    if error.errno == errno.EACCES:
-        return InvalidArgument(f"port {port} needs root. Choose one above 1023 with --port.")
-    return InvalidArgument(f"cannot listen at --host {host}: {error.strerror}.")
 
 
 def is_loopback(host: str) -> bool:

@@ -196,6 +196,7 @@ def test_what_is_quoted_is_told_first_among_the_sources_and_in_the_trace() -> No
         ("In line 7 nothing is new.", []),
         ("The log is telling of Berlin and 1987, Berlin!", ["berlin", "1987"]),
         ("What is it?", []),
+        ("I'm telling you: it isn't Berlin's log. You’ve DON'T.", ["berlin"]),
     ],
 )
 def test_words_of_an_answer_that_no_source_has_are_told(said: str, own: list[str], quote: int) -> None:

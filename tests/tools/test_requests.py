@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import resource
+import shutil
 import signal
 import stat
 import subprocess
@@ -325,7 +326,8 @@ def test_a_host_is_an_address_or_a_name_of_this_server_and_a_port(host: str, kno
 def test_pages_of_other_sites_may_not_ask(port: int) -> None:
     assert ask(port, "/v1/models", origin="http://localhost:3000")[0] == 200
     assert ask(port, "/v1/models", host="127.0.0.1:1@evil.com")[0] == 403
-    for origin in ("https://evil.com", "null", "http://127.0.0.1:1@evil.com"):
+    assert ask(port, "/v1/models", host="10.0.0.1:8000", origin="http://10.0.0.1:3000")[0] == 200
+    for origin in ("https://evil.com", "null", "http://127.0.0.1:1@evil.com", "http://[", "http://6.6.6.6", "x"):
         assert ask(port, "/v1/models", origin=origin)[0] == 403
 
 
@@ -339,6 +341,11 @@ def test_errors_tell_clients_no_paths(memory: Path, port: int) -> None:
     )
     spaces = "/tmp/my notes/ferry.mem"  # noqa: S108 - a text
     assert without_paths(InvalidArgument(f"no memory at {spaces}"), f"zarr:{spaces}") == "no memory at ferry.mem"
+    url = "zarr+file:///tmp/my notes/ferry.mem?tail=/tmp/the tail/of it"
+    told = "no blobs in /tmp/my notes/ferry.mem/blobs or /tmp/the tail/of it/0"
+    assert without_paths(InvalidArgument(told), url) == "no blobs in ferry.mem/blobs or of it/0"
+    assert without_paths(InvalidArgument(f"cannot open {url!r}"), url) == "cannot open 'ferry.mem'"
+    assert without_paths(InvalidArgument("no zarr+file:///tmp/a/b.mem?tail=/tmp/c/d")) == "no b.mem?tail=d"
     moved = memory.with_name("moved.mem")
     memory.rename(moved)
     try:
@@ -347,6 +354,22 @@ def test_errors_tell_clients_no_paths(memory: Path, port: int) -> None:
         moved.rename(memory)
     assert status >= 400
     assert str(memory.parent) not in answer["error"]["message"]
+
+
+def test_a_mistake_is_an_error_object_without_paths_too(
+    memory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my notes").mkdir()
+    shutil.copytree(memory, place := tmp_path / "my notes" / "ferry.mem")
+
+    def mistaken(*_: object) -> None:
+        raise RuntimeError(f"no {place}")
+
+    monkeypatch.setattr(Ask, "chat", mistaken)
+    with serving(place) as port:
+        status, answer, _ = ask(port, "/v1/chat/completions", chat("ferry"))
+    assert (status, answer["error"]["type"]) == (500, "server_error")
+    assert answer["error"]["message"].startswith("RuntimeError: no ferry.mem - this is a bug")
 
 
 # How it ends

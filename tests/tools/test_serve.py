@@ -28,15 +28,15 @@ from typing import Any, cast
 import pytest
 
 import memstore
-from memstore.errors import BrokenOff
+from memstore.errors import BrokenOff, MemstoreError
 from memstore.index.words import words_of
 from memstore.readers.asking import Answer
 from memstore.resources import memory_in_use
 from memstore.tools.app import main
 from memstore.tools.endpoint.app import MOST_BYTES, Endpoint
 from memstore.tools.endpoint.request import Refusal
-from memstore.tools.endpoint.shelf import Shelf
-from memstore.tools.endpoint.worker import QueuedJob, Result, Served, Worker, receipt_of
+from memstore.tools.endpoint.shelf import Shelf, name_of
+from memstore.tools.endpoint.worker import QueuedJob, Result, Served, Worker, _prompt, receipt_of
 from memstore.tools.web import listen, server_of
 from tests.tools.conftest import Cli
 from tests.tools.test_failures import flip
@@ -181,7 +181,7 @@ def test_a_model_that_sees_one_document_is_served_too_and_asks_for_its_name(tmp_
 def test_embeddings_are_refused_with_what_to_do_instead(port: int) -> None:
     status, answer, _ = ask(port, "/v1/embeddings", {"model": "cottage", "input": "Where is it?"})
     assert (status, answer["error"]["type"], answer["error"]["code"]) == (
-        501,
+        404,
         "invalid_request_error",
         "unsupported_endpoint",
     )
@@ -190,11 +190,12 @@ def test_embeddings_are_refused_with_what_to_do_instead(port: int) -> None:
 
 def test_sampling_can_be_repeated(port: int) -> None:
     sampled = chat(temperature=1.5, max_tokens=12, top_p=0.9)
-    first, again, other = (
-        ask(port, "/v1/chat/completions", {**sampled, "seed": seed})[1]["choices"] for seed in (1, 1, 2)
+    first, free, again, freely, other = (
+        ask(port, "/v1/chat/completions", {**sampled, "seed": seed})[1]["choices"] for seed in (1, None, 1, None, 2)
     )
     assert first == again
     assert first != other
+    assert free != freely, "a seed is of one request alone"
 
 
 def test_the_client_of_openai(port: int) -> None:
@@ -265,6 +266,17 @@ WRONG: list[tuple[Any, int, str]] = [
     (chat() | {"model": 5}, 400, "model has the wrong type"),
     (chat() | {"messages": "Where?"}, 400, "messages has the wrong type"),
     (chat() | {"messages": [{"role": "narrator", "content": "x"}]}, 400, "a message must be an object with role"),
+    (chat() | {"messages": [{"role": [], "content": "x"}]}, 400, "a message must be an object"),
+    (chat() | {"messages": [{"role": "assistant", "tool_calls": 5}]}, 400, "tool_calls must be a list, not int"),
+    (
+        chat()
+        | {
+            "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}] * 800
+            + [{"role": "user", "content": "x"}]
+        },
+        400,
+        "later messages not counted",
+    ),
     (chat() | {"messages": [{"role": "tool", "content": "x"}]}, 400, "must come from the user"),
     (chat() | {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "a part of type 'image_url'"),
     (chat() | {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, 400, "'input_audio'"),
@@ -274,6 +286,7 @@ WRONG: list[tuple[Any, int, str]] = [
     (chat(text=" "), 400, "has no words"),
     (chat(max_tokens=True), 400, "max_tokens has the wrong type"),
     (chat(max_tokens=0), 400, "max_tokens must be at least 1"),
+    (chat(max_completion_tokens=0), 400, "max_completion_tokens must be at least 1, got 0"),
     (chat(text="Where? " * 3000), 400, "the model takes at most 2,048 tokens"),
     (chat(text="Where? " * 30_000), 400, "the question has 210,000 characters"),
     (chat(temperature=float("nan")), 400, "temperature must be from 0 to 2"),
@@ -319,6 +332,10 @@ def test_other_refusals_are_error_objects_too(port: int) -> None:
     ]:
         found, answer, _ = ask(port, path, body, **headers)
         assert (found, list(answer)) == (status, ["error"]), path
+    for path, status, allowed in (("/v1/chat/completions", 405, "POST"), ("/v1/responses", 404, None)):
+        found, answer, headers = ask(port, path)
+        assert (found, headers["allow"]) == (status, allowed)
+        assert "GET /v1/models, " in answer["error"]["message"]
 
 
 def test_a_token_is_asked_for_where_there_is_one(shelf: Path) -> None:
@@ -554,6 +571,24 @@ def test_memories_are_made_and_opened_while_another_one_is_attached(
             assert [ask(port, "/v1/chat/completions", chat(name))[0] for name in names] == [200] * 5
 
 
+def test_a_memory_that_cannot_be_served_stays_closed(shelf: Path, tmp_path: Path) -> None:
+    shutil.copytree(shelf / "ferry.mem", broken := tmp_path / "broken.mem")
+    with memstore.open(broken) as memory:
+        memory.put_info("model", {"name": str(tmp_path / "no-model"), "dtype": "float32"})
+    open_files = []
+    with ExitStack() as stack:
+        served = Shelf(stack)
+        for _ in range(3):
+            with pytest.raises(MemstoreError):
+                served.open(str(broken), "broken")
+            open_files.append(len(os.listdir("/proc/self/fd")))  # noqa: PTH208 - of a process
+    assert open_files[0] == open_files[-1]
+
+
+def test_the_tail_of_a_memory_is_not_its_name() -> None:
+    assert name_of("zarr+file:///data/notes.mem?tail=/tails/one") == name_of("notes.mem") == "notes"
+
+
 def test_a_link_to_another_memory_takes_no_name_from_one_that_is_served(shelf: Path, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     shutil.copytree(shelf / "cottage.mem", tmp_path / "other/ferry.mem")
@@ -577,7 +612,7 @@ def test_a_memory_that_is_gone_or_replaced_is_not_made_anew(shelf: Path, tmp_pat
         for body in (chat("ferry"), said("ada", "Hello")):
             status, answer, _ = ask(port, "/v1/chat/completions", body)
             assert status == 404
-            assert "was removed or replaced" in answer["error"]["message"]
+            assert "was removed or replaced while the server ran: restart" in answer["error"]["message"]
         assert memory.exists() == replaced
         shutil.rmtree(memory, ignore_errors=True)
         (tmp_path / "away").rename(memory)
@@ -617,6 +652,17 @@ def test_a_server_for_others_needs_a_token(cli: Cli, shelf: Path, tmp_path: Path
     done = cli("serve", shelf / "ferry.mem", shelf / "ferry.mem")
     assert (done.code, "two memories have the name 'ferry'" in done.err) == (2, True)
     assert cli("serve", tmp_path / "nothing.mem").code == 3
+
+
+@pytest.mark.parametrize("verb", ["serve", "mcp"])
+def test_a_port_in_use_is_told_before_anything_is_loaded(cli: Cli, tmp_path: Path, verb: str) -> None:
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        done = cli(verb, tmp_path / "none.mem", "--port", port, "--no-token")
+    assert (done.code, done.err) == (
+        2,
+        f"memstore: port {port} is in use. Choose another with --port; 0 is any free one.\n",
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -687,12 +733,22 @@ def test_no_request_sees_a_conversation_that_is_not_its_own(shelf: Path, tmp_pat
         assert len(opened.infos("said/one/")) == 1
 
 
+NAMES = (
+    "jp/会議\u3000議事録.md",
+    "a\u00a0b.md",
+    "10.15\u202fPM.png",
+    "\U0001f468\u200d\U0001f469.md",
+    "soft\u00adhyphen",
+)
+
+
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 def test_a_header_names_the_document_as_metadata_do_or_not_at_all(shelf: Path, tmp_path: Path, path: str) -> None:
     memory = tmp_path / "ferry.mem"
     shutil.copytree(shelf / "ferry.mem", memory)
     with memstore.open(memory) as opened:
-        opened.document("ferry").fork("fähre")
+        for name in ("fähre", *NAMES):
+            opened.document("ferry").fork(name)
     asked = chat("ferry") if path.startswith("/v1/chat") else {"model": "ferry", "prompt": "The last"}
     named, utf8 = asked | {"metadata": {"document": "fähre"}}, "fähre".encode().decode("latin-1")
     with serving(memory) as port:
@@ -701,6 +757,8 @@ def test_a_header_names_the_document_as_metadata_do_or_not_at_all(shelf: Path, t
             status, answer, _ = ask(port, path, body, x_memstore_document=utf8)
             assert (status, answer["choices"]) == (200, expected["choices"])
             assert answer["sources"] == expected["sources"]
+        for name in NAMES:
+            assert ask(port, path, asked | {"metadata": {"document": name}})[0] == 200, ascii(name)
         for wrong in ("ferry", "x" * 513, "f\xe4hre", ""):
             status, answer, _ = ask(port, path, named, x_memstore_document=wrong)
             assert (status, answer["error"]["type"]) == (400, "invalid_request_error")
@@ -777,6 +835,12 @@ def test_lines_take_turns_and_a_full_queue_has_room_for_each(monkeypatch: pytest
         time.sleep(0.01)
     worker.close()
     assert [line for line, _ in told[2:]] == ["first", "many", "few", "many", "few"]
+
+
+def test_earlier_messages_are_not_read_for_nobody() -> None:
+    ask, frame = SimpleNamespace(before=[("Hello", "Yes?")]), SimpleNamespace(opening="")
+    with pytest.raises(BrokenOff):
+        _prompt(cast("Any", None), cast("Any", frame), cast("Any", ask), job_of("a", [], left=True))
 
 
 def test_a_receipt_says_what_the_memory_has_and_leaves_out_what_is_unknown() -> None:

@@ -7,11 +7,10 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,8 +22,8 @@ from memstore.resources import memory_in_use
 from memstore.tools.endpoint.request import Ask, Refusal
 from memstore.tools.endpoint.shelf import Shelf
 from memstore.tools.endpoint.worker import QueuedJob, Result, ServedMemory, Work, Worker, answer, converse
-from memstore.tools.verb import status_of
-from memstore.tools.web import body_of, host_is_known, names_of, same, without_paths
+from memstore.tools.verb import Mistake, status_of
+from memstore.tools.web import body_of, host_is_known, names_of, origin_is_known, same, without_paths
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -86,7 +85,6 @@ WAITING = 128
 RETRY_AFTER = 5
 """Seconds after which a refused request may try again."""
 KINDS = {400: "invalid_request_error", 401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-KINDS |= {501: KINDS[400]}
 Told = str | Result | Exception | None
 """A piece of an answer, its end, or a notice that the client has left."""
 
@@ -124,9 +122,13 @@ class Endpoint:
             Route("/v1/completions", self._completion, methods=["POST"]),
             Route("/v1/embeddings", self._embeddings, methods=["POST"]),
         ]
+        there = ", ".join(f"{'POST' if 'POST' in (each.methods or ()) else 'GET'} {each.path}" for each in routes[:-1])
         handlers: dict[Any, Any] = {
-            HTTPException: lambda _, error: _failed(Refusal(error.detail, status=error.status_code)),
+            HTTPException: lambda _, error: _failed(
+                Refusal(f"{error.detail}: this server has {there}", status=error.status_code), headers=error.headers
+            ),
             Refusal: lambda _, error: _failed(error),
+            Exception: lambda _, error: _failed(Mistake(error), shelf.urls),
         }
         app = Starlette(routes=routes, exception_handlers=handlers)
         self.app = self._metrics.counting(Gate(app, token=token, hosts=hosts))
@@ -163,7 +165,7 @@ class Endpoint:
         raise Refusal(
             "a memory has no single vector for a text, because every token of a question searches it. Use "
             "/v1/chat/completions, whose sources are the passages. For vectors, use an embedding model",
-            status=501,
+            status=404,
             code="unsupported_endpoint",
         )
 
@@ -196,13 +198,13 @@ class Endpoint:
             # Nothing is sent before the first piece, so an answer that fails at once has its proper status.
             first = await events.get()
             if ask.stream and not isinstance(first, Exception):
-                stream = _streamed(form, job, events, first, leaving)
+                stream = _streamed(form, job, events, first, leaving, self._shelf)
                 leaving = None  # type: ignore[assignment]  # the stream's from now on
                 return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-store"})
             while isinstance(first, str):
                 first = await events.get()
             if isinstance(first, Exception):
-                return _failed(first)
+                return _failed(first, self._shelf.urls)
             return Response(status_code=499) if first is None else JSONResponse(form.whole(first))  # 499: nobody reads
         finally:
             if leaving is not None:
@@ -219,7 +221,7 @@ async def _leaving(request: Request, job: QueuedJob, events: asyncio.Queue[Told]
 
 
 async def _streamed(
-    form: _Form, job: QueuedJob, events: asyncio.Queue[Told], told: Told, leaving: asyncio.Task[None]
+    form: _Form, job: QueuedJob, events: asyncio.Queue[Told], told: Told, leaving: asyncio.Task[None], shelf: Shelf
 ) -> AsyncIterator[str]:
     """Yield server-sent events, beginning with ``told``."""
     try:
@@ -228,7 +230,7 @@ async def _streamed(
             yield form.piece(told)
             told = await events.get()
         if isinstance(told, Exception):
-            yield f"{_event(_error(told))}data: [DONE]\n\n"
+            yield f"{_event(_error(told, shelf.urls))}data: [DONE]\n\n"
         elif told is not None:
             yield form.end(told)
     finally:
@@ -314,21 +316,21 @@ async def _object(request: Request) -> dict[str, Any]:
     return given
 
 
-def _error(error: Exception) -> dict[str, Any]:
-    """Return OpenAI's error object."""
+def _error(error: Exception, urls: Sequence[str]) -> dict[str, Any]:
+    """Return OpenAI's error object. It has no paths of ``urls``, the memories that are served."""
     status, param, code = _status(error), getattr(error, "param", None), getattr(error, "code", None)
     kind = KINDS.get(status, "server_error" if status >= 500 else KINDS[400])
-    return {"error": {"message": without_paths(error), "type": kind, "param": param, "code": code}}
+    return {"error": {"message": without_paths(error, *urls), "type": kind, "param": param, "code": code}}
 
 
 def _status(error: Exception) -> int:
     return error.status if isinstance(error, Refusal) else status_of(error)
 
 
-def _failed(error: Exception) -> Response:
+def _failed(error: Exception, urls: Sequence[str] = (), *, headers: Mapping[str, str] | None = None) -> Response:
     status = _status(error)
-    headers = {429: {"retry-after": str(RETRY_AFTER)}, 401: {"www-authenticate": "Bearer"}}.get(status)
-    return JSONResponse(_error(error), status, headers)
+    usual = {429: {"retry-after": str(RETRY_AFTER)}, 401: {"www-authenticate": "Bearer"}}.get(status)
+    return JSONResponse(_error(error, urls), status, headers or usual)
 
 
 class Gate:
@@ -347,7 +349,7 @@ class Gate:
         scheme, _, token = headers.get("authorization", "").partition(" ")
         if not host_is_known(headers.get("host", ""), self._hosts):
             refusal = Refusal("this server does not accept that host name: start it with --name HOST", status=403)
-        elif (origin := headers.get("origin")) and not host_is_known(urlsplit(origin).netloc, self._hosts):
+        elif (origin := headers.get("origin")) and not origin_is_known(origin, headers["host"], self._hosts):
             refusal = Refusal("pages of other sites may not call this server", status=403)
         # Health checks may run without the token.
         elif (

@@ -165,11 +165,13 @@ class _Fields:
         header, most = f"X-Memstore-{what.title()}", MOST_CHARACTERS[what]
         given = self.of("metadata", dict, {}).get(what)
         told = [] if given is None else [("metadata", given)]
-        # Servers decode headers as Latin-1. Bytes that are not UTF-8 become characters that cannot be printed.
+        # Servers decode headers as Latin-1. Bytes that are not UTF-8 become halves of surrogate pairs.
         utf8 = (each.encode("latin-1").decode(errors="surrogateescape") for each in self._headers.getlist(header))
         told += [(header, each) for each in utf8]
         for place, name in told:
-            if not (isinstance(name, str) and len(name) <= most and name.isprintable() and name.strip()):
+            # Names of files may have characters that do not print, such as U+3000 or the parts of an emoji.
+            taken = isinstance(name, str) and name == name.encode(errors="ignore").decode()
+            if not (taken and len(name) <= most and name.strip()):
                 raise Refusal(f"{what} in {place} must be a name of at most {most} characters, in UTF-8", param=place)
         names = {name for _, name in told}
         if len(names) > 1:
@@ -181,9 +183,10 @@ class _Fields:
         if not (model := self.of("model", str, "")):
             raise Refusal("model must name the memory to ask. GET /v1/models lists the names", param="model")
         document = self.name("document")
-        limit = self.of("max_completion_tokens", int, None) or self.of("max_tokens", int, max_tokens)
+        most = "max_completion_tokens" if "max_completion_tokens" in self._given else "max_tokens"
+        limit = self.of(most, int, max_tokens)
         if limit < 1:
-            raise Refusal(f"max_tokens must be at least 1, got {limit}", param="max_tokens")
+            raise Refusal(f"{most} must be at least 1, got {limit}", param=most)
         temperature = self.number("temperature", 0, 0, 2, (int, float))
         sampled = {
             "do_sample": True,
@@ -219,11 +222,14 @@ class _Fields:
 
 def _turn(message: object) -> tuple[str, str]:
     """Return role and words of a message; words may be empty."""
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
+    if not isinstance(message, dict) or message.get("role") not in [*ROLES]:  # a list, since a role may not be hashable
         raise Refusal(f"a message must be an object with role ({', '.join(ROLES)}) and content", param="messages")
     role, words = ROLES[message["role"]], _words(message.get("content"))
     if role == "assistant":
-        called = [each.get("function") for each in message.get("tool_calls") or [] if isinstance(each, dict)]
+        listed = message.get("tool_calls")
+        if not isinstance(listed, list | None):
+            raise Refusal(f"tool_calls must be a list, not {type(listed).__name__}", param="messages")
+        called = [each.get("function") for each in listed or [] if isinstance(each, dict)]
         calls = [each for each in (*called, message.get("function_call")) if isinstance(each, dict)]
         if isinstance(refusal := message.get("refusal"), str):
             words.append(refusal)
@@ -233,14 +239,7 @@ def _turn(message: object) -> tuple[str, str]:
     return role, "\n".join(filter(None, words))
 
 
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "function": "tool",
-}
+ROLES = {each: each for each in ("system", "user", "assistant", "tool")} | {"developer": "system", "function": "tool"}
 
 
 def _words(content: object) -> list[str]:

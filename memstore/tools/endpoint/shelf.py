@@ -53,31 +53,37 @@ class Shelf:
             with closing(opened_when_free(attached(loaded, url, document=None))) as reader:
                 record_model(reader.memory, reading, loaded)
             memory = memstore.open(url, mode="r", index=self.index, device=self.device)
-        self.stack.enter_context(memory)
-        place = self.stack.enter_context(OpenFolder(url))
-        answers = chosen_name(memory, self.model)
-        _, loaded = self._load(answers, usual_dtype(answers, memory.model_info().get("dtype")))
-        several = kind_of(loaded.model).reader_class().several
-        first = None if several else [document.name for document in memory.documents()[:1]]  # requests name theirs
-        asked = chosen_documents(loaded.model, memory, first or None)
-        reader = attached(loaded, memory, document=asked, top_k=self.top_k, on_error=self.on_error)
-        with reader:  # refuses a memory of another model now, not at every answer
-            pass
-        writer = attached(loaded, url, document=None, top_k=self.top_k, on_error=self.on_error, index=self.index)
+        with ExitStack() as own:  # closes what is open if a later step fails
+            own.enter_context(memory)
+            place = own.enter_context(OpenFolder(url))
+            answers = chosen_name(memory, self.model)
+            _, loaded = self._load(answers, usual_dtype(answers, memory.model_info().get("dtype")))
+            several = kind_of(loaded.model).reader_class().several
+            first = None if several else [document.name for document in memory.documents()[:1]]  # requests name theirs
+            asked = chosen_documents(loaded.model, memory, first or None)
+            reader = attached(loaded, memory, document=asked, top_k=self.top_k, on_error=self.on_error)
+            with reader:  # refuses a memory of another model now, not at every answer
+                pass
+            writer = attached(loaded, url, document=None, top_k=self.top_k, on_error=self.on_error, index=self.index)
+            self.stack.push(own.pop_all())
         model = Path(answers).name.removesuffix(".gguf")
         self.served[name] = served = ServedMemory(name, model, memory, reader, writer, place)
         return served
 
+    @property
+    def urls(self) -> list[str]:
+        """Return the places of all memories, and their folder, which clients must not see."""
+        there = [*(each.memory.url for each in self.served.values()), *self.later.values()]
+        return there if self.folder is None else [*there, str(self.folder)]
+
     def check(self, name: str) -> str:
         """Return ``name`` without its model if such a memory exists or may be made. Raises ``Refusal``."""
-        if name in self.served:
+        if name in self.served or name in self.later:
             return name
         model, _, memory = name.rpartition("@")
         found = self.served.get(memory)
         if found is not None and model in ("", found.model):
             return memory
-        if name in self.later:
-            return name
         if self.folder is not None and not model and NAME.fullmatch(memory):
             return memory
         raise Refusal(
@@ -116,4 +122,4 @@ class Shelf:
 
 def name_of(url: str) -> str:
     """Return the name of a memory in requests: the last part of its path, without ``.mem``."""
-    return Path(url.rpartition(":")[2]).resolve().name.removesuffix(".mem")
+    return Path(url.partition("?tail=")[0].rpartition(":")[2]).resolve().name.removesuffix(".mem")

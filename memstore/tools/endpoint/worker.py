@@ -8,6 +8,7 @@ that other processes can write in between.
 from __future__ import annotations
 
 import asyncio
+import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from memstore.errors import MemstoreError
+from memstore.errors import BrokenOff, MemstoreError, NotFound
 from memstore.memory.shared import CHAT, not_found
 from memstore.readers.asking import (
     INSTRUCTION,
@@ -243,7 +244,11 @@ class Worker:
 
     def _do(self, job: QueuedJob) -> object:
         served = job.served(lambda: self._attach(None))
-        served.place.check()
+        try:
+            served.place.check()
+        except NotFound as error:
+            told = f"the memory {served.name} was removed or replaced while the server ran: restart the server"
+            raise error.reworded(told) from None
         self._attach(served.writer if job.writes else served.reader)
         assert self._attached is not None
         try:
@@ -268,7 +273,9 @@ def answer(ask: Ask, reader: Reader, job: QueuedJob, *, trace: bool = False, cha
         check_words(reader.model, each)
     system = INSTRUCTION if ask.system is None else ask.system
     frame = None if ask.raw else Template.of(reader.tokenizer, system) or Template.plain(system)
-    prompt = Prompt([], reader.prompt(ask.question)[0].tolist(), []) if frame is None else _prompt(reader, frame, ask)
+    prompt = (
+        Prompt([], reader.prompt(ask.question)[0].tolist(), []) if frame is None else _prompt(reader, frame, ask, job)
+    )
     length = len(prompt.tokens)
     options = _options(ask, reader, job, length)
     teller = AnswerStream(reader, frame, job.tell, ask.stop)
@@ -319,8 +326,8 @@ def _options(ask: Ask, reader: Reader, job: QueuedJob, length: int) -> dict[str,
     """Return options for a prompt of ``length`` tokens. Raises ``Refusal`` if the model cannot take that many."""
     if reason := too_long(reader.model, length, 1):
         raise Refusal(reason, param="messages", code="context_length_exceeded")
-    if ask.seed is not None:
-        torch.manual_seed(ask.seed)
+    # Without a seed, the answer must not depend on that of an earlier request.
+    torch.manual_seed(secrets.randbits(63) if ask.seed is None else ask.seed)
     return {
         **ask.options,
         "max_tokens": fitting(reader.model, length, ask.max_tokens),
@@ -345,10 +352,17 @@ def receipt_of(made: Answer) -> dict[str, Any]:
     }
 
 
-def _prompt(reader: Reader, frame: Template, ask: Ask) -> Prompt:
-    """Build the prompt: the question after earlier messages. Names of control tokens in messages stay plain text."""
-    tokens, before = [], frame.opening
+def _prompt(reader: Reader, frame: Template, ask: Ask, job: QueuedJob) -> Prompt:
+    """Build the prompt: the question after earlier messages. Names of control tokens in messages stay plain text.
+
+    Raises ``Refusal`` as soon as it is too long, and ``BrokenOff`` if nobody waits any more.
+    """
+    tokens, before = list[int](), frame.opening
     for question, answer in ask.before:
+        if job.left.is_set():
+            raise BrokenOff("the client has left")
+        if reason := too_long(reader.model, len(tokens), 1):
+            raise Refusal(f"{reason}, later messages not counted", param="messages", code="context_length_exceeded")
         tokens += frame.controls(reader.tokenizer, before) + encode(reader.tokenizer, question)
         tokens += frame.controls(reader.tokenizer, frame.past) + encode(reader.tokenizer, answer)
         before = frame.following

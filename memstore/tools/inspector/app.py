@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qs
 
-from memstore.errors import InvalidArgument, MemstoreError, NotFound
+from memstore.errors import InvalidArgument, MemstoreError, NotFound, first_line
 from memstore.tools.inspector import data, traced
 from memstore.tools.models import named_model
 from memstore.tools.verb import status_of
-from memstore.tools.web import LOOPBACK, MOST_BYTES, body_of, host_is_known, names_of, require_web, run, same, server_of
+from memstore.tools.web import MOST_BYTES, body_of, host_is_known, listen, names_of, require_web, run, same, server_of
 
 if TYPE_CHECKING:
     from starlette.datastructures import Headers
@@ -72,7 +72,7 @@ HEADERS = {
 def serve(
     memory: Memory,
     *,
-    host: str = LOOPBACK,
+    host: str = "127.0.0.1",
     port: int = 0,
     allow_write: bool = False,
     started: Callable[[str], None] = lambda _: None,
@@ -91,13 +91,9 @@ def serve(
         started(url)
 
     try:
-        return run(
-            server_of(inspector.app, most=100, grace=1, lifespan=False, ending=inspector.close),
-            host=host,
-            port=port,
-            path=f"/?token={inspector.token}",
-            started=begun,
-        )
+        with listen(host, port) as listening:
+            server = server_of(inspector.app, most=100, grace=1, lifespan=False, ending=inspector.close)
+            return run(server, listening, host=host, path=f"/?token={inspector.token}", started=begun)
     finally:
         inspector.close()
 
@@ -147,7 +143,8 @@ class Inspector:
                 Route("/api/do/{action}", self._change, methods=["POST"]),
                 *(Route(path, self._box) for path in PATHS),
                 Mount("/static", StaticFiles(directory=STATIC)),
-            ]
+            ],
+            exception_handlers={MemstoreError: _failed, OSError: _failed},
         )
 
     def _endpoint(self, answer: Answer) -> Callable[[Request], Response]:
@@ -161,13 +158,8 @@ class Inspector:
 
         def endpoint(request: Request) -> Response:
             given = {**request.query_params, **request.path_params}
-            try:
-                asked = {name: _checked(each, given) for name, each in wanted.items() if name not in ours}
-                return _json(answer(**{name: ours[name] for name in wanted if name in ours}, **asked))
-            except MemstoreError as error:
-                return _failed(error)
-            except FileNotFoundError:
-                return _failed(NotFound("the memory was removed. Start memstore view again when there is a memory."))
+            asked = {name: _checked(each, given) for name, each in wanted.items() if name not in ours}
+            return _json(answer(**{name: ours[name] for name in wanted if name in ours}, **asked))
 
         return endpoint
 
@@ -179,14 +171,11 @@ class Inspector:
             if not isinstance(asked, dict):
                 raise ValueError
         except (ValueError, RecursionError):  # the second: deeply nested brackets
-            return _failed(InvalidArgument(f"a change must be a JSON object of at most {MOST_BYTES:,} bytes."))
+            raise InvalidArgument(f"a change must be a JSON object of at most {MOST_BYTES:,} bytes.") from None
         action = request.path_params["action"]
 
         def change() -> Response:
-            try:
-                data.change(self._memory.url, action, asked)
-            except MemstoreError as error:
-                return _failed(error)
+            data.change(self._memory.url, action, asked)
             return _json({"done": action})
 
         return await run_in_threadpool(change)
@@ -247,7 +236,11 @@ def _json(answer: Mapping[str, Any], status: int = 200) -> Response:
     return JSONResponse(answer, status_code=status)
 
 
-def _failed(error: MemstoreError) -> Response:
+def _failed(_: Request, error: Exception) -> Response:
+    if isinstance(error, FileNotFoundError) and not isinstance(error, MemstoreError):
+        error = NotFound("the memory was removed. Start memstore view again when there is a memory.")
+    elif not isinstance(error, MemstoreError):  # such as too many open files
+        error = MemstoreError(f"the memory cannot be read now: {first_line(error)}")
     return _json({"error": type(error).__name__, "message": str(error), **error.facts()}, status_of(error))
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import shutil
 import time
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ import memstore
 from memstore.memory.search import search_block
 from memstore.memory.shared import Handle
 from memstore.tools.inspector import data, traced
-from memstore.tools.inspector.app import WRITE_HEADER, Inspector
+from memstore.tools.inspector.app import ANSWERS, WRITE_HEADER, Inspector
 from memstore.tools.inspector.data import MOST_BLOCKS, MOST_DOCUMENTS, Words
 from tests.tools.conftest import Cli, tiny_spec
 from tests.tools.inspector.conftest import ANSWER, HOSTILE, NEEDLE, TOKENS, client_of, ids_of
@@ -349,6 +351,17 @@ def test_a_memory_that_is_removed_meanwhile_is_told(writable: Path) -> None:
         answer = client.get("/api/live")
         assert answer.status_code == 404
         assert "the memory was removed" in answer.json()["message"]
+
+
+def test_a_fault_of_the_system_is_told(writable: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def live(memory: memstore.Memory) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setitem(cast("Any", ANSWERS), "live", live)
+    with memstore.open(writable, mode="r") as memory:
+        answer = client_of(Inspector(memory)).get("/api/live")
+    assert answer.status_code == 500
+    assert "Too many open files" in answer.json()["message"]
 
 
 def test_a_zarr_memory_is_shown_too(tmp_path: Path) -> None:
