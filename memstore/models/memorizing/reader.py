@@ -1,8 +1,8 @@
 """Read a long input into a memory of single tokens with a Memorizing Transformer, and query it later.
 
 The text goes into the memory a window at a time, as in training. The memory keeps the keys and values of single tokens,
-of the layer that looks tokens up. The windows of the other layers are not kept. So text after a closed document begins
-with empty windows, and sees the document through its memory only.
+of the layer that looks tokens up. The windows of the other layers are not kept. So a question after a closed document
+begins with empty windows, and sees the document through its memory only. Reading on computes the windows again.
 """
 
 from __future__ import annotations
@@ -119,14 +119,31 @@ class MemorizingReader(CacheReader[MemorizingCache]):
         return self.model.config.window
 
     def _read_segments(self, job: Job, segments: Iterator[Tensor]) -> Generator[int]:
-        cache = MemorizingCache(self.model.config, 1, StoredTokens([job.document]))
+        memory = StoredTokens([job.document])
+        cache = MemorizingCache(self.model.config, 1, memory)
+        cache.memory = None  # stored keys depend on the layers below only, which look nothing up
+        for tokens in self._before(job.document):
+            self._read_window(tokens, cache)
+            cache.waiting = [[]]  # they are stored already
+        cache.memory = memory
         try:
             for tokens in segments:
-                (ids,) = to_device([tokens.long()[None]], self.model.device)
-                self.model(ids, past_key_values=cache, logits_to_keep=1)
+                self._read_window(tokens, cache)
                 yield len(tokens)
         finally:  # even after an error or an interruption, the computed part is whole
             cache.flush()
+
+    def _before(self, document: Document) -> Sequence[Tensor]:
+        """Return the last stored tokens, on which the keys of the next ones depend, in pieces of a window."""
+        config, size = self.model.config, self.memory.spec.block_size
+        if not len(document):
+            return ()
+        first = max(document.blocks.start, (len(document) - config.memory_layer * config.window) // size)
+        return self._tokens(document, first, len(document)).split(config.window)
+
+    def _read_window(self, tokens: Tensor, cache: MemorizingCache) -> None:
+        (ids,) = to_device([tokens.long()[None]], self.model.device)
+        self.model(ids, past_key_values=cache, logits_to_keep=1)
 
 
 class DocumentTokens:
