@@ -240,7 +240,7 @@ def test_what_cannot_be_is_refused(model: LlamaForCausalLM) -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2))
     with pytest.raises(UnsupportedModel, match="q_proj"):
         add_knn_memory(gpt2)
-    with pytest.raises(UnsupportedModel, match="its queries come with a gate"):
+    with pytest.raises(UnsupportedModel, match="needs queries without a gate"):
         add_knn_memory(tiny("qwen3_next"), layer=-1)
 
 

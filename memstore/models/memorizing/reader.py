@@ -25,7 +25,7 @@ from memstore.models.memorizing.cache import KNNChoice, MemorizingCache
 from memstore.models.memorizing.modeling import MemorizingForCausalLM
 from memstore.models.reading import CacheReader
 from memstore.readers.asking import Query
-from memstore.readers.attachment import Job, Place, evaluating
+from memstore.readers.attachment import Job, Place, changed, evaluating
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import MEMORIZING
 from memstore.readers.observer import Choices, Origin
@@ -119,29 +119,21 @@ class MemorizingReader(CacheReader[MemorizingCache]):
         return self.model.config.window
 
     def _read_segments(self, job: Job, segments: Iterator[Tensor]) -> Generator[int]:
-        memory = StoredTokens([job.document])
-        cache = MemorizingCache(self.model.config, 1, memory)
-        cache.memory = None  # stored keys depend on the layers below only, which look nothing up
-        for tokens in self._before(job.document):
-            self._read_window(tokens, cache)
-            cache.waiting = [[]]  # they are stored already
-        cache.memory = memory
+        config, document = self.model.config, job.document
+        cache = MemorizingCache(config, 1, StoredTokens([document]))
+        if len(document):  # stored keys depend on the windows of the layers below, which look nothing up
+            first = (len(document) - int(config.memory_layer or 0) * config.window) // self.memory.spec.block_size
+            before = self._tokens(document, max(first, document.blocks.start), len(document))
+            with changed(cache, memory=None, _remembers=False):
+                self._segment(before, cache)
         try:
             for tokens in segments:
-                self._read_window(tokens, cache)
+                self._segment(tokens, cache)
                 yield len(tokens)
         finally:  # even after an error or an interruption, the computed part is whole
             cache.flush()
 
-    def _before(self, document: Document) -> Sequence[Tensor]:
-        """Return the last stored tokens, on which the keys of the next ones depend, in pieces of a window."""
-        config, size = self.model.config, self.memory.spec.block_size
-        if not len(document):
-            return ()
-        first = max(document.blocks.start, (len(document) - config.memory_layer * config.window) // size)
-        return self._tokens(document, first, len(document)).split(config.window)
-
-    def _read_window(self, tokens: Tensor, cache: MemorizingCache) -> None:
+    def _segment(self, tokens: Tensor, cache: MemorizingCache) -> None:
         (ids,) = to_device([tokens.long()[None]], self.model.device)
         self.model(ids, past_key_values=cache, logits_to_keep=1)
 

@@ -320,8 +320,8 @@ def add_knn_memory(model: PreTrainedModel, layer: int = -4, *, memory_size: int 
     queries, gathered = attention.q_proj.out_features, attention.o_proj.in_features
     if queries != gathered:
         raise UnsupportedModel(
-            f"{type(model).__name__} has a q_proj of {queries} numbers, but an o_proj of {gathered}: its queries come "
-            "with a gate, which a kNN layer does not support. Use a model without gated queries, such as Llama or Qwen3"
+            f"a kNN layer needs queries without a gate, such as Llama has, but the q_proj of {type(model).__name__} "
+            f"makes {queries} numbers for the {gathered} of its o_proj: use another model"
         )
     dim = queries // heads
     memory = KNNMemory(heads, attention.k_proj.out_features // dim, dim, memory_size=memory_size, top_k=top_k)
