@@ -76,7 +76,7 @@ def test_what_is_found_is_mixed_in_as_the_equations_say(model: LlamaForCausalLM)
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "olmo2", "cohere", "granite"])
 def test_norms_and_scale_are_those_of_the_layer(family: str) -> None:
-    changes = {"granite": {"attention_multiplier": 0.7}, "cohere": {"use_qk_norm": True}}
+    changes: dict[str, dict[str, Any]] = {"granite": {"attention_multiplier": 0.7}, "cohere": {"use_qk_norm": True}}
     model: Any = tiny(family, **changes.get(family, {}))
     attention = next(each for each in model.modules() if hasattr(each, "q_proj"))
     for norm in (each for name, each in attention.named_modules() if name.endswith("_norm")):

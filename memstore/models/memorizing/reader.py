@@ -111,8 +111,7 @@ class MemorizingReader(CacheReader[MemorizingCache]):
 
     def _described(self) -> dict[str, Any]:
         config = self.model.config
-        layers = [config.memory_layer]
-        return described("knn", layers, heads=config.num_attention_heads, top_k=config.retrieval_top_k)
+        return described("knn", [config.memory_layer], heads=config.num_attention_heads, top_k=config.retrieval_top_k)
 
     @property
     def _segment_tokens(self) -> int:

@@ -168,8 +168,7 @@ class KNNMemory(nn.Module):
             pass
         finally:
             handle.remove()
-        _, keys, values = seen
-        return keys, values
+        return seen[1], seen[2]
 
     def weights_of(self, q: Tensor, k: Tensor, mask: Tensor, found: Neighbours) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - the window has a softmax of its own
         """Return scores and output parts of the tokens found; see ``KNNAttention``. Gates may be negative."""
@@ -253,20 +252,17 @@ class KNNMemory(nn.Module):
         """Mix the values found into the heads ``[B, T, H * D]``, before the layer adds them up."""
         (heads,) = arguments
         q, k, v = self._taken()
-        k, v = k.detach(), v.detach()
         if not self.memory_size and self.beginning is None:
             return (heads,)
-        self._waiting = (k, v, self._kept)
+        self._waiting = (k.detach(), v.detach(), self._kept)
         self._given = self._before + k.shape[2]
-        if self.memory is None:
-            rows, groups, _, dim = k.shape
-            if self.beginning is not None:
-                self.memory = self.beginning(rows)
-            else:
-                self.memory = RecentTokens(rows, groups, self.memory_size, dim, dtype=k.dtype, device=k.device)
-        found = Neighbours(
-            *(x.to(k) if x.is_floating_point() else x for x in self.memory.search(q.detach(), self.top_k))
-        )
+        if self.memory is None and self.beginning is not None:
+            self.memory = self.beginning(len(k))
+        elif self.memory is None:
+            sizes = len(k), self.groups, self.memory_size, self.dim
+            self.memory = RecentTokens(*sizes, dtype=k.dtype, device=k.device)
+        found = self.memory.search(q.detach(), self.top_k)
+        found = Neighbours(*(x.to(k) if x.is_floating_point() else x for x in found))
         if self.found is not None:
             last = [int(row.nonzero()[-1]) if bool(row.any()) else 0 for row in self._shown]
             seen = {"queries": q.detach(), "keys": k[:, :, :0], "mask": q.new_zeros(1, self.heads, q.shape[2], 0)}
@@ -317,13 +313,12 @@ def add_knn_memory(model: PreTrainedModel, layer: int = -4, *, memory_size: int 
     config = model.config.get_text_config(decoder=True)
     heads = int(config.num_attention_heads)
     attention: Any = layers[layer]
-    queries, gathered = attention.q_proj.out_features, attention.o_proj.in_features
-    if queries != gathered:
+    if attention.q_proj.out_features != attention.o_proj.in_features:
         raise UnsupportedModel(
-            f"a kNN layer needs queries without a gate, such as Llama has, but the q_proj of {type(model).__name__} "
-            f"makes {queries} numbers for the {gathered} of its o_proj: use another model"
+            f"a kNN layer needs queries without a gate, but the q_proj of {type(model).__name__} makes "
+            f"{attention.q_proj.out_features} numbers for the {attention.o_proj.in_features} of its o_proj"
         )
-    dim = queries // heads
+    dim = attention.q_proj.out_features // heads
     memory = KNNMemory(heads, attention.k_proj.out_features // dim, dim, memory_size=memory_size, top_k=top_k)
     memory.to(attention.q_proj.weight.device)
     memory.place(model, attention)
