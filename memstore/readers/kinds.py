@@ -270,6 +270,7 @@ INDEXED = Kind(
     "memstore.models.indexed.training:INDEXED",
     "memstore.models.indexed.evaluation:INDEXED",
     options_module="memstore.models.indexed.options",
+    others=("deepseek_v4",),  # also without layers that choose: stock readers know none of its layers
     plural="models with their own index",
     half=True,
     tokenizer="transformers:AutoTokenizer",

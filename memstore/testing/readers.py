@@ -77,6 +77,13 @@ class ReaderTests(ABC):
         logits: Tensor = reader.model(self.text(reader.model, 1)[None, :9]).logits
         return logits.clone()
 
+    def stored(self, reader: Reader) -> list[Tensor]:
+        """Return the stored states and landmarks of all complete blocks."""
+        views = [reader.document.layer(layer) for layer in range(reader.memory.spec.layers)]
+        blocks, indexed = reader.document.complete_blocks, reader.memory.spec.index_layers
+        states = [view.gather(blocks)[name] for view in views for name in reader.memory.spec.fields]
+        return states + [views[layer].landmarks(blocks) for layer in indexed]
+
     def answer(self, place: str) -> Tensor:
         """Answer in a process that has only this class and the memory."""
         with self.attach(self.model(), place, mode="r") as reader:
@@ -98,13 +105,14 @@ class ReaderTests(ABC):
         with self.attach(model, tmp_path / "whole") as reader:
             result = reader.read(text)
             assert (result.tokens, result.new_tokens, result.reused_tokens) == (len(text), len(text), 0)
-            whole = self.asked(reader)
+            whole, states = self.asked(reader), self.stored(reader)
         for stop in (self.length // 3 // self.unit * self.unit, self.length // 2 // self.unit * self.unit, self.length):
             with self.attach(model, tmp_path / "pieces") as reader:
                 result = reader.read(text[:stop])
                 assert result.tokens == len(reader) == result.new_tokens + result.reused_tokens == stop
         with self.attach(model, tmp_path / "pieces") as reader:
             torch.testing.assert_close(self.asked(reader), whole, rtol=0, atol=self.tolerance)
+            torch.testing.assert_close(self.stored(reader), states, rtol=0, atol=self.tolerance)
             assert reader.memory.verify() == []
 
     def test_a_text_comes_as_an_iterator_too_and_what_was_whole_stays(self) -> None:
@@ -121,10 +129,11 @@ class ReaderTests(ABC):
             stored = len(reader)
             assert torch.equal(reader.document.tokens(), text[:stored])
             assert reader.read(text).reused_tokens == stored
-            here = self.asked(reader)
+            here, states = self.asked(reader), self.stored(reader)
         with self.attach(model, "ram:") as reader:
             reader.read(text)
             torch.testing.assert_close(self.asked(reader), here, rtol=0, atol=self.tolerance)
+            torch.testing.assert_close(self.stored(reader), states, rtol=0, atol=self.tolerance)
 
     def test_what_is_appended_is_seen(self) -> None:
         model = self.model()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.models.hils import HilsCache, HilsConfig, HilsForCausalLM, OlmoHilsConfig, QwenHilsConfig
@@ -293,6 +293,16 @@ def test_generate_goes_on_token_by_token() -> None:
     with torch.no_grad():
         logits = model(out[:, :-1]).logits[:, 69:]
     assert torch.equal(logits.argmax(-1), out[:, 70:])
+
+
+def test_a_generation_config_may_come_by_position() -> None:
+    model, ids = make("qwen"), tokens(20)
+    options: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    best = int(model.generate(ids, **options)[0, 20])
+    given = GenerationConfig(suppress_tokens=[best], **options)
+    found = model.generate(ids, given)
+    assert int(found[0, 20]) != best
+    assert torch.equal(found, model.generate(ids, generation_config=given))
 
 
 def test_beams_are_rows_that_change_places() -> None:

@@ -74,6 +74,10 @@ def test_a_family_that_is_not_known_is_refused_by_name() -> None:
         family_of(tiny("glm5_next", index_kpool_always_select_tail=False))
     with pytest.raises(UnsupportedModel, match="its index has 3 heads, which do not divide 2 key-value heads"):
         family_of(tiny("minimax_m3_vl_text", index_n_heads=3))
+    with pytest.raises(UnsupportedModel, match="its index keys have 4 numbers, but 8 are rotated"):
+        family_of(tiny("minimax_m3_vl_text", index_head_dim=4))
+    with pytest.raises(UnsupportedModel, match="none of its layers has an index"):
+        memstore.attach(tiny("deepseek_v4", layer_types=["sliding_attention"] * 4), "ram:")
     with pytest.raises(UnsupportedModel, match="layer 0 may choose 0 units, but needs at least 1"):
         family_of(tiny("deepseek_v32", index_topk=0))
     with pytest.raises(UnsupportedModel, match="layer 0 may choose 2 units, but needs at least 3"):
@@ -194,6 +198,7 @@ def test_what_a_memory_cannot_honour_is_refused_by_name() -> None:
             ({"position_ids": torch.arange(3, 13)[None]}, "position_ids must count"),
             ({"attention_mask": torch.ones(1, 1, 10, 10)}, "must be of shape"),
             ({"attention_mask": torch.ones(1, 4)}, "must cover the 10 new tokens"),
+            ({"attention_mask": torch.tensor([[0, 1, 1, 0, 0, 1, 1, 1, 1, 0]])}, "hides tokens between others"),
             ({"output_attentions": True}, "output_attentions"),
         ):
             with pytest.raises(InvalidArgument, match=message):
@@ -209,6 +214,45 @@ def test_what_a_memory_cannot_honour_is_refused_by_name() -> None:
             model.lm_head.weight.add_(1)
         with pytest.raises(InvalidArgument, match="changed since the memory was attached"):
             logits(model, rows)
+
+
+def test_layers_that_see_all_entries_need_no_index() -> None:
+    kinds = ["heavily_compressed_attention", "sliding_attention"] * 2
+    model, ids = tiny("deepseek_v4", layer_types=kinds), text(300)[None]
+    expected = logits(model, ids)
+    with memstore.attach(model, "ram:", block_size=16) as reader:
+        reader.read(ids[0, :280])
+        with reader.record(ids[0, 280:]):
+            torch.testing.assert_close(logits(model, ids[:, 280:]), expected[:, 280:], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v4", "qwen4_exp_text", "glm5_next"])
+def test_without_a_cache_and_with_gradients_as_the_model_alone(family: str) -> None:
+    model, ids = tiny(family), text(49)[None]
+    options: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    plain = model.generate(ids, **options)
+    loss = model(input_ids=ids, labels=torch.cat([torch.full((1, 41), -100), ids[:, 41:]], 1)).loss
+    with memstore.attach(model, "ram:", block_size=16) as reader:
+        reader.read(ids[0, :40])
+        given = ids[:, 40:]
+        assert torch.equal(model.generate(given, use_cache=False, **options), plain[:, 40:])
+        found = model(input_ids=given, labels=given).loss
+        torch.testing.assert_close(found, loss, rtol=0, atol=1e-5)
+        found.backward()
+        assert all(each.grad.isfinite().all() for each in model.parameters() if each.grad is not None)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "qwen4_exp_text"])
+def test_a_part_of_a_prompt_may_be_padding_only(family: str) -> None:
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    options["suppress_tokens"] = [0]
+    model, rows = tiny(family), torch.zeros(2, 12, dtype=torch.int64)
+    rows[0, 7:], rows[1] = text(5, 5), text(12, 6)
+    with memstore.attach(model, "ram:", block_size=16) as reader:
+        reader.read(text(40))
+        whole = model.generate(rows, attention_mask=(rows > 0).long(), **options)
+        parts = model.generate(rows, attention_mask=(rows > 0).long(), prefill_chunk_size=4, **options)
+        assert torch.equal(parts, whole)
 
 
 def test_a_trace_tells_which_tokens_were_chosen(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
+from transformers import AttentionInterface, DynamicCache, GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 import memstore
 from memstore.attention.knn_memory import RecentTokens
@@ -16,6 +16,7 @@ from memstore.errors import InvalidArgument, UnsupportedModel
 from memstore.models.memorizing import KNNMemory, add_knn_memory, knn_memory_of, remove_knn_memory
 from memstore.readers.caches import CACHE, cache_in
 from tests.models.stock import small_llama
+from tests.readers.models import tiny
 
 
 @pytest.fixture
@@ -71,6 +72,31 @@ def test_what_is_found_is_mixed_in_as_the_equations_say(model: LlamaForCausalLM)
         far = scores.softmax(-1) @ v
         gate = memory.gate.tanh()[:, None, None]
         torch.testing.assert_close(out, gate * far + (1 - gate) * local, rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "olmo2", "cohere", "granite"])
+def test_norms_and_scale_are_those_of_the_layer(family: str) -> None:
+    changes: dict[str, dict[str, Any]] = {"granite": {"attention_multiplier": 0.7}, "cohere": {"use_qk_norm": True}}
+    model: Any = tiny(family, **changes.get(family, {}))
+    attention = next(each for each in model.modules() if hasattr(each, "q_proj"))
+    for norm in (each for name, each in attention.named_modules() if name.endswith("_norm")):
+        torch.nn.init.uniform_(norm.weight, 0.5, 4)
+    memory = add_knn_memory(model, layer=0, top_k=3)
+    seen: dict[str, Tensor] = {}
+
+    def turned(module: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any, **named: Any) -> Any:
+        if module is attention:
+            seen.update(q=q, k=k, v=v, scale=torch.tensor(named["scaling"]))
+        return v.repeat_interleave(q.shape[1] // v.shape[1], 1).transpose(1, 2), None
+
+    AttentionInterface.register("turned", turned)
+    model.set_attn_implementation("turned")
+    memory.found = lambda **told: seen.update(asked=told["queries"])
+    logits(model, tokens(1, 1))  # at position 0 nothing is turned
+    assert memory._waiting is not None
+    for name, found in zip(("q", "k", "v"), (seen["asked"], *memory._waiting[:2]), strict=True):
+        torch.testing.assert_close(found, seen[name])
+    assert memory.scaling == pytest.approx(float(seen["scale"]))
 
 
 def test_the_closed_gate_learns_and_then_the_rest(model: LlamaForCausalLM) -> None:
@@ -214,6 +240,8 @@ def test_what_cannot_be_is_refused(model: LlamaForCausalLM) -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=60, n_embd=16, n_layer=1, n_head=2))
     with pytest.raises(UnsupportedModel, match="q_proj"):
         add_knn_memory(gpt2)
+    with pytest.raises(UnsupportedModel, match="needs queries without a gate"):
+        add_knn_memory(tiny("qwen3_next"), layer=-1)
 
 
 def test_a_document_is_found_as_if_the_model_had_just_read_it(model: LlamaForCausalLM) -> None:

@@ -194,7 +194,7 @@ class HilsForCausalLM(StreamCausalLM):
 
     def generate(self, *args: Any, **options: Any) -> Any:
         """Generate as any model of transformers does; rows of the table without a token are never generated."""
-        given = options.get("generation_config") or self.generation_config
+        given = options.get("generation_config") or (args[1] if len(args) > 1 else None) or self.generation_config
         beyond = range(self.config.vocab_size, self.config.table_rows)
         if beyond:
             suppressed = options.get("suppress_tokens") or getattr(given, "suppress_tokens", None) or []

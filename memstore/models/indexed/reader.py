@@ -38,7 +38,7 @@ from memstore.models.indexed.family import IndexedLayer, attending, family_of, s
 from memstore.models.indexed.keys import DocumentKeys
 from memstore.readers.asking import Query
 from memstore.readers.attachment import Job, Place, changed, evaluating
-from memstore.readers.caches import CACHE, cache_in, check_new
+from memstore.readers.caches import CACHE, cache_in, check_new, with_cache
 from memstore.readers.fingerprint import WeightCheck, fingerprint_of, options_of
 from memstore.readers.kinds import INDEXED
 from memstore.readers.observer import Choices
@@ -178,6 +178,7 @@ class IndexedReader(Reader):
         self._ids: Tensor | None = None
         self._padding: Tensor | None = None  # ``[B, S]``, False on padding at the beginning of rows of a pass
         self._thread: int | None = None  # the thread that runs a forward pass
+        self._cached = True  # whether the caller gets the cache of the pass
         self._told = True  # observers hear of questions, not of reading
 
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
@@ -378,8 +379,6 @@ class IndexedReader(Reader):
                 real = slice(None) if mask is None else mask[0]
                 observer.begin(None if ids is None else ids[0][real], fresh=not call.length)
         self._call, self._thread, self._padding = call, get_ident(), mask
-        for name in ("past_key_values", CACHE):
-            given.pop(name, None)
         given["position_ids"] = positions
         masks: dict[str, Any] = dict.fromkeys(("indexed_attention", *self.family.config.layer_types))
         if self.family.linear and not (call.tokens or call.length):  # they can skip padding at the very beginning
@@ -387,13 +386,14 @@ class IndexedReader(Reader):
         given["attention_mask"] = masks
         uses = given.get("use_cache")
         uses = self.family.config.use_cache if uses is None else uses
-        if not call.length and (cache is not None or uses or self._carried is not None) and not _is_ours(cache):
+        self._cached = cache is not None or bool(uses)
+        if not call.length and (self._cached or self._carried is not None) and not _is_ours(cache):
             states = self._remembered(call)
             if cache is None:
                 cache = self._cache_of(call, states)
             else:
                 self._take_over(cache, call, states)
-        return (), {**given, "use_cache": cache is not None, CACHE: cache}
+        return (), {**with_cache(given, cache), "use_cache": cache is not None}
 
     # Layers that do not attend would read the padding between a document and a prompt. So rows run one by one.
     def _without_padding(self, plain: Callable[..., Any], carried: _CarriedStates, **given: Any) -> Any:
@@ -402,30 +402,30 @@ class IndexedReader(Reader):
         if mask is None or call is None or not (call.tokens or call.length):
             return plain(**given)
         by_token = {k: v for k, v in given.items() if isinstance(v, Tensor) and v.shape[:2] == mask.shape}
-        cache, out, states = given[CACHE], list[Tensor](), list[list[Tensor]]()
+        cache, states = given[CACHE], list[list[Tensor]]()
+        hidden = torch.zeros(*mask.shape, self.family.config.hidden_size, dtype=self.model.dtype, device=mask.device)
         for row, real in enumerate(mask):
             own = self._cache_of(call, carried.states(cache.layers, row), rows=1)
-            call.only = row
-            tokens = {name: value[row, real][None] for name, value in by_token.items()}
-            out.append(plain(**{**given, **tokens, CACHE: own}).last_hidden_state[0])
+            if bool(real.any()):  # a part of a longer prompt may be padding only
+                call.only = row
+                tokens = {name: value[row, real][None] for name, value in by_token.items()}
+                found = plain(**{**given, **tokens, CACHE: own}).last_hidden_state[0]
+                hidden[row, real] = found.to(hidden.dtype)
             states.append(carried.states(own.layers))
         call.only = None
         carried.put(cache.layers, states)
-        hidden = out[0].new_zeros(*mask.shape, out[0].shape[-1])
-        for row, real in enumerate(mask):
-            hidden[row, real] = out[row]
         return MoeModelOutputWithPast(last_hidden_state=hidden, cache=cache)
 
-    def _after(self, _module: nn.Module, _inputs: object, output: object) -> None:
-        """End the pass. Without an output it has failed, and its tokens do not count."""
+    def _after(self, _module: nn.Module, _inputs: object, output: Any) -> Any:
+        """End the pass, and return its output. Without one it has failed, and its tokens do not count."""
         if self._thread != get_ident():
-            return  # this pass was refused, or had not begun
-        self._thread = None
-        if self._call is not None and output is not None:
-            self._call.end()
-        elif self._call is not None:
-            self._call.ended = True  # only some layers have its tokens
-        self._call = None
+            return output  # this pass was refused, or had not begun
+        call, self._call, self._thread = self._call, None, None
+        if call is not None and output is not None:
+            call.end()
+        elif call is not None:
+            call.ended = True  # only some layers have its tokens
+        return output if self._cached or output is None else type(output)(**with_cache(output, None))
 
     def _call_of(self, cache: Any, rows: int) -> IndexedCall:
         """Return the call that a pass belongs to, by its cache, or a new one if the cache is empty or missing."""
@@ -517,12 +517,13 @@ class IndexedReader(Reader):
     # Asking
 
     def _described(self) -> dict[str, Any]:
-        chosen = [layer for layer in self.family.layers if layer.chooses]
+        layers = self.family.layers
+        chosen = [layer for layer in layers if layer.chooses] or [layer for layer in layers if layer.key_width]
         return {
             "mechanism": "index",
             "layers": [layer.index for layer in chosen],
             "heads": max(layer.groups * _heads(layer.module) for layer in chosen),
-            "top_k": max(layer.top for layer in self.family.layers),
+            "top_k": max(layer.top for layer in layers),
             "unit": max(layer.unit for layer in chosen),
             "entries": any(layer.sees == "entries" for layer in chosen),
         }
@@ -542,12 +543,11 @@ class IndexedReader(Reader):
         asked = Choices(IndexChoice, lambda choice: choice)
         with changed(self, observers=[asked]), evaluating(self.model):  # no other observer hears of it
             self.model(query.tokens[None].to(self.model.device), use_cache=False, logits_to_keep=1)
-        size, told = self.memory.spec.block_size, [each for each in asked if each.scores is not None]
-        told = [each for each in told if layer in (None, each.layer)]
+        told = [each for each in asked if each.scores is not None and layer in (None, each.layer)]
         total = torch.zeros(len(blocks))
         for each in told:
             assert each.scores is not None
-            total += _by_block(each.ids, each.scores, len(blocks), size) / len(told)
+            total += _by_block(each.ids, each.scores, len(blocks), self.memory.spec.block_size) / len(told)
         found = total > -torch.inf
         return best([(self.document, torch.arange(blocks.start, blocks.stop)[found], total[found])], top_k)
 
@@ -584,6 +584,11 @@ def _mask(mask: Any, call: IndexedCall, rows: int, count: int) -> Tensor | None:
         raise InvalidArgument(
             "attention_mask hides tokens of the document, and a memory cannot hide single tokens: pass the mask "
             "of the prompt only"
+        )
+    if bool(((F.pad(mask[:, -total:].int(), (1, 0)).diff(dim=1) > 0).sum(1) > 1).any()):
+        raise InvalidArgument(
+            "attention_mask hides tokens between others, but an index counts tokens without gaps: leave these tokens "
+            "out, and mask only the beginning or the end of a row"
         )
     mask = mask[:, -count:]
     return None if bool(mask.all()) else mask

@@ -1,8 +1,8 @@
 """Read a long input into a memory of single tokens with a Memorizing Transformer, and query it later.
 
 The text goes into the memory a window at a time, as in training. The memory keeps the keys and values of single tokens,
-of the layer that looks tokens up. The windows of the other layers are not kept. So text after a closed document begins
-with empty windows, and sees the document through its memory only.
+of the layer that looks tokens up. The windows of the other layers are not kept. So a question after a closed document
+begins with empty windows, and sees the document through its memory only. Reading on computes the windows again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from memstore.models.memorizing.cache import KNNChoice, MemorizingCache
 from memstore.models.memorizing.modeling import MemorizingForCausalLM
 from memstore.models.reading import CacheReader
 from memstore.readers.asking import Query
-from memstore.readers.attachment import Job, Place, evaluating
+from memstore.readers.attachment import Job, Place, changed, evaluating
 from memstore.readers.fingerprint import fingerprint_of
 from memstore.readers.kinds import MEMORIZING
 from memstore.readers.observer import Choices, Origin
@@ -111,22 +111,30 @@ class MemorizingReader(CacheReader[MemorizingCache]):
 
     def _described(self) -> dict[str, Any]:
         config = self.model.config
-        layers = [config.memory_layer]
-        return described("knn", layers, heads=config.num_attention_heads, top_k=config.retrieval_top_k)
+        return described("knn", [config.memory_layer], heads=config.num_attention_heads, top_k=config.retrieval_top_k)
 
     @property
     def _segment_tokens(self) -> int:
         return self.model.config.window
 
     def _read_segments(self, job: Job, segments: Iterator[Tensor]) -> Generator[int]:
-        cache = MemorizingCache(self.model.config, 1, StoredTokens([job.document]))
+        config, document = self.model.config, job.document
+        cache = MemorizingCache(config, 1, StoredTokens([document]))
+        if len(document):  # stored keys depend on the windows of the layers below, which look nothing up
+            first = (len(document) - int(config.memory_layer or 0) * config.window) // self.memory.spec.block_size
+            before = self._tokens(document, max(first, document.blocks.start), len(document))
+            with changed(cache, memory=None, _remembers=False):
+                self._segment(before, cache)
         try:
             for tokens in segments:
-                (ids,) = to_device([tokens.long()[None]], self.model.device)
-                self.model(ids, past_key_values=cache, logits_to_keep=1)
+                self._segment(tokens, cache)
                 yield len(tokens)
         finally:  # even after an error or an interruption, the computed part is whole
             cache.flush()
+
+    def _segment(self, tokens: Tensor, cache: MemorizingCache) -> None:
+        (ids,) = to_device([tokens.long()[None]], self.model.device)
+        self.model(ids, past_key_values=cache, logits_to_keep=1)
 
 
 class DocumentTokens:

@@ -1,7 +1,7 @@
 """A gated kNN layer in a stock Hugging Face causal LM, for fine-tuning (Wu et al. 2022, section 3).
 
-One attention layer also looks up single tokens of the text so far, with its queries and keys before positions are
-applied. The values found are mixed into the output of its heads.
+One attention layer also looks up single tokens of the text so far, with its queries and keys after their norms, if it
+has norms, and before positions are applied. The values found are mixed into the output of its heads.
 
 Deliberate: queries and keys keep their lengths, which the paper makes 1, and the scale of each head begins with the
 model's own. In a trained model, lengths show which tokens matter. Without them most of the possible gain is lost. The
@@ -76,6 +76,8 @@ class KNNMemory(nn.Module):
     def __init__(self, heads: int, groups: int, dim: int, *, memory_size: int, top_k: int) -> None:
         super().__init__()
         self.heads, self.groups, self.dim = heads, groups, dim
+        self.scaling = dim**-0.5
+        """The model's own factor on scores."""
         self.memory_size, self.top_k = memory_size, top_k
         check_sizes(self, ("memory_size",), least=0)
         check_sizes(self, ("top_k",))
@@ -152,11 +154,10 @@ class KNNMemory(nn.Module):
 
     def states(self, model: nn.Module, tokens: Tensor) -> States:
         """Return keys and values ``[1, G, n, D]`` of ``tokens [n]``, read alone. ``model`` runs up to this layer."""
-        seen: dict[str, Tensor] = {}
+        seen: list[Tensor] = []
 
         def enough(*_: object) -> None:
-            seen.update(self._seen)
-            self._seen.clear()
+            seen.extend(self._taken())
             raise _PassEnd
 
         attention: Any = self._around[0]
@@ -167,18 +168,18 @@ class KNNMemory(nn.Module):
             pass
         finally:
             handle.remove()
-        keys, values = (_split(seen[name], self.groups) for name in PROJECTIONS[1:3])
-        return keys, values
+        return seen[1], seen[2]
 
     def weights_of(self, q: Tensor, k: Tensor, mask: Tensor, found: Neighbours) -> tuple[Tensor, Tensor]:  # noqa: ARG002 - the window has a softmax of its own
         """Return scores and output parts of the tokens found; see ``KNNAttention``. Gates may be negative."""
-        scores = (self.scale.exp() * self.dim**-0.5)[:, None, None] * products(q, found.keys, found.ids)
+        scores = (self.scale.exp() * self.scaling)[:, None, None] * products(q, found.keys, found.ids)
         return scores, scores.softmax(-1).nan_to_num() * self.gate.tanh()[:, None, None]
 
     def place(self, model: nn.Module, attention: nn.Module) -> None:
         """Put the memory into ``attention``, a layer of ``model``."""
         attention.register_module(NAME, self)
         self._around.append(attention)
+        self.scaling = float(getattr(attention, "scaling", self.scaling))
         self._handles.append(model.register_forward_pre_hook(self._begin, with_kwargs=True))
         for name in PROJECTIONS[:3]:
             self._handles.append(getattr(attention, name).register_forward_hook(partial(self._keep, name)))
@@ -223,6 +224,20 @@ class KNNMemory(nn.Module):
     def _keep(self, name: str, module: nn.Module, arguments: tuple[Any, ...], out: Tensor) -> None:  # noqa: ARG002
         self._seen[name] = out
 
+    def _taken(self) -> list[Tensor]:
+        """Return queries, keys and values ``[B, heads, T, D]`` of this pass, and forget them.
+
+        They are after the norms of the layer, over a head as in Qwen3 or over all heads as in OLMo 2.
+        """
+        taken = []
+        for name, heads in zip(PROJECTIONS, (self.heads, self.groups, self.groups), strict=False):
+            x, norm = self._seen[name], getattr(self._around[0], f"{name[0]}_norm", nn.Identity())
+            over_all = getattr(norm, "weight", x).shape == x.shape[-1:]
+            x = norm(x).unflatten(-1, (heads, -1)) if over_all else norm(x.unflatten(-1, (heads, -1)))
+            taken.append(x.transpose(1, 2))
+        self._seen.clear()
+        return taken
+
     def _follow(self, past: Any, rows: Tensor) -> Any:
         """Follow the beams of ``generate``, so that rows of its cache and of the memory belong to the same text."""
         past.reorder_cache(rows)
@@ -236,29 +251,25 @@ class KNNMemory(nn.Module):
     def _mix(self, module: nn.Module, arguments: tuple[Tensor]) -> tuple[Tensor]:  # noqa: ARG002
         """Mix the values found into the heads ``[B, T, H * D]``, before the layer adds them up."""
         (heads,) = arguments
-        q = _split(self._seen["q_proj"], self.heads)
-        k, v = (_split(self._seen[name], self.groups).detach() for name in PROJECTIONS[1:3])
-        self._seen.clear()
+        q, k, v = self._taken()
         if not self.memory_size and self.beginning is None:
             return (heads,)
-        self._waiting = (k, v, self._kept)
+        self._waiting = (k.detach(), v.detach(), self._kept)
         self._given = self._before + k.shape[2]
-        if self.memory is None:
-            rows, groups, _, dim = k.shape
-            if self.beginning is not None:
-                self.memory = self.beginning(rows)
-            else:
-                self.memory = RecentTokens(rows, groups, self.memory_size, dim, dtype=k.dtype, device=k.device)
-        found = Neighbours(
-            *(x.to(k) if x.is_floating_point() else x for x in self.memory.search(q.detach(), self.top_k))
-        )
+        if self.memory is None and self.beginning is not None:
+            self.memory = self.beginning(len(k))
+        elif self.memory is None:
+            sizes = len(k), self.groups, self.memory_size, self.dim
+            self.memory = RecentTokens(*sizes, dtype=k.dtype, device=k.device)
+        found = self.memory.search(q.detach(), self.top_k)
+        found = Neighbours(*(x.to(k) if x.is_floating_point() else x for x in found))
         if self.found is not None:
             last = [int(row.nonzero()[-1]) if bool(row.any()) else 0 for row in self._shown]
             seen = {"queries": q.detach(), "keys": k[:, :, :0], "mask": q.new_zeros(1, self.heads, q.shape[2], 0)}
             self.found(rows=range(len(q)), last=last, found=found, memory=self.memory, **seen)
-        far = knn_attention(q, *found, scale=(self.scale.exp() * q.shape[-1] ** -0.5).to(q.dtype))
+        far = knn_attention(q, *found, scale=(self.scale.exp() * self.scaling).to(q.dtype))
         part = self.gate.tanh().to(q.dtype)[:, None, None] * (found.ids[..., :1] >= 0)
-        local = _split(heads, self.heads)
+        local = heads.unflatten(-1, (self.heads, -1)).transpose(1, 2)
         return (merged(local + part * (far - local)),)
 
     # The first token of a segment is not stored: idle heads rest on the first token of a call. So it is among the
@@ -291,7 +302,7 @@ def add_knn_memory(model: PreTrainedModel, layer: int = -4, *, memory_size: int 
         top_k: tokens that each query of each head looks up.
 
     Raises:
-        UnsupportedModel: a model without such layers.
+        UnsupportedModel: a model without such layers, or whose queries come with a gate, such as Qwen3-Next.
         InvalidArgument: the layer does not exist, a number is too small, or the model has a memory already.
     """
     layers = _attentions(model)
@@ -302,6 +313,11 @@ def add_knn_memory(model: PreTrainedModel, layer: int = -4, *, memory_size: int 
     config = model.config.get_text_config(decoder=True)
     heads = int(config.num_attention_heads)
     attention: Any = layers[layer]
+    if attention.q_proj.out_features != attention.o_proj.in_features:
+        raise UnsupportedModel(
+            f"a kNN layer needs queries without a gate, but the q_proj of {type(model).__name__} makes "
+            f"{attention.q_proj.out_features} numbers for the {attention.o_proj.in_features} of its o_proj"
+        )
     dim = attention.q_proj.out_features // heads
     memory = KNNMemory(heads, attention.k_proj.out_features // dim, dim, memory_size=memory_size, top_k=top_k)
     memory.to(attention.q_proj.weight.device)
@@ -382,12 +398,6 @@ def _attentions(model: PreTrainedModel) -> list[nn.Module]:
     return found
 
 
-def _split(x: Tensor, heads: int) -> Tensor:
-    """Return ``[B, T, H * D]`` as ``[B, H, T, D]``."""
-    heads_apart: Tensor = x.unflatten(-1, (heads, -1))
-    return heads_apart.transpose(1, 2)
-
-
 SEGMENT = 512
 """Tokens of a segment, for a model that was not trained with segments."""
 
@@ -409,12 +419,13 @@ class KNNReader(Reader):
     def spec(self, made: MemorySpec | None = None) -> MemorySpec:
         layer, number, size = self._layer, self._settings["layer"], BLOCK_SIZE if made is None else made.block_size
         size = size if self._block_size is None else self._block_size
+        normed = "normalised " if hasattr(layer._around[0], "k_norm") else ""
         fingerprint = fingerprint_of(
             self.model,
             self.tokenizer,
             architecture=f"{self.model.config.model_type} knn layer={number},groups={layer.groups},dim={layer.dim}",
             positions=f"segments of {self._segment_tokens}",
-            layout="k before positions, v, of single tokens",
+            layout=f"{normed}k before positions, v, of single tokens",
             block_size=size,
         )
         return token_spec(layer.groups, layer.dim, fingerprint=fingerprint, block_size=size, dtype=fingerprint.dtype)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -59,13 +60,20 @@ class LinearLayers:
             if slot.kind == "conv":
                 layer.update_conv_state(all_rows, slot.number)
             else:
-                layer.update_recurrent_state(all_rows, slot.number)
+                type(layer).update_recurrent_state(layer, all_rows, slot.number)
+                layer.update_recurrent_state = partial(_replace, layer)
             layer.has_previous_state[slot.number] = True
         return made
 
     def states(self, layers: Sequence[Any]) -> list[Tensor]:
         """Return the states in a cache of one row. The next pass over the cache changes them."""
         return [state[0] for state in states_in(layers, self.slots)]
+
+
+def _replace(layer: Any, state: Tensor, number: int = 0) -> Tensor:
+    """Replace a state. Overwriting it, as transformers does, would change what a backward pass needs."""
+    layer.recurrent_states[number] = state.to(layer.recurrent_states[number])
+    return state
 
 
 def find_linear_layers(model: PreTrainedModel, attending: int) -> LinearLayers | str:

@@ -77,7 +77,10 @@ class MiniMaxM3(IndexedFamily):
 
     def made(self) -> list[IndexedLayer]:
         layers = [_BlockLayer(block.self_attn, number) for number, block in enumerate(self.decoder.layers)]
+        rotated = 2 * len(self.decoder.rotary_emb.inv_freq)
         for at in layers:
+            if 0 < at.index_dim < rotated:
+                raise self.refused(f"its index keys have {at.index_dim} numbers, but {rotated} are rotated")
             if at.groups % at.lists:
                 raise self.refused(f"its index has {at.lists} heads, which do not divide {at.groups} key-value heads")
         return [*layers]
