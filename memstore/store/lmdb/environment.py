@@ -108,7 +108,10 @@ class Environment:
         if self.key[2] != os.getpid():
             raise _forked(self.folder, self.key[2])
         before = self._length  # read first, because another thread may raise it now
-        length = os.fstat(self.data_file).st_size
+        try:
+            length = os.fstat(self.data_file).st_size
+        except OSError:  # closed by another thread meanwhile, as LMDB will say
+            return
         if length < before:  # LMDB never shortens it
             raise _truncated(self.folder / DATA_NAME, f"it has only {length} of {before} bytes")
         if length > before:
