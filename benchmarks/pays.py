@@ -149,13 +149,17 @@ def timed(run: Callable[[], T]) -> tuple[T, float]:
 
 
 def even(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each text and other way, the number of questions from which on the memory has cost less; None for never."""
+    """For each text and other way, at how many questions the memory has cost less: ``first`` to ``last``, or None.
+
+    ``last`` is None if it stays so, and ``first`` if the memory never costs less.
+    """
     found = []
     for row in (row for row in rows if row["way"] != MEMORY):
         memory = next(each for each in rows if each["tokens"] == row["tokens"] and each["way"] == MEMORY)
         more, saved = memory["once_s"] - row["once_s"], row["answer_s"] - memory["answer_s"]
-        count = None if saved <= 0 else max(1, 1 + int(more / saved))
-        found.append({"tokens": row["tokens"], "than": row["way"], "questions": count})
+        first = 1 if more < saved else int(more / saved) + 1 if saved > 0 else None
+        last = None if saved >= 0 or first is None else int(more / saved)
+        found.append({"tokens": row["tokens"], "than": row["way"], "first": first, "last": last})
     return found
 
 
