@@ -260,6 +260,10 @@ class Memory:
         with self._shared.writing:
             self._shared.retention.change(lambda rules: rules.limited(max_bytes, when_full or rules.when_full))
 
+    def spare(self, documents: Collection[str]) -> None:
+        """Let no append of this object evict these documents, written together, or each would evict the one before."""
+        self._shared.retention.spared = documents
+
     def rules(self) -> Rules[str]:
         """Return limit, pins and times to live, by document name."""
         return self._shared.retention.rules().renamed(self._shared.catalog.names())
