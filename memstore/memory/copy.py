@@ -64,15 +64,12 @@ def copy_document(
     if source.memory is memory and source.name == name:
         raise InvalidArgument(f"a copy of document {name!r} in its own memory needs a different name.")
     check_same(replace(memory.spec, codec=source.memory.spec.codec), source.memory)
-    own: dict[str | None, Any] = {}
-    if source.memory is not memory:
-        info, arrays = source.memory.facts()
-        facts = by_owner(info)
-        memory.put_facts(facts.get(None, {}), arrays, source.memory.url)
-        own = {about(fact, name): value for fact, value in facts.get(source.name, {}).items()}
+    info, arrays = source.memory.facts() if source.memory is not memory else ({}, {})
+    facts = by_owner(info)
+    memory.put_facts(facts.get(None, {}), arrays, source.memory.url)
     target = _copy(source, memory, name, advance)
-    if own:
-        memory.put_facts({fact: value for fact, value in own.items() if fact is not None}, {}, source.memory.url)
+    own = {about(fact, name): value for fact, value in facts.get(source.name, {}).items()}
+    memory.put_facts({fact: value for fact, value in own.items() if fact is not None}, {}, source.memory.url)
     return target
 
 
@@ -91,12 +88,9 @@ def check_kept(memory: Memory, names: Sequence[str], source: str | Path) -> None
     """Raise ``StoreFull`` if documents that were copied from ``source`` are gone: the limit has evicted them."""
     there = {document.name for document in memory.documents()}
     if gone := [name for name in names if name not in there]:
-        raise StoreFull(
-            f"memory {memory.url} has forgotten {len(gone):,} of {len(names):,} documents of {source} again, because "
-            f"its limit had no room for them: {on_one_line(gone[:10])}{', ...' * (len(gone) > 10)}",
-            memory=memory.url,
-            remedy="limit",
-        )
+        what = f"{len(gone):,} of {len(names):,} documents of {source} again, because its limit had no room for them"
+        shown = on_one_line(gone[:10]) + ", ..." * (len(gone) > 10)
+        raise StoreFull(f"memory {memory.url} has forgotten {what}: {shown}", memory=memory.url, remedy="limit")
 
 
 def _copy(source: Document, memory: Memory, name: str, advance: Callable[[int], None]) -> Document:

@@ -6,9 +6,8 @@ and the content of the manifest. Blocks are written as they are stored, a few at
 memory of any size needs little host memory. Everything is written to a folder beside the target, which gets its final
 name when the last byte is on the disk. So an export exists as a whole or not at all.
 
-An imported document is built under a temporary name. It gets its real name in a single transaction, once it is
-complete, so readers see it as a whole or not at all. After an interruption, the next run continues from the finished
-part.
+An imported document is built under a temporary name, which readers see. It gets its real name in a single transaction,
+once it is complete. After an interruption, the next run continues from the finished part.
 
 The table has a row for each block, in Parquet, for data frames and SQL. It holds facts about blocks, not their states:
 their places, tokens and text, and the lengths of their vectors.

@@ -43,10 +43,8 @@ class Contents:
     """Documents, with their tokens."""
     files: Mapping[str, dict[str, Any]]
     """Facts about the file of each document."""
-    used: int
-    """Bytes of all values."""
-    rules: Mapping[str, Any]
-    """The limit, pins and times to live, as in ``Memory.stats``."""
+    stats: Mapping[str, Any]
+    """Its sizes and rules: see ``Memory.stats``."""
 
     @classmethod
     def of(cls, memory: Memory, model: str | None = None) -> Contents:
@@ -59,15 +57,15 @@ class Contents:
             least = fact.get("tokens", 1)
             if not isinstance(least, int) or documents[key] < least:
                 files[key] = {**fact, "whole": False}
-        dtype = dtype if isinstance(dtype, str) else None
-        return cls(memory.spec, model, dtype, documents, files, stats["used_bytes"], stats["rules"])
+        return cls(memory.spec, model, dtype if isinstance(dtype, str) else None, documents, files, stats)
 
     def room(self, named: Collection[str]) -> int | None:
         """Return the bytes left within the limit. If it evicts, beside pinned documents and those ``named``."""
-        most, refuses = self.rules["max_bytes"], self.rules["when_full"] == "refuse"
-        kept = sum(self.documents.get(name, 0) for name in {*named, *self.rules["pinned"]})
+        rules = self.stats["rules"]
+        most, refuses = rules["max_bytes"], rules["when_full"] == "refuse"
+        kept = sum(self.documents.get(name, 0) for name in {*named, *rules["pinned"]})
         share = 1.0 if refuses else kept / max(1, sum(self.documents.values()))
-        return None if most is None else max(0, most - math.ceil(self.used * share))
+        return None if most is None else max(0, most - math.ceil(self.stats["used_bytes"] * share))
 
     @classmethod
     def at(cls, url: str, model: str | None) -> Contents | None:

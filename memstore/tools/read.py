@@ -21,15 +21,7 @@ from memstore.readers.kinds import encode
 from memstore.report import Page, Report, counted
 from memstore.tools.ask import attached
 from memstore.tools.files import STDIN, digest, find
-from memstore.tools.models import (
-    SMOLLM2,
-    LoadedModel,
-    lasting_name,
-    load_model,
-    record_model,
-    resolve_dtype,
-    usual_dtype,
-)
+from memstore.tools.models import SMOLLM2, LoadedModel, lasting_name, load_model, precision, record_model, usual_dtype
 from memstore.tools.plan import TOLD, Contents, Cost, FileText, ReadPlan, check_fit, check_room, gone, plan_of
 from memstore.tools.verb import (
     FACT,
@@ -129,6 +121,7 @@ class Options:
 
 Done = list[dict[str, Any]]
 """The results for each file that was read."""
+News = tuple[ReadPlan, Done]
 
 
 @taking(Options)
@@ -141,11 +134,11 @@ def read(options: Options) -> Report:
     or .memstoreignore. Text is in the encoding that a file declares, or in UTF-8; no encoding is guessed.
 
     Run again, it reads the changes. An unchanged file costs nothing. In a changed file, the blocks before the change
-    are kept. If a file is gone or empty, the command says so. --prune forgets its document. Progress is on disk segment
-    by segment: after an interruption, run the same command again. The cost is printed before reading starts, and
-    nothing starts if it does not fit. If a file cannot be read in full, the command names it, reads the others, and
-    ends with exit code 1. Binary and empty files of a folder are listed as passed over, with exit code 0. With --watch
-    it keeps its model loaded, looks for changes every second, and ends with Ctrl-C.
+    are kept. If a file is gone or empty, the command says so. --prune forgets its document, unless it is pinned.
+    Progress is on disk segment by segment: after an interruption, run the same command again. The cost is printed
+    before reading starts, and nothing starts if it does not fit. If a file cannot be read in full, the command names
+    it, reads the others, and ends with exit code 1. Binary and empty files of a folder are listed as passed over, with
+    exit code 0. With --watch it keeps its model loaded, looks for changes every second, and ends with Ctrl-C.
 
     Example:
 
@@ -175,18 +168,16 @@ def read(options: Options) -> Report:
                 loaded.append(load_model(name, dtype, device=options.device, weights=weights))
         return loaded[0]
 
-    def once() -> tuple[ReadPlan, Done]:
+    def once() -> News:
         return _once(options, noted, load)
 
     plan, done = once()
     if options.watch:
-        # Loaded first, so that the first change does not wait.
-        ready = lambda: load(*_model_of(Contents.at(options.memory, options.model), options))  # noqa: E731
-        _watch(once, ready, plan, done, options)
+        _watch(once, load, (plan, done), options)
     return _report(plan, done, options)
 
 
-def _once(options: Options, noted: Mapping[str, str], load: Callable[..., LoadedModel]) -> tuple[ReadPlan, Done]:
+def _once(options: Options, noted: Mapping[str, str], load: Callable[..., LoadedModel]) -> News:
     """Read the new and changed files."""
     known = Contents.at(options.memory, options.model)
     spec = None if known is None else known.spec
@@ -194,9 +185,9 @@ def _once(options: Options, noted: Mapping[str, str], load: Callable[..., Loaded
     compare = False
     if known is not None:
         another = options.model is not None and lasting_name(options.model) != known.model
-        dtype = options.dtype and str(resolve_dtype(options.dtype, device=options.device)).removeprefix("torch.")
+        dtype = precision(options.dtype, options.device) if options.dtype else known.dtype
         # Every file is compared with its stored reading, and refused.
-        compare = another or options.top_k is not None or dtype not in (None, known.dtype)
+        compare = another or options.top_k is not None or dtype != known.dtype
 
     def planned() -> ReadPlan:
         before = [Path(each) for each in options.text if Path(each).is_dir()]
@@ -225,7 +216,9 @@ def _once(options: Options, noted: Mapping[str, str], load: Callable[..., Loaded
     if options.cost or known is None:
         return plan, done
     _note(options.memory, known, plan, noted)
-    pinned = {*known.rules["pinned"]} - {each.moved for each in plan.read}  # a renamed file has taken its pin along
+    pinned = {*known.stats["rules"]["pinned"]} - {
+        each.moved for each in plan.read
+    }  # a renamed file has taken its pin along
     if options.prune and not pinned.issuperset(plan.gone):
         if options.watch:  # an editor that writes a file anew may have removed or emptied it for a moment
             time.sleep(PAUSE)
@@ -239,19 +232,13 @@ def _once(options: Options, noted: Mapping[str, str], load: Callable[..., Loaded
     return plan, done
 
 
-def _watch(
-    once: Callable[[], tuple[ReadPlan, Done]],
-    ready: Callable[[], object],
-    plan: ReadPlan,
-    done: Done,
-    options: Options,
-) -> None:
-    """Continue until Ctrl-C, and add the results to ``done``."""
+def _watch(once: Callable[[], News], load: Callable[..., LoadedModel], news: News, options: Options) -> None:
+    """Continue until Ctrl-C, and add what follows to the first ``news``."""
     told: set[str] = set()
-    news, took = (plan, done), 0.0
+    took, (plan, done) = 0.0, news
     now = plan
     try:
-        ready()
+        load(*_model_of(Contents.at(options.memory, options.model), options))  # so that the first change does not wait
         while True:
             now, changed = news
             lines = [f"read {each['document']}: {counted(each['new_tokens'], 'new token')}" for each in changed]
@@ -267,9 +254,7 @@ def _watch(
             news, took = _look(once, options)
             done += news[1]
             plan.evicted += news[0].evicted
-    except (KeyboardInterrupt, Interruption) as error:  # how a watch ends, also while it reads a change
-        if str(error) and not options.json:
-            typer.echo(printable(str(error)), err=True)
+    except (KeyboardInterrupt, Interruption):  # how a watch ends, also while it reads a change
         plan.gone, plan.pinned, plan.bad, plan.unchanged = now.gone, now.pinned, now.bad, now.unchanged
 
 
@@ -282,7 +267,7 @@ def _lost(plan: ReadPlan, options: Options) -> list[str]:
     return lines + [f"forgotten, because of the limit or its time to live: {name}" for name in plan.evicted]
 
 
-def _look(once: Callable[[], tuple[ReadPlan, Done]], options: Options) -> tuple[tuple[ReadPlan, Done], float]:
+def _look(once: Callable[[], News], options: Options) -> tuple[News, float]:
     """Read the changes as soon as nobody else writes into the memory and all watched files and folders exist.
 
     Also return the seconds that it took to find no change.
@@ -412,10 +397,9 @@ def _read_each(
             done.append(_read_one(reader, each, ids, noted, many=many, read=read))
             advance(done[-1]["new_tokens"])
         except KeyboardInterrupt:
-            there = {document.name: len(document) for document in reader.memory.documents()}
-            of = f" of {each.document!r}" if len(texts) > 1 else ""
+            there, of = len(reader.memory.document(each.document)), f" of {each.document!r}" * (len(texts) > 1)
             raise Interruption(
-                f"interrupted after {there.get(each.document, 0):,} tokens{of}. Run the same command again to continue"
+                f"interrupted after {there:,} tokens{of}. Run the same command again to continue"
             ) from None
         except InvalidArgument as error:
             if len(texts) == 1:
