@@ -202,8 +202,8 @@ def _once(options: Options, noted: Mapping[str, str], load: Callable[..., Loaded
                     "disk, or forget them with memstore forget"
                 )
         alone = options.one_file and not options.watch  # a watch reads a half-written file next time
-        how: dict[str, Any] = {"encoding": options.encoding, "alone": alone, "compare": compare}
-        return plan_of(found, known, options.document, gone=gone(known, found, folders), **how)
+        lost, encoding = gone(known, found, folders), options.encoding
+        return plan_of(found, known, options.document, encoding=encoding, alone=alone, gone=lost, compare=compare)
 
     plan = planned()
     if not (plan.read or plan.unchanged or plan.bad or plan.gone or options.watch):
@@ -216,9 +216,8 @@ def _once(options: Options, noted: Mapping[str, str], load: Callable[..., Loaded
     if options.cost or known is None:
         return plan, done
     _note(options.memory, known, plan, noted)
-    pinned = {*known.stats["rules"]["pinned"]} - {
-        each.moved for each in plan.read
-    }  # a renamed file has taken its pin along
+    # A renamed file has taken its pin along.
+    pinned = {*known.stats["rules"]["pinned"]} - {each.moved for each in plan.read}
     if options.prune and not pinned.issuperset(plan.gone):
         if options.watch:  # an editor that writes a file anew may have removed or emptied it for a moment
             time.sleep(PAUSE)
@@ -254,7 +253,7 @@ def _watch(once: Callable[[], News], load: Callable[..., LoadedModel], news: New
             news, took = _look(once, options)
             done += news[1]
             plan.evicted += news[0].evicted
-    except (KeyboardInterrupt, Interruption):  # how a watch ends, also while it reads a change
+    except (KeyboardInterrupt, Interruption):  # how a watch ends; the latter came while a change was read
         plan.gone, plan.pinned, plan.bad, plan.unchanged = now.gone, now.pinned, now.bad, now.unchanged
 
 
