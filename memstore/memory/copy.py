@@ -86,8 +86,7 @@ def by_owner(info: Mapping[str, Any]) -> dict[str | None, dict[str, Any]]:
 
 def check_kept(memory: Memory, names: Sequence[str], source: str | Path) -> None:
     """Raise ``StoreFull`` if documents that were copied from ``source`` are gone: the limit has evicted them."""
-    there = {document.name for document in memory.documents()}
-    if gone := [name for name in names if name not in there]:
+    if gone := [name for name in names if memory.document(name).id is None]:
         what = f"{len(gone):,} of {len(names):,} documents of {source} again, because its limit had no room for them"
         shown = on_one_line(gone[:10]) + ", ..." * (len(gone) > 10)
         raise StoreFull(f"memory {memory.url} has forgotten {what}: {shown}", memory=memory.url, remedy="limit")

@@ -514,9 +514,8 @@ def _import(folder: Path, entry: Values, memory: Memory, count: Callable[[int], 
         if (like := entry.get("begins_like")) is None:
             document.begin(entry["first"], entry["reading"])
         else:
-            if (parent := memory.document(like[0])).id is None:
-                check_kept(memory, like[:1], folder)
-            parent.fork(document.name, like[1])
+            check_kept(memory, like[:1], folder)
+            memory.document(like[0]).fork(document.name, like[1])
     try:
         for file in entry["files"]:
             _append(folder, file, document, count)

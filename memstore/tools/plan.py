@@ -282,8 +282,7 @@ def check_room(
 ) -> Cost:
     """Print the cost of reading documents, of which each has so many tokens, and so many of them are stored.
 
-    Raises ``StoreFull`` if they do not fit beside what is ``known``, or beside the documents ``named`` if it can be
-    evicted.
+    Raises ``StoreFull`` if they do not fit beside what is ``known``; see ``Contents.room`` for ``named``.
     """
     new = sum(all_ - there for all_, there in texts)
     codecs = (spec.codec, "int8", "int4") if reader.kind.takes("codec") else (spec.codec,)
@@ -310,7 +309,7 @@ def check_room(
     if room is not None and size > room:
         smaller = ", ".join(f"{codec} {_amount(bytes_)}" for codec, bytes_ in others.items() if bytes_ <= room)
         what = ["read less", "make room", *([f"read into a new memory with --codec ({smaller})"] if smaller else [])]
-        limit = " within its limit, beside pinned documents and those of these files" if room == within else ""
+        limit = " within its limit" if room == within else ""
         raise StoreFull(
             f"{counted(new, 'token')} need about {_amount(size)}, but {memory} has room for {_amount(room)}{limit}: "
             f"{', '.join(what[:-1])} or {what[-1]}",

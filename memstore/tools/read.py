@@ -49,7 +49,6 @@ from memstore.tools.verb import (
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from memstore.memory import Memory
     from memstore.readers.attachment import ReadResult
     from memstore.readers.reader import Reader
 
@@ -445,8 +444,8 @@ def _begun(reader: Reader, text: FileText, noted: Mapping[str, str]) -> tuple[di
     name, path = text.document, text.file.path
     old = fact_of(reader.memory, name)
     known = path is not None and old.get("path") == str(path)
-    moved = text.moved or old.get("moved")
-    meta = fact_of(reader.memory, str(moved)).get("meta") if moved and not old.get("meta") else old.get("meta")
+    moved = str(text.moved or old.get("moved") or "")
+    meta = old.get("meta") or fact_of(reader.memory, moved).get("meta")
     fact: dict[str, Any] = _with({"path": None, "meta": meta}, noted)
     if path is not None:
         nbytes, modified = text.version or (None, None)
@@ -477,8 +476,11 @@ def _read_one(
         _check_same(reader, name, ids)
     progress = not many or len(ids) >= TOLD  # a progress line for each of many short notes says nothing
     result = read or (reader.update if known else reader.read)(ids, name, progress=progress)
-    if moved := fact.pop("moved", None):
-        _move_rules(reader.memory, str(moved), name)
+    if moved := fact.pop("moved", None):  # a renamed file takes its pin and time to live along
+        rules = reader.memory.rules()
+        reader.memory.take_rules(rules.renamed({moved: name}), [name], ())
+        if moved in rules.pinned:
+            reader.memory.document(moved).unpin()
     now = datetime.now(UTC).isoformat(timespec="seconds")
     done = {"whole": path is not None, "tokens": result.tokens, "read": now}
     reader.memory.put_info(FACT + name, {**fact, **done})
@@ -492,14 +494,6 @@ def _read_one(
         "seconds": round(result.seconds, 3),
         "tokens_per_second": round(result.tokens_per_second, 1),
     }
-
-
-def _move_rules(memory: Memory, old: str, new: str) -> None:
-    """Let the document of a renamed file have the pin and the time to live of its old one."""
-    rules = memory.rules()
-    memory.take_rules(rules.renamed({old: new}), [new], ())
-    if old in rules.pinned:
-        memory.document(old).unpin()
 
 
 def _check_same(reader: Reader, name: str, ids: Tensor) -> None:
