@@ -11,7 +11,7 @@ to be read of large memories.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from memstore.errors import DamagedError, InvalidArgument, NotFound
+from memstore.errors import DamagedError, InvalidArgument, NotFound, StoreFull, on_one_line
 from memstore.memory.append import Append
 from memstore.memory.document import Document
 from memstore.memory.entry import DocumentState, common
@@ -64,11 +64,32 @@ def copy_document(
     if source.memory is memory and source.name == name:
         raise InvalidArgument(f"a copy of document {name!r} in its own memory needs a different name.")
     check_same(replace(memory.spec, codec=source.memory.spec.codec), source.memory)
-    if source.memory is not memory:
-        info, arrays = source.memory.facts()
-        told = ((about(fact, name), value) for fact, value in info.items() if owner_of(fact) in (None, source.name))
-        memory.put_facts({fact: value for fact, value in told if fact is not None}, arrays, source.memory.url)
-    return _copy(source, memory, name, advance)
+    info, arrays = source.memory.facts() if source.memory is not memory else ({}, {})
+    facts = by_owner(info)
+    memory.put_facts(facts.get(None, {}), arrays, source.memory.url)
+    target = _copy(source, memory, name, advance)
+    own = {about(fact, name): value for fact, value in facts.get(source.name, {}).items()}
+    memory.put_facts({fact: value for fact, value in own.items() if fact is not None}, {}, source.memory.url)
+    return target
+
+
+def by_owner(info: Mapping[str, Any]) -> dict[str | None, dict[str, Any]]:
+    """Group JSON values by the document that they are about; None: those of the memory itself.
+
+    The values of a document are stored after its copy, or an interrupted copy would pass for a file that was read.
+    """
+    facts: dict[str | None, dict[str, Any]] = {}
+    for name, value in info.items():
+        facts.setdefault(owner_of(name), {})[name] = value
+    return facts
+
+
+def check_kept(memory: Memory, names: Sequence[str], source: str | Path) -> None:
+    """Raise ``StoreFull`` if documents that were copied from ``source`` are gone: the limit has evicted them."""
+    if gone := [name for name in names if memory.document(name).id is None]:
+        what = f"{len(gone):,} of {len(names):,} documents of {source} again, because its limit had no room for them"
+        shown = on_one_line(gone[:10]) + ", ..." * (len(gone) > 10)
+        raise StoreFull(f"memory {memory.url} has forgotten {what}: {shown}", memory=memory.url, remedy="limit")
 
 
 def _copy(source: Document, memory: Memory, name: str, advance: Callable[[int], None]) -> Document:
@@ -119,8 +140,8 @@ def copy_memory(
     given, each as for ``memstore.open``. This is ``memstore.copy``.
 
     Raises ``InvalidArgument`` if the target has another text under a document's name, ``ForeignMemory`` if it was made
-    for something else, ``DamagedError`` if the source is damaged (all documents before are copied), and the errors of
-    ``memstore.open``.
+    for something else, ``DamagedError`` if the source is damaged (all documents before are copied), ``StoreFull``, also
+    if the target's limit evicted some of them, and the errors of ``memstore.open``.
     """
     if _place(source) == _place(target):
         raise InvalidArgument(f"source and target are the same memory: {source} and {target}. Name another target.")
@@ -133,9 +154,11 @@ def copy_memory(
         ) as new,
     ):
         documents, rules = old.documents(), old.rules()
-        made = [document.name for document in documents if new.document(document.name).id is None]
+        names, made = [document.name for document in documents], list[str]()
         check_same(replace(new.spec, codec=old.spec.codec), old)
-        new.put_facts(*old.facts(), old.url)
+        info, arrays = old.facts()
+        facts = by_owner(info)
+        new.put_facts(facts.get(None, {}), arrays, old.url)
         total, done = sum(map(_held, documents)), sum(_held(new.document(each.name)) for each in documents)
         copied = 0
 
@@ -147,10 +170,15 @@ def copy_memory(
         with progress_bar(str(source), done, total, progress, verb="copying") as advance:
             beginnings = Beginnings()
             for document in documents:
-                advance(_fork(document, beginnings.find(document), new))
+                if (begun := new.document(document.name)).id is None:
+                    made.append(document.name)
+                    advance(_begin(document, beginnings.find(document), begun))
+                    new.take_rules(rules, made[-1:], names, complete=False)  # an interruption may follow
                 _copy(document, new, document.name, count)
+                new.put_facts(facts.get(document.name, {}), {}, old.url)
                 beginnings.add(document)
-        new.take_rules(rules, made, [document.name for document in documents])
+        new.take_rules(rules, made, names)
+        check_kept(new, names, old.url)
     return CopyResult(documents=len(documents), tokens=total, copied_tokens=copied)
 
 
@@ -253,12 +281,13 @@ def _check_digests(source: Document, state: DocumentState, target: Document) -> 
         )
 
 
-def _fork(document: Document, found: tuple[int, str], memory: Memory) -> int:
-    """Make the copy of ``document`` a fork of an earlier copy, as ``found``. Return the tokens it has then."""
+def _begin(source: Document, found: tuple[int, str], target: Document) -> int:
+    """Begin the copy of ``source``, as a fork of an earlier copy if one is ``found``. Return the tokens it has then."""
     blocks, name = found
-    if not blocks or memory.document(document.name).id is not None:
+    if not blocks or (like := target.memory.document(name)).id is None:  # the limit may have evicted it
+        target.begin(source.blocks.start, source.reading)
         return 0
-    return _held(memory.document(name).fork(document.name, blocks))
+    return _held(like.fork(target.name, blocks))
 
 
 class Beginnings:

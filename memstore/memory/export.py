@@ -6,9 +6,8 @@ and the content of the manifest. Blocks are written as they are stored, a few at
 memory of any size needs little host memory. Everything is written to a folder beside the target, which gets its final
 name when the last byte is on the disk. So an export exists as a whole or not at all.
 
-An imported document is built under a temporary name. It gets its real name in a single transaction, once it is
-complete, so readers see it as a whole or not at all. After an interruption, the next run continues from the finished
-part.
+An imported document is built under a temporary name, which readers see. It gets its real name in a single transaction,
+once it is complete. After an interruption, the next run continues from the finished part.
 
 The table has a row for each block, in Parquet, for data frames and SQL. It holds facts about blocks, not their states:
 their places, tokens and text, and the lengths of their vectors.
@@ -47,7 +46,7 @@ from memstore.errors import (
     StoreFull,
 )
 from memstore.json_checks import anything, array, fit, maybe, members, parse, row, table, text, whole
-from memstore.memory.copy import Beginnings, recurrent_between
+from memstore.memory.copy import Beginnings, by_owner, check_kept, recurrent_between
 from memstore.memory.document import Document
 from memstore.memory.entry import LONGEST_NAME
 from memstore.memory.memory import Memory, open_memory
@@ -454,14 +453,16 @@ def import_memory(
     again. Rules are imported like those of a copy, see ``Memory.take_rules``. ``key`` is that of the memory, as for
     ``memstore.open``. Raises ``NotFound``, ``NotAMemory`` and ``DamagedError`` if the export is missing or incomplete
     (before anything is written, if files are missing or cut), ``ForeignMemory`` for a memory of another model,
-    ``InvalidArgument`` if another text has the name of a document, and ``StoreFull``.
+    ``InvalidArgument`` if another text has the name of a document, and ``StoreFull``, also if the memory's limit
+    evicted documents of the export.
     """
     place = Path(folder)
     spec, rules, manifest = _read_manifest(place)
     with open_memory(target, spec=spec, key=key) as memory:
         names = [entry["name"] for entry in manifest["documents"]]
         made = set(names) - {document.name for document in memory.documents()}
-        _take_facts(place, manifest, memory)
+        facts = by_owner(manifest["info"])
+        memory.put_facts(facts.get(None, {}), _arrays(place, manifest), str(place))
         total = sum(file["tokens"] for file in _files(manifest))
         done = 0
 
@@ -474,22 +475,24 @@ def import_memory(
             for entry in manifest["documents"]:
                 before = done
                 _import(place, entry, memory, count)
+                memory.put_facts(facts.get(entry["name"], {}), {}, str(place))
+                memory.take_rules(rules, made & {entry["name"]}, names, complete=False)  # an interruption may follow
                 advance(sum(file["tokens"] for file in entry["files"]) - (done - before))  # those it already had
         memory.take_rules(rules, made, names)
+        check_kept(memory, names, place)
     tokens = sum(document["tokens"] for document in manifest["documents"])
     return ImportResult(documents=len(names), tokens=tokens, imported_tokens=done)
 
 
-def _take_facts(folder: Path, manifest: Values, memory: Memory) -> None:
-    """Store the memory's own facts and arrays that it lacks. Raises ``ForeignMemory`` if its arrays differ."""
+def _arrays(folder: Path, manifest: Values) -> dict[str, dict[str, Tensor]]:
+    """Return the arrays of the exported memory itself, by name."""
     tensors = {} if manifest["facts"] is None else _tensors(folder, manifest["facts"])
     try:
-        arrays = {
+        return {
             name: {key: tensors[f"arrays.{name}.{key}"] for key in keys} for name, keys in manifest["arrays"].items()
         }
     except KeyError as error:
         raise _damaged(f"the export {folder} is damaged: it lacks the tensor {error}") from None
-    memory.put_facts(manifest["info"], arrays, str(folder))
 
 
 def _import(folder: Path, entry: Values, memory: Memory, count: Callable[[int], None]) -> None:
@@ -511,6 +514,7 @@ def _import(folder: Path, entry: Values, memory: Memory, count: Callable[[int], 
         if (like := entry.get("begins_like")) is None:
             document.begin(entry["first"], entry["reading"])
         else:
+            check_kept(memory, like[:1], folder)
             memory.document(like[0]).fork(document.name, like[1])
     try:
         for file in entry["files"]:

@@ -14,7 +14,7 @@ from memstore.errors import ForeignMemory, InvalidArgument, MemstoreError, ReadO
 from memstore.memory import verify
 from memstore.memory.document import Container, Document
 from memstore.memory.entry import LONGEST_NAME
-from memstore.memory.rules import Rules, WhenFull
+from memstore.memory.rules import Rules, WhenFull, utc
 from memstore.memory.shared import CHAT, SharedStore, not_found, owner_of
 from memstore.memory.spec import (
     MemorySpec,
@@ -260,23 +260,34 @@ class Memory:
         with self._shared.writing:
             self._shared.retention.change(lambda rules: rules.limited(max_bytes, when_full or rules.when_full))
 
+    def spare(self, documents: Collection[str]) -> None:
+        """Let no append of this object evict these documents, written together, or each would evict the one before."""
+        self._shared.retention.spared = documents
+
     def rules(self) -> Rules[str]:
         """Return limit, pins and times to live, by document name."""
         return self._shared.retention.rules().renamed(self._shared.catalog.names())
 
-    def take_rules(self, rules: Rules[str], made: Collection[str], copied: Collection[str]) -> None:
-        """Apply rules of another memory here too, once all documents ``copied`` from it are here.
+    def take_rules(
+        self, rules: Rules[str], made: Collection[str], copied: Collection[str], *, complete: bool = True
+    ) -> None:
+        """Apply rules of another memory here too, once all documents ``copied`` from it are here (``complete``).
 
         They apply to documents that were ``made`` here; others keep their own rules. If this memory never had rules and
-        holds only copied documents, it is a copy as a whole and takes all rules, including the limit.
+        holds only copied documents, it is a copy as a whole and takes all rules, including the limit. Before it is
+        complete, such a memory takes none, and others take only times to live that are not over.
         """
         self._shared.check_writable()
+        if not complete:
+            made = {name for name in made if name in rules.pinned or rules.expires.get(name, 0.0) > utc()}
+            if not made:
+                return
         with self._shared.writing:
             names = self._shared.catalog.names()
             whole = not self._shared.retention.ruled and set(names.values()) <= set(copied)
             # In any other memory, the limit would evict documents unexpectedly.
             taken = rules if whole else rules.only(made).limited(None, "refuse")
-            if taken != Rules[str]():
+            if taken != Rules[str]() and (complete or not whole):
                 numbers = {name: number for number, name in names.items()}
                 self._shared.retention.change(lambda mine: mine.joined(taken.renamed(numbers)))
 

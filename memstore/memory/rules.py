@@ -172,11 +172,11 @@ class Rules(Generic[K]):
         """Return unpinned documents whose time is over, in their order."""
         return sorted(each for each, when in self.expires.items() if when <= now and each not in self.pinned)
 
-    def victims(self, documents: Collection[K], spared: K) -> list[K]:
-        """Return documents to evict, in this order: neither pinned ones nor ``spared``, which is being written."""
+    def victims(self, documents: Collection[K], spared: Collection[K]) -> list[K]:
+        """Return documents to evict, in this order: neither pinned ones nor ``spared``, which are being written."""
         if self.when_full == "refuse":
             return []
-        free = sorted(set(documents) - self.pinned - {spared})  # oldest first, also among the least read
+        free = sorted(set(documents) - self.pinned - set(spared))  # oldest first, also among the least read
         return free if self.when_full == "evict-oldest-document" else sorted(free, key=lambda n: self.reads.get(n, 0))
 
     def to_dict(self) -> dict[str, Any]:
@@ -260,6 +260,8 @@ class Retention:
         self._forgotten = forgotten
         self._warned = False
         self._sure = False
+        self.spared: Collection[str] = ()
+        """Names of documents that no append of this process evicts."""
         self.evicted = 0
         """Number of documents evicted for the limit since the memory was opened."""
         self.expired = 0
@@ -337,7 +339,9 @@ class Retention:
                     self._store.write(batch)
                     evicted = []
                 else:
-                    evicted = self._write_within(rules.max_bytes, batch, rules.victims(rest, document), forget)
+                    names_of = self._catalog.names() if self.spared else {}
+                    spared = {document, *(each for each, name in names_of.items() if name in self.spared)}
+                    evicted = self._write_within(rules.max_bytes, batch, rules.victims(rest, spared), forget)
                 changed.update(dict.fromkeys([*overdue, *evicted]))
         except BaseException:
             self._cache.give_back(reads)

@@ -100,9 +100,9 @@ def _table(memory: Memory, out: Path, documents: list[str] | None) -> Report:
 def import_(folder: Folder, memory: Target) -> Report:
     """Make a memory from an export, with the same bits.
 
-    Every file is compared with its SHA-256 first. A document can be seen only when it is complete. Documents that the
-    memory already has stay as they are, so after an interruption you run the same command again. New documents keep
-    their pins and times to live, and a new memory keeps the limit too.
+    Every file is compared with its SHA-256 first. A document is called NAME (unfinished import) until it is complete.
+    Documents that the memory already has stay as they are, so after an interruption you run the same command again. New
+    documents keep their pins and times to live, and a new memory keeps the limit too.
 
     Example:
 

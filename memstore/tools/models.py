@@ -59,12 +59,12 @@ def resolve_model(name: str, dtype: str | None = None) -> str:
     if name == SMOLLM2:
         from memstore.tools.gguf import smollm2_path
 
-        return str(smollm2_path(dtype, _usual_precision))
+        return str(smollm2_path(dtype, precision))
     path = Path(name).expanduser()
     if (file := gguf_in(path)) is not None:
         from memstore.tools.gguf import converted
 
-        return str(converted(file, dtype, _usual_precision))
+        return str(converted(file, dtype, precision))
     if path.is_dir():
         if not (path / "config.json").exists():
             raise InvalidArgument(f"{name} is not a model directory: it needs a config.json or one GGUF file.")
@@ -334,8 +334,9 @@ def resolve_dtype(name: str, *, device: str = "cpu") -> torch.dtype:
     return dtype
 
 
-def _usual_precision() -> str:
-    return str(resolve_dtype("auto")).removeprefix("torch.")
+def precision(dtype: str = "auto", device: str = "cpu") -> str:
+    """Return the name of a dtype; ``auto`` is resolved as in ``resolve_dtype``."""
+    return str(resolve_dtype(dtype, device=device)).removeprefix("torch.")
 
 
 def computes_bfloat16() -> bool:

@@ -7,7 +7,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -17,7 +17,7 @@ import memstore
 from memstore.errors import InvalidArgument, NotFound, ReadOnlyMemory, StoreFull
 from memstore.lazy import torch
 from memstore.report import counted
-from memstore.tools.files import EmptyText, SourceFile, digest
+from memstore.tools.files import STDIN, EmptyText, SourceFile, digest
 from memstore.tools.models import chosen_name, recorded_name
 from memstore.tools.parsing import LeftOut
 from memstore.tools.verb import FACT
@@ -43,20 +43,29 @@ class Contents:
     """Documents, with their tokens."""
     files: Mapping[str, dict[str, Any]]
     """Facts about the file of each document."""
-    room: int | None
-    """Bytes left below the memory's limit, if it refuses more."""
+    stats: Mapping[str, Any]
+    """Its sizes and rules: see ``Memory.stats``."""
 
     @classmethod
     def of(cls, memory: Memory, model: str | None = None) -> Contents:
         """Return the contents of an open memory, which ``model`` has read."""
         dtype, stats = memory.model_info().get("dtype"), memory.stats()
-        rules = stats["rules"]
-        most = rules["max_bytes"] if rules["when_full"] == "refuse" else None
         documents = {document.name: len(document) for document in memory.documents()}
         facts = {key[len(FACT) :]: fact for key, fact in memory.infos(FACT).items()}
         files = {key: fact for key, fact in facts.items() if key in documents and isinstance(fact, dict)}
-        room = None if most is None else max(0, most - stats["used_bytes"])
-        return cls(memory.spec, model, dtype if isinstance(dtype, str) else None, documents, files, room)
+        for key, fact in files.items():  # a repair may have cut it, or an older copy stopped before its first token
+            least = fact.get("tokens", 1)
+            if not isinstance(least, int) or documents[key] < least:
+                files[key] = {**fact, "whole": False}
+        return cls(memory.spec, model, dtype if isinstance(dtype, str) else None, documents, files, stats)
+
+    def room(self, named: Collection[str]) -> int | None:
+        """Return the bytes left within the limit. If it evicts, beside pinned documents and those ``named``."""
+        rules = self.stats["rules"]
+        most, refuses = rules["max_bytes"], rules["when_full"] == "refuse"
+        kept = sum(self.documents.get(name, 0) for name in {*named, *rules["pinned"]})
+        share = 1.0 if refuses else kept / max(1, sum(self.documents.values()))
+        return None if most is None else max(0, most - math.ceil(self.stats["used_bytes"] * share))
 
     @classmethod
     def at(cls, url: str, model: str | None) -> Contents | None:
@@ -80,8 +89,10 @@ class FileText(NamedTuple):
     content: str
     version: tuple[int, int] | None
     """Bytes and time of the file (nanoseconds since 1970) before it was read: a later change is found next time."""
-    meta: Mapping[str, str] = {}
-    """Notes of a missing file with the same text: the file was renamed."""
+    encoding: str | None = None
+    """The encoding that the user named."""
+    moved: str | None = None
+    """Document of a missing file with the same text: the file was renamed."""
 
 
 @dataclass
@@ -97,6 +108,15 @@ class ReadPlan:
     """Documents whose files are missing now, or have no text any more."""
     bad: list[dict[str, str]] = field(default_factory=list)
     """Files that could not be read in full, each with the error."""
+    pinned: list[str] = field(default_factory=list)
+    """Documents of ``gone`` that are pinned, so they are not pruned."""
+    evicted: list[str] = field(default_factory=list)
+    """Documents that were forgotten during the reading, for the limit or their time to live."""
+
+    @property
+    def documents(self) -> list[str]:
+        """All documents whose files were found."""
+        return [*self.unchanged, *(each.document for each in self.read)]
 
 
 def plan_of(
@@ -107,8 +127,9 @@ def plan_of(
     encoding: str | None,
     alone: bool,
     gone: Sequence[str] = (),
+    compare: bool = False,
 ) -> ReadPlan:
-    """Find the new and changed files. ``alone``: raise the error of the only file.
+    """Find the new and changed files. ``alone``: raise the error of the only file. ``compare``: read all of them.
 
     ``gone``: documents whose files are missing. A new file with the same text as one of them is that file, renamed.
     Raises ``InvalidArgument`` if ``document`` is the name of a conversation.
@@ -130,8 +151,9 @@ def plan_of(
         name = document or before or _free(each, taken)
         taken.add(name)
         fact = files.get(name, {}) if before == name else {}
-        version = _version(each.path)
-        if fact.get("whole") and version == (fact.get("bytes"), fact.get("modified")):
+        whole, version, path = fact.get("whole") and not compare, _version(each.path), str(each.path or STDIN)
+        same = version == (fact.get("bytes"), fact.get("modified"))
+        if whole and same and encoding in (None, fact.get("encoding")):
             plan.unchanged.append(name)
             continue
         try:
@@ -139,34 +161,31 @@ def plan_of(
             content = each.text(encoding, left_out)
             if content:
                 check_name(name)
-            plan.bad += [
-                {"path": str(each.path), "error": f"part of {each.path} was not read: {part}"} for part in left_out
-            ]
+            plan.bad += [{"path": path, "error": f"part of {path} was not read: {part}"} for part in left_out]
         except (InvalidArgument, NotFound, OSError) as error:
             if alone:
                 raise
             if not isinstance(error, EmptyText):
-                plan.bad.append({"path": str(each.path), "error": str(error)})
+                plan.bad.append({"path": path, "error": str(error)})
                 continue
             content = ""
         if not content:
             reason = "no text" if content is None else "empty"
-            plan.passed_over.append({"path": str(each.path), "reason": reason})
+            plan.passed_over.append({"path": path, "reason": reason})
             if fact:
                 plan.gone.append(name)
-        elif fact.get("whole") and fact.get("digest") == digest(content):
+        elif whole and fact.get("digest") == digest(content):
             plan.unchanged.append(name)  # touched, or copied again
         else:
-            same = [] if fact else read.get(digest(content), [])
-            left = [other for other in same if other in plan.gone or _is_gone(files[other])]
+            alike, moved = [] if fact else read.get(digest(content), []), None
+            left = [other for other in alike if other in plan.gone or _is_gone(files[other])]
             if left:  # it was moved; among several prefer the same file name
                 called = PurePath(each.path or each.name).name
                 moved = next((other for other in left if _path(files[other]).name == called), left[0])
-                same.remove(moved)
+                alike.remove(moved)
                 if moved not in (name, *plan.gone):
                     plan.gone.append(moved)  # from a folder that is not searched now
-            meta = files[moved].get("meta") if left else None
-            plan.read.append(FileText(each, name, content, version, meta or {}))
+            plan.read.append(FileText(each, name, content, version, encoding, moved))
     return plan
 
 
@@ -257,12 +276,13 @@ def check_room(
     spec: MemorySpec,
     texts: Sequence[tuple[int, int]],
     known: Contents | None,
+    named: Collection[str],
     *,
     tell: bool,
 ) -> Cost:
     """Print the cost of reading documents, of which each has so many tokens, and so many of them are stored.
 
-    Raises ``StoreFull`` if they do not fit beside ``known``.
+    Raises ``StoreFull`` if they do not fit beside what is ``known``; see ``Contents.room`` for ``named``.
     """
     new = sum(all_ - there for all_, there in texts)
     codecs = (spec.codec, "int8", "int4") if reader.kind.takes("codec") else (spec.codec,)
@@ -277,7 +297,7 @@ def check_room(
         kept = f" ({instead} with --codec in a new memory)" if spec.codec == "none" and instead else ""
         held = f"; its index needs {_amount(index)} of memory while it is attached" if index else ""
         sys.stderr.write(f"{counted(new, 'token')} to read: about {_amount(size)} in {memory}{kept}, {about}{held}\n")
-    room = None if known is None else known.room
+    within = room = None if known is None else known.room(named)
     folder = Path(memory.removeprefix("zarr:")).absolute()
     if "://" not in memory:
         while not folder.exists():
@@ -289,11 +309,13 @@ def check_room(
     if room is not None and size > room:
         smaller = ", ".join(f"{codec} {_amount(bytes_)}" for codec, bytes_ in others.items() if bytes_ <= room)
         what = ["read less", "make room", *([f"read into a new memory with --codec ({smaller})"] if smaller else [])]
+        limit = " within its limit" if room == within else ""
         raise StoreFull(
-            f"{counted(new, 'token')} need about {_amount(size)}, but {memory} has room for {_amount(room)}: "
+            f"{counted(new, 'token')} need about {_amount(size)}, but {memory} has room for {_amount(room)}{limit}: "
             f"{', '.join(what[:-1])} or {what[-1]}",
             # An empty memory has nothing to forget or erase.
             memory=memory if known is not None and known.documents else None,
+            remedy="limit" if limit else None,
         )
     return cost
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from memstore.readers.kinds import encode
 from memstore.report import Page, Report, counted
 from memstore.tools.ask import attached
 from memstore.tools.files import STDIN, digest, find
-from memstore.tools.models import SMOLLM2, LoadedModel, lasting_name, load_model, record_model, usual_dtype
+from memstore.tools.models import SMOLLM2, LoadedModel, lasting_name, load_model, precision, record_model, usual_dtype
 from memstore.tools.plan import TOLD, Contents, Cost, FileText, ReadPlan, check_fit, check_room, gone, plan_of
 from memstore.tools.verb import (
     FACT,
@@ -120,6 +120,7 @@ class Options:
 
 Done = list[dict[str, Any]]
 """The results for each file that was read."""
+News = tuple[ReadPlan, Done]
 
 
 @taking(Options)
@@ -132,11 +133,11 @@ def read(options: Options) -> Report:
     or .memstoreignore. Text is in the encoding that a file declares, or in UTF-8; no encoding is guessed.
 
     Run again, it reads the changes. An unchanged file costs nothing. In a changed file, the blocks before the change
-    are kept. If a file is gone or empty, the command says so. --prune forgets its document. Progress is on disk segment
-    by segment: after an interruption, run the same command again. The cost is printed before reading starts, and
-    nothing starts if it does not fit. If a file cannot be read in full, the command names it, reads the others, and
-    ends with exit code 1. Binary and empty files of a folder are listed as passed over, with exit code 0. With --watch
-    it keeps its model loaded, looks for changes every second, and ends with Ctrl-C.
+    are kept. If a file is gone or empty, the command says so. --prune forgets its document, unless it is pinned.
+    Progress is on disk segment by segment: after an interruption, run the same command again. The cost is printed
+    before reading starts, and nothing starts if it does not fit. If a file cannot be read in full, the command names
+    it, reads the others, and ends with exit code 1. Binary and empty files of a folder are listed as passed over, with
+    exit code 0. With --watch it keeps its model loaded, looks for changes every second, and ends with Ctrl-C.
 
     Example:
 
@@ -152,6 +153,8 @@ def read(options: Options) -> Report:
         raise InvalidArgument("--document names one document: read one file with it, or leave it out.")
     if options.cost and options.watch:
         raise InvalidArgument("--cost reads nothing, and --watch reads every change: leave one of them out.")
+    if options.text.count(STDIN) > 1:
+        raise InvalidArgument("- is given twice, but standard input can be read only once. Name it once.")
     noted = parse_meta(options.meta)
 
     loaded: list[LoadedModel] = []
@@ -164,25 +167,26 @@ def read(options: Options) -> Report:
                 loaded.append(load_model(name, dtype, device=options.device, weights=weights))
         return loaded[0]
 
-    def once() -> tuple[ReadPlan, Done]:
+    def once() -> News:
         return _once(options, noted, load)
 
     plan, done = once()
     if options.watch:
-        load(*_model_of(Contents.at(options.memory, options.model), options))  # so that the first change does not wait
-        _watch(once, plan, done, options)
+        _watch(once, load, (plan, done), options)
     return _report(plan, done, options)
 
 
-def _once(options: Options, noted: Mapping[str, str], load: Callable[..., LoadedModel]) -> tuple[ReadPlan, Done]:
+def _once(options: Options, noted: Mapping[str, str], load: Callable[..., LoadedModel]) -> News:
     """Read the new and changed files."""
     known = Contents.at(options.memory, options.model)
     spec = None if known is None else known.spec
     check_fit(options.memory, spec, block_size=options.block_size, codec=options.codec)
+    compare = False
     if known is not None:
         another = options.model is not None and lasting_name(options.model) != known.model
-        if another or options.top_k is not None or options.dtype not in (None, known.dtype):
-            known = replace(known, files={})  # every file is compared with its stored reading, and refused
+        dtype = precision(options.dtype, options.device) if options.dtype else known.dtype
+        # Every file is compared with its stored reading, and refused.
+        compare = another or options.top_k is not None or dtype != known.dtype
 
     def planned() -> ReadPlan:
         before = [Path(each) for each in options.text if Path(each).is_dir()]
@@ -197,8 +201,8 @@ def _once(options: Options, noted: Mapping[str, str], load: Callable[..., Loaded
                     "disk, or forget them with memstore forget"
                 )
         alone = options.one_file and not options.watch  # a watch reads a half-written file next time
-        lost = gone(known, found, folders)
-        return plan_of(found, known, options.document, encoding=options.encoding, alone=alone, gone=lost)
+        lost, encoding = gone(known, found, folders), options.encoding
+        return plan_of(found, known, options.document, encoding=encoding, alone=alone, gone=lost, compare=compare)
 
     plan = planned()
     if not (plan.read or plan.unchanged or plan.bad or plan.gone or options.watch):
@@ -208,34 +212,35 @@ def _once(options: Options, noted: Mapping[str, str], load: Callable[..., Loaded
     done: Done = []
     if plan.read:
         done = _read_all(plan, known, options, noted, load)
-    elif known is not None and options.one_file and plan.unchanged and not (options.watch or options.cost):
-        name, tokens = plan.unchanged[0], known.documents[plan.unchanged[0]]
-        nothing = {"new_tokens": 0, "reused_tokens": tokens, "seconds": 0.0, "tokens_per_second": 0.0}
-        done = [{"document": name, "tokens": tokens, **nothing}]
-    if options.cost:
+    if options.cost or known is None:
         return plan, done
-    if known is not None:
-        _note(options.memory, known, plan, noted)
-    if plan.gone and options.prune:
+    _note(options.memory, known, plan, noted)
+    # A renamed file has taken its pin along.
+    pinned = {*known.stats["rules"]["pinned"]} - {each.moved for each in plan.read}
+    if options.prune and not pinned.issuperset(plan.gone):
         if options.watch:  # an editor that writes a file anew may have removed or emptied it for a moment
             time.sleep(PAUSE)
             plan.gone = [name for name in planned().gone if name in plan.gone]
         with memstore.open(options.memory) as opened:
+            pinned = {*opened.rules().pinned}
             for name in plan.gone:
-                opened.forget(name)
+                if name not in pinned:
+                    opened.forget(name)
+    plan.pinned = [name for name in plan.gone if name in pinned]
     return plan, done
 
 
-def _watch(once: Callable[[], tuple[ReadPlan, Done]], plan: ReadPlan, done: Done, options: Options) -> None:
-    """Continue until Ctrl-C, and add the results to ``done``."""
+def _watch(once: Callable[[], News], load: Callable[..., LoadedModel], news: News, options: Options) -> None:
+    """Continue until Ctrl-C, and add what follows to the first ``news``."""
     told: set[str] = set()
-    news, took = (plan, done), 0.0
+    took, (plan, done) = 0.0, news
+    now = plan
     try:
+        load(*_model_of(Contents.at(options.memory, options.model), options))  # so that the first change does not wait
         while True:
             now, changed = news
             lines = [f"read {each['document']}: {counted(each['new_tokens'], 'new token')}" for each in changed]
-            lines += [f"gone: {name}" + ", forgotten" * options.prune for name in now.gone]
-            lines += [f"not read: {each['error']}" for each in now.bad]
+            lines += _lost(now, options)
             for line in lines:
                 if not options.json and (line.startswith("read") or line not in told):
                     typer.echo(f"{datetime.now():%H:%M:%S} {printable(line)}")  # noqa: DTZ005 - on the user's clock
@@ -246,11 +251,21 @@ def _watch(once: Callable[[], tuple[ReadPlan, Done]], plan: ReadPlan, done: Done
             time.sleep(max(PAUSE, took))
             news, took = _look(once, options)
             done += news[1]
-    except KeyboardInterrupt:  # how a watch ends
-        plan.gone, plan.bad, plan.unchanged = now.gone, now.bad, now.unchanged
+            plan.evicted += news[0].evicted
+    except (KeyboardInterrupt, Interruption):  # how a watch ends; the latter came while a change was read
+        plan.gone, plan.pinned, plan.bad, plan.unchanged = now.gone, now.pinned, now.bad, now.unchanged
 
 
-def _look(once: Callable[[], tuple[ReadPlan, Done]], options: Options) -> tuple[tuple[ReadPlan, Done], float]:
+def _lost(plan: ReadPlan, options: Options) -> list[str]:
+    """Return lines about documents without files, files that were not read, and documents that had to go."""
+    does = ", forgotten" if options.prune else " (memstore read --prune forgets it)"
+    stays = " (pinned: only memstore forget deletes it)"
+    lines = [f"gone: {name}{stays if name in plan.pinned else does}" for name in plan.gone]
+    lines += [f"not read: {each['error']}" for each in plan.bad]
+    return lines + [f"forgotten, because of the limit or its time to live: {name}" for name in plan.evicted]
+
+
+def _look(once: Callable[[], News], options: Options) -> tuple[News, float]:
     """Read the changes as soon as nobody else writes into the memory and all watched files and folders exist.
 
     Also return the seconds that it took to find no change.
@@ -293,7 +308,7 @@ def read_into(reader: Reader, source: str) -> Done:
     plan = plan_of(list(find([source])), known, None, encoding=None, alone=alone)
     texts = _tokens(plan.read, reader.tokenizer)
     sizes = [(len(ids), reader.stored_tokens(ids, each.document)) for each, ids in texts]
-    check_room(reader.memory.url, reader, reader.memory.spec, sizes, known, tell=True)
+    check_room(reader.memory.url, reader, reader.memory.spec, sizes, known, plan.documents, tell=True)
     done = _read_each(reader, texts, {}, {}, plan, lambda _: None, many=True)
     bad = [f"not read: {each['error']}" for each in plan.bad]
     if bad and not done:
@@ -322,7 +337,8 @@ def _read_all(
     made: dict[str, Any] = {"block_size": options.block_size, "codec": options.codec} if known is None else {}
     how: dict[str, Any] = {"top_k": options.top_k, "index": options.index, "router": options.router, **made}
     reader = attached(loaded, options.memory, document=plan.read[0].document, **how)
-    room = partial(check_room, options.memory, reader, known=known, tell=not (options.json or options.cost))
+    tell = not (options.json or options.cost)
+    room = partial(check_room, options.memory, reader, known=known, named=plan.documents, tell=tell)
     if known is None:  # before it is made: an empty memory would block another codec
         cost = room(reader.spec(), [(len(ids), 0) for _, ids in texts])
         if options.cost:
@@ -335,6 +351,7 @@ def _read_all(
             if options.cost:
                 return [cost._asdict()]
         record_model(reader.memory, model, loaded)
+        reader.memory.spare(plan.documents)
         by_many: dict[str, ReadResult] = {}
         if options.ray is not None:
             again = partial(load_model, model, str(loaded.model.dtype).removeprefix("torch."), device=options.device)
@@ -342,7 +359,10 @@ def _read_all(
             by_many = _read_by_many(reader, again, theirs, options, noted)
         total = new if len(texts) > 1 and new >= TOLD and options.ray is None and not options.json else 0
         with progress_bar(counted(len(texts), "file"), 0, total, show=total > 0) as advance:
-            return _read_each(reader, texts, by_many, noted, plan, advance, many=len(texts) > 1)
+            done = _read_each(reader, texts, by_many, noted, plan, advance, many=len(texts) > 1)
+        left = {document.name for document in reader.memory.documents()}
+        plan.evicted = [name for name in (known.documents if known else ()) if name not in left]
+        return done
 
 
 def _tokens(files: list[FileText], tokenizer: Any) -> list[tuple[FileText, Tensor]]:
@@ -375,15 +395,14 @@ def _read_each(
             done.append(_read_one(reader, each, ids, noted, many=many, read=read))
             advance(done[-1]["new_tokens"])
         except KeyboardInterrupt:
-            there = {document.name: len(document) for document in reader.memory.documents()}
-            of = f" of {each.document!r}" if len(texts) > 1 else ""
+            there, of = len(reader.memory.document(each.document)), f" of {each.document!r}" * (len(texts) > 1)
             raise Interruption(
-                f"interrupted after {there.get(each.document, 0):,} tokens{of}. Run the same command again to continue"
+                f"interrupted after {there:,} tokens{of}. Run the same command again to continue"
             ) from None
         except InvalidArgument as error:
             if len(texts) == 1:
                 raise
-            plan.bad.append({"path": str(each.file.path), "error": str(error)})
+            plan.bad.append({"path": str(each.file.path or STDIN), "error": str(error)})
     return done
 
 
@@ -425,10 +444,13 @@ def _begun(reader: Reader, text: FileText, noted: Mapping[str, str]) -> tuple[di
     name, path = text.document, text.file.path
     old = fact_of(reader.memory, name)
     known = path is not None and old.get("path") == str(path)
-    fact: dict[str, Any] = _with({"path": None, "meta": old.get("meta") or text.meta}, noted)
+    moved = str(text.moved or old.get("moved") or "")
+    meta = old.get("meta") or fact_of(reader.memory, moved).get("meta")
+    fact: dict[str, Any] = _with({"path": None, "meta": meta}, noted)
     if path is not None:
         nbytes, modified = text.version or (None, None)
         fact |= {"path": str(path), "bytes": nbytes, "modified": modified, "digest": digest(text.content)}
+        fact |= {key: value for key, value in (("encoding", text.encoding), ("moved", moved)) if value}
         begun = {**fact, "whole": False}
         if begun != old and (known or reader.memory.document(name).id is None):
             reader.memory.put_info(FACT + name, begun)
@@ -454,9 +476,15 @@ def _read_one(
         _check_same(reader, name, ids)
     progress = not many or len(ids) >= TOLD  # a progress line for each of many short notes says nothing
     result = read or (reader.update if known else reader.read)(ids, name, progress=progress)
+    if moved := fact.pop("moved", None):  # a renamed file takes its pin and time to live along
+        rules = reader.memory.rules()
+        reader.memory.take_rules(rules.renamed({moved: name}), [name], ())
+        if moved in rules.pinned:
+            reader.memory.document(moved).unpin()
     now = datetime.now(UTC).isoformat(timespec="seconds")
-    reader.memory.put_info(FACT + name, {**fact, "whole": path is not None, "read": now})
-    told = {"path": str(path)} if many and path is not None else {}
+    done = {"whole": path is not None, "tokens": result.tokens, "read": now}
+    reader.memory.put_info(FACT + name, {**fact, **done})
+    told = {"path": str(path)} if path is not None else {}
     return {
         "document": result.document,
         **told,
@@ -486,8 +514,6 @@ def _report(plan: ReadPlan, done: Done, options: Options) -> Report:
     if options.cost:
         cost = done[0] if done else Cost(0, 0, 0, 0.0)._asdict()
         return Report(data=cost, text=lambda page: page.facts(cost))
-    if options.one_file and len(done) == 1 and not plan.bad:
-        return Report(data=done[0], text=lambda page: page.facts(done[0]))
     sums = {key: sum(each[key] for each in done) for key in ("tokens", "new_tokens", "reused_tokens")}
     data = {
         "documents": done,
@@ -497,22 +523,19 @@ def _report(plan: ReadPlan, done: Done, options: Options) -> Report:
         "passed_over": plan.passed_over,
         "gone": plan.gone,
         "pruned": options.prune,
+        "pinned": plan.pinned,
+        "evicted": plan.evicted,
         "bad": plan.bad,
     }
 
     def text(page: Page) -> None:
         columns = ("document", "tokens", "new_tokens", "reused_tokens")
-        if done:
-            page.table(columns, [[each[column] for column in columns] for each in done])
         over = plan.passed_over
         few = ", ".join(f"{each['path']} ({each['reason']})" for each in over[:FEW]) + ", …" * (len(over) > FEW)
-        page.line(
-            f"{counted(len(done), 'file')} read, {len(plan.unchanged):,} unchanged, {len(over):,} passed over"
-            + f": {few}" * bool(over)
-        )
-        for name in plan.gone:
-            page.line(f"gone: {name}" + (", forgotten" if options.prune else " (memstore read --prune forgets it)"))
-        for each in plan.bad:
-            page.line(f"not read: {each['error']}")
+        counts = f"{counted(len(done), 'file')} read, {len(plan.unchanged):,} unchanged, {len(over):,} passed over"
+        counts += f": {few}" * bool(over)
+        page.table(columns, [[each[column] for column in columns] for each in done], empty=counts)
+        for line in [*([counts] * bool(done)), *_lost(plan, options)]:
+            page.line(line)
 
     return Report(data=data, text=text, exit_code=FAILED if plan.bad else 0)

@@ -115,6 +115,35 @@ def test_a_copy_that_died_is_sound_and_goes_on(make_memory: MakeMemory, monkeypa
     check_content(copy_document(one.document("text"), other, "text"), TEXT)
 
 
+def test_a_copy_that_died_does_not_pass_for_a_file_that_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with memstore.open(tmp_path / "one", spec=make_spec()) as memory:
+        for name in ("first", "second"):
+            append(memory.document(name), random_tokens(2 * S))
+            memory.put_info(f"file/{name}", {"path": name, "whole": True})
+    for way in (lambda: memstore.copy(tmp_path / "one", tmp_path / "two"), lambda: copied_alone(tmp_path)):
+        with monkeypatch.context() as patched:
+            patched.setattr(copy, "_copy_blocks", fails)
+            with pytest.raises(KeyboardInterrupt):
+                way()
+        with memstore.open(tmp_path / "two") as memory:
+            assert "file/first" not in memory.infos("file/")
+        way()
+        with memstore.open(tmp_path / "two") as memory:
+            assert "file/first" in memory.infos("file/")
+            memory.forget("first")
+
+
+def copied_alone(folder: Path) -> None:
+    with memstore.open(folder / "one", mode="r") as one, memstore.open(folder / "two") as two:
+        copy_document(one.document("first"), two, "first")
+
+
+def fails(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_what_does_not_go_together_is_refused(make_memory: MakeMemory) -> None:
     one, other = make_memory(), make_memory()
     append(one.document("text"), TEXT)

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 import memstore
-from memstore.errors import ForeignMemory, InvalidArgument
-from memstore.memory import Document, Memory
+from memstore.errors import ForeignMemory, InvalidArgument, StoreFull
+from memstore.memory import Document, Memory, export
 from memstore.memory.copy import copy_document, copy_memory
+from memstore.memory.entry import KEEPING
 from memstore.memory.export import export_memory, import_memory
 from memstore.memory.rules import DAY, Rules
 from memstore.memory.salvage import salvage
@@ -119,7 +120,7 @@ def test_memories_without_rules_stay_without(way: Callable[[Path, str], None], t
         fill(memory, "whale")
     way(tmp_path / "plain", str(tmp_path / "new"))
     with memstore.open(tmp_path / "new") as memory:
-        assert {scanned.key.item for scanned in memory._shared.store.scan() if scanned.key.table == 0} == {0, 1}
+        assert memory._shared.store.get(KEEPING) is None
 
 
 def test_an_interrupted_copy_takes_them_along_when_it_ends(
@@ -158,6 +159,49 @@ def test_an_interrupted_import_takes_them_along_when_it_ends(
     assert rules(url) == Rules[str]()
     import_memory(tmp_path / "export", url)
     assert rules(url) == rules(source)
+
+
+@ways
+def test_documents_that_were_done_before_an_interruption_keep_them(
+    way: Callable[[Path, str], None], source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = str(tmp_path / "other")
+    with memstore.open(url, spec=make_spec()) as memory:
+        fill(memory, "harpoon")
+    with monkeypatch.context() as patch:
+        patch.setattr("memstore.memory.copy._check_digests", interrupted_after(2))
+        stop, append_file = interrupted_after(2), export._append
+        patch.setattr(export, "_append", lambda *arguments: stop() or append_file(*arguments))
+        with pytest.raises(KeyboardInterrupt):
+            way(source, url)
+    way(source, url)
+    assert rules(url) == Rules(pinned=frozenset({"whale"}), expires=rules(source).expires)
+
+
+@ways
+def test_what_a_limit_evicts_is_not_said_to_be_there(way: Callable[[Path, str], None], tmp_path: Path) -> None:
+    url = str(tmp_path / "small")
+    with memstore.open(tmp_path / "source", spec=make_spec()) as memory:
+        append(memory.document("whale"), random_tokens(20 * S, seed=1))
+        append(memory.document("ship"), random_tokens(20 * S, seed=2))
+        memory.document("whale").fork("fork")
+        memory.put_info("file/whale", {"path": "whale.txt"})
+        memory.put_info("file/ship", {"path": "ship.txt"})
+        most = memory.stats()["used_bytes"] * 2 // 3
+    memstore.open(url, spec=make_spec(), max_bytes=most, when_full="evict-oldest-document").close()
+    with pytest.raises(
+        StoreFull, match=r"has forgotten \d of \d documents of .* again, because its limit had no room for them: "
+    ):
+        way(tmp_path / "source", url)
+    with memstore.open(url) as memory:
+        there = {document.name for document in memory.documents()}
+        assert "whale" not in there
+        assert set(memory.infos("file/")) == {f"file/{name}" for name in there - {"fork"}}
+        memory.limit(None)
+    way(tmp_path / "source", url)
+    with memstore.open(url) as memory:
+        assert {document.name for document in memory.documents()} == {"whale", "ship", "fork"}
+        assert set(memory.infos("file/")) == {"file/ship", "file/whale"}
 
 
 def test_an_export_of_some_documents_has_their_rules_and_no_limit(source: Path, tmp_path: Path) -> None:

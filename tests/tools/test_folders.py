@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -317,7 +318,7 @@ def test_a_single_file_that_changed_is_read_again(cli: Cli, tmp_path: Path, mode
     assert cli("read", file, path, "--model", model_folder, "--block-size", 16).code == 0
     file.write_text("The key hangs in the shed. " * 4 + "It is gone.")
     again = cli("read", file, path, "--json").json
-    assert (again["document"], again["reused_tokens"]) == ("note", 96)
+    assert (again["documents"][0]["document"], again["reused_tokens"]) == ("note", 96)
     assert texts(path)["note"] == file.read_text()
 
 
@@ -413,6 +414,111 @@ def test_of_files_of_one_text_each_that_is_moved_keeps_what_was_noted_of_it(
     with memstore.open(memory_path, mode="r") as memory:
         for name in ("p", "q"):
             assert memory.get_info(f"file/{name}/in/{name}.md")["meta"] == {"project": name}
+
+
+def test_a_document_that_was_cut_is_read_again(cli: Cli, memory_path: Path, notes: Path) -> None:
+    with memstore.open(memory_path) as memory:
+        memory.document("notes/bakery.md").truncate(1)
+        memory.document("notes/script.py").truncate(0)
+        fact = memory.get_info(f"{FACT}notes/script.py")
+        memory.put_info(f"{FACT}notes/script.py", {key: fact[key] for key in fact if key != "tokens"})
+    done = cli("read", notes, memory_path, "--json").json
+    assert [each["document"] for each in done["documents"]] == ["notes/bakery.md", "notes/script.py"]
+    assert texts(memory_path)["notes/script.py"] == NOTES["script.py"]
+    assert cli("read", notes, memory_path, "--json").json["unchanged"] == 4
+
+
+def test_files_that_a_limit_cannot_hold_evict_nobody(
+    cli: Cli, memory_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with memstore.open(memory_path) as memory:
+        most = memory.stats()["used_bytes"] + 5000
+        memory.limit(most, "evict-oldest-document")
+    (notes / "long.txt").write_text("A long text. " * 200)
+    done = cli("read", notes, memory_path)
+    assert (done.code, "room for " in done.err, "--max-bytes MORE" in done.err) == (5, True, True), done.err
+    assert "notes/long.txt" not in texts(memory_path)
+    monkeypatch.setattr(verb, "check_room", lambda *_, **__: None)  # where the estimate is wrong
+    assert cli("read", notes, memory_path).code == 5
+    assert {f"notes/{name}" for name in NOTES if name != "trips/old.log"} <= set(texts(memory_path))
+    (notes.parent / "short.txt").write_text("A short text. " * 12)
+    done = cli("read", notes.parent / "short.txt", memory_path, "--json")
+    assert "notes/bakery.md" in done.json["evicted"]
+    assert "notes/script.py" in texts(memory_path)
+
+
+def test_a_pin_goes_with_a_file_that_was_renamed_and_keeps_one_that_is_gone(
+    cli: Cli, memory_path: Path, notes: Path
+) -> None:
+    for name in ("bakery.md", "script.py"):
+        assert cli("pin", memory_path, f"notes/{name}").code == 0
+    assert cli("expire", memory_path, "notes/script.py", "--after", "30d").code == 0
+    (notes / "bakery.md").unlink()
+    (notes / "script.py").rename(notes / "tool.py")
+    done = cli("read", notes, memory_path, "--prune")
+    assert "gone: notes/bakery.md (pinned: only memstore forget deletes it)" in done.out
+    assert "gone: notes/script.py, forgotten" in done.out
+    with memstore.open(memory_path, mode="r") as memory:
+        assert memory.rules().pinned == {"notes/bakery.md", "notes/tool.py"}
+        assert set(memory.rules().expires) == {"notes/tool.py"}
+        assert "moved" not in memory.get_info(f"{FACT}notes/tool.py")
+    assert cli("read", notes, memory_path, "--prune", "--json").json["pinned"] == ["notes/bakery.md"]
+
+
+def test_files_that_are_all_compared_keep_their_names_and_are_pruned(cli: Cli, memory_path: Path, notes: Path) -> None:
+    (notes.parent / "other/notes").mkdir(parents=True)
+    (notes.parent / "other/notes/bakery.md").write_text("Another bakery.")
+    assert cli("read", notes.parent / "other/notes", memory_path).code == 0
+    (notes / "script.py").unlink()
+    both = (notes, notes.parent / "other/notes")
+    done = cli("read", *both, memory_path, "--top-k", 8, "--prune", "--json").json
+    assert (done["gone"], done["new_tokens"], done["bad"]) == (["notes/script.py"], 0, [])
+    assert sorted(texts(memory_path)) == [
+        "notes/bakery.md", "notes/page.html", "notes/trips/ferry.txt", "other/notes/bakery.md"
+    ]  # fmt: skip
+    assert cli("read", *both, memory_path, "--dtype", "auto", "--json").json["unchanged"] == 4
+
+
+def test_a_wrong_encoding_is_corrected(cli: Cli, memory_path: Path, notes: Path) -> None:
+    (notes / "word.txt").write_bytes("Fähre".encode())
+    for encoding, text in (("latin-1", "FÃ¤hre"), ("utf-8", "Fähre")):
+        assert cli("read", notes / "word.txt", memory_path, "--encoding", encoding, "--document", "w").code == 0
+        assert texts(memory_path)["w"] == text
+    assert cli("read", notes / "word.txt", memory_path, "--encoding", "utf-8", "--json").json["unchanged"] == 1
+
+
+def test_an_unchanged_file_is_reported_like_a_folder(
+    cli: Cli, memory_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for source in (notes / "bakery.md", notes):
+        done = cli("read", source, memory_path)
+        assert done.out.splitlines()[0].startswith(f"0 files read, {1 if source != notes else 4} unchanged")
+        assert cli("read", source, memory_path, "--csv").out.splitlines() == [
+            "document,tokens,new_tokens,reused_tokens"
+        ]
+        assert {"unchanged", "gone", "bad", "passed_over"} <= set(cli("read", source, memory_path, "--json").json)
+    refused = cli("read", "-", "-", memory_path)
+    assert (refused.code, "- is given twice" in refused.err) == (2, True)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b" ")))
+    assert "1 passed over: - (empty)" in cli("read", notes / "bakery.md", "-", memory_path).out
+
+
+@pytest.mark.parametrize("where", ["load_model", "_read_one"])
+def test_ctrl_c_ends_a_watch_also_while_a_change_is_read(
+    cli: Cli, memory_path: Path, notes: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    def interrupt(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    def change(_: float) -> None:
+        (notes / "new.md").write_text("A note.")
+        monkeypatch.setattr(verb, where, interrupt)
+
+    if where == "load_model":
+        monkeypatch.setattr(verb, where, interrupt)
+    monkeypatch.setattr(time, "sleep", change)
+    done = cli("read", notes, memory_path, "--watch")
+    assert (done.code, "0 files read, 4 unchanged" in done.out) == (0, True), done
 
 
 def test_a_folder_called_chat_is_no_conversation(cli: Cli, memory_path: Path, notes: Path) -> None:
@@ -725,7 +831,7 @@ def test_ten_thousand_unchanged_files_take_seconds(tmp_path: Path, cli: Cli, mon
             facts[f"file/{name}"] = {
                 "path": str(file), "bytes": 1, "modified": stat.st_mtime_ns, "digest": "", "whole": True
             }  # fmt: skip
-            memory.document(name).begin(0, None)
+            memory.document(name).begin(1, None)
         memory.put_facts(facts, {}, "a test")
     monkeypatch.setattr(verb, "load_model", no_model)
     begun = time.process_time()
