@@ -514,8 +514,10 @@ def _report(plan: ReadPlan, done: Done, options: Options) -> Report:
     if options.cost:
         cost = done[0] if done else Cost(0, 0, 0, 0.0)._asdict()
         return Report(data=cost, text=lambda page: page.facts(cost))
+    alone = done[0] if options.one_file and len(done) == 1 else {}
     sums = {key: sum(each[key] for each in done) for key in ("tokens", "new_tokens", "reused_tokens")}
     data = {
+        **alone,
         "documents": done,
         **sums,
         "seconds": round(sum(each["seconds"] for each in done), 3),
@@ -534,8 +536,11 @@ def _report(plan: ReadPlan, done: Done, options: Options) -> Report:
         few = ", ".join(f"{each['path']} ({each['reason']})" for each in over[:FEW]) + ", …" * (len(over) > FEW)
         counts = f"{counted(len(done), 'file')} read, {len(plan.unchanged):,} unchanged, {len(over):,} passed over"
         counts += f": {few}" * bool(over)
-        page.table(columns, [[each[column] for column in columns] for each in done], empty=counts)
-        for line in [*([counts] * bool(done)), *_lost(plan, options)]:
+        if alone:
+            page.facts(alone)
+        else:
+            page.table(columns, [[each[column] for column in columns] for each in done], empty=counts)
+        for line in [*([counts] * bool(done and not alone)), *_lost(plan, options)]:
             page.line(line)
 
     return Report(data=data, text=text, exit_code=FAILED if plan.bad else 0)

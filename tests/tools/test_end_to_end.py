@@ -67,7 +67,7 @@ def test_a_memory_is_read_asked_listed_shown_verified_and_counted(
         assert done.json["document"] == "log"
         assert done.json["tokens"] == done.json["new_tokens"] == n
         assert done.json["reused_tokens"] == 0
-        assert done.json["documents"][0]["tokens_per_second"] > 0
+        assert done.json["tokens_per_second"] > 0
     else:
         assert facts(done)["document"] == "log"
         assert facts(done)["tokens"] == f"{n:,}"

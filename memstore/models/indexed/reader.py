@@ -587,8 +587,8 @@ def _mask(mask: Any, call: IndexedCall, rows: int, count: int) -> Tensor | None:
         )
     if bool(((F.pad(mask[:, -total:].int(), (1, 0)).diff(dim=1) > 0).sum(1) > 1).any()):
         raise InvalidArgument(
-            "attention_mask hides tokens between others, but an index counts tokens without gaps: leave these tokens "
-            "out, and mask only the beginning or the end of a row"
+            "attention_mask hides tokens between others, but an index counts tokens without gaps. Mask only the "
+            "beginning or the end of a row, and leave other tokens out"
         )
     mask = mask[:, -count:]
     return None if bool(mask.all()) else mask
