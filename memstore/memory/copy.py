@@ -11,7 +11,7 @@ to be read of large memories.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -65,7 +65,7 @@ def copy_document(
         raise InvalidArgument(f"a copy of document {name!r} in its own memory needs a different name.")
     check_same(replace(memory.spec, codec=source.memory.spec.codec), source.memory)
     info, arrays = source.memory.facts() if source.memory is not memory else ({}, {})
-    facts = by_owner(info)
+    facts = by_owner(info, {*map(owner_of, info)})
     memory.put_facts(facts.get(None, {}), arrays, source.memory.url)
     target = _copy(source, memory, name, advance)
     own = {about(fact, name): value for fact, value in facts.get(source.name, {}).items()}
@@ -73,14 +73,15 @@ def copy_document(
     return target
 
 
-def by_owner(info: Mapping[str, Any]) -> dict[str | None, dict[str, Any]]:
-    """Group JSON values by the document that they are about; None: those of the memory itself.
+def by_owner(info: Mapping[str, Any], names: Collection[str | None]) -> dict[str | None, dict[str, Any]]:
+    """Group JSON values by the one of the documents ``names`` that they are about; None: all others.
 
     The values of a document are stored after its copy, or an interrupted copy would pass for a file that was read.
     """
     facts: dict[str | None, dict[str, Any]] = {}
     for name, value in info.items():
-        facts.setdefault(owner_of(name), {})[name] = value
+        owner = owner_of(name)  # the first words of a conversation come before its document
+        facts.setdefault(owner if owner in names else None, {})[name] = value
     return facts
 
 
@@ -157,7 +158,7 @@ def copy_memory(
         names, made = [document.name for document in documents], list[str]()
         check_same(replace(new.spec, codec=old.spec.codec), old)
         info, arrays = old.facts()
-        facts = by_owner(info)
+        facts = by_owner(info, names)
         new.put_facts(facts.get(None, {}), arrays, old.url)
         total, done = sum(map(_held, documents)), sum(_held(new.document(each.name)) for each in documents)
         copied = 0

@@ -461,7 +461,7 @@ def import_memory(
     with open_memory(target, spec=spec, key=key) as memory:
         names = [entry["name"] for entry in manifest["documents"]]
         made = set(names) - {document.name for document in memory.documents()}
-        facts = by_owner(manifest["info"])
+        facts = by_owner(manifest["info"], names)
         memory.put_facts(facts.get(None, {}), _arrays(place, manifest), str(place))
         total = sum(file["tokens"] for file in _files(manifest))
         done = 0

@@ -498,3 +498,12 @@ def _wait_until(url: str, tokens: int, process: BaseProcess) -> bool:
             pass
         time.sleep(0.01)
     return False
+
+
+def test_the_first_words_of_a_conversation_are_copied_before_it_has_a_document(tmp_path: Path) -> None:
+    said = {"role": "user", "text": "Hi", "time": "2026-11-29T20:00:00+00:00", "start": 0}
+    with memstore.open(tmp_path / "m", spec=make_spec()) as memory:
+        memory.put_info("said/new/0", said)
+    memstore.copy(tmp_path / "m", tmp_path / "copy")
+    with memstore.open(tmp_path / "copy", mode="r") as memory:
+        assert memory.get_info("said/new/0") == said
