@@ -46,17 +46,18 @@ def run(*, resident: bool = True) -> int:
                 return code
         from memstore.tools.app import main as run_verb
 
-        return run_verb(pressed=pressed)
+        return run_verb(pressed=pressed, closing=unlisten)
     except ModuleNotFoundError as error:
         if error.name not in ("typer", "rich"):
             raise
         sys.stderr.write(f"memstore: the command needs the package {error.name}: pip install 'torch-memstore[cli]'\n")
         return MISSING
     except KeyboardInterrupt:
+        unlisten()
         sys.stderr.write("memstore: interrupted; run the same command again\n")
         return 128 + signal.SIGINT
     finally:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        unlisten()
 
 
 def main(*, resident: bool = True) -> int:
@@ -99,6 +100,12 @@ def listen() -> None:
     atexit.register(end)
     signal.signal(signal.SIGINT, note)
     sys.unraisablehook = thrown_away
+
+
+def unlisten() -> None:
+    """Let Ctrl-C end the process silently from now on: the last message is complete, or about to be printed."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def pressed() -> bool:

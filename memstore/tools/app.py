@@ -211,17 +211,22 @@ def options(
     _help_alone(context)
 
 
-def main(arguments: Sequence[str] | None = None, pressed: Callable[[], bool] = lambda: False) -> int:
+def main(
+    arguments: Sequence[str] | None = None,
+    pressed: Callable[[], bool] = lambda: False,
+    closing: Callable[[], None] = lambda: None,
+) -> int:
     """Run the command line and return the exit code.
 
     No error ends in a traceback, unless ``MEMSTORE_DEBUG`` is set. ``pressed`` returns whether Ctrl-C was pressed; then
-    every error counts as an interruption.
+    every error counts as an interruption. ``closing`` is called before a failure is printed, which is the last message:
+    a second Ctrl-C must not add another.
     """
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if sys.stdout is None or sys.stderr is None:  # the parent closed it; a file opened now could get its number
         return FAILED if sys.stderr is None else _lost_output("it is closed")
     try:
-        code = _run(arguments, pressed)
+        code = _run(arguments, pressed, closing)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader, such as `head`, has read enough
         _drop_output()
@@ -240,10 +245,14 @@ def command_line() -> Any:
     return command
 
 
-def _run(arguments: Sequence[str], pressed: Callable[[], bool]) -> int:
+def _run(arguments: Sequence[str], pressed: Callable[[], bool], closing: Callable[[], None]) -> int:
     if COMPLETION_VARIABLE in os.environ:  # a shell requests completions
         return _completed(command_line())
-    json = "--json" in arguments
+
+    def failed(error: Exception) -> int:
+        closing()
+        return report_failure(error, json="--json" in arguments)
+
     try:
         if arguments[:1] == ["help"]:
             arguments = [*arguments[1:], "--help"]
@@ -253,7 +262,7 @@ def _run(arguments: Sequence[str], pressed: Callable[[], bool]) -> int:
         code: int = command_line().main(arguments, prog_name="memstore", standalone_mode=False) or 0
     except (MemstoreError, typer.TyperException) as error:
         if not pressed() or isinstance(error, Interruption):
-            return report_failure(with_way_out(error, arguments), json=json)
+            return failed(with_way_out(error, arguments))
         code = INTERRUPTED
     except SystemExit:  # typer's answer to a broken pipe, its only remaining exit in this mode
         raise BrokenPipeError from None
@@ -265,13 +274,13 @@ def _run(arguments: Sequence[str], pressed: Callable[[], bool]) -> int:
         if os.environ.get(DEBUG_VARIABLE):
             traceback.print_exception(error)
         if not pressed():
-            return report_failure(_explained(error), json=json)
+            return failed(_explained(error))
         code = INTERRUPTED
     # Where typer catches Ctrl-C, this code is its only message. A verb that knows more raises Interruption itself.
     if code != INTERRUPTED:
         return code
     when = " before anything was read" if arguments[:1] == ["read"] else ""
-    return report_failure(Interruption(f"interrupted{when}; run the same command again"), json=json)
+    return failed(Interruption(f"interrupted{when}; run the same command again"))
 
 
 def _completed(command: Any) -> int:

@@ -461,6 +461,37 @@ def test_what_an_interrupted_import_comes_out_as(
     assert capsys.readouterr().err == "memstore: interrupted; run the same command again\n"
 
 
+TWICE = """
+import os, signal, sys
+import memstore
+from memstore.__main__ import run
+from memstore.tools.verb import Interruption
+
+class Again:
+    def write(self, words):
+        sys.__stderr__.write(words)
+        sys.__stderr__.flush()
+        os.kill(os.getpid(), signal.SIGINT)
+
+def stop(*_, **__):
+    sys.stderr = Again()
+    raise FIRST
+
+memstore.open = stop
+sys.argv = ["memstore", "ls", "notes.mem"]
+sys.exit(run())
+"""
+
+
+@pytest.mark.parametrize("first", ["KeyboardInterrupt", "Interruption('interrupted after 3 tokens')"])
+def test_a_second_ctrl_c_adds_no_second_message(first: str) -> None:
+    program = TWICE.replace("FIRST", first)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGINT
+    assert done.stderr.count("memstore: interrupted") == 1
+    assert "Traceback" not in done.stderr
+
+
 def test_tables_fit_a_narrow_terminal(world: World) -> None:
     with memstore.open(world["memory"]) as memory:
         memory.document("whale").fork("a document with a very long name, much longer than the terminal is wide", 3)
