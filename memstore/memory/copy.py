@@ -11,8 +11,9 @@ to be read of large memories.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +36,8 @@ from memstore.store.encryption_keys import KeySource
 # of its progress.
 TRANSACTION_BYTES = 64 << 20
 """Bytes of states that one transaction copies; at least one block of all layers."""
+FACTS_TOGETHER = 100
+"""Documents whose facts are stored in one transaction."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,24 +68,44 @@ def copy_document(
         raise InvalidArgument(f"a copy of document {name!r} in its own memory needs a different name.")
     check_same(replace(memory.spec, codec=source.memory.spec.codec), source.memory)
     info, arrays = source.memory.facts() if source.memory is not memory else ({}, {})
-    facts = by_owner(info, {*map(owner_of, info)})
-    memory.put_facts(facts.get(None, {}), arrays, source.memory.url)
+    memory.put_facts({fact: value for fact, value in info.items() if not owner_of(fact)}, arrays, source.memory.url)
     target = _copy(source, memory, name, advance)
-    own = {about(fact, name): value for fact, value in facts.get(source.name, {}).items()}
+    own = {about(fact, name): value for fact, value in info.items() if owner_of(fact) == source.name}
     memory.put_facts({fact: value for fact, value in own.items() if fact is not None}, {}, source.memory.url)
     return target
 
 
-def by_owner(info: Mapping[str, Any], names: Collection[str | None]) -> dict[str | None, dict[str, Any]]:
-    """Group JSON values by the one of the documents ``names`` that they are about; None: all others.
+Facts = tuple[Mapping[str, Any], Mapping[str, Mapping[str, Tensor]]]
+"""JSON values, and arrays, by name: see ``Memory.facts``."""
 
-    The values of a document are stored after its copy, or an interrupted copy would pass for a file that was read.
+
+@contextmanager
+def storing_facts(memory: Memory, names: Sequence[str], facts: Facts, source: str) -> Iterator[Callable[[str], None]]:
+    """Store ``facts`` from ``source``. Yield a function to call when one of the documents ``names`` is complete.
+
+    The values about a document are stored afterwards, or an interrupted copy would pass for a file that was read.
     """
-    facts: dict[str | None, dict[str, Any]] = {}
-    for name, value in info.items():
-        owner = owner_of(name)  # the first words of a conversation come before its document
-        facts.setdefault(owner if owner in names else None, {})[name] = value
-    return facts
+    copied, of, due = set(names), defaultdict[str | None, dict[str, Any]](dict), list[str]()
+    for fact, value in facts[0].items():
+        owner = owner_of(fact)  # the first words of a conversation come before its document
+        of[owner if owner in copied else None][fact] = value
+    memory.put_facts(of[None], facts[1], source)
+
+    def store() -> None:
+        there = [name for name in due if memory.document(name).id is not None]  # the limit may have evicted others
+        memory.put_facts({fact: value for name in there for fact, value in of[name].items()}, {}, source)
+        due.clear()
+
+    def complete(name: str) -> None:
+        if name in of:
+            due.append(name)
+        if len(due) == FACTS_TOGETHER:
+            store()
+
+    try:
+        yield complete
+    finally:
+        store()
 
 
 def check_kept(memory: Memory, names: Sequence[str], source: str | Path) -> None:
@@ -157,9 +180,6 @@ def copy_memory(
         documents, rules = old.documents(), old.rules()
         names, made = [document.name for document in documents], list[str]()
         check_same(replace(new.spec, codec=old.spec.codec), old)
-        info, arrays = old.facts()
-        facts = by_owner(info, names)
-        new.put_facts(facts.get(None, {}), arrays, old.url)
         total, done = sum(map(_held, documents)), sum(_held(new.document(each.name)) for each in documents)
         copied = 0
 
@@ -168,7 +188,10 @@ def copy_memory(
             copied += tokens
             advance(tokens)
 
-        with progress_bar(str(source), done, total, progress, verb="copying") as advance:
+        with (
+            storing_facts(new, names, old.facts(), old.url) as complete,
+            progress_bar(str(source), done, total, progress, verb="copying") as advance,
+        ):
             beginnings = Beginnings()
             for document in documents:
                 if (begun := new.document(document.name)).id is None:
@@ -176,7 +199,7 @@ def copy_memory(
                     advance(_begin(document, beginnings.find(document), begun))
                     new.take_rules(rules, made[-1:], names, complete=False)  # an interruption may follow
                 _copy(document, new, document.name, count)
-                new.put_facts(facts.get(document.name, {}), {}, old.url)
+                complete(document.name)
                 beginnings.add(document)
         new.take_rules(rules, made, names)
         check_kept(new, names, old.url)

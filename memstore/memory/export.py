@@ -46,7 +46,7 @@ from memstore.errors import (
     StoreFull,
 )
 from memstore.json_checks import anything, array, fit, maybe, members, parse, row, table, text, whole
-from memstore.memory.copy import Beginnings, by_owner, check_kept, recurrent_between
+from memstore.memory.copy import Beginnings, check_kept, recurrent_between, storing_facts
 from memstore.memory.document import Document
 from memstore.memory.entry import LONGEST_NAME
 from memstore.memory.memory import Memory, open_memory
@@ -461,8 +461,7 @@ def import_memory(
     with open_memory(target, spec=spec, key=key) as memory:
         names = [entry["name"] for entry in manifest["documents"]]
         made = set(names) - {document.name for document in memory.documents()}
-        facts = by_owner(manifest["info"], names)
-        memory.put_facts(facts.get(None, {}), _arrays(place, manifest), str(place))
+        facts = manifest["info"], _arrays(place, manifest)
         total = sum(file["tokens"] for file in _files(manifest))
         done = 0
 
@@ -471,11 +470,14 @@ def import_memory(
             done += tokens
             advance(tokens)
 
-        with progress_bar(str(place), 0, total, progress, verb="importing") as advance:
+        with (
+            storing_facts(memory, names, facts, str(place)) as complete,
+            progress_bar(str(place), 0, total, progress, verb="importing") as advance,
+        ):
             for entry in manifest["documents"]:
                 before = done
                 _import(place, entry, memory, count)
-                memory.put_facts(facts.get(entry["name"], {}), {}, str(place))
+                complete(entry["name"])
                 memory.take_rules(rules, made & {entry["name"]}, names, complete=False)  # an interruption may follow
                 advance(sum(file["tokens"] for file in entry["files"]) - (done - before))  # those it already had
         memory.take_rules(rules, made, names)

@@ -121,9 +121,10 @@ def _save_all(source: str, target: str, skip: set[At], key: MasterKey | None, *,
             with _named_if_lost("facts"):
                 new.put_facts(*NamedValues(old).all(), old.url)
         names: dict[int, str] = {}
+        states = {number: _state(old, number, skip) for number in _numbers(old, skip)}
         # Those that get a new name come last: it must not be the name of another.
-        for number in sorted(_numbers(old, skip), key=lambda number: _has_lost_entry(old, number, skip)):
-            saved = _Rescue(old, new, number, skip, names.values()).run()
+        for number in sorted(states, key=lambda number: states[number] is None):
+            saved = _Rescue(old, new, number, skip).run(states[number], names.values())
             names[number] = saved["document"]
             say({"saved": saved})
         if _begin(_RULES, skip):
@@ -150,36 +151,39 @@ def _numbers(old: SharedStore, skip: set[At]) -> Iterator[int]:
         yield from range(1, old.next_document())
 
 
-def _has_lost_entry(old: SharedStore, number: int, skip: set[At]) -> bool:
-    try:
-        return not _begin((number, _WHOLE), skip) or old.state(number) is None
-    except DamagedError:
-        return True
+def _state(old: SharedStore, number: int, skip: set[At]) -> DocumentState | None:
+    """Return the entry of a document, None if it is lost."""
+    with suppress(DamagedError):
+        return old.state(number) if _begin((number, _WHOLE), skip) else None
+    return None
 
 
 class _Rescue:
     """One document."""
 
-    def __init__(self, old: SharedStore, new: Memory, number: int, skip: set[At], taken: Collection[str]) -> None:
-        """``taken`` are the names of the documents saved before."""
+    def __init__(self, old: SharedStore, new: Memory, number: int, skip: set[At]) -> None:
         self._old = old
         self._new = new
         self._number = number
         self._skip = skip
-        self._taken = taken
         self._size = old.spec.block_size
         self._lost: list[str] = []
         """Reasons for lost blocks."""
         self._waiting: list[_Block] = []
 
-    def run(self) -> dict[str, Any]:
-        """Save the document; return the content of its ``SavedDocument``."""
-        state = self._state() if _begin((self._number, _WHOLE), self._skip) else None
+    def run(self, state: DocumentState | None, taken: Collection[str]) -> dict[str, Any]:
+        """Save the document with the entry ``state``; return the content of its ``SavedDocument``.
+
+        Documents with names in ``taken`` were saved before.
+        """
+        if state is None and _begin((self._number, _WHOLE), self._skip):
+            with suppress(DamagedError):
+                state = told_by_tokens(self._old, self._number, free_name(self._number, taken))
         if state is None:
             message = f"document number {self._number} is lost: its entry, which has its name, cannot be read"
             return {"document": "", "tokens": 0, "tokens_lost": 0, "message": message}
-        if state.name in self._taken:
-            state = replace(state, name=free_name(self._number, self._taken))
+        if state.name in taken:
+            state = replace(state, name=free_name(self._number, taken))
         target, places = self._new.document(state.name), self._old.places(self._number, state)
         if target.id is None:
             target.begin(state.first, state.reading)
@@ -188,13 +192,6 @@ class _Rescue:
                 self._save(target, state, places, block)
         self._flush(target)
         return self._told(target, state, places)
-
-    def _state(self) -> DocumentState | None:
-        with suppress(DamagedError):
-            return self._old.state(self._number)
-        with suppress(DamagedError):
-            return told_by_tokens(self._old, self._number, free_name(self._number, self._taken))
-        return None
 
     def _save(self, target: Document, state: DocumentState, places: Places, block: int) -> None:
         try:

@@ -419,6 +419,8 @@ class NamedValues:
 
         All in one transaction. Raises ``ForeignMemory`` if a name has other arrays.
         """
+        if not info and not arrays:
+            return
         kept = (item for item in info.items() if not item[0].startswith(IMPORTING))
         facts = [(_head("info", name, {"value": value}),) for name, value in kept]
         tensors = (

@@ -379,7 +379,8 @@ def _open_lmdb(folder: Path, mode: Mode, blank: NewMemory | None, **options: Any
     return _open_folder(LmdbStore, folder, str(folder), mode, blank, exists=(folder / "data.mdb").exists, **options)
 
 
-def _open_remote(url: str, mode: Mode, blank: NewMemory | None, **options: Any) -> OpenStore:
+def _open_remote(url: str, mode: Mode, blank: NewMemory | None, *, doubted: bool = False, **options: Any) -> OpenStore:
+    """``doubted`` says that the copy of a published memory could not be opened: it may be damaged."""
     from memstore.store.zarr import ZarrStore
 
     where = remote_places(url)
@@ -387,15 +388,12 @@ def _open_remote(url: str, mode: Mode, blank: NewMemory | None, **options: Any) 
     shards = options["shards"] = open_shards(where, read_only=mode == "r")
     try:
         if not _has_tail(tail):
-            mode, tail = _elsewhere(url, mode, blank, shards, tail)
-        try:
-            return _open_folder(ZarrStore, tail, url, mode, blank, exists=lambda: _has_tail(tail), **options)
-        except (DamagedError, NotAMemory):
-            if tail == where.tail:
-                raise
-            os.utime(tail / "tail" / "data.mdb")  # so that the copy is compared with what was published
-            mode, tail = _elsewhere(url, mode, blank, shards, where.tail)
-            return _open_folder(ZarrStore, tail, url, mode, blank, exists=lambda: _has_tail(tail), **options)
+            mode, tail = _elsewhere(url, mode, blank, shards, tail, doubted=doubted)
+        return _open_folder(ZarrStore, tail, url, mode, blank, exists=lambda: _has_tail(tail), **options)
+    except (DamagedError, NotAMemory):
+        if doubted or tail == where.tail:
+            raise
+        return _open_remote(url, mode, blank, doubted=True, **options)
     except OSError as error:
         if isinstance(error, MemstoreError):
             raise
@@ -408,7 +406,7 @@ def _open_remote(url: str, mode: Mode, blank: NewMemory | None, **options: Any) 
 
 
 def _elsewhere(
-    url: str, mode: Mode, blank: NewMemory | None, shards: BucketObjects | Path, tail: Path
+    url: str, mode: Mode, blank: NewMemory | None, shards: BucketObjects | Path, tail: Path, *, doubted: bool
 ) -> tuple[Mode, Path]:
     """Return how, and in which folder, to open the published form of a memory whose tail is on another computer."""
     if isinstance(shards, Path):
@@ -421,7 +419,7 @@ def _elsewhere(
     from memstore.store.zarr.published import fetch, last_version
 
     if mode == "r" or blank is None:
-        return "r", fetch(shards, tail, url)
+        return "r", fetch(shards, tail, url, doubted=doubted)
     if last_version(shards) is not None:
         raise ForeignMemory(
             f"another computer writes the memory at {url}, or its tail is not in {tail}. Open it with mode='r' to "

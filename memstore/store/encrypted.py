@@ -157,8 +157,8 @@ class EncryptedStore(BlockStore):
             raise ReadOnlyMemory("this store is open for reading; open it with mode='a' to write")
         check_batch(batch)
         self._inner.version()  # raises if the store is closed
-        for owner in {key.document for key, _ in batch.puts} - self.table.owners():
-            if self._has_values(owner):  # a new key would hide that they need theirs
+        for owner in {key.document for key, _ in batch.puts}:
+            if owner not in self.table and self._has_values(owner):  # a new key would hide that they need theirs
                 raise lacks_key(owner)
 
     def _unless_forgotten(self, key: Key, records: Sequence[Record]) -> tuple[Record, ...] | None:
@@ -166,7 +166,7 @@ class EncryptedStore(BlockStore):
         try:
             return self._opened(key, records)
         except DamagedError:
-            if key.document in self.table.owners() or self._inner.get(key):
+            if key.document in self.table or self._inner.get(key):
                 raise
             return None
 

@@ -139,11 +139,7 @@ class KeyTable:
     def create(cls, folder: Path | None, key: MasterKey) -> KeyTable:
         """Make keys of a new memory; they replace leftovers. With ``folder`` None they are not stored."""
         raw = _header(os.urandom(16), key)
-        if folder is not None:
-            try:
-                paths.write(folder, KEYS_NAME, [raw])
-            except OSError as error:
-                raise _failure(error, folder) from error
+        _replace(folder, raw)
         return cls(folder, key, raw)
 
     @classmethod
@@ -157,6 +153,9 @@ class KeyTable:
     def check(self, key: MasterKey | None) -> None:
         if key is None or key.raw != self._key.raw:
             raise _wrong(self._folder)
+
+    def __contains__(self, owner: int) -> bool:
+        return owner in self._wrapped
 
     def owners(self) -> set[int]:
         with self._lock:
@@ -222,11 +221,7 @@ class KeyTable:
             unwrap, wrap = self._library.unwrap, self._library.wrap
             wrapped = {owner: wrap(key.raw, unwrap(self._key.raw, old)) for owner, old in self._wrapped.items()}
             raw = _header(self.identity, key) + b"".join(_entry(owner, each) for owner, each in wrapped.items())
-            if self._folder is not None:
-                try:
-                    paths.write(self._folder, KEYS_NAME, [raw])
-                except OSError as error:
-                    raise _failure(error, self._folder) from error
+            _replace(self._folder, raw)
             self._key = key
             self._read(raw)
             return True
@@ -328,6 +323,15 @@ def _content(folder: Path) -> bytes:
         ) from None
     except OSError as error:
         raise _failure(error, folder) from error
+
+
+def _replace(folder: Path | None, raw: bytes) -> None:
+    """Write the whole file; without a folder keys are not stored."""
+    if folder is not None:
+        try:
+            paths.write(folder, KEYS_NAME, [raw])
+        except OSError as error:
+            raise _failure(error, folder) from error
 
 
 def _checked_header(raw: bytes, folder: Path | None) -> tuple[bytes, bytes]:

@@ -109,7 +109,7 @@ class Environment:
             raise _forked(self.folder, self.key[2])
         before = self._length  # read first, because another thread may raise it now
         try:
-            length = os.fstat(self.data_file).st_size
+            length = os.lseek(self.data_file, 0, os.SEEK_END)  # a third of the time of fstat: every read comes here
         except OSError:  # closed by another thread meanwhile, as LMDB will say
             return
         if length < before:  # LMDB never shortens it

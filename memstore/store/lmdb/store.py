@@ -105,7 +105,8 @@ class LmdbStore(BlockStore):
         """Reads of values in a transaction; for stores that are built on this one."""
         check = partial(_check_large, self._env, self.path, url)  # not a method, which would never be released
         heads = Heads(environment.data_file, self._env.stat()["psize"], check)
-        self._changes = Changes(self._naming, heads)
+        self.changes = Changes(self._naming, heads)
+        """Changes of values in a transaction, such as that of ``commit``; for stores that are built on this one."""
         self._checked = (-1, 0)  # number of the last commit written here, and its sum of checks
         self._waits = True  # the last read waited for the disk, so the next one probably will
         self._reserve = None if writer is None else _Reserve(self.path)
@@ -203,7 +204,7 @@ class LmdbStore(BlockStore):
         check_batch(batch)
         self._naming.lengths[Table.BLOCKS] = blocks_per_value
         self._naming.lengths[Table.TOKENS] = tokens_per_value
-        self._commit(batch.deletes, batch.puts)
+        self.commit(batch.deletes, batch.puts)
         for folder in (self.path, self.path.absolute().parent):
             paths.sync_folder(folder)
 
@@ -245,12 +246,12 @@ class LmdbStore(BlockStore):
         return self._naming.lengths[Table.BLOCKS]
 
     def write(self, batch: Batch) -> None:
-        self._check_writable()
+        self.check_writable()
         check_batch(batch)
-        self._commit(batch.deletes, batch.puts)
+        self.commit(batch.deletes, batch.puts)
 
     def write_within(self, batch: Batch, max_bytes: int, evictions: Iterable[Batch]) -> int:
-        self._check_writable()
+        self.check_writable()
         check_batch(batch)
         evicted, rest = 0, iter(evictions)
 
@@ -259,15 +260,15 @@ class LmdbStore(BlockStore):
             waiting, rest = tee(rest)  # a transaction may be tried twice
 
             def apply(eviction: Batch) -> None:
-                self._changes.apply(txn, eviction.deletes, eviction.puts)
+                self.changes.apply(txn, eviction.deletes, eviction.puts)
 
             evicted = evict(waiting, max_bytes, lambda: used_bytes(txn), apply)
 
-        self._commit(batch.deletes, batch.puts, make_room)
+        self.commit(batch.deletes, batch.puts, make_room)
         return evicted
 
-    def _commit(self, deletes: Deletes, puts: Puts, then: Callable[[Transaction], None] | None = None) -> None:
-        """Commit one transaction: the changes, and then the work of ``then``."""
+    def commit(self, deletes: Deletes, puts: Puts, then: Callable[[Transaction], None] | None = None) -> None:
+        """Commit one transaction: the checked changes, and then the work of ``then``, which may refuse."""
         needed = sum(HEADER_BYTES + record.payload.nbytes for _, records in puts for record in records)
         try:
             self._attempt(deletes, puts, then, needed)
@@ -284,8 +285,8 @@ class LmdbStore(BlockStore):
             environments.check_room(self.path, needed, self.used_bytes())
         try:
             with self._env.begin(write=True, buffers=True) as txn:
-                self._changes.begin()
-                self._changes.apply(txn, deletes, puts)
+                self.changes.begin()
+                self.changes.apply(txn, deletes, puts)
                 if then:
                     then(txn)
                 written = self._put_facts(txn)
@@ -302,7 +303,7 @@ class LmdbStore(BlockStore):
             last, total = self._checked
             if last != commit - 1:  # the first commit of this process; it need not read its own facts again
                 total = (_facts(txn) or {"checks": 0})["checks"]
-            total += self._changes.added
+            total += self.changes.added
             facts |= {"commit": commit, "checks": total}
         elif _facts(txn) == facts:
             return commit, total
@@ -412,13 +413,13 @@ class LmdbStore(BlockStore):
         Readers go on, but it waits for readers that began two commits ago or earlier. Raises ``MemoryInUse`` if they do
         not end, ``DamagedError`` if the file is not understood, ``ReadOnlyMemory`` and ``StoreFull``.
         """
-        self._check_writable()
+        self.check_writable()
         _check_known(self.path)
         before = self.size_bytes()
         # In place, not as a copy: that would need the space twice, and readers stay on their file. Two commits first:
         # LMDB keeps the last two whole, and then neither has the deleted values.
         for _ in range(2):
-            self._commit([] if self._naming.checked else [(STORE_KEY, STORE_KEY)], [])
+            self.commit([] if self._naming.checked else [(STORE_KEY, STORE_KEY)], [])
         try:
             with self._env.begin(write=True) as txn:  # nothing changes now
                 _wait_for_readers(self._env, self.path, txn.id() - 2, READER_PATIENCE)
@@ -439,10 +440,11 @@ class LmdbStore(BlockStore):
     def close(self) -> None:
         self._close()
 
-    def _check_writable(self) -> None:
+    def check_writable(self) -> None:
+        """Raise ``InvalidArgument`` for a closed store, ``ReadOnlyMemory`` for one that only reads."""
         self._check_open()
         if self.read_only:
-            raise ReadOnlyMemory.opened(self.path)
+            raise ReadOnlyMemory.opened(self.url)
 
     def _check_open(self) -> None:
         if not self._close.alive:

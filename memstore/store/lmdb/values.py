@@ -89,6 +89,11 @@ class Naming:
         self.checked = True
         """Whether keys have a check: from format 2 on."""
 
+    def run(self, key: Key) -> Key:
+        """Return the key of the LMDB value that contains ``key``."""
+        length = self.lengths[key.table]
+        return Key(key.table, key.document, key.layer, key.item - key.item % length) if length > 1 else key
+
     def find(self, cursor: Cursor, name: bytes) -> bytes | None:
         """Return the whole key of the value ``name``, and move ``cursor`` to it; None if it is missing."""
         first = self.first(name)
@@ -151,10 +156,6 @@ class Values:
         self._run_sums = 0
         """The number of header checksums: runs of small values have hundreds."""
 
-    def run(self, key: Key) -> Key:
-        """Return the key of the LMDB value that contains ``key``."""
-        return _run_start(key, self._naming.lengths[key.table])
-
     def take(self, txn: Transaction, keys: Sequence[Key], reader: ValueReader, *, waits: bool) -> Bytes:
         """Return verified copies of values, one in each row ``[len(keys), reader.size]``.
 
@@ -167,7 +168,7 @@ class Values:
         with txn.cursor() as cursor:  # its ``get`` does not touch the pages, a transaction's touches all
             # Through the map: reading through the file descriptor takes 1.5 times as long if all is in memory.
             if waits:
-                self._fetch(cursor, {self.run(key): key for key in sorted(keys, reverse=True)})
+                self._fetch(cursor, {self._naming.run(key): key for key in sorted(keys, reverse=True)})
             find = cursor.get
             for start, name in zip(range(0, len(flat), size), names, strict=True):
                 copy = flat[start : start + size]
@@ -218,7 +219,7 @@ class Values:
         if sums is None:
             reader.explain(self._part(view, key, reader), 0, key)
         if not self._is_last(place, view, sums):
-            raise older(key)
+            raise damaged(key, OLDER)
         known = self._known[reader]
         if len(known) >= _MOST_KNOWN:
             known.clear()
@@ -226,7 +227,7 @@ class Values:
 
     def _place(self, cursor: Cursor, key: Key) -> tuple[bytes, memoryview]:
         """Return the whole key and the content of the LMDB value that has ``key``. Raises ``NotFound``."""
-        place = self._naming.find(cursor, self.run(key).to_bytes())
+        place = self._naming.find(cursor, self._naming.run(key).to_bytes())
         if place is None:
             raise self._lacks(key)
         return place, cursor.value()
@@ -255,7 +256,7 @@ class Values:
         length = self._naming.lengths[key.table]
         start: int | None = 0
         if length > 1:
-            start = _find_in_run(view, key, _run_start(key, length), length, reader)
+            start = _find_in_run(view, key, self._naming.run(key), length, reader)
         if start is None:
             raise self._lacks(key)
         if len(view) < start + reader.size or (length == 1 and len(view) > reader.size):
@@ -295,10 +296,10 @@ class Values:
         if not self._naming.holds(raw, header_sums(view)):
             for _ in self._entries(view, run):  # reports damage in better words
                 pass
-            raise older(run)
+            raise damaged(run, OLDER)
 
     def get(self, txn: Transaction, key: Key) -> tuple[Record, ...] | None:
-        run = self.run(key)
+        run = self._naming.run(key)
         view = self.value(txn, run)
         if view is None:
             return None
@@ -309,7 +310,7 @@ class Values:
 
     def walk(self, txn: Transaction, first: Key, last: Key) -> Iterator[tuple[Key, tuple[Record, ...]]]:
         with txn.cursor() as cursor:
-            cursor.set_range(self._naming.first(self.run(first).to_bytes()))
+            cursor.set_range(self._naming.first(self._naming.run(first).to_bytes()))
             for raw, view in cursor.iternext() if cursor.key() else ():
                 whole = bytes(raw)
                 run = self._naming.key(whole)
@@ -324,10 +325,10 @@ class Values:
 
     def checksums(self, txn: Transaction, keys: Sequence[Key]) -> list[tuple[int, ...]]:
         found: dict[Key, tuple[int, ...]] = {}
-        for run in dict.fromkeys(map(self.run, keys)):
+        for run in dict.fromkeys(map(self._naming.run, keys)):
             view = self.value(txn, run)
             if view is not None:
-                entries = _in_run(view, run, self._naming.lengths[run.table])
+                entries = self._entries(view, run)
                 found |= {each.key: tuple(header.payload_sum for header in each.headers) for each in entries}
         if missing := [key for key in keys if key not in found]:
             raise NotFound(f"there is no {describe(missing[0])}")
@@ -336,9 +337,10 @@ class Values:
     def keys(self, txn: Transaction, first: Key, last: Key) -> list[Key]:
         found: list[Key] = []
         with txn.cursor() as cursor:
-            valid = cursor.set_range(self._naming.first(self.run(first).to_bytes()))
+            valid = cursor.set_range(self._naming.first(self._naming.run(first).to_bytes()))
             while valid and (run := self._naming.key(bytes(cursor.key()))) <= last:
-                found += [run] if self._naming.lengths[run.table] == 1 else self._items(cursor.value(), run)
+                single = self._naming.lengths[run.table] == 1
+                found += [run] if single else [entry.key for entry in self._entries(cursor.value(), run)]
                 valid = cursor.next()
         return [key for key in found if first <= key <= last]
 
@@ -374,9 +376,6 @@ class Values:
     def _entries(self, view: memoryview, run: Key) -> Iterator[_Entry]:
         return _in_run(view, run, self._naming.lengths[run.table])
 
-    def _items(self, view: memoryview, run: Key) -> list[Key]:
-        return [entry.key for entry in self._entries(view, run)]
-
 
 def _decode(view: memoryview, key: Key) -> tuple[Record, ...]:
     """Return the verified records of a value that fills ``view``, copied. Raises ``DamagedError``."""
@@ -384,11 +383,6 @@ def _decode(view: memoryview, key: Key) -> tuple[Record, ...]:
     if end < len(view):
         raise damaged(key, f"{len(view) - end} extra bytes follow its records")
     return records
-
-
-def older(key: Key) -> DamagedError:
-    """Return the error for a whole value that is older than expected."""
-    return damaged(key, OLDER)
 
 
 def used_bytes(txn: Transaction) -> int:
@@ -481,7 +475,7 @@ class Changes:
             if self._naming.lengths[key.table] == 1:
                 single[key] = records
             else:
-                shared.setdefault(self._run(key), {})[key.item] = (key, records)
+                shared.setdefault(self._naming.run(key), {})[key.item] = (key, records)
         with txn.cursor() as cursor:
             for first, last in deletes:
                 self._delete_range(cursor, first, last)
@@ -548,43 +542,38 @@ class Changes:
         kept = _split_run(old, run, self._naming.lengths[run.table], without=without)
         return dict(kept), sum(sum(header_sums(value)) for value in kept.values()), max(kept, default=-1)
 
-    def _replace(self, cursor: Cursor, run: Key, values: Mapping[int, bytes | memoryview]) -> None:
-        if values:
-            value = b"".join(values[item] for item in sorted(values))
-            self._put(cursor, run, value, header_sums(value))
-        elif self._naming.find(cursor, run.to_bytes()):
-            self._delete(cursor)
-
     def _last(self, cursor: Cursor, found: bytes, run: Key) -> memoryview:
         """Return the run at ``cursor``. Raises ``DamagedError`` if it is an older one."""
         view: memoryview = cursor.value()
         if not self._naming.holds(found, header_sums(view)):
-            raise older(run)
+            raise damaged(run, OLDER)
         return view
 
     def _delete_range(self, cursor: Cursor, first: Key, last: Key) -> None:
         """Delete the runs inside the range; if its ends cut through a run, keep the rest of it."""
         if first > last:
             return  # the range is empty, and a run that both ends cut through must keep the items outside
-        length = self._naming.lengths[first.table]
-        runs = {self._run(first), self._run(last)}
+        length, end = self._naming.lengths[first.table], self._naming.run(last)
+        runs = {self._naming.run(first), end}
         cut = {run for run in runs if run < first or run._replace(item=run.item + length - 1) > last}
         for run in cut:
             self._trim(cursor, run, first, last)
-        end = self._run(last).to_bytes()
-        stop = self._naming.first(end) if self._run(last) in cut else self._naming.last(end)
+        whole = end not in cut
+        stop = self._naming.last(end.to_bytes()) if whole else self._naming.first(end.to_bytes())
         cursor.set_range(self._naming.first(first.to_bytes()))
-        while (raw := bytes(cursor.key())) and (raw < stop or (raw == stop and self._run(last) not in cut)):
+        while (raw := bytes(cursor.key())) and (raw < stop or (raw == stop and whole)):
             self._delete(cursor)
 
     def _trim(self, cursor: Cursor, run: Key, first: Key, last: Key) -> None:
         """Delete the items of one run that are in the range."""
-        if found := self._naming.find(cursor, run.to_bytes()):
-            old = self._last(cursor, found, run)
-            self._replace(cursor, run, _outside(old, run, self._naming.lengths[run.table], first, last))
-
-    def _run(self, key: Key) -> Key:
-        return _run_start(key, self._naming.lengths[key.table])
+        if (found := self._naming.find(cursor, run.to_bytes())) is None:
+            return
+        kept = _outside(self._last(cursor, found, run), run, self._naming.lengths[run.table], first, last)
+        if kept:
+            value = b"".join(kept[item] for item in sorted(kept))
+            self._put(cursor, run, value, header_sums(value))
+        else:
+            self._delete(cursor)
 
 
 class _Entry(NamedTuple):
@@ -594,11 +583,6 @@ class _Entry(NamedTuple):
     start: int
     end: int
     headers: list[RecordHeader]
-
-
-def _run_start(key: Key, length: int) -> Key:
-    """Return the key of the run of ``length`` items that contains ``key``."""
-    return Key(key.table, key.document, key.layer, key.item - key.item % length) if length > 1 else key
 
 
 def _in_run(view: memoryview, run: Key, length: int) -> Iterator[_Entry]:

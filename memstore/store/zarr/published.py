@@ -172,13 +172,12 @@ class Publisher:
                 self._bucket.put_all(waiting)
                 waiting = []
         self._bucket.put_all(waiting)
-        stale = tuple(sorted(set(before.pieces) - set(names)))
         after = Version(
             owner=before.owner,
             number=before.number + 1,
             nbytes=data.stat().st_size,
             pieces=tuple(names),
-            stale=() if prune else stale,
+            stale=() if prune else tuple(sorted(set(before.pieces) - set(names))),
         )
         self._write_note(coming=after.digest)
         self._unanswered = after, commit
@@ -194,9 +193,8 @@ class Publisher:
         self._version, self._published, self._when = put, commit, time.monotonic()
         self._unanswered = None
         self._write_note()
-        gone = (set(before.stale) | set(stale) if prune else set(before.stale)) - set(names)
         try:
-            self._bucket.delete_all([piece_path(name) for name in sorted(gone)])
+            self._bucket.delete_all([piece_path(name) for name in sorted(there - {*names, *after.stale})])
         except OSError as error:
             self._bucket.doubtful = True
             logger.warning("memory %s: some pieces that no version needs were not deleted: %s", self._folder, error)
@@ -251,10 +249,10 @@ def _pieces(data: Path, nbytes: int) -> Iterator[bytes]:
             yield piece
 
 
-def fetch(bucket: BucketObjects, folder: Path, url: str) -> Path:
+def fetch(bucket: BucketObjects, folder: Path, url: str, *, doubted: bool = False) -> Path:
     """Fetch the last published version into a memory folder below ``folder``, for reading; only missing pieces.
 
-    A copy that was fetched before is used, unless it was changed since and differs from what was published.
+    A copy that was fetched before is used. If it was changed since, or is ``doubted``, it is compared first.
 
     Raises ``NotFound``, ``OSError``, and ``DamagedError`` for pieces that do not match the manifest.
     """
@@ -270,18 +268,18 @@ def fetch(bucket: BucketObjects, folder: Path, url: str) -> Path:
                 fcntl.flock(handle, fcntl.LOCK_EX)
                 for left in place.glob(".*.part"):
                     shutil.rmtree(left, ignore_errors=True)
-            if _is_whole(target, version) or _fetched(bucket, version, target):
+            if _is_whole(target, version, doubted=doubted) or _fetched(bucket, version, target):
                 return target
     raise DamagedError(
         f"the published version of {url} lacks pieces; publish it again from the computer that writes it", memory=url
     )
 
 
-def _is_whole(target: Path, version: Version) -> bool:
+def _is_whole(target: Path, version: Version, *, doubted: bool) -> bool:
     """Return whether a version was fetched before; moves a copy that was damaged later out of the way."""
     data = target / "tail" / DATA_NAME
     with suppress(FileNotFoundError):
-        unchanged = data.stat().st_mtime_ns <= (target / "pieces.json").stat().st_mtime_ns
+        unchanged = not doubted and data.stat().st_mtime_ns <= (target / "pieces.json").stat().st_mtime_ns
         if unchanged or [_digest(piece) for piece in _pieces(data, version.piece_bytes)] == [*version.pieces]:
             return True
         target.rename(target.with_name(f".{uuid4().hex}.part"))

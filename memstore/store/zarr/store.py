@@ -103,6 +103,7 @@ class ZarrStore(BlockStore):
             self._publisher = None if self.read_only else Publisher(path, objects)
         self._overtaken: MemoryInUse | None = None
         self._unclean = False
+        """Whether objects of interrupted processes may exist, until the first write has looked for them."""
         self._close = weakref.finalize(self, _release, tail, objects)
 
     @classmethod
@@ -184,7 +185,7 @@ class ZarrStore(BlockStore):
 
             def apply(eviction: Batch) -> None:
                 lost, deletes, puts = self._changes(eviction, snapshot)
-                self._tail.apply(txn, deletes, puts)
+                self._tail.changes.apply(txn, deletes, puts)
                 cuts.extend(lost)
 
             evicted = evict(waiting, max_bytes, lambda: snapshot.counters()["bytes"] + used_bytes(txn), apply)
@@ -360,7 +361,7 @@ class ZarrStore(BlockStore):
             if self._close.alive and not self.read_only:
                 self._publish()
                 self._garbage.sweep()
-                if self._publisher:
+                if self._publisher and not self._unclean:
                     self._publisher.close()
         finally:
             self._close()
@@ -374,7 +375,7 @@ class ZarrStore(BlockStore):
             raise
         # Listing a bucket takes a request for each thousand shards, so a place that was left clean is not listed.
         if not self.read_only and not (self._publisher and self._publisher.swept()):
-            self._unclean = self._objects.doubtful = True
+            self._unclean = True
             self._publish_soon()
         return self
 

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from xxhash import xxh3_64_intdigest as checksum
 
-from memstore.errors import DamagedError, MemstoreError, NotAMemory, ReadOnlyMemory
+from memstore.errors import DamagedError, MemstoreError, NotAMemory
 from memstore.json_checks import fit
 from memstore.store.lmdb.environment import Environment, WriterLock
 from memstore.store.lmdb.store import TAIL_FORMATS, LmdbStore
@@ -79,20 +79,6 @@ class Tail(LmdbStore):
         """Extents read from the manifest, and the value they came from; valid while that is unchanged."""
         self.sums: OrderedDict[tuple[int, int], Sums] = OrderedDict()
         """Checksums of shards that were read before; valid forever."""
-
-    def commit(self, deletes: Deletes, puts: Puts, then: Callable[[Any], None] | None = None) -> None:
-        """Write checked changes, including those of the manifest; ``then`` may refuse or do more."""
-        self._commit(deletes, puts, then)
-
-    def apply(self, txn: Any, deletes: Deletes, puts: Puts) -> None:
-        """Apply more changes of the same kind, in a transaction that ``then`` was called with."""
-        self._changes.apply(txn, deletes, puts)
-
-    def check_writable(self) -> None:
-        """Raise ``InvalidArgument`` for a closed store, ``ReadOnlyMemory`` for one that only reads."""
-        self._check_open()
-        if self.read_only:
-            raise ReadOnlyMemory.opened(self.path.parent)
 
     @contextmanager
     def snapshot(self) -> Iterator[Snapshot]:
